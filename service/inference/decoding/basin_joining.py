@@ -9,23 +9,14 @@ leads out of the group, so that the group is whole by then. Its peak can only ha
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.inference.decoding.basin_merging import Persistence, join_basins
+from service.inference.decoding.basin_merging import Persistence, ShallowPasses, find_shallow_passes, join_basins
 from service.inference.decoding.watershed import Basins
-
-
-class _ShallowPasses(NamedTuple):
-    """The shallow passes, the highest first: pairs of basins, int64 [E], and distance, float64 [E]."""
-
-    first: Tensor
-    second: Tensor
-    height: Tensor
 
 
 def merge_basins_on_device(basins: Basins, persistence: Persistence) -> NDArray[np.int64]:
@@ -34,7 +25,7 @@ def merge_basins_on_device(basins: Basins, persistence: Persistence) -> NDArray[
     The host waits for the device once a round, of which there are at most log2 R.
     """
     peaks = persistence.distance(basins.peaks)
-    passes = _find_shallow_passes(basins, persistence, peaks)
+    passes = find_shallow_passes(basins, persistence)
     group, joined = _join_groups(peaks, passes, persistence.depth)
     numbers = torch.arange(len(peaks), device=peaks.device)
     # An object has the number of its highest basin, whose place orders it among the others.
@@ -53,19 +44,7 @@ def merge_basins_on_device(basins: Basins, persistence: Persistence) -> NDArray[
     return objects
 
 
-def _find_shallow_passes(basins: Basins, persistence: Persistence, peaks: Tensor) -> _ShallowPasses:
-    """Return what `basin_merging.find_shallow_passes` returns, on the device."""
-    one, other, height = basins.passes
-    first, second, height = torch.minimum(one, other), torch.maximum(one, other), persistence.distance(height)
-    shallow = (first != second) & (torch.minimum(peaks[first], peaks[second]) - height < persistence.depth)
-    pairs, inverse = torch.unique((first * len(peaks) + second)[shallow], return_inverse=True)
-    highest = height.new_full((len(pairs),), -torch.inf).scatter_reduce_(0, inverse, height[shallow], "amax")
-    highest, order = torch.sort(highest, descending=True, stable=True)
-    pairs, count = pairs[order], max(len(peaks), 1)
-    return _ShallowPasses(pairs // count, pairs % count, highest)
-
-
-def _join_groups(peaks: Tensor, passes: _ShallowPasses, depth: float) -> tuple[Tensor, Tensor]:
+def _join_groups(peaks: Tensor, passes: ShallowPasses, depth: float) -> tuple[Tensor, Tensor]:
     """Return a basin of each one's group, the same for all of it, int64 [R], and the passes that joined some."""
     last = len(passes.first)
     numbers, ranks = torch.arange(len(peaks), device=peaks.device), torch.arange(last, device=peaks.device)

@@ -54,7 +54,7 @@ def merge_shallow_basins(basins: Basins, persistence: Persistence) -> NDArray[np
     because merging only raises peaks, and is therefore left out beforehand.
     """
     peaks = persistence.distance(basins.peaks).cpu().numpy()
-    first, second, height = find_shallow_passes(basins, persistence)
+    first, second, height = (column.cpu().numpy() for column in find_shallow_passes(basins, persistence))
     return np.unique(join_basins(peaks, first, second, height, persistence.depth), return_inverse=True)[1]
 
 
@@ -83,18 +83,26 @@ def join_basins(
     return np.array([root(basin) for basin in range(len(peaks))], np.int64)
 
 
-def find_shallow_passes(basins: Basins, persistence: Persistence) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Return pairs of basins and the distance at their highest pass, where it is shallow to the lower peak.
+class ShallowPasses(NamedTuple):
+    """Passes that are shallow to the lower of two peaks, the highest first, on the device of the basins.
 
-    Returns three arrays of [E], the highest pass first; every pair occurs once, with the lower number first.
+    first, second  pair of basins, int64 [E] each, the lower number first; every pair occurs once
+    height         distance at their highest pass, float64 [E]
     """
-    one, other = (side.cpu().numpy() for side in basins.passes[:2])
-    height, peaks = (persistence.distance(heights).cpu().numpy() for heights in (basins.passes.height, basins.peaks))
-    first, second = np.minimum(one, other), np.maximum(one, other)
-    shallow = (first != second) & (np.minimum(peaks[first], peaks[second]) - height < persistence.depth)
-    pairs, inverse = np.unique(first[shallow] * len(peaks) + second[shallow], return_inverse=True)
-    highest = np.full(len(pairs), -np.inf)
-    np.maximum.at(highest, inverse, height[shallow])
-    order = np.argsort(-highest, kind="stable")
-    pairs = pairs[order]
-    return pairs // max(len(peaks), 1), pairs % max(len(peaks), 1), highest[order]
+
+    first: Tensor
+    second: Tensor
+    height: Tensor
+
+
+def find_shallow_passes(basins: Basins, persistence: Persistence) -> ShallowPasses:
+    """Return the shallow passes between basins."""
+    one, other, heights = basins.passes
+    height, peaks = persistence.distance(heights), persistence.distance(basins.peaks)
+    first, second = torch.minimum(one, other), torch.maximum(one, other)
+    shallow = (first != second) & (torch.minimum(peaks[first], peaks[second]) - height < persistence.depth)
+    pairs, inverse = torch.unique((first * len(peaks) + second)[shallow], return_inverse=True)
+    highest = height.new_full((len(pairs),), -torch.inf).scatter_reduce_(0, inverse, height[shallow], "amax")
+    highest, order = torch.sort(highest, descending=True, stable=True)
+    pairs, count = pairs[order], max(len(peaks), 1)
+    return ShallowPasses(pairs // count, pairs % count, highest)
