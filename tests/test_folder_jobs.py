@@ -227,6 +227,7 @@ REFUSED: list[tuple[dict[str, str], str]] = [
     ({"input": "scans/none"}, "is not there"),
     ({"input": f"scans/day 1/{NAMES[0]}", "output_to": "", "glob": "*"}, "glob: it goes with an input"),
     ({"input": "", "output_to": "", "glob": "*"}, "glob: it goes with an input"),
+    ({"input": f"scans/day 1/{NAMES[0]}", "output_to": "", "format": "zarr"}, "format: it goes with an input"),
 ]
 
 

@@ -137,6 +137,11 @@ def add_arguments(segment: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="which files of the folder IN are stacks, as '**/*.tif' (default: all TIFFs in it, not in its subfolders)",
     )
+    segment.add_argument(
+        "--format",
+        choices=("tiff", "zarr"),
+        help="how labels of a folder's stacks are written: OME-TIFF or OME-Zarr (default: tiff)",
+    )
     for name, (placeholder, text) in PARAMETERS.items():
         segment.add_argument(f"--{name.replace('_', '-')}", metavar=placeholder, help=text)
     segment.add_argument(
@@ -187,8 +192,9 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
             return _run(options, query, settings)
     if options.input.is_dir() and not is_zarr_folder(options.input):
         return _run_folder(options, query, settings)
-    if options.glob is not None:
-        raise BadParameter(f"--glob: {options.input} is not a folder.")
+    for name in ("glob", "format"):
+        if getattr(options, name) is not None:
+            raise BadParameter(f"--{name}: {options.input} is not a folder.")
     return _run(options, query, settings)
 
 
@@ -369,7 +375,7 @@ def _parse_query(options: argparse.Namespace) -> Query:
     from service.serving.parameters import Query, explain  # noqa: PLC0415
 
     try:
-        given = {name: value for name in PARAMETERS if (value := getattr(options, name)) is not None}
+        given = {name: value for name in (*PARAMETERS, "format") if (value := getattr(options, name)) is not None}
         return Query.model_validate(given | ({"strict": True} if options.strict else {}))
     except ValidationError as error:
         raise BadParameter(explain(error.errors())) from error

@@ -38,6 +38,9 @@ def run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
         raise BadParameter(f"{out} is the folder of the stacks; name another for the results.")
     if out.exists() and not out.is_dir():
         raise BadParameter(f"{out} is a file; name a folder for the results.")
+    if query.format == "zarr":
+        # Before anything is computed: an extra may be missing.
+        from service.formats import zarr_writer  # noqa: F401, PLC0415
     stacks = find_stacks(folder, options.glob, out)
     spec = choose_model(query.model, settings)
     with (

@@ -99,9 +99,13 @@ class Records(dict[str, StackRecord]):
     def is_done(self, name: str, key: str, status: os.stat_result) -> bool:
         """Return whether there is a result of this very file with these parameters."""
         record = self.get(name)
-        if record is None or record.problem or not self._out.has(record.result):
+        if record is None or record.problem or not self._has(record.result):
             return False
         return (record.key, record.size, record.mtime) == (key, status.st_size, status.st_mtime_ns)
+
+    def _has(self, result: str) -> bool:
+        """Return whether there is a file, or a folder of Zarr, at the place of a result."""
+        return self._out.has(result) or (bool(result) and self._out.has(f"{result}/zarr.json"))
 
     def series(self, parameters: str) -> tuple[str, str] | None:
         """Return the width that holds for all stacks with these parameters, and the note about it, if on record."""

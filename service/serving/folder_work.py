@@ -148,12 +148,14 @@ class FolderWork:
         self._records = Records(out)
         self._skipped = 0
         self._key = ""
+        self._as_zarr = False
 
     def run(self, stacks: Sequence[str], query: Query) -> Done:
         """Segment the stacks that are not done with these parameters; write the table and the report in any case.
 
         Raises DeviceLost, OutOfStorage and StorageUnavailable where results cannot be written, and what ends the whole.
         """
+        self._as_zarr = query.format == "zarr"
         try:
             self._segment_all(stacks, query)
         finally:
@@ -261,8 +263,14 @@ class FolderWork:
     def _write(self, name: str, pixels: Pixels, result: Result, origin: dict[str, str]) -> str:
         """Write labels, picture and table of a stack; return the place of the labels."""
         segmentation, staging, place = result.segmentation, self._out.staging, _place(name)
-        labels = f"{place}_{segmentation.kind}.ome.tif"
-        tiff_writer.write(segmentation, staging / "labels", origin)
+        labels = f"{place}_{segmentation.kind}.ome.{'zarr' if self._as_zarr else 'tif'}"
+        staged = Path(labels).name
+        if self._as_zarr:
+            from service.formats import zarr_writer  # noqa: PLC0415 - it needs the extra `zarr`
+
+            zarr_writer.write(segmentation, staging / staged, origin)
+        else:
+            tiff_writer.write(segmentation, staging / staged, origin)
         volume = pixels.segmented
         if isinstance(volume, Series):
             volume = volume.read(volume.times[0])[0]
@@ -272,7 +280,7 @@ class FolderWork:
             measurements.write_csv(table, staging / "table")
             self._out.put("table", f"{place}_objects.csv")
         self._out.put("picture", f"{place}.png")
-        self._out.put("labels", labels)
+        self._out.put(staged, labels)
         return labels
 
     @staticmethod

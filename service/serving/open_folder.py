@@ -106,12 +106,17 @@ class ResultFolder:
         self.staging = descriptor_path(staging)
 
     def put(self, name: str, place: str) -> None:
-        """Move a file of `staging` to a place, into folders that are made; it replaces a file that is there.
+        """Move a file or a folder of `staging` to a place, into folders that are made; it replaces one that is there.
 
         Raises BadParameter where something else is in the way.
         """
         try:
             with self._parent(place, make=True) as (parent, last):
+                if stat.S_ISDIR(os.stat(name, dir_fd=self._staging, follow_symlinks=False).st_mode):
+                    # No name is given to a folder while another one with something in it has it.
+                    with suppress(FileNotFoundError):
+                        os.close(os.open(last, OPEN_FOLDER, dir_fd=parent))
+                        os.rename(last, uuid.uuid4().hex, src_dir_fd=parent, dst_dir_fd=self._staging)
                 os.replace(name, last, src_dir_fd=self._staging, dst_dir_fd=parent)
         except (NotADirectoryError, IsADirectoryError) as error:
             raise BadParameter(f"{place} cannot be written: a folder, a file or a link is in the way.") from error

@@ -194,6 +194,13 @@ class Query(BaseModel):
             examples=["**/*.tif"],
         ),
     ] = None
+    format: Annotated[
+        Literal["tiff", "zarr"] | None,
+        Field(
+            description="Of an input that is a folder, for `/jobs`: whether labels are written as OME-TIFF or "
+            "OME-Zarr; tiff if not given."
+        ),
+    ] = None
     stack: Annotated[
         str | None,
         Field(

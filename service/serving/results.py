@@ -228,8 +228,9 @@ def check_host_files(host_files: HostFiles, query: Query, caller: str | None) ->
     if query.input is not None and host_files.is_folder(query.input, caller):
         _check_folder(query)
         return
-    if query.glob is not None:
-        raise BadParameter("glob: it goes with an input that is a folder.")
+    for name in ("glob", "format"):
+        if getattr(query, name) is not None:
+            raise BadParameter(f"{name}: it goes with an input that is a folder.")
     if query.output_to is None and query.overwrite is not None:
         raise BadParameter("overwrite: it goes with output_to, which is not given.")
     if query.output_to is not None:
@@ -238,8 +239,8 @@ def check_host_files(host_files: HostFiles, query: Query, caller: str | None) ->
         if not is_zarr and not query.output_to.lower().endswith(suffixes):
             host_files.check(query.input, None, caller)
             raise BadParameter(f"output_to: the name must end with {' or '.join(suffixes)}, after what is written.")
-        if is_zarr and find_spec("zarr") is None:
-            raise BadParameter("output_to: writing OME-Zarr needs the extra: pip install 'stackseg[zarr]'.")
+        if is_zarr:
+            _check_extra("output_to")
     host_files.check(query.input, query.output_to, caller, overwrite=bool(query.overwrite))
 
 
@@ -250,6 +251,14 @@ def _check_folder(query: Query) -> None:
         )
     if query.measurements is not None:
         raise BadParameter("measurements: the table of a folder is objects.csv among its results; leave it out.")
+    if query.format == "zarr":
+        _check_extra("format")
+
+
+def _check_extra(parameter: str) -> None:
+    """Raise BadParameter where OME-Zarr cannot be written."""
+    if find_spec("zarr") is None:
+        raise BadParameter(f"{parameter}: writing OME-Zarr needs the extra: pip install 'stackseg[zarr]'.")
 
 
 def describe_answer(name: str, answer: Answer, result: Result, seconds: Mapping[str, float]) -> AnswerMetadata:

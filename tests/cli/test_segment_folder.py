@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
+import yaozarrs
 from fakes import until
 from imagecodecs import png_decode
 from live import as_tiff
@@ -21,6 +22,8 @@ from paths import ROOT
 
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.__main__ import main
+from service.core.volume import Selection
+from service.formats import stack_reader
 from service.models.spec import ModelSpec
 
 STACKS = [f"stack {number:02}" for number in range(19)]
@@ -129,6 +132,28 @@ def test_what_is_done_is_skipped_unless_parameters_or_the_file_differ(
     assert before("--overlap", "0.5") == "2"
     (out / f"{STACKS[0]}_labels.ome.tif").unlink()
     assert before("--overlap", "0.5") == "2"
+
+
+def test_labels_of_a_folder_are_ome_zarr_where_they_are_asked_for(
+    folder: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen, out = few(folder, tmp_path), tmp_path / "out"
+    names = sorted(path.stem for path in chosen.glob("*.tif"))
+    assert segment(chosen, out, "--config", config) == 0
+    for again in range(3):
+        if again == 1:
+            (out / f"{names[0]}_labels.ome.zarr" / "zarr.json").unlink()
+        capsys.readouterr()
+        assert segment(chosen, out, "--config", config, "--format", "zarr") == 0
+        before = [0, len(names) - 1, len(names)][again]
+        assert (f", {before} of them before" in capsys.readouterr().out) == (before > 0)
+        for name in names:
+            store = out / f"{name}_labels.ome.zarr"
+            yaozarrs.validate_zarr_store(str(store))
+            volume = stack_reader.read(store, Selection(), 10**9)
+            assert np.array_equal(volume.array()[0], tifffile.imread(out / f"{name}_labels.ome.tif"))
+    assert not [path for path in out.iterdir() if path.name.startswith(".")]
+    assert f"{names[0].replace(' ', '%20')}_labels.ome.zarr" in (out / "report.html").read_text()
 
 
 def test_stacks_of_subfolders_are_found_and_keep_their_places(folder: Path, config: Path, tmp_path: Path) -> None:
