@@ -165,7 +165,7 @@ def add_arguments(segment: argparse.ArgumentParser) -> None:
         "--scratch",
         type=Path,
         metavar="FOLDER",
-        help="what blocks hand on; the same command goes on with it after an interruption (with --workers; default:"
+        help="with --workers: what blocks hand on; the same command goes on with it after an interruption (default:"
         " OUT.blocks)",
     )
     segment.set_defaults(run=run, reword=name_options, extra="zarr")
