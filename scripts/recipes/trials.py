@@ -110,9 +110,9 @@ def main() -> None:
     segmenter = Segmenter(choose_model(chosen.model, settings), settings)
     segmenter.warm_up()
     network, tried = load_network(segmenter.spec), dict[str, list[Tried]]()
-    with torch.inference_mode():
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         for kind, volume, truth in scenes(chosen.stacks):
-            found = compare(segmenter, network, volume, truth)
+            found = compare(segmenter, lambda windows: network(windows).float(), volume, truth)
             tried.setdefault(kind, []).append(found)
             sys.stderr.write(f"{kind}: {found.before:.2f} -> {' '.join(f'{f1:.2f}' for f1 in found.after)}\n")
     sys.stdout.writelines(f"{line}\n" for line in report(tried))
