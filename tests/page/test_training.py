@@ -76,13 +76,15 @@ def test_a_model_is_improved_followed_and_used(live: Live, open_page: Open) -> N
     expect(trainings).to_contain_text("mine is ready")
     trainings.get_by_role("link").click()
     expect(training).to_contain_text("mine is ready")
-    page.get_by_role("link", name="Status").click()
-    learning = page.get_by_role("region", name="Learning")
-    expect(learning).to_contain_text(f"2 annotated stacks, 1 of at most {live.runtime.settings.trainings.models}")
     page.once("dialog", lambda asked: asked.accept())
-    page.get_by_role("region", name="Models").get_by_role("button", name="Delete").click()
-    expect(learning).to_contain_text("0 of at most")
+    training.get_by_role("button", name="Delete the model").click()
+    expect(training).to_contain_text("The model mine is deleted.")
     assert live.client.get("/models/mine").status_code == 404
+    page.get_by_role("link", name="Status").click()
+    most = live.runtime.settings.trainings.models
+    expect(page.get_by_role("region", name="Learning")).to_contain_text(
+        f"2 annotated stacks, 0 of at most {most} trained"
+    )
 
 
 def test_a_training_is_stopped(live: Live, open_page: Open) -> None:

@@ -235,6 +235,27 @@ class TrainingView {
     this.#showResult(training);
   }
 
+  /** A button for those who may delete the model. @param {string} model */
+  #deleteButton(model) {
+    const gone = () => this.result.replaceChildren(element("p", { class: "muted" }, `The model ${model} is deleted.`));
+    const remove = async () => {
+      if (!confirm(`Delete the model ${model} and its files?`)) return;
+      try {
+        await requestOnce(`models/${model}`, { method: "DELETE" });
+        gone();
+      } catch (error) {
+        made.replaceWith(element("p", { class: "warning-text" }, /** @type {Error} */ (error).message));
+      }
+    };
+    const made = button("Delete the model", remove, "link");
+    made.hidden = true;
+    json(`models/${model}`).then(
+      ({ removable }) => (made.hidden = !removable),
+      (error) => error instanceof Problem && error.status === 404 && gone(),
+    );
+    return made;
+  }
+
   /** @param {Training} training */
   #showResult(training) {
     const { before, after, better, message, model, state, annotations } = training;
@@ -258,6 +279,7 @@ class TrainingView {
             () => this.actions.segment(annotations[0], model),
             better === false ? "secondary" : "primary",
           ),
+        done && this.#deleteButton(model),
       ].filter((child) => child instanceof Node),
     );
   }
