@@ -7,13 +7,14 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
 from service.core import hardware
 from service.core.bundled import software_version
 from service.core.config import Settings
-from service.core.errors import NotReady
+from service.core.errors import NotReady, StackSegError
 from service.core.hardware import Driver
 from service.core.volume import Extent, Options, Volume
 from service.engine import torch_compile
@@ -209,8 +210,12 @@ class Runtime:
         return (*reasons, *self.models.unready_reasons())
 
     def measure_disks(self) -> dict[str, DiskUsage]:
-        """Return what is kept on disk, by its kind."""
-        return {kind: measure() for kind, measure in self.disk_usages.items()}
+        """Return what is kept on disk, by its kind; what cannot be measured now is left out."""
+        usages = {}
+        for kind, measure in self.disk_usages.items():
+            with suppress(StackSegError, OSError):
+                usages[kind] = measure()
+        return usages
 
     def degradations(self) -> tuple[str, ...]:
         """Return what is wrong though the service is ready, one sentence each."""

@@ -19,12 +19,14 @@ from service.core.errors import (
     DeviceLost,
     NotReady,
     QueueFull,
+    StorageUnavailable,
     UnknownModel,
 )
 from service.core.volume import Options, Volume
 from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
+from service.serving.disk_usage import DiskUsage
 from service.serving.runtime import Runtime
 
 
@@ -303,6 +305,21 @@ def test_models_take_turns_where_memory_holds_one(three: Path, tmp_path: Path, s
         assert f'stackseg_loaded_bytes{{device="cpu"}} {float(size)}' in metrics
         assert 'stackseg_model_loads_total{model="gamma"} 1.0' in metrics
         assert 'stackseg_model_unloads_total{model="alpha"}' in metrics
+
+
+def test_what_is_kept_on_disk_is_measured_though_a_part_of_it_cannot_be(three: Path, tmp_path: Path) -> None:
+    def fail() -> DiskUsage:
+        raise StorageUnavailable("The database is locked.")
+
+    with running(settings(three, tmp_path), FakeSegmenter) as runtime:
+        runtime.disk_usages["jobs"] = fail
+        hold = runtime.scratch_space.hold("ann")
+        hold.add(1000)
+        assert runtime.measure_disks().keys() == {"requests", "results"}
+        metrics = runtime.metrics.exposition().decode()
+        assert 'stackseg_disk_used_bytes{files="requests"} 1000.0' in metrics
+        assert 'files="jobs"' not in metrics
+        hold.close()
 
 
 def test_a_model_larger_than_the_budget_is_refused_and_the_service_stays_ready(
