@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,25 @@ def test_a_full_disk_is_a_failure_that_leaves_nothing(service: Service) -> None:
     assert str(folder) not in record.message
     folder.unlink()
     assert service.wait(service.submit("mine"), "done", "failed").state == "done"
+
+
+def test_a_training_that_cannot_be_recorded_is_refused_and_leaves_nothing(service: Service) -> None:
+    records = service.settings.annotations_folder / "trainings"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OutOfStorage, match="disk"):
+            service.submit("mine")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (list(records.iterdir()), service.trainings.newest("ann")) == ([], [])
+    # What a killed process has left by half goes when the next one starts.
+    (records / ".killed.part").write_text("{")
+    record = service.wait(service.submit("mine"), "done")
+    again = Trainings(service.settings, service.store)
+    again.start(service.runtime)
+    again.stop()
+    assert [path.name for path in records.iterdir()] == [f"{record.id}.json"]
 
 
 def test_an_annotated_stack_that_is_gone_meanwhile_is_named(service: Service) -> None:
