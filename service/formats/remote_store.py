@@ -249,7 +249,7 @@ class _Cloud:
             _log.debug("a store failed: %s", name)
             if name in {"PermissionDeniedError", "UnauthenticatedError"}:
                 raise _explain(part.key, 403) from None
-            if "416" in str(error):
+            if "status code: 416" in str(error):
                 raise _cut_short(part.key) from None
             raise _unavailable(part.key, f"the request failed, {name}") from None
 

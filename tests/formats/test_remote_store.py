@@ -85,17 +85,22 @@ def test_pixels_are_those_of_the_store_and_no_others_are_fetched(
         (416, BadFile, "cut short"),
     ],
 )
-def test_faults_of_the_server_are_told(
-    fault: Any, error: Any, words: str, prefix: str, server: ObjectServer, reader: Reader, tmp_path: Path
-) -> None:
+def test_faults_of_the_server_are_told(fault: Any, error: Any, words: str, prefix: str, server: ObjectServer) -> None:
     server.faults = {SHARD: fault}
     with RemoteStore(f"{prefix}/sharded.zarr") as store:
         if error is None:
-            assert not reader.read(store, Selection(channel=1), tmp_path).array().any()
+            assert not stack_reader.read(store, Selection(channel=1), LIMIT).array().any()
             return
         with pytest.raises(error, match=words) as raised:
-            reader.read(store, Selection(channel=1), tmp_path)
+            stack_reader.read(store, Selection(channel=1), LIMIT)
         assert "127.0.0.1" not in str(raised.value)
+
+
+def test_a_reader_reads_on_after_a_fault_of_a_server(server: ObjectServer, reader: Reader, tmp_path: Path) -> None:
+    server.faults = {SHARD: 500}
+    with RemoteStore(f"{server.url}/data/sharded.zarr") as store:
+        with pytest.raises(StorageUnavailable, match="cannot be read now"):
+            reader.read(store, Selection(channel=1), tmp_path)
         server.faults = {}
         assert np.array_equal(reader.read(store, Selection(channel=1), tmp_path).array()[0], PIXELS[1])
 

@@ -352,7 +352,7 @@ def test_job_reads_and_writes_files_of_the_host_also_after_a_restart(bands_repos
         assert [path.name for path in (tmp_path / "results").iterdir()] == ["labels.tif"]
 
 
-@pytest.mark.parametrize("version", ["0.4", "0.5"])
+@pytest.mark.parametrize("version", [pytest.param("0.4", marks=pytest.mark.thorough), "0.5"])
 def test_job_writes_ome_zarr_also_after_a_restart(bands_repository: Path, tmp_path: Path, version: str) -> None:
     results = tmp_path / "results"
     results.mkdir()
