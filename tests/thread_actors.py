@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,28 +23,36 @@ def remote(folder: Path, shared: Path, **sections: Any) -> Settings:
     return eager(folder, cluster=cluster, limits={"waiting": 100}, **sections)
 
 
+def make_device_actor(settings: Settings, load: Any = Segmenter) -> ThreadActor:
+    return ThreadActor(lambda: DeviceActor(actor_settings(settings), load))
+
+
 class ThreadActor:
     """An actor of this process. While it is lost, calls fail, those that wait for it too; then it begins anew."""
 
-    def __init__(self, settings: Settings, load: Any = Segmenter) -> None:
-        self._make = lambda: DeviceActor(actor_settings(settings), load)
-        self.device = self._make()
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self.device = make()
         self.lost = False
         # How many segmentations find that the device has failed.
         self.lost_devices = 0
+        # Method whose calls find that the actor is gone.
+        self.lose_at = ""
         self.killed = threading.Event()
         self._waiting: set[Future[Any]] = set()
+        self._asked: list[str] = []
         self._pool = ThreadPoolExecutor(32)
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         answer: Future[Any] = Future()
-        if self.lost or self.killed.is_set():
+        if self.lost or self.killed.is_set() or method == self.lose_at:
             answer.set_exception(WorkerLost("gone"))
             return answer
         if method == "segment" and self.lost_devices:
             self.lost_devices -= 1
             answer.set_result(Outcome(error=DeviceLost("cuda:0 has failed.")))
             return answer
+        self._asked.append(method)
         self._waiting.add(answer)
         self._pool.submit(getattr(self.device, method), *arguments).add_done_callback(
             lambda done: self._settle(answer, done)
@@ -54,6 +63,9 @@ class ThreadActor:
         if answer in self._waiting:
             self._waiting.discard(answer)
             answer.set_exception(done.exception()) if done.exception() else answer.set_result(done.result())
+
+    def asked(self, method: str) -> bool:
+        return method in self._asked
 
     def lose(self) -> None:
         self.lost = True

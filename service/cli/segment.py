@@ -162,6 +162,12 @@ def add_arguments(segment: argparse.ArgumentParser) -> None:
         help="segment an OME-Zarr of any size block by block, with so many processes (default: as a whole)",
     )
     segment.add_argument(
+        "--ray",
+        metavar="HOST:PORT",
+        help="with --workers: a Ray cluster that has these processes; stack, result and scratch lie on storage that its"
+        " hosts mount (default: this host)",
+    )
+    segment.add_argument(
         "--scratch",
         type=Path,
         metavar="FOLDER",

@@ -20,7 +20,7 @@ from service.formats import zarr_writer  # noqa: F401 (An extra may be missing, 
 from service.inference.blockwise.driver import Driver, Progress
 from service.inference.blockwise.prepare import make_plan
 from service.inference.blockwise.run_folder import RunFolder
-from service.inference.blockwise.workers import LocalWorkers
+from service.inference.blockwise.workers import LocalWorkers, Workers
 from service.inference.confidence import judge
 from service.inference.result import Result
 from service.models.spec import ModelSpec
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
     """Segment one OME-Zarr image block by block, or go on with that where it was interrupted."""
     _check(options)
     began, out = time.monotonic(), options.result.absolute()
-    settings = share_threads(settings, options.workers)
+    settings = share_threads(settings, options.workers, remote=options.ray is not None)
     plan = make_plan(options.input, query.selection, spec, query.options, settings, workers=options.workers)
     check_output(plan.output, query, measured=options.measurements is not None)
     folder = RunFolder((options.scratch or out.with_name(f"{out.name}.blocks")).absolute())
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
             raise DoubtfulResult(doubt)
         return describe_origin(query, result, options.input.name, None)
 
-    with show_progress() as bar, closing(LocalWorkers(options.workers)) as workers:
+    with show_progress() as bar, closing(_make_workers(options, settings)) as workers:
         Driver(folder, workers, _show(bar)).run(out, describe)
     result = _facts(folder, spec)
     found = f"{folder.read_record('join')['objects']} objects, " if plan.output == "labels" else ""
@@ -64,11 +64,24 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
     return 0
 
 
-def share_threads(settings: Settings, workers: int) -> Settings:
-    """Return settings with which so many workers share the cores, where the operator does not say how."""
+def share_threads(settings: Settings, workers: int, *, remote: bool = False) -> Settings:
+    """Return settings with which so many workers share the cores, where the operator does not say how.
+
+    Those of a cluster have the cores that it gives each.
+    """
     if settings.device.threads:
         return settings
-    return override_settings(settings, "device", {"threads": max(host.usable_cores() // workers, 1)})
+    cores = settings.cluster.cpus if remote else host.usable_cores() // workers
+    return override_settings(settings, "device", {"threads": max(int(cores), 1)})
+
+
+def _make_workers(options: argparse.Namespace, settings: Settings) -> Workers:
+    if options.ray is None:
+        return LocalWorkers(options.workers)
+    from service.serving.cluster.block_workers import ActorWorkers  # noqa: PLC0415
+    from service.serving.cluster.ray_cluster import make_block_actors  # noqa: PLC0415
+
+    return ActorWorkers(make_block_actors(options.ray, settings.cluster, options.workers))
 
 
 def _check(options: argparse.Namespace) -> None:

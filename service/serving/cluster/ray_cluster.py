@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from service.core.config import Settings
+from service.core.config import Cluster, Settings
 from service.core.errors import ConfigError
+from service.inference.blockwise.worker import run_block
+from service.inference.blockwise.workers import Work
+from service.serving.cluster.block_workers import BlockActor
 from service.serving.cluster.device_actor import DeviceActor, actor_settings
 from service.serving.cluster.remote_device import Actor, WorkerLost
 
 # Calls that last as long as a request; others have threads of their own.
-LONG_CALLS = frozenset({"load", "segment", "estimate_diameter"})
+LONG_CALLS = frozenset({"load", "segment", "estimate_diameter", "run_block"})
 CONTROL_THREADS = 2
 
 log = logging.getLogger(__name__)
@@ -28,33 +32,47 @@ def make_actors(settings: Settings) -> list[Actor]:
 
     Raises ConfigError where Ray is not installed, the cluster does not answer, or does not ask for a token.
     """
-    ray = _connect(settings)
     cluster = settings.cluster
+    ray = _connect(cluster.address)
     # Requests of an actor that is lost run in those that are up.
-    groups = {"long": 2 * settings.limits.at_once, "control": CONTROL_THREADS}
-    remote = ray.remote(max_restarts=-1, max_task_retries=0, concurrency_groups=groups)(DeviceActor)
-    placed = remote.options(num_gpus=cluster.gpus, num_cpus=cluster.cpus, scheduling_strategy="SPREAD")
-    return [RayActor(ray, placed.remote(actor_settings(settings))) for _ in range(cluster.workers)]
+    make = _maker(ray, DeviceActor, cluster, 2 * settings.limits.at_once)
+    return [RayActor(ray, make(actor_settings(settings))) for _ in range(cluster.workers)]
 
 
-def _connect(settings: Settings) -> Any:
+def make_block_actors(address: str, cluster: Cluster, count: int, work: Work = run_block) -> list[Actor]:
+    """Ask the cluster at `address` for so many actors that do blocks. Raises ConfigError as `make_actors` does."""
+    ray = _connect(address)
+    make = _maker(ray, BlockActor, cluster, 1)
+    return [RayActor(ray, make(work)) for _ in range(count)]
+
+
+def _maker(ray: Any, kind: type, cluster: Cluster, at_once: int) -> Callable[..., Any]:
+    """Return what makes an actor that does so many long calls at a time."""
+    groups = {"long": at_once, "control": CONTROL_THREADS}
+    # A call is tried again by whoever counts how often, and sends it where an actor is up.
+    remote = ray.remote(max_restarts=-1, max_task_retries=0, concurrency_groups=groups)(kind)
+    made: Callable[..., Any] = remote.options(
+        num_gpus=cluster.gpus, num_cpus=cluster.cpus, scheduling_strategy="SPREAD"
+    ).remote
+    return made
+
+
+def _connect(address: str | None) -> Any:
     try:
         import ray  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise ConfigError("cluster.address needs Ray; install stackseg[ray], and the same on every host.") from error
+        raise ConfigError("A cluster needs Ray; install stackseg[ray], and the same on every host.") from error
     if os.environ.get("RAY_AUTH_MODE") != "token":
         raise ConfigError(
-            "cluster.address: whoever reaches a Ray cluster runs programs there. Start it, and this service, with "
-            "RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN."
+            "Whoever reaches a Ray cluster runs programs there. Start it, and this command, with RAY_AUTH_MODE=token"
+            " and the same RAY_AUTH_TOKEN."
         )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        ray.init(
-            address=settings.cluster.address, ignore_reinit_error=True, configure_logging=False, log_to_driver=False
-        )
+        ray.init(address=address, ignore_reinit_error=True, configure_logging=False, log_to_driver=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"cluster.address: {settings.cluster.address} cannot be used: {reason}") from error
+        raise ConfigError(f"The Ray cluster {address} cannot be used: {reason}") from error
     return ray
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from live import eager
-from thread_actors import ThreadActor, remote
+from thread_actors import make_device_actor, remote
 
 from service.cli.benchmark.hosts import HostsRow, format_hosts, measure
 from service.core.config import Settings
@@ -16,7 +16,7 @@ from service.models.repository import read_repository
 
 
 def make_actors(settings: Settings) -> list[Any]:
-    return [ThreadActor(settings) for _ in range(settings.cluster.workers)]
+    return [make_device_actor(settings) for _ in range(settings.cluster.workers)]
 
 
 def test_every_number_of_workers_is_measured(bands_repository: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,13 @@ import numpy as np
 import pytest
 from fakes import until
 from live import Live, as_tiff, classes, eager, serve
+
+from service.core.volume import Options
+from service.serving.cluster.block_workers import ActorWorkers
+from service.serving.cluster.ray_cluster import make_block_actors
+from tests.block_runs import begin, segment_blocks, segment_whole
+from tests.segmenters import settings_of
+from tests.zarr_files import write_zarr
 
 pytestmark = [
     pytest.mark.thorough,
@@ -100,7 +108,8 @@ def test_every_request_is_answered_once_while_a_node_is_killed_and_comes_back(
 def test_a_hang_up_stops_remote_windows_within_two_seconds(live: Live, phantom_maker: Any) -> None:
     stack = as_tiff(phantom_maker((128, 256, 256), seed=1).image)
     workers: Any = live.runtime.device_workers
-    assert not any(worker.status.progress for worker in workers)
+    # An actor that has come back loads its model first.
+    until(lambda: not any(worker.status.progress for worker in workers), STARTING)
     with pytest.raises(httpx2.TimeoutException):
         live.client.post("/segment", content=stack, timeout=4)
     hung_up = time.monotonic()
@@ -130,6 +139,24 @@ def test_what_runs_in_the_cluster_is_finished_when_the_service_stops(
         assert list(tmp_path.iterdir()) == []
     until(lambda: ray_gpus_free() >= 1, 30)
     cluster.remove_node(node)
+
+
+def test_blocks_of_a_lost_node_are_done_again_elsewhere(
+    cluster: Any, bands: Any, tmp_path: Path, phantom_maker: Any
+) -> None:
+    source = write_zarr(tmp_path / "in.zarr", phantom_maker((48, 96, 96), seed=1).image, chunks=(16, 32, 32))
+    settings = settings_of()
+    whole = segment_whole(source, bands, Options(), settings).segmentation.pixels
+    folder = begin(tmp_path / "run", source, bands, Options(), settings, (1, 1, 1))
+    nodes = [cluster.add_node(num_cpus=1, num_gpus=1) for _ in range(2)]
+    actors = make_block_actors(cluster.address, settings.cluster, 2)
+    with closing(ActorWorkers(actors)) as workers, ThreadPoolExecutor(1) as pool:
+        labels = pool.submit(segment_blocks, folder, tmp_path / "out.zarr", workers)
+        until(lambda: len(folder.done("scores")) > 4, STARTING)
+        cluster.remove_node(nodes[1], allow_graceful=False)
+        assert not labels.done()
+        assert np.array_equal(labels.result(), whole)
+    cluster.remove_node(nodes[0])
 
 
 def ray_gpus_free() -> float:

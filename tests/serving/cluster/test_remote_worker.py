@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from fakes import FakeSegmenter, until
 from live import Live, as_tiff, classes, eager, serve
-from thread_actors import ThreadActor, remote
+from thread_actors import ThreadActor, make_device_actor, remote
 
 from service.core.config import Settings
 from service.core.errors import ConfigError
@@ -31,7 +31,7 @@ def two_workers(settings: Settings, load: Any = Segmenter) -> Iterator[Service]:
     actors: list[ThreadActor] = []
 
     def make_actors(chosen: Settings) -> list[Actor]:
-        actors.extend(ThreadActor(chosen, load) for _ in range(chosen.cluster.workers))
+        actors.extend(make_device_actor(chosen, load) for _ in range(chosen.cluster.workers))
         return [*actors]
 
     with serve(settings, make_actors=make_actors) as live:
