@@ -85,7 +85,10 @@ class ZarrStack(OpenStack):
 
     def check(self, limit_bytes: int) -> None:
         """Check what decoding takes. Raises TooLarge."""
-        pixels.check_size(math.prod(self.shape) * self.dtype.itemsize, limit_bytes)
+        try:
+            pixels.check_size(math.prod(self.shape) * self.dtype.itemsize, limit_bytes)
+        except TooLarge as error:
+            raise TooLarge(f"{error} An OME-Zarr of any size: stackseg segment IN OUT --workers N.") from None
         pixels.check_size(self.image.array.chunk_bytes, limit_bytes, "A chunk on the way to the selected volume")
         chunks = math.prod(len(indices) for indices in self._grid)
         if chunks > _MAX_CHUNKS:
