@@ -6,8 +6,8 @@ python benchmarks/blocks_scaling.py FILE [--voxels 1e12] [--faster 30] [--storag
 
 Blocks of one volume of so many voxels are given to workers in the order in which they are ready, each with the
 processor's seconds that blocks of its kind took on one core here: to read and score its windows, to blend and decode
-its tile, to write labels. --faster says how many times as fast as that core a GPU computes windows; the rest stays as it
-was on one core, which each worker has. To that come the bytes that a block reads and writes on shared storage, which
+its tile, to write labels. --faster says how many times as fast as that core a GPU computes windows; the rest stays as
+it was on one core, which each worker has. To that come the bytes that a block reads and writes on shared storage, which
 gives --storage GB/s to all workers together and --client GB/s to each. One process surveys the volume before, and one
 joins pieces after. Prints a row for each number of workers: seconds of each step, the share of all workers' time in
 which windows are computed, and what takes most of it.

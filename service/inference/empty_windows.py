@@ -19,6 +19,7 @@ from torch import Tensor
 from service.core.volume import Size, Volume
 from service.inference.decoding.decoders import make_decoder
 from service.inference.normalize import VolumeChannel, replace_nonfinite
+from service.inference.percentiles import has_one_value
 from service.inference.scores import ScoreWindows
 from service.inference.windows.blending import Blending
 from service.inference.windows.grid import Grid, as_size
@@ -163,8 +164,11 @@ def survey_intensities(volume: Volume, grid: Grid) -> IntensitySurvey:
 def _raise(cells: NDArray[np.float64], block: NDArray[Any], z: int, spans: Sequence[Sequence[slice]]) -> None:
     """Let `cells`, [z, y, x] windows, be at least as bright as their part of a block of planes from `z` on."""
     planes, rows, columns = spans
-    narrow = np.stack([block[:, :, span].max(2) for span in columns], 2)
-    narrow = np.stack([narrow[:, span].max(1) for span in rows], 1)
+    if has_one_value(block):
+        narrow = np.broadcast_to(block[:, :1, :1], (len(block), len(rows), len(columns)))
+    else:
+        narrow = np.stack([block[:, :, span].max(2) for span in columns], 2)
+        narrow = np.stack([narrow[:, span].max(1) for span in rows], 1)
     for cell, span in zip(cells, planes, strict=True):
         here = narrow[max(span.start - z, 0) : max(span.stop - z, 0)]
         if len(here):

@@ -103,10 +103,18 @@ def _find_rank(counts: NDArray[np.int64], rank: int) -> tuple[int, int]:
 def _add_counts(values: NDArray[Any], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the histogram of `values` plus `counts`, which may be modified, as long as the highest value needs."""
     for start in range(0, values.size, COUNTED_VOXELS):
-        more = np.bincount(values[start : start + COUNTED_VOXELS], minlength=1)
+        part = values[start : start + COUNTED_VOXELS]
+        # Large volumes are mostly empty.
+        more = np.append(np.zeros(part[0], np.int64), part.size) if has_one_value(part) else np.bincount(part)
         counts, shorter = (more, counts) if len(more) > len(counts) else (counts, more)
         counts[: len(shorter)] += shorter
     return counts
+
+
+def has_one_value(pixels: Array) -> bool:
+    """Return whether all pixels are equal. There has to be one."""
+    first = pixels.flat[0]
+    return bool(first == pixels.flat[-1]) and bool((pixels == first).all())
 
 
 def _keys_of_pixels(pixels: Array) -> NDArray[np.unsignedinteger]:
