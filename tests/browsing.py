@@ -14,6 +14,15 @@ ARGUMENTS = ("--no-sandbox", "--disable-quic", "--no-first-run", "--disable-back
 AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
 SECONDS = 60
 
+# Turns the wheel once, and tells the milliseconds of the drawing that it asks for.
+WHEEL = """async turn => {
+  const stage = document.querySelector(".view[data-axis=z] .stage");
+  performance.clearMeasures();
+  stage.dispatchEvent(new WheelEvent("wheel", { deltaY: turn % 2 ? -1 : 1, bubbles: true, cancelable: true }));
+  await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
+  return performance.getEntriesByName("draw").reduce((sum, entry) => sum + entry.duration, 0);
+}"""
+
 Open = Callable[..., Page]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
-from browsing import Open, segment
+from browsing import WHEEL, Open, segment
 from live import Live
 from playwright.sync_api import Page, expect
 
@@ -18,14 +18,6 @@ SECONDS = 300
 # What the views hold: no more of the stack travels to the browser, nor of its labels.
 MOST_BYTES = 110_000_000
 FRAME_MILLISECONDS = 16
-
-WHEEL = """async turn => {
-  const stage = document.querySelector(".view[data-axis=z] .stage");
-  performance.clearMeasures();
-  stage.dispatchEvent(new WheelEvent("wheel", { deltaY: turn % 2 ? -1 : 1, bubbles: true, cancelable: true }));
-  await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
-  return performance.getEntriesByName("draw").reduce((sum, entry) => sum + entry.duration, 0);
-}"""
 
 
 def write_stack(path: Path) -> None:

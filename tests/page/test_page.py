@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import tifffile
-from browsing import SECONDS, Open, check_accessibility, put, segment
+from browsing import SECONDS, WHEEL, Open, check_accessibility, put, segment
 from fakes import FakeSegmenter, until
 from live import Live, as_tiff, eager, serve
 from numpy.typing import NDArray
@@ -300,15 +300,7 @@ SHADES = """() => {
   return new Set(new Uint32Array(pixels.buffer)).size;
 }"""
 
-# One step, and the milliseconds from its event to the end of the drawing that it asks for.
-WHEEL = """async turn => {
-  const stage = document.querySelector(".view[data-axis=z] .stage");
-  performance.clearMeasures();
-  stage.dispatchEvent(new WheelEvent("wheel", { deltaY: turn % 2 ? -1 : 1, bubbles: true, cancelable: true }));
-  await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
-  return performance.getEntriesByName("draw").reduce((sum, entry) => sum + entry.duration, 0);
-}"""
-
+# Clicks a row of the table, and tells the milliseconds until it and the views show it.
 CLICK = """async turn => {
   const row = document.querySelectorAll("tr[data-label]")[turn % 11];
   const began = performance.now();
