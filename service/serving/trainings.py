@@ -123,7 +123,7 @@ class Trainings:
             raise SwitchedOff("Models are not trained here; the operator has set trainings.enabled to false.")
         if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
             raise SwitchedOff(
-                f"Models cannot be trained here: {', '.join(missing)} is not installed. Its operator may run"
+                f"Models cannot be trained here for lack of {', '.join(missing)}; the operator may run"
                 " pip install 'stackseg[train]'."
             )
 

@@ -42,6 +42,7 @@ def test_a_model_is_improved_followed_and_used(live: Live, open_page: Open) -> N
     page = open_page(live)
     page.get_by_role("button", name="Improve a model with these").click()
     dialog = page.get_by_role("dialog")
+    expect(dialog.get_by_role("checkbox")).to_have_count(2)
     newest, older = dialog.get_by_role("checkbox").all()
     expect(newest).to_be_checked()
     expect(older).not_to_be_checked()
