@@ -27,16 +27,20 @@ run_stage() {
     nuclei-1) train "$1" --kind nuclei --minutes 32 --learning-rate 3e-3 --seed 1 ;;
     nuclei-2) train "$1" --kind nuclei --minutes 34 --learning-rate 2e-3 --seed 50 --keep-statistics --stated 0.7 \
         --pool 48 --init "$folder/nuclei-1/weights.safetensors" ;;
+    nuclei-3) train "$1" --kind nuclei --minutes 62 --learning-rate 1.5e-3 --seed 60 --keep-statistics --stated 0.7 \
+        --pool 64 --init "$folder/nuclei-2/weights.safetensors" ;;
+    nuclei-4) train "$1" --kind nuclei --minutes 18 --learning-rate 1e-3 --seed 70 --keep-statistics --stated 0.7 \
+        --pool 40 --init "$folder/nuclei-3/weights.safetensors" ;;
     membranes-1) train "$1" --kind membranes --minutes 40 --learning-rate 4e-3 --seed 2 --pool 32 --stated 0.85 ;;
     membranes-2) train "$1" --kind membranes --minutes 36 --learning-rate 2.5e-3 --seed 52 --keep-statistics \
         --stated 0.85 --pool 32 --init "$folder/membranes-1/weights.safetensors" ;;
     *)
-        echo "There is no stage $1; there are nuclei-1, nuclei-2, membranes-1 and membranes-2." >&2
+        echo "There is no stage $1; there are nuclei-1 to nuclei-4, membranes-1 and membranes-2." >&2
         exit 2
         ;;
     esac
 }
 
 stages=("$@")
-if ((!${#stages[@]})); then stages=(nuclei-1 nuclei-2 membranes-1 membranes-2); fi
+if ((!${#stages[@]})); then stages=(nuclei-{1..4} membranes-{1,2}); fi
 for stage in "${stages[@]}"; do run_stage "$stage"; done

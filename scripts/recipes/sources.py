@@ -17,6 +17,8 @@ from service.training.object_size import median_extents
 
 # Largest shape (Z, Y, X) of a resampled volume. A larger one only takes time, as crops have an edge of 48 voxels.
 LARGEST = (72, 88, 88)
+# Requests seldom know of objects narrower than so many voxels, as the service's estimate does not tell their width.
+SPOT, SPOT_SHARE = 8.0, 0.3
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,14 @@ def resample_to_diameter(source: Source, diameter: float, share: float) -> Sourc
     """Return a source that resamples a `share` of the volumes, like a request that states the size of the objects.
 
     Their objects become `diameter` voxels wide, give or take a few percent: in two of three such volumes along each
-    axis, in the others by one factor for all axes. A volume that would shrink by more than a third stays as it is.
+    axis, in the others by one factor for all axes. A volume that would shrink by more than a third stays as it is, as
+    do seven of ten volumes of spots.
     """
 
     def draw(rng: Generator) -> Pair:
         image, labels = source(rng)
         widths = median_extents(labels)
-        if rng.random() >= share or widths is None:
+        if widths is None or rng.random() >= (share if np.max(widths) >= SPOT else SPOT_SHARE):
             return image, labels
         if rng.random() < 1 / 3:
             widths = np.full(3, np.cbrt(np.prod(widths)))

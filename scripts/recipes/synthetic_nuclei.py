@@ -21,6 +21,9 @@ from service.core.volume import Size
 
 Labels = NDArray[np.uint16]
 
+# Annotators stretch the contrast, and so see a nucleus further than to half of its brightness.
+RIM_LEVELS = (0.15, 0.35)
+
 
 @dataclass(frozen=True)
 class Scene:
@@ -42,7 +45,8 @@ class Scene:
     read_noise      standard deviation of the camera's noise, in photons
     bits            8 or 16; `saturation` is the part of the brightest voxels that clip
     debris          number of bright specks
-    overreach       outline over visible radius along z, besides `margin`: annotators follow the blur between planes
+    rim_level       brightness at the outline along z over that of the nucleus, as annotators follow the blur between
+                    planes; 0: outlines are where the nucleus ends
     dividing        share of nuclei in division, as bright plates
     bleed           light of another channel, a grained body around each nucleus
     walls           number of thin bright shells, as of autofluorescent cell walls
@@ -71,7 +75,7 @@ class Scene:
     bits: int
     saturation: float
     debris: int
-    overreach: float = 1.0
+    rim_level: float = 0.0
     dividing: float = 0.0
     bleed: float = 0.0
     walls: int = 0
@@ -106,10 +110,30 @@ class Scene:
             bits=int(rng.choice([8, 16])),
             saturation=float(rng.choice([0.0, rng.uniform(0.0, 0.02)], p=[0.6, 0.4])),
             debris=int(rng.integers(1, 12) if rng.random() < 0.5 else 0),
-            overreach=1.0 if dense else float(rng.uniform(1, 1.2 + 0.1 * elongation)),
+            rim_level=0.0 if dense else float(rng.uniform(*RIM_LEVELS)),
             dividing=float(rng.choice([0.0, rng.uniform(0.02, 0.15)])),
             bleed=float(rng.choice([0.0, rng.uniform(0.02, 0.25)], p=[0.7, 0.3])),
             walls=int(rng.integers(1, 4) if rng.random() < 0.2 else 0),
+        )
+
+    @classmethod
+    def draw_blurred(cls, rng: Generator) -> Self:
+        """Draw a scene of sparse nuclei that a microscope of low aperture blurs along z by up to a third of them."""
+        scene = cls.draw(rng)
+        anisotropy = float(rng.uniform(1, 2))
+        diameter = log_uniform(rng, 10.0 * anisotropy, 36.0)
+        blur = log_uniform(rng, 0.4, 1.5)
+        along = float(rng.uniform(0.1, 0.33)) * diameter / anisotropy
+        return replace(
+            scene,
+            diameter=diameter,
+            anisotropy=anisotropy,
+            fill=log_uniform(rng, 0.02, 0.25),
+            clustering=float(rng.choice([0.2, 0.6])),
+            contact=float(rng.uniform(0.9, 1.1)),
+            blur=blur,
+            elongation=along / blur,
+            rim_level=float(rng.uniform(*RIM_LEVELS)),
         )
 
     @classmethod
@@ -128,6 +152,12 @@ class Scene:
                 return replace(scene, tissue=log_uniform(rng, 0.05, 0.8), shading=float(rng.uniform(0.2, 0.6)))
             case _:
                 return scene._in_noise(rng)
+
+    @classmethod
+    def draw_empty(cls, rng: Generator) -> Self:
+        """Draw a scene of noise and, every second time, uneven tissue, without any nucleus."""
+        tissue = log_uniform(rng, 0.05, 0.8) if rng.random() < 0.5 else 0.0
+        return replace(cls.draw(rng), fill=0.0, ghosts=0, floor=float(rng.uniform(0.1, 0.6)), tissue=tissue)
 
     def _as_spots(self, rng: Generator) -> Self:
         """Return the scene with nuclei that are as small as those of a light sheet's whole brain."""
@@ -148,7 +178,7 @@ class Scene:
             photons=log_uniform(rng, 8, 200),
             tissue=float(rng.choice([0.0, log_uniform(rng, 0.03, 0.4)])),
             debris=0,
-            overreach=1.0,
+            rim_level=0.0,
             walls=0,
         )
 
@@ -162,7 +192,7 @@ class Scene:
             fill=float(rng.uniform(0.1, 0.5)),
             envelope=log_uniform(rng, 0.06, 0.16),
             margin=1.0,
-            overreach=1.0,
+            rim_level=0.0,
             blur=log_uniform(rng, 0.4, 1.2),
             photons=log_uniform(rng, 5, 200),
             dividing=0.0,
@@ -220,7 +250,7 @@ def synthesise(rng: Generator, shape: Size, scene: Scene | None = None) -> tuple
     scene = scene if scene is not None else Scene.draw(rng)
     goal = scene.fill * math.prod(shape)
     volume_of_one = math.pi / 6 * scene.diameter**3 / scene.anisotropy
-    tries = 2 * math.ceil(goal / volume_of_one) + 2
+    tries = 2 * math.ceil(goal / volume_of_one) + 2 if goal else 0
     canvas = _Canvas(shape, tries)
     for _ in range(tries):
         if canvas.count and np.count_nonzero(canvas.labels) >= goal:
@@ -230,8 +260,9 @@ def synthesise(rng: Generator, shape: Size, scene: Scene | None = None) -> tuple
 
 
 def synthesise_varied(rng: Generator, shape: Size) -> tuple[NDArray[Any], Labels]:
-    """Make a stack of usual nuclei or, as often, of a hard kind; returns what `synthesise` returns."""
-    return synthesise(rng, shape, Scene.draw_hard(rng) if rng.random() < 0.5 else Scene.draw(rng))
+    """Make a stack of usual nuclei, nuclei blurred along z, a hard kind or none; returns what `synthesise` returns."""
+    kind = int(rng.choice(4, p=(0.43, 0.17, 0.3, 0.1)))
+    return synthesise(rng, shape, (Scene.draw, Scene.draw_blurred, Scene.draw_hard, Scene.draw_empty)[kind](rng))
 
 
 def _place(rng: Generator, scene: Scene, canvas: _Canvas) -> None:
@@ -285,10 +316,7 @@ def _draw_nucleus(rng: Generator, scene: Scene, canvas: _Canvas, centre: Floats,
     canvas.count += 1
     canvas.labels[box][owned] = canvas.count
     canvas.gauge[box][owned] = gauge[owned]
-    visible = gauge
-    if scene.overreach > 1:
-        visible = surface.gauge(axes, centre, radii * np.array([1 / scene.overreach, 1, 1], np.float32))
-    light = _emission(rng, scene, visible)
+    light = _emission(rng, scene, gauge)
     if splitting:
         light *= np.float32(rng.uniform(1.2, 2.5))
     canvas.light[box][owned] = light[owned]
@@ -361,6 +389,8 @@ def _record(rng: Generator, scene: Scene, canvas: _Canvas) -> NDArray[Any]:
     _add_bleed(rng, scene, canvas)
     sigma = np.array([scene.blur * scene.elongation, scene.blur, scene.blur])
     light = gaussian_filter(light, sigma, truncate=3)
+    if scene.rim_level:
+        _extend_outlines(scene, canvas.labels, light)
     if scene.glow:
         light += np.float32(scene.glow) * blur_widely(light, (scene.diameter / scene.anisotropy, scene.diameter / 5))
     if scene.haze:
@@ -375,6 +405,18 @@ def _record(rng: Generator, scene: Scene, canvas: _Canvas) -> NDArray[Any]:
     light *= np.clip(1 + scene.shading * smooth_noise(rng, (1, *shape[1:]), max(shape) / 1.5), 0.2, 2)
     light *= np.linspace(1, 1 - scene.attenuation, shape[0], dtype=np.float32)[:: rng.choice([-1, 1]), None, None]
     return expose(rng, scene, np.maximum(light, 0))
+
+
+def _extend_outlines(scene: Scene, labels: Labels, light: Floats) -> None:
+    """Extend labels along z, in place, to where blurred light is dimmer than `rim_level` of that in the nucleus."""
+    owners = labels.ravel()
+    total = np.bincount(owners, light.ravel())
+    level = np.float32(scene.rim_level) * np.bincount(owners, light.ravel() ** 2) / np.maximum(total, 1e-9)
+    for _ in range(math.ceil(1.2 * scene.blur * scene.elongation)):
+        for near, far in ((slice(None, -1), slice(1, None)), (slice(1, None), slice(None, -1))):
+            inner, outer = labels[near], labels[far]
+            reached = (outer == 0) & (inner > 0) & (light[far] > level[inner])
+            outer[reached] = inner[reached]
 
 
 def _add_ghosts(rng: Generator, scene: Scene, light: Floats) -> None:

@@ -55,6 +55,13 @@ def test_what_is_far_larger_than_stated_and_what_is_not_chosen_stays() -> None:
         assert labels is pair[1]
 
 
+def test_most_stacks_of_spots_stay_as_sampled() -> None:
+    pair = box((4, 5, 5))
+    draw = resample_to_diameter(lambda _: pair, 20, 1.0)
+    stay = [draw(np.random.default_rng(seed))[0] is pair[0] for seed in range(20)]
+    assert 10 <= sum(stay) < 20
+
+
 def test_recorded_stacks_are_turned_together_with_their_labels() -> None:
     pair = box((8, 20, 12), (40, 60, 60))
     shapes = set()

@@ -99,6 +99,42 @@ def test_tissue_brightens_the_background_unevenly() -> None:
     assert shade[1].std() / shade[1].max() > shade[0].std() / shade[0].max()
 
 
+def test_outlines_follow_the_blur_along_z_alone() -> None:
+    blurred = scene(blur=0.6, elongation=6, fill=0.03, spread=0)
+    shape = (40, 48, 48)
+    (image, sharp), (same, deep) = (
+        synthesise(np.random.default_rng(4), shape, replace(blurred, rim_level=level)) for level in (0.0, 0.2)
+    )
+    assert np.array_equal(image, same)
+    assert np.array_equal(deep[sharp > 0], sharp[sharp > 0])
+    depths = [np.count_nonzero((labels > 0).any(axis=(1, 2))) for labels in (sharp, deep)]
+    assert depths[0] + 2 <= depths[1] <= depths[0] + 10
+    footprints = [(labels > 0).any(axis=0) for labels in (sharp, deep)]
+    assert np.array_equal(*footprints)
+
+
+def test_sharp_outlines_stay_where_nuclei_end() -> None:
+    sharp, same = (
+        synthesise(np.random.default_rng(4), SHAPE, scene(blur=0.2, rim_level=level))[1] for level in (0.0, 0.5)
+    )
+    assert np.count_nonzero(sharp != same) < 0.02 * np.count_nonzero(sharp)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_empty_scenes_have_noise_and_no_labels(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    image, labels = synthesise(rng, SHAPE, Scene.draw_empty(rng))
+    assert not labels.any()
+    assert image.std() > 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_blurred_scenes_are_sparse_and_deep(seed: int) -> None:
+    drawn = Scene.draw_blurred(np.random.default_rng(seed))
+    assert drawn.rim_level > 0
+    assert 0.1 <= drawn.blur * drawn.elongation * drawn.anisotropy / drawn.diameter <= 0.33
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_hard_scenes_are_stacks_with_labels_too(seed: int) -> None:
     image, labels = synthesise_varied(np.random.default_rng(seed), SHAPE)
