@@ -53,7 +53,7 @@ LEAST_GUESS, LEAST_FIT, GOOD_FIT = 0.2, 0.5, 0.65
 # Where the first confidence is doubtful, these scales are tried as well, and none larger is taken. Logarithms of the
 # odds of being right are compared: a scale has to be better by the margin, and the smallest is taken of those that are
 # hardly worse than the best, as a large scale takes many windows. Below the least confidence it is grain that is seen.
-# Margin and least confidence were chosen by `python -m scripts.recipes.trials`.
+# Margin and least confidence are checked by `python -m scripts.recipes.trials`.
 TRIED, MARGIN, HARDLY, LEAST_CONFIDENCE = (1.0, 2.8), 1.0, 1.0, 0.005
 
 # Objects that are up to so many times as wide as deep are found as well as round ones.
