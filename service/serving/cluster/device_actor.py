@@ -56,7 +56,8 @@ class DeviceActor:
         self._worker = DeviceWorker(None, settings, load, Metrics(), torch_compile.LoadingLock())
         self._worker.start({}, ())
         self._served: set[str] = set()
-        self._jobs: dict[str, Job[Any]] = {}
+        # Each with its model.
+        self._jobs: dict[str, tuple[str, Job[Any]]] = {}
         self._cancelled: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -92,18 +93,18 @@ class DeviceActor:
             self._cancelled[identifier] = None
             if len(self._cancelled) > REMEMBERED:
                 self._cancelled.popitem(last=False)
-            job = self._jobs.get(identifier)
+            _, job = self._jobs.get(identifier, (None, None))
         if job is not None:
             job.cancel()
 
     def status(self, models: Collection[str]) -> Status:
-        """Return the state, and forget all models but these."""
+        """Return the state, and forget all models but these and those of tasks: a call may overtake another one."""
         with self._lock:
-            progress = {identifier: job.progress for identifier, job in self._jobs.items()}
-            unused = self._served.difference(models)
+            progress = {identifier: job.progress for identifier, (_, job) in self._jobs.items()}
+            unused = self._served.difference(models, (model for model, _ in self._jobs.values()))
             self._served -= unused
-        for model in unused:
-            self._worker.forget(model)
+            for model in unused:
+                self._worker.forget(model)
         return Status(socket.gethostname(), self._worker.problem, hardware.gpus(), hardware.cpu(), progress)
 
     def _run(self, task: Task, work: Callable[[Job[Any], Reservation], Any]) -> Outcome:
@@ -119,7 +120,7 @@ class DeviceActor:
         with self._lock:
             self._served.add(task.model)
             self._worker.serve(task.model, task.spec)
-            self._jobs[task.id] = job
+            self._jobs[task.id] = (task.model, job)
             if task.id in self._cancelled:
                 job.cancel()
         try:

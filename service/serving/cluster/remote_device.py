@@ -61,9 +61,21 @@ class RemoteDevices:
     def __init__(self, exchange: Exchange, actors: Sequence[Actor], attempts: int) -> None:
         self.exchange, self._attempts = exchange, attempts
         self.devices = [RemoteDevice(f"ray-{number}", actor, self) for number, actor in enumerate(actors, 1)]
-        self.segmenters: weakref.WeakSet[RemoteSegmenter] = weakref.WeakSet()
+        self._segmenters: weakref.WeakSet[RemoteSegmenter] = weakref.WeakSet()
+        self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._prefix = uuid.uuid4().hex[:8]
+
+    @property
+    def segmenters(self) -> list[RemoteSegmenter]:
+        """All that are in use."""
+        with self._lock:
+            return list(self._segmenters)
+
+    def add(self, segmenter: RemoteSegmenter) -> None:
+        """Have the model of a segmenter stay in the actors as long as it is in use."""
+        with self._lock:
+            self._segmenters.add(segmenter)
 
     def next_id(self) -> str:
         return f"{self._prefix}-{next(self._numbers)}"
@@ -91,7 +103,8 @@ class RemoteDevices:
                 time.sleep(POLL_SECONDS)
                 continue
             try:
-                return device.attempt(method, task, cancelled, advance)
+                # An actor refuses a task that was cancelled there, as one is with which it was lost.
+                return device.attempt(method, task._replace(id=self.next_id()), cancelled, advance)
             except WorkerLost as error:
                 log.warning("%s was lost with a request, which begins again: %s", device.name, error)
                 lost.append(device)
@@ -213,23 +226,23 @@ class RemoteDevice:
     def _loop(self) -> None:
         while not self._closed.wait(STATUS_SECONDS):
             self.exchange.renew()
-            self._ask()
+            try:
+                self._ask()
+            except Exception as error:  # noqa: BLE001 - the thread goes on, and asks again
+                if self.up or not isinstance(error, WorkerLost):
+                    log.warning("%s", self._lost(str(error)))
 
     def _ask(self) -> None:
-        """Ask the actor for its state, and wait for the answer however long that takes."""
-        future = self._actor.call("status", {segmenter.model for segmenter in list(self._all.segmenters)})
+        """Ask the actor for its state, and wait for the answer however long that takes. Raises what it raises."""
+        future = self._actor.call("status", {segmenter.model for segmenter in self._all.segmenters})
         deadline = time.monotonic() + SILENT_SECONDS
         while not wait([future], POLL_SECONDS).done:
             if self._closed.is_set():
                 return
+            self.exchange.renew()
             if self.up and time.monotonic() > deadline:
                 log.warning("%s", self._lost("does not answer"))
-        try:
-            self.status = future.result()
-        except Exception as error:  # noqa: BLE001 - the thread goes on, and asks again
-            if self.up or not isinstance(error, WorkerLost):
-                log.warning("%s", self._lost(str(error)))
-            return
+        self.status = future.result()
         if self.status.problem is None and not self.up:
             log.info("the worker %s of the cluster is up on %s", self.name, self.status.host)
             self._load_models()
@@ -237,7 +250,7 @@ class RemoteDevice:
 
     def _load_models(self) -> None:
         """Have an actor that has begun anew load the models that this service has loaded there."""
-        for segmenter in list(self._all.segmenters):
+        for segmenter in self._all.segmenters:
             if segmenter.device is self:
                 self._actor.call("load", segmenter.task())
 
@@ -261,7 +274,7 @@ class RemoteSegmenter:
         self.device, self._devices = device, devices
         self._allocate = make_allocator(settings.server.scratch_folder)
         self._loaded: Loaded
-        devices.segmenters.add(self)
+        devices.add(self)
 
     @property
     def estimator(self) -> Estimator:

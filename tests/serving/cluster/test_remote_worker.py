@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,9 @@ from thread_actors import ThreadActor, make_device_actor, remote
 from service.core.config import Settings
 from service.core.errors import ConfigError
 from service.inference.segmenter import Segmenter
-from service.serving.cluster.exchange import MARKER, Exchange
-from service.serving.cluster.remote_device import Actor
+from service.models.repository import read_spec
+from service.serving.cluster.exchange import ABANDONED_SECONDS, MARKER, Exchange, Task
+from service.serving.cluster.remote_device import POLL_SECONDS, STATUS_SECONDS, Actor, RemoteDevices
 from service.serving.runtime import Runtime
 
 Service = tuple[Live, list[ThreadActor]]
@@ -125,6 +128,72 @@ def test_a_request_whose_workers_die_again_and_again_is_given_up(service: Servic
     assert (answer.status_code, answer.json()["type"]) == (503, "urn:stackseg:problem:interrupted")
     for actor in actors:
         actor.lost_devices = 0
+
+
+def test_a_request_that_every_worker_has_lost_begins_again_on_one_of_them(service: Service, phantom_maker: Any) -> None:
+    live, actors = service
+    for actor in actors:
+        actor.lost_devices = 1
+    assert live.segment(as_tiff(phantom_maker((16, 40, 40), seed=1).image)).status_code == 200
+
+
+def test_a_worker_whose_call_fails_is_lost_and_asked_again(
+    service: Service, monkeypatch: pytest.MonkeyPatch, phantom_maker: Any
+) -> None:
+    live, actors = service
+    worker = live.runtime.device_workers[0]
+    until(lambda: worker.problem is None)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("cannot schedule new calls")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(actors[0], "call", fail)
+        until(lambda: worker.problem is not None)
+    until(lambda: worker.problem is None)
+    assert live.segment(as_tiff(phantom_maker((16, 40, 40), seed=1).image)).status_code == 200
+
+
+def test_an_actor_keeps_the_model_of_a_task_that_its_service_did_not_know_of_yet(
+    bands_repository: Path, tmp_path: Path
+) -> None:
+    begun, known = threading.Event(), threading.Event()
+
+    def load(*arguments: Any) -> FakeSegmenter:
+        begun.set()
+        known.wait(20)
+        return FakeSegmenter(*arguments)
+
+    actor = make_device_actor(remote(bands_repository, tmp_path), load)
+    spec = read_spec(bands_repository / "bands")
+    blocking, loaded = (actor.call("load", Task(name, name, spec)) for name in ("first", "second"))
+    assert begun.wait(20)
+    until(lambda: len(actor.device._jobs) == 2)
+    actor.device.status(())
+    known.set()
+    assert [call.result(20).error for call in (blocking, loaded)] == [None, None]
+
+
+def test_a_service_whose_actors_are_silent_keeps_its_folder(tmp_path: Path) -> None:
+    class Silent:
+        def call(self, *_: Any) -> Future[Any]:
+            return Future()
+
+        def give_up(self, _future: Future[Any]) -> None:
+            pass
+
+        def kill(self) -> None:
+            pass
+
+    exchange, asked = Exchange(tmp_path), Silent()
+    [device] = RemoteDevices(exchange, [asked], 1).devices
+    device.start()
+    time.sleep(STATUS_SECONDS + 2 * POLL_SECONDS)
+    os.utime(exchange.path / MARKER, (0, 0))
+    exchange._renewed = -ABANDONED_SECONDS
+    until(lambda: (exchange.path / MARKER).stat().st_mtime > 0, 5)
+    device.close()
+    assert device.join(5)
 
 
 def test_a_folder_is_needed_and_one_of_a_killed_service_is_deleted(tmp_path: Path) -> None:
