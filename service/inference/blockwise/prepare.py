@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from service.core.config import Settings, override_settings
+from service.core.config import Settings
 from service.core.errors import BadParameter
 from service.core.volume import Options, Selection, TimeRange
 from service.formats import stack_reader
 from service.inference.blockwise.layout import Layout, choose_windows
-from service.inference.blockwise.run_folder import RunPlan
+from service.inference.blockwise.run_folder import RunPlan, lift_limit
 from service.inference.decoding.block_kernel import block_kernel
 from service.inference.decoding.steering import steer
 from service.inference.estimate import Estimator
@@ -39,12 +38,11 @@ def make_plan(  # noqa: PLR0913
         raise BadParameter("windows.inferer: MONAI's has the scores of the whole volume in memory; leave it out.")
     if options.roi_size is not None:
         raise BadParameter("roi_size: the model's own window is taken block by block; leave it out.")
-    unlimited = override_settings(settings, "limits", {"windows": sys.maxsize})
     with stack_reader.open_blocks(source, selection) as stack:
         description = stack.describe(selection)
     if description.problem:
         raise BadParameter(description.problem)
-    plan = Estimator(spec, unlimited).plan_request(description, options).plan
+    plan = Estimator(spec, lift_limit(settings)).plan_request(description, options).plan
     size = as_size(description.shape[1:])
     decoding = steer(spec, plan.steering, description, size).decoding
     _check_decoding(decoding, plan.output)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import IO, Any, Literal
 import numpy as np
 from pydantic import TypeAdapter
 
-from service.core.config import Settings
+from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
 from service.core.volume import Array, Options, OutputKind, Selection, VoxelSize
 from service.inference.blockwise.layout import Layout
@@ -117,7 +118,7 @@ class RunFolder:
     @property
     def settings(self) -> Settings:
         """Settings of the workers."""
-        return Settings.model_validate_json((self.path / "settings.json").read_bytes())
+        return lift_limit(Settings.model_validate_json((self.path / "settings.json").read_bytes()))
 
     @property
     def survey(self) -> Survey:
@@ -185,6 +186,11 @@ class RunFolder:
         return {
             int(name.split("-")[1].split(".")[0]) for name in names if name.startswith(step) and ".part" not in name
         }
+
+
+def lift_limit(settings: Settings) -> Settings:
+    """Return settings by which a volume has as many windows as it needs."""
+    return override_settings(settings, "limits", {"windows": sys.maxsize})
 
 
 def _record(step: Step, number: int) -> str:

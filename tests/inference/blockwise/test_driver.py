@@ -10,6 +10,7 @@ import pytest
 import zarr
 from scipy.ndimage import gaussian_filter
 
+from service.core.config import override_settings
 from service.core.volume import ObjectVolume, Options, Steering
 from service.formats import zarr_writer
 from tests.block_runs import begin, segment_blocks, segment_whole
@@ -95,3 +96,12 @@ def test_classes_and_their_pyramid(tmp_path: Path, bands, phantom) -> None:
         assert np.array_equal(one[level][...], other[level][...])
     assert one.attrs["ome"]["multiscales"][0]["datasets"] == other.attrs["ome"]["multiscales"][0]["datasets"]
     assert zarr.open_group(source / "labels", mode="r").attrs["ome"]["labels"] == ["bands"]
+
+
+def test_a_run_may_have_more_windows_than_a_request(tmp_path: Path, write_model, random_nuclei_content) -> None:
+    content = instances(random_nuclei_content)
+    spec = write_model(content | {"input": content["input"] | {"diameter": 6.0}})
+    source = write_zarr(tmp_path / "in.zarr", hills((20, 20, 20), 1), chunks=(16, 20, 24))
+    settings = override_settings(settings_of(), "limits", {"windows": 1})
+    folder = begin(tmp_path / "run", source, spec, Options(diameter="auto"), settings)
+    assert segment_blocks(folder, tmp_path / "out.zarr").shape == (20, 20, 20)
