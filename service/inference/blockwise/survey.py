@@ -76,17 +76,20 @@ class LayerReader:
 
     def read(self, first: int, end: int) -> Array:
         """Return planes [C, z, Y, X]."""
-        number = first // self._depth
-        if end > (number + 1) * self._depth:
-            middle = (number + 1) * self._depth
-            return np.concatenate((self.read(first, middle), self.read(middle, end)), axis=1)
+        channels, _, height, width = self._stack.shape
+        planes: Array = np.empty((channels, end - first, height, width), self._stack.dtype)
+        for number in range(first // self._depth, -(-end // self._depth)):
+            low, high = max(first, number * self._depth), min(end, (number + 1) * self._depth)
+            layer = self._layer(number)
+            planes[:, low - first : high - first] = layer[:, low - number * self._depth : high - number * self._depth]
+            release_pages(layer)
+        return planes
+
+    def _layer(self, number: int) -> Array:
         if self._kept is None or self._kept[0] != number:
             self._kept = None
             self._kept = number, self._decode(number)
-        layer = self._kept[1]
-        planes = layer[:, first - number * self._depth : end - number * self._depth].copy()
-        release_pages(layer)
-        return planes
+        return self._kept[1]
 
     def _decode(self, number: int) -> Array:
         channels, depth, height, width = self._stack.shape

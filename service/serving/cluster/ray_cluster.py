@@ -1,4 +1,4 @@
-"""Actors of a Ray cluster: the only module that imports Ray.
+"""Actors of a Ray cluster: the only module below `api` that imports Ray.
 
 Ray places actors, starts them anew wherever they end, and adds hosts for those that wait for a place.
 """
