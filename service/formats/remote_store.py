@@ -98,7 +98,7 @@ class RemoteStore:
         Raises BadFile for keys that lead elsewhere and for what is not as long as it should be, TooLarge for more than
         is held in memory, StorageUnavailable where the server fails or takes too long, and Cancelled.
         """
-        if sum(part.size for part in parts) > _MOST_BYTES:
+        if sum(max(part.size, 0) for part in parts) > _MOST_BYTES:
             raise TooLarge("The store is to be read in parts of more than 512 MiB; write it with smaller chunks.")
         for part in parts:
             split_key(part.key)

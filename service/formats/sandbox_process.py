@@ -139,9 +139,10 @@ class ReaderProcess:
                 with files.open_part(reply["open"]) as part:
                     self._send({}, part)
             elif "fetch" in reply:
+                began = time.monotonic()
                 with files.fetch(reply["fetch"], cancelled) as (sizes, content):
-                    # The time is that of the process, which begins anew with each answer: a store may be slow.
-                    deadline = time.monotonic() + self._seconds
+                    # The time is that of the process: a store may be slow.
+                    deadline += time.monotonic() - began
                     self._send({"sizes": sizes}, content)
             else:
                 return reply

@@ -22,9 +22,12 @@ METADATA_NAMES = frozenset((".zgroup", ".zattrs", ".zarray", "zarr.json"))
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: a pipe that lies in the place of a chunk would wait for its writer.
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-# What a path in metadata may be made of; no part begins with a dot but the names of Zarr itself.
-_PART = re.compile(r"(?!\.)[^/\\\0]{1,255}\Z")
+# What a path in metadata may be made of, without control characters and halves of characters; no part begins with a
+# dot but the names of Zarr itself.
+_PART = re.compile(r"(?!\.)[^/\\\x00-\x1f\x7f\ud800-\udfff]{1,255}\Z")
 _MOST_PARTS = 64
+# Of the 255 that file systems take, less those of `.NAME.part`.
+_MOST_NAME_BYTES = 249
 # Files of which parts are read and that stay open for the next part, as many as a process has descriptors to spare.
 _MOST_OPEN = 32
 # A store of more files is better packed with shards. The comment of an archive of OME-Zarr tells its version.
@@ -93,6 +96,11 @@ def join(folder: str, path: str) -> str:
     if len(parts) > _MOST_PARTS or not all(_PART.match(part) for part in parts) or path.startswith("/"):
         raise BadFile(f"The Zarr store names {path[:80]!r}, which is no path within it.")
     return "/".join([*filter(None, [folder]), *parts])
+
+
+def is_store_name(name: str) -> bool:
+    """Return whether a store may have this name beside metadata, and a longer one until it is complete."""
+    return _PART.match(name) is not None and name not in METADATA_NAMES and len(name.encode()) <= _MOST_NAME_BYTES
 
 
 def split_key(key: str) -> tuple[list[str], str]:

@@ -21,7 +21,7 @@ from service.core.errors import BadParameter, ConfigError, OutOfStorage, OutputE
 from service.formats.remote_store import RemoteStore, check_url, is_url
 from service.formats.sandbox import descriptor_path
 from service.formats.sandbox_process import Cancelling, never
-from service.formats.zarr_store import is_zarr_folder
+from service.formats.zarr_store import is_store_name, is_zarr_folder
 from service.serving import placed_folder
 from service.serving.open_folder import OPEN_FOLDER, ResultFolder, hold_results, list_files, open_below
 
@@ -72,6 +72,8 @@ class HostFiles:
                 pass
         if output is not None:
             is_zarr = self.is_zarr(output, caller)
+            if is_zarr and not is_store_name(output.rpartition("/")[2]):
+                raise BadParameter(f"output_to: {output} is no name for a store of Zarr; choose another name.")
             with self._output_folder(output, caller) as (folder, name):
                 if not os.access(".", os.W_OK | os.X_OK, dir_fd=folder):
                     raise BadParameter(f"output_to: the service lacks permission to write {output}.")

@@ -55,27 +55,40 @@ def put(  # noqa: PLR0913
         os.mkdir(mark, dir_fd=folder)
         _copy(source, folder, mark, cancelled)
         _write(folder, f"{mark}/{mark}", b"")
-        if overwrite and os.path.lexists(target / name):
-            os.rename(name, replaced, src_dir_fd=folder, dst_dir_fd=folder)
-        try:
-            os.rename(mark, name, src_dir_fd=folder, dst_dir_fd=folder)
-        except OSError as error:
-            with suppress(FileNotFoundError):
-                os.rename(replaced, name, src_dir_fd=folder, dst_dir_fd=folder)
-            if error.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
-                raise
-            raise OutputExists(f"output_to: {place} is there already; choose another name.") from error
+        while not _take_name(folder, name, mark, overwrite=overwrite):
+            # Another one has it meanwhile.
+            check_target(folder, name, place, overwrite=overwrite)
         os.fsync(folder)
         _remove(folder, replaced)
     finally:
         _remove(folder, mark)
 
 
+def _take_name(folder: int, name: str, mark: str, *, overwrite: bool) -> bool:
+    """Give the folder `mark` its name, where it may `overwrite` in place of another. Return whether it was free."""
+    replaced = mark + _REPLACED
+    if overwrite:
+        with suppress(FileNotFoundError):
+            os.rename(name, replaced, src_dir_fd=folder, dst_dir_fd=folder)
+    try:
+        os.rename(mark, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except OSError as error:
+        if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
+            _remove(folder, replaced)
+            return False
+        with suppress(FileNotFoundError):
+            os.rename(replaced, name, src_dir_fd=folder, dst_dir_fd=folder)
+        raise
+    return True
+
+
 def settle(folder: int, name: str, mark: str) -> None:
     """Take the mark from a folder that `put` has placed."""
     if is_own(folder, name, mark):
         _remove(folder, mark + _REPLACED)
-        os.unlink(f"{name}/{mark}", dir_fd=folder)
+        # Another one may have taken its place.
+        with suppress(FileNotFoundError):
+            os.unlink(f"{name}/{mark}", dir_fd=folder)
 
 
 def is_own(folder: int, name: str, mark: str) -> bool:

@@ -148,6 +148,24 @@ def test_a_slow_store_is_given_up_with_the_request(
     server.faults = {}
 
 
+def test_a_child_that_was_taken_over_does_not_fetch_for_ever(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "asking.py").write_text(
+        "import socket\nchannel = socket.socket(fileno=0)\nchannel.sendall(b'{\"missing\": {}}\\n')\n"
+        'while channel.recv(2**16):\n    channel.sendall(b\'{"fetch": [["nothing", 1, null]]}\\n\')\n',
+        encoding="ascii",
+    )
+    give_up = time.monotonic() + 10
+    with (
+        Reader(memory_bytes=2**29, seconds=0.05, decoded_bytes=LIMIT, processes=1, module="asking") as asking,
+        RemoteStore(f"{server.url}/data") as store,
+        pytest.raises(TooLarge, match="took more than"),
+    ):
+        asking.inspect(store, Selection(), cancelled=lambda: time.monotonic() > give_up)
+
+
 def test_a_server_that_is_not_there_is_told(reader: Reader, tmp_path: Path) -> None:
     with (
         RemoteStore("http://127.0.0.1:9/a.zarr") as store,
@@ -157,7 +175,7 @@ def test_a_server_that_is_not_there_is_told(reader: Reader, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "key", ["../secret.json", "/secret.json", "a/../../secret.json", "", "a//b", ".hidden", "a\\b"]
+    "key", ["../secret.json", "/secret.json", "a/../../secret.json", "", "a//b", ".hidden", "a\\b", "a\nb", "\ud800"]
 )
 def test_keys_do_not_leave_the_store(key: str, prefix: str, server: ObjectServer) -> None:
     with RemoteStore(f"{prefix}/plain.zarr") as store, pytest.raises(BadFile, match="no path within"):
@@ -171,6 +189,8 @@ def test_no_more_is_fetched_than_was_asked_for(prefix: str, server: ObjectServer
             store.read([Part(".zattrs", 10)])
         with pytest.raises(TooLarge, match="512 MiB"):
             store.read([Part(".zattrs", 2**40)])
+        with pytest.raises(TooLarge, match="512 MiB"):
+            store.read([Part(".zattrs", 2**40), Part("nothing", -(2**40))])
         with pytest.raises(StackSegError):
             store.read([Part(".zattrs", 10, 10_000)])
         assert store.read([Part(".zattrs", 3, 0), Part("nothing", 5, 1)]) == [b"{\n ", None]

@@ -232,6 +232,18 @@ def test_link_in_the_place_of_the_result_is_replaced_and_not_written_through(hos
     assert (host / "secret" / "key").read_bytes() == b"nobody's business"
 
 
+def test_a_store_gets_no_name_that_harms_its_image_or_is_too_long(host: Path) -> None:
+    image = host / "results" / "image.zarr"
+    image.mkdir()
+    (image / "zarr.json").write_text("{}")
+    for name in ("zarr.json", ".zgroup", ".hidden", "a\\b", "a\nb", "é" * 125):
+        with pytest.raises(BadParameter, match="is no name for a store"):
+            references(host).check(None, f"results/image.zarr/labels/{name}", None)
+    references(host).check(None, f"results/image.zarr/labels/{'a' * 249}", None)
+    with pytest.raises(BadParameter, match="is no name for a store"):
+        references(host).check(None, "results/.zarr", None)
+
+
 def test_folder_that_is_not_there_ends_the_start(host: Path) -> None:
     for kind in ("inputs", "outputs"):
         with pytest.raises(ConfigError, match=f"references.{kind}: scans"):

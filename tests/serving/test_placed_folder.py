@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,17 @@ def test_only_another_store_is_replaced(store: Path, results: Path, folder: int)
         with pytest.raises(BadParameter, match="no folder of Zarr"):
             put(store, folder, overwrite=True)
         assert [path.name for path in results.iterdir()] == ["a.zarr"]
+
+
+def test_stores_that_replace_each_other_leave_one_of_them(store: Path, results: Path, folder: int) -> None:
+    def replace(mark: str) -> None:
+        for _ in range(15):
+            placed_folder.put(store, folder, "a.zarr", mark, "a", overwrite=True, cancelled=lambda: False)
+            placed_folder.settle(folder, "a.zarr", mark)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(replace, ("one", "two", "three", "four")))
+    assert content(results) == {f"a.zarr/{name}": data for name, data in content(store).items()}
 
 
 @pytest.mark.parametrize("killed", ["while it copied", "between two names", "before it was settled"])
