@@ -162,8 +162,8 @@ class AnnotationReport(BaseModel):
     changes     how many corrections there were, where the client says
     time        the time point of the series that it was made of, from 0; null where there is one alone
     stack, job  that it was made of, either of which may be gone
-    overlaps    ids of those of the caller's that have labels for the same place of the same image, newest first; of
-                such only one can be trained on at a time
+    overlaps    ids of those of the caller's that have labels for the same place of the same image, newest first, 32
+                at most; of such only one can be trained on at a time
     bytes       on disk
     """
 

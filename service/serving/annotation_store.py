@@ -33,6 +33,8 @@ _ID = re.compile(r"[0-9a-f]{32}")
 _TABLE_NUMBERS, _MOST_SORTED = 2**24, 2**20
 # Of one owner: each call of an owner reads all of their records.
 MOST_STACKS = 10_000
+# Of those that overlap with one.
+MOST_OVERLAPS = 32
 
 
 @dataclass(frozen=True)
@@ -134,25 +136,30 @@ class Annotation:
         """The labels, OME-TIFF ZYX of the image's shape."""
         return self.folder / LABELS
 
-    def overlaps(self, other: Annotation) -> bool:
-        """Return whether both have labels for the same place of one image."""
-        if self.digest != other.digest or self.region is None or other.region is None:
-            return self.digest == other.digest
-        pairs = zip(self.region.ranges, other.region.ranges, strict=True)
-        return all(max(first[0], second[0]) < min(first[1], second[1]) for first, second in pairs)
+    @property
+    def box(self) -> tuple[tuple[int, int], ...]:
+        """The corrected part, or all, as ranges of z, y, x."""
+        return tuple((0, edge) for edge in self.shape) if self.region is None else self.region.ranges
 
 
 def find_overlaps(annotations: Sequence[Annotation]) -> dict[str, list[Annotation]]:
-    """Return those of the annotated stacks that overlap with each of them, by its id; in their order."""
+    """Return those of the annotated stacks that overlap with each of them, by its id.
+
+    They have labels for the same place of one image. They are in their order, `MOST_OVERLAPS` at most.
+    """
     of_image: defaultdict[str, list[Annotation]] = defaultdict(list)
     for annotation in annotations:
         of_image[annotation.digest].append(annotation)
-    return {
-        annotation.id: [
-            other for other in of_image[annotation.digest] if other is not annotation and other.overlaps(annotation)
-        ]
-        for annotation in annotations
-    }
+    found = dict[str, list[Annotation]]()
+    for group in of_image.values():
+        # [3, 2, N]: one owner may have thousands of one image.
+        boxes = np.array([annotation.box for annotation in group]).transpose(1, 2, 0)
+        for number, annotation in enumerate(group):
+            own = boxes[:, :, number, np.newaxis]
+            shared = np.all((boxes[:, 0] < own[:, 1]) & (own[:, 0] < boxes[:, 1]), axis=0)
+            shared[number] = False
+            found[annotation.id] = [group[other] for other in np.flatnonzero(shared)[:MOST_OVERLAPS]]
+    return found
 
 
 class Usage(NamedTuple):

@@ -486,8 +486,9 @@ def _read_owner(folder: Path) -> str | None:
 
 def _check_apart(stacks: Sequence[Annotation]) -> None:
     """Raise BadParameter where two have labels for one place: one would teach what the other holds out."""
+    overlaps = find_overlaps(stacks)
     for stack in stacks:
-        for other in find_overlaps(stacks)[stack.id]:
+        for other in overlaps[stack.id]:
             older, newer = sorted((stack, other), key=lambda each: each.created)
             raise BadParameter(
                 f"annotations: {older.id} ({older.name}) and the newer {newer.id} ({newer.name}) have labels for the"

@@ -2,15 +2,25 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from service.core.errors import BadParameter, OutOfStorage
 from service.core.volume import Volume
-from service.serving.annotation_store import PARTIAL_PREFIX, AnnotationStore, Region
+from service.serving.annotation_store import (
+    MOST_OVERLAPS,
+    PARTIAL_PREFIX,
+    Annotation,
+    AnnotationStore,
+    Origin,
+    Region,
+    find_overlaps,
+)
 from service.serving.scratch import make_locked_folder
 
 CELL = Volume.from_array(np.ones((1, 1, 2, 2), np.uint8))
@@ -55,6 +65,20 @@ def test_an_owner_keeps_so_many_and_no_more(store: AnnotationStore) -> None:
     store.keep(CELL, CELL, name="a", owner="bob")
     store.delete(kept[0].id, "ann")
     store.keep(CELL, CELL, name="a", owner="ann")
+
+
+def test_thousands_of_annotated_stacks_of_one_image_are_compared_in_a_moment() -> None:
+    facts: dict[str, Any] = {"name": "a", "owner": "ann", "shape": (1, 9, 9), "voxel_size": None, "objects": 1}
+    facts |= {"digest": "", "origin": Origin(), "nbytes": 1, "created": 0.0}
+    regions = [None, *[Region((0, 1), (y, y + 1), (0, 9)) for y in range(4)]]
+    stacks = [Annotation(folder=Path(f"{n:032x}"), region=regions[n % 5], **facts) for n in range(2000)]
+    began = time.process_time()
+    found = find_overlaps(stacks)
+    assert time.process_time() - began < 3
+    for stack in stacks[:5]:
+        alike = [each for each in stacks if None in {each.region, stack.region} or each.region == stack.region]
+        alike.remove(stack)
+        assert [each.id for each in found[stack.id]] == [each.id for each in alike[:MOST_OVERLAPS]]
 
 
 def test_what_a_killed_process_has_written_by_half_goes_and_what_others_write_stays(
