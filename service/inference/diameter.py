@@ -107,7 +107,7 @@ class Sizing(NamedTuple):
             confidence, before, widths = self.trial
             return (
                 f"Objects are taken to be {self.diameter} wide, chosen by a trial of {widths} widths on {self.windows}"
-                f" windows: confidence {confidence:.2f} against {before:.2f}; state diameter= where that is wrong, or"
+                f" windows: confidence {confidence:.2g} against {before:.2g}; state diameter= where that is wrong, or"
                 " diameter=none to use the stack as it is sampled."
             )
         seen = f"{self.objects} objects in {self.windows} windows"

@@ -155,7 +155,11 @@ def test_where_the_model_doubts_what_it_sees_the_width_is_taken_that_it_doubts_l
     assert found.diameter.lengths[0] == pytest.approx(5, rel=0.25)
     assert found.trial.confidence > 0.3 > 0.1 > found.trial.before
     assert f"{found.diameter} wide, chosen by a trial of {found.trial.widths} widths" in found.note
-    assert f"confidence {found.trial.confidence:.2f} against {found.trial.before:.2f}" in found.note
+    assert f"confidence {found.trial.confidence:.2g} against {found.trial.before:.2g}" in found.note
+    assert (
+        "confidence 0.014 against 0.0042;"
+        in found._replace(trial=found.trial._replace(confidence=0.0141, before=0.0042)).note
+    )
     assert "diameter=none" in found.note
 
 

@@ -17,6 +17,17 @@ from scripts.recipes.synthetic_nuclei import synthesise
 from service.models.spec import ModelSpec
 
 TRAINING = {"edge": 16, "batch_size": 1, "pool": 2, "learning_rate": 0.01}
+# The colour of the second line, at the square of its first value, and that of the legend.
+LINE = """() => {
+  const canvas = document.querySelector(".curve canvas"), { width, height } = canvas;
+  const data = canvas.getContext("2d").getImageData(0, 0, width, height).data;
+  const last = document.querySelector(".curve [data-line='1']");
+  const legend = getComputedStyle(last, "::before").backgroundColor.match(/\\d+/g).slice(0, 3).map(Number);
+  const away = place => Math.max(...legend.map((value, channel) => Math.abs(value - data[place + channel])));
+  const solid = [...Array(width * height).keys()].map(pixel => 4 * pixel).filter(place => data[place + 3] === 255);
+  const nearest = solid.reduce((best, place) => (away(place) < away(best) ? place : best));
+  return [[...data.slice(nearest, nearest + 3)], legend];
+}"""
 NPY, TIFF = {"Content-Type": "application/x-npy"}, {"Content-Type": "image/tiff"}
 
 
@@ -67,6 +78,10 @@ def test_a_model_is_improved_followed_and_used(live: Live, open_page: Open) -> N
     expect(training.locator(".scores dd").last).to_have_text(after)
     curve = training.get_by_role("img", name="Loss after")
     assert f"in training {report['loss'][-1][1]:.3g}"[:15] in (curve.get_attribute("aria-label") or "")
+    for _ in range(2):
+        drawn, legend = page.evaluate(LINE)
+        assert max(abs(a - b) for a, b in zip(drawn, legend, strict=True)) <= 2
+        page.get_by_role("button", name="Switch between dark and light").click()
     check_accessibility(page)
     training.get_by_role("button", name="Open the stack with mine").click()
     expect(page.locator("#settings .facts")).to_contain_text("48 × 32 × 16")
@@ -79,7 +94,8 @@ def test_a_model_is_improved_followed_and_used(live: Live, open_page: Open) -> N
     expect(training).to_contain_text("mine is ready")
     page.once("dialog", lambda asked: asked.accept())
     training.get_by_role("button", name="Delete the model").click()
-    expect(training).to_contain_text("The model mine is deleted.")
+    expect(training).to_contain_text("The model mine is deleted")
+    expect(training).not_to_contain_text("is ready")
     assert live.client.get("/models/mine").status_code == 404
     page.get_by_role("link", name="Status").click()
     most = live.runtime.settings.trainings.models

@@ -37,6 +37,7 @@ export class Histogram extends EventTarget {
       ),
     );
     this.#listen();
+    this.canvas.addEventListener("theme", () => this.draw());
     new ResizeObserver(() => this.draw()).observe(this.canvas);
   }
 

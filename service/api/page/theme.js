@@ -10,7 +10,14 @@ export function startTheme(toggle) {
     const next = isDark() ? "light" : "dark";
     document.documentElement.dataset.theme = next;
     localStorage.setItem(THEME, next);
+    tellCanvases();
   });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", tellCanvases);
+}
+
+/** Colours on a canvas do not follow the style sheet: each is told to draw again. */
+function tellCanvases() {
+  for (const canvas of document.querySelectorAll("canvas")) canvas.dispatchEvent(new Event("theme"));
 }
 
 function isDark() {

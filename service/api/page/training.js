@@ -237,7 +237,10 @@ class TrainingView {
 
   /** A button for those who may delete the model. @param {string} model */
   #deleteButton(model) {
-    const gone = () => this.result.replaceChildren(element("p", { class: "muted" }, `The model ${model} is deleted.`));
+    const gone = () => {
+      this.words.textContent = `The model ${model} is deleted`;
+      this.result.replaceChildren();
+    };
     const remove = async () => {
       if (!confirm(`Delete the model ${model} and its files?`)) return;
       try {
@@ -313,7 +316,10 @@ class Curves {
     this.title = title;
     this.names = names;
     this.last = names.map((name, line) => element("span", { class: "muted", "data-line": String(line) }, name));
+    /** @type {[number, number][][]} */
+    this.lines = [];
     this.canvas = element("canvas", { role: "img" });
+    this.canvas.addEventListener("theme", () => this.show(this.lines));
     this.foot = element("div", { class: "axis muted" });
     this.root = element(
       "figure",
@@ -326,6 +332,7 @@ class Curves {
 
   /** @param {[number, number][][]} lines step and value */
   show(lines) {
+    this.lines = lines;
     const points = lines.flat();
     this.root.hidden = points.length === 0;
     if (points.length === 0) return;
