@@ -193,6 +193,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     if (options.result is None) == (options.out is None):
         raise BadParameter("Say once where the result goes: stackseg segment IN OUT.")
     options.result = options.result or options.out
+    _check_blocks(options, is_folder=isinstance(options.input, Path) and is_zarr_folder(options.input))
     if isinstance(options.input, str):
         with RemoteStore(options.input) as options.input:
             return _run(options, query, settings)
@@ -264,9 +265,19 @@ def _parse_input(text: str) -> Path | str:
     return text if is_url(text) else Path(text)
 
 
+def _check_blocks(options: argparse.Namespace, *, is_folder: bool) -> None:
+    """Raise BadParameter for --workers with anything but a folder of OME-Zarr, and for what goes with it alone."""
+    if options.workers is not None and not is_folder:
+        raise BadParameter(f"--workers: {options.input} is no folder of OME-Zarr, which alone is read block by block.")
+    for name in ("ray", "scratch"):
+        if options.workers is None and getattr(options, name) is not None:
+            raise BadParameter(f"--{name}: it is for a run block by block; say --workers, too.")
+
+
 def _check_names(options: argparse.Namespace) -> None:
     """Raise BadParameter where a result cannot be written under its name."""
-    results: dict[Path, tuple[str, ...]] = {options.result: _LABEL_SUFFIXES}
+    suffixes = _LABEL_SUFFIXES if options.workers is None else (".zarr",)
+    results: dict[Path, tuple[str, ...]] = {options.result: suffixes}
     if options.measurements is not None:
         if options.measurements.resolve() == options.result.resolve():
             raise BadParameter(f"{options.result} is named for two results; give each a name of its own.")

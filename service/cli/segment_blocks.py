@@ -15,13 +15,13 @@ from service.cli.segment import check_output, name_options
 from service.core import host
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter, DoubtfulResult
-from service.core.volume import Objects, Segmentation
+from service.core.volume import Objects, Segmentation, Steering
 from service.formats import zarr_writer  # noqa: F401 (An extra may be missing, which is told before anything is computed.)
 from service.inference.blockwise.driver import Driver, Progress
 from service.inference.blockwise.prepare import make_plan
 from service.inference.blockwise.run_folder import RunFolder
 from service.inference.blockwise.workers import LocalWorkers, Workers
-from service.inference.confidence import judge
+from service.inference.confidence import Evidence, explain_nothing, judge
 from service.inference.result import Result
 from service.models.spec import ModelSpec
 from service.serving.parameters import Query
@@ -42,15 +42,16 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
     folder.begin(plan, settings)
 
     def describe() -> dict[str, str]:
-        result = _facts(folder, spec)
-        doubt = _doubt(result, spec)
+        result = read_facts(folder, spec)
+        doubt = find_doubt(folder, result, spec)
         if doubt is not None and options.strict:
-            raise DoubtfulResult(doubt)
+            raise DoubtfulResult(f"{doubt} The same command without --strict writes the labels.")
         return describe_origin(query, result, options.input.name, None)
 
     with show_progress() as bar, closing(_make_workers(options, settings)) as workers:
         Driver(folder, workers, _show(bar)).run(out, describe)
-    result = _facts(folder, spec)
+    result = read_facts(folder, spec)
+    doubt = find_doubt(folder, result, spec)
     found = f"{folder.read_record('join')['objects']} objects, " if plan.output == "labels" else ""
     shutil.rmtree(folder.path)
     sys.stdout.write(f"{options.result}: {found}{spec.identifier} ({time.monotonic() - began:.2f} s)\n")
@@ -59,8 +60,8 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
     if result.confidence is not None:
         sys.stdout.write(f"confidence: {result.confidence:.2f}\n")
     sys.stdout.writelines(f"note: {name_options(note)}\n" for note in result.notes)
-    if (doubt := _doubt(result, spec)) is not None:
-        sys.stderr.write(f"stackseg: warning: {doubt}\n")
+    if doubt is not None:
+        sys.stderr.write(f"stackseg: warning: {name_options(doubt)}\n")
     return 0
 
 
@@ -102,14 +103,18 @@ def _show(bar: ProgressBar) -> Progress:
     return show
 
 
-def _doubt(result: Result, spec: ModelSpec) -> str | None:
-    """Return why the labels are not to be trusted, None where they may be."""
+def find_doubt(folder: RunFolder, result: Result, spec: ModelSpec) -> str | None:
+    """Return why the labels of a run are not to be trusted, None where they may be."""
+    plan = folder.plan
+    if plan.output == "labels" and not folder.read_record("join")["objects"]:
+        steered = plan.options.steering != Steering()
+        return explain_nothing(Evidence((), guess=None, used=None, steered=steered), None).detail
     if spec.confidence is None or result.confidence is None or result.confidence >= spec.confidence.threshold:
         return None
     return f"{spec.name} is not sure of these labels: its confidence is {result.confidence:.2f}."
 
 
-def _facts(folder: RunFolder, spec: ModelSpec) -> Result:
+def read_facts(folder: RunFolder, spec: ModelSpec) -> Result:
     """Return what is known of the result beside its pixels."""
     survey = folder.survey
     confidence = None

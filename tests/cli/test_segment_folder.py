@@ -19,6 +19,7 @@ from fakes import until
 from imagecodecs import png_decode
 from live import as_tiff
 from paths import ROOT
+from zarr_files import write_zarr
 
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.__main__ import main
@@ -195,6 +196,10 @@ def test_a_stack_that_goes_during_the_run_fails_alone(
         (["{few}"], "Say once where the result goes"),
         (["{few}", "out", "-o", "out"], "Say once where the result goes"),
         (["{few}/stack 00.tif", "out.tif", "--glob", "*"], "is not a folder"),
+        (["{few}", "out", "--workers", "2"], "no folder of OME-Zarr, which alone is read block by block"),
+        (["s3://bucket/a.zarr", "out.zarr", "--workers", "2"], "no folder of OME-Zarr, which alone is read block by"),
+        (["{few}", "out", "--scratch", "here"], "--scratch: it is for a run block by block"),
+        (["{zarr}", "out.tif", "--workers", "2"], "must end with .zarr"),
     ],
 )
 def test_what_cannot_be_done_is_refused(
@@ -207,7 +212,8 @@ def test_what_cannot_be_done_is_refused(
     words: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    places = {"few": few(folder, tmp_path), "full": tmp_path / "full"}
+    zarr = write_zarr(tmp_path / "in.zarr", np.zeros((4, 8, 8), np.uint8), chunks=(4, 8, 8))
+    places = {"few": few(folder, tmp_path), "full": tmp_path / "full", "zarr": zarr}
     places["full"].mkdir()
     (places["full"] / "thesis.doc").touch()
     given = [argument.format(**places) for argument in arguments]

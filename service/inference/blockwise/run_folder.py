@@ -198,8 +198,9 @@ def _record(step: Step, number: int) -> str:
 
 
 def _same(one: RunPlan, other: RunPlan) -> bool:
-    """Return whether two plans have the same result; how the volume is cut does not matter for that."""
-    shown = [_PLAN.dump_python(plan, mode="json", exclude={"layout": {"windows"}}) for plan in (one, other)]
+    """Return whether two plans have the same result, whether or not it is taken and however the volume is cut."""
+    left_out = {"layout": {"windows"}, "options": {"strict"}}
+    shown = [_PLAN.dump_python(plan, mode="json", exclude=left_out) for plan in (one, other)]
     return bool(shown[0] == shown[1])
 
 

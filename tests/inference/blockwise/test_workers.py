@@ -79,7 +79,8 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, source: Path, bands) -> 
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path, source: Path, bands) -> None:
-    begin(tmp_path / "run", source, bands, Options(), settings_of())
+    for strict in (True, False):
+        begin(tmp_path / "run", source, bands, Options(strict=strict), settings_of())
     with pytest.raises(BadParameter, match="another stack, model or options"):
         begin(tmp_path / "run", source, bands, Options(overlap=0.4), settings_of())
     with pytest.raises(BadParameter, match="something else"):
