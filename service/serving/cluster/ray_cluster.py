@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -42,8 +42,26 @@ def make_actors(settings: Settings) -> list[Actor]:
 def make_block_actors(address: str, cluster: Cluster, count: int, work: Work = run_block) -> list[Actor]:
     """Ask the cluster at `address` for so many actors that do blocks. Raises ConfigError as `make_actors` does."""
     ray = _connect(address)
+    if shortage := describe_shortage(ray.cluster_resources(), cluster, count):
+        log.warning(shortage)
     make = _maker(ray, BlockActor, cluster, 1)
     return [RayActor(ray, make(work)) for _ in range(count)]
+
+
+def describe_shortage(resources: Mapping[str, float], cluster: Cluster, count: int) -> str | None:
+    """Return what so many actors take of a cluster and it does not have, by Ray's names; None where it has all."""
+    needed = {"GPU": cluster.gpus * count, "CPU": cluster.cpus * count}
+    short = [
+        f"{resources.get(name, 0):g} of {most:g} {name}s"
+        for name, most in needed.items()
+        if resources.get(name, 0) < most
+    ]
+    if not short:
+        return None
+    return (
+        f"The cluster has {' and '.join(short)} that {count} workers take; those without a place wait for hosts."
+        " cluster.gpus and cluster.cpus say what each takes: with gpus: 0 they compute on CPUs."
+    )
 
 
 def _maker(ray: Any, kind: type, cluster: Cluster, at_once: int) -> Callable[..., Any]:

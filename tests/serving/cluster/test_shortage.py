@@ -1,0 +1,14 @@
+"""What a cluster lacks is said, since its workers wait without a word."""
+
+from __future__ import annotations
+
+from service.core.config import Cluster
+from service.serving.cluster.ray_cluster import describe_shortage
+
+
+def test_what_a_cluster_lacks_is_named() -> None:
+    cluster = Cluster(gpus=1, cpus=2)
+    assert describe_shortage({"GPU": 2, "CPU": 4}, cluster, 2) is None
+    assert "has 1 of 2 GPUs that 2 workers" in (describe_shortage({"GPU": 1, "CPU": 4}, cluster, 2) or "")
+    assert "has 0 of 3 GPUs and 2 of 6 CPUs that" in (describe_shortage({"CPU": 2}, cluster, 3) or "")
+    assert describe_shortage({"CPU": 3}, Cluster(gpus=0), 3) is None
