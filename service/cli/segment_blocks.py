@@ -39,21 +39,22 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
     plan = make_plan(options.input, query.selection, spec, query.options, settings, workers=options.workers)
     check_output(plan.output, query, measured=options.measurements is not None)
     folder = RunFolder((options.scratch or out.with_name(f"{out.name}.blocks")).absolute())
-    folder.begin(plan, settings)
+    with folder.held():
+        folder.begin(plan, settings)
 
-    def describe() -> dict[str, str]:
+        def describe() -> dict[str, str]:
+            result = read_facts(folder, spec)
+            doubt = find_doubt(folder, result, spec)
+            if doubt is not None and options.strict:
+                raise DoubtfulResult(f"{doubt} The same command without --strict writes the labels.")
+            return describe_origin(query, result, options.input.name, None)
+
+        with show_progress() as bar, closing(_make_workers(options, settings)) as workers:
+            Driver(folder, workers, _show(bar)).run(out, describe)
         result = read_facts(folder, spec)
         doubt = find_doubt(folder, result, spec)
-        if doubt is not None and options.strict:
-            raise DoubtfulResult(f"{doubt} The same command without --strict writes the labels.")
-        return describe_origin(query, result, options.input.name, None)
-
-    with show_progress() as bar, closing(_make_workers(options, settings)) as workers:
-        Driver(folder, workers, _show(bar)).run(out, describe)
-    result = read_facts(folder, spec)
-    doubt = find_doubt(folder, result, spec)
-    found = f"{folder.read_record('join')['objects']} objects, " if plan.output == "labels" else ""
-    shutil.rmtree(folder.path)
+        found = f"{folder.read_record('join')['objects']} objects, " if plan.output == "labels" else ""
+        shutil.rmtree(folder.path)
     sys.stdout.write(f"{options.result}: {found}{spec.identifier} ({time.monotonic() - began:.2f} s)\n")
     if result.skipped is not None:
         sys.stdout.write(f"skipped: {result.skipped}\n")

@@ -6,11 +6,12 @@ whatever was interrupted is done again, and nothing else.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -87,6 +88,17 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep others from driving the run until the end of the block. Raises BadParameter where one does."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _lock(folder, self.path)
+            yield
+        finally:
+            os.close(folder)
+
     def begin(self, plan: RunPlan, settings: Settings) -> RunPlan:
         """Write the plan, or return that of the run which is to be resumed; its layout then stays what it was.
 
@@ -94,13 +106,13 @@ class RunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         if (self.path / "plan.json").exists():
-            before = self.plan
-            if _same(plan, before):
+            before = self._read_plan()
+            if before is not None and _same(plan, before):
                 self._write_text("settings.json", settings.model_dump_json())
                 return before
             raise BadParameter(
-                f"{self.path} holds a run of another stack, model or options; resume that one as it was begun, or name"
-                " another folder."
+                f"{self.path} holds a run of another stack, model or options, or of another version; resume that one as"
+                " it was begun, or name another folder."
             )
         if any(self.path.iterdir()):
             raise BadParameter(f"{self.path} holds something else already; name an empty folder, or one to make.")
@@ -109,6 +121,12 @@ class RunFolder:
         self._write_text("settings.json", settings.model_dump_json())
         self._write_text("plan.json", _PLAN.dump_json(plan).decode())
         return plan
+
+    def _read_plan(self) -> RunPlan | None:
+        """Return the plan, None where it is damaged or of another version."""
+        with suppress(ValueError):
+            return self.plan
+        return None
 
     @property
     def plan(self) -> RunPlan:
@@ -191,6 +209,16 @@ class RunFolder:
 def lift_limit(settings: Settings) -> Settings:
     """Return settings by which a volume has as many windows as it needs."""
     return override_settings(settings, "limits", {"windows": sys.maxsize})
+
+
+def _lock(folder: int, path: Path) -> None:
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BadParameter(f"{path} is in use by another process; wait for it, or name another folder.") from None
+    except OSError:
+        # Not every file system has locks.
+        pass
 
 
 def _record(step: Step, number: int) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import zarr
 
+from service.__main__ import main
 from service.core.errors import BadParameter, InternalError
 from service.core.volume import Options
 from service.inference.blockwise.run_folder import BlockTask, RunFolder
@@ -85,6 +86,20 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path, source: Path, bands)
         begin(tmp_path / "run", source, bands, Options(overlap=0.4), settings_of())
     with pytest.raises(BadParameter, match="something else"):
         begin(source, source, bands, Options(), settings_of())
+    (tmp_path / "run" / "plan.json").write_text("{}")
+    with pytest.raises(BadParameter, match="of another version"):
+        begin(tmp_path / "run", source, bands, Options(), settings_of())
+
+
+def test_a_folder_that_another_command_uses_is_refused(
+    tmp_path: Path, source: Path, bands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, scratch = tmp_path / "out.zarr", tmp_path / "run"
+    command = ["segment", str(source), str(out), "--workers", "1", "--scratch", str(scratch)]
+    with RunFolder(scratch).held():
+        assert main([*command, "--model", str(bands.folder)]) == 1
+        assert "is in use by another process" in capsys.readouterr().err
+        assert list(scratch.iterdir()) == []
 
 
 @pytest.mark.thorough
