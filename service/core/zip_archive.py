@@ -7,6 +7,7 @@ that differ in case only. Such archives are refused.
 from __future__ import annotations
 
 import io
+import os
 import stat
 import struct
 import zipfile
@@ -52,10 +53,12 @@ def open_archive(file: IO[bytes], limits: ZipLimits) -> zipfile.ZipFile:
     return archive
 
 
-def locate_stored(file: IO[bytes], entry: zipfile.ZipInfo) -> int:
-    """Return where the bytes of a member begin that is not compressed, in an archive that was opened here."""
-    file.seek(entry.header_offset)
-    name, extra = struct.unpack("<HH", file.read(HEADER_BYTES)[-4:])
+def locate_stored(descriptor: int, entry: zipfile.ZipInfo) -> int:
+    """Return where the bytes of a member begin that is not compressed, in an archive that was opened here.
+
+    Other threads may read the same file meanwhile, whose position stays as it is.
+    """
+    name, extra = struct.unpack("<HH", os.pread(descriptor, HEADER_BYTES, entry.header_offset)[-4:])
     return int(entry.header_offset + HEADER_BYTES + name + extra)
 
 

@@ -210,7 +210,7 @@ class ZipStore:
     def __init__(self, stream: IO[bytes]) -> None:
         with _translate_zip_errors():
             self._archive = open_archive(stream, _ZIP_LIMITS)
-        self._stream, self._lock = stream, threading.Lock()
+        self._stream = stream
         self._entries = {entry.filename: entry for entry in self._archive.infolist()}
         folders = {name.rpartition("/")[0] for name in self._entries if name.rpartition("/")[2] in METADATA_NAMES}
         depth = min((folder.count("/") + bool(folder) for folder in folders), default=0)
@@ -234,9 +234,8 @@ class ZipStore:
                 # It checks the CRC-32 of the archive.
                 return self._archive.read(entry)
             if entry.compress_type == ZIP_STORED:
-                with self._lock:
-                    first = locate_stored(self._stream, entry)
-                return read_exactly(self._stream.fileno(), first + start, length)
+                descriptor = self._stream.fileno()
+                return read_exactly(descriptor, locate_stored(descriptor, entry) + start, length)
             with self._archive.open(entry) as file:
                 file.seek(start)
                 return file.read(length)
