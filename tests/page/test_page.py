@@ -219,7 +219,7 @@ def test_the_status_shows_what_runs_and_where_the_time_went_while_it_is_looked_a
         expect(models).to_contain_text("slow")
         expect(page.get_by_role("region", name="Learning")).to_contain_text("0 annotated stacks")
         expect(page.get_by_role("region", name="Disk").locator("tbody tr")).to_contain_text(
-            ["Requests in flight", "Results", "Jobs", "Stacks", "Annotated stacks", "Trained models"]
+            ["Requests, and stacks", "Results", "Jobs", "Stacks", "Annotated stacks", "Trained models"]
         )
         check_accessibility(page)
     finally:

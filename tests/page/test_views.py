@@ -167,6 +167,7 @@ def compare_a_series(live: Live, page: Page, shape: tuple[int, ...]) -> None:
     page.goto(f"/#compare={job['id']},{last}")
     footer = page.locator("#compare footer")
     expect(footer).to_contain_text("1 of 1 to 3")
+    expect(page.locator(".side-by-side").first).to_contain_text(" at 3 time points")
     expect(page.locator(".side-by-side").last).to_contain_text("Time point 1 is not in this result.")
     footer.get_by_label("Time point that is shown").fill("3")
     expect(footer).to_contain_text(" 0 on the left alone, 0 on the right alone")

@@ -41,7 +41,8 @@ class Side {
     );
     const views = element("div", {});
     this.here = element("p", { class: "muted small", "aria-live": "polite" }, CLICK);
-    const count = job.objects === null ? "Classes" : counted(job.objects, "object");
+    const through = job.time_points ? ` at ${counted(job.time_points.total, "time point")}` : "";
+    const count = job.objects === null ? "Classes" : counted(job.objects, "object") + through;
     const facts = [job.model, job.diameter ?? ""].filter(Boolean).join(" · ");
     this.root = element(
       "section",

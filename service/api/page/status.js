@@ -311,7 +311,7 @@ function secondsOf(seconds) {
 }
 
 const FILES = /** @type {Record<string, string>} */ ({
-  requests: "Requests in flight",
+  requests: "Requests, and stacks that are looked at",
   results: "Results, for who asks again",
   jobs: "Jobs",
   stacks: "Stacks",
