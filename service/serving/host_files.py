@@ -235,8 +235,14 @@ class HostFiles:
             placed_folder.put(
                 store, folder, name, _partial_name(ticket), place, overwrite=overwrite, cancelled=cancelled
             )
-            if in_image:
-                placed_folder.list_labels(store.parent, folder)
+            try:
+                if in_image:
+                    placed_folder.list_labels(store.parent, folder, cancelled)
+            except BaseException:
+                # What has replaced another is kept: there is nothing else.
+                if not overwrite:
+                    placed_folder.take_back(folder, name, _partial_name(ticket))
+                raise
 
     def settle(self, place: str, caller: str | None, ticket: str) -> None:
         """Forget the ticket of a result that is on record."""

@@ -7,8 +7,9 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from service.serving.open_folder import OPEN_FOLDER
 
 # Of the folder that a new one replaces, until it has its name.
 _REPLACED = ".old"
+_POLL_SECONDS = 0.1
 
 
 def check_target(folder: int, name: str, place: str, *, overwrite: bool) -> None:
@@ -97,13 +99,18 @@ def is_own(folder: int, name: str, mark: str) -> bool:
     return not target.is_symlink() and (target / mark).is_file()
 
 
-def list_labels(labels: Path, folder: int) -> None:
+def take_back(folder: int, name: str, mark: str) -> None:
+    """Delete a folder that `put` has placed, unless it was settled."""
+    if is_own(folder, name, mark):
+        _remove(folder, name)
+
+
+def list_labels(labels: Path, folder: int, cancelled: Callable[[], bool]) -> None:
     """Add what a group of labels lists to the group that is, or is to be, in an open folder.
 
-    Each file of metadata appears whole. Links are not followed. Raises OSError and BadFile.
+    Each file of metadata appears whole. Links are not followed. Raises OSError, BadFile, and Cancelled.
     """
-    fcntl.flock(folder, fcntl.LOCK_EX)
-    try:
+    with _locked(folder, cancelled):
         for path in sorted(labels.iterdir()):
             if path.name in METADATA_NAMES:
                 with FolderStore(partial(open_below, folder)) as store:
@@ -114,8 +121,31 @@ def list_labels(labels: Path, folder: int) -> None:
                     os.unlink(f".{path.name}.part", dir_fd=folder)
                 _write(folder, f".{path.name}.part", json.dumps(merged, indent=2).encode())
                 os.replace(f".{path.name}.part", path.name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+@contextmanager
+def _locked(folder: int, cancelled: Callable[[], bool]) -> Iterator[None]:
+    """Hold a folder once nobody else does, as any program of the host may. Raises Cancelled."""
+    while not _lock(folder):
+        if cancelled():
+            raise Cancelled("given up while others held the folder of its result")
+        time.sleep(_POLL_SECONDS)
+    try:
+        yield
     finally:
-        fcntl.flock(folder, fcntl.LOCK_UN)
+        with suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_UN)
+
+
+def _lock(folder: int) -> bool:
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # Not every file system has locks.
+        return True
+    return True
 
 
 def _merge(present: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from service.core import config
-from service.core.errors import BadParameter, ConfigError, OutOfStorage, OutputExists
+from service.core.errors import BadFile, BadParameter, ConfigError, OutOfStorage, OutputExists
 from service.serving.host_files import HostFiles
 
 
@@ -242,6 +242,19 @@ def test_a_store_gets_no_name_that_harms_its_image_or_is_too_long(host: Path) ->
     references(host).check(None, f"results/image.zarr/labels/{'a' * 249}", None)
     with pytest.raises(BadParameter, match="is no name for a store"):
         references(host).check(None, "results/.zarr", None)
+
+
+def test_labels_that_cannot_be_listed_are_taken_back(host: Path) -> None:
+    image, store = host / "results" / "image.zarr", host / "made" / "labels" / "cells"
+    store.mkdir(parents=True)
+    for path in (store, store.parent):
+        (path / "zarr.json").write_text('{"attributes": {"ome": {"labels": ["cells"]}}}')
+    (image / "labels").mkdir(parents=True)
+    (image / "zarr.json").write_text("{}")
+    (image / "labels" / "zarr.json").write_text("[")
+    with pytest.raises(BadFile):
+        references(host).put_zarr(store, "results/image.zarr/labels/cells", None, "one")
+    assert [path.name for path in (image / "labels").iterdir()] == ["zarr.json"]
 
 
 def test_folder_that_is_not_there_ends_the_start(host: Path) -> None:

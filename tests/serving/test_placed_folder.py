@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -97,6 +99,24 @@ def test_stores_that_replace_each_other_leave_one_of_them(store: Path, results: 
     assert content(results) == {f"a.zarr/{name}": data for name, data in content(store).items()}
 
 
+def test_labels_of_a_job_that_is_cancelled_are_not_listed_once_others_let_go(
+    store: Path, results: Path, folder: int
+) -> None:
+    holder = os.open(results, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(1) as pool:
+        cancelled = threading.Event()
+        listing = pool.submit(placed_folder.list_labels, store.parent, folder, cancelled.is_set)
+        with pytest.raises(TimeoutError):
+            listing.result(0.2)
+        cancelled.set()
+        with pytest.raises(Cancelled):
+            listing.result(5)
+    os.close(holder)
+    placed_folder.list_labels(store.parent, folder, lambda: True)
+    assert [path.name for path in results.iterdir()] == ["zarr.json"]
+
+
 @pytest.mark.parametrize("killed", ["while it copied", "between two names", "before it was settled"])
 def test_a_second_call_goes_on_where_the_process_was_killed(
     store: Path, results: Path, folder: int, killed: str
@@ -127,12 +147,12 @@ def test_what_is_given_up_or_fails_leaves_what_was_there(store: Path, results: P
 
 
 def test_labels_are_listed_beside_others(store: Path, results: Path, folder: int) -> None:
-    placed_folder.list_labels(store.parent, folder)
+    placed_folder.list_labels(store.parent, folder, lambda: False)
     present = json.loads((results / "zarr.json").read_text())
     assert present == json.loads((store.parent / "zarr.json").read_text())
     present["attributes"] = {"mine": 1, "ome": {"version": "0.5", "labels": ["zoo", "a"], "more": 2}}
     (results / "zarr.json").write_text(json.dumps(present))
-    placed_folder.list_labels(store.parent, folder)
+    placed_folder.list_labels(store.parent, folder, lambda: False)
     present["attributes"]["ome"]["labels"] = ["a", "new", "zoo"]
     assert json.loads((results / "zarr.json").read_text()) == present
     assert [path.name for path in results.iterdir()] == ["zarr.json"]
@@ -142,7 +162,7 @@ def test_labels_are_listed_beside_others(store: Path, results: Path, folder: int
 def test_metadata_that_make_no_sense_are_left_as_they_are(store: Path, results: Path, folder: int, text: str) -> None:
     (results / "zarr.json").write_text(text)
     with pytest.raises(BadFile):
-        placed_folder.list_labels(store.parent, folder)
+        placed_folder.list_labels(store.parent, folder, lambda: False)
     assert content(results) == {"zarr.json": text.encode()}
 
 
@@ -151,5 +171,5 @@ def test_metadata_are_neither_read_nor_written_through_links(store: Path, result
     secret.write_text("{}")
     (results / "zarr.json").symlink_to(secret)
     with pytest.raises(BadFile, match="link"):
-        placed_folder.list_labels(store.parent, folder)
+        placed_folder.list_labels(store.parent, folder, lambda: False)
     assert secret.read_text() == "{}"
