@@ -76,11 +76,18 @@ PLANES, PLACES = 8, 16
 
 
 class Trial(NamedTuple):
-    """Trial of several widths: the confidence with the chosen one, with the one before it, and how many there were."""
+    """Trial of several widths.
+
+    confidence  with the chosen one
+    before      with the one that was measured, or as the stack is sampled
+    widths      that were tried
+    narrowest   whether the chosen one is as narrow as any that is tried
+    """
 
     confidence: float
     before: float
     widths: int
+    narrowest: bool
 
 
 class Sizing(NamedTuple):
@@ -104,11 +111,13 @@ class Sizing(NamedTuple):
     def note(self) -> str:
         """A sentence about the estimate for the user."""
         if self.trial is not None:
-            confidence, before, widths = self.trial
+            confidence, before, widths, narrowest = self.trial
+            limit = " (none narrower was tried)" if narrowest else ""
+            against = f"{before:.2g}" if before >= 0.001 else "less than 0.001"
             return (
                 f"Objects are taken to be {self.diameter} wide, chosen by a trial of {widths} widths on {self.windows}"
-                f" windows: confidence {confidence:.2g} against {before:.2g}; state diameter= where that is wrong, or"
-                " diameter=none to use the stack as it is sampled."
+                f" windows: confidence {confidence:.2g} against {against}; state diameter= where that is wrong"
+                f"{limit}, or diameter=none to use the stack as it is sampled."
             )
         seen = f"{self.objects} objects in {self.windows} windows"
         if self.diameter is None:
@@ -218,7 +227,8 @@ class DiameterEstimator:
         if chosen is None:
             return sizing
         diameter, windows = self._diameter(chosen.factors), sum(probe.windows for probe in seen)
-        trial = Trial(chosen.confidence or 0.0, used.confidence or 0.0, len(seen))
+        narrowest = _near(chosen.factors, tried[-1], ALIKE)
+        trial = Trial(chosen.confidence or 0.0, used.confidence or 0.0, len(seen), narrowest)
         fits = _near(chosen.factors, self._base, FITTING)
         return Sizing(diameter, fits, chosen.objects, windows, diameter, trial)
 

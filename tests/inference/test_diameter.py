@@ -161,6 +161,9 @@ def test_where_the_model_doubts_what_it_sees_the_width_is_taken_that_it_doubts_l
         in found._replace(trial=found.trial._replace(confidence=0.0141, before=0.0042)).note
     )
     assert "diameter=none" in found.note
+    narrowest = found._replace(trial=found.trial._replace(narrowest=True)).note
+    assert "where that is wrong (none narrower was tried), or" in narrowest
+    assert ("narrower" in found.note) == found.trial.narrowest
 
 
 def test_a_trial_costs_nothing_where_the_first_confidence_is_good(spec: ModelSpec) -> None:
