@@ -28,12 +28,19 @@ _POLL_SECONDS = 0.1
 def check_target(folder: int, name: str, place: str, *, overwrite: bool) -> None:
     """Raise OutputExists for what must not be overwritten, and BadParameter for what is no store of Zarr."""
     target = descriptor_path(folder) / name
-    if not os.path.lexists(target):
-        return
-    if not overwrite:
-        raise OutputExists(f"output_to: {place} is there already; choose another name, or say overwrite=true.")
-    if target.is_symlink() or not is_zarr_folder(target):
-        raise BadParameter(f"output_to: {place} is no folder of Zarr, and is not replaced by one; choose another name.")
+    with suppress(FileNotFoundError):
+        while True:
+            found = target.lstat()
+            if not overwrite:
+                raise OutputExists(f"output_to: {place} is there already; choose another name, or say overwrite=true.")
+            if not target.is_symlink() and is_zarr_folder(target):
+                return
+            # Where another call has replaced it meanwhile, it is looked at again.
+            after = target.lstat()
+            if (after.st_ino, after.st_ctime_ns) == (found.st_ino, found.st_ctime_ns):
+                raise BadParameter(
+                    f"output_to: {place} is no folder of Zarr, and is not replaced by one; choose another name."
+                )
 
 
 def put(  # noqa: PLR0913

@@ -310,6 +310,7 @@ class Trainings:
         """Run a training, and serve the model that it has made. Raises StackSegError."""
         failure = self._make_model(record)
         if record.over:
+            self._withdraw(record)
             self._save(record)
         elif failure is not None:
             self._end(record, "failed", failure)
@@ -366,8 +367,8 @@ class Trainings:
             seconds = MOST_TIMES * 60 * limits.minutes
             overdue = threading.Timer(seconds, process.kill)
             overdue.daemon = True
-            overdue.start()
             began = time.monotonic()
+            overdue.start()
             failure = self._follow(process, request, record)
             overdue.cancel()
             with self._changed:
@@ -431,9 +432,15 @@ class Trainings:
             if record.state == "done":
                 log.info("training %s has made the model %s: %s", record.id, record.name, record.message)
             else:
-                shutil.rmtree(self._settings.trained_folder / record.name, ignore_errors=True)
-                with suppress(StackSegError):
-                    self._reload()
+                self._withdraw(record)
+
+    def _withdraw(self, record: TrainingRecord) -> None:
+        """Delete the model of a training that is not done, if it was made, and have it served no longer."""
+        made = self._settings.trained_folder / record.name
+        if made.exists():
+            shutil.rmtree(made, ignore_errors=True)
+            with suppress(StackSegError):
+                self._reload()
 
     def _reload(self) -> None:
         """Have the registry read the models again. Raises StackSegError."""
