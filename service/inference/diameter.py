@@ -169,7 +169,7 @@ class DiameterEstimator:
         self._image, self._base, self._spec, self._score_windows = image, base, spec, score_windows
         self._margin = margin
         # Fragments tell that a scale does not fit.
-        self._decoding = spec.decoding.model_copy(update={"minimum_fraction": 0.0})
+        self._decoding = spec.decoding.model_copy(update={"minimum_fraction": 0.0, "min_confidence": 0.0})
         self._wanted = spec.input.diameter
         self._size = as_size(image.shape[2:])
 
