@@ -92,12 +92,14 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path, source: Path, bands)
 
 
 def test_a_folder_that_another_command_uses_is_refused(
-    tmp_path: Path, source: Path, bands, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, source: Path, bands, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, scratch = tmp_path / "out.zarr", tmp_path / "run"
     command = ["segment", str(source), str(out), "--workers", "1", "--scratch", str(scratch)]
+    # A name of a model, or of its folder, has at most 64 characters.
+    monkeypatch.chdir(bands.folder.parent)
     with RunFolder(scratch).held():
-        assert main([*command, "--model", str(bands.folder)]) == 1
+        assert main([*command, "--model", f"./{bands.folder.name}"]) == 1
         assert "is in use by another process" in capsys.readouterr().err
         assert list(scratch.iterdir()) == []
 
