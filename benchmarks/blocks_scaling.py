@@ -26,7 +26,7 @@ from common import write_figures
 
 
 class Rates(NamedTuple):
-    """What one core takes: seconds for a window in the network and around it, and for a voxel of each other step."""
+    """Seconds of one core for a window, in the network and around it, and for a voxel of each other step."""
 
     network: float
     window: float
@@ -37,7 +37,7 @@ class Rates(NamedTuple):
 
 
 class Bytes(NamedTuple):
-    """What goes over the network, for each voxel: pixels, scores written and read, pieces, labels."""
+    """Bytes that go over the network for each voxel: pixels, scores written and read, pieces, labels."""
 
     pixels: float
     scores: float

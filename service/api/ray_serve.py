@@ -52,7 +52,7 @@ def app(arguments: Mapping[str, str]) -> Any:
 
 
 class Replica:
-    """What Ray Serve asks of a replica beside its application."""
+    """Health of a replica, which Ray Serve asks for beside its application."""
 
     def check_health(self) -> None:
         """Raise RuntimeError where the device or the default model cannot be used: Ray then replaces the replica."""

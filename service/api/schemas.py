@@ -395,7 +395,7 @@ class TrainingProgress(BaseModel):
 
 
 class LearningReport(BaseModel):
-    """What is kept of all keys to learn from, and what was learned.
+    """Annotated stacks, trainings and trained models of all keys.
 
     problem       why nobody can train here; null: those may who have the right
     trainings     the one that runs, then those that wait, in their turn

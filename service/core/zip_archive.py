@@ -22,7 +22,7 @@ _MOST_COMMENT_BYTES = 2**16 - 1
 
 
 class ZipLimits(NamedTuple):
-    """What an archive of one kind may have.
+    """Limits and demands on archives of one kind.
 
     entries          members and folders; each becomes an object of some 500 bytes
     directory_bytes  of the list of all entries, with their names

@@ -1,4 +1,4 @@
-"""What the service keeps on disk: how much of what there is, may be, and how much is free beside it."""
+"""Space on disk: how much the files of one kind take and may take, and how much is free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line says of a run in blocks."""
+"""Messages of the command line about runs in blocks."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_where_hardly_anything_is_found_nothing_is_claimed(spec: ModelSpec, pixe
 
 
 def unsure(windows: Tensor) -> Tensor:
-    """See objects without certain middles."""
+    """Return the scores of `see` with distances so low that no object has a certain middle."""
     return see(windows) - torch.tensor([0.0, 2.5])[:, None, None, None]
 
 

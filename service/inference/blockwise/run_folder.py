@@ -43,7 +43,7 @@ class BlockTask:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run does, which stays the same when it is resumed.
+    """Plan of a run, which stays the same when the run is resumed.
 
     source    path of the image, and what tells whether it was replaced meanwhile
     weights   SHA-256 of the model's weights
@@ -64,7 +64,7 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class Survey:
-    """What is known of a volume once all of it was read.
+    """Facts about a volume that are known once all of it was read.
 
     scalings  one for each channel
     skipped   windows that are not computed, None where all are
@@ -189,7 +189,7 @@ class RunFolder:
 
     @property
     def levels(self) -> dict[str, Any]:
-        """What `write_levels` has written."""
+        """Place of the result, with its resolutions and their blocks, as `write_levels` has stored it."""
         content: dict[str, Any] = json.loads((self.path / "levels.json").read_bytes())
         return content
 

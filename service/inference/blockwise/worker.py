@@ -1,4 +1,4 @@
-"""What a worker does: one block of a run after the other, in whatever process, on whatever host that has the folder."""
+"""Work on one block of a run after the other, in any process of any host that has the folder of the run."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class BlockActor:
-    """What runs in a process of the cluster: one block after the other, with a model that stays loaded."""
+    """Actor of the cluster that does one block after the other, with a model that stays loaded."""
 
     def __init__(self, work: Work = run_block) -> None:
         self._work = work

@@ -1,4 +1,4 @@
-"""What runs in a process of the cluster: a device worker as any service has it, called with files instead of pixels."""
+"""Actor of the cluster: a device worker as any service has it, called with files instead of pixels."""
 
 from __future__ import annotations
 

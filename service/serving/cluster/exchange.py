@@ -112,7 +112,7 @@ class Segmented(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What has come of a task: a value or an error, and the windows that were computed for it.
+    """Outcome of a task: a value or an error, and the windows that were computed for it.
 
     Errors are values here, so that those of the work are told from those of the cluster.
     """

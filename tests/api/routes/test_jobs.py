@@ -394,28 +394,6 @@ def test_job_writes_ome_zarr_also_after_a_restart(bands_repository: Path, tmp_pa
     assert not [path for path in results.rglob("*stackseg*") if "stackseg-" in path.name]
 
 
-def test_cancelling_what_is_written_as_ome_zarr_leaves_nothing_on_the_host(
-    host: tuple[Service, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service, results = host
-    write, writing, go_on = zarr_writer.write, threading.Event(), threading.Event()
-
-    def slowly(*given: Any, **options: Any) -> None:
-        writing.set()
-        go_on.wait(20)
-        write(*given, **options)
-
-    monkeypatch.setattr(zarr_writer, "write", slowly)
-    job = service.submit(output_to="results/labels.zarr")
-    assert writing.wait(20)
-    assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
-    go_on.set()
-    until(lambda: job["id"] not in service.async_jobs._active)
-    assert service.show(job)["state"] == "cancelled"
-    assert list(results.iterdir()) == []
-    assert not service.async_jobs._store.input_path(job["id"]).parent.exists()
-
-
 @pytest.fixture
 def host(bands_repository: Path, tmp_path: Path) -> Iterator[tuple[Service, Path]]:
     """A service that may write into the folder, which it calls results."""
@@ -425,25 +403,27 @@ def host(bands_repository: Path, tmp_path: Path) -> Iterator[tuple[Service, Path
         yield service, results
 
 
+@pytest.mark.parametrize(("name", "writer"), [("labels.tif", tiff_writer), ("labels.zarr", zarr_writer)])
 def test_cancelling_what_is_being_written_leaves_nothing_on_the_host(
-    host: tuple[Service, Path], monkeypatch: pytest.MonkeyPatch
+    host: tuple[Service, Path], name: str, writer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service, results = host
-    write, writing, go_on = tiff_writer.write, threading.Event(), threading.Event()
+    write, writing, go_on = writer.write, threading.Event(), threading.Event()
 
     def slowly(*given: Any, **options: Any) -> None:
         writing.set()
         go_on.wait(20)
         write(*given, **options)
 
-    monkeypatch.setattr(tiff_writer, "write", slowly)
-    job = service.submit(output_to="results/labels.tif")
+    monkeypatch.setattr(writer, "write", slowly)
+    job = service.submit(output_to=f"results/{name}")
     assert writing.wait(20)
     assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
     go_on.set()
     until(lambda: job["id"] not in service.async_jobs._active)
     assert service.show(job)["state"] == "cancelled"
     assert list(results.iterdir()) == []
+    assert not service.async_jobs._store.input_path(job["id"]).parent.exists()
 
 
 def test_cancelling_what_is_being_read_leaves_nothing(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
