@@ -1,9 +1,9 @@
-"""Driver of a block-wise run: which block is next, and which of what was handed on nobody needs any more."""
+"""Driver of a block-wise run, which hands out its blocks in order and drops scores that no block reads any more."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 from pathlib import Path
 from typing import Any
@@ -59,44 +59,70 @@ class Driver:
 
     def _score_and_decode(self) -> None:
         """Score groups of windows in order, decode each tile once what it needs is there, and then drop scores."""
-        total, before = self._layout.count, self._folder.done("tile")
-        needs = {tile: set(self._layout.needs(tile)) for tile in range(total) if tile not in before}
-        readers = defaultdict[int, set[int]](set)
-        for tile, groups in needs.items():
-            for group in groups:
-                readers[group].add(tile)
-        scored = {group for group in self._folder.done("scores") if group in readers and self._has_scores(group)}
-        missing = {tile: groups - scored for tile, groups in needs.items()}
-        ready = deque(tile for tile, groups in missing.items() if not groups)
-        to_score = deque(group for group in sorted(readers) if group not in scored)
+        total, before, scored = self._layout.count, self._folder.done("tile"), self._folder.done("scores")
+        order = _Order(
+            {tile: set(self._layout.needs(tile)) for tile in range(total) if tile not in before},
+            lambda group: group in scored and self._has_scores(group),
+        )
         running, done = dict[Future[dict[str, Any]], tuple[Step, int]](), len(before)
         self._progress("tile", done, total)
-        while ready or to_score or running:
+        while True:
             # No more than are done soon: a tile that becomes ready comes before further groups.
-            while (ready or to_score) and len(running) < 2 * self._workers.count:
-                step: Step = "tile" if ready else "scores"
-                number = (ready or to_score).popleft()
-                running[self._submit(step, number)] = (step, number)
+            while len(running) < 2 * self._workers.count and (block := order.take()) is not None:
+                running[self._submit(*block)] = block
+            if not running:
+                return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 step, number = running.pop(future)
                 future.result()
                 if step == "scores":
-                    for tile in readers[number]:
-                        missing[tile].discard(number)
-                        ready.extend([tile] * (not missing[tile]))
+                    order.note_scored(number)
                     continue
                 done += 1
                 self._progress("tile", done, total)
-                self._drop_scores(number, needs[number], readers)
-
-    def _drop_scores(self, tile: int, groups: Iterable[int], readers: Mapping[int, set[int]]) -> None:
-        """Delete the scores of groups that no tile has to read after this one."""
-        for group in groups:
-            readers[group].discard(tile)
-            if not readers[group]:
-                (self._folder.path / f"scores/{group}.raw").unlink(missing_ok=True)
+                for group in order.note_decoded(number):
+                    (self._folder.path / f"scores/{group}.raw").unlink(missing_ok=True)
 
     def _has_scores(self, group: int) -> bool:
         """Return whether the scores of a group that is done were not dropped yet."""
         is_there = (self._folder.path / f"scores/{group}.raw").exists()
         return is_there or not self._folder.read_record("scores", group)["windows"]
+
+
+class _Order:
+    """Order of groups to score and tiles to decode, by which scores are dropped soon.
+
+    needs      groups of windows that a tile reads, of each tile that is not decoded
+    is_scored  whether the scores of a group are there already
+    """
+
+    def __init__(self, needs: Mapping[int, set[int]], is_scored: Callable[[int], bool]) -> None:
+        self._needs = needs
+        self._readers = defaultdict[int, set[int]](set)
+        for tile, groups in needs.items():
+            for group in groups:
+                self._readers[group].add(tile)
+        self._to_score = deque(group for group in sorted(self._readers) if not is_scored(group))
+        missing = set(self._to_score)
+        self._missing = {tile: groups & missing for tile, groups in needs.items()}
+        self._ready = deque(tile for tile, groups in self._missing.items() if not groups)
+
+    def take(self) -> tuple[Step, int] | None:
+        """Return the block that is next, None while there is none: tiles come before groups."""
+        if self._ready:
+            return "tile", self._ready.popleft()
+        return ("scores", self._to_score.popleft()) if self._to_score else None
+
+    def note_scored(self, group: int) -> None:
+        """Let the tiles that have waited for this group alone be decoded."""
+        for tile in self._readers[group]:
+            self._missing[tile].discard(group)
+            if not self._missing[tile]:
+                self._ready.append(tile)
+
+    def note_decoded(self, tile: int) -> Iterator[int]:
+        """Yield the groups that no tile has to read after this one."""
+        for group in self._needs[tile]:
+            self._readers[group].discard(tile)
+            if not self._readers[group]:
+                yield group
