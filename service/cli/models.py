@@ -6,6 +6,7 @@ import argparse
 import json
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -80,9 +81,16 @@ def choose_model(name: str | None, settings: Settings) -> ModelSpec:
 
     None: the default one. Raises UnknownModel, BrokenModel, and ConfigError for a repository that is none.
     """
-    if name is not None and (Path(name) / FILE_NAME).is_file():
+    if name and _is_model(Path(name)):
         return read_spec(Path(name))
     specs = read_repository(settings.models.folder, settings.models.serve)
-    if name is not None and name not in specs and (settings.trained_folder / name / FILE_NAME).is_file():
+    if name and name not in specs and _is_model(settings.trained_folder / name):
         return read_spec(settings.trained_folder / name)
     return select_model(specs, name, settings.models.default)
+
+
+def _is_model(folder: Path) -> bool:
+    """Return whether a folder is that of a model; no path is too long to be asked."""
+    with suppress(OSError):
+        return (folder / FILE_NAME).is_file()
+    return False

@@ -217,7 +217,7 @@ def _run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
     from service.serving.provenance import describe_origin, hash_file  # noqa: PLC0415
 
     _check_names(options)
-    spec = choose_model(query.model, settings)
+    spec = choose_model(options.model, settings)
     if options.workers is not None:
         from service.cli import segment_blocks  # noqa: PLC0415
 
@@ -388,11 +388,12 @@ def _summarise(path: str, spec: ModelSpec, result: Result, stages: Stages) -> It
 
 
 def _parse_query(options: argparse.Namespace) -> Query:
-    """Return the parameters that were given. Raises BadParameter."""
+    """Return the parameters that were given but the model, which may be a path here. Raises BadParameter."""
     from service.serving.parameters import Query, explain  # noqa: PLC0415
 
+    names = {*PARAMETERS, "format"} - {"model"}
     try:
-        given = {name: value for name in (*PARAMETERS, "format") if (value := getattr(options, name)) is not None}
+        given = {name: value for name in names if (value := getattr(options, name)) is not None}
         return Query.model_validate(given | ({"strict": True} if options.strict else {}))
     except ValidationError as error:
         raise BadParameter(explain(error.errors())) from error

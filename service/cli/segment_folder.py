@@ -42,7 +42,7 @@ def run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
         # Before anything is computed: an extra may be missing.
         from service.formats import zarr_writer  # noqa: F401, PLC0415
     stacks = find_stacks(folder, options.glob, out)
-    spec = choose_model(query.model, settings)
+    spec = choose_model(options.model, settings)
     with (
         open_results(out) as results,
         tempfile.TemporaryDirectory(prefix="segment-") as scratch,

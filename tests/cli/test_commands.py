@@ -174,6 +174,33 @@ def test_labels_are_written_in_the_form_that_a_name_asks_for(
     assert "only TIFF and OME-Zarr hold probabilities" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("end", [["labels.tif"], ["out"], ["labels.zarr", "--workers", "1"]])
+def test_the_path_of_a_model_may_be_as_long_as_the_system_allows(
+    base: ModelSpec, stack: Path, tmp_path: Path, end: list[str]
+) -> None:
+    model = shutil.copytree(base.folder, tmp_path / ("a" * 100) / ("b" * 100) / base.name)
+    source = stack / "image.tif"
+    if end == ["out"]:
+        source = tmp_path / "stacks"
+        source.mkdir()
+        shutil.copy(stack / "image.tif", source)
+    if "--workers" in end:
+        source = write_zarr(tmp_path / "in.zarr", np.zeros((4, 8, 8), np.uint8), chunks=(4, 8, 8))
+    result, *options = end
+    config = configured(tmp_path / "nowhere", tmp_path)
+    assert main(["segment", str(source), str(tmp_path / result), *options, "--model", str(model), *config]) == 0
+    assert (tmp_path / result).exists()
+
+
+@pytest.mark.parametrize("letters", [65, 300, 5000])
+def test_a_long_name_of_no_model_is_refused(
+    base: ModelSpec, stack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], letters: int
+) -> None:
+    command = ["segment", str(stack / "image.tif"), str(tmp_path / "labels.tif"), "--model", "m" * letters]
+    assert main([*command, *configured(base.folder.parent, tmp_path)]) == 1
+    assert "random-nuclei" in capsys.readouterr().err
+
+
 def test_ome_zarr_is_read_and_written_beside_its_image_or_in_it(
     base: ModelSpec, stack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
