@@ -31,13 +31,13 @@ from contextlib import ExitStack, closing
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import zarr
 from common import ROOT, write_figures
 from numpy.typing import NDArray
-from processes import Sampler, _text, cpu_seconds, family
+from processes import Sampler, cpu_seconds, family, proc_text
 
 from service.cli.segment_blocks import share_threads
 from service.core.config import Device, Settings, Windows
@@ -46,7 +46,8 @@ from service.formats import stack_reader, zarr_writer
 from service.inference.batcher import WindowBatcher, open_batcher
 from service.inference.blockwise.driver import Driver
 from service.inference.blockwise.prepare import make_plan
-from service.inference.blockwise.run_folder import BlockTask, RunFolder
+from service.inference.blockwise.run_folder import BlockTask, RunFolder, Step
+from service.inference.blockwise.worker import load_segmenter, run_block
 from service.inference.blockwise.workers import LocalWorkers, end_with
 from service.inference.segmenter import Segmenter
 from service.models.repository import read_spec
@@ -56,6 +57,7 @@ BUDGET = 2 * 10**9
 CHUNK = (64, 128, 128)
 PLANE = (2048, 2048)
 _OPEN = ExitStack()
+WARM_UP = -1
 BALL, APART, DARK, BRIGHT = 9, 26, 300, 3000
 
 
@@ -102,6 +104,14 @@ def segment_whole(source: Path, out: Path, threads: int, options: Options) -> tu
     return time.monotonic() - began, time.process_time() - cpu
 
 
+def warm_or_work(task: BlockTask) -> dict[str, Any]:
+    """Do a block, or load the model and have it warm."""
+    if task.number == WARM_UP:
+        load_segmenter(task.folder)
+        return {}
+    return run_block(task)
+
+
 def segment_blocks(
     source: Path, out: Path, workers: LocalWorkers, options: Options, *, warm_up: bool
 ) -> tuple[float, float, Any]:
@@ -113,12 +123,11 @@ def segment_blocks(
     folder.begin(plan, settings)
     if warm_up:
         # Each worker has one of them.
-        wait([workers.submit(BlockTask(str(folder.path), "survey")) for _ in range(workers.count)])
-        folder.forget("survey")
+        wait([workers.submit(BlockTask(str(folder.path), "scores", WARM_UP)) for _ in range(workers.count)])
     began, cpu = time.monotonic(), cpu_seconds(os.getpid())
     Driver(folder, workers, lambda *step: print(*step, file=sys.stderr)).run(out, dict)
     spent = time.monotonic() - began, cpu_seconds(os.getpid()) - cpu
-    steps = ("survey", "scores", "tile", "join", "labels")
+    steps = get_args(Step)
     records = {step: [folder.read_record(step, number) for number in sorted(folder.done(step))] for step in steps}
     facts = {"shape": plan.layout.size, "roi": plan.layout.roi, "windows": plan.layout.windows, "records": records}
     shutil.rmtree(folder.path)
@@ -131,7 +140,7 @@ def overhead(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     asked, pairs = Options(diameter="none"), list[tuple[Any, ...]]()
     with (
         ProcessPoolExecutor(1, get_context("spawn"), end_with, (os.getpid(),)) as whole,
-        closing(LocalWorkers(options.workers)) as workers,
+        closing(LocalWorkers(options.workers, warm_or_work)) as workers,
     ):
         whole.submit(warm, options.workers)
         for _ in range(options.pairs):
@@ -153,7 +162,7 @@ def overhead(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def pages(pid: int) -> tuple[int, int]:
     """Return the most resident bytes of one process so far, and its anonymous ones."""
-    fields = dict(line.split(":", 1) for line in _text(pid, "status").splitlines() if ":" in line)
+    fields = dict(line.split(":", 1) for line in proc_text(pid, "status").splitlines() if ":" in line)
     most, anonymous = (int(fields.get(name, "0").split()[0]) * 1024 for name in ("VmHWM", "RssAnon"))
     return most, anonymous
 

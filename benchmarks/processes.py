@@ -57,7 +57,7 @@ def cpu_seconds(pid: int) -> float:
 
 def resident(pid: int) -> int:
     """Return the resident bytes of a process and all below it; shared pages count for each."""
-    pages = (_text(one, "statm").split()[1:2] for one in family(pid))
+    pages = (proc_text(one, "statm").split()[1:2] for one in family(pid))
     return PAGE * sum(int(number) for found in pages for number in found)
 
 
@@ -75,7 +75,7 @@ def memory(pid: int, *names: str) -> int:
     """Return the sum of fields of /proc/PID/status, such as VmHWM, in bytes, of a process and all below it."""
     total = 0
     for one in family(pid):
-        lines = (line.split() for line in _text(one, "status").splitlines())
+        lines = (line.split() for line in proc_text(one, "status").splitlines())
         total += sum(int(size[0]) * 1024 for name, *size in lines if name.rstrip(":") in names)
     return total
 
@@ -91,7 +91,7 @@ def _ticks(pid: int) -> int:
 
 def _stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on, behind the name in brackets."""
-    return _text(pid, "stat").rpartition(")")[2].split()
+    return proc_text(pid, "stat").rpartition(")")[2].split()
 
 
 def _entries(pid: int, folder: str) -> int:
@@ -102,7 +102,7 @@ def _entries(pid: int, folder: str) -> int:
         return 0
 
 
-def _text(pid: int, file: str) -> str:
+def proc_text(pid: int, file: str) -> str:
     """Read a file in /proc/PID; empty for a process that is gone."""
     try:
         return Path(f"/proc/{pid}/{file}").read_text(encoding="utf-8", errors="replace")

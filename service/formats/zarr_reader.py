@@ -142,9 +142,10 @@ class ZarrStack(OpenStack):
         pixels.run_in_threads(decode_batch, batches, math.prod(map(len, region)) * self.dtype.itemsize, most)
 
     @property
-    def chunk_depth(self) -> int:
-        """Planes of a chunk."""
-        return dict(zip(self._axes, self.image.array.chunks, strict=True)).get("Z", 1)
+    def chunk_size(self) -> tuple[int, int, int]:
+        """Voxels of a chunk along Z, Y and X."""
+        edges = dict(zip(self._axes, self.image.array.chunks, strict=True))
+        return edges.get("Z", 1), edges.get("Y", 1), edges.get("X", 1)
 
     @property
     def _axes(self) -> str:

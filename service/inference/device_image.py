@@ -96,7 +96,7 @@ class SentVolume:
         return counted and is_kept_whole(volume.shape[0], as_size(volume.shape[1:]))
 
     def count_keys(self, index: int) -> NDArray[np.int64]:
-        """Return the histogram of one channel, as `percentiles.CountedChannel` says."""
+        """Return the histogram of one channel, the only one of `percentiles.count_digits` for up to 16 bits."""
         counts: NDArray[np.int64] = self._counts[index].cpu().numpy().astype(np.int64)
         return counts
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.core.volume import Size, Volume
+from service.core.volume import Array, Size, Volume
 from service.inference.decoding.decoders import make_decoder
 from service.inference.normalize import VolumeChannel, replace_nonfinite
 from service.inference.percentiles import has_one_value
@@ -42,7 +42,7 @@ class IntensitySurvey(NamedTuple):
     """Intensities of a volume, from one pass over it.
 
     brightest  voxel of each window, float64 [C, z, y, x] in the order of the grid's starts; -inf where none is finite
-    samples    finite voxels of each channel, one-dimensional
+    samples    finite voxels of each channel, one-dimensional; none where `skip_below` is stated
     """
 
     brightest: NDArray[np.float64]
@@ -88,17 +88,20 @@ class EmptyWindowFilter:
         self._image, self._grid, self._batch_size, self._spec = image, grid, batch_size, spec
         self._score_windows = score_windows
 
-    def skip(self, volume: Volume, below: float | Literal["auto"]) -> Skipping:
+    def skip(self, volume: Volume, below: float | Literal["auto"], survey: IntensitySurvey | None = None) -> Skipping:
         """Skip windows of voxels up to `below`, in grey values of the volume; auto: `estimate_background`.
 
-        `volume` is that from which the image was made. Where nothing would be saved, the image comes back as it is.
-        Raises what `score_windows` raises.
+        `volume` is that from which the image was made, `survey` what `survey_intensities` finds in it. Where nothing
+        would be saved, the image comes back as it is. Raises what `score_windows` raises.
         """
-        survey = survey_intensities(volume, self._grid)
+        if survey is None:
+            survey = survey_intensities(volume, self._grid)
         if below == "auto" and not all(sample.size for sample in survey.samples):
             none = Skipped(0, self._grid.count, ())
             return Skipping(self._image, none, ("No window was skipped: hardly a voxel has a finite value.",))
-        limits = tuple(map(estimate_background, survey.samples)) if below == "auto" else (below,) * len(survey.samples)
+        limits = (
+            tuple(map(estimate_background, survey.samples)) if below == "auto" else (below,) * len(survey.brightest)
+        )
         above = (survey.brightest - np.reshape(limits, (-1, 1, 1, 1))).max(0)
         chosen = self._choose_windows(above <= 0)
         none = Skipped(0, self._grid.count, limits)
@@ -148,7 +151,7 @@ def survey_intensities(volume: Volume, grid: Grid) -> IntensitySurvey:
     """
     spans = [_spans(grid, axis, length) for axis, length in enumerate(volume.shape[1:])]
     brightest = np.full((volume.shape[0], *map(len, spans)), -np.inf)
-    step = max(math.isqrt(volume.voxels // SAMPLE), 1)
+    step = sample_step(volume.voxels)
     samples = []
     for index, cells in enumerate(brightest):
         sample, z = list[NDArray[Any]](), 0
@@ -159,6 +162,32 @@ def survey_intensities(volume: Volume, grid: Grid) -> IntensitySurvey:
             z += len(block)
         samples.append(np.concatenate(sample))
     return IntensitySurvey(brightest, tuple(samples))
+
+
+def sample_step(voxels: int) -> int:
+    """Return of how many voxels along y and x one is in the sample of a volume."""
+    return max(math.isqrt(voxels // SAMPLE), 1)
+
+
+def survey_box(
+    pixels: Array, box: Sequence[tuple[int, int]], grid: Grid, shape: Sequence[int]
+) -> tuple[Size, NDArray[np.float64]]:
+    """Return the brightest voxel in `box` of each window that has one there, and the first of these windows.
+
+    pixels  [C, z, y, x] of that box, first and end along each axis, in a volume of a shape (z, y, x)
+    Both are as of `survey_intensities`: the windows by their numbers along each axis.
+    """
+    firsts, inside = list[int](), list[list[slice]]()
+    for axis, ((low, high), length) in enumerate(zip(box, shape, strict=True)):
+        spans = _spans(grid, axis, length)
+        touched = [number for number, span in enumerate(spans) if span.start < high and span.stop > low]
+        firsts.append(touched[0] if touched else 0)
+        inside.append([slice(max(spans[at].start - low, 0), min(spans[at].stop, high) - low) for at in touched])
+    brightest = np.full((len(pixels), *map(len, inside)), -np.inf)
+    if brightest.size:
+        for cells, block in zip(brightest, pixels, strict=True):
+            _raise(cells, replace_nonfinite(block, -math.inf if block.dtype.kind == "f" else None), 0, inside)
+    return as_size(firsts), brightest
 
 
 def _raise(cells: NDArray[np.float64], block: NDArray[Any], z: int, spans: Sequence[Sequence[slice]]) -> None:

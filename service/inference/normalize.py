@@ -68,7 +68,7 @@ class SentPixels(Protocol):
     """All pixels of a volume on another device, as they are stored, in up to 16 bits."""
 
     def count_keys(self, index: int) -> NDArray[np.int64]:
-        """Return the histogram of one channel, as `percentiles.CountedChannel` says."""
+        """Return the histogram of one channel, the only one of `percentiles.count_digits` for up to 16 bits."""
 
     def planes(self, index: int, first: int, end: int) -> Tensor:
         """Return planes [z, Y, X] of one channel."""
@@ -80,9 +80,9 @@ class SentChannel(VolumeChannel):
 
     sent: SentPixels | None = None
 
-    def count_keys(self) -> NDArray[np.int64]:
+    def count_digits(self, _shift: int, _prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
         assert self.sent is not None  # noqa: S101 - what is made without has no use
-        return self.sent.count_keys(self.index)
+        return {0: self.sent.count_keys(self.index)}
 
 
 def replace_nonfinite(pixels: Array, substitute: float | None) -> Array:
@@ -241,8 +241,12 @@ def normalise_volume(
             channel = SentChannel(volume, index, sent=sent)
         scalings.append(replace(fit_scaling(channel, spec.input.normalisation), substitute=substitute))
         replaced += nonfinite
-    notes = [f"{replaced} NaN or infinite pixels were taken for the lowest finite intensity."] if replaced else []
-    return NormalisedImage(volume, scalings, sent), tuple(notes)
+    return NormalisedImage(volume, scalings, sent), note_replaced(replaced)
+
+
+def note_replaced(replaced: int) -> tuple[str, ...]:
+    """Return what to tell the user of so many pixels that are not finite."""
+    return (f"{replaced} NaN or infinite pixels were taken for the lowest finite intensity.",) if replaced else ()
 
 
 def normalise(pixels: Array, normalisation: Normalisation) -> NDArray[np.float32]:
@@ -257,8 +261,7 @@ def fit_scaling(channel: Channel, normalisation: Normalisation) -> IntensityScal
             at_low, at_high = percentiles(channel, low, high)
             if at_low == at_high:
                 # Hardly any pixel differs from the background, and those that do are all that there is to see.
-                at_low = float(min(block.min() for block in channel))
-                at_high = float(max(block.max() for block in channel))
+                at_low, at_high = percentiles(channel, 0, 100)
             return IntensityScaling(at_low, at_high - at_low, *(clip or ()))
         case ZScoreNormalisation():
             return IntensityScaling(*_mean_and_std(channel))
@@ -288,9 +291,17 @@ def _find_substitute(channel: Channel) -> tuple[float | None, int]:
         is_finite = np.isfinite(block)
         nonfinite += block.size - int(np.count_nonzero(is_finite))
         lowest = min(lowest, float(block.min(where=is_finite, initial=np.inf)))
-    if nonfinite == channel.size:
+    return choose_substitute(lowest, nonfinite, channel.size), nonfinite
+
+
+def choose_substitute(lowest: float, nonfinite: int, size: int) -> float | None:
+    """Return what stands for pixels that are not finite: the `lowest` of the others, None where there are no such.
+
+    Raises BadFile where all pixels of a channel of this size are not finite.
+    """
+    if nonfinite == size:
         raise BadFile("Every pixel is NaN or infinite. Export the file again, or choose another channel.")
-    return (lowest if nonfinite else None), nonfinite
+    return lowest if nonfinite else None
 
 
 def _all_finite(blocks: Iterable[Array]) -> bool:

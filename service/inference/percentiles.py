@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -35,10 +35,10 @@ class Channel(Protocol):
 
 @runtime_checkable
 class CountedChannel(Protocol):
-    """A channel of up to 16 bits whose histogram another device makes."""
+    """A channel whose voxels are counted elsewhere: on another device, or by other processes."""
 
-    def count_keys(self) -> NDArray[np.int64]:
-        """Return the number of voxels by key: the pixel as an unsigned integer, of signed ones minus their least."""
+    def count_digits(self, shift: int, prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
+        """Return what the function `count_digits` does of all blocks."""
 
 
 def percentiles(channel: Channel, low: float, high: float) -> tuple[float, float]:
@@ -67,7 +67,10 @@ def _order_statistics(channel: Channel, ranks: list[int]) -> list[float]:
     prefixes, remaining_ranks = [0] * len(ranks), list(ranks)
     bits = 8 * channel.dtype.itemsize
     for shift in range(max(bits - 16, 0), -1, -16):
-        histograms = _count_digits(channel, shift, frozenset(prefixes))
+        if isinstance(channel, CountedChannel):
+            histograms = channel.count_digits(shift, frozenset(prefixes))
+        else:
+            histograms = count_digits(channel, shift, frozenset(prefixes))
         for index, prefix in enumerate(prefixes):
             digit, less = _find_rank(histograms[prefix], remaining_ranks[index])
             remaining_ranks[index] -= less
@@ -75,16 +78,15 @@ def _order_statistics(channel: Channel, ranks: list[int]) -> list[float]:
     return [_pixel_of_key(key, channel.dtype) for key in prefixes]
 
 
-def _count_digits(channel: Channel, shift: int, prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
-    """Count the 16 bits at `shift` of all keys, separately by the bits above them.
+def count_digits(blocks: Iterable[Array], shift: int, prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
+    """Count the 16 bits at `shift` of all keys, separately by the bits above them, the prefix.
 
-    A histogram ends at its highest value: half of a small volume's time would go into values that no pixel has.
+    A key is the pixel as an unsigned integer of the same order, of up to 16 bits itself the only digit. A histogram
+    ends at its highest value: half of a small volume's time would go into values that no pixel has.
     """
-    if isinstance(channel, CountedChannel):
-        return {0: channel.count_keys()}
     histograms = {prefix: np.zeros(1, np.int64) for prefix in prefixes}
-    for block in channel:
-        keys = _keys_of_pixels(block.ravel())
+    for block in blocks:
+        keys = keys_of_pixels(block.ravel())
         has_no_prefix = keys.dtype.itemsize * 8 <= shift + 16
         for prefix, counts in histograms.items():
             chosen = keys if has_no_prefix else keys[keys >> (shift + 16) == prefix]
@@ -117,7 +119,7 @@ def has_one_value(pixels: Array) -> bool:
     return bool(first == pixels.flat[-1]) and bool((pixels == first).all())
 
 
-def _keys_of_pixels(pixels: Array) -> NDArray[np.unsignedinteger]:
+def keys_of_pixels(pixels: Array) -> NDArray[np.unsignedinteger]:
     """Map pixels to unsigned integers of the same width that sort in the same order."""
     kind, bits = pixels.dtype.kind, 8 * pixels.dtype.itemsize
     keys: NDArray[np.unsignedinteger] = pixels.view(f"u{pixels.dtype.itemsize}")
@@ -129,7 +131,7 @@ def _keys_of_pixels(pixels: Array) -> NDArray[np.unsignedinteger]:
 
 
 def _pixel_of_key(key: int, dtype: np.dtype[Any]) -> float:
-    """Invert `_keys_of_pixels` for one key."""
+    """Invert `keys_of_pixels` for one key."""
     bits = 8 * dtype.itemsize
     sign = 1 << (bits - 1)
     if dtype.kind == "f":

@@ -36,7 +36,7 @@ from service.inference.diameter import (
     estimate_anisotropy,
     strongest_windows,
 )
-from service.inference.empty_windows import EmptyWindowFilter, Skipping
+from service.inference.empty_windows import EmptyWindowFilter, IntensitySurvey, Skipping
 from service.inference.engine_selector import EngineSelector, ReadyEngine
 from service.inference.estimate import (
     Estimate,
@@ -258,12 +258,14 @@ class Segmenter:
         with torch.inference_mode():
             return self._scores.compute(self._bring(image), plan, make_consumer, stages, run), stages
 
-    def skip_empty_windows(self, image: NormalisedImage, volume: Volume, plan: Plan) -> Skipping:
-        """Find the windows that `segment` would leave out of a volume that is not resampled."""
+    def skip_empty_windows(
+        self, image: NormalisedImage, volume: Volume, plan: Plan, survey: IntensitySurvey | None
+    ) -> Skipping:
+        """Find the windows that `segment` would leave out of a volume that is not resampled, by a survey of it."""
         probe = partial(SlidingWindow.run, cancelled=lambda: False, progress=lambda _done, _total: None)
         spec = steer(self.spec, plan.steering, volume, as_size(volume.shape[1:]))
         with torch.inference_mode():
-            return self._skip_empty_windows(self._bring(image), volume, spec, plan, Stages(), probe)
+            return self._skip_empty_windows(self._bring(image), volume, spec, plan, Stages(), probe, survey)
 
     @property
     def engine(self) -> str:
@@ -401,22 +403,25 @@ class Segmenter:
         volume: Volume,
         options: Options,
         *,
+        image: NormalisedImage | None = None,
         cancelled: Cancelled = lambda: False,
         run: RunWindows = SlidingWindow.run,
     ) -> Sizing | None:
         """Estimate how wide the objects of a volume are; None where `segment` with these options would not.
 
-        Raises what `segment` raises.
+        `image` is the volume as `normalise_volume` normalises it; None: it is normalised now. Raises what `segment`
+        raises.
         """
         request = self.estimator.plan_request(volume, options)
         if not request.plan.estimated:
             return None
         if options.roi_size is not None:
             other = self._with_window(options, request.estimate)
-            return other.estimate_diameter(volume, replace(options, roi_size=None), run=run, cancelled=cancelled)
+            options = replace(options, roi_size=None)
+            return other.estimate_diameter(volume, options, image=image, run=run, cancelled=cancelled)
         compute = partial(run, cancelled=cancelled, progress=lambda _done, _total: None)
         with torch.inference_mode(), translate_errors(request.estimate, self._device, self._driver):
-            source, _notes = normalise_volume(volume, self.spec)
+            source = normalise_volume(volume, self.spec)[0] if image is None else image
             return self._measure_diameter(source, volume, request.plan, compute)
 
     def _plan_by_diameter(
@@ -477,7 +482,14 @@ class Segmenter:
         return tensor.to(self._device), prepared.notes
 
     def _skip_empty_windows(  # noqa: PLR0913, PLR0917
-        self, image: Image, volume: Volume, spec: ModelSpec, plan: Plan, stages: Stages, compute: ComputeSlabs
+        self,
+        image: Image,
+        volume: Volume,
+        spec: ModelSpec,
+        plan: Plan,
+        stages: Stages,
+        compute: ComputeSlabs,
+        survey: IntensitySurvey | None = None,
     ) -> Skipping:
         """Leave out windows without anything in them, where the plan says so; `spec` as it decodes the request."""
         if plan.skip_below is None:
@@ -486,7 +498,7 @@ class Segmenter:
             grid = Grid.cover(as_size(image.shape[2:]), self.spec.input.roi_size, plan.overlap)
             score_windows = partial(self._scores.score_windows, plan=plan, run=compute)
             windows = EmptyWindowFilter(image, grid, plan.sw_batch_size, spec, score_windows)
-            return windows.skip(volume, plan.skip_below)
+            return windows.skip(volume, plan.skip_below, survey)
 
     def report(self) -> EngineReport:
         """Report the engine in use; before `warm_up` the one that would run without it."""

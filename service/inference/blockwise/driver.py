@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from service.formats import zarr_writer
-from service.inference.blockwise import output
+from service.inference.blockwise import output, survey
 from service.inference.blockwise.run_folder import BlockTask, RunFolder, Step, open_run
 from service.inference.blockwise.workers import Workers
 
@@ -33,7 +34,7 @@ class Driver:
         `describe` returns facts about the result for the store, once all but that is there. Raises what `run_block`
         raises.
         """
-        self._do("survey", [0])
+        self._survey()
         self._score_and_decode()
         if self._run.plan.output == "labels":
             self._do("join", [0])
@@ -43,6 +44,17 @@ class Driver:
         for numbers in output.blocks_of_levels(self._run):
             self._do("labels", numbers)
         zarr_writer.finish(out)
+
+    def _survey(self) -> None:
+        """Have all parts counted, in as many rounds as it takes."""
+        parts = survey.count_parts(self._run)
+        for turn in itertools.count():
+            self._do("count", range(turn * parts, (turn + 1) * parts))
+            self._do("survey", [turn])
+            if not self._folder.read_record("survey", turn)["wanted"]:
+                break
+        for path in (self._folder.path / "survey").iterdir():
+            path.unlink()
 
     def _do(self, step: Step, numbers: Iterable[int]) -> None:
         wanted, before = list(numbers), self._folder.done(step)

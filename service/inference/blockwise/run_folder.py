@@ -10,26 +10,28 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, Literal
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
+from numpy.lib.npyio import NpzFile
 from pydantic import TypeAdapter
 
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
-from service.core.volume import Array, Options, OutputKind, Selection, VoxelSize
+from service.core.volume import Array, Options, OutputKind, Selection, VoxelSize, is_index
 from service.inference.blockwise.layout import Layout
 from service.inference.empty_windows import Skipped
 from service.inference.normalize import IntensityScaling
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec
 
-Step = Literal["survey", "scores", "tile", "join", "labels"]
+Step = Literal["count", "survey", "scores", "tile", "join", "labels"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Survey:
     engine: str
 
 
+_FOLDERS = ("records", "survey", "scores", "tiles")
 _PLAN, _SETTINGS, _SURVEY = TypeAdapter(RunPlan), TypeAdapter(Settings), TypeAdapter(Survey)
 
 
@@ -114,12 +117,13 @@ class RunFolder:
                 f"{self.path} holds a run of another stack, model or options, or of another version; resume that one as"
                 " it was begun, or name another folder."
             )
-        if any(self.path.iterdir()):
+        if not all(map(_is_begun, self.path.iterdir())):
             raise BadParameter(f"{self.path} holds something else already; name an empty folder, or one to make.")
-        for name in ("records", "scores", "tiles"):
-            (self.path / name).mkdir()
-        self._write_text("settings.json", settings.model_dump_json())
+        for name in _FOLDERS:
+            (self.path / name).mkdir(exist_ok=True)
+        # First, as a folder with a plan is known for that of a run.
         self._write_text("plan.json", _PLAN.dump_json(plan).decode())
+        self._write_text("settings.json", settings.model_dump_json())
         return plan
 
     def _read_plan(self) -> RunPlan | None:
@@ -174,6 +178,17 @@ class RunFolder:
         """Map an array of NumPy."""
         return np.load(self.path / name, mmap_mode="r")  # type: ignore[no-any-return]
 
+    def write_arrays(self, name: str, arrays: Mapping[str, Array]) -> None:
+        """Write an archive of compressed arrays, as NumPy does, but several times as fast."""
+        with self.writing(name) as file, ZipFile(file, "w", ZIP_DEFLATED, compresslevel=1) as archive:
+            for key, array in arrays.items():
+                with archive.open(f"{key}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, array, allow_pickle=False)
+
+    def read_arrays(self, name: str) -> NpzFile:
+        """Open an archive of arrays, each of which is read where it is asked for."""
+        return np.load(self.path / name)  # type: ignore[no-any-return]
+
     def write_record(self, task: BlockTask, facts: dict[str, Any]) -> None:
         """Note that a block is done."""
         self._write_text(_record(task.step, task.number), json.dumps(facts))
@@ -200,15 +215,19 @@ class RunFolder:
 
     def done(self, step: Step) -> set[int]:
         """Return the blocks of a step that are done."""
-        names = (path.name for path in (self.path / "records").iterdir())
-        return {
-            int(name.split("-")[1].split(".")[0]) for name in names if name.startswith(step) and ".part" not in name
-        }
+        named = (path.stem.partition("-") for path in (self.path / "records").glob(f"{step}-*.json"))
+        return {int(number) for _, _, number in named if is_index(number)}
 
 
 def lift_limit(settings: Settings) -> Settings:
     """Return settings by which a volume has as many windows as it needs."""
     return override_settings(settings, "limits", {"windows": sys.maxsize})
+
+
+def _is_begun(path: Path) -> bool:
+    """Return whether a run has made this, and ended before it had a plan."""
+    is_folder = path.name in _FOLDERS and path.is_dir() and not any(path.iterdir())
+    return is_folder or path.name.startswith("plan.json.part-")
 
 
 def _lock(folder: int, path: Path) -> None:

@@ -1,54 +1,314 @@
-"""First pass over a volume: intensities that all of it decides on, and windows without anything in them."""
+"""First pass over a volume: intensities that all of it decides on, and windows without anything in them.
+
+Parts of the volume, boxes of chunks, are counted by whichever worker is free, and one task merges what was counted.
+Percentiles of pixels of more than 16 bits take a further round of that for every further 16 bits. What no counts tell,
+as mean and standard deviation, the merging task reads by planes.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from service.core.buffers import make_allocator, release_pages
 from service.core.errors import BadParameter
-from service.core.volume import Array, Volume
+from service.core.volume import Array, Size, Volume
 from service.formats import stack_reader
 from service.formats.pixels import run_in_threads
 from service.formats.zarr_reader import ZarrStack
+from service.inference.blockwise.layout import Box, Layout, lengths, ranges
 from service.inference.blockwise.run_folder import OpenRun, Survey
-from service.inference.normalize import normalise_volume
+from service.inference.empty_windows import IntensitySurvey, sample_step, survey_box
+from service.inference.estimate import Estimator
+from service.inference.normalize import (
+    IntensityScaling,
+    NormalisedImage,
+    VolumeChannel,
+    choose_substitute,
+    fit_scaling,
+    note_replaced,
+    replace_nonfinite,
+)
+from service.inference.percentiles import SORTED_VOXELS, count_digits, keys_of_pixels
 from service.inference.segmenter import Segmenter
+from service.inference.windows import grid
+from service.inference.windows.grid import as_size
 from service.inference.windows.sliding_window import SparseImage
+from service.models.spec import PercentileNormalisation
 
 # Edge of the boxes of planes that are read at a time, so that chunks are decoded once.
 READ_EDGE = 512
+# Voxels of a part, in those of a group of windows, and bytes of its pixels, where a chunk has not more.
+PART_GROUPS, PART_BYTES = 4, 2**28
+
+Wanted = dict[str, Any]
+"""What is to be counted of a channel: `shift` and `prefixes` of `count_digits`, and `substitute` of other pixels."""
 
 
-def survey_volume(run: OpenRun, segmenter: Segmenter) -> Survey:
-    """Survey the volume of a run, and write what was found into its folder.
+@dataclass(frozen=True)
+class Parts:
+    """Parts of a volume (z, y, x), which have whole chunks: the `edges` of each."""
 
-    Raises BadParameter where objects have another width than the model wants, and what reading raises.
+    size: Size
+    edges: Size
+
+    @classmethod
+    def cut(cls, stack: ZarrStack, layout: Layout) -> Parts:
+        """Cut near cubes, enough of them for the workers that a layout was made for."""
+        size, chunk = as_size(stack.shape[1:]), as_size(stack.chunk_size)
+        edges, group = list(chunk), math.prod(lengths(layout.voxels(layout.group(0))))
+        most = min(PART_GROUPS * group, PART_BYTES // (stack.shape[0] * stack.dtype.itemsize))
+        while True:
+            # The shortest axis grows first, x before z.
+            for axis in sorted(range(3), key=lambda axis: (edges[axis], -axis)):
+                larger = [n + chunk[at] * (at == axis) for at, n in enumerate(edges)]
+                if edges[axis] < size[axis] and math.prod(map(min, zip(larger, size, strict=True))) <= most:
+                    edges = larger
+                    break
+            else:
+                return cls(size, as_size(edges))
+
+    @property
+    def _counts(self) -> Size:
+        return as_size([-(-n // edge) for n, edge in zip(self.size, self.edges, strict=True)])
+
+    def __len__(self) -> int:
+        return math.prod(self._counts)
+
+    def box(self, number: int) -> Box:
+        """Return the voxels of a part; z is slowest."""
+        place = np.unravel_index(number, self._counts)
+        z, y, x = (
+            (int(at) * edge, min((int(at) + 1) * edge, n))
+            for at, edge, n in zip(place, self.edges, self.size, strict=True)
+        )
+        return z, y, x
+
+
+class _Counting:
+    """What is counted in the parts of a run's volume."""
+
+    def __init__(self, run: OpenRun, stack: ZarrStack) -> None:
+        self.parts = Parts.cut(stack, run.plan.layout)
+        self.dtype, self.channels = stack.dtype, stack.shape[0]
+        self.skip_below = Estimator(run.spec, run.folder.settings).plan(run.plan.options).skip_below
+        by_percentiles = isinstance(run.spec.input.normalisation, PercentileNormalisation)
+        is_sorted = self.dtype.itemsize > 2 and math.prod(self.parts.size) <= SORTED_VOXELS
+        self._is_counted = by_percentiles and not is_sorted
+
+    @property
+    def needed(self) -> bool:
+        """Whether anything is to be counted at all."""
+        return self._is_counted or self.skip_below is not None or self.dtype.kind == "f"
+
+    @cached_property
+    def first(self) -> list[Wanted | None]:
+        """What is counted of each channel in the first round, for which finite pixels are not yet known."""
+        top: Wanted = {"shift": max(8 * self.dtype.itemsize - 16, 0), "prefixes": [0], "substitute": None}
+        return [top if self._is_counted else None] * self.channels
+
+
+@contextmanager
+def _open(run: OpenRun) -> Iterator[tuple[ZarrStack, _Counting]]:
+    with stack_reader.open_blocks(run.plan.source, run.plan.selection) as stack:
+        yield stack, _Counting(run, stack)
+
+
+def count_parts(run: OpenRun) -> int:
+    """Return how many parts are to be counted in each round."""
+    with _open(run) as (_stack, counting):
+        return len(counting.parts) if counting.needed else 0
+
+
+def count_part(run: OpenRun, number: int) -> None:
+    """Count a part, by its number among those of all rounds one after the other, and write what was found."""
+    with _open(run) as (stack, counting):
+        parts = counting.parts
+        turn, place = divmod(number, len(parts))
+        box = parts.box(place)
+        pixels = stack.read_region(ranges(box))
+    wanted = run.folder.read_record("survey", turn - 1)["wanted"] if turn else counting.first
+    found = {} if turn else _survey_part(run, counting, pixels, box)
+    for index, (channel, asked) in enumerate(zip(pixels, wanted, strict=True)):
+        if asked is None:
+            continue
+        # The first round does not know yet what stands for other pixels.
+        is_whole = turn or counting.dtype.kind != "f"
+        counted = replace_nonfinite(channel, asked["substitute"]) if is_whole else channel[np.isfinite(channel)]
+        digits = count_digits([counted], asked["shift"], frozenset(asked["prefixes"]))
+        found |= {f"counts-{index}-{asked['shift']}-{prefix}": counts for prefix, counts in digits.items()}
+    run.folder.write_arrays(f"survey/{number}.npz", found)
+
+
+def _survey_part(run: OpenRun, counting: _Counting, pixels: Array, box: Box) -> dict[str, Array]:
+    """Return what the first round finds in a part beside counts."""
+    found = _count_nonfinite(pixels) if counting.dtype.kind == "f" else {}
+    if counting.skip_below is not None:
+        size = counting.parts.size
+        first, found["brightest"] = survey_box(pixels, box, run.plan.layout.grid, size)
+        found["first"] = np.array(first)
+        if counting.skip_below == "auto":
+            found["sample"] = pixels[:, *_sampled(box, size)[0]]
+    return found
+
+
+def _count_nonfinite(pixels: Array) -> dict[str, Array]:
+    """Return the number of pixels of each channel that are not finite, and the least of the others."""
+    finite = np.isfinite(pixels)
+    return {
+        "nonfinite": np.array([channel.size - np.count_nonzero(channel) for channel in finite]),
+        "lowest": pixels.min((1, 2, 3), where=finite, initial=np.inf),
+    }
+
+
+def _sampled(box: Box, size: Size) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Return which voxels of a box belong to the sample of a volume, and which of the sample they are."""
+    step = sample_step(math.prod(size))
+    inside = (slice(None), *(slice(-low % step, None, step) for low, _ in box[1:]))
+    there = (slice(*box[0]), *(slice(-(-low // step), -(-high // step)) for low, high in box[1:]))
+    return inside, there
+
+
+class _Counts:
+    """What was counted in all parts.
+
+    digits     by channel, shift and prefix
+    nonfinite  pixels of each channel, and `lowest` of the others
     """
-    plan = run.plan
-    with stack_reader.open_blocks(plan.source, plan.selection) as stack:
-        volume = lazy_volume(stack, run)
-        done = segmenter.estimator.plan(plan.options)
-        image, notes = normalise_volume(volume, segmenter.spec)
+
+    def __init__(self, run: OpenRun, counting: _Counting, rounds: int) -> None:
+        self.digits = dict[tuple[int, int, int], NDArray[np.int64]]()
+        self.nonfinite, self.lowest = np.zeros(counting.channels, np.int64), np.full(counting.channels, np.inf)
+        size, grid = counting.parts.size, run.plan.layout.grid
+        self.brightest = np.full((counting.channels, *map(len, grid.starts)), -np.inf)
+        step = sample_step(math.prod(size))
+        sample = (counting.channels, size[0], *(-(-n // step) for n in size[1:]))
+        self._samples = np.zeros(sample if counting.skip_below == "auto" else (0,), counting.dtype)
+        for number in range(rounds * len(counting.parts) if counting.needed else 0):
+            with run.folder.read_arrays(f"survey/{number}.npz") as found:
+                self._add(counting.parts.box(number % len(counting.parts)), size, found)
+
+    def _add(self, box: Box, size: Size, found: Any) -> None:
+        for name in found:
+            if name.startswith("counts-"):
+                index, shift, prefix = map(int, name.split("-")[1:])
+                self._add_digits((index, shift, prefix), found[name])
+        if "nonfinite" in found:
+            self.nonfinite += found["nonfinite"]
+            self.lowest = np.minimum(self.lowest, found["lowest"])
+        if "brightest" in found:
+            brightest = found["brightest"]
+            z, y, x = (slice(at, at + n) for at, n in zip(found["first"], brightest.shape[1:], strict=True))
+            here = self.brightest[:, z, y, x]
+            np.maximum(here, brightest, out=here)
+        if "sample" in found:
+            self._samples[:, *_sampled(box, size)[1]] = found["sample"]
+
+    def _add_digits(self, key: tuple[int, int, int], digits: NDArray[np.int64]) -> None:
+        longer, shorter = digits, self.digits.get(key, digits[:0])
+        if len(shorter) > len(longer):
+            longer, shorter = shorter, longer
+        longer[: len(shorter)] += shorter
+        self.digits[key] = longer
+
+    def count_replaced(self, index: int, substitute: float, dtype: np.dtype[Any]) -> None:
+        """Count the pixels of a channel that are not finite as `substitute`, which the first round did not know."""
+        key = int(keys_of_pixels(np.array([substitute], dtype))[0])
+        shift = max(8 * dtype.itemsize - 16, 0)
+        if (index, shift, 0) in self.digits:
+            self.digits[index, shift, 0][key >> shift] += self.nonfinite[index]
+
+    def intensities(self) -> IntensitySurvey:
+        """Return the survey by which empty windows are found."""
+        return IntensitySurvey(self.brightest, tuple(sample[np.isfinite(sample)] for sample in self._samples))
+
+
+class _NotCounted(Exception):
+    """Counts are missing, which are `wanted`."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        super().__init__()
+        self.wanted = wanted
+
+
+@dataclass(frozen=True)
+class _CountedChannel(VolumeChannel):
+    """One channel of a volume whose parts were counted; raises _NotCounted for what was not counted yet."""
+
+    counts: _Counts | None = None
+
+    def count_digits(self, shift: int, prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
+        assert self.counts is not None  # noqa: S101 - what is made without has no use
+        found = {prefix: self.counts.digits.get((self.index, shift, prefix)) for prefix in sorted(prefixes)}
+        missing = [prefix for prefix, digits in found.items() if digits is None]
+        if missing:
+            raise _NotCounted({"shift": shift, "prefixes": missing, "substitute": self.substitute})
+        return {prefix: digits for prefix, digits in found.items() if digits is not None}
+
+
+class _RegionImage(NormalisedImage):
+    """A normalised volume of which no more is read than what is asked for."""
+
+    def __init__(self, stack: ZarrStack, volume: Volume, scalings: tuple[IntensityScaling, ...]) -> None:
+        super().__init__(volume, scalings)
+        self._stack = stack
+
+    def _read(self, box: grid.Box) -> list[Array]:
+        z, y, x = (range(*axis.indices(length)) for axis, length in zip(box[2:], self.shape[2:], strict=True))
+        return list(self._stack.read_region((z, y, x))[box[1]])
+
+
+def merge_counts(run: OpenRun, segmenter: Segmenter, turn: int) -> dict[str, Any]:
+    """Merge what was counted up to a round, and write the survey, unless something is `wanted` in a further round.
+
+    Raises BadFile for a channel without finite pixels, BadParameter where objects have another width than the model
+    wants, and what reading raises.
+    """
+    with _open(run) as (stack, counting):
+        counts, volume = _Counts(run, counting, turn + 1), lazy_volume(stack, run)
+        fitted = [_fit(volume, index, counts, segmenter) for index in range(counting.channels)]
+        wanted = [None if isinstance(each, IntensityScaling) else each for each in fitted]
+        if any(wanted):
+            return {"wanted": wanted}
+        scalings = tuple(each for each in fitted if isinstance(each, IntensityScaling))
+        notes, done = note_replaced(int(counts.nonfinite.sum())), segmenter.estimator.plan(run.plan.options)
         if done.estimated:
-            notes = (*notes, check_width(segmenter, volume, run))
-        skipping = segmenter.skip_empty_windows(image, volume, done)
+            notes = (*notes, check_width(segmenter, NormalisedImage(volume, scalings), volume, run))
+        image = _RegionImage(stack, volume, scalings)
+        skipping = segmenter.skip_empty_windows(image, volume, done, counts.intensities())
     places, scores = np.zeros((0, 3), np.int64), tuple[float, ...]()
     if isinstance(skipping.image, SparseImage):
         places = np.array(sorted(skipping.image.skipped), np.int64).reshape(-1, 3)
         scores = tuple(skipping.image.scores.tolist())
-    survey = Survey(
-        image.scalings, (*volume.notes, *notes, *skipping.notes), skipping.skipped, scores, segmenter.engine
-    )
+    survey = Survey(scalings, (*volume.notes, *notes, *skipping.notes), skipping.skipped, scores, segmenter.engine)
     run.folder.write_survey(survey, places)
-    return survey
+    return {"wanted": None}
 
 
-def check_width(segmenter: Segmenter, volume: Volume, run: OpenRun) -> str:
+def _fit(volume: Volume, index: int, counts: _Counts, segmenter: Segmenter) -> IntensityScaling | Wanted:
+    """Return the scaling of a channel, or what is still to be counted for it."""
+    substitute = choose_substitute(float(counts.lowest[index]), int(counts.nonfinite[index]), volume.voxels)
+    if substitute is not None:
+        counts.count_replaced(index, substitute, volume.dtype)
+    channel = _CountedChannel(volume, index, substitute, counts)
+    try:
+        scaling = fit_scaling(channel, segmenter.spec.input.normalisation)
+    except _NotCounted as missing:
+        return missing.wanted
+    return replace(scaling, substitute=substitute)
+
+
+def check_width(segmenter: Segmenter, image: NormalisedImage, volume: Volume, run: OpenRun) -> str:
     """Return what to tell of the width of the objects. Raises BadParameter where the volume would be resampled."""
-    sizing = segmenter.estimate_diameter(volume, run.plan.options)
+    sizing = segmenter.estimate_diameter(volume, run.plan.options, image=image)
     assert sizing is not None  # noqa: S101 - it is asked for where an estimate is wanted
     if sizing.diameter is None or sizing.fits:
         return sizing.note
@@ -71,7 +331,7 @@ class LayerReader:
 
     def __init__(self, stack: ZarrStack, scratch: Path) -> None:
         self._stack, self._allocate = stack, make_allocator(scratch)
-        self._depth = stack.chunk_depth
+        self._depth = stack.chunk_size[0]
         self._kept: tuple[int, Array] | None = None
 
     def read(self, first: int, end: int) -> Array:

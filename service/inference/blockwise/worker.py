@@ -28,7 +28,7 @@ def run_block(task: BlockTask) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1)
-def _segmenter(folder: str) -> Segmenter:
+def load_segmenter(folder: str) -> Segmenter:
     """Return the model of a run, loaded and warm."""
     run = open_run(folder)
     segmenter = Segmenter(run.spec, run.folder.settings)
@@ -36,21 +36,26 @@ def _segmenter(folder: str) -> Segmenter:
     return segmenter
 
 
-def _survey(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
-    segmenter = _segmenter(task.folder)
-    with stages.measure("survey"):
-        survey.survey_volume(run, segmenter)
+def _count(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
+    with stages.measure("count"):
+        survey.count_part(run, task.number)
     return {}
 
 
+def _survey(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
+    segmenter = load_segmenter(task.folder)
+    with stages.measure("survey"):
+        return survey.merge_counts(run, segmenter, task.number)
+
+
 def _score(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
-    return window_scores.score_group(run, task, _segmenter(task.folder), stages)
+    return window_scores.score_group(run, task, load_segmenter(task.folder), stages)
 
 
 def _decode(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
     windows = run.folder.settings.windows
     blending = Blending(windows.blending, windows.sigma)
-    return tiles.decode_tile(run, task, blending, _segmenter(task.folder).device, stages)
+    return tiles.decode_tile(run, task, blending, load_segmenter(task.folder).device, stages)
 
 
 def _join(run: OpenRun, _task: BlockTask, stages: Stages) -> dict[str, Any]:
@@ -63,4 +68,4 @@ def _write(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
         return output.write_block(run, task.number)
 
 
-_STEPS = {"survey": _survey, "scores": _score, "tile": _decode, "join": _join, "labels": _write}
+_STEPS = {"count": _count, "survey": _survey, "scores": _score, "tile": _decode, "join": _join, "labels": _write}

@@ -11,7 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import Any, Protocol
 
-from service.core.errors import InternalError
+from service.core.errors import Cancelled, InternalError
 from service.inference.blockwise.run_folder import BlockTask
 from service.inference.blockwise.worker import run_block
 
@@ -46,7 +46,7 @@ class LocalWorkers:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="block-worker")
         self._own = threading.local()
         self._processes = set[ProcessPoolExecutor]()
-        self._closed = False
+        self._lock, self._closed = threading.Lock(), False
 
     def submit(self, task: BlockTask) -> Future[dict[str, Any]]:
         return self._threads.submit(self._run, task)
@@ -56,10 +56,9 @@ class LocalWorkers:
             try:
                 return self._process().submit(self._work, task).result()
             except BrokenProcessPool:
-                self._processes.discard(self._own.process)
+                with self._lock:
+                    self._processes.discard(self._own.process)
                 self._own.process = None
-                if self._closed:
-                    raise
         raise InternalError(
             f"{MOST_DEATHS} workers died one after the other over {task.step} {task.number}; with less memory taken, by"
             " fewer workers or smaller windows, the run can be resumed."
@@ -68,16 +67,20 @@ class LocalWorkers:
     def _process(self) -> ProcessPoolExecutor:
         process: ProcessPoolExecutor | None = getattr(self._own, "process", None)
         if process is None:
-            process = self._own.process = ProcessPoolExecutor(
-                1, get_context("spawn"), initializer=end_with, initargs=(os.getpid(),)
-            )
-            self._processes.add(process)
+            with self._lock:
+                if self._closed:
+                    raise Cancelled("the workers have ended")
+                process = self._own.process = ProcessPoolExecutor(
+                    1, get_context("spawn"), initializer=end_with, initargs=(os.getpid(),)
+                )
+                self._processes.add(process)
         return process
 
     def close(self) -> None:
-        self._closed = True
+        with self._lock:
+            self._closed, processes = True, list(self._processes)
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for process in self._processes:
+        for process in processes:
             for each in list((process._processes or {}).values()):
                 each.terminate()
             process.shutdown(wait=False, cancel_futures=True)

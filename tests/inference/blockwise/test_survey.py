@@ -1,15 +1,24 @@
-"""The survey reads a volume by planes, whatever its chunks are."""
+"""The survey of a volume in parts tells what one pass over the whole does, to the bit."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 
-from service.core.volume import Selection
+from service.core.errors import BadFile
+from service.core.volume import Options, Selection, Volume
 from service.formats import stack_reader
+from service.inference.blockwise import survey
+from service.inference.blockwise.run_folder import BlockTask, OpenRun, open_run
 from service.inference.blockwise.survey import LayerReader
+from service.inference.normalize import normalise_volume
+from service.inference.percentiles import SORTED_VOXELS
+from service.inference.windows.sliding_window import SparseImage
+from tests.block_runs import begin
+from tests.segmenters import settings_of, started
 from tests.zarr_files import write_zarr
 
 
@@ -22,3 +31,85 @@ def test_planes_of_many_layers_of_chunks_are_read_at_once(depth: int, tmp_path: 
         layers = LayerReader(stack, tmp_path)
         for first, end in ((0, 1100), (3, 4), (148, 161)):
             assert np.array_equal(layers.read(first, end)[0], pixels[first:end])
+
+
+def survey_in_rounds(run: OpenRun) -> int:
+    """Survey a run in this process; return the number of rounds."""
+    segmenter, parts, turn = started(run.spec, settings_of()), survey.count_parts(run), 0
+    while True:
+        for number in range(turn * parts, (turn + 1) * parts):
+            survey.count_part(run, number)
+        facts = survey.merge_counts(run, segmenter, turn)
+        turn += 1
+        if not facts["wanted"]:
+            return turn
+        run.folder.write_record(BlockTask(str(run.folder.path), "survey", turn - 1), facts)
+
+
+def volumes() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    large = (66, 256, 257)
+    assert np.prod(large) > SORTED_VOXELS
+    real = rng.normal(10, 3, large).astype(np.float32)
+    gaps = rng.normal(-5, 3, (30, 70, 50)).astype(np.float16)
+    gaps[3:9, 40:] = np.nan
+    gaps[0, 0, 0] = -np.inf
+    wide_gaps = real.copy()
+    wide_gaps[5:40, 20:, ::3] = np.nan
+    rare = np.full((30, 70, 50), 7, np.uint16)
+    rare[20, 60, 33] = 900
+    return {
+        "16 bits": rng.integers(0, 2**16, (30, 70, 50)).astype(np.uint16),
+        "signed": rng.integers(-(2**15), 2**15, (30, 70, 50)).astype(np.int16),
+        "rare": rare,
+        "half": gaps,
+        "32 bits": real,
+        "32 bits with gaps": wide_gaps,
+        "integers": (real * 1e6).astype(np.int32),
+        "few of 32 bits": real[:20, :60, :60],
+    }
+
+
+FEW = {"16 bits", "half", "32 bits with gaps"}
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FEW else pytest.param(case, marks=pytest.mark.thorough) for case in volumes()]
+)
+def test_scalings_are_those_of_the_whole(case: str, tmp_path: Path, random_nuclei) -> None:
+    pixels = volumes()[case]
+    source = write_zarr(tmp_path / "in.zarr", pixels, chunks=(13, 32, 24) if pixels.size < 2**20 else (16, 128, 128))
+    run = open_run(str(begin(tmp_path / "run", source, random_nuclei, Options(), settings_of(), (1, 2, 2)).path))
+    assert survey.count_parts(run) > 1 or case == "few of 32 bits"
+    assert survey_in_rounds(run) == (2 if pixels.itemsize > 2 and pixels.size > SORTED_VOXELS else 1)
+    image, notes = normalise_volume(Volume.from_array(pixels[None]), random_nuclei)
+    assert run.folder.survey.scalings == image.scalings
+    assert run.folder.survey.notes[-len(notes) or 99 :] == notes
+
+
+@pytest.mark.parametrize("below", ["auto", 600.0])
+def test_empty_windows_are_those_of_the_whole(below: Literal["auto"] | float, tmp_path: Path, random_nuclei) -> None:
+    rng = np.random.default_rng(1)
+    pixels = rng.normal(500, 15, (61, 70, 90)).astype(np.float32)
+    pixels[20:40, 30:60, 50:] += 5000
+    pixels[50, 60, 70] = np.nan
+    source = write_zarr(tmp_path / "in.zarr", pixels, chunks=(7, 32, 24))
+    options, never = Options(skip_below=below), random_nuclei.decoding.model_copy(update={"threshold": 0.99})
+    spec = random_nuclei.model_copy(update={"decoding": never})
+    folder = begin(tmp_path / "run", source, spec, options, settings_of(), (1, 1, 1))
+    run = OpenRun(folder, folder.plan, spec)
+    survey_in_rounds(run)
+    volume, segmenter = Volume.from_array(pixels[None]), started(spec, settings_of())
+    image, _notes = normalise_volume(volume, spec)
+    whole = segmenter.skip_empty_windows(image, volume, segmenter.estimator.plan(options), None)
+    assert isinstance(whole.image, SparseImage)
+    found = folder.survey
+    assert (found.skipped, found.scores) == (whole.skipped, tuple(whole.image.scores.tolist()))
+    assert {tuple(place) for place in folder.read_array("skipped.npy").tolist()} == whole.image.skipped
+
+
+def test_a_volume_without_finite_pixels_is_refused(tmp_path: Path, random_nuclei) -> None:
+    source = write_zarr(tmp_path / "in.zarr", np.full((20, 20, 20), np.nan, np.float32), chunks=(16, 20, 24))
+    run = open_run(str(begin(tmp_path / "run", source, random_nuclei, Options(), settings_of()).path))
+    with pytest.raises(BadFile, match="NaN or infinite"):
+        survey_in_rounds(run)

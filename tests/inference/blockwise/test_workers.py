@@ -91,6 +91,25 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path, source: Path, bands)
         begin(tmp_path / "run", source, bands, Options(), settings_of())
 
 
+def test_a_run_that_was_killed_as_it_began_begins_again(tmp_path: Path, source: Path, bands) -> None:
+    whole = begin(tmp_path / "run", source, bands, Options(), settings_of()).path
+    left = whole.with_name("killed")
+    left.mkdir()
+    (left / "records").mkdir()
+    (left / "plan.json.part-17").touch()
+    folder = begin(left, source, bands, Options(), settings_of())
+    assert folder.plan == RunFolder(whole).plan
+    (left / "settings.json").unlink()
+    assert begin(left, source, bands, Options(), settings_of()).settings == folder.settings
+
+
+def test_records_of_no_block_do_not_count(tmp_path: Path, source: Path, bands) -> None:
+    folder = begin(tmp_path / "run", source, bands, Options(), settings_of())
+    for name in ("tile-x.json", "tile-3.json.part-8", "tile.json", "tile-4.json"):
+        (folder.path / "records" / name).write_text("{}")
+    assert folder.done("tile") == {4}
+
+
 def test_a_folder_that_another_command_uses_is_refused(
     tmp_path: Path, source: Path, bands, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
