@@ -101,6 +101,7 @@ def test_a_model_learns_from_corrections_and_segments_while_requests_go_on(live:
     assert next(kind for kind in seen["disk"] if kind["files"] == "trained-models")["used"] > 0
     assert live.client.delete("/models/mine").status_code == 204
     assert live.client.get("/models/mine").status_code == 404
+    assert live.client.get(address).json() == report | {"model": None}
     assert live.client.delete(address).status_code == 204
     assert live.client.get(address).json()["type"].endswith("unknown-training")
 

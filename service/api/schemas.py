@@ -211,7 +211,7 @@ class Abilities(BaseModel):
 class TrainingReport(BaseModel):
     """A training.
 
-    name          of the new model; `model` has it once it is served
+    name          of the new model; `model` has it while it is served
     base_model    that it goes on from, with its version
     position      1 for the one whose turn is next, only while it waits
     steps         planned, as many as the time allows; null before that is measured

@@ -194,6 +194,14 @@ class Trainings:
         """Return how many trained models there are."""
         return len(list(self._settings.trained_folder.glob("[!.]*")))
 
+    def model_of(self, record: TrainingRecord) -> str | None:
+        """Return the name of the model that a training has made; None where it has made none, or that was deleted."""
+        with self._changed:
+            made = [one for one in self._records.values() if one.state == "done" and one.name == record.name]
+        # The name of a model that was deleted is free for others.
+        newest = max(made, key=lambda one: one.ended or 0.0, default=None)
+        return record.name if record is newest and record.name in self._runtime.models.specs else None
+
     def cancel(self, training: str, owner: str | None, *, everyone: bool = False) -> None:
         """Cancel a training that waits or runs; forget one that is over. Raises UnknownTraining."""
         record = self.find(training, owner, everyone=everyone)

@@ -97,6 +97,10 @@ def test_a_model_is_improved_followed_and_used(live: Live, open_page: Open) -> N
     expect(training).to_contain_text("The model mine is deleted")
     expect(training).not_to_contain_text("is ready")
     assert live.client.get("/models/mine").status_code == 404
+    page.get_by_role("button", name="New stack").click()
+    expect(trainings).to_contain_text("The model mine is deleted")
+    trainings.get_by_role("link").click()
+    expect(training).to_contain_text("The model mine is deleted")
     page.get_by_role("link", name="Status").click()
     most = live.runtime.settings.trainings.models
     expect(page.get_by_role("region", name="Learning")).to_contain_text(

@@ -236,7 +236,7 @@ def test_trained_models_do_not_fill_the_disk(service: Service) -> None:
 
 
 def test_a_trained_model_is_deleted_by_who_has_trained_it_and_its_name_is_free(service: Service) -> None:
-    service.wait(service.submit("mine"), "done")
+    first = service.wait(service.submit("mine"), "done")
     trainings, models = service.trainings, service.runtime.models
     spec = models.servable_spec("mine")
     volume = Volume.from_array(np.zeros((1, 2, 4, 4), np.uint8))
@@ -254,7 +254,9 @@ def test_a_trained_model_is_deleted_by_who_has_trained_it_and_its_name_is_free(s
         trainings.remove_model("mine", "ann")
     loaded.gate.set()
     assert runs.future.result(60).segmentation is not None
-    service.wait(service.submit("mine"), "done")
+    assert trainings.model_of(first) is None
+    second = service.wait(service.submit("mine"), "done")
+    assert (trainings.model_of(first), trainings.model_of(second)) == (None, "mine")
     trainings.remove_model("mine", "eve", everyone=True)
 
 

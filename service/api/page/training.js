@@ -20,7 +20,7 @@ import { ago, counted, duration, number } from "./words.js";
  * @property {boolean | null} better
  * @property {string} message
  * @property {string} name of the new model
- * @property {string | null} model the same, once it is served
+ * @property {string | null} model the same, while it is served
  * @property {string} created
  * @property {string[]} annotations ids of the annotated stacks
  */
@@ -235,17 +235,13 @@ class TrainingView {
     this.#showResult(training);
   }
 
-  /** A button for those who may delete the model. @param {string} model */
-  #deleteButton(model) {
-    const gone = () => {
-      this.words.textContent = `The model ${model} is deleted`;
-      this.result.replaceChildren();
-    };
+  /** A button for those who may delete the model. @param {Training} training @param {string} model */
+  #deleteButton(training, model) {
     const remove = async () => {
       if (!confirm(`Delete the model ${model} and its files?`)) return;
       try {
         await requestOnce(`models/${model}`, { method: "DELETE" });
-        gone();
+        this.show({ ...training, model: null });
       } catch (error) {
         made.replaceWith(element("p", { class: "warning-text" }, /** @type {Error} */ (error).message));
       }
@@ -254,7 +250,7 @@ class TrainingView {
     made.hidden = true;
     json(`models/${model}`).then(
       ({ removable }) => (made.hidden = !removable),
-      (error) => error instanceof Problem && error.status === 404 && gone(),
+      () => undefined,
     );
     return made;
   }
@@ -282,14 +278,15 @@ class TrainingView {
             () => this.actions.segment(annotations[0], model),
             better === false ? "secondary" : "primary",
           ),
-        done && this.#deleteButton(model),
+        done && this.#deleteButton(training, model),
       ].filter((child) => child instanceof Node),
     );
   }
 }
 
 /** @param {Training} training */
-function describe({ state, name, better, position }) {
+function describe({ state, name, better, position, model }) {
+  if (state === "done" && model === null) return `The model ${name} is deleted`;
   if (state === "done") return better === false ? `${name} is ready, and not better` : `${name} is ready`;
   if (state === "waiting" && position !== null && position > 1)
     return `${counted(position - 1, "training")} before this one`;

@@ -132,7 +132,7 @@ def _report(trainings: Trainings, record: TrainingRecord) -> TrainingReport:
         after=record.after,
         better=record.better,
         message=record.message,
-        model=record.name if record.state == "done" else None,
+        model=trainings.model_of(record),
     )
 
 
