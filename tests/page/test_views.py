@@ -26,6 +26,17 @@ COLOURS = """() => {
   return counts;
 }"""
 
+# What the longest words about a voxel cover, and the sliders that are too short for a finger.
+CROWDED = """() => {
+  const box = one => one.getBoundingClientRect();
+  const covered = [...document.querySelectorAll(".readout")].filter(readout => {
+    readout.textContent = "grey 65,535   object 12,345";
+    return box(readout).right > box(readout.closest(".view").querySelector(".zoom")).left;
+  });
+  const short = [...document.querySelectorAll(".view-foot input")].filter(slider => box(slider).width < 90);
+  return [...covered, ...short].map(one => one.outerHTML);
+}"""
+
 COMPARE = """async ([one, other]) => {
   const { compareObjects } = await import("/page/agreement.js");
   const found = compareObjects({ data: Uint16Array.from(one) }, { data: Uint16Array.from(other) });
@@ -66,6 +77,10 @@ def test_two_results_are_looked_at_side_by_side(nuclei: Live, open_page: Open, s
     expect(first.locator(".caption").first).to_contain_text("z 4 / 24")
     second.get_by_role("button", name="+", exact=True).click()
     expect(first.locator(".scale-bar")).to_have_text(second.locator(".scale-bar").inner_text())
+    for width, height in ((820, 1180), (768, 1024)):
+        page.set_viewport_size({"width": width, "height": height})
+        expect(first).to_have_js_property("clientWidth", width // 2)
+        assert page.evaluate(CROWDED) == []
     first.get_by_role("link", name="Open this result").click()
     expect(page.locator("#side")).to_contain_text(f"{counts[0]} objects")
 
