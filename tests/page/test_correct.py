@@ -197,7 +197,7 @@ def test_what_is_corrected_is_what_is_saved_and_survives_a_reload(result: Result
     expect(page.get_by_role("tabpanel", name="Take")).to_contain_text("Those with your corrections are under Correct")
 
     page.reload()
-    expect(page.get_by_role("tab", name="Correct")).to_contain_text("3 kept")
+    expect(page.get_by_role("tab", name="Correct")).to_contain_text("3 corrections")
     expect(page.locator("#words")).to_contain_text("As corrected.")
     enter(page)
     expect(hint).to_contain_text("3 corrections of earlier are back")
@@ -316,6 +316,49 @@ def test_corrected_labels_are_kept_as_an_annotated_stack(result: Result, open_pa
     annotated.get_by_role("button", name="Delete Zellkörper 1").click()
     expect(annotated).to_be_hidden()
     assert result.live.client.get("/annotations").json()["annotations"] == []
+
+
+def test_another_browser_is_told_of_corrected_labels_that_were_kept(result: Result, open_page: Open) -> None:
+    page, labels = look_at(result, open_page), result.labels
+    enter(page)
+    page.get_by_role("button", name="Delete", exact=True).click()
+    click_voxel(page, middle(labels, largest(labels)[0]))
+    page.get_by_role("button", name="Keep as annotated stack").click()
+    page.get_by_role("dialog").get_by_label("Name").fill("by Ada")
+    page.get_by_role("dialog").get_by_role("button", name="Keep").click()
+    expect(page.locator(".correct")).to_contain_text("Kept as annotated stack by Ada")
+    other = look_at(result, open_page)
+    enter(other)
+    expect(other.locator(".correct")).to_contain_text(
+        "Corrected in another browser, and kept as annotated stack by Ada"
+    )
+    check_accessibility(other)
+    page.reload()
+    enter(page)
+    expect(page.locator(".correct")).to_contain_text("Kept as annotated stack by Ada")
+    expect(page.locator(".correct")).not_to_contain_text("another browser", use_inner_text=True)
+    (kept,) = result.live.client.get("/annotations").json()["annotations"]
+    result.live.client.delete(f"/annotations/{kept['id']}")
+
+
+def test_results_are_compared_as_corrected_and_as_segmented(result: Result, open_page: Open) -> None:
+    page, labels = look_at(result, open_page), result.labels
+    enter(page)
+    page.get_by_role("button", name="Delete", exact=True).click()
+    click_voxel(page, middle(labels, largest(labels)[0]))
+    expect(page.locator(".correct")).to_contain_text("1 deleted")
+    page.goto(f"/#compare={result.job},{result.job}")
+    left, right = page.locator(".side-by-side").first, page.locator(".side-by-side").last
+    footer = page.locator("#compare footer")
+    objects = len(largest(labels))
+    expect(footer).to_contain_text(
+        f"{objects - 1} objects in both (they share more than half), 0 on the left alone, 0 on"
+    )
+    expect(left).to_contain_text(f"{objects - 1} objects")
+    right.get_by_label("With 1 correction").uncheck()
+    expect(footer).to_contain_text("0 on the left alone, 1 on the right alone")
+    expect(right).to_contain_text(f"{objects} objects")
+    check_accessibility(page)
 
 
 def test_everything_is_done_by_keys(result: Result, open_page: Open) -> None:

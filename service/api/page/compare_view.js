@@ -1,8 +1,10 @@
 /** Two results of one stack side by side: views that go together, and their counts beside each other. */
 
 import { compareObjects } from "./agreement.js";
+import * as kept from "./edit_store.js";
 import { element } from "./elements.js";
 import { entries } from "./history.js";
+import { LabelEditor } from "./label_edit.js";
 import { fetchPlane, fetchVolume, partOf } from "./planes.js";
 import { firstTime } from "./series.js";
 import { json, queryOf } from "./server.js";
@@ -12,6 +14,7 @@ import { counted } from "./words.js";
 
 /** @typedef {import("./server.js").Job} Job */
 /** @typedef {import("./planes.js").Triple} Triple */
+/** @typedef {import("./planes.js").Volume} Volume */
 
 const CLICK = "Click an object to see it in both.";
 
@@ -27,9 +30,16 @@ export function resultsOf(stack) {
 
 /** One of the two results. */
 class Side {
-  /** @param {string} where @param {Job} job @param {import("./history.js").Entry[]} all @param {(job: string) => void} onchoose */
-  constructor(where, job, all, onchoose) {
+  /**
+   * @param {string} where @param {Job} job @param {import("./history.js").Entry[]} all
+   * @param {(job: string) => void} onchoose @param {() => void} onchange other labels of the job are shown
+   */
+  constructor(where, job, all, onchoose, onchange) {
     this.job = job;
+    /** As segmented. @type {Volume | null} */
+    this.segmented = null;
+    /** Of the labels with the corrections of this browser. @type {LabelEditor | null} */
+    this.editor = null;
     const known = all.some((entry) => entry.job === job.id);
     const choice = element(
       "select",
@@ -41,12 +51,21 @@ class Side {
     );
     const views = element("div", {});
     this.here = element("p", { class: "muted small", "aria-live": "polite" }, CLICK);
-    const through = job.time_points ? ` at ${counted(job.time_points.total, "time point")}` : "";
-    const count = job.objects === null ? "Classes" : counted(job.objects, "object") + through;
+    this.count = element("p", { class: "big" });
+    this.corrected = element("input", {
+      type: "checkbox",
+      checked: true,
+      onchange: () => {
+        this.#show();
+        onchange();
+      },
+    });
+    this.corrections = element("span", {});
+    this.choice = element("label", { class: "slim small", hidden: true }, this.corrected, this.corrections);
     const facts = [job.model, job.diameter ?? ""].filter(Boolean).join(" · ");
     this.root = element(
       "section",
-      { class: "side-by-side", "aria-label": `${where}: ${job.model}, ${count}` },
+      { class: "side-by-side", "aria-label": `${where}: ${job.model}` },
       element(
         "header",
         { class: "panel" },
@@ -54,14 +73,38 @@ class Side {
         element(
           "div",
           { class: "row between" },
-          element("p", { class: "big" }, count),
+          this.count,
           element("a", { href: `#job=${job.id}`, class: "muted small", title: facts }, "Open this result"),
         ),
+        this.choice,
         this.here,
       ),
       views,
     );
     this.viewer = new Viewer(views);
+    this.#show();
+  }
+
+  /** Show labels. @param {Volume | null} labels as segmented @param {import("./label_edit.js").Edit[]} edits that this browser keeps of them */
+  take(labels, edits) {
+    const fine = labels?.step.every((step) => step === 1) && edits.length > 0;
+    const editor = labels && fine ? new LabelEditor({ ...labels, data: labels.data.slice() }, [1, 1, 1]) : null;
+    this.segmented = labels;
+    this.editor = editor?.restore(edits) ? editor : null;
+    this.choice.hidden = edits.length === 0;
+    this.corrected.hidden = this.editor === null;
+    const corrections = counted(edits.length, "correction");
+    this.corrections.textContent = this.editor ? `With ${corrections}` : `Without ${corrections}, which Correct shows`;
+    this.#show();
+  }
+
+  #show() {
+    const { job, segmented, viewer } = this;
+    const editor = this.corrected.checked ? this.editor : null;
+    viewer.setLabels(editor?.labels ?? segmented);
+    const through = job.time_points ? ` at ${counted(job.time_points.total, "time point")}` : "";
+    const objects = editor && !through ? editor.objects.size : job.objects;
+    this.count.textContent = objects === null ? "Classes" : counted(objects, "object") + through;
   }
 
   /** @param {number} id */
@@ -79,8 +122,11 @@ export async function showCompare(root, ids, signal) {
   const stack = String(jobs[0].parameters.stack ?? "");
   const all = resultsOf(stack);
   const sides = jobs.map((job, place) => {
-    return new Side(place === 0 ? "Left" : "Right", job, all, (chosen) => {
+    const choose = (/** @type {string} */ chosen) => {
       location.hash = `compare=${place === 0 ? [chosen, ids[1]] : [ids[0], chosen]}`;
+    };
+    return new Side(place === 0 ? "Left" : "Right", job, all, choose, () => {
+      agreement.textContent = describeAgreement(sides);
     });
   });
   const agreement = element("p", { class: "muted", role: "status" }, "Reading the stack");
@@ -133,7 +179,8 @@ async function load(sides, stack, file, part, time, signal) {
   const whole = /** @type {Triple} */ (file.shape.slice(1));
   const address = `stacks/${stack}/planes`;
   const image = await fetchVolume(address, part, whole, signal, () => undefined);
-  for (const { viewer, job } of sides) {
+  for (const side of sides) {
+    const { viewer, job } = side;
     const first = viewer.scene.image === null;
     const planes = planesOf(job, time);
     viewer.fetchSharp = async (axis, at, sharpening) => {
@@ -141,7 +188,7 @@ async function load(sides, stack, file, part, time, signal) {
       const labels = planes && (await fetchPlane(`jobs/${job.id}/planes`, planes, whole, axis, at, sharpening));
       return { image: plane, labels: labels?.plane ?? null, step };
     };
-    viewer.setLabels(null);
+    side.take(null, []);
     viewer.open(image, file.voxel_size);
     // Time points are shown with the same contrast.
     if (first) viewer.settle();
@@ -151,7 +198,10 @@ async function load(sides, stack, file, part, time, signal) {
     const planes = planesOf(side.job, time);
     side.here.textContent = planes ? CLICK : `Time point ${time} is not in this result.`;
     if (!planes) continue;
-    side.viewer.setLabels(await fetchVolume(`jobs/${side.job.id}/planes`, planes, whole, signal, () => undefined));
+    const labels = await fetchVolume(`jobs/${side.job.id}/planes`, planes, whole, signal, () => undefined);
+    const edits = await kept.load(kept.keyOf(side.job, time));
+    signal.throwIfAborted();
+    side.take(labels, edits);
   }
 }
 

@@ -59,6 +59,7 @@ export class CorrectView {
     this.counted = element("p", { class: "muted small", role: "status" });
     this.chosen = element("p", { class: "chosen-object" }, element("span", { class: "dot" }), element("span"));
     this.annotated = element("p", { class: "muted small" });
+    this.elsewhere = element("p", { class: "warning-text", role: "status", hidden: true });
     this.undo = button("Undo", () => this.#travel("undo"), "secondary");
     this.redo = button("Redo", () => this.#travel("redo"), "secondary");
     this.undo.title = "ctrl + Z";
@@ -149,7 +150,7 @@ export class CorrectView {
 
   /** Where the corrections of what is shown are kept. */
   get key() {
-    return this.job.time_points ? `${this.job.id}@${this.at}` : this.job.id;
+    return kept.keyOf(this.job, this.at);
   }
 
   /** Where the labels of what is shown are, as their planes are asked for. */
@@ -353,6 +354,7 @@ export class CorrectView {
       ? `These are the labels of time point ${this.at}; each is corrected for itself. The table under Objects is as segmented.`
       : "The table under Objects follows when you go there.";
     this.root.replaceChildren(
+      this.elsewhere,
       element("p", { class: "muted small" }, where),
       element("div", { class: "tool-list", role: "group", "aria-label": "Tools" }, ...this.buttons.values()),
       this.hint,
@@ -404,9 +406,13 @@ export class CorrectView {
     if (!this.abilities.corrections) return;
     const all = await fetchAnnotations().catch(() => []);
     const own = all.filter(({ job }) => job === this.job.id);
-    this.annotated.textContent = own
-      .map((one) => `Kept as annotated stack ${one.name}: ${describeAnnotation(one)}.`)
-      .join(" ");
+    const made = await kept.annotationsOf(this.job.id);
+    const foreign = own.filter(({ id }) => !made.includes(id));
+    const list = (/** @type {import("./annotations.js").Annotation[]} */ some) =>
+      some.map((one) => `${one.name} (${describeAnnotation(one)})`).join(", ");
+    this.elsewhere.hidden = foreign.length === 0;
+    this.elsewhere.textContent = `Corrected in another browser, and kept as annotated stack ${list(foreign)}. Those corrections are not shown here, and yours stay apart from them.`;
+    this.annotated.textContent = own.length > 0 ? `Kept as annotated stack ${list(own)}.` : "";
   }
 
   /** Say which object is chosen, which the tools take. */
@@ -582,6 +588,7 @@ export class CorrectView {
     const { labels } = mode.editor;
     const report = await keepDialog({ labels, changes, stack, job: job.id, time, name });
     if (report === null) return;
+    await kept.addAnnotation(job.id, report.id);
     this.#say(`Kept as ${report.name}.`);
     this.#listAnnotated();
   }

@@ -4,8 +4,9 @@
 
 const NAME = "stackseg-corrections";
 const EDITS = "edits";
-// The number beside a result under which stands which tab corrects it.
+// The numbers beside a result under which stand which tab corrects it, and which annotated stacks were made of it here.
 const OWNER = -1;
+const ANNOTATIONS = -2;
 const ME = `${Date.now()}-${Math.random()}`;
 const ANSWER_MILLISECONDS = 1000;
 /** The results that this tab corrects. @type {Set<string>} */
@@ -30,6 +31,11 @@ async function store(mode) {
     opening = answer(asked);
   }
   return (await opening).transaction(EDITS, mode).objectStore(EDITS);
+}
+
+/** Under what the corrections of a result are kept. @param {import("./server.js").Job} job @param {number} time point that is corrected, of a series */
+export function keyOf(job, time) {
+  return job.time_points ? `${job.id}@${time}` : job.id;
 }
 
 /** @param {string} job id, with @ and the time point of a series @returns {IDBKeyRange} its corrections, whose keys are [job, number] */
@@ -72,6 +78,20 @@ export function keep(job, number, edit) {
   }, "nowhere");
 }
 
+/** @param {string} job @returns {Promise<string[]>} ids of the annotated stacks that were made of a result in this browser */
+export function annotationsOf(job) {
+  return tolerant(async () => (await answer((await store("readonly")).get([job, ANNOTATIONS]))) ?? [], []);
+}
+
+/** @param {string} job @param {string} annotation id of an annotated stack that was made of this result here */
+export async function addAnnotation(job, annotation) {
+  const known = await annotationsOf(job);
+  await tolerant(
+    async () => answer((await store("readwrite")).put([...known, annotation], [job, ANNOTATIONS])),
+    undefined,
+  );
+}
+
 /** @param {string} job whose result is gone, with all of its time points */
 export function forget(job) {
   return tolerant(async () => {
@@ -80,7 +100,7 @@ export function forget(job) {
       [job, job],
       [`${job}@`, `${job}@\uffff`],
     ])
-      edits.delete(IDBKeyRange.bound([from, OWNER], [to, Number.MAX_SAFE_INTEGER]));
+      edits.delete(IDBKeyRange.bound([from, ANNOTATIONS], [to, Number.MAX_SAFE_INTEGER]));
   }, undefined);
 }
 

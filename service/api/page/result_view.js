@@ -52,13 +52,13 @@ export function showResult(root, job, { table, name, stack, viewer, abilities, s
     }
   }
   if (correct) {
-    const badge = element("span", { class: "badge" });
+    const badge = element("span", { class: "badge", title: "Kept in this browser" });
     pages[0].lastElementChild?.append(badge);
     const note = element("p", { class: "muted small", hidden: true }, AS_SEGMENTED);
     take.prepend(note);
     correct.root.addEventListener("kept", (event) => {
       const edits = /** @type {CustomEvent<number>} */ (event).detail;
-      badge.textContent = edits > 0 ? `${edits} kept` : "";
+      badge.textContent = edits > 0 ? counted(edits, "correction") : "";
       note.hidden = edits === 0;
     });
     correct.root.addEventListener("corrected", (event) => tables.correct(/** @type {CustomEvent} */ (event).detail));
