@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,16 +16,24 @@ from urllib.parse import unquote
 class ObjectServer(ThreadingHTTPServer):
     """Serves the files of a folder, and counts what it is asked for.
 
-    faults  by the end of a path: a status, seconds to wait, an address to redirect to, or "cut" for half of the bytes
+    faults      by the end of a path: a status, seconds to wait, an address to redirect to, or "cut" for half of
+                the bytes
+    asked       paths, in their order
+    authorized  those of them that came with credentials
     """
 
     daemon_threads = True
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, certificate: Mapping[str, str] | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.folder, self.asked = folder, list[str]()
+        self.folder, self.asked, self.authorized = folder, list[str](), list[str]()
         self.faults: dict[str, Any] = {}
         self.url = f"http://127.0.0.1:{self.server_port}"
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate["ssl_certfile"], certificate["ssl_keyfile"])
+            self.socket = context.wrap_socket(self.socket, server_side=True)
+            self.url = f"https://127.0.0.1:{self.server_port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Clients that hang up are expected."""
@@ -40,6 +49,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = unquote(self.path.partition("?")[0])
         self.server.asked.append(path)
+        if "Authorization" in self.headers:
+            self.server.authorized.append(path)
         fault = next((fault for end, fault in self.server.faults.items() if path.endswith(end)), None)
         if isinstance(fault, float):
             time.sleep(fault)
@@ -75,9 +86,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serve_objects(folder: Path) -> Iterator[ObjectServer]:
-    """Serve a folder until the end of the block."""
-    with ObjectServer(folder) as server:
+def serve_objects(folder: Path, certificate: Mapping[str, str] | None = None) -> Iterator[ObjectServer]:
+    """Serve a folder until the end of the block, by HTTPS with a key and a certificate."""
+    with ObjectServer(folder, certificate) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:

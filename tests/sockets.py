@@ -90,7 +90,9 @@ def answer(client: socket.socket) -> bytes:
 def key_and_certificate(folder: Path) -> dict[str, str]:
     files = {"ssl_keyfile": str(folder / "key.pem"), "ssl_certfile": str(folder / "certificate.pem")}
     made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
-    command = [*made, "-keyout", files["ssl_keyfile"], "-out", files["ssl_certfile"]]
+    # As programs take it that check whom they speak to.
+    checked = ["-addext", "basicConstraints=critical,CA:FALSE", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    command = [*made, *checked, "-keyout", files["ssl_keyfile"], "-out", files["ssl_certfile"]]
     subprocess.run(command, check=True, capture_output=True)
     return files
 

@@ -1,7 +1,9 @@
 """Zarr stores that lie elsewhere: on S3, Google and Azure by obstore (the extra `remote`), and on web servers.
 
 Credentials come from the environment alone. Nothing outside of the URL that a store was opened with is asked for, and
-redirects of web servers are not followed, which could lead anywhere. What comes is parsed in the `sandbox`.
+redirects of web servers are not followed, which could lead anywhere. Those of object storage are: obstore has no option
+against it, but does not leave https for them, and sends credentials to no other host. What comes is parsed in the
+`sandbox`.
 """
 
 from __future__ import annotations
@@ -35,8 +37,12 @@ _CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSCo
 # does: the libraries would look for credentials at addresses of the host's network.
 _CLOUDS: Mapping[str, tuple[str, ...]] = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_"),
-    "gs": ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_APPLICATION_CREDENTIALS"),
-    "az": ("AZURE_STORAGE_", "AZURE_CLIENT_", "AZURE_FEDERATED_TOKEN_FILE"),
+    "gs": ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_BEARER_TOKEN"),
+    "az": (
+        *(f"AZURE_STORAGE_{key}_KEY" for key in ("ACCOUNT", "ACCESS", "MASTER")),
+        *(f"AZURE_STORAGE_{name}" for name in ("SAS_", "TOKEN", "CLIENT_", "USE_EMULATOR")),
+        *(f"AZURE_{name}" for name in ("CLIENT_", "FEDERATED_TOKEN_FILE", "MSI_ENDPOINT", "IDENTITY_ENDPOINT")),
+    ),
 }
 SCHEMES = (*_CLOUDS, *_CONNECTIONS)
 

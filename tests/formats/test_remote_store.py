@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from object_server import ObjectServer, serve_objects
+from sockets import key_and_certificate
 from zarr_files import write_zarr
 
 from service.core.errors import BadFile, BadParameter, Cancelled, StackSegError, StorageUnavailable, TooLarge
@@ -38,15 +40,36 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
         yield server
 
 
+# Where storage lies that is no cloud's, and by which names its objects are asked for.
+CLOUDS = {
+    "s3": {"AWS_ENDPOINT": "{url}", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "eu-central-1"},
+    "gs": {"GOOGLE_BASE_URL": "{url}", "GOOGLE_ALLOW_HTTP": "true"},
+    "az": {"AZURE_STORAGE_ENDPOINT": "{url}", "AZURE_ALLOW_HTTP": "true", "AZURE_STORAGE_ACCOUNT_NAME": "lab"},
+}
+
+
+def name_endpoint(cloud: str, url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Have the environment name a server of objects as a cloud's; return the URL of its bucket."""
+    for name, value in CLOUDS[cloud].items():
+        monkeypatch.setenv(name, value.format(url=url))
+    return f"{cloud}://data"
+
+
 @pytest.fixture(params=["http", "s3"])
 def prefix(request: pytest.FixtureRequest, server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> str:
     server.asked.clear()
+    server.authorized.clear()
     server.faults.clear()
     if request.param == "http":
         return f"{server.url}/data"
-    for name, value in (("AWS_ENDPOINT", server.url), ("AWS_ALLOW_HTTP", "true"), ("AWS_REGION", "eu-central-1")):
-        monkeypatch.setenv(name, value)
-    return "s3://data"
+    return name_endpoint(request.param, server.url, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl, which makes the certificate, is not installed")
+    return key_and_certificate(tmp_path_factory.mktemp("certificate"))
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +78,7 @@ def reader() -> Iterator[Reader]:
         yield reader
 
 
+@pytest.mark.parametrize("prefix", ["http", *CLOUDS], indirect=True)
 @pytest.mark.parametrize("name", ["plain.zarr", "sharded.zarr"])
 def test_pixels_are_those_of_the_store_and_no_others_are_fetched(
     name: str, prefix: str, server: ObjectServer, reader: Reader, tmp_path: Path
@@ -67,12 +91,50 @@ def test_pixels_are_those_of_the_store_and_no_others_are_fetched(
         chunks = [path for path in server.asked if "/0/" in path and not path.endswith((".zarray", "zarr.json"))]
         assert all("/0/1/" in path or "/c/1/" in path for path in chunks)
         assert len(chunks) == (
-            3 * 3 * 4 if name == "plain.zarr" else 3 * 5 * 4 + len({"index"}) + prefix.startswith("s3")
+            3 * 3 * 4 if name == "plain.zarr" else 3 * 5 * 4 + len({"index"}) + (not prefix.startswith("http"))
         )
         server.asked.clear()
         assert reader.inspect(store, Selection()).shape == (2, *PIXELS.shape[1:])
         assert len(server.asked) <= 4
         assert np.array_equal(stack_reader.read(store, Selection(), LIMIT).array(), PIXELS)
+
+
+@pytest.mark.parametrize(
+    ("cloud", "credentials"),
+    [
+        ("s3", {"AWS_ACCESS_KEY_ID": "ada", "AWS_SECRET_ACCESS_KEY": "secret"}),
+        ("gs", {"GOOGLE_BEARER_TOKEN": "secret"}),
+        ("az", {"AZURE_STORAGE_ACCOUNT_KEY": "c2VjcmV0"}),
+    ],
+)
+def test_objects_are_asked_for_with_credentials_where_there_are_some(
+    cloud: str, credentials: dict[str, str], server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = name_endpoint(cloud, server.url, monkeypatch)
+    for known in (False, True):
+        server.authorized.clear()
+        for name, value in credentials.items() if known else ():
+            monkeypatch.setenv(name, value)
+        with RemoteStore(f"{prefix}/plain.zarr") as store:
+            assert store.read([Part(".zattrs", 3, 0)]) == [b"{\n "]
+        assert server.authorized == ["/data/plain.zarr/.zattrs"] * known
+
+
+def test_a_server_is_trusted_by_its_certificate(
+    server: ObjectServer, certificate: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve_objects(server.folder, certificate) as secure:
+        for trusted in (False, True):
+            if trusted:
+                monkeypatch.setenv("SSL_CERT_FILE", certificate["ssl_certfile"])
+            for prefix in (f"{secure.url}/data", name_endpoint("s3", secure.url, monkeypatch)):
+                with RemoteStore(f"{prefix}/plain.zarr") as store:
+                    if trusted:
+                        assert store.read([Part(".zattrs", 3, 0)]) == [b"{\n "]
+                    else:
+                        with pytest.raises(StorageUnavailable, match="failed"):
+                            store.read([Part(".zattrs", 3, 0)])
+        assert secure.asked == ["/data/plain.zarr/.zattrs"] * 2
 
 
 @pytest.mark.parametrize(
@@ -129,6 +191,30 @@ def test_a_redirect_is_not_followed(server: ObjectServer, reader: Reader, tmp_pa
         reader.read(store, Selection(), tmp_path)
     assert server.asked == ["/data/sharded.zarr/zarr.json"]
     server.faults = {}
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_redirects_of_object_storage_lead_to_https_alone_and_without_credentials(
+    encrypted: bool, server: ObjectServer, certificate: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", certificate["ssl_certfile"])
+    with (
+        serve_objects(server.folder, certificate) as endpoint,
+        serve_objects(server.folder, certificate if encrypted else None) as other,
+    ):
+        prefix = name_endpoint("s3", endpoint.url, monkeypatch)
+        monkeypatch.delenv("AWS_ALLOW_HTTP")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "ada")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        endpoint.faults = {"zarr.json": f"{other.url}/secret.json"}
+        with RemoteStore(f"{prefix}/sharded.zarr") as store:
+            if encrypted:
+                assert store.read([Part("zarr.json", 3)]) == [b"{}"]
+            else:
+                with pytest.raises(StorageUnavailable, match="failed"):
+                    store.read([Part("zarr.json", 3)])
+        assert set(endpoint.authorized) == {"/data/sharded.zarr/zarr.json"}
+        assert (other.asked, other.authorized) == (["/secret.json"] if encrypted else [], [])
 
 
 def test_a_slow_store_is_given_up_with_the_request(
