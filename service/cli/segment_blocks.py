@@ -28,7 +28,14 @@ from service.serving.parameters import Query
 from service.serving.provenance import describe_origin
 
 # What the bar says of each step.
-_STEPS = {"count": "reading all of it", "survey": "surveying", "tile": "blocks", "join": "joining", "labels": "writing"}
+_STEPS = {
+    "count": "reading all of it",
+    "survey": "surveying",
+    "tile": "blocks",
+    "link": "linking",
+    "join": "joining",
+    "labels": "writing",
+}
 
 
 def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Settings) -> int:

@@ -37,6 +37,7 @@ class Driver:
         self._survey()
         self._score_and_decode()
         if self._run.plan.output == "labels":
+            self._do("link", range(self._layout.count))
             self._do("join", [0])
         if not self._folder.done("labels") or not zarr_writer.partial_path(out).exists():
             self._folder.forget("labels")

@@ -1,38 +1,80 @@
-"""Join the pieces of all tiles to objects, and number these."""
+"""Join the pieces of all tiles to objects, and number these.
+
+What is kept of a piece is one number, in a mapped file where there are many; all else is read tile by tile.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
+from service.core.buffers import make_allocator
 from service.core.volume import Array, Objects, label_dtype
 from service.inference.blockwise.run_folder import OpenRun
-from service.inference.blockwise.tiles import decoding_spec
-from service.inference.decoding.basin_merging import Persistence, merge_shallow_basins
+from service.inference.blockwise.tiles import decoding_spec, read_pixels
+from service.inference.decoding.basin_merging import (
+    Persistence,
+    ShallowPasses,
+    find_shallow_passes,
+    keep_highest,
+    merge_across,
+)
 from service.inference.decoding.instances import least_voxels
 from service.inference.decoding.watershed import PROBABILITY_ONE, Basins, Passes, heights_of_keys
 from service.models.spec import Instances
 
+# Pieces that are worked on at a time.
+PIECES = 2**20
 
-class _Pieces(NamedTuple):
-    """Pieces of all tiles, one behind the other; number 0 is the background.
 
-    tiles, offsets  numbers of the tiles that have pieces, and how many pieces come before each
-    facts     int64 [P + 1, 4], as of `BlockPieces`
-    passes    int64 [E, 2] and int32 [E]: numbers of pieces, and key
-    at_faces  int64 [F]: pieces with a voxel at a face of the volume
+class _Tiles(NamedTuple):
+    """Tiles that have pieces, which are numbered one tile behind the other; number 0 is the background.
+
+    numbers  of these tiles
+    offsets  how many pieces come before each, and their number in all
     """
 
-    tiles: list[int]
+    numbers: NDArray[np.int64]
     offsets: NDArray[np.int64]
-    facts: NDArray[np.int64]
-    passes: NDArray[np.int64]
-    keys: NDArray[np.int32]
-    at_faces: NDArray[np.int64]
+
+    @property
+    def pieces(self) -> int:
+        """Number of pieces."""
+        return int(self.offsets[-1])
+
+    def open(self, run: OpenRun) -> Iterator[tuple[int, slice, NpzFile]]:
+        """Yield each tile, where its pieces are among all with the background, and what is known of them."""
+        for number, (first, end) in zip(self.numbers.tolist(), itertools.pairwise(self.offsets.tolist()), strict=True):
+            with run.folder.read_arrays(f"tiles/{number}.npz") as known:
+                yield number, slice(first + 1, end + 1), known
+
+
+class _Maxima(NamedTuple):
+    """Pieces that have the maximum of a basin, in their order; arrays [R].
+
+    piece  number
+    basin  number of the basin: these are in the order of the places of their maxima
+    top    int32, key at the maximum of each basin
+    """
+
+    piece: NDArray[np.integer]
+    basin: NDArray[np.integer]
+    top: NDArray[np.int32]
+
+
+class _Sums(NamedTuple):
+    """Sums over the voxels of basins, int64 [R], and whether each has a voxel at a face of the volume."""
+
+    voxels: NDArray[np.int64]
+    foreground: NDArray[np.int64]
+    at_face: NDArray[np.bool_]
 
 
 def join_tiles(run: OpenRun) -> dict[str, Any]:
@@ -40,103 +82,127 @@ def join_tiles(run: OpenRun) -> dict[str, Any]:
     spec = decoding_spec(run)
     decoding = spec.decoding
     assert isinstance(decoding, Instances)  # noqa: S101 - no other model has labels
-    pieces = _gather(run)
+    tiles = _list_tiles(run)
     persistence = Persistence(decoding.persistence, logits=spec.activation == "sigmoid")
-    basin_of, maxima = _find_basins(run, pieces)
-    basins = _sum_up(pieces, basin_of, maxima)
-    group = merge_shallow_basins(basins, persistence)
+    basin_of = _follow_links(run, tiles)
+    maxima = _find_maxima(run, tiles, basin_of)
+    _number_basins(basin_of, maxima)
+    heights = heights_of_keys(torch.from_numpy(maxima.top))
+    sums, passes = _sum_up(run, tiles, basin_of, heights, persistence)
+    group = merge_across(passes, heights, persistence)
     found = int(group.max(initial=-1)) + 1
     voxels, foreground = np.zeros((2, found), np.int64)
-    np.add.at(voxels, group, basins.voxels.numpy())
-    np.add.at(foreground, group, basins.foreground.numpy())
+    np.add.at(voxels, group, sums.voxels)
+    np.add.at(foreground, group, sums.foreground)
     peaks = np.full(found, -np.inf)
-    np.fmax.at(peaks, group, persistence.distance(basins.peaks).numpy())
+    np.fmax.at(peaks, group, persistence.distance(heights).numpy())
     kept = voxels >= max(decoding.minimum_size, 1)
     if decoding.border == "drop":
-        kept[group[basin_of[pieces.at_faces]]] = False
+        kept[group[sums.at_face]] = False
     objects = Objects.from_sums(voxels, foreground / PROBABILITY_ONE, peaks)
     chosen = objects.select(kept)
     whole = least_voxels(spec.input.diameter or math.inf, decoding, chosen, run.plan.layout.size)
     kept &= (objects.confidence >= decoding.min_confidence) & (objects.voxels >= whole)
     count = int(np.count_nonzero(kept))
     numbers = np.where(kept, kept.cumsum(), 0)
-    labels = np.append(numbers[group], 0)[basin_of].astype(label_dtype(count))
-    run.folder.write_array("labels.npy", labels)
-    run.folder.write_array("offsets.npy", np.array([pieces.tiles, pieces.offsets], np.int64).reshape(2, -1))
+    # That of the background is the last.
+    _write_labels(run, basin_of, np.append(numbers[group], 0).astype(label_dtype(count)))
+    run.folder.write_array("offsets.npy", np.array([tiles.numbers, tiles.offsets[:-1]]))
     final = objects.select(kept)
     run.folder.write_array("objects.npy", np.stack([final.voxels, final.confidence, final.peaks]))
-    return {"objects": count, "pieces": len(pieces.facts) - 1}
+    return {"objects": count, "pieces": tiles.pieces, "basins": len(heights), "passes": len(passes.height)}
 
 
-def _gather(run: OpenRun) -> _Pieces:
-    """Read what is known of the pieces of every tile."""
-    tiles, offsets, facts = list[int](), [0], [np.full((1, 4), -1, np.int64)]
-    passes, keys, at_faces = [np.zeros((0, 2), np.int64)], [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
-    for tile in range(run.plan.layout.count):
-        path = run.folder.path / f"tiles/{tile}.npz"
-        if run.folder.read_record("tile", tile)["empty"]:
-            continue
-        with np.load(path) as known:
-            if not len(known["facts"]):
-                continue
-            before = offsets[-1]
-            offsets.append(before + len(known["facts"]))
-            tiles.append(tile)
-            facts.append(known["facts"])
-            passes.append(known["passes"][:, :2].astype(np.int64) + before)
-            keys.append(known["passes"][:, 2])
-            at_faces.append(known["at_faces"].astype(np.int64) + before)
-    return _Pieces(
-        tiles,
-        np.array(offsets[:-1], np.int64),
-        np.concatenate(facts),
-        np.concatenate(passes),
-        np.concatenate(keys),
-        np.concatenate(at_faces),
-    )
+def _list_tiles(run: OpenRun) -> _Tiles:
+    counts = [run.folder.read_record("tile", tile).get("pieces", 0) for tile in range(run.plan.layout.count)]
+    numbers = np.flatnonzero(counts)
+    return _Tiles(numbers, np.append(0, np.cumsum(np.array(counts, np.int64)[numbers])))
 
 
-def _find_basins(run: OpenRun, pieces: _Pieces) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the basin of every piece, -1 for the background, and the piece with the maximum of every basin."""
-    layout = run.plan.layout
-    place = pieces.facts[:, 0]
-    link = np.arange(len(place))
-    z, y, x = np.unravel_index(np.maximum(place, 0), layout.size)
-    columns, rows = len(layout.edges[2]) - 1, len(layout.edges[1]) - 1
-    at = [np.searchsorted(edges, axis, side="right") - 1 for edges, axis in zip(layout.edges, (z, y, x), strict=True)]
-    owner = (at[0] * rows + at[1]) * columns + at[2]
-    own = np.repeat(pieces.tiles, np.diff(np.append(pieces.offsets, len(place) - 1)))
-    abroad = np.flatnonzero(np.append(-1, own) != owner)
-    abroad = abroad[abroad > 0]
-    abroad = abroad[np.argsort(owner[abroad], kind="stable")]
-    offset_of = dict(zip(pieces.tiles, pieces.offsets.tolist(), strict=True))
-    for tile in np.unique(owner[abroad]).tolist():
-        first, end = np.searchsorted(owner[abroad], (tile, tile + 1))
-        here = abroad[first:end]
-        origin = [start for start, _ in layout.tile(tile)]
-        numbers: Array = run.folder.read_array(f"tiles/{tile}.npy")
-        local = numbers[z[here] - origin[0], y[here] - origin[1], x[here] - origin[2]]
-        link[here] = local.astype(np.int64) + offset_of[tile]
-    while not np.array_equal(further := link[link], link):
-        link = further
-    maxima = np.flatnonzero(link == np.arange(len(link)))[1:]
-    maxima = maxima[place[maxima].argsort(kind="stable")]
-    basin = np.full(len(link), -1)
-    basin[maxima] = np.arange(len(maxima))
-    return basin[link], maxima
+def _follow_links(run: OpenRun, tiles: _Tiles) -> Array:
+    """Return for every piece, and before them for the background, the piece with the maximum that its path leads to."""
+    allocate, width = make_allocator(run.folder.path), np.int32 if tiles.pieces < 2**31 - 1 else np.int64
+    link = allocate((tiles.pieces + 1,), width)
+    for part in _parts(link):
+        link[part] = np.arange(part.start, part.stop)
+    offset_of = np.zeros(run.plan.layout.count, np.int64)
+    offset_of[tiles.numbers] = tiles.offsets[:-1]
+    for number in tiles.numbers.tolist():
+        with run.folder.read_arrays(f"links/{number}.npz") as links:
+            link[offset_of[number] + links["piece"]] = offset_of[links["owner"]] + links["target"]
+    is_settled = False
+    while not is_settled:
+        is_settled = True
+        for part in _parts(link):
+            further = link[link[part]]
+            is_settled &= np.array_equal(further, link[part])
+            link[part] = further
+    return link
 
 
-def _sum_up(pieces: _Pieces, basin_of: NDArray[np.int64], maxima: NDArray[np.int64]) -> Basins:
-    """Return the basins, without the piece of every voxel."""
-    total = np.zeros((2, len(maxima) + 1), np.int64)
-    np.add.at(total[0], basin_of[1:], pieces.facts[1:, 1])
-    np.add.at(total[1], basin_of[1:], pieces.facts[1:, 2])
-    tops = torch.from_numpy(pieces.facts[maxima, 3].astype(np.int32))
-    one, other = (torch.from_numpy(basin_of[side]) for side in pieces.passes.T)
-    passes = Passes(one, other, heights_of_keys(torch.from_numpy(pieces.keys)))
-    nothing = torch.zeros((0, 0, 0), dtype=torch.int32)
-    sums = (torch.from_numpy(total[0, :-1].copy()), torch.from_numpy(total[1, :-1].copy()))
-    return Basins(torch.from_numpy(basin_of), nothing, heights_of_keys(tops), *sums, passes)
+def _parts(pieces: Array) -> Iterator[slice]:
+    for first in range(0, len(pieces), PIECES):
+        yield slice(first, min(first + PIECES, len(pieces)))
+
+
+def _find_maxima(run: OpenRun, tiles: _Tiles, link: Array) -> _Maxima:
+    pieces, places, tops = [link[:0]], [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
+    for _number, part, known in tiles.open(run):
+        facts, own = known["facts"], np.arange(part.start, part.stop)
+        here = np.flatnonzero(link[part] == own)
+        pieces.append(own[here].astype(link.dtype))
+        places.append(facts[here, 0])
+        tops.append(facts[here, 3].astype(np.int32))
+    piece, order = np.concatenate(pieces), np.concatenate(places).argsort(kind="stable")
+    basin = np.empty_like(piece)
+    basin[order] = np.arange(len(order))
+    return _Maxima(piece, basin, np.concatenate(tops)[order])
+
+
+def _number_basins(link: Array, maxima: _Maxima) -> None:
+    """Replace the piece with the maximum by the number of the basin; that of the background is -1."""
+    for part in _parts(link) if len(maxima.piece) else ():
+        link[part] = maxima.basin[np.searchsorted(maxima.piece, link[part]).clip(max=len(maxima.piece) - 1)]
+    link[0] = -1
+
+
+def _sum_up(
+    run: OpenRun, tiles: _Tiles, basin_of: Array, heights: torch.Tensor, persistence: Persistence
+) -> tuple[_Sums, ShallowPasses]:
+    count = len(heights)
+    sums = _Sums(np.zeros(count, np.int64), np.zeros(count, np.int64), np.zeros(count, np.bool_))
+    nothing = torch.zeros(0, dtype=torch.int64)
+    shallow = [ShallowPasses(nothing, nothing, nothing.double())]
+    for _number, part, known in tiles.open(run):
+        here, facts, passes = basin_of[part], known["facts"], known["passes"]
+        np.add.at(sums.voxels, here, facts[:, 1])
+        np.add.at(sums.foreground, here, facts[:, 2])
+        sums.at_face[here[known["at_faces"].astype(np.int64) - 1]] = True
+        shallow.append(_shallow(here[passes[:, :2] - 1], passes[:, 2], heights, persistence))
+    joined = ShallowPasses(*(torch.cat(column) for column in zip(*shallow, strict=True)))
+    return sums, keep_highest(joined, count)
+
+
+def _shallow(
+    basins: NDArray[np.integer], keys: NDArray[np.int32], heights: torch.Tensor, persistence: Persistence
+) -> ShallowPasses:
+    """Return the shallow passes among those of a tile, between basins [E, 2]."""
+    numbers, pairs = np.unique(basins, return_inverse=True)
+    one, other = (torch.from_numpy(side.astype(np.int64)) for side in pairs.reshape(-1, 2).T)
+    nothing, numbers = torch.zeros(0, dtype=torch.int64), torch.from_numpy(numbers.astype(np.int64))
+    passes = Passes(one, other, heights_of_keys(torch.from_numpy(np.ascontiguousarray(keys))))
+    there = Basins(nothing, nothing, heights[numbers], nothing, nothing, passes)
+    first, second, height = find_shallow_passes(there, persistence)
+    return ShallowPasses(numbers[first], numbers[second], height)
+
+
+def _write_labels(run: OpenRun, basin_of: Array, labels: Array) -> None:
+    """Write the label of every piece, by those of the basins."""
+    with run.folder.writing("labels.npy") as file:
+        header = {"descr": labels.dtype.str, "fortran_order": False, "shape": basin_of.shape}
+        np.lib.format.write_array_header_1_0(file, header)
+        for part in _parts(basin_of):
+            file.write(labels[basin_of[part]].data)
 
 
 def label_tile(run: OpenRun, tile: int, box: tuple[slice, slice, slice]) -> Array:
@@ -144,7 +210,7 @@ def label_tile(run: OpenRun, tile: int, box: tuple[slice, slice, slice]) -> Arra
     tiles, offsets = run.folder.read_array("offsets.npy")
     labels = run.folder.read_array("labels.npy")
     at = int(np.searchsorted(tiles, tile))
-    pieces = np.asarray(run.folder.read_array(f"tiles/{tile}.npy")[box])
+    pieces = read_pixels(run, tile, box)
     if at == len(tiles) or tiles[at] != tile:
         return np.zeros(pieces.shape, labels.dtype)
     numbers = np.array(labels[offsets[at] : offsets[at] + int(pieces.max(initial=0)) + 1])

@@ -14,7 +14,7 @@ from service.formats import zarr_writer
 from service.inference.blockwise.join import label_tile
 from service.inference.blockwise.layout import Box, firsts, lengths, slices
 from service.inference.blockwise.run_folder import OpenRun
-from service.inference.blockwise.tiles import decoding_spec
+from service.inference.blockwise.tiles import decoding_spec, read_pixels
 from service.models.spec import Instances
 
 
@@ -73,11 +73,8 @@ def _collect(run: OpenRun, box: Box) -> Array:
         tile = layout.tile(number)
         z, y, x = ((max(a, c), min(b, d)) for (a, b), (c, d) in zip(tile, box, strict=True))
         inside = slices((z, y, x), firsts(tile))
-        if run.plan.output == "labels":
-            part = label_tile(run, number, inside)
-        else:
-            part = run.folder.read_array(f"tiles/{number}.npy")[inside]
-        pixels[slices((z, y, x), firsts(box))] = part
+        read = label_tile if run.plan.output == "labels" else read_pixels
+        pixels[slices((z, y, x), firsts(box))] = read(run, number, inside)
     return pixels
 
 

@@ -31,7 +31,7 @@ from service.inference.normalize import IntensityScaling
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec
 
-Step = Literal["count", "survey", "scores", "tile", "join", "labels"]
+Step = Literal["count", "survey", "scores", "tile", "link", "join", "labels"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Survey:
     engine: str
 
 
-_FOLDERS = ("records", "survey", "scores", "tiles")
+_FOLDERS = ("records", "survey", "scores", "tiles", "links")
 _PLAN, _SETTINGS, _SURVEY = TypeAdapter(RunPlan), TypeAdapter(Settings), TypeAdapter(Survey)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from service.core.timing import Stages
 from service.core.volume import Array
+from service.formats.packing import pack, unpack
 from service.inference.blockwise.layout import Box, firsts, lengths, slices
 from service.inference.blockwise.run_folder import BlockTask, OpenRun
 from service.inference.blockwise.window_scores import GroupScores, window_places
@@ -23,6 +24,9 @@ from service.inference.decoding.watershed_kernel import WatershedParameters
 from service.inference.windows.blending import Blending, make_blender, require_finite
 from service.inference.windows.kernels import window_kernels
 from service.models.spec import Instances, ModelSpec
+
+# Planes of a tile that are compressed together: what is written later has a part of a tile.
+SLAB_PLANES = 16
 
 
 def decoding_spec(run: OpenRun) -> ModelSpec:
@@ -41,7 +45,11 @@ def decode_tile(
 ) -> dict[str, Any]:
     """Decode a tile and write what came out; return facts for its record.
 
-    Of classes that is the tile, [Z, Y, X]; of labels its pieces, with an archive of what is known of these.
+    Of classes that is the tile, [Z, Y, X]; of labels its pieces, with an archive of what is known of these:
+
+    facts, passes  as of `BlockPieces`
+    at_faces       pieces with a voxel at a face of the volume
+    face-A-S       pieces of the voxels in the first (S = 0) or last (S = 1) layer along axis A
     """
     layout = run.plan.layout
     scores = GroupScores(run, layout.needs(task.number))
@@ -49,17 +57,47 @@ def decode_tile(
         return {"empty": True}
     with stages.measure("blend"):
         blended = blend(run, task.number, scores, blending, device)
-    spec = decoding_spec(run)
+    spec, known = decoding_spec(run), None
     with stages.measure("decode"):
         if run.plan.output == "classes":
             decoder = make_decoder(spec, lengths(layout.tile(task.number)), "classes", None)
             decoder.add(0, 0, blended[None])
             pixels: Array = decoder.finish().pixels
         else:
-            pixels = _trace(run, task, spec, blended)
+            known = _trace(run, task, spec, blended)
+            pixels = known.pixels
     with stages.measure("write"):
-        run.folder.write_array(f"tiles/{task.number}.npy", pixels)
-    return {"empty": False, "bytes": pixels.nbytes}
+        facts = _write_pixels(run, task.number, pixels)
+        if known is not None:
+            run.folder.write_arrays(f"tiles/{task.number}.npz", known.arrays)
+            facts["pieces"] = len(known.arrays["facts"])
+    return {"empty": False, **facts}
+
+
+def _write_pixels(run: OpenRun, number: int, pixels: Array) -> dict[str, Any]:
+    """Write the voxels of a tile, slab by slab; return where each ends in the file, and their dtype."""
+    ends = [0]
+    with run.folder.writing(f"tiles/{number}.raw") as file:
+        for first in range(0, len(pixels), SLAB_PLANES):
+            ends.append(ends[-1] + file.write(pack(pixels[first : first + SLAB_PLANES])))
+    return {"bytes": ends[-1], "ends": ends, "dtype": pixels.dtype.name}
+
+
+def read_pixels(run: OpenRun, number: int, box: tuple[slice, slice, slice]) -> Array:
+    """Read a part of the voxels of a tile that is not empty, `box` in the tile."""
+    facts, (depth, height, width) = run.folder.read_record("tile", number), lengths(run.plan.layout.tile(number))
+    first, end, _ = box[0].indices(depth)
+    numbers = range(first // SLAB_PLANES, -(-end // SLAB_PLANES))
+    slabs = list[Array]()
+    with (run.folder.path / f"tiles/{number}.raw").open("rb") as file:
+        file.seek(facts["ends"][numbers.start])
+        for at in numbers:
+            planes = min(SLAB_PLANES, depth - at * SLAB_PLANES)
+            data = file.read(facts["ends"][at + 1] - facts["ends"][at])
+            slab = unpack(data, (planes, height, width), facts["dtype"])
+            low = at * SLAB_PLANES
+            slabs.append(slab[max(first - low, 0) : end - low, box[1], box[2]])
+    return np.concatenate(slabs)
 
 
 def blend(run: OpenRun, number: int, scores: GroupScores, blending: Blending, device: torch.device) -> Tensor:
@@ -97,7 +135,14 @@ def _paste(part: Tensor, box: Box, whole: Tensor, around: Box) -> None:
         whole[(slice(None), *target)] = part[(slice(None), *source)]
 
 
-def _trace(run: OpenRun, task: BlockTask, spec: ModelSpec, scores: Tensor) -> Array:
+class _Traced(NamedTuple):
+    """Pieces of a tile, [Z, Y, X], and the arrays that are known of them."""
+
+    pixels: Array
+    arrays: dict[str, Array]
+
+
+def _trace(run: OpenRun, task: BlockTask, spec: ModelSpec, scores: Tensor) -> _Traced:
     decoding, layout = spec.decoding, run.plan.layout
     assert isinstance(decoding, Instances)  # noqa: S101 - no other model has labels
     tile, around = layout.tile(task.number), layout.surroundings(task.number)
@@ -110,11 +155,12 @@ def _trace(run: OpenRun, task: BlockTask, spec: ModelSpec, scores: Tensor) -> Ar
     persistence = Persistence(decoding.persistence, logits=spec.activation == "sigmoid")
     parameters = WatershedParameters(logit(decoding.threshold), persistence.depth, persistence.logits)
     found = block_kernel.trace(lengths(tile), firsts(tile), layout.size, heights[rimmed], inside[rimmed], parameters)
-    file = io.BytesIO()
-    np.savez(file, facts=found.facts, passes=found.passes, at_faces=_at_faces(found.pieces, tile, layout.size))
-    with run.folder.writing(f"tiles/{task.number}.npz") as out:
-        out.write(file.getbuffer())
-    return found.pieces.astype(np.uint16 if len(found.facts) < 2**16 else np.uint32)
+    pixels: Array = found.pieces.astype(np.uint16 if len(found.facts) < 2**16 else np.uint32)
+    arrays: dict[str, Array] = {"facts": found.facts, "passes": found.passes}
+    arrays["at_faces"] = _at_faces(pixels, tile, layout.size)
+    for axis, side in itertools.product(range(3), (0, 1)):
+        arrays[f"face-{axis}-{side}"] = pixels.take([-side], axis).squeeze(axis)
+    return _Traced(pixels, arrays)
 
 
 def _at_faces(pieces: Array, tile: Box, size: tuple[int, int, int]) -> Array:

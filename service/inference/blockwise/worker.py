@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from service.core.timing import Stages
-from service.inference.blockwise import join, output, survey, tiles, window_scores
+from service.inference.blockwise import join, links, output, survey, tiles, window_scores
 from service.inference.blockwise.run_folder import BlockTask, OpenRun, open_run
 from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Blending
@@ -58,6 +58,11 @@ def _decode(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
     return tiles.decode_tile(run, task, blending, load_segmenter(task.folder).device, stages)
 
 
+def _link(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
+    with stages.measure("link"):
+        return links.link_tile(run, task.number)
+
+
 def _join(run: OpenRun, _task: BlockTask, stages: Stages) -> dict[str, Any]:
     with stages.measure("join"):
         return join.join_tiles(run)
@@ -68,4 +73,12 @@ def _write(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
         return output.write_block(run, task.number)
 
 
-_STEPS = {"count": _count, "survey": _survey, "scores": _score, "tile": _decode, "join": _join, "labels": _write}
+_STEPS = {
+    "count": _count,
+    "survey": _survey,
+    "scores": _score,
+    "tile": _decode,
+    "link": _link,
+    "join": _join,
+    "labels": _write,
+}

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from service.inference.decoding.watershed import Basins
 
+# Pairs that are Python's numbers at a time, which take much more memory.
+PAIRS = 2**16
+
 # The least float32 that is as precise as others.
 MIN_DEPTH = float(np.finfo(np.float32).tiny)
 
@@ -53,8 +56,13 @@ def merge_shallow_basins(basins: Basins, persistence: Persistence) -> NDArray[np
     of a height function (Edelsbrunner, Letscher and Zomorodian 2002). A pass that is deep enough at first stays so,
     because merging only raises peaks, and is therefore left out beforehand.
     """
-    peaks = persistence.distance(basins.peaks).cpu().numpy()
-    first, second, height = (column.cpu().numpy() for column in find_shallow_passes(basins, persistence))
+    return merge_across(find_shallow_passes(basins, persistence), basins.peaks, persistence)
+
+
+def merge_across(passes: ShallowPasses, heights: Tensor, persistence: Persistence) -> NDArray[np.int64]:
+    """Do what `merge_shallow_basins` does, by the shallow passes and the heights of the peaks, float32 [R]."""
+    peaks = persistence.distance(heights).cpu().numpy()
+    first, second, height = (column.cpu().numpy() for column in passes)
     return np.unique(join_basins(peaks, first, second, height, persistence.depth), return_inverse=True)[1]
 
 
@@ -66,7 +74,10 @@ def join_basins(
     Returns the number of the highest basin of each one's group, int64 [R]; of several as high as each other that of the
     first side of the pair that brought them together.
     """
-    parent = list(range(len(peaks)))
+    # Most basins have no such pair.
+    involved, pairs = np.unique(np.concatenate((first, second)), return_inverse=True)
+    first, second, tops = pairs[: len(first)], pairs[len(first) :], peaks[involved].tolist()
+    parent = list(range(len(tops)))
 
     def root(basin: int) -> int:
         while parent[basin] != basin:
@@ -74,13 +85,17 @@ def join_basins(
             basin = parent[basin]
         return basin
 
-    for one, other, saddle in zip(first.tolist(), second.tolist(), height.tolist(), strict=True):
-        high, low = root(one), root(other)
-        if peaks[high] < peaks[low]:
-            high, low = low, high
-        if high != low and peaks[low] - saddle < depth:
-            parent[low] = high
-    return np.array([root(basin) for basin in range(len(peaks))], np.int64)
+    for start in range(0, len(height), PAIRS):
+        part = slice(start, start + PAIRS)
+        for one, other, saddle in zip(first[part].tolist(), second[part].tolist(), height[part].tolist(), strict=True):
+            high, low = root(one), root(other)
+            if tops[high] < tops[low]:
+                high, low = low, high
+            if high != low and tops[low] - saddle < depth:
+                parent[low] = high
+    highest = np.arange(len(peaks))
+    highest[involved] = involved[[root(basin) for basin in range(len(tops))]]
+    return highest
 
 
 class ShallowPasses(NamedTuple):
@@ -101,8 +116,14 @@ def find_shallow_passes(basins: Basins, persistence: Persistence) -> ShallowPass
     height, peaks = persistence.distance(heights), persistence.distance(basins.peaks)
     first, second = torch.minimum(one, other), torch.maximum(one, other)
     shallow = (first != second) & (torch.minimum(peaks[first], peaks[second]) - height < persistence.depth)
-    pairs, inverse = torch.unique((first * len(peaks) + second)[shallow], return_inverse=True)
-    highest = height.new_full((len(pairs),), -torch.inf).scatter_reduce_(0, inverse, height[shallow], "amax")
+    return keep_highest(ShallowPasses(first[shallow], second[shallow], height[shallow]), len(peaks))
+
+
+def keep_highest(passes: ShallowPasses, basins: int) -> ShallowPasses:
+    """Return the highest of the passes of each pair of so many basins, the highest first."""
+    first, second, height = passes
+    pairs, inverse = torch.unique(first * basins + second, return_inverse=True)
+    highest = height.new_full((len(pairs),), -torch.inf).scatter_reduce_(0, inverse, height, "amax")
     highest, order = torch.sort(highest, descending=True, stable=True)
-    pairs, count = pairs[order], max(len(peaks), 1)
+    pairs, count = pairs[order], max(basins, 1)
     return ShallowPasses(pairs // count, pairs % count, highest)

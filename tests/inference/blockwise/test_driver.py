@@ -71,6 +71,15 @@ def test_labels_are_those_of_the_whole(case: str, tmp_path: Path, write_model, r
     assert np.array_equal(labels, whole.pixels)
 
 
+def test_a_volume_with_nothing_in_it_has_no_labels(tmp_path: Path, write_model, random_nuclei_content) -> None:
+    spec = write_model(instances(random_nuclei_content))
+    source = write_zarr(tmp_path / "in.zarr", hills((20, 20, 30), 3), chunks=(16, 20, 24))
+    options = Options(steering=Steering(threshold=0.999))
+    folder = begin(tmp_path / "run", source, spec, options, settings_of(), (1, 1, 2))
+    assert not segment_blocks(folder, tmp_path / "out.zarr").any()
+    assert folder.read_record("join")["objects"] == 0
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(1, 40, 50), (9, 16, 61), (40, 7, 8), (16, 16, 16), (17, 16, 16)])
 def test_shapes_that_are_hardly_larger_than_a_window(
