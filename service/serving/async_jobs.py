@@ -187,6 +187,8 @@ class AsyncJobs:
     def _accept(self, received: ReceivedRequest, request: JobRequest) -> JobView:
         active = self._activate(received.folder.name, request, received.caller)
         try:
+            # A model is deleted where no job is for it, which this one is since it was activated.
+            self._runtime.models.servable_spec(request.model)
             active.queue.offer(active.job)
             self._store.accept(received.folder / INPUT, received.caller, request)
         except BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -97,6 +97,26 @@ class ModelRegistry:
         finally:
             self._reloading.release()
 
+    def remove(self, name: str, delete: Callable[[], None]) -> None:
+        """Serve a model to no new request, have it deleted, and unload it where that succeeds.
+
+        Requests that compute with it finish. Raises what `delete` raises, UnknownModel, and NotReady as `reload` does.
+        """
+        if not self._reloading.acquire(blocking=False):
+            raise NotReady("The models are being reloaded; try again when that is done.")
+        try:
+            states = self._states
+            repository.select_model(states, name, None)
+            self._serve({other: state for other, state in states.items() if other != name})
+            try:
+                delete()
+            except BaseException:
+                self._serve(states)
+                raise
+            self._forget(name)
+        finally:
+            self._reloading.release()
+
     def _reload(self, found: Mapping[str, ModelState]) -> Reloaded:
         before, at_start = self._states, self._names_at_start(found)
         served: dict[str, ModelState] = {}
@@ -176,6 +196,11 @@ class ModelRegistry:
     def _default_name(self, names: Collection[str]) -> str:
         return self._settings.default or repository.default_name(names)
 
+    @property
+    def default(self) -> str:
+        """The name of the model of requests that name none."""
+        return self._default_name(self._states)
+
     def states(self) -> tuple[ModelState, ...]:
         """Return the state of every model, in the order of their names."""
         return tuple(self._update(state) for state in self._states.values())
@@ -213,13 +238,12 @@ class ModelRegistry:
             if len(starting) == len(self._device_workers) or any(not worker.is_remote for worker in starting):
                 at = "".join(str(worker.loading.get(name, "")) for worker in self._device_workers)
                 yield f"{name} is being loaded{at and ': '}{at}."
-        default = self._default_name(self._states)
-        if self._is_faulty(default):
-            yield self._explain(default)
+        if self._is_faulty(self.default):
+            yield self._explain(self.default)
 
     def degradations(self) -> Iterator[str]:
         """Yield a sentence for each model that is not served as the operator wants it; others do not suffer."""
-        default = self._default_name(self._states)
+        default = self.default
         for name in (*self._states, *sorted(self._names_at_start(self._states) - self._states.keys())):
             if name != default and self._is_faulty(name):
                 yield self._explain(name)

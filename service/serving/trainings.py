@@ -13,9 +13,10 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,8 @@ class Trainings:
         _check_apart([self._annotations.find(annotation, owner, everyone=admin) for annotation in unique])
         record = TrainingRecord(uuid.uuid4().hex, owner, name, spec.identifier, unique, minutes, time.time())
         with self._changed:
+            # It may have been deleted meanwhile.
+            self._runtime.models.servable_spec(spec.name)
             self._check_name(name)
             self._check_room(owner)
             with translate_disk_faults():
@@ -222,8 +225,16 @@ class Trainings:
         trained = folder.is_dir() if model.spec is None else folder == model.spec.folder
         return trained and (everyone or (owner is not None and _read_owner(folder) == owner))
 
-    def remove_model(self, name: str, owner: str | None, *, everyone: bool = False) -> None:
+    def remove_model(
+        self, name: str, owner: str | None, *, everyone: bool = False, has_jobs: Callable[[str], bool]
+    ) -> None:
         """Delete a model that a training has made, with its files. Requests that compute with it finish.
+
+        Args:
+            name: of the model
+            owner: who asks; None owns none
+            everyone: whether an admin asks
+            has_jobs: whether jobs wait or run with a model; asked once no new ones are accepted
 
         Raises UnknownModel, ModelKept, Unauthorized and NotReady.
         """
@@ -233,29 +244,34 @@ class Trainings:
         if not self.may_remove(model, owner, everyone=everyone):
             raise Unauthorized("Only the key that has trained a model, and those in access.admins, may delete it.")
         trained = self._settings.trained_folder
-        work = trained / f"{WORK_PREFIX}{uuid.uuid4().hex}"
-        with self._changed, translate_disk_faults():
-            self._check_unused(model)
-            lock = make_locked_folder(work)
-            try:
-                (trained / name).rename(work / name)
-            except FileNotFoundError:
-                raise UnknownModel(f"The model {name} is being deleted already.") from None
-            finally:
-                os.close(lock)
+        work, default = trained / f"{WORK_PREFIX}{uuid.uuid4().hex}", self._runtime.models.default
+
+        def delete() -> None:
+            with self._changed, translate_disk_faults():
+                self._check_unused(model, default, has_jobs)
+                lock = make_locked_folder(work)
+                try:
+                    (trained / name).rename(work / name)
+                except FileNotFoundError:
+                    raise UnknownModel(f"The model {name} is being deleted already.") from None
+                finally:
+                    os.close(lock)
+
         try:
-            self._reload()
+            self._change_models(partial(self._runtime.models.remove, name, delete))
         finally:
             shutil.rmtree(work, ignore_errors=True)
         log.info("the model %s was deleted", name)
 
-    def _check_unused(self, model: ModelState) -> None:
-        """Raise ModelKept for a model that a training or the configuration needs, or that is being loaded."""
+    def _check_unused(self, model: ModelState, default: str, has_jobs: Callable[[str], bool]) -> None:
+        """Raise ModelKept for a model that anything but a request needs, or that is being loaded."""
         name, models = model.name, self._settings.models
-        if name in {models.default, *models.serve, *(() if models.load == "all" else models.load)}:
-            raise ModelKept(f"The configuration names the model {name}; its operator may take it out of there.")
+        if name in {default, *models.serve, *(() if models.load == "all" else models.load)}:
+            raise ModelKept(f"The model {name} is the default one, or the configuration names it otherwise.")
         if any(record.base_model.partition("/")[0] == name for record in self._records.values() if not record.over):
             raise ModelKept(f"A training that waits or runs goes on from the model {name}; cancel it, or wait.")
+        if has_jobs(name):
+            raise ModelKept(f"Jobs wait or run with the model {name}; delete it when they are over, or cancel them.")
         if model.state == "loading":
             raise ModelKept(f"The model {name} is being loaded for a request; try again once that is done.")
 
@@ -452,12 +468,16 @@ class Trainings:
 
     def _reload(self) -> None:
         """Have the registry read the models again. Raises StackSegError."""
+        self._change_models(self._runtime.models.reload)
+
+    def _change_models(self, change: Callable[[], object]) -> None:
+        """Change which models are served, once no other change is under way. Raises StackSegError."""
         deadline = time.monotonic() + RELOAD_SECONDS
         while True:
             try:
-                self._runtime.models.reload()
+                change()
             except NotReady:
-                # Another reload is under way, which may have begun before the model was there.
+                # A reload may have begun before the model was there.
                 if time.monotonic() > deadline or self._stopped:
                     raise
                 time.sleep(0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,10 @@ def service(chosen: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servi
             yield made
         finally:
             made.trainings.stop()
+
+
+def no_jobs(_model: str) -> bool:
+    return False
 
 
 def leftovers(service: Service) -> list[str]:
@@ -247,26 +252,56 @@ def test_a_trained_model_is_deleted_by_who_has_trained_it_and_its_name_is_free(s
     until(lambda: runs.state == "running", 60)
     for name, owner, error in (("base", "ann", ModelKept), ("mine", "bob", Unauthorized), ("x", "ann", UnknownModel)):
         with pytest.raises(error):
-            trainings.remove_model(name, owner)
-    trainings.remove_model("mine", "ann")
+            trainings.remove_model(name, owner, has_jobs=no_jobs)
+    trainings.remove_model("mine", "ann", has_jobs=no_jobs)
     assert (not spec.folder.exists(), leftovers(service), list(models.specs)) == (True, [], ["base"])
     with pytest.raises(UnknownModel):
-        trainings.remove_model("mine", "ann")
+        trainings.remove_model("mine", "ann", has_jobs=no_jobs)
     loaded.gate.set()
     assert runs.future.result(60).segmentation is not None
     assert trainings.model_of(first) is None
     second = service.wait(service.submit("mine"), "done")
     assert (trainings.model_of(first), trainings.model_of(second)) == (None, "mine")
-    trainings.remove_model("mine", "eve", everyone=True)
+    trainings.remove_model("mine", "eve", everyone=True, has_jobs=no_jobs)
 
 
 def test_a_model_that_a_training_goes_on_from_is_kept(service: Service) -> None:
     service.wait(service.submit("mine"), "done")
     child = service.submit("hangs", model="mine")
     with pytest.raises(ModelKept, match="training"):
-        service.trainings.remove_model("mine", "ann")
+        service.trainings.remove_model("mine", "ann", has_jobs=no_jobs)
     service.trainings.cancel(child.id, "ann")
-    service.trainings.remove_model("mine", "ann")
+    service.trainings.remove_model("mine", "ann", has_jobs=no_jobs)
+
+
+def test_a_model_that_is_the_default_by_its_name_alone_is_kept(service: Service, base: ModelSpec) -> None:
+    made = shutil.copytree(base.folder, service.settings.trained_folder / "nuclei")
+    (made / "model.yaml").write_text((base.folder / "model.yaml").read_text().replace("name: base", "name: nuclei"))
+    models = service.runtime.models
+    assert models.reload().added == ["nuclei"]
+    assert models.servable_spec(None).name == "nuclei"
+    with pytest.raises(ModelKept, match="default"):
+        service.trainings.remove_model("nuclei", None, everyone=True, has_jobs=no_jobs)
+    assert models.servable_spec(None).folder == made
+
+
+def test_a_model_is_kept_for_what_was_accepted_while_it_was_to_be_deleted(service: Service) -> None:
+    service.wait(service.submit("mine"), "done")
+    models, accepted = service.runtime.models, list[str]()
+
+    def has_jobs(model: str) -> bool:
+        for accept in (models.spec, lambda name: service.submit("child", model=name)):
+            with pytest.raises(UnknownModel):
+                accept(model)
+        return bool(accepted)
+
+    accepted.append("a job")
+    with pytest.raises(ModelKept, match="Jobs wait or run"):
+        service.trainings.remove_model("mine", "ann", has_jobs=has_jobs)
+    assert models.spec("mine").folder.is_dir()
+    accepted.clear()
+    service.trainings.remove_model("mine", "ann", has_jobs=has_jobs)
+    assert list(models.specs) == ["base"]
 
 
 def test_what_cannot_be_trained_is_refused_at_once(service: Service, bands_repository: Path) -> None:

@@ -14,8 +14,6 @@ from service.api.auth import check_admin, is_admin
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_trainings
 from service.api.schemas import Loaded, ModelInfo, ModelList, ModelReload
 from service.api.threads import run_in_thread
-from service.core.errors import ModelKept
-from service.models.repository import default_name
 from service.serving.model_registry import ModelState
 
 router = APIRouter(tags=["models"])
@@ -38,8 +36,7 @@ PICTURE_FILE = "example.png"
 async def list_models(request: Request, runtime: RuntimeDependency) -> ModelList:
     """Every model of the repository with its state; those that are not loaded are when they are first asked for."""
     models = [_describe(request, model) for model in runtime.models.states()]
-    default = runtime.settings.models.default or default_name([model.name for model in models])
-    return ModelList(default=default, models=models)
+    return ModelList(default=runtime.models.default, models=models)
 
 
 @router.get("/models/{name}")
@@ -57,9 +54,8 @@ async def remove(request: Request, runtime: RuntimeDependency, async_jobs: Async
     owner, everyone = _identify(request)
     if not runtime.settings.access.keys:
         check_admin(request, runtime.settings.access)
-    if async_jobs.uses(name):
-        raise ModelKept(f"Jobs wait or run with the model {name}; delete it when they are over, or cancel them.")
-    await run_in_thread(partial(get_trainings(request).remove_model, name, owner, everyone=everyone))
+    remove_model = get_trainings(request).remove_model
+    await run_in_thread(partial(remove_model, name, owner, everyone=everyone, has_jobs=async_jobs.uses))
 
 
 @router.get("/models/{name}/sample", response_class=FileResponse, responses=SAMPLE)
