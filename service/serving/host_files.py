@@ -62,8 +62,16 @@ class HostFiles:
         _check_roots("inputs", self._inputs, os.R_OK | os.X_OK)
         _check_roots("outputs", self._outputs, os.W_OK | os.X_OK)
 
-    def check(self, place: str | None, output: str | None, caller: str | None, *, overwrite: bool = False) -> None:
-        """Check that a request can begin.
+    def check(
+        self,
+        place: str | None,
+        output: str | None,
+        caller: str | None,
+        *,
+        overwrite: bool = False,
+        as_zarr: bool = False,
+    ) -> None:
+        """Check that a request can begin, whose output is a file, or a store of Zarr.
 
         Raises BadParameter, OutputExists for an output that exists, and OutOfStorage where nothing can be written.
         """
@@ -71,13 +79,12 @@ class HostFiles:
             with self.open_input(place, caller):
                 pass
         if output is not None:
-            is_zarr = self.is_zarr(output, caller)
-            if is_zarr and not is_store_name(output.rpartition("/")[2]):
+            if as_zarr and not is_store_name(output.rpartition("/")[2]):
                 raise BadParameter(f"output_to: {output} is no name for a store of Zarr; choose another name.")
             with self._output_folder(output, caller) as (folder, name):
                 if not os.access(".", os.W_OK | os.X_OK, dir_fd=folder):
                     raise BadParameter(f"output_to: the service lacks permission to write {output}.")
-                check = placed_folder.check_target if is_zarr else _check_target
+                check = placed_folder.check_target if as_zarr else _check_target
                 check(folder, name, output, overwrite=overwrite)
                 if os.fstatvfs(folder).f_bavail == 0:
                     raise _disk_full(output)

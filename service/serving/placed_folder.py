@@ -33,7 +33,7 @@ def check_target(folder: int, name: str, place: str, *, overwrite: bool) -> None
             found = target.lstat()
             if not overwrite:
                 raise OutputExists(f"output_to: {place} is there already; choose another name, or say overwrite=true.")
-            if not target.is_symlink() and is_zarr_folder(target):
+            if _is_store(target):
                 return
             # Where another call has replaced it meanwhile, it is looked at again.
             after = target.lstat()
@@ -58,15 +58,18 @@ def put(  # noqa: PLR0913
     if (target / replaced).exists() and not os.path.lexists(target / name):
         # Killed between two names.
         os.rename(replaced, name, src_dir_fd=folder, dst_dir_fd=folder)
-    _remove(folder, mark, replaced)
+    _remove(folder, mark)
     check_target(folder, name, place, overwrite=overwrite)
+    _remove(folder, replaced)
     try:
         os.mkdir(mark, dir_fd=folder)
         _copy(source, folder, mark, cancelled)
         _write(folder, f"{mark}/{mark}", b"")
         while not _take_name(folder, name, mark, overwrite=overwrite):
-            # Another one has it meanwhile.
-            check_target(folder, name, place, overwrite=overwrite)
+            # Another one has it meanwhile, and what is no store has it for good.
+            with _naming(folder, replaced):
+                check_target(folder, name, place, overwrite=overwrite)
+            _remove(folder, replaced)
         os.fsync(folder)
         _remove(folder, replaced)
     finally:
@@ -79,16 +82,33 @@ def _take_name(folder: int, name: str, mark: str, *, overwrite: bool) -> bool:
     if overwrite:
         with suppress(FileNotFoundError):
             os.rename(name, replaced, src_dir_fd=folder, dst_dir_fd=folder)
+            if not _is_store(descriptor_path(folder) / replaced):
+                os.rename(replaced, name, src_dir_fd=folder, dst_dir_fd=folder)
+                return False
     try:
         os.rename(mark, name, src_dir_fd=folder, dst_dir_fd=folder)
     except OSError as error:
         if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
-            _remove(folder, replaced)
             return False
         with suppress(FileNotFoundError):
             os.rename(replaced, name, src_dir_fd=folder, dst_dir_fd=folder)
         raise
     return True
+
+
+def _is_store(path: Path) -> bool:
+    return not path.is_symlink() and is_zarr_folder(path)
+
+
+@contextmanager
+def _naming(folder: int, replaced: str) -> Iterator[None]:
+    """Say where a store is that was to be replaced when something else took its name."""
+    try:
+        yield
+    except (BadParameter, OutputExists) as error:
+        if not (descriptor_path(folder) / replaced).exists():
+            raise
+        raise type(error)(f"{error} The store that it was to replace is beside it, as {replaced}.") from None
 
 
 def settle(folder: int, name: str, mark: str) -> None:

@@ -233,6 +233,7 @@ def check_host_files(host_files: HostFiles, query: Query, caller: str | None) ->
             raise BadParameter(f"{name}: it goes with an input that is a folder.")
     if query.output_to is None and query.overwrite is not None:
         raise BadParameter("overwrite: it goes with output_to, which is not given.")
+    is_zarr = False
     if query.output_to is not None:
         suffixes = OUTPUT_SUFFIXES[MEDIA_TYPES[query.measurements]]
         is_zarr = query.measurements is None and host_files.is_zarr(query.output_to, caller)
@@ -241,7 +242,7 @@ def check_host_files(host_files: HostFiles, query: Query, caller: str | None) ->
             raise BadParameter(f"output_to: the name must end with {' or '.join(suffixes)}, after what is written.")
         if is_zarr:
             _check_extra("output_to")
-    host_files.check(query.input, query.output_to, caller, overwrite=bool(query.overwrite))
+    host_files.check(query.input, query.output_to, caller, overwrite=bool(query.overwrite), as_zarr=is_zarr)
 
 
 def _check_folder(query: Query) -> None:

@@ -12,6 +12,8 @@ import pytest
 from service.core import config
 from service.core.errors import BadFile, BadParameter, ConfigError, OutOfStorage, OutputExists
 from service.serving.host_files import HostFiles
+from service.serving.parameters import Query
+from service.serving.results import check_host_files
 
 
 @pytest.fixture
@@ -238,10 +240,26 @@ def test_a_store_gets_no_name_that_harms_its_image_or_is_too_long(host: Path) ->
     (image / "zarr.json").write_text("{}")
     for name in ("zarr.json", ".zgroup", ".hidden", "a\\b", "a\nb", "é" * 125):
         with pytest.raises(BadParameter, match="is no name for a store"):
-            references(host).check(None, f"results/image.zarr/labels/{name}", None)
-    references(host).check(None, f"results/image.zarr/labels/{'a' * 249}", None)
+            references(host).check(None, f"results/image.zarr/labels/{name}", None, as_zarr=True)
+    references(host).check(None, f"results/image.zarr/labels/{'a' * 249}", None, as_zarr=True)
     with pytest.raises(BadParameter, match="is no name for a store"):
-        references(host).check(None, "results/.zarr", None)
+        references(host).check(None, "results/.zarr", None, as_zarr=True)
+
+
+def test_a_table_among_the_labels_of_an_image_is_a_plain_file(host: Path) -> None:
+    image, place, made = host / "results" / "image.zarr", "results/image.zarr/labels/a.csv", references(host)
+    image.mkdir()
+    (image / "zarr.json").write_text("{}")
+    (host / "table").write_text("label")
+    query = Query(measurements="csv", output_to=place)
+    check_host_files(made, query, None)
+    made.put(host / "table", place, None, "one")
+    made.settle(place, None, "one")
+    with pytest.raises(OutputExists):
+        check_host_files(made, query, None)
+    check_host_files(made, Query(measurements="csv", output_to=place, overwrite=True), None)
+    with pytest.raises(BadParameter, match="no folder of Zarr"):
+        check_host_files(made, Query(output_to=place, overwrite=True), None)
 
 
 def test_labels_that_cannot_be_listed_are_taken_back(host: Path) -> None:

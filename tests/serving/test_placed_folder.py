@@ -99,6 +99,48 @@ def test_stores_that_replace_each_other_leave_one_of_them(store: Path, results: 
     assert content(results) == {f"a.zarr/{name}": data for name, data in content(store).items()}
 
 
+@pytest.mark.parametrize("other", ["file", "folder", "link"])
+def test_what_takes_the_name_of_a_store_meanwhile_is_kept(store: Path, results: Path, folder: int, other: str) -> None:
+    target, thesis = results / "a.zarr", results.parent / "thesis"
+
+    def swap() -> bool:
+        # It is asked between the check of the name and the renaming.
+        if (target / "zarr.json").exists():
+            target.rename(results.parent / "elsewhere")
+            if other == "folder":
+                target.mkdir()
+                (target / "thesis.doc").write_text("precious")
+            elif other == "link":
+                target.symlink_to(thesis)
+            else:
+                target.write_text("precious")
+        return False
+
+    old_store(target)
+    with pytest.raises(BadParameter, match="no folder of Zarr"):
+        put(store, folder, overwrite=True, cancelled=swap)
+    assert [path.name for path in results.iterdir()] == ["a.zarr"]
+    if other == "link":
+        assert target.readlink() == thesis
+    else:
+        assert (target / "thesis.doc" if other == "folder" else target).read_text() == "precious"
+
+
+def test_a_store_is_kept_beside_a_file_that_took_its_name_while_it_was_replaced(
+    store: Path, results: Path, folder: int
+) -> None:
+    # As a process leaves it that is killed between two names.
+    old_store(results / f"{MARK}.old")
+    (results / "a.zarr").write_text("precious")
+    with pytest.raises(BadParameter, match="no folder of Zarr"):
+        put(store, folder, overwrite=True)
+    assert content(results) == {"a.zarr": b"precious", f"{MARK}.old/zarr.json": b"old"}
+    (results / "a.zarr").unlink()
+    put(store, folder, overwrite=True)
+    placed_folder.settle(folder, "a.zarr", MARK)
+    assert content(results) == {f"a.zarr/{name}": data for name, data in content(store).items()}
+
+
 def test_labels_of_a_job_that_is_cancelled_are_not_listed_once_others_let_go(
     store: Path, results: Path, folder: int
 ) -> None:
