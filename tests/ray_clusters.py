@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# As the autoscaler's pretended provider knows the head.
+HEAD = "f" * 51 + "00000"
+# That it would run on hosts of its own.
+COMMANDS = ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
 
 
 @contextmanager
@@ -42,3 +49,49 @@ def ray_cluster(**head: Any) -> Iterator[Any]:
     finally:
         ray.shutdown()
         made.shutdown()
+
+
+@contextmanager
+def autoscaled_cluster(folder: Path, hosts: int, idle_seconds: float) -> Iterator[Any]:
+    """A cluster to which Ray's autoscaler adds up to so many nodes with a pretended GPU, and removes idle ones."""
+    with (
+        ray_environment(
+            RAY_FAKE_CLUSTER="1",
+            AUTOSCALER_UPDATE_INTERVAL_S="1",
+            RAY_OVERRIDE_NODE_ID_FOR_TESTING=HEAD,
+            RAY_CLOUD_INSTANCE_ID=HEAD,
+        ) as ray,
+        socket.socket() as free,
+    ):
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+        free.close()
+        resources = {"CPU": 1, "GPU": 1, "object_store_memory": 150 * 2**20}
+        config = {
+            "cluster_name": "hosts-that-come-and-go",
+            "max_workers": hosts,
+            "upscaling_speed": 10,
+            "idle_timeout_minutes": idle_seconds / 60,
+            "provider": {
+                "type": "fake_multinode",
+                "use_node_id_as_ip": True,
+                "disable_node_updaters": True,
+                "disable_launch_config_check": True,
+                "head_node_id": HEAD,
+                "gcs_address": f"{ray.util.get_node_ip_address()}:{port}",
+            },
+            "available_node_types": {
+                "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+                "gpu": {"resources": resources, "node_config": {}, "max_workers": hosts},
+            },
+            "head_node_type": "ray.head.default",
+            "file_mounts": {},
+            "cluster_synced_files": [],
+            "file_mounts_sync_continuously": False,
+            "auth": {},
+            **{f"{which}_commands": [] for which in COMMANDS},
+        }
+        path = folder / "autoscaling.json"
+        path.write_text(json.dumps(config))
+        with ray_cluster(gcs_server_port=port, autoscaling_config=str(path)) as made:
+            yield made

@@ -19,8 +19,9 @@ from service.serving.cluster.remote_device import WorkerLost
 
 
 def remote(folder: Path, shared: Path, **sections: Any) -> Settings:
-    cluster = {"address": "nowhere:1", "workers": 2, "shared_folder": shared}
-    return eager(folder, cluster=cluster, limits={"waiting": 100}, **sections)
+    cluster = {"address": "nowhere:1", "workers": 2, "shared_folder": shared, **sections.pop("cluster", {})}
+    limits = {"waiting": 100, **sections.pop("limits", {})}
+    return eager(folder, cluster=cluster, limits=limits, **sections)
 
 
 def make_device_actor(settings: Settings, load: Any = Segmenter) -> ThreadActor:

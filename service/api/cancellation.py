@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -14,13 +14,14 @@ from service.core.errors import Cancelled, TimedOut
 
 
 @asynccontextmanager
-async def time_limit(seconds: float) -> AsyncIterator[None]:
-    """Cancel the block after `seconds` and raise TimedOut."""
+async def time_limit(seconds: float, explain: Callable[[], str | None] = lambda: None) -> AsyncIterator[None]:
+    """Cancel the block after `seconds` and raise TimedOut, with what `explain` then knows of the cause."""
     try:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError:
-        message = f"The request was not finished within {seconds:g} s; send a smaller part of the volume."
+        advice = explain() or "Send a smaller part of the volume."
+        message = f"The request was not finished within {seconds:g} s. {advice}"
         raise TimedOut(message) from None
 
 

@@ -324,7 +324,8 @@ class Liveness(BaseModel):
 class DeviceReport(BaseModel):
     """A device in use: requests that wait and run there, what is loaded, and the `problem` where it is unusable.
 
-    host  of a device of a cluster, that it was seen on last; null for one of this host
+    host        of a device of a cluster, that it was seen on last; null for one of this host
+    given_back  whether the cluster has it again, until there is work for it
     """
 
     name: str
@@ -334,6 +335,7 @@ class DeviceReport(BaseModel):
     models: list[str]
     loaded_bytes: int
     problem: Text | None
+    given_back: bool = False
 
 
 class HostReport(BaseModel):

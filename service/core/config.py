@@ -97,13 +97,19 @@ class Cluster(_Section):
     """Devices of other hosts: actors of a Ray cluster, which needs `stackseg[ray]` on all of them.
 
     address        of the cluster, HOST:PORT, or auto for the one that this host belongs to; None: no other hosts
-    workers        number of actors; those that the cluster has no place for wait for one
-    gpus, cpus     that each of them takes
-    shared_folder  that all hosts mount under this path, through which pixels and labels go
+    workers          number of actors at most; those that the cluster has no place for wait for one
+    least_workers    so many are always asked for; None: all
+    backlog_seconds  of work that waits and runs, for each of which a worker is asked for
+    idle_seconds     after which a worker that was not needed meanwhile is given back
+    gpus, cpus       that each of them takes
+    shared_folder    that all hosts mount under this path, through which pixels and labels go
     """
 
     address: str | None = None
     workers: PositiveInt = 1
+    least_workers: NonNegativeInt | None = None
+    backlog_seconds: PositiveFloat = 60.0
+    idle_seconds: PositiveFloat = 300.0
     gpus: NonNegativeFloat = 1.0
     cpus: NonNegativeFloat = 1.0
     shared_folder: Path | None = None
@@ -113,6 +119,17 @@ class Cluster(_Section):
         if self.address is not None and self.shared_folder is None:
             raise ValueError("address needs shared_folder, a folder that all hosts mount under the same path")
         return self
+
+    @model_validator(mode="after")
+    def _at_most(self) -> Self:
+        if self.least > self.workers:
+            raise ValueError("least_workers is more than workers, which is the most that are asked for")
+        return self
+
+    @property
+    def least(self) -> int:
+        """How many workers are always asked for."""
+        return self.workers if self.least_workers is None else self.least_workers
 
 
 class Engine(_Section):

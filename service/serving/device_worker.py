@@ -35,7 +35,7 @@ from service.models.spec import ModelSpec
 from service.serving.job import FreeMemory, Job, Needs, Progress
 from service.serving.job_queue import JobQueue, JobThreads
 from service.serving.metrics import Metrics
-from service.serving.model_cache import Lease, ModelCache, too_large_message
+from service.serving.model_cache import Lease, LoadedModel, ModelCache, too_large_message
 from service.serving.watchdog import Watchdog
 
 # A model on a CPU may have its weights as in the file, prepared, and packed by an engine.
@@ -169,6 +169,21 @@ class DeviceWorker:
         return not self._job_threads.alive and self._device.join(0) and self.model_cache.join(0)
 
     @property
+    def given_back(self) -> bool:
+        """Whether there is no such device until there is work for it; one of this host is always there."""
+        return False
+
+    @property
+    def serves(self) -> bool:
+        """Whether requests of this queue are computed."""
+        return self.problem is None
+
+    @property
+    def loaded_models(self) -> Mapping[str, LoadedModel]:
+        """The loaded models by name."""
+        return self.model_cache.loaded_models
+
+    @property
     def host(self) -> str | None:
         """The other host that the device was seen on last; None for one of this host."""
         return None
@@ -186,7 +201,7 @@ class DeviceWorker:
         It has whether the device or the model has failed, whether the queue is full or models still load at start, and
         the seconds that earlier requests and loading the model should take.
         """
-        failed = self.problem is not None or model in self.model_cache.problems
+        failed = not self.serves or model in self.model_cache.problems
         present = self.model_cache.get(model) is not None or self.model_cache.is_awaited(model)
         loading = 0.0 if present else self._load_seconds.get(model, ASSUMED_LOAD_SECONDS)
         return failed, self.queue.full(caller) or bool(self.model_cache.starting), self.queue.expected_seconds + loading
@@ -209,7 +224,7 @@ class DeviceWorker:
     @property
     def loaded_bytes(self) -> int:
         """Bytes of memory that the loaded models take."""
-        return sum(loaded_model.nbytes for loaded_model in self.model_cache.loaded_models.values())
+        return sum(loaded_model.nbytes for loaded_model in self.loaded_models.values())
 
     def _run_windows(self, job: Job[Any], model: str) -> RunWindows:
         """Return what computes windows for a job, and counts them."""

@@ -277,7 +277,7 @@ class ModelRegistry:
 
     def _loaded_on(self, name: str) -> dict[str, LoadedModel]:
         """Return what is known of the loaded model by device."""
-        devices = {worker.name: worker.model_cache.loaded_models.get(name) for worker in self._device_workers}
+        devices = {worker.name: worker.loaded_models.get(name) for worker in self._device_workers}
         return {device: model for device, model in devices.items() if model is not None}
 
 

@@ -6,7 +6,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -25,9 +25,8 @@ from service.inference.segmenter import Segmenter
 from service.inference.series import Series
 from service.models.spec import ModelSpec
 from service.serving.cluster.exchange import Status
-from service.serving.cluster.ray_cluster import make_actors
-from service.serving.cluster.remote_device import Actor
-from service.serving.cluster.remote_worker import RemoteWorkers
+from service.serving.cluster.ray_cluster import connect_cluster
+from service.serving.cluster.remote_worker import Backlog, ConnectCluster, RemoteWorkers
 from service.serving.device_worker import DeviceWorker, LoadSegmenter, Reservation, device_worker_settings
 from service.serving.disk_usage import DiskUsage, measure_disk
 from service.serving.fair_threads import FairThreadPool
@@ -59,7 +58,7 @@ class Runtime:
 
     load_segmenter  makes a segmenter of a model
     choose_driver   returns what tells about a device by its name; None: the only one
-    make_actors     returns the actors of the cluster
+    connect         returns what asks the cluster for an actor
     draining        whether the service was told to stop
     Raises ConfigError for a device or a folder that does not exist.
     """
@@ -69,7 +68,7 @@ class Runtime:
         settings: Settings,
         load_segmenter: LoadSegmenter = Segmenter,
         choose_driver: Callable[[str | None], Driver] = lambda _name: hardware,
-        make_actors: Callable[[Settings], Sequence[Actor]] = make_actors,
+        connect: ConnectCluster = connect_cluster,
     ) -> None:
         self.settings = settings
         self.host_files = HostFiles(settings.references)
@@ -79,7 +78,7 @@ class Runtime:
             DeviceWorker(name, device_settings, load_segmenter, self.metrics, self._loading_lock, choose_driver(name))
             for name, device_settings in device_worker_settings(settings)
         )
-        self._cluster = RemoteWorkers(settings, make_actors, self.metrics)
+        self._cluster = RemoteWorkers(settings, connect, self.metrics)
         self.device_workers: tuple[DeviceWorker, ...] = (*local, *self._cluster.workers)
         self.models = ModelRegistry(settings.models, self.device_workers, settings.trained_folder)
         self.scratch = ScratchFolder(settings.server.scratch_folder)
@@ -162,6 +161,7 @@ class Runtime:
         self.models.read_repository()
         for worker in self.device_workers:
             worker.start(self.models.specs, self.models.load_first)
+        self._cluster.start(self._backlog, len(self.device_workers) - len(self._cluster.workers))
 
     def drain(self) -> None:
         """Refuse requests from now on. Those that were accepted may finish within server.drain_seconds."""
@@ -182,6 +182,7 @@ class Runtime:
         if self._drain_timer is not None:
             self._drain_timer.cancel()
         self._cancel_requests()
+        self._cluster.stop()
         for worker in self.device_workers:
             if not worker.stop(JOIN_SECONDS):
                 log.warning("%s is still busy after %s s; leaving it behind", worker.name, JOIN_SECONDS)
@@ -205,9 +206,24 @@ class Runtime:
         if self.draining:
             reasons.append("The service is stopping.")
         reasons += [worker.problem for worker in self.device_workers if not worker.is_remote and worker.problem]
-        if all(worker.problem for worker in self.device_workers):
+        if not self._answers:
             reasons += self._cluster.problems()
         return (*reasons, *self.models.unready_reasons())
+
+    @property
+    def _answers(self) -> bool:
+        """Whether some device answers requests, or is there once there are some."""
+        return self._cluster.waits_for_work or any(worker.serves for worker in self.device_workers)
+
+    def missing_workers(self) -> str | None:
+        """Return the sentence that says so where requests wait for a worker of the cluster; None where one is there."""
+        if any(worker.serves for worker in self.device_workers):
+            return None
+        return "No worker of the cluster is there."
+
+    def _backlog(self) -> Backlog:
+        queues = [worker.queue for worker in self.device_workers]
+        return Backlog(sum(len(queue.jobs) for queue in queues), sum(queue.expected_seconds for queue in queues))
 
     def measure_disks(self) -> dict[str, DiskUsage]:
         """Return what is kept on disk, by its kind; what cannot be measured now is left out."""
@@ -219,7 +235,7 @@ class Runtime:
 
     def degradations(self) -> tuple[str, ...]:
         """Return what is wrong though the service is ready, one sentence each."""
-        workers = () if all(worker.problem for worker in self.device_workers) else self._cluster.problems()
+        workers = self._cluster.problems() if self._answers else ()
         missing = (f"Files are read without {layer}: {reason}." for layer, reason in self.reader.missing.items())
         return (*self.models.degradations(), *workers, *missing)
 
@@ -326,7 +342,7 @@ class Runtime:
             "stackseg_loaded_models",
             "Models that are loaded, by device.",
             "device",
-            lambda: {worker.name: float(len(worker.model_cache.loaded_models)) for worker in self.device_workers},
+            lambda: {worker.name: float(len(worker.loaded_models)) for worker in self.device_workers},
         )
         watch_each(
             "stackseg_loaded_bytes",
@@ -334,6 +350,7 @@ class Runtime:
             "device",
             lambda: {worker.name: float(worker.loaded_bytes) for worker in self.device_workers},
         )
+        watch_each("stackseg_workers", "Workers of the cluster.", "state", lambda: self._cluster.states)
         watch_each(
             "stackseg_gpu_memory_used_bytes",
             "Of each GPU, by all processes.",

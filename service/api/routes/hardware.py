@@ -25,9 +25,10 @@ async def gpu(runtime: RuntimeDependency) -> GpuReport:
             host=worker.host,
             waiting=worker.queue.waiting,
             running=len(worker.queue.running),
-            models=sorted(worker.model_cache.loaded_models),
+            models=sorted(worker.loaded_models),
             loaded_bytes=worker.loaded_bytes,
             problem=worker.problem,
+            given_back=worker.given_back,
         )
         for worker in runtime.device_workers
     ]

@@ -12,8 +12,8 @@ from service.core.config import Settings
 from service.core.errors import ConfigError
 from service.core.volume import Size, Volume
 from service.models.spec import ModelSpec
-from service.serving.cluster.ray_cluster import make_actors
-from service.serving.cluster.remote_worker import MakeActors, RemoteWorker, RemoteWorkers
+from service.serving.cluster.ray_cluster import connect_cluster
+from service.serving.cluster.remote_worker import ConnectCluster, RemoteWorker, RemoteWorkers
 from service.serving.device_worker import Reservation
 from service.serving.job import Job
 from service.serving.metrics import Metrics
@@ -35,7 +35,7 @@ class HostsRow(NamedTuple):
 
 
 def measure(
-    spec: ModelSpec, settings: Settings, shape: Size, repeats: int, connect: MakeActors = make_actors
+    spec: ModelSpec, settings: Settings, shape: Size, repeats: int, connect: ConnectCluster = connect_cluster
 ) -> list[HostsRow]:
     """Have 1, 2, ... workers of the cluster segment a stack `repeats` times each, all at the same time.
 
@@ -60,9 +60,10 @@ def format_hosts(rows: Sequence[HostsRow]) -> Iterator[str]:
 
 
 @contextmanager
-def _start(spec: ModelSpec, settings: Settings, connect: MakeActors) -> Iterator[tuple[RemoteWorker, ...]]:
+def _start(spec: ModelSpec, settings: Settings, connect: ConnectCluster) -> Iterator[tuple[RemoteWorker, ...]]:
     """Start the workers, each of which loads the model."""
-    cluster = RemoteWorkers(settings, connect, Metrics())
+    every = settings.cluster.model_copy(update={"least_workers": None})
+    cluster = RemoteWorkers(settings.model_copy(update={"cluster": every}), connect, Metrics())
     try:
         for worker in cluster.workers:
             worker.start({spec.name: spec}, [spec.name])

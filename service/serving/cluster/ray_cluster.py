@@ -18,7 +18,7 @@ from service.inference.blockwise.worker import run_block
 from service.inference.blockwise.workers import Work
 from service.serving.cluster.block_workers import BlockActor
 from service.serving.cluster.device_actor import DeviceActor, actor_settings
-from service.serving.cluster.remote_device import Actor, WorkerLost
+from service.serving.cluster.remote_device import Actor, MakeActor, WorkerLost
 
 # Calls that last as long as a request; others have threads of their own.
 LONG_CALLS = frozenset({"load", "segment", "estimate_diameter", "run_block"})
@@ -27,8 +27,8 @@ CONTROL_THREADS = 2
 log = logging.getLogger(__name__)
 
 
-def make_actors(settings: Settings) -> list[Actor]:
-    """Connect to the cluster, and ask it for an actor for each worker; Ray starts them when it has a place for them.
+def connect_cluster(settings: Settings) -> MakeActor:
+    """Connect to the cluster, and return what asks it for an actor, which Ray starts when it has a place for it.
 
     Raises ConfigError where Ray is not installed, the cluster does not answer, or does not ask for a token.
     """
@@ -36,11 +36,11 @@ def make_actors(settings: Settings) -> list[Actor]:
     ray = _connect(cluster.address)
     # Requests of an actor that is lost run in those that are up.
     make = _maker(ray, DeviceActor, cluster, 2 * settings.limits.at_once)
-    return [RayActor(ray, make(actor_settings(settings))) for _ in range(cluster.workers)]
+    return lambda: RayActor(ray, make(actor_settings(settings)))
 
 
 def make_block_actors(address: str, cluster: Cluster, count: int, work: Work = run_block) -> list[Actor]:
-    """Ask the cluster at `address` for so many actors that do blocks. Raises ConfigError as `make_actors` does."""
+    """Ask the cluster at `address` for so many actors that do blocks. Raises ConfigError as `connect_cluster` does."""
     ray = _connect(address)
     if shortage := describe_shortage(ray.cluster_resources(), cluster, count):
         log.warning(shortage)

@@ -15,13 +15,13 @@ from service.core.errors import ConfigError
 from service.models.repository import read_repository
 
 
-def make_actors(settings: Settings) -> list[Any]:
-    return [make_device_actor(settings) for _ in range(settings.cluster.workers)]
+def connect(settings: Settings) -> Any:
+    return lambda: make_device_actor(settings)
 
 
 def test_every_number_of_workers_is_measured(bands_repository: Path, tmp_path: Path) -> None:
     spec = read_repository(bands_repository)["bands"]
-    rows = measure(spec, remote(bands_repository, tmp_path), (16, 32, 56), 2, make_actors)
+    rows = measure(spec, remote(bands_repository, tmp_path), (16, 32, 56), 2, connect)
     assert [(row.workers, row.windows) for row in rows] == [(1, 4), (2, 8)]
     assert all(row.windows_per_second > 0 for row in rows)
     assert list(tmp_path.iterdir()) == []

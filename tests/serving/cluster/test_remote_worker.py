@@ -18,12 +18,12 @@ from fakes import FakeSegmenter, until
 from live import Live, as_tiff, classes, eager, serve
 from thread_actors import ThreadActor, make_device_actor, remote
 
-from service.core.config import Settings
+from service.core.config import Cluster, Settings
 from service.core.errors import ConfigError
 from service.inference.segmenter import Segmenter
 from service.models.repository import read_spec
 from service.serving.cluster.exchange import ABANDONED_SECONDS, MARKER, Exchange, Task
-from service.serving.cluster.remote_device import POLL_SECONDS, STATUS_SECONDS, Actor, RemoteDevices
+from service.serving.cluster.remote_device import POLL_SECONDS, STATUS_SECONDS, Actor, MakeActor, RemoteDevices
 from service.serving.runtime import Runtime
 
 Service = tuple[Live, list[ThreadActor]]
@@ -33,11 +33,14 @@ Service = tuple[Live, list[ThreadActor]]
 def two_workers(settings: Settings, load: Any = Segmenter) -> Iterator[Service]:
     actors: list[ThreadActor] = []
 
-    def make_actors(chosen: Settings) -> list[Actor]:
-        actors.extend(make_device_actor(chosen, load) for _ in range(chosen.cluster.workers))
-        return [*actors]
+    def connect(chosen: Settings) -> MakeActor:
+        def make_actor() -> Actor:
+            actors.append(make_device_actor(chosen, load))
+            return actors[-1]
 
-    with serve(settings, make_actors=make_actors) as live:
+        return make_actor
+
+    with serve(settings, connect=connect) as live:
         until(lambda: all(worker.problem is None for worker in live.runtime.device_workers))
         yield live, actors
     assert all(actor.killed.is_set() for actor in actors)
@@ -186,7 +189,7 @@ def test_a_service_whose_actors_are_silent_keeps_its_folder(tmp_path: Path) -> N
             pass
 
     exchange, asked = Exchange(tmp_path), Silent()
-    [device] = RemoteDevices(exchange, [asked], 1).devices
+    [device] = RemoteDevices(exchange, lambda: asked, Cluster(), 1).devices
     device.start()
     time.sleep(STATUS_SECONDS + 2 * POLL_SECONDS)
     os.utime(exchange.path / MARKER, (0, 0))
