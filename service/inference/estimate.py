@@ -186,9 +186,9 @@ def estimate(  # noqa: PLR0913
     """
     size = working_size(volume, spec, plan.diameter)
     grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
-    # Pixels become float32 where a window reads them, unless the whole volume is resampled.
+    # Pixels become float32, and are resampled, where a window reads them, unless they are sent to a device.
     resampled = size != tuple(volume.shape[1:])
-    image = 4 * spec.input.channels * (math.prod(size) + math.prod(volume.shape[1:])) if resampled else 0
+    image = 4 * spec.input.channels * math.prod(size) if resampled and not on_host else 0
     # Planes on a device, with those of two channels that have just come.
     there = spec.input.channels * count_planes(spec.input.channels, size, grid.roi[0]) + 2 * planes_sent(size)
     stored, sent = as_size(volume.shape[1:]), 0

@@ -3,31 +3,148 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
 from service.core.errors import BadFile, BadParameter
 from service.core.volume import Diameter, Extent, Segmentation, Size, Volume, VoxelSize
+from service.formats.pixels import run_in_threads
 from service.inference.decoding.instances import keep_objects
 from service.inference.normalize import NormalisedImage, normalise_volume
-from service.inference.windows.grid import as_size
+from service.inference.windows.grid import Box, as_size
+from service.inference.windows.sliding_window import Image
 from service.models.spec import ModelSpec
 
 # Voxels this many times larger or smaller than the model's mean that a wrong voxel size was stated.
 MAX_RESAMPLING = 64.0
 # Objects this many times wider or narrower than the model wants cannot be seen in the stack.
 MAX_DIAMETER_RATIO = 16.0
+# Planes that a thread resamples at a time where a whole image is made.
+PLANES_AT_ONCE = 8
+
+Spans = tuple[range, range, range]
+"""Voxels of a box along (z, y, x)."""
+
+
+@dataclass(frozen=True)
+class Resampling:
+    """Linear interpolation of a grid of `before` (Z, Y, X) voxels at the middles of `after` voxels.
+
+    Every voxel has the bits that it has however the grid is cut: weights follow from its place in the whole, and each
+    step of the arithmetic is rounded by itself.
+    """
+
+    before: Size
+    after: Size
+
+    @cached_property
+    def _axes(self) -> list[_Axis]:
+        return [_Axis.between(old, new) for old, new in zip(self.before, self.after, strict=True)]
+
+    @cached_property
+    def _order(self) -> list[int]:
+        """Axes by what takes the least time: those that shrink first, and of those that grow x, whose voxels adjoin."""
+        factors = [new / old for old, new in zip(self.before, self.after, strict=True)]
+        return sorted(range(3), key=lambda axis: (factors[axis], axis if factors[axis] < 1 else -axis))
+
+    def source(self, box: Spans) -> Spans:
+        """Return the voxels of the grid before that those in a box of the grid after are interpolated from."""
+        z, y, x = (
+            range(int(axis.low[span[0]]), int(axis.high[span[-1]]) + 1)
+            for axis, span in zip(self._axes, box, strict=True)
+        )
+        return z, y, x
+
+    def interpolate(self, pixels: NDArray[np.float32], box: Spans) -> NDArray[np.float32]:
+        """Return the voxels of a box of the grid after, [C, z, y, x], of those at `source(box)`."""
+        source = self.source(box)
+        for number in self._order:
+            if self.before[number] == self.after[number]:
+                continue
+            axis, first, span = self._axes[number], source[number].start, box[number]
+            inside = slice(span.start, span.stop)
+            below = pixels.take(axis.low[inside] - first, number + 1)
+            pixels = pixels.take(axis.high[inside] - first, number + 1)
+            pixels -= below
+            pixels *= axis.share[inside].reshape([-1 if each == number else 1 for each in range(3)])
+            pixels += below
+        return pixels
+
+
+class _Axis(NamedTuple):
+    """Voxels of an axis before that each one after lies between, and the share, float32, of the upper one."""
+
+    low: NDArray[np.intp]
+    high: NDArray[np.intp]
+    share: NDArray[np.float32]
+
+    @classmethod
+    def between(cls, before: int, after: int) -> _Axis:
+        """Interpolate between middles of voxels, like `torch.nn.functional.interpolate` without aligned corners."""
+        if before == after:
+            same = np.arange(before)
+            return cls(same, same, np.zeros(before, np.float32))
+        places = ((np.arange(after) + 0.5) * before / after - 0.5).clip(0, before - 1)
+        low = places.astype(np.intp)
+        return cls(low, np.minimum(low + 1, before - 1), (places - low).astype(np.float32))
+
+
+class ResampledImage:
+    """An image on another grid, interpolated where it is read.
+
+    Index it with (0, channels, z, y, x), slices all but the first, like the float32 [1, C, Z, Y, X] that it stands for.
+    Several threads may use it at once, where they may use the source.
+
+    source      image of all voxels before; of those at `resampling.source(box)` where there is a box
+    resampling  of the whole image
+    box         part of the grid after that is there; None: all of it
+    """
+
+    def __init__(self, source: Image, resampling: Resampling, box: Spans | None = None) -> None:
+        self._source, self._resampling = source, resampling
+        self._box = box or _whole(resampling.after)
+        self._there = _whole(resampling.before) if box is None else resampling.source(box)
+        self.shape = (1, source.shape[1], *map(len, self._box))
+
+    def __getitem__(self, box: Box) -> Tensor:
+        _, channels, *spans = box
+        z, y, x = (whole[span] for whole, span in zip(self._box, spans, strict=True))
+        read = self._resampling.source((z, y, x))
+        planes, rows, columns = (
+            slice(span.start - there.start, span.stop - there.start)
+            for span, there in zip(read, self._there, strict=True)
+        )
+        pixels = self._source[0, channels, planes, rows, columns].numpy()
+        return torch.from_numpy(self._resampling.interpolate(pixels, (z, y, x)))
+
+    def tensor(self) -> Tensor:
+        """Return the whole image, float32 [1, C, Z, Y, X]."""
+        whole = torch.empty(self.shape)
+
+        def fill(first: int) -> None:
+            planes = slice(first, min(first + PLANES_AT_ONCE, self.shape[2]))
+            whole[0, :, planes] = self[0, slice(None), planes, slice(None), slice(None)]
+
+        run_in_threads(fill, range(0, self.shape[2], PLANES_AT_ONCE), whole.nbytes)
+        return whole
+
+
+def _whole(size: Size) -> Spans:
+    z, y, x = map(range, size)
+    return z, y, x
 
 
 class PreparedImage(NamedTuple):
     """Input of the network. `image`: float32 [1, C, Z, Y, X]; `notes`: remarks for the user on what was changed."""
 
-    image: NormalisedImage | Tensor
+    image: NormalisedImage | ResampledImage
     notes: tuple[str, ...]
 
 
@@ -43,20 +160,23 @@ def prepare(volume: Volume, spec: ModelSpec, diameter: Diameter | None = None) -
 
 def prepare_tensor(volume: Volume, spec: ModelSpec) -> Tensor:
     """Return the prepared image as one tensor, float32 [1, C, z, y, x]. Raises the errors of `prepare`."""
-    image = prepare(volume, spec).image
-    return image if isinstance(image, Tensor) else image.tensor()
+    return prepare(volume, spec).image.tensor()
 
 
 def resample_image(image: NormalisedImage, volume: Volume, spec: ModelSpec, diameter: Diameter | None) -> PreparedImage:
     """Resample a volume's image trilinearly to `working_size`. Raises the errors of `working_size`."""
-    target = working_size(volume, spec, diameter)
-    if target == volume.shape[1:]:
-        return PreparedImage(image, ())
+    before, after = as_size(volume.shape[1:]), working_size(volume, spec, diameter)
+    notes = describe_resampling(before, after, spec, diameter)
+    return PreparedImage(ResampledImage(image, Resampling(before, after)) if notes else image, notes)
+
+
+def describe_resampling(before: Size, after: Size, spec: ModelSpec, diameter: Diameter | None) -> tuple[str, ...]:
+    """Return a note for the user, none where nothing is resampled."""
+    if before == after:
+        return ()
     reason = "the model's voxel size" if diameter is None else f"objects of {spec.input.diameter:g} voxels"
-    before, after = (" x ".join(map(str, size)) for size in (volume.shape[1:], target))
-    note = f"Resampled from {before} to {after} voxels for {reason}."
-    resampled = functional.interpolate(image.tensor(), size=target, mode="trilinear", align_corners=False)
-    return PreparedImage(resampled, (note,))
+    have, want = (" x ".join(map(str, size)) for size in (before, after))
+    return (f"Resampled from {have} to {want} voxels for {reason}.",)
 
 
 def resample_segmentation(segmentation: Segmentation, size: Size, minimum_size: int = 0) -> Segmentation:
@@ -72,12 +192,16 @@ def resample_segmentation(segmentation: Segmentation, size: Size, minimum_size: 
         scores = torch.from_numpy(pixels)[None]
         resampled = functional.interpolate(scores, size=size, mode="trilinear", align_corners=False)
         return replace(segmentation, pixels=resampled[0].numpy())
-    axes = (((np.arange(new) + 0.5) * old / new).astype(np.intp) for old, new in zip(pixels.shape, size, strict=True))
-    nearest = pixels[np.ix_(*axes)]
+    nearest = pixels[np.ix_(*nearest_voxels(as_size(pixels.shape), size))]
     if segmentation.kind == "classes":
         return replace(segmentation, pixels=nearest)
     voxels = np.bincount(nearest.ravel(), minlength=(segmentation.count or 0) + 1)
     return keep_objects(replace(segmentation, pixels=nearest), voxels[1:] >= max(minimum_size, 1))
+
+
+def nearest_voxels(before: Size, after: Size) -> list[NDArray[np.intp]]:
+    """Return along each axis the voxel before that the middle of each one after lies in."""
+    return [((np.arange(new) + 0.5) * old / new).astype(np.intp) for old, new in zip(before, after, strict=True)]
 
 
 def working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | None = None) -> Size:

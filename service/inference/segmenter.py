@@ -49,7 +49,7 @@ from service.inference.estimate import (
 )
 from service.inference.memory import check_memory, translate_errors
 from service.inference.normalize import NormalisedImage, normalise_volume
-from service.inference.resample import resample_image, resample_segmentation, working_size
+from service.inference.resample import ResampledImage, resample_image, resample_segmentation, working_size
 from service.inference.result import EngineReport, Result
 from service.inference.scores import C, Cancelled, ComputeSlabs, Progress, RunWindows, ScoreComputer, Scored
 from service.inference.side_stream import SideStream
@@ -256,16 +256,22 @@ class Segmenter:
         """
         stages = Stages()
         with torch.inference_mode():
-            return self._scores.compute(self._bring(image), plan, make_consumer, stages, run), stages
+            if not self._on_host and isinstance(image, NormalisedImage | ResampledImage):
+                image = self._bring(image)
+            return self._scores.compute(image, plan, make_consumer, stages, run), stages
 
     def skip_empty_windows(
         self, image: NormalisedImage, volume: Volume, plan: Plan, survey: IntensitySurvey | None
     ) -> Skipping:
-        """Find the windows that `segment` would leave out of a volume that is not resampled, by a survey of it."""
+        """Find the windows that `segment` would leave out of a volume, by a survey of it.
+
+        The plan's diameter counts, and `survey` has the windows that there are with it; None: the volume is read.
+        """
         probe = partial(SlidingWindow.run, cancelled=lambda: False, progress=lambda _done, _total: None)
-        spec = steer(self.spec, plan.steering, volume, as_size(volume.shape[1:]))
+        resampled, _notes = resample_image(image, volume, self.spec, plan.diameter)
+        spec = steer(self.spec, plan.steering, volume, as_size(resampled.shape[2:]))
         with torch.inference_mode():
-            return self._skip_empty_windows(self._bring(image), volume, spec, plan, Stages(), probe, survey)
+            return self._skip_empty_windows(resampled, volume, spec, plan, Stages(), probe, survey)
 
     @property
     def engine(self) -> str:
@@ -277,11 +283,10 @@ class Segmenter:
         """Device that scores are computed on."""
         return self._device
 
-    def _bring(self, image: Image) -> Image:
+    def _bring(self, image: NormalisedImage | ResampledImage) -> DeviceImage:
         """Return an image whose windows are read on the device."""
-        if self._on_host or not isinstance(image, NormalisedImage):
-            return image
-        return DeviceImage(image, self.spec.input.roi_size[0], self._device)
+        source = image.tensor() if isinstance(image, ResampledImage) else image
+        return DeviceImage(source, self.spec.input.roi_size[0], self._device)
 
     def _choose_decoder(self, make: Callable[..., Decoder], plan: Plan) -> Callable[[], Decoder]:
         """Return what makes the decoder: `make`, which takes `whole`, or one that decodes elsewhere with one of it."""
@@ -475,11 +480,10 @@ class Segmenter:
             if self._on_host:
                 return prepared.image, prepared.notes
             with aside.current():
-                sent = DeviceImage(prepared.image, self.spec.input.roi_size[0], self._device)
+                sent = self._bring(prepared.image)
             aside.hand_over(sent.planes)
             return sent, prepared.notes
-        tensor = prepared.image if isinstance(prepared.image, Tensor) else prepared.image.tensor()
-        return tensor.to(self._device), prepared.notes
+        return prepared.image.tensor().to(self._device), prepared.notes
 
     def _skip_empty_windows(  # noqa: PLR0913, PLR0917
         self,

@@ -1,10 +1,23 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from pixels import some_pixels, spec_of
+from torch.nn import functional
 
 from service.core.errors import BadFile, BadParameter
 from service.core.volume import Diameter, Objects, Segmentation, Volume, VoxelSize
-from service.inference.resample import prepare, resample_segmentation, resampled_size, working_size
+from service.inference.resample import (
+    ResampledImage,
+    Resampling,
+    prepare,
+    resample_segmentation,
+    resampled_size,
+    working_size,
+)
 
 
 def test_a_column_of_single_pixels_is_no_stack(bands):
@@ -76,6 +89,28 @@ def test_resampled_sizes():
 def test_absurd_voxel_sizes_are_refused(have):
     with pytest.raises(BadParameter, match="voxel_size="):
         resampled_size((10, 10, 10), have, VoxelSize(1, 1, 1))
+
+
+EDGES = st.tuples(*[st.integers(1, 12)] * 3)
+
+
+@given(before=EDGES, after=EDGES, data=st.data())
+def test_voxels_are_interpolated_alike_however_the_image_is_cut(before, after, data):
+    image = torch.from_numpy(np.random.default_rng(0).normal(size=(1, 2, *before)).astype(np.float32))
+    resampling = Resampling(before, after)
+    whole = ResampledImage(image, resampling).tensor()
+    expected = functional.interpolate(image, size=after, mode="trilinear", align_corners=False)
+    torch.testing.assert_close(whole, expected, rtol=0, atol=2e-5)
+    cuts = [sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=2))}) for n in after]
+    for z in pairwise(cuts[0]):
+        for y in pairwise(cuts[1]):
+            for x in pairwise(cuts[2]):
+                box = (range(*z), range(*y), range(*x))
+                there = tuple(slice(span.start, span.stop) for span in resampling.source(box))
+                part = ResampledImage(image[(slice(None), slice(None), *there)], resampling, box)
+                inside = tuple(slice(*span) for span in (z, y, x))
+                assert torch.equal(part.tensor(), whole[(slice(None), slice(None), *inside)])
+                assert part.shape == part.tensor().shape
 
 
 def test_a_segmentation_of_the_right_size_is_left_alone():
