@@ -341,23 +341,54 @@ def test_another_browser_is_told_of_corrected_labels_that_were_kept(result: Resu
     result.live.client.delete(f"/annotations/{kept['id']}")
 
 
+def test_corrections_outlive_the_result_that_they_were_made_on(result: Result, open_page: Open) -> None:
+    stack = result.live.client.get(f"/jobs/{result.job}").json()["parameters"]["stack"]
+    job = result.live.client.post("/jobs", params={"stack": stack, "measurements": "zip"}).json()["id"]
+    until(lambda: result.live.client.get(f"/jobs/{job}").json()["state"] == "done", SECONDS)
+    page, labels = look_at(result._replace(job=job), open_page), result.labels
+    enter(page)
+    deleted = largest(labels)[:2]
+    page.get_by_role("button", name="Delete", exact=True).click()
+    for number, label in enumerate(deleted, 1):
+        click_voxel(page, middle(labels, label))
+        expect(page.locator(".correct")).to_contain_text(f"{number} deleted")
+    result.live.client.delete(f"/jobs/{job}")
+    page.get_by_role("button", name="New stack").click()
+    entry = page.locator(".recent-job")
+    expect(entry).to_contain_text("2 corrections")
+    entry.click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("The service does not keep this result")
+    check_accessibility(page)
+    assert np.array_equal(corrected(page), np.where(np.isin(labels, deleted), 0, labels))
+    file = Answer(download(page, "OME-TIFF"))
+    assert (file.axes, file.voxel_size) == ("ZYX", (0.5, 0.2, 0.2))
+    page.on("dialog", lambda asked: asked.accept())
+    dialog.get_by_role("button", name="Discard the corrections").click()
+    expect(entry).to_have_count(0)
+
+
 def test_results_are_compared_as_corrected_and_as_segmented(result: Result, open_page: Open) -> None:
     page, labels = look_at(result, open_page), result.labels
+    stack = result.live.client.get(f"/jobs/{result.job}").json()["parameters"]["stack"]
+    plain = result.live.client.post("/jobs", params={"stack": stack}).json()["id"]
+    until(lambda: result.live.client.get(f"/jobs/{plain}").json()["state"] == "done", SECONDS)
     enter(page)
     page.get_by_role("button", name="Delete", exact=True).click()
     click_voxel(page, middle(labels, largest(labels)[0]))
     expect(page.locator(".correct")).to_contain_text("1 deleted")
-    page.goto(f"/#compare={result.job},{result.job}")
+    page.goto(f"/#compare={plain},{result.job}")
     left, right = page.locator(".side-by-side").first, page.locator(".side-by-side").last
     footer = page.locator("#compare footer")
     objects = len(largest(labels))
-    expect(footer).to_contain_text(
-        f"{objects - 1} objects in both (they share more than half), 0 on the left alone, 0 on"
-    )
-    expect(left).to_contain_text(f"{objects - 1} objects")
+    expect(footer).to_contain_text(f"{objects - 1} objects in both (they share more than half), 1 on the left alone")
+    expect(right).to_contain_text(f"{objects - 1} objects")
+    tops = page.locator(".side-by-side .views").evaluate_all("all => all.map(one => one.getBoundingClientRect().top)")
+    assert tops[0] == tops[1]
     right.get_by_label("With 1 correction").uncheck()
-    expect(footer).to_contain_text("0 on the left alone, 1 on the right alone")
-    expect(right).to_contain_text(f"{objects} objects")
+    expect(footer).to_contain_text("0 on the left alone, 0 on the right alone")
+    for side in (left, right):
+        expect(side).to_contain_text(f"{objects} objects")
     check_accessibility(page)
 
 

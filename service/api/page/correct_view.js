@@ -5,7 +5,7 @@ import * as kept from "./edit_store.js";
 import { EditTools, TOOLS } from "./edit_tools.js";
 import { button, element, save } from "./elements.js";
 import { LabelEditor } from "./label_edit.js";
-import { asNpy, asTiff } from "./label_files.js";
+import { asNpy, asTiff, gzip } from "./label_files.js";
 import { asCsv, measure } from "./label_measure.js";
 import { count, fetchVolume, MOST_PLANE_VOXELS } from "./planes.js";
 import { firstTime } from "./series.js";
@@ -55,6 +55,8 @@ export class CorrectView {
     /** Ends what is shown instead of the result. */
     this.showing = new AbortController();
     this.solid = 0;
+    /** The key of those labels as segmented that are kept with their corrections. */
+    this.segmented = "";
     this.hint = element("p", { class: "hint", role: "status" });
     this.counted = element("p", { class: "muted small", role: "status" });
     this.chosen = element("p", { class: "chosen-object" }, element("span", { class: "dot" }), element("span"));
@@ -481,6 +483,20 @@ export class CorrectView {
     const where = await kept.keep(this.key, number, edit);
     if (where === "nowhere") this.#say("This browser keeps no corrections: they are lost when the page is closed.");
     if (where === "elsewhere") this.#lose();
+    if (where === "kept" && edit !== null) await this.#keepSegmented();
+  }
+
+  /** Keep the labels as segmented beside their corrections: the service may forget the result. */
+  async #keepSegmented() {
+    const { mode, key } = this;
+    if (mode === null || this.segmented === key) return;
+    this.segmented = key;
+    if (await kept.loadSegmented(key)) return;
+    const { editor } = mode;
+    const data = editor.original();
+    const zipped = await gzip(new Blob([/** @type {BlobPart} */ (data)]));
+    const { shape } = editor.labels;
+    await kept.keepSegmented(key, { zipped, bytes: data.BYTES_PER_ELEMENT, shape, voxelSize: this.#voxelSize() });
   }
 
   /** The solid is made of copies: make them again when nothing has changed for a moment. */

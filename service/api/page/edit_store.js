@@ -1,12 +1,21 @@
 /** Corrections of results in this browser (IndexedDB), so that nothing is lost when the page is loaded again. */
 
 /** @typedef {import("./label_edit.js").Edit} Edit */
+/**
+ * Labels as they were segmented, which outlive the service's result.
+ * @typedef {object} Segmented
+ * @property {Blob} zipped their numbers, in C order
+ * @property {number} bytes of a number @property {import("./planes.js").Triple} shape
+ * @property {import("./server.js").VoxelSize | null} voxelSize
+ */
 
 const NAME = "stackseg-corrections";
 const EDITS = "edits";
-// The numbers beside a result under which stand which tab corrects it, and which annotated stacks were made of it here.
+// The numbers beside a result under which stand which tab corrects it, which annotated stacks were made of it here, and its
+// labels as segmented.
 const OWNER = -1;
 const ANNOTATIONS = -2;
+const SEGMENTED = -3;
 const ME = `${Date.now()}-${Math.random()}`;
 const ANSWER_MILLISECONDS = 1000;
 /** The results that this tab corrects. @type {Set<string>} */
@@ -92,7 +101,27 @@ export async function addAnnotation(job, annotation) {
   );
 }
 
-/** @param {string} job whose result is gone, with all of its time points */
+/** @returns {Promise<Map<string, number>>} how many corrections are kept of each result, and of each time point of a series */
+export function counts() {
+  return tolerant(async () => {
+    const keys = /** @type {[string, number][]} */ (await answer((await store("readonly")).getAllKeys()));
+    const found = new Map();
+    for (const [job, number] of keys) if (number >= 0) found.set(job, (found.get(job) ?? 0) + 1);
+    return found;
+  }, new Map());
+}
+
+/** @param {string} job @returns {Promise<Segmented | undefined>} the labels that its corrections are of */
+export function loadSegmented(job) {
+  return tolerant(async () => answer((await store("readonly")).get([job, SEGMENTED])), undefined);
+}
+
+/** @param {string} job @param {Segmented} labels that its corrections are of */
+export function keepSegmented(job, labels) {
+  return tolerant(async () => answer((await store("readwrite")).put(labels, [job, SEGMENTED])), undefined);
+}
+
+/** @param {string} job that is corrected no more, with all of its time points */
 export function forget(job) {
   return tolerant(async () => {
     const edits = await store("readwrite");
@@ -100,7 +129,7 @@ export function forget(job) {
       [job, job],
       [`${job}@`, `${job}@\uffff`],
     ])
-      edits.delete(IDBKeyRange.bound([from, ANNOTATIONS], [to, Number.MAX_SAFE_INTEGER]));
+      edits.delete(IDBKeyRange.bound([from, SEGMENTED], [to, Number.MAX_SAFE_INTEGER]));
   }, undefined);
 }
 

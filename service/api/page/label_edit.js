@@ -185,6 +185,15 @@ export class LabelEditor {
     return fits;
   }
 
+  /** @returns {Volume["data"]} a copy of the labels as they were before all corrections */
+  original() {
+    const data = this.labels.data.slice();
+    for (const { runs } of [...this.done].reverse())
+      for (let run = runs.length - 4; run >= 0; run -= 4)
+        data.fill(runs[run + 2], runs[run], runs[run] + runs[run + 1]);
+    return data;
+  }
+
   /** @param {Edit} edit @returns {boolean} whether it fits; else nothing changes */
   #apply(edit) {
     const { labels } = this;

@@ -5,7 +5,8 @@ import { ChannelTools } from "./channels.js";
 import { showCompare } from "./compare_view.js";
 import { forget as forgetCorrections } from "./edit_store.js";
 import { button, byId, element } from "./elements.js";
-import { forget, remember } from "./history.js";
+import { entries, forget, remember } from "./history.js";
+import { offerCorrections } from "./lost_result.js";
 import { fetchMiddle, fetchPlane, fetchVolume, partOf } from "./planes.js";
 import { showResult } from "./result_view.js";
 import { follow, RunView } from "./run_view.js";
@@ -492,15 +493,25 @@ async function route() {
     await openView(kind, id, address.get("model"), watching.signal);
   } catch (error) {
     if (error instanceof Problem && error.status === 404) {
-      if (kind === "job") {
-        forget(id);
-        forgetCorrections(id);
-      }
       history.replaceState(null, "", "#");
       showHome();
+      if (kind === "job" && (await loseJob(id))) return;
     }
     report(error);
   }
+}
+
+/** Forget a job that the service does not know. @param {string} id @returns {Promise<boolean>} whether corrections of it are offered instead */
+async function loseJob(id) {
+  const name = entries().find(({ job }) => job === id)?.name ?? "stack.tif";
+  const drop = () => {
+    forget(id);
+    forgetCorrections(id);
+    showHome();
+  };
+  const offered = await offerCorrections(id, name, drop);
+  if (!offered) drop();
+  return offered;
 }
 
 /** @type {Promise<string> | null} */

@@ -1,5 +1,6 @@
 /** The first screen: a place to drop a stack, the sample, and the jobs of this browser. */
 
+import * as kept from "./edit_store.js";
 import { button, element } from "./elements.js";
 import { entries, forget } from "./history.js";
 import { ago, counted } from "./words.js";
@@ -79,6 +80,29 @@ function steps() {
 
 /** @param {import("./history.js").Entry[]} list @param {(id: string) => void} open @param {() => void} changed */
 function recent(list, open, changed) {
+  const found = list.map(({ objects }) =>
+    element("span", { class: "muted" }, objects === null ? "not finished when last seen" : counted(objects, "object")),
+  );
+  /** Corrections of each job. @type {Map<string, number>} */
+  const corrections = new Map();
+  kept.counts().then((counts) => {
+    for (const [key, edits] of counts) {
+      const [job] = key.split("@");
+      corrections.set(job, (corrections.get(job) ?? 0) + edits);
+    }
+    for (const [place, { job }] of list.entries()) {
+      const edits = corrections.get(job);
+      if (edits) found[place].append(` · ${counted(edits, "correction")}`);
+    }
+  });
+  /** @param {import("./history.js").Entry} entry */
+  const remove = async ({ job, name }) => {
+    const edits = corrections.get(job);
+    if (edits && !confirm(`Remove ${name} from this list, and discard its ${counted(edits, "correction")}?`)) return;
+    forget(job);
+    await kept.forget(job);
+    changed();
+  };
   return element(
     "section",
     { class: "recent", "aria-labelledby": "recent-title" },
@@ -86,7 +110,7 @@ function recent(list, open, changed) {
     element(
       "ul",
       {},
-      ...list.map((entry) =>
+      ...list.map((entry, place) =>
         element(
           "li",
           {},
@@ -100,11 +124,7 @@ function recent(list, open, changed) {
               "span",
               { class: "recent-words" },
               element("strong", {}, entry.name || "Stack"),
-              element(
-                "span",
-                { class: "muted" },
-                entry.objects === null ? "not finished when last seen" : counted(entry.objects, "object"),
-              ),
+              found[place],
               element("span", { class: "muted" }, `${entry.model} · ${ago(entry.created)}`),
             ),
           ),
@@ -114,10 +134,7 @@ function recent(list, open, changed) {
               type: "button",
               class: "quiet icon",
               "aria-label": `Remove ${entry.name || "the stack"} from this list`,
-              onclick: () => {
-                forget(entry.job);
-                changed();
-              },
+              onclick: () => remove(entry),
             },
             "×",
           ),
