@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import until
+from live import Live
 
+# Seconds that a node, a worker, or a service in front of it may take to be there.
+STARTING = 120
 # As the autoscaler's pretended provider knows the head.
 HEAD = "f" * 51 + "00000"
 # That it would run on hosts of its own.
@@ -95,3 +99,7 @@ def autoscaled_cluster(folder: Path, hosts: int, idle_seconds: float) -> Iterato
         path.write_text(json.dumps(config))
         with ray_cluster(gcs_server_port=port, autoscaling_config=str(path)) as made:
             yield made
+
+
+def wait_ready(live: Live) -> None:
+    until(lambda: live.runtime.unready_reasons() == (), STARTING)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,11 +18,13 @@ import numpy as np
 import pytest
 from fakes import until
 from live import Live, as_tiff, classes, eager, serve
-from ray_clusters import autoscaled_cluster, ray_cluster, ray_environment
+from ray_clusters import STARTING, ray_cluster, ray_environment, wait_ready
 
 from service.core.volume import Options
 from service.serving.cluster.block_workers import ActorWorkers
+from service.serving.cluster.exchange import MARKER
 from service.serving.cluster.ray_cluster import make_block_actors
+from service.serving.cluster.remote_device import SILENT_SECONDS
 from service.serving.job import Progress
 from tests.block_runs import begin, segment_blocks, segment_whole
 from tests.segmenters import settings_of
@@ -32,7 +36,6 @@ pytestmark = [
 ]
 
 REQUESTS = 200
-STARTING = 120
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +113,39 @@ def test_a_hang_up_stops_remote_windows_within_two_seconds(live: Live, phantom_m
     assert time.monotonic() - hung_up < 2
 
 
+def test_requests_of_a_host_that_falls_silent_are_answered_by_another(
+    live: Live, cluster: Any, bands_repository: Path, phantom_maker: Any
+) -> None:
+    stack = as_tiff(phantom_maker((128, 256, 256), seed=2).image)
+    with serve(eager(bands_repository)) as local:
+        expected = classes(local.segment(stack).content)
+    workers: Any = live.runtime.device_workers
+    until(lambda: all(worker.problem is None for worker in workers), STARTING)
+    before = segmentations(live)
+    silent = cluster.workers[1]
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(live.segment, stack) for _ in workers]
+        until(lambda: all(any(task.done for task in worker.status.progress.values()) for worker in workers), STARTING)
+        with stopped(silent):
+            until(lambda: sum(worker.problem is not None for worker in workers) == 1, SILENT_SECONDS + 5)
+            answers = [request.result() for request in asked]
+            assert all(np.array_equal(classes(answer.content), expected) for answer in answers)
+    # Ray may have given the silent node up, and then wants another one.
+    spare = cluster.add_node(num_cpus=1, num_gpus=1)
+    until(lambda: all(worker.problem is None for worker in workers), STARTING)
+    until(lambda: not any(worker.status.progress for worker in workers), STARTING)
+    assert live.segment(stack).status_code == 200
+    # A request is counted once its answer has gone.
+    until(lambda: segmentations(live) >= before + len(workers) + 1)
+    assert segmentations(live) == before + len(workers) + 1
+    assert live.leftovers() == []
+    assert [entry.name for entry in live.runtime._cluster._exchange.path.iterdir()] == [MARKER]
+    if is_alive(silent):
+        cluster.remove_node(spare)
+    else:
+        cluster.workers[1] = spare
+
+
 def test_what_runs_in_the_cluster_is_finished_when_the_service_stops(
     cluster: Any, bands_repository: Path, tmp_path: Path, phantom_maker: Any
 ) -> None:
@@ -151,60 +187,38 @@ def test_blocks_of_a_lost_node_are_done_again_elsewhere(
     cluster.remove_node(nodes[0])
 
 
-def test_hosts_are_added_for_requests_and_jobs_and_removed_afterwards(
-    bands_repository: Path, tmp_path: Path, phantom_maker: Any
-) -> None:
-    """Last, as this process joins another cluster."""
-    import ray  # noqa: PLC0415
-
-    ray.shutdown()
-    stack = as_tiff(phantom_maker((64, 128, 128), seed=1).image)
-    with serve(eager(bands_repository)) as local:
-        expected = classes(local.segment(stack).content)
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    with autoscaled_cluster(tmp_path, 2, idle_seconds=3) as cluster, ThreadPoolExecutor(10) as pool:
-        settings = eager(
-            bands_repository,
-            cluster={
-                "address": cluster.address,
-                "workers": 2,
-                "least_workers": 0,
-                "backlog_seconds": 0.1,
-                "idle_seconds": 3,
-                "shared_folder": shared,
-            },
-            limits={"waiting": 40, "at_once": 2},
-        )
-        with serve(settings, wait=False) as live:
-            wait_ready(live)
-            until(lambda: len(ray.nodes()) > 1 and alive_nodes() == 1, STARTING)
-            jobs = [live.client.post("/jobs", content=stack).headers["location"] for _ in range(10)]
-            requests = [pool.submit(live.segment, stack) for _ in range(10)]
-            until(lambda: alive_nodes() == 3, STARTING)
-            for request in requests:
-                assert np.array_equal(classes(request.result().content), expected)
-            until(lambda: all(live.client.get(job).json()["state"] == "done" for job in jobs), STARTING)
-            for job in jobs:
-                assert np.array_equal(classes(live.client.get(f"{job}/result").content), expected)
-            until(lambda: alive_nodes() == 1, STARTING)
-            devices = live.client.get("/gpu").json()["devices"]
-            assert [(device["given_back"], device["problem"]) for device in devices] == 2 * [(True, None)]
-            # The first request after that waits for a host.
-            assert np.array_equal(classes(live.segment(stack).content), expected)
-
-
-def wait_ready(live: Live) -> None:
-    until(lambda: live.runtime.unready_reasons() == (), STARTING)
-
-
-def alive_nodes() -> int:
-    import ray  # noqa: PLC0415
-
-    return sum(node["Alive"] for node in ray.nodes())
-
-
 def ray_gpus_free() -> float:
     import ray  # noqa: PLC0415
 
     return float(ray.available_resources().get("GPU", 0))
+
+
+def segmentations(live: Live) -> int:
+    """How many requests were answered with labels."""
+    told = 'stackseg_requests_total{route="/segment",status="200"}'
+    lines = live.client.get("/metrics").text.splitlines()
+    return sum(int(float(line.split()[-1])) for line in lines if line.startswith(told))
+
+
+def is_alive(node: Any) -> bool:
+    import ray  # noqa: PLC0415
+
+    return any(known["NodeID"] == node.node_id and known["Alive"] for known in ray.nodes())
+
+
+@contextmanager
+def stopped(node: Any) -> Iterator[None]:
+    """Stop all processes of a node, actors included, and let them go on."""
+    pids = [info.process.pid for infos in node.all_processes.values() for info in infos]
+    for pid in pids:
+        pids += [
+            int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
+        ]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)

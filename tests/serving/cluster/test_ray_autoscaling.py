@@ -1,0 +1,64 @@
+"""Ray's autoscaler adds pretended hosts for the work of a server, and removes them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import until
+from live import as_tiff, classes, eager, serve
+from ray_clusters import STARTING, autoscaled_cluster, wait_ready
+
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs stackseg[ray]"),
+]
+
+
+def test_hosts_are_added_for_requests_and_jobs_and_removed_afterwards(
+    bands_repository: Path, tmp_path: Path, phantom_maker: Any
+) -> None:
+    stack = as_tiff(phantom_maker((64, 128, 128), seed=1).image)
+    with serve(eager(bands_repository)) as local:
+        expected = classes(local.segment(stack).content)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    with autoscaled_cluster(tmp_path, 2, idle_seconds=3) as cluster, ThreadPoolExecutor(10) as pool:
+        settings = eager(
+            bands_repository,
+            cluster={
+                "address": cluster.address,
+                "workers": 2,
+                "least_workers": 0,
+                "backlog_seconds": 0.1,
+                "idle_seconds": 3,
+                "shared_folder": shared,
+            },
+            limits={"waiting": 40, "at_once": 2},
+        )
+        with serve(settings, wait=False) as live:
+            wait_ready(live)
+            until(lambda: alive_nodes() == 1, STARTING)
+            jobs = [live.client.post("/jobs", content=stack).headers["location"] for _ in range(10)]
+            requests = [pool.submit(live.segment, stack) for _ in range(10)]
+            until(lambda: alive_nodes() == 3, STARTING)
+            for request in requests:
+                assert np.array_equal(classes(request.result().content), expected)
+            until(lambda: all(live.client.get(job).json()["state"] == "done" for job in jobs), STARTING)
+            for job in jobs:
+                assert np.array_equal(classes(live.client.get(f"{job}/result").content), expected)
+            until(lambda: alive_nodes() == 1, STARTING)
+            devices = live.client.get("/gpu").json()["devices"]
+            assert [(device["given_back"], device["problem"]) for device in devices] == 2 * [(True, None)]
+            # The first request after that waits for a host.
+            assert np.array_equal(classes(live.segment(stack).content), expected)
+
+
+def alive_nodes() -> int:
+    import ray  # noqa: PLC0415
+
+    return sum(node["Alive"] for node in ray.nodes())
