@@ -161,6 +161,7 @@ def test_what_is_corrected_is_what_is_saved_and_survives_a_reload(result: Result
     page.get_by_role("button", name="Delete", exact=True).click()
     click_voxel(page, middle(labels, deleted))
     expect(page.locator(".correct")).to_contain_text("1 merged, 1 deleted")
+    expect(page.locator("#words")).to_have_text(f"{len(largest(labels)) - 2} objects. As corrected.")
     expected = np.where(labels == merged, kept, np.where(labels == deleted, 0, labels))
     assert np.array_equal(corrected(page), expected)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from fakes import FakeSegmenter, until
 from live import Live, as_tiff, eager, serve
 from numpy.typing import NDArray
 from paths import ROOT
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 from runtimes import loaded_segmenter
 
 from service.api.api_keys import generate_key, hash_key
@@ -49,6 +51,7 @@ def test_from_the_sample_to_the_labels_on_disk(nuclei: Live, open_page: Open, tm
     page.keyboard.press("Escape")
     expect(slices).to_be_visible()
     page.get_by_role("tab", name="Take").click()
+    expect(page.get_by_role("tabpanel", name="Take")).to_contain_text("The service keeps this result until ")
     check_accessibility(page)
     with page.expect_download() as downloading:
         page.get_by_role("button", name="Labels, OME-TIFF").click()
@@ -60,19 +63,52 @@ def test_from_the_sample_to_the_labels_on_disk(nuclei: Live, open_page: Open, tm
         page.get_by_role("button", name="Picture of the view").click()
     assert Path(downloading.value.path()).read_bytes().startswith(b"\x89PNG")
     page.get_by_role("button", name="New stack").click()
+    held = hold(page, "**/jobs/*")
     page.locator(".recent-job").click()
+    expect(page.locator("body")).to_have_class("busy")
+    held()
+    expect(page.locator("body")).not_to_have_class("busy")
     expect(page.locator("#words")).to_contain_text(f"{job['objects']} objects")
 
 
 def test_a_doubtful_result_offers_its_next_try(nuclei: Live, open_page: Open) -> None:
     page = open_page(nuclei)
-    put(page, as_tiff(tifffile.imread(ROOT / "models" / "membranes" / "sample.tif")[8:48, 24:88, 24:88]))
+    cells = tifffile.imread(ROOT / "models" / "membranes" / "sample.tif")[8:48, 24:88, 24:88]
+    put(page, as_tiff(cells, imagej=False, metadata=None))
     segment(page)
-    expect(page.get_by_role("button", name="Try Model: membranes")).to_be_visible()
-    page.get_by_role("button", name="Try Model: membranes").click()
+    attempt = page.get_by_role("button", name="Try Model: membranes")
+    expect(attempt).to_be_visible()
+    notes = page.locator("#side .notes summary")
+    expect(notes).to_have_text(re.compile("^[3-9] notes$"))
+    expect(page.locator("tr[data-row]").first).to_be_in_viewport()
+    notes.click()
+    expect(page.locator("#side")).to_contain_text("The file states no voxel size")
+    check_accessibility(page)
+    held = hold(page, "**/inspect?*")
+    attempt.click()
+    expect(attempt).to_have_attribute("aria-busy", "true")
+    held()
     expect(page.locator("#side")).to_contain_text("membranes/1")
     assert nuclei.client.get("/jobs").json()["jobs"][0]["parameters"]["model"] == "membranes"
     expect(page.locator("#settings")).to_contain_text("Cells in 3D stacks")
+
+
+def hold(page: Page, address: str) -> Callable[[], None]:
+    """Keep requests to an address waiting until what is returned is called."""
+    waiting: list[Route] = []
+
+    def wait(route: Route) -> None:
+        waiting.append(route)
+
+    def let_go() -> None:
+        while not waiting:
+            page.wait_for_timeout(20)
+        for route in waiting:
+            route.continue_()
+        page.unroute(address)
+
+    page.route(address, wait)
+    return let_go
 
 
 def test_an_ambiguous_file_is_settled_by_a_click(fake: Live, open_page: Open) -> None:

@@ -91,7 +91,7 @@ export class CorrectView {
   /** Tell how many corrections are kept of what is shown. */
   async countKept() {
     const edits = await kept.count(this.key);
-    this.root.dispatchEvent(new CustomEvent("kept", { detail: edits }));
+    this.root.dispatchEvent(new CustomEvent("kept", { detail: { edits, objects: null } }));
     if (edits > 0) await this.show();
   }
 
@@ -464,7 +464,8 @@ export class CorrectView {
     this.undo.disabled = editor.done.length === 0;
     this.redo.disabled = editor.undone.length === 0;
     const parts = [...editor.counts()].map(([kind, times]) => `${times} ${DONE[kind]}`);
-    this.root.dispatchEvent(new CustomEvent("kept", { detail: editor.done.length }));
+    const detail = { edits: editor.done.length, objects: editor.objects.size };
+    this.root.dispatchEvent(new CustomEvent("kept", { detail }));
     this.counted.textContent = `${counted(editor.objects.size, "object")}${parts.length ? ` · ${parts.join(", ")}` : ", nothing corrected"}`;
   }
 

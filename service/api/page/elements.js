@@ -40,9 +40,22 @@ export function byId(id) {
   return found;
 }
 
-/** @param {string} text @param {() => unknown} action @param {string} [kind] */
+/**
+ * A button that looks busy, and does nothing else, until its action is done.
+ * @param {string} text @param {() => unknown} action @param {string} [kind]
+ */
 export function button(text, action, kind = "") {
-  return element("button", { type: "button", class: kind, onclick: action }, text);
+  const onclick = async () => {
+    if (made.ariaBusy === "true") return;
+    made.ariaBusy = "true";
+    try {
+      await action();
+    } finally {
+      made.ariaBusy = null;
+    }
+  };
+  const made = element("button", { type: "button", class: kind, onclick }, text);
+  return made;
 }
 
 /**

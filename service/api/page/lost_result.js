@@ -27,8 +27,9 @@ export async function offerCorrections(job, name, ondiscard) {
     dialog.close();
     ondiscard();
   };
-  const dialog = openDialog(
-    "The result is gone",
+  const content = element(
+    "div",
+    { class: "dialog-form" },
     element(
       "p",
       { class: "muted" },
@@ -43,6 +44,7 @@ export async function offerCorrections(job, name, ondiscard) {
       button("Close", () => dialog.close(), "secondary"),
     ),
   );
+  const dialog = openDialog("The result is gone", content);
   return true;
 }
 

@@ -336,6 +336,7 @@ let session = null;
 function show(which) {
   for (const view of ["start", "work", "status", "learn", "compare"]) byId(view).hidden = view !== which;
   byId("home").hidden = which === "start";
+  document.body.classList.remove("busy");
   byId("problem").hidden = true;
 }
 
@@ -421,6 +422,7 @@ async function openJob(id) {
     session?.end();
     session = new Session(stack?.id ?? "", job.name || "stack.tif", stack?.bytes ?? 0);
   }
+  show("work");
   const opened = session;
   const given = Object.fromEntries(Object.entries(parameters).map(([name, value]) => [name, String(value)]));
   opened.settings.restore({ ...given, model: String(parameters.model ?? job.model.split("/")[0]) });
@@ -485,6 +487,7 @@ async function route() {
   const [kind, id] = address.entries().next().value ?? ["", ""];
   watching.abort();
   watching = new AbortController();
+  document.body.classList.add("busy");
   if (kind !== "job") {
     session?.end();
     session = null;
@@ -492,6 +495,7 @@ async function route() {
   try {
     await openView(kind, id, address.get("model"), watching.signal);
   } catch (error) {
+    document.body.classList.remove("busy");
     if (error instanceof Problem && error.status === 404) {
       history.replaceState(null, "", "#");
       showHome();

@@ -2,7 +2,7 @@
 
 import { describeResult, resultsOf } from "./compare_view.js";
 import { CorrectView } from "./correct_view.js";
-import { element } from "./elements.js";
+import { button, element } from "./elements.js";
 import { ObjectsView } from "./objects_view.js";
 import { warningText } from "./server.js";
 import { takeView } from "./take_view.js";
@@ -15,6 +15,8 @@ import { counted, number, setting, widths } from "./words.js";
 
 const PER_TIME_POINT =
   "Numbers and colours are of each time point: object 5 of one is not object 5 of the next. To follow objects, tick “Give objects one number through time”, and segment again.";
+// More of them would push the table of objects off the screen of a laptop.
+const SHOWN_NOTES = 2;
 const AS_SEGMENTED = "These are the labels as they were segmented. Those with your corrections are under Correct.";
 
 /**
@@ -22,7 +24,7 @@ const AS_SEGMENTED = "These are the labels as they were segmented. Those with yo
  * @param {Job} job that is done
  * @param {{table: import("./table.js").Table | null, name: string, stack: string, viewer: Viewer,
  *   abilities: import("./server.js").Abilities, signal: AbortSignal,
- *   segmentWith: (changed: Record<string, string>) => void, times: Times}} shown
+ *   segmentWith: (changed: Record<string, string>) => Promise<void>, times: Times}} shown
  *   name of the file; id of the stack, "" where it is not kept; the signal ends the link with the views;
  *   `segmentWith` segments the stack anew with these parameters changed; `times` shows other time points
  */
@@ -57,7 +59,8 @@ export function showResult(root, job, { table, name, stack, viewer, abilities, s
     const note = element("p", { class: "muted small", hidden: true }, AS_SEGMENTED);
     take.prepend(note);
     correct.root.addEventListener("kept", (event) => {
-      const edits = /** @type {CustomEvent<number>} */ (event).detail;
+      const { edits, objects } = /** @type {CustomEvent<{edits: number, objects: number | null}>} */ (event).detail;
+      if (objects !== null && !job.time_points) tables.count(edits > 0 ? objects : null);
       badge.textContent = edits > 0 ? counted(edits, "correction") : "";
       note.hidden = edits === 0;
     });
@@ -104,6 +107,11 @@ class Tables {
     if (corrected === null && this.shown === this.segmented) return;
     this.#show(corrected ?? this.segmented);
     this.words.textContent = corrected ? `${corrected.words()} As corrected.` : this.said;
+  }
+
+  /** Say how many objects there are while labels are corrected. @param {number | null} objects null: as segmented */
+  count(objects) {
+    this.words.textContent = objects === null ? this.said : `${counted(objects, "object")}. As corrected.`;
   }
 
   /** @param {ObjectsView | null} objects */
@@ -159,7 +167,7 @@ function facts(job) {
 
 /**
  * @param {Job} job
- * @param {((changed: Record<string, string>) => void) | null} segmentWith null where the stack is not kept
+ * @param {((changed: Record<string, string>) => Promise<void>) | null} segmentWith null where the stack is not kept
  */
 function notes(job, segmentWith) {
   const doubt = job.doubt ? warningText(job.doubt) : "";
@@ -177,16 +185,24 @@ function notes(job, segmentWith) {
           "li",
           { class: "warning" },
           element("p", {}, doubt),
-          attempt &&
-            element(
-              "button",
-              { type: "button", onclick: () => segmentWith(attempt) },
-              `Try ${setting(parameter, value)}`,
-            ),
+          attempt && button(`Try ${setting(parameter, value)}`, () => segmentWith(attempt)),
         ),
-      ...texts.map((note) => element("li", {}, note)),
+      ...(texts.length > SHOWN_NOTES
+        ? [
+            element(
+              "li",
+              {},
+              element("details", {}, element("summary", {}, counted(texts.length, "note")), list(texts)),
+            ),
+          ]
+        : texts.map((note) => element("li", {}, note))),
     )
   );
+}
+
+/** @param {string[]} texts */
+function list(texts) {
+  return element("ul", { class: "notes" }, ...texts.map((text) => element("li", {}, text)));
 }
 
 /** The results of the same stack, to go from one to the other without moving. @param {Job} job @param {string} stack */

@@ -11,7 +11,7 @@ import { pageWords } from "./words.js";
  *   estimate: {windows: number, host_bytes: number, device_bytes: number} | null, seconds: number | null}} Inspection
  * @typedef {{id: string, name: string, bytes: number}} Stack
  * @typedef {string | {detail?: string, message?: string, text?: string}} Warning
- * @typedef {{id: string, state: string, model: string, name: string, parameters: Record<string, unknown>, created: string,
+ * @typedef {{id: string, state: string, model: string, name: string, parameters: Record<string, unknown>, created: string, expires?: string | null,
  *   position: number | null, time_points: {done: number, total: number} | null, progress: {done: number, total: number}, seconds_left: number | null,
  *   seconds: Record<string, number>, confidence?: number | null, doubt?: {detail: string, try: string} | null, warnings: Warning[], diameter: string | null, objects: number | null,
  *   problem: {type: string, detail: string} | null}} Job

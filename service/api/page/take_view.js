@@ -2,6 +2,7 @@
 
 import { button, element, save } from "./elements.js";
 import { queryOf, request } from "./server.js";
+import { day } from "./words.js";
 
 /** @typedef {import("./server.js").Job} Job */
 
@@ -40,6 +41,8 @@ export function takeView(job, name, hasTable, picture) {
       button("Picture of the view, PNG", async () => save(await picture(), `${stem}_view.png`), "secondary"),
     ),
     status,
+    job.expires &&
+      element("p", { class: "muted small" }, `The service keeps this result until ${day(job.expires)} at the latest.`),
     element("h3", {}, "The same request"),
     ...Object.entries(lines(job, name || "stack.tif")).map(([language, text]) => snippet(language, text)),
   );

@@ -86,6 +86,11 @@ export function ago(when) {
   if (seconds < 60) return "just now";
   if (seconds < 3600) return `${counted(Math.round(seconds / 60), "minute")} ago`;
   if (seconds < 86400) return `${counted(Math.round(seconds / 3600), "hour")} ago`;
+  return day(when);
+}
+
+/** @param {string} when ISO 8601 */
+export function day(when) {
   return new Date(when).toLocaleDateString("en", { day: "numeric", month: "short" });
 }
 
