@@ -139,4 +139,6 @@ def read_facts(folder: RunFolder, spec: ModelSpec) -> Result:
         spec=spec,
         engine=survey.engine,
         confidence=confidence,
+        diameter=folder.plan.diameter if survey.sizing is None else survey.sizing.diameter,
+        estimated=survey.sizing is not None and survey.sizing.diameter is not None,
     )

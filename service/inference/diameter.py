@@ -108,6 +108,11 @@ class Sizing(NamedTuple):
     trial: Trial | None = None
 
     @property
+    def resampled_by(self) -> Diameter | None:
+        """Diameter by which resampling brings something, None where the image is used as it is sampled."""
+        return None if self.fits else self.diameter
+
+    @property
     def note(self) -> str:
         """A sentence about the estimate for the user."""
         if self.trial is not None:

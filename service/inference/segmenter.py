@@ -434,15 +434,15 @@ class Segmenter:
     ) -> _Sized:
         """Estimate the diameter of the objects, and plan anew with it where resampling by it brings something."""
         sizing = self._measure_diameter(image, volume, request.plan, compute)
-        if sizing.diameter is None or sizing.fits:
+        if sizing.resampled_by is None:
             return _Sized(request, sizing.diameter, (sizing.note,))
         try:
-            planned, estimate = self.estimator.plan_request(volume, replace(options, diameter=sizing.diameter))
+            planned, estimate = self.estimator.plan_request(volume, replace(options, diameter=sizing.resampled_by))
             self._check_memory(estimate)
         except (TooLarge, OutOfMemory) as error:
             note = f"Objects seem to be {sizing.diameter} wide, yet the stack is used as it is sampled: {error}"
             return _Sized(request, sizing.diameter, (note,))
-        plan = request.plan._replace(diameter=sizing.diameter, decode_on_host=planned.decode_on_host)
+        plan = request.plan._replace(diameter=sizing.resampled_by, decode_on_host=planned.decode_on_host)
         return _Sized(PlannedRequest(plan, estimate), sizing.diameter, (sizing.note,))
 
     def _measure_diameter(self, image: NormalisedImage, volume: Volume, plan: Plan, compute: ComputeSlabs) -> Sizing:

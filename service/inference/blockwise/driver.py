@@ -25,8 +25,6 @@ class Driver:
         self, folder: RunFolder, workers: Workers, progress: Progress = lambda _step, _done, _total: None
     ) -> None:
         self._folder, self._workers, self._progress = folder, workers, progress
-        self._run = open_run(str(folder.path))
-        self._layout = self._run.plan.layout
 
     def run(self, out: Path, describe: Callable[[], Mapping[str, str]]) -> None:
         """Do everything, and write the result to `out`, which appears once it is complete.
@@ -35,6 +33,8 @@ class Driver:
         raises.
         """
         self._survey()
+        self._run = open_run(str(self._folder.path), surveyed=True)
+        self._layout = self._run.plan.layout
         self._score_and_decode()
         if self._run.plan.output == "labels":
             self._do("link", range(self._layout.count))
@@ -48,7 +48,7 @@ class Driver:
 
     def _survey(self) -> None:
         """Have all parts counted, in as many rounds as it takes."""
-        parts = survey.count_parts(self._run)
+        parts = survey.count_parts(open_run(str(self._folder.path)))
         for turn in itertools.count():
             self._do("count", range(turn * parts, (turn + 1) * parts))
             self._do("survey", [turn])

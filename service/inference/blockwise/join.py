@@ -27,6 +27,7 @@ from service.inference.decoding.basin_merging import (
     merge_across,
 )
 from service.inference.decoding.instances import least_voxels
+from service.inference.decoding.steering import minimum_voxels
 from service.inference.decoding.watershed import PROBABILITY_ONE, Basins, Passes, heights_of_keys
 from service.models.spec import Instances
 
@@ -70,9 +71,13 @@ class _Maxima(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Sums over the voxels of basins, int64 [R], and whether each has a voxel at a face of the volume."""
+    """Sums over the voxels of basins, int64 [R], and whether each has a voxel at a face of the volume.
+
+    `stack_voxels` are those of the stack, where that was resampled.
+    """
 
     voxels: NDArray[np.int64]
+    stack_voxels: NDArray[np.int64]
     foreground: NDArray[np.int64]
     at_face: NDArray[np.bool_]
 
@@ -103,6 +108,10 @@ def join_tiles(run: OpenRun) -> dict[str, Any]:
     chosen = objects.select(kept)
     whole = least_voxels(spec.input.diameter or math.inf, decoding, chosen, run.plan.layout.size)
     kept &= (objects.confidence >= decoding.min_confidence) & (objects.voxels >= whole)
+    if run.plan.layout.size != run.plan.size:
+        on_stack = np.zeros(found, np.int64)
+        np.add.at(on_stack, group, sums.stack_voxels)
+        kept &= on_stack >= max(minimum_voxels(run.plan.options.steering, run.plan), 1)
     count = int(np.count_nonzero(kept))
     numbers = np.where(kept, kept.cumsum(), 0)
     # That of the background is the last.
@@ -170,12 +179,15 @@ def _sum_up(
     run: OpenRun, tiles: _Tiles, basin_of: Array, heights: torch.Tensor, persistence: Persistence
 ) -> tuple[_Sums, ShallowPasses]:
     count = len(heights)
-    sums = _Sums(np.zeros(count, np.int64), np.zeros(count, np.int64), np.zeros(count, np.bool_))
+    voxels, stack_voxels, foreground = np.zeros((3, count), np.int64)
+    sums = _Sums(voxels, stack_voxels, foreground, np.zeros(count, np.bool_))
     nothing = torch.zeros(0, dtype=torch.int64)
     shallow = [ShallowPasses(nothing, nothing, nothing.double())]
     for _number, part, known in tiles.open(run):
         here, facts, passes = basin_of[part], known["facts"], known["passes"]
         np.add.at(sums.voxels, here, facts[:, 1])
+        if "stack_voxels" in known:
+            np.add.at(sums.stack_voxels, here, known["stack_voxels"])
         np.add.at(sums.foreground, here, facts[:, 2])
         sums.at_face[here[known["at_faces"].astype(np.int64) - 1]] = True
         shallow.append(_shallow(here[passes[:, :2] - 1], passes[:, 2], heights, persistence))

@@ -27,6 +27,8 @@ MOST_WINDOWS = 64
 GROUPS_PER_WORKER = 6
 # Voxels of a tile with what surrounds it; each takes some 30 bytes while it is decoded.
 MOST_VOXELS = 2**24
+# Voxels of the stack that a voxel of a tile is made from, above which tiles are smaller.
+USUAL_SOURCE = 4
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,12 @@ class Layout:
         return Grid(as_size(size), self.roi, grid.pad_before, as_size(spans), (z, y, x))
 
 
-def choose_windows(size: Size, roi: Size, overlap: float, workers: int) -> Size:
-    """Return the windows of a group along (z, y, x): near a cube, and as many as suit so many workers."""
+def choose_windows(size: Size, roi: Size, overlap: float, workers: int, stack: Size) -> Size:
+    """Return the windows of a group along (z, y, x): near a cube, and as many as suit so many workers.
+
+    stack  voxels that are resampled to `size`
+    """
+    largest = min(MOST_VOXELS, USUAL_SOURCE * MOST_VOXELS * math.prod(size) // math.prod(stack))
     counts = [len(starts) for starts in Grid.cover(size, roi, overlap).starts]
     steps = [max(int(edge * (1 - overlap)), 1) for edge in roi]
     most = min(MOST_WINDOWS, max(math.prod(counts) // (GROUPS_PER_WORKER * workers), 1))
@@ -149,7 +155,7 @@ def choose_windows(size: Size, roi: Size, overlap: float, workers: int) -> Size:
         for axis in sorted(range(3), key=lambda axis: (chosen[axis] * steps[axis], -axis)):
             larger = [n + (index == axis) for index, n in enumerate(chosen)]
             voxels = math.prod(n * step + edge for n, step, edge in zip(larger, steps, roi, strict=True))
-            if larger[axis] <= counts[axis] and math.prod(larger) <= most and voxels <= MOST_VOXELS:
+            if larger[axis] <= counts[axis] and math.prod(larger) <= most and voxels <= largest:
                 chosen = larger
                 break
         else:

@@ -15,6 +15,7 @@ from service.inference.blockwise.join import label_tile
 from service.inference.blockwise.layout import Box, firsts, lengths, slices
 from service.inference.blockwise.run_folder import OpenRun
 from service.inference.blockwise.tiles import decoding_spec, read_pixels
+from service.inference.resample import nearest_voxels
 from service.models.spec import Instances
 
 
@@ -29,7 +30,7 @@ def create_store(run: OpenRun, out: Path, origin: Mapping[str, str]) -> list[int
         dtype = np.dtype(np.uint8 if len(names) <= 256 else np.uint16)
         if isinstance(spec.decoding, Instances):
             names = ("background", spec.decoding.foreground)
-    nothing = np.broadcast_to(np.zeros((), dtype), plan.layout.size)
+    nothing = np.broadcast_to(np.zeros((), dtype), plan.size)
     levels = zarr_writer.create(Segmentation(nothing, plan.output, plan.voxel_size, count, tuple(names)), out, origin)
     facts = {"out": str(out), "levels": [{"steps": level.steps, "block": level.block} for level in levels]}
     run.folder.write_levels(facts)
@@ -41,7 +42,7 @@ def write_block(run: OpenRun, number: int) -> dict[str, Any]:
     facts = run.folder.levels
     out, levels = Path(facts["out"]), facts["levels"]
     for level, known in enumerate(levels):
-        shape = level_shape(run.plan.layout.size, known["steps"])
+        shape = level_shape(run.plan.size, known["steps"])
         counts = [-(-n // edge) for n, edge in zip(shape, known["block"], strict=True)]
         if number >= np.prod(counts):
             number -= int(np.prod(counts))
@@ -65,16 +66,23 @@ def level_shape(size: Sequence[int], steps: Sequence[int]) -> list[int]:
 
 
 def _collect(run: OpenRun, box: Box) -> Array:
-    layout = run.plan.layout
+    """Return a block of the stack's grid, whose voxels have what the tiles have at the nearest one of theirs."""
+    layout, read = run.plan.layout, label_tile if run.plan.output == "labels" else read_pixels
     pixels: Array = np.zeros(lengths(box), np.uint32 if run.plan.output == "labels" else np.uint16)
-    for number in layout.tiles_of(box):
-        if run.folder.read_record("tile", number)["empty"]:
-            continue
+    nearest = [axis[slice(*span)] for axis, span in zip(nearest_voxels(layout.size, run.plan.size), box, strict=True)]
+    z, y, x = ((int(axis[0]), int(axis[-1]) + 1) for axis in nearest)
+    for number in layout.tiles_of((z, y, x)):
         tile = layout.tile(number)
-        z, y, x = ((max(a, c), min(b, d)) for (a, b), (c, d) in zip(tile, box, strict=True))
-        inside = slices((z, y, x), firsts(tile))
-        read = label_tile if run.plan.output == "labels" else read_pixels
-        pixels[slices((z, y, x), firsts(box))] = read(run, number, inside)
+        # The stack may have no voxel along an axis for a tile.
+        spans = [np.searchsorted(axis, span) for axis, span in zip(nearest, tile, strict=True)]
+        if run.folder.read_record("tile", number)["empty"] or any(first == end for first, end in spans):
+            continue
+        places = [axis[slice(*span)] - first for axis, span, first in zip(nearest, spans, firsts(tile), strict=True)]
+        z, y, x = ((int(axis[0]), int(axis[-1]) + 1) for axis in places)
+        part = read(run, number, slices((z, y, x)))
+        if layout.size != run.plan.size:
+            part = part[np.ix_(*(axis - axis[0] for axis in places))]
+        pixels[tuple(slice(*span) for span in spans)] = part
     return pixels
 
 
@@ -96,7 +104,7 @@ def blocks_of_levels(run: OpenRun) -> list[range]:
             np.prod(
                 [
                     -(-n // edge)
-                    for n, edge in zip(level_shape(run.plan.layout.size, known["steps"]), known["block"], strict=True)
+                    for n, edge in zip(level_shape(run.plan.size, known["steps"]), known["block"], strict=True)
                 ]
             )
         )

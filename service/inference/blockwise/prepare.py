@@ -14,7 +14,6 @@ from service.inference.decoding.block_kernel import block_kernel
 from service.inference.decoding.steering import steer
 from service.inference.estimate import Estimator
 from service.inference.resample import working_size
-from service.inference.windows.grid import as_size
 from service.models.spec import Instances, ModelSpec
 
 
@@ -43,17 +42,12 @@ def make_plan(  # noqa: PLR0913
     if description.problem:
         raise BadParameter(description.problem)
     plan = Estimator(spec, lift_limit(settings)).plan_request(description, options).plan
-    size = as_size(description.shape[1:])
+    size = working_size(description, spec, plan.diameter)
     decoding = steer(spec, plan.steering, description, size).decoding
     _check_decoding(decoding, plan.output)
-    if working_size(description, spec, plan.diameter) != size:
-        raise BadParameter(
-            f"The stack would be resampled for {spec.name}, which is not done block by block. Write it at the"
-            " resolution that suits the model, or take it as it is with diameter=none."
-        )
-    overlap, roi = plan.overlap, spec.input.roi_size
+    overlap, roi, (_, z, y, x) = plan.overlap, spec.input.roi_size, description.shape
     margin = 1 + decoding.smoothing if isinstance(decoding, Instances) and plan.output == "labels" else 0
-    layout = Layout(size, roi, overlap, choose_windows(size, roi, overlap, workers), margin)
+    layout = Layout(size, roi, overlap, choose_windows(size, roi, overlap, workers, (z, y, x)), margin)
     return RunPlan(
         source,
         _stamp(source),
@@ -64,7 +58,10 @@ def make_plan(  # noqa: PLR0913
         options,
         plan.output,
         layout,
+        description.shape,
         description.voxel_size,
+        plan.diameter,
+        workers,
     )
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -24,10 +24,22 @@ from pydantic import TypeAdapter
 
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
-from service.core.volume import Array, Options, OutputKind, Selection, VoxelSize, is_index
-from service.inference.blockwise.layout import Layout
+from service.core.volume import (
+    Array,
+    Diameter,
+    Options,
+    OutputKind,
+    Selection,
+    Size,
+    StackShape,
+    VoxelSize,
+    is_index,
+)
+from service.inference.blockwise.layout import Layout, choose_windows
+from service.inference.diameter import Sizing
 from service.inference.empty_windows import Skipped
 from service.inference.normalize import IntensityScaling
+from service.inference.resample import working_size
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec
 
@@ -50,6 +62,10 @@ class RunPlan:
     source    path of the image, and what tells whether it was replaced meanwhile
     weights   SHA-256 of the model's weights
     choices   of the operator for engine and windows, as JSON
+    layout    on the grid that the network works on
+    shape     of the stack, with its `voxel_size`: a plan is the `Extent` of the stack
+    diameter  of the objects, where the stack is resampled by it
+    workers   that the volume is cut for
     """
 
     source: Path
@@ -61,7 +77,22 @@ class RunPlan:
     options: Options
     output: OutputKind
     layout: Layout
+    shape: StackShape
     voxel_size: VoxelSize | None
+    diameter: Diameter | None
+    workers: int
+
+    @property
+    def size(self) -> Size:
+        """Voxels of the stack along (z, y, x)."""
+        _, z, y, x = self.shape
+        return z, y, x
+
+    def with_diameter(self, diameter: Diameter, spec: ModelSpec) -> RunPlan:
+        """Return the plan for objects of another diameter."""
+        size, old = working_size(self, spec, diameter), self.layout
+        windows = choose_windows(size, old.roi, old.overlap, self.workers, self.size)
+        return replace(self, diameter=diameter, layout=replace(old, size=size, windows=windows))
 
 
 @dataclass(frozen=True)
@@ -72,6 +103,7 @@ class Survey:
     skipped   windows that are not computed, None where all are
     scores    that stand for those of these, one for each output
     engine    that is to compute the windows
+    sizing    estimate of the diameter of the objects, None where none was wanted
     """
 
     scalings: tuple[IntensityScaling, ...]
@@ -79,6 +111,7 @@ class Survey:
     skipped: Skipped | None
     scores: tuple[float, ...]
     engine: str
+    sizing: Sizing | None
 
 
 _FOLDERS = ("records", "survey", "scores", "tiles", "links")
@@ -246,16 +279,20 @@ def _record(step: Step, number: int) -> str:
 
 def _same(one: RunPlan, other: RunPlan) -> bool:
     """Return whether two plans have the same result, whether or not it is taken and however the volume is cut."""
-    left_out = {"layout": {"windows"}, "options": {"strict"}}
+    left_out: dict[str, Any] = {"layout": {"windows"}, "options": {"strict"}, "workers": True}
     shown = [_PLAN.dump_python(plan, mode="json", exclude=left_out) for plan in (one, other)]
     return bool(shown[0] == shown[1])
 
 
 @lru_cache(maxsize=4)
-def open_run(path: str) -> OpenRun:
-    """Open the folder of a run, once in each process."""
+def open_run(path: str, *, surveyed: bool = False) -> OpenRun:
+    """Open the folder of a run, once in each process; after the survey with the diameter that was estimated there."""
     folder = RunFolder(Path(path))
-    return OpenRun(folder, folder.plan, read_spec(folder.plan.model))
+    plan, spec = folder.plan, read_spec(folder.plan.model)
+    sizing = folder.survey.sizing if surveyed else None
+    if sizing is not None and sizing.resampled_by is not None:
+        plan = plan.with_diameter(sizing.resampled_by, spec)
+    return OpenRun(folder, plan, spec)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core.buffers import make_allocator, release_pages
-from service.core.errors import BadParameter
 from service.core.volume import Array, Size, Volume
 from service.formats import stack_reader
 from service.formats.pixels import run_in_threads
@@ -38,6 +37,7 @@ from service.inference.normalize import (
     replace_nonfinite,
 )
 from service.inference.percentiles import SORTED_VOXELS, count_digits, keys_of_pixels
+from service.inference.resample import describe_resampling
 from service.inference.segmenter import Segmenter
 from service.inference.windows import grid
 from service.inference.windows.grid import as_size
@@ -48,6 +48,8 @@ from service.models.spec import PercentileNormalisation
 READ_EDGE = 512
 # Voxels of a part, in those of a group of windows, and bytes of its pixels, where a chunk has not more.
 PART_GROUPS, PART_BYTES = 4, 2**28
+# Layers of chunks under small boxes that are kept, and voxels of the largest one.
+LAYERS, LAYER_VOXELS = 8, 2**23
 
 Wanted = dict[str, Any]
 """What is to be counted of a channel: `shift` and `prefixes` of `count_digits`, and `substitute` of other pixels."""
@@ -255,22 +257,31 @@ class _CountedChannel(VolumeChannel):
 
 
 class _RegionImage(NormalisedImage):
-    """A normalised volume of which no more is read than what is asked for."""
+    """A normalised volume of which no more is read than what is asked for, and the layer of chunks around that.
+
+    Of small boxes the latest layers are kept, as windows are cut plane by plane.
+    """
 
     def __init__(self, stack: ZarrStack, volume: Volume, scalings: tuple[IntensityScaling, ...]) -> None:
         super().__init__(volume, scalings)
-        self._stack = stack
+        self._stack, self._read_layer = stack, lru_cache(LAYERS)(self._read_region)
+
+    def _read_region(self, z: range, y: range, x: range) -> Array:
+        return self._stack.read_region((z, y, x))
 
     def _read(self, box: grid.Box) -> list[Array]:
         z, y, x = (range(*axis.indices(length)) for axis, length in zip(box[2:], self.shape[2:], strict=True))
-        return list(self._stack.read_region((z, y, x))[box[1]])
+        depth = self._stack.chunk_size[0]
+        layer = range(z.start // depth * depth, min(-(-z.stop // depth) * depth, self.shape[2]))
+        if len(layer) * len(y) * len(x) > LAYER_VOXELS:
+            return list(self._read_region(z, y, x)[box[1]])
+        return list(self._read_layer(layer, y, x)[box[1], z.start - layer.start : z.stop - layer.start])
 
 
 def merge_counts(run: OpenRun, segmenter: Segmenter, turn: int) -> dict[str, Any]:
     """Merge what was counted up to a round, and write the survey, unless something is `wanted` in a further round.
 
-    Raises BadFile for a channel without finite pixels, BadParameter where objects have another width than the model
-    wants, and what reading raises.
+    Raises BadFile for a channel without finite pixels, and what reading raises.
     """
     with _open(run) as (stack, counting):
         counts, volume = _Counts(run, counting, turn + 1), lazy_volume(stack, run)
@@ -279,16 +290,27 @@ def merge_counts(run: OpenRun, segmenter: Segmenter, turn: int) -> dict[str, Any
         if any(wanted):
             return {"wanted": wanted}
         scalings = tuple(each for each in fitted if isinstance(each, IntensityScaling))
-        notes, done = note_replaced(int(counts.nonfinite.sum())), segmenter.estimator.plan(run.plan.options)
-        if done.estimated:
-            notes = (*notes, check_width(segmenter, NormalisedImage(volume, scalings), volume, run))
-        image = _RegionImage(stack, volume, scalings)
-        skipping = segmenter.skip_empty_windows(image, volume, done, counts.intensities())
+        image, plan = _RegionImage(stack, volume, scalings), run.plan
+        sizing = segmenter.estimate_diameter(volume, plan.options, image=image)
+        intensities: IntensitySurvey | None = counts.intensities()
+        if sizing is not None and sizing.resampled_by is not None:
+            plan = plan.with_diameter(sizing.resampled_by, segmenter.spec)
+            # Windows lie elsewhere than those whose brightest voxels were found.
+            intensities = None
+        done = segmenter.estimator.plan(plan.options)._replace(diameter=plan.diameter)
+        skipping = segmenter.skip_empty_windows(image, volume, done, intensities)
+        notes = (
+            *note_replaced(int(counts.nonfinite.sum())),
+            *(() if sizing is None else (sizing.note,)),
+            *describe_resampling(plan.size, plan.layout.size, segmenter.spec, plan.diameter),
+            *skipping.notes,
+            *volume.notes,
+        )
     places, scores = np.zeros((0, 3), np.int64), tuple[float, ...]()
     if isinstance(skipping.image, SparseImage):
         places = np.array(sorted(skipping.image.skipped), np.int64).reshape(-1, 3)
         scores = tuple(skipping.image.scores.tolist())
-    survey = Survey(scalings, (*volume.notes, *notes, *skipping.notes), skipping.skipped, scores, segmenter.engine)
+    survey = Survey(scalings, notes, skipping.skipped, scores, segmenter.engine, sizing)
     run.folder.write_survey(survey, places)
     return {"wanted": None}
 
@@ -304,19 +326,6 @@ def _fit(volume: Volume, index: int, counts: _Counts, segmenter: Segmenter) -> I
     except _NotCounted as missing:
         return missing.wanted
     return replace(scaling, substitute=substitute)
-
-
-def check_width(segmenter: Segmenter, image: NormalisedImage, volume: Volume, run: OpenRun) -> str:
-    """Return what to tell of the width of the objects. Raises BadParameter where the volume would be resampled."""
-    sizing = segmenter.estimate_diameter(volume, run.plan.options, image=image)
-    assert sizing is not None  # noqa: S101 - it is asked for where an estimate is wanted
-    if sizing.diameter is None or sizing.fits:
-        return sizing.note
-    raise BadParameter(
-        f"Objects seem to be {sizing.diameter} wide, {segmenter.spec.name} wants {segmenter.spec.input.diameter:g}"
-        " voxels, and a volume is not resampled block by block. Write it at another resolution, or take it as it is"
-        " with diameter=none."
-    )
 
 
 def lazy_volume(stack: ZarrStack, run: OpenRun) -> Volume:

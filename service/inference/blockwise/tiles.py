@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.timing import Stages
-from service.core.volume import Array
+from service.core.volume import Array, Size
 from service.formats.packing import pack, unpack
 from service.inference.blockwise.layout import Box, firsts, lengths, slices
 from service.inference.blockwise.run_folder import BlockTask, OpenRun
@@ -21,6 +22,7 @@ from service.inference.decoding.decoders import make_decoder
 from service.inference.decoding.instances import Smoother, logit
 from service.inference.decoding.steering import steer
 from service.inference.decoding.watershed_kernel import WatershedParameters
+from service.inference.resample import nearest_voxels
 from service.inference.windows.blending import Blending, make_blender, require_finite
 from service.inference.windows.kernels import window_kernels
 from service.models.spec import Instances, ModelSpec
@@ -31,9 +33,7 @@ SLAB_PLANES = 16
 
 def decoding_spec(run: OpenRun) -> ModelSpec:
     """Return the model as it decodes a run."""
-    plan = run.plan
-    with_source = _Extent((run.spec.input.channels, *plan.layout.size), plan.voxel_size)
-    return steer(run.spec, plan.options.steering, with_source, plan.layout.size)
+    return steer(run.spec, run.plan.options.steering, run.plan, run.plan.layout.size)
 
 
 def decode_tile(
@@ -48,6 +48,7 @@ def decode_tile(
     Of classes that is the tile, [Z, Y, X]; of labels its pieces, with an archive of what is known of these:
 
     facts, passes  as of `BlockPieces`
+    stack_voxels   of each piece, int64 [P], where the stack was resampled
     at_faces       pieces with a voxel at a face of the volume
     face-A-S       pieces of the voxels in the first (S = 0) or last (S = 1) layer along axis A
     """
@@ -157,10 +158,25 @@ def _trace(run: OpenRun, task: BlockTask, spec: ModelSpec, scores: Tensor) -> _T
     found = block_kernel.trace(lengths(tile), firsts(tile), layout.size, heights[rimmed], inside[rimmed], parameters)
     pixels: Array = found.pieces.astype(np.uint16 if len(found.facts) < 2**16 else np.uint32)
     arrays: dict[str, Array] = {"facts": found.facts, "passes": found.passes}
+    if layout.size != run.plan.size:
+        arrays["stack_voxels"] = _count_stack_voxels(pixels, len(found.facts), tile, layout.size, run.plan.size)
     arrays["at_faces"] = _at_faces(pixels, tile, layout.size)
     for axis, side in itertools.product(range(3), (0, 1)):
         arrays[f"face-{axis}-{side}"] = pixels.take([-side], axis).squeeze(axis)
     return _Traced(pixels, arrays)
+
+
+def _count_stack_voxels(pixels: Array, pieces: int, tile: Box, size: Size, stack: Size) -> NDArray[np.int64]:
+    """Return how many voxels of a stack have a voxel of each piece as their nearest one on the grid of `size`."""
+    z, y, x = (
+        np.bincount(nearest, minlength=length)[slice(*span)]
+        for nearest, length, span in zip(nearest_voxels(size, stack), size, tile, strict=True)
+    )
+    plane, counts = (y[:, None] * x).ravel(), np.zeros(pieces + 1, np.int64)
+    for times, pieces_there in zip(z.tolist(), pixels, strict=True):
+        # Sums of so few whole numbers are exact.
+        counts += times * np.bincount(pieces_there.ravel(), plane, pieces + 1).astype(np.int64)
+    return counts[1:]
 
 
 def _at_faces(pieces: Array, tile: Box, size: tuple[int, int, int]) -> Array:
@@ -171,10 +187,3 @@ def _at_faces(pieces: Array, tile: Box, size: tuple[int, int, int]) -> Array:
             faces += [pieces.take(0, axis).ravel()] * (first == 0) + [pieces.take(-1, axis).ravel()] * (end == length)
     found = np.unique(np.concatenate(faces))
     return found[found > 0]
-
-
-class _Extent:
-    """Shape and sampling of a volume without its pixels."""
-
-    def __init__(self, shape: tuple[int, int, int, int], voxel_size: Any) -> None:
-        self.shape, self.voxel_size = shape, voxel_size

@@ -16,6 +16,7 @@ from service.formats import stack_reader
 from service.inference.blockwise.layout import Box, Layout, lengths, ranges
 from service.inference.blockwise.run_folder import BlockTask, OpenRun
 from service.inference.normalize import NormalisedImage
+from service.inference.resample import ResampledImage, Resampling
 from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Slab, require_finite
 from service.inference.windows.sliding_window import Image, SlidingWindow, SparseImage
@@ -32,10 +33,12 @@ def score_group(run: OpenRun, task: BlockTask, segmenter: Segmenter, stages: Sta
     count = math.prod(lengths(windows)) - len(skipped)
     if not count:
         return {"windows": 0}
-    survey, box = run.folder.survey, layout.voxels(windows)
+    survey, box, resampling = run.folder.survey, ranges(layout.voxels(windows)), Resampling(plan.size, layout.size)
     with stages.measure("read"), stack_reader.open_blocks(plan.source, plan.selection) as stack:
-        volume = Volume.from_array(stack.read_region(ranges(box)))
+        volume = Volume.from_array(stack.read_region(resampling.source(box)))
     image: Image = NormalisedImage(volume, survey.scalings)
+    if layout.size != plan.size:
+        image = ResampledImage(image, resampling, box)
     if skipped:
         origin = window_places(layout, windows)[0]
         image = SparseImage(image, frozenset(_shifted(place, origin) for place in skipped), torch.tensor(survey.scores))

@@ -19,7 +19,8 @@ def run_block(task: BlockTask) -> dict[str, Any]:
     The model is loaded with the first block that needs it, and stays. A process calls this from one thread alone.
     Raises what `Segmenter` and its `segment` raise; a block may be done again at any time.
     """
-    run, stages, began, cpu = open_run(task.folder), Stages(), time.time(), time.process_time()
+    run = open_run(task.folder, surveyed=task.step not in {"count", "survey"})
+    stages, began, cpu = Stages(), time.time(), time.process_time()
     facts = _STEPS[task.step](run, task, stages)
     spent = {"seconds": stages.seconds, "began": began, "ended": time.time(), "cpu": time.process_time() - cpu}
     record = facts | spent

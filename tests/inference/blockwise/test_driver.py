@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
+import tifffile
 import zarr
-from scipy.ndimage import gaussian_filter
+from scipy.ndimage import gaussian_filter, zoom
 
+from service.core.bundled import bundled_folder
 from service.core.config import override_settings
-from service.core.volume import ObjectVolume, Options, Steering
+from service.core.volume import Diameter, ObjectVolume, Options, Steering
 from service.formats import zarr_writer
+from service.inference.blockwise.run_folder import Step, open_run
+from service.inference.diameter import Sizing
+from service.models.repository import read_spec
 from tests.block_runs import begin, segment_blocks, segment_whole
 from tests.segmenters import settings_of
 from tests.zarr_files import write_zarr
@@ -31,6 +37,11 @@ def instances(content: dict[str, Any], **decoding: Any) -> dict[str, Any]:
     return content | {"decoding": {"kind": "instances", "threshold": 0.5, "persistence": 0.02, **decoding}}
 
 
+def wanting(content: dict[str, Any], diameter: float) -> dict[str, Any]:
+    """The model file of a model that wants objects of a width."""
+    return content | {"input": content["input"] | {"diameter": diameter}}
+
+
 CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any], Options]] = {
     "single windows": ((1, 1, 1), {}, Options()),
     "odd groups": ((1, 2, 3), {}, Options()),
@@ -43,12 +54,24 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any], Options]] = {
         {"minimum_fraction": 0.1},
         Options(steering=Steering(threshold=0.45, min_confidence=0.52, minimum_size=ObjectVolume(9, "px"))),
     ),
+    "finer": ((1, 2, 2), {"threshold": 0.45}, Options(diameter=Diameter((4.3,), "px"))),
+    "coarser": (
+        (1, 1, 1),
+        {"smoothing": 1},
+        Options(diameter=Diameter((4.1, 8.3, 13.0), "px"), steering=Steering(minimum_size=ObjectVolume(200, "px"))),
+    ),
+    "coarser foreground": ((1, 1, 1), {}, Options(output="classes", diameter=Diameter((9.0, 14.0, 5.0), "px"))),
+    "finer, empty windows": (
+        (1, 2, 1),
+        {"threshold": 0.45},
+        Options(skip_below=20000.0, diameter=Diameter((5.0,), "px")),
+    ),
     "foreground": ((1, 1, 2), {}, Options(output="classes")),
     "empty windows": ((1, 2, 1), {}, Options(skip_below=20000.0)),
 }
 
 
-FEW = {"odd groups", "empty windows"}
+FEW = {"odd groups", "empty windows", "coarser"}
 
 
 @pytest.mark.parametrize(
@@ -56,16 +79,16 @@ FEW = {"odd groups", "empty windows"}
 )
 def test_labels_are_those_of_the_whole(case: str, tmp_path: Path, write_model, random_nuclei_content) -> None:
     windows, decoding, options = CASES[case]
-    spec = write_model(instances(random_nuclei_content, **decoding))
-    pixels = hills(SHAPE, 3)
-    if case == "empty windows":
+    spec = write_model(instances(wanting(random_nuclei_content, 6.0), **decoding))
+    pixels, has_empty = hills(SHAPE, 3), "empty windows" in case
+    if has_empty:
         pixels[:, 20:] = 100
     source = write_zarr(tmp_path / "in.zarr", pixels, chunks=(16, 20, 24))
     whole = segment_whole(source, spec, options, settings_of()).segmentation
     folder = begin(tmp_path / "run", source, spec, options, settings_of(), windows)
     labels = segment_blocks(folder, tmp_path / "out.zarr")
     skipped = folder.survey.skipped
-    assert (skipped is not None and skipped.windows > 0) == (case == "empty windows")
+    assert (skipped is not None and skipped.windows > 0) == has_empty
     assert whole.pixels.any()
     assert labels.dtype == whole.pixels.dtype
     assert np.array_equal(labels, whole.pixels)
@@ -92,6 +115,59 @@ def test_shapes_that_are_hardly_larger_than_a_window(
     assert np.array_equal(segment_blocks(folder, tmp_path / "out.zarr"), whole)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(10))
+def test_any_widths_give_the_labels_and_notes_of_the_whole(
+    seed: int, tmp_path: Path, write_model, random_nuclei_content
+) -> None:
+    rng = np.random.default_rng(seed)
+    z, y, x = rng.integers(12, 50, 3).tolist()
+    widths = np.exp(rng.uniform(np.log(3), np.log(14), 3)).tolist()
+    least = Steering(minimum_size=ObjectVolume(float(rng.integers(1, 300)), "px")) if seed % 3 else Steering()
+    options = Options(diameter=Diameter((widths[0], widths[1], widths[2]), "px"), steering=least)
+    spec = write_model(instances(wanting(random_nuclei_content, 6.0), threshold=0.44, smoothing=seed % 2))
+    source = write_zarr(tmp_path / "in.zarr", hills((z, y, x), seed), chunks=(8, 16, 16))
+    whole = segment_whole(source, spec, options, settings_of())
+    folder = begin(tmp_path / "run", source, spec, options, settings_of(), (1, 2, 1))
+    assert np.array_equal(segment_blocks(folder, tmp_path / "out.zarr"), whole.segmentation.pixels)
+    assert folder.survey.notes == whole.notes
+
+
+def test_a_width_that_was_estimated_stays_when_a_run_goes_on(
+    tmp_path: Path, write_model, random_nuclei_content
+) -> None:
+    spec = write_model(instances(wanting(random_nuclei_content, 6.0), threshold=0.44))
+    source = write_zarr(tmp_path / "in.zarr", hills((20, 24, 28), 4), chunks=(16, 20, 24))
+    wide = Diameter((9.0,), "px")
+    folder = begin(tmp_path / "run", source, spec, Options(diameter="auto"), settings_of())
+    segment_blocks(folder, tmp_path / "first.zarr")
+    survey = replace(folder.survey, sizing=Sizing(wide, fits=False, objects=9, windows=4))
+    folder.write_survey(survey, folder.read_array("skipped.npy"))
+    for step in get_args(Step):
+        if step not in {"count", "survey"}:
+            folder.forget(step)
+    open_run.cache_clear()
+    begin(tmp_path / "run", source, spec, Options(diameter="auto"), settings_of())
+    labels = segment_blocks(folder, tmp_path / "out.zarr")
+    whole = segment_whole(source, spec, Options(diameter=wide), settings_of()).segmentation.pixels
+    assert whole.any()
+    assert np.array_equal(labels, whole)
+
+
+@pytest.mark.thorough
+def test_told_nothing_the_width_is_estimated_as_of_the_whole(tmp_path: Path) -> None:
+    nuclei = read_spec(bundled_folder("models") / "nuclei")
+    wide = zoom(tifffile.imread(nuclei.folder / "sample.tif")[:, :64, :64], 1.7, order=1)
+    source = write_zarr(tmp_path / "in.zarr", wide, chunks=(16, 32, 32))
+    whole = segment_whole(source, nuclei, Options(), settings_of())
+    folder = begin(tmp_path / "run", source, nuclei, Options(), settings_of())
+    labels = segment_blocks(folder, tmp_path / "out.zarr")
+    assert whole.segmentation.pixels.any()
+    assert np.array_equal(labels, whole.segmentation.pixels)
+    assert folder.survey.notes == whole.notes
+    assert any(note.startswith("Resampled from") for note in whole.notes)
+
+
 def test_classes_and_their_pyramid(tmp_path: Path, bands, phantom) -> None:
     source = write_zarr(tmp_path / "in.zarr", phantom.image, chunks=(16, 32, 32))
     whole = segment_whole(source, bands, Options(), settings_of()).segmentation
@@ -108,8 +184,7 @@ def test_classes_and_their_pyramid(tmp_path: Path, bands, phantom) -> None:
 
 
 def test_a_run_may_have_more_windows_than_a_request(tmp_path: Path, write_model, random_nuclei_content) -> None:
-    content = instances(random_nuclei_content)
-    spec = write_model(content | {"input": content["input"] | {"diameter": 6.0}})
+    spec = write_model(wanting(instances(random_nuclei_content), 6.0))
     source = write_zarr(tmp_path / "in.zarr", hills((20, 20, 20), 1), chunks=(16, 20, 24))
     settings = override_settings(settings_of(), "limits", {"windows": 1})
     folder = begin(tmp_path / "run", source, spec, Options(diameter="auto"), settings)
