@@ -10,9 +10,10 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -35,6 +36,8 @@ _TABLE_NUMBERS, _MOST_SORTED = 2**24, 2**20
 MOST_STACKS = 10_000
 # Of those that overlap with one.
 MOST_OVERLAPS = 32
+# Pairs of boxes that are compared at a time.
+_COMPARED = 2**20
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ class Annotation:
     nbytes: int
     created: float
 
-    @property
+    @cached_property
     def id(self) -> str:
         return self.folder.name
 
@@ -136,7 +139,7 @@ class Annotation:
         """The labels, OME-TIFF ZYX of the image's shape."""
         return self.folder / LABELS
 
-    @property
+    @cached_property
     def box(self) -> tuple[tuple[int, int], ...]:
         """The corrected part, or all, as ranges of z, y, x."""
         return tuple((0, edge) for edge in self.shape) if self.region is None else self.region.ranges
@@ -150,15 +153,19 @@ def find_overlaps(annotations: Sequence[Annotation]) -> dict[str, list[Annotatio
     of_image: defaultdict[str, list[Annotation]] = defaultdict(list)
     for annotation in annotations:
         of_image[annotation.digest].append(annotation)
-    found = dict[str, list[Annotation]]()
+    found: dict[str, list[Annotation]] = {annotation.id: [] for annotation in annotations}
     for group in of_image.values():
-        # [3, 2, N]: one owner may have thousands of one image.
-        boxes = np.array([annotation.box for annotation in group]).transpose(1, 2, 0)
-        for number, annotation in enumerate(group):
-            own = boxes[:, :, number, np.newaxis]
-            shared = np.all((boxes[:, 0] < own[:, 1]) & (own[:, 0] < boxes[:, 1]), axis=0)
-            shared[number] = False
-            found[annotation.id] = [group[other] for other in np.flatnonzero(shared)[:MOST_OVERLAPS]]
+        if len(group) == 1:
+            continue
+        low, high = np.moveaxis(np.array([annotation.box for annotation in group]), 2, 0)
+        # One owner may have thousands of one image.
+        rows = max(_COMPARED // len(group), 1)
+        for first in range(0, len(group), rows):
+            own = slice(first, first + rows)
+            shared = np.all((low < high[own, np.newaxis]) & (low[own, np.newaxis] < high), axis=2)
+            for number, row in enumerate(shared, first):
+                row[number] = False
+                found[group[number].id] = [group[other] for other in np.flatnonzero(row)[:MOST_OVERLAPS]]
     return found
 
 
@@ -181,8 +188,8 @@ class AnnotationStore:
         self.folder, self.quota_bytes, self.most = folder, quota_bytes, most
         # Held while the room of an owner is counted and taken.
         self._lock = threading.Lock()
-        # When the folder was changed last, and what was in it.
-        self._measured: tuple[float, Usage] | None = None
+        # What was read of each folder, and of which record.
+        self._known: dict[str, tuple[tuple[int, int], Annotation | None]] = {}
 
     def clean_up(self) -> None:
         """Delete what processes that were killed have written by half."""
@@ -190,17 +197,8 @@ class AnnotationStore:
 
     def measure(self) -> Usage:
         """Return how much is kept for all owners together."""
-        try:
-            changed = self.folder.stat().st_mtime
-        except OSError:
-            return Usage(0, 0)
-        if self._measured is None or self._measured[0] != changed:
-            sizes = [annotation.nbytes for annotation in self._all()]
-            usage = Usage(len(sizes), sum(sizes))
-            # Two changes within a tick of the file system's clock look like one.
-            self._measured = (changed, usage) if time.time() - changed > 1 else None
-            return usage
-        return self._measured[1]
+        sizes = [annotation.nbytes for annotation in self._all()]
+        return Usage(len(sizes), sum(sizes))
 
     def check_room(self, owner: str | None) -> None:
         """Raise SwitchedOff where nothing is kept, and OutOfStorage for an owner whose room is used up."""
@@ -291,12 +289,21 @@ class AnnotationStore:
                 f" {nbytes:,} more have no room; delete some, or keep a smaller stack."
             )
 
-    def _all(self) -> Iterator[Annotation]:
+    def _all(self) -> list[Annotation]:
+        """Return all annotated stacks, of which only new records are read: an owner may have thousands."""
+        known, found = self._known, dict[str, tuple[tuple[int, int], Annotation | None]]()
         with translate_disk_faults():
-            folders = list(self.folder.iterdir()) if self.folder.is_dir() else []
-        for folder in folders:
-            if _ID.fullmatch(folder.name) and (annotation := _read(folder)) is not None:
-                yield annotation
+            names = [entry.name for entry in os.scandir(self.folder)] if self.folder.is_dir() else []
+        for name in filter(_ID.fullmatch, names):
+            try:
+                status = os.stat(f"{self.folder}/{name}/{RECORD}")  # noqa: PTH116 - a Path takes as long again
+            except OSError:
+                continue
+            record = status.st_ino, status.st_mtime_ns
+            one = known.get(name)
+            found[name] = one if one is not None and one[0] == record else (record, _read(self.folder / name))
+        self._known = found
+        return [annotation for _, annotation in found.values() if annotation is not None]
 
 
 def _read(folder: Path) -> Annotation | None:

@@ -15,6 +15,7 @@ from service.core.volume import Volume
 from service.serving.annotation_store import (
     MOST_OVERLAPS,
     PARTIAL_PREFIX,
+    RECORD,
     Annotation,
     AnnotationStore,
     Origin,
@@ -65,6 +66,22 @@ def test_an_owner_keeps_so_many_and_no_more(store: AnnotationStore) -> None:
     store.keep(CELL, CELL, name="a", owner="bob")
     store.delete(kept[0].id, "ann")
     store.keep(CELL, CELL, name="a", owner="ann")
+
+
+def test_a_record_is_read_once_and_again_where_another_process_has_changed_it(tmp_path: Path) -> None:
+    store = AnnotationStore(tmp_path, quota_bytes=2**30)
+    one, two = (store.keep(CELL, CELL, name=name, owner="ann") for name in ("one", "two"))
+    assert [kept.name for kept in store.newest("ann")] == ["two", "one"]
+    record = one.folder / RECORD
+    status, text = record.stat(), record.read_text()
+    # What has the time and the place of a record that was read is that record.
+    record.write_text("{")
+    os.utime(record, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert store.newest("ann") == [two, one]
+    record.write_text(text.replace('"one"', '"three"'))
+    assert [kept.name for kept in store.newest("ann")] == ["two", "three"]
+    record.unlink()
+    assert store.newest("ann") == [two]
 
 
 def test_thousands_of_annotated_stacks_of_one_image_are_compared_in_a_moment() -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Path, Query, Request, Response
+from pydantic import TypeAdapter
 from starlette.responses import FileResponse
 
 from service.api.admission import merge_fields
@@ -57,6 +58,7 @@ BODY: dict[str, Any] = {
     }
 }
 TIFF: dict[int | str, dict[str, Any]] = {200: {"description": "An OME-TIFF ZYX.", "content": {"image/tiff": _BINARY}}}
+_JSON = TypeAdapter(dict[str, Any])
 # What a job's parameters say about the part of the stack that it has segmented.
 SELECTION = ("stack", "channel", "time", "axes", "voxel_size")
 
@@ -112,10 +114,18 @@ async def keep(  # noqa: PLR0913
     return await _report_one(request, runtime, annotation)
 
 
-@router.get("/annotations")
-async def list_annotations(request: Request, runtime: RuntimeDependency) -> AnnotationList:
+@router.get("/annotations", response_model=AnnotationList)
+async def list_annotations(request: Request, runtime: RuntimeDependency) -> Response:
     """The caller's annotated stacks, those of all keys for an admin, newest first."""
-    return AnnotationList(annotations=await _report_all(request, runtime))
+    annotations, caller, everyone = get_annotations(request), get_caller(request), _is_admin(request, runtime)
+
+    def report() -> bytes:
+        kept = annotations.newest(caller, everyone=everyone)
+        overlaps = find_overlaps(kept)
+        # There may be thousands, which take the longest as instances of a model.
+        return _JSON.dump_json({"annotations": [_describe(annotation, overlaps[annotation.id]) for annotation in kept]})
+
+    return Response(await run_in_thread(report), media_type="application/json")
 
 
 @router.get("/annotations/{annotation}")
@@ -235,43 +245,39 @@ def _itemsize(dtype: str) -> int:
     return np.dtype(dtype).itemsize
 
 
-async def _report_all(request: Request, runtime: Runtime) -> list[AnnotationReport]:
+async def _report_one(request: Request, runtime: Runtime, annotation: Annotation) -> AnnotationReport:
     annotations, caller, everyone = get_annotations(request), get_caller(request), _is_admin(request, runtime)
 
-    def report() -> list[AnnotationReport]:
+    def report() -> AnnotationReport:
         kept = annotations.newest(caller, everyone=everyone)
-        overlaps = find_overlaps(kept)
-        return [_report(annotation, overlaps[annotation.id]) for annotation in kept]
+        overlaps = find_overlaps([other for other in kept if other.digest == annotation.digest])
+        # It may be deleted meanwhile.
+        return AnnotationReport(**_describe(annotation, overlaps.get(annotation.id, ())))
 
     return await run_in_thread(report)
 
 
-async def _report_one(request: Request, runtime: Runtime, annotation: Annotation) -> AnnotationReport:
-    reports = await _report_all(request, runtime)
-    # It may be deleted meanwhile.
-    return next((report for report in reports if report.id == annotation.id), _report(annotation, ()))
-
-
-def _report(annotation: Annotation, overlaps: Sequence[Annotation]) -> AnnotationReport:
+def _describe(annotation: Annotation, overlaps: Sequence[Annotation]) -> dict[str, Any]:
+    """Return the content of an `AnnotationReport`."""
     origin, size = annotation.origin, annotation.voxel_size
-    return AnnotationReport(
-        id=annotation.id,
-        name=annotation.name,
-        owner=annotation.owner,
-        shape=annotation.shape,
-        voxel_size=None if size is None else (size.z, size.y, size.x),
-        region=None if annotation.region is None else str(annotation.region),
-        objects=annotation.objects,
-        base_model=origin.model,
-        diameter=origin.diameter,
-        changes=origin.changes,
-        time=origin.time,
-        stack=origin.stack,
-        job=origin.job,
-        overlaps=[other.id for other in overlaps],
-        created=datetime.fromtimestamp(annotation.created, UTC),
-        bytes=annotation.nbytes,
-    )
+    return {
+        "id": annotation.id,
+        "name": annotation.name,
+        "owner": annotation.owner,
+        "shape": annotation.shape,
+        "voxel_size": None if size is None else (size.z, size.y, size.x),
+        "region": None if annotation.region is None else str(annotation.region),
+        "objects": annotation.objects,
+        "base_model": origin.model,
+        "diameter": origin.diameter,
+        "changes": origin.changes,
+        "time": origin.time,
+        "stack": origin.stack,
+        "job": origin.job,
+        "overlaps": [other.id for other in overlaps],
+        "created": datetime.fromtimestamp(annotation.created, UTC),
+        "bytes": annotation.nbytes,
+    }
 
 
 def _stem(annotation: Annotation) -> str:
