@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from service.core import hardware
-from service.core.config import Access, Cluster, Settings
+from service.core.config import Access, Cluster, References, Settings
 from service.core.errors import Cancelled, StackSegError
 from service.core.logs import configure_logging
 from service.engine import torch_compile
@@ -30,13 +30,17 @@ GRACE_SECONDS = 1.0
 
 
 def actor_settings(settings: Settings) -> Settings:
-    """Return the settings of an actor: the operator's, with the device that the cluster gives it and its own disk."""
+    """Return the settings of an actor: the operator's, with the device that the cluster gives it and its own disk.
+
+    Neither keys nor places of files go with them.
+    """
     cluster = settings.cluster
     threads = settings.device.threads or (0 if cluster.gpus else max(int(cluster.cpus), 1))
     return settings.model_copy(
         update={
             "access": Access(),
             "cluster": Cluster(),
+            "references": References(),
             "device": settings.device.model_copy(update={"name": "auto", "serve": (), "threads": threads}),
             "server": settings.server.model_copy(update={"scratch_folder": None}),
             "watchdog": settings.watchdog.model_copy(update={"grace_seconds": GRACE_SECONDS}),

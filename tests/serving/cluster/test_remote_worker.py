@@ -18,10 +18,12 @@ from fakes import FakeSegmenter, until
 from live import Live, as_tiff, classes, eager, serve
 from thread_actors import ThreadActor, make_device_actor, remote
 
-from service.core.config import Cluster, Settings
+from service.core.config import Access, Cluster, References, Settings
 from service.core.errors import ConfigError
+from service.core.volume import Volume
 from service.inference.segmenter import Segmenter
 from service.models.repository import read_spec
+from service.serving.cluster.device_actor import actor_settings
 from service.serving.cluster.exchange import ABANDONED_SECONDS, MARKER, Exchange, Task
 from service.serving.cluster.remote_device import POLL_SECONDS, STATUS_SECONDS, Actor, MakeActor, RemoteDevices
 from service.serving.runtime import Runtime
@@ -206,6 +208,22 @@ def test_a_folder_is_needed_and_one_of_a_killed_service_is_deleted(tmp_path: Pat
     os.utime(killed.path / MARKER, (0, 0))
     Exchange(tmp_path)
     assert (killed.path.exists(), running.path.exists()) == (False, True)
+
+
+def test_folders_are_for_the_user_of_the_service_alone_and_keys_stay_there(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        exchange = Exchange(tmp_path)
+        with exchange.lend(Volume.from_array(np.zeros((1, 2, 3, 4), np.uint8))) as stored:
+            folders = [exchange.path, stored.path.parent]
+            assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700, 0o700]
+    finally:
+        os.umask(umask)
+    settings = Settings.model_validate(
+        {"access": {"keys": {"ada": "sha256:" + 64 * "0"}}, "references": {"inputs": {"a": tmp_path}}}
+    )
+    sent = actor_settings(settings)
+    assert (sent.access, sent.references) == (Access(), References())
 
 
 def test_without_ray_the_service_says_what_to_install(
