@@ -10,7 +10,7 @@ case $set_name in
   run) target=".[train]" covered=(run) ;;
   demo) target=".[demo,train]" covered=(run demo) ;;
   dev) target=".[dev]" covered=(run demo dev) ;;
-  ray) target=".[dev,ray]" covered=(run demo dev ray) ;;
+  ray) target=".[dev,ray-serve]" covered=(run demo dev ray) ;;
   *) echo "There is no set of dependencies named '$set_name'; choose run, demo, dev or ray." >&2; exit 2 ;;
 esac
 

@@ -23,6 +23,8 @@ from service.serving.runtime import Runtime
 
 # What a replica keeps to itself: the next request would ask another one for it.
 OF_ONE_REPLICA = ("/jobs", "/stacks", "/annotations", "/trainings")
+# What a replica would change for itself alone.
+CHANGED_BY_ONE_REPLICA = "/models"
 POLL_SECONDS = 0.2
 
 # Of the replica that this process is.
@@ -81,8 +83,11 @@ class WithoutJobs:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif scope["path"].startswith(OF_ONE_REPLICA):
-            answer = PlainTextResponse("Jobs and what is kept need a service with one replica.\n", status_code=501)
+        elif scope["path"].startswith(OF_ONE_REPLICA) or (
+            scope["path"].startswith(CHANGED_BY_ONE_REPLICA) and scope["method"] not in {"GET", "HEAD"}
+        ):
+            message = "Jobs, what is kept, and changes of models need a service with one replica.\n"
+            answer = PlainTextResponse(message, status_code=501)
             await answer(scope, receive, send)
         else:
             headers = [(name, value) for name, value in scope["headers"] if name != b"prefer"]

@@ -1,0 +1,142 @@
+"""The service as an application of Ray Serve, on a Ray cluster of one node on this host."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+import yaml
+from fakes import until
+from live import as_tiff, classes, eager, serve
+from ray_clusters import STARTING, ray_cluster, ray_environment
+
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(find_spec("aiohttp_cors") is None, reason="needs stackseg[ray-serve]"),
+    # Of Ray itself.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+REPLICAS = 2
+
+
+@pytest.fixture(scope="module")
+def client(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
+    settings = eager(bands_repository, server={"drain_seconds": 60}).model_dump(mode="json", exclude_unset=True)
+    config = tmp_path_factory.mktemp("settings") / "config.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    with ray_environment() as ray, ray_cluster(num_cpus=4) as cluster, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        ray.init(address=cluster.address, log_to_driver=False)
+        from ray import serve as ray_serve  # noqa: PLC0415
+
+        from service.api.ray_serve import app  # noqa: PLC0415
+
+        ray_serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
+        ray_serve.run(app({"config": str(config), "replicas": str(REPLICAS)}))
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as made:
+            yield made
+        ray_serve.shutdown()
+
+
+@pytest.fixture
+def stack(phantom_maker: Any) -> bytes:
+    return as_tiff(phantom_maker((64, 128, 128), seed=1).image)
+
+
+@pytest.fixture
+def expected(bands_repository: Path, stack: bytes) -> Any:
+    with serve(eager(bands_repository)) as local:
+        return classes(local.segment(stack).content)
+
+
+def segment(client: httpx2.Client, stack: bytes, **headers: str) -> httpx2.Response:
+    return client.post("/segment", content=stack, headers={"Content-Type": "image/tiff", **headers})
+
+
+def replicas() -> set[int]:
+    """The processes of replicas that this test has started."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            title = (process / "cmdline").read_bytes()
+            if title.startswith(b"ray::ServeReplica:default:stackseg") and is_descendant(int(process.name)):
+                found.add(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def is_descendant(pid: int) -> bool:
+    while pid > 1:
+        if pid == os.getpid():
+            return True
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return False
+
+
+def test_a_replica_that_is_there_is_ready_and_gives_the_labels_of_any_service(
+    client: httpx2.Client, stack: bytes, expected: Any
+) -> None:
+    assert client.get("/health/ready").json() == {"status": "ready"}
+    with ThreadPoolExecutor(4) as pool:
+        for answer in pool.map(lambda _: segment(client, stack, Prefer="respond-async"), range(4)):
+            assert np.array_equal(classes(answer.content), expected)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/jobs"),
+        ("GET", "/jobs/1"),
+        ("POST", "/stacks"),
+        ("DELETE", "/models/bands"),
+        ("POST", "/models/reload"),
+    ],
+)
+def test_what_one_replica_alone_would_know_of_is_refused(client: httpx2.Client, method: str, path: str) -> None:
+    answer = client.request(method, path)
+    assert (answer.status_code, "one replica" in answer.text) == (501, True)
+
+
+def test_models_are_listed(client: httpx2.Client) -> None:
+    assert [model["name"] for model in client.get("/models").json()["models"]] == ["bands"]
+
+
+def test_a_replica_that_is_killed_is_replaced(client: httpx2.Client, stack: bytes, expected: Any) -> None:
+    before = replicas()
+    assert len(before) == REPLICAS
+    os.kill(min(before), signal.SIGKILL)
+    until(lambda: len(replicas() - before) == 1 and len(replicas()) == REPLICAS, STARTING)
+    with ThreadPoolExecutor(4) as pool:
+        for answer in pool.map(lambda _: segment(client, stack), range(4)):
+            assert np.array_equal(classes(answer.content), expected)
+
+
+def test_requests_finish_when_the_application_goes(client: httpx2.Client, phantom_maker: Any) -> None:
+    from ray import serve as ray_serve  # noqa: PLC0415
+
+    large = as_tiff(phantom_maker((128, 256, 256), seed=2).image)
+
+    def running() -> int:
+        lines = client.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) > 0 for line in lines if line.startswith("stackseg_running "))
+
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(segment, client, large)
+        until(running, STARTING)
+        ray_serve.delete("default")
+        assert answer.result().status_code == 200
+    until(lambda: not replicas(), STARTING)
