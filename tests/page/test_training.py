@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from browsing import Open, check_accessibility, segment
+from browsing import SECONDS, Open, check_accessibility, segment
+from fakes import until
 from live import Live, as_tiff, eager, serve
 from playwright.sync_api import expect
 
@@ -37,8 +39,13 @@ def live(random_nuclei: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> 
     models = tmp_path_factory.mktemp("models")
     file = Path(shutil.copytree(random_nuclei.folder, models / "random-nuclei")) / "model.yaml"
     file.write_text(file.read_text().replace("activation: none", "activation: sigmoid"))
+    other = Path(shutil.copytree(file.parent, models / "others")) / "model.yaml"
+    other.write_text(other.read_text().replace("name: random-nuclei", "name: others"))
     jobs = {"folder": tmp_path_factory.mktemp("service")}
-    with serve(eager(models, jobs=jobs, training=TRAINING, trainings={"niceness": 0})) as running:
+    settings = eager(
+        models, models={"default": "random-nuclei"}, jobs=jobs, training=TRAINING, trainings={"niceness": 0}
+    )
+    with serve(settings) as running:
         image, labels = synthesise(np.random.default_rng(0), (16, 32, 48))
         stack = running.client.post("/stacks", content=as_tiff(image), headers=TIFF).json()["id"]
         np.save(array := io.BytesIO(), labels)
@@ -106,6 +113,26 @@ def test_a_model_is_improved_followed_and_used(live: Live, open_page: Open) -> N
     expect(page.get_by_role("region", name="Learning")).to_contain_text(
         f"2 annotated stacks, 0 of at most {most} trained"
     )
+
+
+def test_stacks_that_another_kind_of_model_has_labelled_are_not_proposed(live: Live, open_page: Open) -> None:
+    stack = live.client.get("/annotations").json()["annotations"][0]["stack"]
+    job = live.client.post("/jobs", params={"stack": stack, "model": "others"}).json()["id"]
+    until(lambda: live.client.get(f"/jobs/{job}").json()["state"] == "done", SECONDS)
+    labels = live.client.get(f"/jobs/{job}/result", headers={"Accept": "application/x-npy"}).content
+    query = {"job": job, "name": "other things"}
+    kept = live.client.post("/annotations", content=labels, params=query, headers=NPY).json()["id"]
+    page = open_page(live)
+    page.get_by_role("button", name="Improve a model with these").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Model to begin with").select_option("others")
+    other, own = (dialog.get_by_role("checkbox", name=re.compile(name)) for name in ("^other", "^nuclei by hand"))
+    expect(other).to_be_checked()
+    expect(dialog.get_by_label("Name of the new model")).to_have_value("others-2")
+    dialog.get_by_label("Model to begin with").select_option("random-nuclei")
+    expect(other).not_to_be_checked()
+    expect(own).to_be_checked()
+    live.client.delete(f"/annotations/{kept}")
 
 
 def test_a_training_is_stopped(live: Live, open_page: Open) -> None:

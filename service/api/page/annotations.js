@@ -19,6 +19,7 @@ import { ago, counted } from "./words.js";
  * @property {string} created
  * @property {string | null} [stack] that it was made of, and which may be kept no more
  * @property {string | null} [job] whose labels were corrected
+ * @property {number | null} [time] point of a series
  * @property {string[]} overlaps ids of those with labels for the same place of the same image
  */
 
@@ -69,7 +70,8 @@ export function keepDialog({ labels, changes, stack, job, time, name }) {
             report = await json(`annotations?${query}`, { method: "POST", body, headers });
             dialog.close();
           } catch (error) {
-            problem.textContent = /** @type {Error} */ (error).message;
+            const { message, status } = /** @type {import("./server.js").Problem} */ (error);
+            problem.textContent = status === 404 ? `${message} Save the corrected labels as a file instead.` : message;
             keep.disabled = false;
             keep.textContent = "Keep";
           }
@@ -160,9 +162,9 @@ export async function annotationsList({ improve }) {
 }
 
 /** @param {Annotation} annotation */
-export function describeAnnotation({ objects, changes, region, created }) {
+export function describeAnnotation({ objects, changes, region, base_model: model, created }) {
   const parts = [counted(objects, "object"), changes ? counted(changes, "correction") : "", region ? "a part" : ""];
-  return [...parts, ago(created)].filter(Boolean).join(" · ");
+  return [...parts, model, ago(created)].filter(Boolean).join(" · ");
 }
 
 /** @param {Annotation} annotation @param {(annotation: Annotation) => void} remove */

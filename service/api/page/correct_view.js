@@ -434,12 +434,22 @@ export class CorrectView {
     if (words.textContent !== text) words.textContent = text;
   }
 
+  /** Train on what is corrected here, too: it is kept first. */
   async #improve() {
     try {
+      if (!(await this.#isKept()) && (await this.#keep()) === null) return;
       await trainingDialog(this.abilities.training_minutes, this.job.model);
     } catch (error) {
       this.#say(/** @type {Error} */ (error).message);
     }
+  }
+
+  /** Whether no correction is missing among the annotated stacks of this result. */
+  async #isKept() {
+    const edits = this.mode?.editor.done.length ?? 0;
+    if (edits === 0 || !this.abilities.corrections) return true;
+    const own = (await fetchAnnotations()).filter(({ job }) => job === this.job.id);
+    return own.some(({ changes, time }) => changes === edits && (!this.job.time_points || time === this.at));
   }
 
   #describeTool() {
@@ -596,18 +606,20 @@ export class CorrectView {
     else save(asTiff(labels, this.#voxelSize()), `${this.stem}_corrected.ome.tif`);
   }
 
+  /** @returns {Promise<import("./annotations.js").Annotation | null>} null: the reader thought better of it */
   async #keep() {
     const { mode, job, stack, stem } = this;
-    if (mode === null) return;
+    if (mode === null) return null;
     const changes = mode.editor.done.length;
     const time = job.time_points ? this.at : undefined;
     const name = time === undefined ? stem : `${stem}, time ${time}`;
     const { labels } = mode.editor;
     const report = await keepDialog({ labels, changes, stack, job: job.id, time, name });
-    if (report === null) return;
+    if (report === null) return null;
     await kept.addAnnotation(job.id, report.id);
     this.#say(`Kept as ${report.name}.`);
     this.#listAnnotated();
+    return report;
   }
 }
 

@@ -33,16 +33,23 @@ const POLL_MILLISECONDS = 1000;
  */
 export async function trainingDialog(most, model = "") {
   const [annotations, served] = await Promise.all([fetchAnnotations(), json("models")]);
-  const names = /** @type {{name: string, decoding: string | null}[]} */ (served.models).map(({ name }) => name);
+  /** @type {Served[]} */
+  const models = served.models;
+  const names = models.map(({ name }) => name);
   const base = model.split("/")[0] || served.default;
+  let proposed = freeName(base, names);
+  const changeBase = () => {
+    if (named.value === proposed) named.value = proposed = freeName(bases.value, names);
+    propose(boxes, bases.value, models);
+  };
   const bases = element(
     "select",
-    {},
+    { onchange: changeBase },
     ...names.map((name) => element("option", { value: name, selected: name === base }, name)),
   );
   const named = element("input", {
     type: "text",
-    value: freeName(base, names),
+    value: proposed,
     required: true,
     pattern: "[a-z0-9][a-z0-9_\\-]*",
     title: "Small letters, digits, - and _",
@@ -56,7 +63,8 @@ export async function trainingDialog(most, model = "") {
     step: "any",
     required: true,
   });
-  const boxes = chooseBoxes(annotations);
+  const boxes = makeBoxes(annotations);
+  propose(boxes, base, models);
   const problem = element("p", { class: "warning-text", role: "alert" });
   const start = async (/** @type {Event} */ event) => {
     event.preventDefault();
@@ -124,12 +132,15 @@ export async function trainingDialog(most, model = "") {
   );
 }
 
+/** @typedef {{name: string, lineage?: {parent: string} | null}} Served */
+/** @typedef {{annotation: import("./annotations.js").Annotation, box: HTMLInputElement}[]} Boxes */
+
 /**
- * A box for each annotated stack. Of several with labels for the same place the newest is ticked, and ticking one takes the
- * others back: a training takes one of them.
- * @param {import("./annotations.js").Annotation[]} annotations newest first
+ * A box for each annotated stack. Of several with labels for the same place, ticking one takes the others back: a training
+ * takes one of them.
+ * @param {import("./annotations.js").Annotation[]} annotations newest first @returns {Boxes}
  */
-function chooseBoxes(annotations) {
+function makeBoxes(annotations) {
   const boxes = annotations.map((annotation) => {
     const box = element("input", { type: "checkbox", onchange: () => box.checked && untick(annotation.overlaps) });
     return { annotation, box };
@@ -138,9 +149,33 @@ function chooseBoxes(annotations) {
   const untick = (ids) => {
     for (const { annotation, box } of boxes) if (ids.includes(annotation.id)) box.checked = false;
   };
-  for (const { annotation, box } of boxes)
-    box.checked = !boxes.some((other) => other.box.checked && annotation.overlaps.includes(other.annotation.id));
   return boxes;
+}
+
+/**
+ * Tick the stacks whose labels a model of the same kind has begun: another one finds other things. Of those for the same
+ * place it is the newest.
+ * @param {Boxes} boxes @param {string} base @param {Served[]} models
+ */
+function propose(boxes, base, models) {
+  for (const { box } of boxes) box.checked = false;
+  for (const { annotation, box } of boxes) {
+    const { base_model: model, overlaps } = annotation;
+    const same = model === null || firstOf(model, models) === firstOf(base, models);
+    box.checked = same && !boxes.some((other) => other.box.checked && overlaps.includes(other.annotation.id));
+  }
+}
+
+/** The model that trainings began with which led to this one. @param {string} model maybe with its version @param {Served[]} models */
+function firstOf(model, models) {
+  let [name] = model.split("/");
+  // A name may have been given again, to a model that came from its namesake.
+  for (const _ of models) {
+    const parent = models.find((one) => one.name === name)?.lineage?.parent;
+    if (!parent) return name;
+    [name] = parent.split("/");
+  }
+  return name;
 }
 
 /** @param {string[]} ids @param {import("./annotations.js").Annotation[]} annotations */
