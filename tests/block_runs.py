@@ -54,9 +54,11 @@ def begin(
     settings: Settings,
     windows: Size | None = None,
     selection: Selection = WHOLE,
+    *,
+    measured: bool = False,
 ) -> RunFolder:
     """Begin a run whose groups have so many windows."""
-    plan = make_plan(source, selection, spec, options, settings, workers=2)
+    plan = make_plan(source, selection, spec, options, settings, workers=2, measured=measured)
     if windows is not None:
         plan = replace(plan, layout=replace(plan.layout, windows=windows))
     folder = RunFolder(scratch)

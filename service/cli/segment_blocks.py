@@ -17,11 +17,13 @@ from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter, DoubtfulResult
 from service.core.volume import Objects, Segmentation, Steering
 from service.formats import zarr_writer  # noqa: F401 (An extra may be missing, which is told before anything is computed.)
+from service.inference.blockwise import output
 from service.inference.blockwise.driver import Driver, Progress
 from service.inference.blockwise.prepare import make_plan
-from service.inference.blockwise.run_folder import RunFolder
+from service.inference.blockwise.run_folder import RunFolder, open_run
 from service.inference.blockwise.workers import LocalWorkers, Workers
 from service.inference.confidence import Evidence, explain_nothing, judge
+from service.inference.measurements import write_csv
 from service.inference.result import Result
 from service.models.spec import ModelSpec
 from service.serving.parameters import Query
@@ -43,8 +45,11 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
     _check(options)
     began, out = time.monotonic(), options.result.absolute()
     settings = share_threads(settings, options.workers, remote=options.ray is not None)
-    plan = make_plan(options.input, query.selection, spec, query.options, settings, workers=options.workers)
-    check_output(plan.output, query, measured=options.measurements is not None)
+    measured = options.measurements is not None
+    plan = make_plan(
+        options.input, query.selection, spec, query.options, settings, workers=options.workers, measured=measured
+    )
+    check_output(plan.output, query, measured=measured)
     folder = RunFolder((options.scratch or out.with_name(f"{out.name}.blocks")).absolute())
     with folder.held():
         folder.begin(plan, settings)
@@ -58,6 +63,9 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
 
         with show_progress() as bar, closing(_make_workers(options, settings)) as workers:
             Driver(folder, workers, _show(bar)).run(out, describe)
+        if measured:
+            run = open_run(str(folder.path), surveyed=True)
+            write_csv(output.collect_table(run, read_objects(folder)), options.measurements)
         result = read_facts(folder, spec)
         doubt = find_doubt(folder, result, spec)
         found = f"{folder.read_record('join')['objects']} objects, " if plan.output == "labels" else ""
@@ -97,8 +105,6 @@ def _check(options: argparse.Namespace) -> None:
     """Raise BadParameter for options that do not go together."""
     if options.workers < 1:
         raise BadParameter("--workers: at least one process is needed.")
-    if options.measurements is not None:
-        raise BadParameter("--measurements: no table is made block by block; leave it out.")
 
 
 def _show(bar: ProgressBar) -> Progress:
@@ -122,13 +128,18 @@ def find_doubt(folder: RunFolder, result: Result, spec: ModelSpec) -> str | None
     return f"{spec.name} is not sure of these labels: its confidence is {result.confidence:.2f}."
 
 
+def read_objects(folder: RunFolder) -> Objects:
+    """Return what decoding knows of the objects, once they are joined."""
+    voxels, sure, peaks = folder.read_array("objects.npy")
+    return Objects(voxels.astype(np.int64), sure.astype(np.float32), peaks.astype(np.float32))
+
+
 def read_facts(folder: RunFolder, spec: ModelSpec) -> Result:
     """Return what is known of the result beside its pixels."""
     survey = folder.survey
     confidence = None
     if folder.done("join") and spec.confidence is not None and spec.input.diameter is not None:
-        voxels, sure, peaks = folder.read_array("objects.npy")
-        objects = Objects(voxels.astype(np.int64), sure.astype(np.float32), peaks.astype(np.float32))
+        objects = read_objects(folder)
         confidence = judge(objects, spec.input.diameter, spec.confidence) if len(objects) else None
     nothing = np.zeros((0, 0, 0), np.uint8)
     return Result(

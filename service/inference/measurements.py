@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core.errors import BadParameter
-from service.core.volume import Array, Segmentation, Volume
+from service.core.volume import Array, Objects, Segmentation, Size, Volume, VoxelSize
 
 Table = dict[str, NDArray[Any]]
 """One array per column, all of one length: an entry per object, in the order of their labels."""
@@ -48,15 +49,26 @@ def measure(segmentation: Segmentation, volume: Volume) -> Table:
     labels = segmentation.pixels
     if labels.shape != volume.shape[1:]:
         raise BadParameter(f"Labels of {labels.shape} voxels cannot be measured in a volume of {volume.shape[1:]}.")
-    sums = _Sums.zeros(int(labels.max(initial=0)) + 1, volume.shape[0], volume.dtype)
-    planes = max(1, max(SLAB_VOXELS, 4 * len(sums.voxels)) // max(1, math.prod(labels.shape[1:])))
-    for z0 in range(0, len(labels), planes):
-        z1 = min(z0 + planes, len(labels))
-        _add(sums, z0, labels[z0:z1], volume.read(z0, z1))
-    table = _table(sums, segmentation)
-    if segmentation.objects is not None:
-        table["confidence"] = segmentation.objects.confidence[table["label"] - 1]
-    return table
+    sums = ObjectSums.zeros(int(labels.max(initial=0)) + 1, volume.shape[0], volume.dtype)
+    sums.add(labels, volume.read)
+    _, *size = volume.shape
+    return tabulate(sums, (size[0], size[1], size[2]), segmentation.voxel_size, segmentation.objects)
+
+
+def measure_box(labels: Array, intensities: Array, origin: Size) -> tuple[NDArray[np.int64], ObjectSums]:
+    """Return the numbers [N] of the objects in a box of a label volume, and the sums of these, behind those of 0.
+
+    labels       [z, y, x], of which the first voxel lies at `origin`
+    intensities  [C, z, y, x] of the same voxels
+    """
+    is_there = np.zeros(int(labels.max(initial=0)) + 1, np.bool_)
+    is_there[labels] = True
+    is_there[0] = False
+    numbers = np.flatnonzero(is_there)
+    sums = ObjectSums.zeros(len(numbers) + 1, len(intensities), intensities.dtype)
+    among = np.where(is_there, is_there.cumsum(), 0).astype(np.uint32)
+    sums.add(among[labels], lambda first, end: intensities[:, first:end], origin)
+    return numbers, sums
 
 
 def write_csv(table: Table, path: Path) -> None:
@@ -71,7 +83,7 @@ def write_csv(table: Table, path: Path) -> None:
         writer.writerows(zip(*columns, strict=True))
 
 
-class _Sums(NamedTuple):
+class ObjectSums(NamedTuple):
     """Running sums; the last axis of each is the label, 0 being background and left empty."""
 
     voxels: NDArray[np.int64]  # [N]
@@ -92,6 +104,22 @@ class _Sums(NamedTuple):
             np.full((channels, labels), _lowest(dtype), dtype),
         )
 
+    def add(self, labels: Array, read: Callable[[int, int], Array], origin: Size = (0, 0, 0)) -> None:
+        """Take in labels [z, y, x] whose first voxel lies at `origin`; `read` returns planes [C, z, y, x] of these."""
+        planes = max(1, max(SLAB_VOXELS, 4 * len(self.voxels)) // max(1, math.prod(labels.shape[1:])))
+        for first in range(0, len(labels), planes):
+            end = min(first + planes, len(labels))
+            _add(self, (origin[0] + first, *origin[1:]), labels[first:end], read(first, end))
+
+    def add_objects(self, numbers: NDArray[np.int64], part: Self) -> None:
+        """Take in what `measure_box` has returned."""
+        self.voxels[numbers] += part.voxels[1:]
+        self.places[:, numbers] += part.places[:, 1:]
+        self.lowest[:, numbers] = np.minimum(self.lowest[:, numbers], part.lowest[:, 1:])
+        self.highest[:, numbers] = np.maximum(self.highest[:, numbers], part.highest[:, 1:])
+        self.total[:, numbers] += part.total[:, 1:]
+        self.brightest[:, numbers] = np.maximum(self.brightest[:, numbers], part.brightest[:, 1:])
+
 
 def _lowest(dtype: np.dtype[Any]) -> Any:
     if dtype.kind in "iu":
@@ -99,13 +127,14 @@ def _lowest(dtype: np.dtype[Any]) -> Any:
     return -np.inf if dtype.kind == "f" else False
 
 
-def _add(sums: _Sums, z0: int, labels: Array, intensities: Array) -> None:
-    """Take in planes from `z0`: labels [z, Y, X], intensities [C, z, Y, X]."""
+def _add(sums: ObjectSums, origin: Size, labels: Array, intensities: Array) -> None:
+    """Take in a box from `origin` on: labels [z, y, x], intensities [C, z, y, x]."""
     inside = labels.nonzero()
     owner = labels[inside].astype(np.intp)
     count = len(sums.voxels)
     sums.voxels[:] += np.bincount(owner, minlength=count)
-    for axis, places in enumerate((inside[0] + z0, *inside[1:])):
+    for axis, (first, here) in enumerate(zip(origin, inside, strict=True)):
+        places = here + first
         sums.places[axis] += np.bincount(owner, places, count)
         np.minimum.at(sums.lowest[axis], owner, places)
         np.maximum.at(sums.highest[axis], owner, places)
@@ -115,13 +144,14 @@ def _add(sums: _Sums, z0: int, labels: Array, intensities: Array) -> None:
         np.maximum.at(sums.brightest[channel], owner, values)
 
 
-def _table(sums: _Sums, segmentation: Segmentation) -> Table:
+def tabulate(sums: ObjectSums, shape: Size, voxel_size: VoxelSize | None, objects: Objects | None) -> Table:
+    """Return the table that `measure` returns, of all labels of a volume of a shape (z, y, x)."""
     label = np.flatnonzero(sums.voxels)
     voxels = sums.voxels[label]
-    edges = tuple(segmentation.voxel_size or (1.0, 1.0, 1.0))
+    edges = tuple(voxel_size or (1.0, 1.0, 1.0))
     volume = voxels * math.prod(edges)
     lowest, beyond = sums.lowest[:, label], sums.highest[:, label] + 1
-    size = np.array(segmentation.pixels.shape)[:, None]
+    size = np.array(shape)[:, None]
     table: Table = {
         "label": label,
         "num_pixels": voxels,
@@ -134,5 +164,7 @@ def _table(sums: _Sums, segmentation: Segmentation) -> Table:
     table |= {f"intensity_mean{end}": row[label] / voxels for end, row in zip(endings, sums.total, strict=True)}
     table |= {f"intensity_max{end}": row[label] for end, row in zip(endings, sums.brightest, strict=True)}
     table["touching_border"] = (((lowest == 0) | (beyond == size)) & (size > 1)).any(axis=0)
-    table["unit"] = np.full(len(label), "voxel" if segmentation.voxel_size is None else "um")
+    table["unit"] = np.full(len(label), "voxel" if voxel_size is None else "um")
+    if objects is not None:
+        table["confidence"] = objects.confidence[label - 1]
     return table

@@ -21,7 +21,7 @@ from service.core.errors import BadParameter, DoubtfulResult, OutOfMemory, Stack
 from service.core.hardware import Driver, is_out_of_memory
 from service.core.progress import step
 from service.core.timing import Stages
-from service.core.volume import Diameter, Options, Segmentation, Size, Steering, Volume
+from service.core.volume import Diameter, Extent, Options, Segmentation, Size, Steering, Volume
 from service.engine import backends, torch_compile
 from service.engine.plans import EngineConfig, EnginePlan
 from service.inference.confidence import Doubt, Evidence, count_sure, explain, explain_nothing, judge
@@ -426,8 +426,9 @@ class Segmenter:
             return other.estimate_diameter(volume, options, image=image, run=run, cancelled=cancelled)
         compute = partial(run, cancelled=cancelled, progress=lambda _done, _total: None)
         with torch.inference_mode(), translate_errors(request.estimate, self._device, self._driver):
-            source = normalise_volume(volume, self.spec)[0] if image is None else image
-            return self._measure_diameter(source, volume, request.plan, compute)
+            if image is not None:
+                return self._look_for_diameter(image, volume, request.plan, compute)
+            return self._measure_diameter(normalise_volume(volume, self.spec)[0], volume, request.plan, compute)
 
     def _plan_by_diameter(
         self, image: NormalisedImage, volume: Volume, options: Options, request: PlannedRequest, compute: ComputeSlabs
@@ -446,12 +447,14 @@ class Segmenter:
         return _Sized(PlannedRequest(plan, estimate), sizing.diameter, (sizing.note,))
 
     def _measure_diameter(self, image: NormalisedImage, volume: Volume, plan: Plan, compute: ComputeSlabs) -> Sizing:
+        return self._diameters.get(volume, lambda: self._look_for_diameter(image, volume, plan, compute))
+
+    def _look_for_diameter(self, image: NormalisedImage, volume: Extent, plan: Plan, compute: ComputeSlabs) -> Sizing:
         base = self._base(volume)
         score_windows = partial(self._scores.score_windows, plan=plan, run=compute)
-        estimator = DiameterEstimator(image, base, self.spec, score_windows)
-        return self._diameters.get(volume, lambda: estimator.estimate(estimate_anisotropy(volume, base)))
+        return DiameterEstimator(image, base, self.spec, score_windows).estimate(estimate_anisotropy(volume, base))
 
-    def _base(self, volume: Volume) -> Factors:
+    def _base(self, volume: Extent) -> Factors:
         """Return the voxels per voxel of the volume, along (z, y, x), that it is resampled to without a diameter."""
         z, y, x = (n / edge for n, edge in zip(working_size(volume, self.spec), volume.shape[1:], strict=True))
         return z, y, x

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from service.core.volume import Array, Segmentation, label_dtype
-from service.formats import zarr_writer
+from service.core.volume import Array, Objects, Segmentation, label_dtype
+from service.formats import stack_reader, zarr_writer
+from service.formats.zarr_reader import ZarrStack
 from service.inference.blockwise.join import label_tile
-from service.inference.blockwise.layout import Box, firsts, lengths, slices
+from service.inference.blockwise.layout import Box, firsts, lengths, ranges, slices
 from service.inference.blockwise.run_folder import OpenRun
 from service.inference.blockwise.tiles import decoding_spec, read_pixels
+from service.inference.measurements import ObjectSums, Table, measure_box, tabulate
 from service.inference.resample import nearest_voxels
 from service.models.spec import Instances
 
@@ -54,10 +58,36 @@ def write_block(run: OpenRun, number: int) -> dict[str, Any]:
         )
         box: Box = (z, y, x)
         pixels = _coarsen(out, level, levels, box) if level else _collect(run, box)
+        is_measured = run.plan.measured and not level and pixels.any()
+        if is_measured:
+            _measure(run, number, box, pixels)
         if pixels.any():
             zarr_writer.open_level(out, level)[slices(box)] = pixels
-        return {}
+        return {"measured": True} if is_measured else {}
     raise IndexError(number)
+
+
+def _measure(run: OpenRun, number: int, box: Box, labels: Array) -> None:
+    """Write what a block of labels has of its objects, in every channel of the stack."""
+    with open_every_channel(run) as stack:
+        numbers, sums = measure_box(labels, stack.read_region(ranges(box)), firsts(box))
+    run.folder.write_arrays(f"measured/{number}.npz", {"numbers": numbers, **sums._asdict()})
+
+
+def collect_table(run: OpenRun, objects: Objects) -> Table:
+    """Return the measurements of all objects, once all labels are written."""
+    with open_every_channel(run) as stack:
+        sums = ObjectSums.zeros(len(objects) + 1, stack.shape[0], stack.dtype)
+    for number in sorted(run.folder.done("labels")):
+        if run.folder.read_record("labels", number).get("measured"):
+            with run.folder.read_arrays(f"measured/{number}.npz") as found:
+                sums.add_objects(found["numbers"], ObjectSums(*(found[name] for name in ObjectSums._fields)))
+    return tabulate(sums, run.plan.size, run.plan.voxel_size, objects)
+
+
+def open_every_channel(run: OpenRun) -> AbstractContextManager[ZarrStack]:
+    """Open the stack with all channels, whichever are segmented."""
+    return stack_reader.open_blocks(run.plan.source, replace(run.plan.selection, channel=None))
 
 
 def level_shape(size: Sequence[int], steps: Sequence[int]) -> list[int]:

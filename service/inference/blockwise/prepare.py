@@ -25,8 +25,9 @@ def make_plan(  # noqa: PLR0913
     settings: Settings,
     *,
     workers: int,
+    measured: bool = False,
 ) -> RunPlan:
-    """Plan a run for so many workers.
+    """Plan a run for so many workers, in which objects may be `measured`.
 
     Raises BadParameter for what is not done block by block, and what the header of the image tells already.
     """
@@ -62,6 +63,7 @@ def make_plan(  # noqa: PLR0913
         description.voxel_size,
         plan.diameter,
         workers,
+        measured,
     )
 
 

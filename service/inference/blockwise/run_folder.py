@@ -66,6 +66,7 @@ class RunPlan:
     shape     of the stack, with its `voxel_size`: a plan is the `Extent` of the stack
     diameter  of the objects, where the stack is resampled by it
     workers   that the volume is cut for
+    measured  whether objects are measured as their labels are written
     """
 
     source: Path
@@ -81,6 +82,7 @@ class RunPlan:
     voxel_size: VoxelSize | None
     diameter: Diameter | None
     workers: int
+    measured: bool
 
     @property
     def size(self) -> Size:
@@ -114,7 +116,7 @@ class Survey:
     sizing: Sizing | None
 
 
-_FOLDERS = ("records", "survey", "scores", "tiles", "links")
+_FOLDERS = ("records", "survey", "scores", "tiles", "links", "measured")
 _PLAN, _SETTINGS, _SURVEY = TypeAdapter(RunPlan), TypeAdapter(Settings), TypeAdapter(Survey)
 
 

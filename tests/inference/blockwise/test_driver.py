@@ -12,14 +12,17 @@ import tifffile
 import zarr
 from scipy.ndimage import gaussian_filter, zoom
 
+from service.cli.segment_blocks import read_objects
 from service.core.bundled import bundled_folder
 from service.core.config import override_settings
-from service.core.volume import Diameter, ObjectVolume, Options, Steering
-from service.formats import zarr_writer
+from service.core.volume import Diameter, ObjectVolume, Options, Selection, Steering
+from service.formats import stack_reader, zarr_writer
+from service.inference.blockwise.output import collect_table
 from service.inference.blockwise.run_folder import Step, open_run
 from service.inference.diameter import Sizing
+from service.inference.measurements import measure
 from service.models.repository import read_spec
-from tests.block_runs import begin, segment_blocks, segment_whole
+from tests.block_runs import WHOLE, begin, segment_blocks, segment_whole
 from tests.segmenters import settings_of
 from tests.zarr_files import write_zarr
 
@@ -166,6 +169,26 @@ def test_told_nothing_the_width_is_estimated_as_of_the_whole(tmp_path: Path) -> 
     assert np.array_equal(labels, whole.segmentation.pixels)
     assert folder.survey.notes == whole.notes
     assert any(note.startswith("Resampled from") for note in whole.notes)
+
+
+@pytest.mark.parametrize("options", [Options(), Options(diameter=Diameter((9.0,), "px"))])
+def test_objects_are_measured_in_every_channel(
+    options: Options, tmp_path: Path, write_model, random_nuclei_content
+) -> None:
+    spec = write_model(instances(wanting(random_nuclei_content, 6.0), threshold=0.44))
+    # Labels are written in blocks of 64 planes.
+    pixels = np.stack([hills((70, 20, 24), 4), hills((70, 20, 24), 5)])
+    source = write_zarr(tmp_path / "in.zarr", pixels, "czyx", chunks=(1, 16, 20, 24))
+    first = Selection(channel=0)
+    whole = segment_whole(source, spec, options, settings_of(), first).segmentation
+    table = measure(whole, stack_reader.read(source, WHOLE, 2**40))
+    folder = begin(tmp_path / "run", source, spec, options, settings_of(), selection=first, measured=True)
+    segment_blocks(folder, tmp_path / "out.zarr")
+    found = collect_table(open_run(str(folder.path), surveyed=True), read_objects(folder))
+    assert len(table["label"]) > 1
+    assert list(found) == list(table)
+    for name, column in table.items():
+        assert np.array_equal(found[name], column), name
 
 
 def test_classes_and_their_pyramid(tmp_path: Path, bands, phantom) -> None:
