@@ -18,6 +18,7 @@ from service.cli.models import choose_model
 from service.core.config import Settings
 from service.core.errors import BadParameter
 from service.core.timing import Stages
+from service.core.whole_file import write_whole
 
 if TYPE_CHECKING:
     from service.core.volume import OutputKind, Segmentation
@@ -355,12 +356,8 @@ def _write(segmentation: Segmentation, path: Path, origin: Mapping[str, str]) ->
         return
     write = array_writer.write_npy if path.name.lower().endswith(".npy") else array_writer.write_nifti
     volume = Volume.from_array(segmentation.pixels[None], segmentation.voxel_size)
-    partial = path.with_name(f".{path.name}.part")
-    try:
+    with write_whole(path) as partial:
         write(volume, partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _run_folder(options: argparse.Namespace, query: Query, settings: Settings) -> int:

@@ -22,6 +22,7 @@ from tifffile import TiffWriter
 from service.core import host
 from service.core.buffers import release_pages
 from service.core.volume import Array, OutputKind, Segmentation, TimeInterval, Volume, VoxelSize
+from service.core.whole_file import write_whole
 from service.formats import imagej_writer, tiff_template
 from service.formats.tiff_template import TiffTemplate
 
@@ -108,14 +109,12 @@ def write_image(volume: Volume, path: Path) -> None:
 
 
 def _write_whole(path: Path, write_content: Callable[[BinaryIO], None]) -> None:
-    """Have the content of a file written under another name, which becomes `path` at the end."""
-    partial = path.with_name(f".{path.name}.part")
-    try:
-        with partial.open("w+b") as file:
-            write_content(file)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    """Have the content of a file written under another name, which becomes `path` at the end.
+
+    Whoever keeps the file has it written to the disk: most are sent to a client and deleted.
+    """
+    with write_whole(path, sync=False) as partial, partial.open("w+b") as file:
+        write_content(file)
 
 
 def encode(segmentation: Segmentation, origin: Mapping[str, str] = NOTHING) -> bytes | None:

@@ -23,6 +23,7 @@ from blake3 import blake3
 from service.core.buffers import make_allocator
 from service.core.errors import BadParameter, OutOfStorage, SwitchedOff, UnknownAnnotation
 from service.core.volume import Segmentation, Size, Volume, VoxelSize, label_dtype
+from service.core.whole_file import sync_to_disk
 from service.formats import tiff_writer
 from service.serving.scratch import MARKER, make_locked_folder, sweep, translate_disk_faults
 
@@ -247,13 +248,12 @@ class AnnotationStore:
                     "created": time.time(),
                 }
                 (partial / RECORD).write_text(json.dumps(facts), encoding="utf-8")
-                for path in (*partial.iterdir(), partial):
-                    _sync(path)
+                sync_to_disk(*partial.iterdir(), partial)
                 with self._lock:
                     self._check_quota(owner, nbytes)
                     partial.rename(self.folder / number)
                 (self.folder / number / MARKER).unlink()
-                _sync(self.folder)
+                sync_to_disk(self.folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
                 os.close(lock)
@@ -358,12 +358,3 @@ def _digest(image: Volume) -> str:
     for z in range(image.shape[1]):
         digest.update(np.ascontiguousarray(image.read(z, z + 1)).view(np.uint8).data)
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Have a file or a folder written to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -30,6 +30,7 @@ from service.core.errors import (
     StorageUnavailable,
     UnknownJob,
 )
+from service.core.whole_file import sync_to_disk
 from service.serving.job_database import JobDatabase
 from service.serving.job_record import (
     AnswerMetadata,
@@ -142,7 +143,7 @@ class JobStore:
         with translate_disk_faults():
             size = upload.stat().st_size
             self._make_room(size, owner)
-            _sync(upload, upload.parent)
+            sync_to_disk(upload, upload.parent)
         values = (job, owner, request.model, json.dumps(request.parameters), request.name, request.windows)
         # Others may have taken the room while the file went to the disk.
         with self._lock:
@@ -150,7 +151,7 @@ class JobStore:
             try:
                 with translate_disk_faults():
                     upload.parent.rename(folder)
-                    _sync(self._jobs)
+                    sync_to_disk(self._jobs)
                 with self._database.transaction() as database:
                     database.execute(
                         "INSERT INTO jobs (state, id, owner, model, parameters, name, windows, receive_seconds,"
@@ -204,9 +205,9 @@ class JobStore:
         """
         result = self.result_path(job)
         with translate_disk_faults():
-            _sync(written)
+            sync_to_disk(written)
             written.rename(result)
-            _sync(result.parent)
+            sync_to_disk(result.parent)
             size = result.stat().st_size
         change = "state = 'done', ended = ?, result_bytes = ?, outcome = ?, failure = ?"
         values = time.time(), size, encode_answer(answer), None if fault is None else encode_failure(fault)
@@ -358,13 +359,3 @@ def _size(path: Path) -> int:
             return path.stat().st_size
         except FileNotFoundError:
             return -1
-
-
-def _sync(*paths: Path) -> None:
-    """Write files, or the names in folders, to the disk before a later step relies on them."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from service.core.whole_file import write_whole
+
 TrainingState = Literal["waiting", "running", "done", "failed", "cancelled", "interrupted"]
 
 # Points of a curve: beyond, every second one is dropped.
 MOST_POINTS = 512
 # Ending of a record that is being written.
-PARTIAL = ".part"
 INTERRUPTED = "The service was stopped before the training ended, and nothing is left of it; start it again."
 
 
@@ -86,15 +86,8 @@ class TrainingRecord:
         if not self.over:
             content |= {"state": "interrupted", "message": INTERRUPTED}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        partial = folder / f".{self.id}{PARTIAL}"
-        try:
-            with partial.open("w", encoding="utf-8") as file:
-                json.dump(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(folder / f"{self.id}.json")
-        finally:
-            partial.unlink(missing_ok=True)
+        with write_whole(folder / f"{self.id}.json") as partial:
+            partial.write_text(json.dumps(content), encoding="utf-8")
 
 
 def _append(curve: list[tuple[int, float]], step: int, value: float) -> None:
@@ -105,7 +98,7 @@ def _append(curve: list[tuple[int, float]], step: int, value: float) -> None:
 
 def delete_partial(folder: Path) -> None:
     """Delete the records that processes which were killed have written by half. Raises nothing."""
-    for path in folder.glob(f".*{PARTIAL}"):
+    for path in folder.glob(".*.part"):
         with suppress(OSError):
             path.unlink()
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from service.core.config import Settings, override_settings
 from service.core.volume import Options, Segmentation, Volume
+from service.core.whole_file import write_whole
 from service.formats import tiff_writer
 from service.inference.segmenter import Segmenter
 from service.models.repository import FILE_NAME, read_spec
@@ -79,11 +80,10 @@ def write_model(
 
 def save_weights(network: nn.Module, folder: Path) -> None:
     """Write `weights.safetensors` in one move, so that a reader never meets half a file."""
-    partial = folder / "weights.partial"
     # Some networks list a layer under several names, which safetensors refuses as shared memory.
     state = {name: value.clone(memory_format=torch.contiguous_format) for name, value in network.state_dict().items()}
-    save_file(state, partial)
-    partial.replace(folder / "weights.safetensors")
+    with write_whole(folder / "weights.safetensors") as partial:
+        save_file(state, partial)
 
 
 def _write_sample(spec: ModelSpec, image: NDArray[Any], settings: Settings) -> None:

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from service.core.config import Training
 from service.core.errors import BadParameter
+from service.core.whole_file import write_whole
 from service.training.averaging import measure_statistics, update_average
 from service.training.examples import ExampleDataset, ExamplePool, Normalise, Pair, RecordedStacks, draw_batch
 from service.training.gradient_checkpointing import checkpoint_blocks
@@ -306,7 +307,6 @@ class Trainer:
 
     def save(self) -> None:
         """Write the checkpoint, replacing the last one in one step."""
-        partial = self.folder / f"{CHECKPOINT}.part"
         content = {
             "plan": _options_of_result(self.plan),
             "state": vars(self.state),
@@ -316,8 +316,8 @@ class Trainer:
             "optimiser": self._optimiser.state_dict(),
             "scaler": self._scaler.state_dict(),
         }
-        torch.save(content, partial)
-        partial.replace(self.folder / CHECKPOINT)
+        with write_whole(self.folder / CHECKPOINT) as partial:
+            torch.save(content, partial)
 
     def resume(self) -> None:
         """Continue from the checkpoint in the folder. Raises BadParameter without one, and for one of another plan."""

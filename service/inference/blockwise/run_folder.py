@@ -35,6 +35,7 @@ from service.core.volume import (
     VoxelSize,
     is_index,
 )
+from service.core.whole_file import write_whole
 from service.inference.blockwise.layout import Layout, choose_windows
 from service.inference.diameter import Sizing
 from service.inference.empty_windows import Skipped
@@ -190,15 +191,9 @@ class RunFolder:
     @contextmanager
     def writing(self, name: str) -> Iterator[IO[bytes]]:
         """Write a file, which gets its name after the block, once its content is on disk."""
-        partial = self.path / f"{name}.part-{os.getpid()}"
-        try:
-            with partial.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(self.path / name)
-        finally:
-            partial.unlink(missing_ok=True)
+        named = self.path / f"{name}.part-{os.getpid()}"
+        with write_whole(self.path / name, named) as partial, partial.open("wb") as file:
+            yield file
 
     def _write_text(self, name: str, text: str) -> None:
         with self.writing(name) as file:

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.core.whole_file import write_whole
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_file_has_its_name_once_it_is_whole(tmp_path: Path, sync: bool) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with write_whole(path, sync=sync) as partial:
+        partial.write_text("new")
+        assert (path.read_text(), partial.parent) == ("old", tmp_path)
+    assert (path.read_text(), list(tmp_path.iterdir())) == ("new", [path])
+
+
+@pytest.mark.parametrize("partial", [None, "another"])
+def test_what_fails_leaves_what_was_there(tmp_path: Path, partial: str | None) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("old")
+
+    def write() -> None:
+        with write_whole(path, None if partial is None else tmp_path / partial) as file:
+            assert file.name == partial or partial is None
+            file.write_text("half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        write()
+    assert (path.read_text(), list(tmp_path.iterdir())) == ("old", [path])
