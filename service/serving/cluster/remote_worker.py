@@ -27,6 +27,8 @@ from service.serving.model_cache import LoadedModel
 
 log = logging.getLogger(__name__)
 
+JOIN_SECONDS = 4.0
+
 ConnectCluster = Callable[[Settings], MakeActor]
 
 
@@ -142,7 +144,8 @@ class RemoteWorkers:
         """Let the number of workers be."""
         self._stopped.set()
         if self._thread is not None:
-            self._thread.join()
+            # A cluster whose head is gone may not answer.
+            self._thread.join(JOIN_SECONDS)
 
     def _loop(self, backlog: Callable[[], Backlog], here: int) -> None:
         while not self._stopped.wait(STATUS_SECONDS):

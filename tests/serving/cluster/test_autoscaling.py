@@ -16,6 +16,8 @@ from thread_actors import ThreadActor, make_device_actor, remote
 
 from service.core.config import Settings
 from service.serving.cluster.remote_device import Actor
+from service.serving.cluster.remote_worker import Backlog, RemoteWorkers
+from service.serving.metrics import Metrics
 
 
 class AbsentActor:
@@ -148,6 +150,26 @@ def test_a_worker_that_is_lost_is_missing_and_not_given_back(bands_repository: P
         assert live.client.get("/health/ready").status_code == 503
         hosts.there[0].come_back()
         until(lambda: live.client.get("/health/ready").json() == {"status": "ready"})
+
+
+@pytest.mark.parametrize(
+    ("backlog", "here", "wanted"),
+    [
+        (Backlog(0, 0.0), 0, 0),
+        (Backlog(9, 50.0), 0, 1),
+        (Backlog(9, 170.0), 0, 3),
+        (Backlog(2, 5000.0), 0, 2),
+        (Backlog(3, 5000.0), 1, 2),
+        (Backlog(1, 5000.0), 2, 0),
+    ],
+)
+def test_as_many_are_wanted_as_do_the_work_in_time_and_no_more_than_there_are_requests(
+    bands_repository: Path, tmp_path: Path, backlog: Backlog, here: int, wanted: int
+) -> None:
+    settings = remote(bands_repository, tmp_path, cluster={"workers": 8, "least_workers": 0, "backlog_seconds": 60})
+    workers = RemoteWorkers(settings, Hosts().connect, Metrics())
+    assert max(workers._wanted(backlog, here), 0) == wanted
+    workers.close()
 
 
 def test_more_workers_at_least_than_at_most_are_refused(bands_repository: Path, tmp_path: Path) -> None:
