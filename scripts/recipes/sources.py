@@ -33,12 +33,12 @@ class Percentiles:
         return (image.astype(np.float32) - np.float32(low)) / np.float32(max(high - low, 1e-6))
 
 
-def random_size(synthesise: Callable[[Generator, Size], Pair]) -> Source:
-    """Return a source of synthetic stacks of random size; one in five is thin, like many recorded stacks."""
+def random_size(synthesise: Callable[[Generator, Size], Pair], widest: int = 96) -> Source:
+    """Return a source of synthetic stacks of random size up to `widest`; one in five is thin, as many recorded are."""
 
     def draw(rng: Generator) -> Pair:
         depth = int(rng.integers(10, 32) if rng.random() < 0.2 else rng.integers(40, 65))
-        width = int(rng.integers(64, 97))
+        width = int(rng.integers(64, widest + 1))
         return synthesise(rng, (depth, width, width))
 
     return draw

@@ -46,6 +46,8 @@ class Tissue:
     photons, read_noise, bits, saturation   documented at `scripts.recipes.synthetic_nuclei.Scene`
     subtracted      part of the background that is exactly 0, as after a subtraction; 0: none was subtracted
     patchiness      standard deviation of the logarithm of the membranes' brightness between cells
+    variety         how much wider some cells are than others, from 0; at 0.6 the widest are two to three times as wide
+    egg             whether a body that does not fill the stack is always an ellipsoid
     """
 
     diameter: float
@@ -75,6 +77,8 @@ class Tissue:
     saturation: float
     subtracted: float
     patchiness: float = 0.0
+    variety: float = 0.0
+    egg: bool = False
 
     @classmethod
     def draw(cls, rng: Generator, smallest: float = 14.0, largest: float = 48.0) -> Self:
@@ -131,6 +135,31 @@ class Tissue:
             photons=log_uniform(rng, 5, 100),
         )
 
+    @classmethod
+    def draw_embryo(cls, rng: Generator) -> Self:
+        """Draw an egg-shaped body of few large cells of unlike widths in the dark, with thick uneven membranes."""
+        flatness = float(rng.choice(np.array([1.0, rng.uniform(1.3, 3)])))
+        blur = log_uniform(rng, 0.4, 1.8)
+        return replace(
+            cls.draw(rng),
+            diameter=log_uniform(rng, 24.0, 72.0),
+            flatness=flatness,
+            order=float(rng.uniform(0.5, 0.8)),
+            body=float(rng.uniform(0.7, 0.99)),
+            egg=True,
+            variety=float(rng.uniform(0.2, 0.6)),
+            holes=0.0,
+            thickness=log_uniform(rng, 0.7, 2.5),
+            unevenness=float(rng.uniform(0.1, 0.8)),
+            patchiness=float(rng.choice([0.0, rng.uniform(0.1, 0.5)])),
+            inside=float(rng.choice([0.0, rng.uniform(0.01, 0.3)])),
+            rim=float(rng.uniform(0.4, 1.3)),
+            blur=blur,
+            elongation=float(rng.uniform(1.0, 3.5)) / flatness,
+            attenuation=float(rng.choice([0.0, rng.uniform(0.1, 0.8)])),
+            photons=log_uniform(rng, 5, 200),
+        )
+
 
 # Stained membranes of cells without nuclei, of which `dataclasses.replace` makes others.
 WALLS = Tissue(
@@ -164,8 +193,9 @@ WALLS = Tissue(
 
 
 def synthesise_varied(rng: Generator, shape: Size) -> tuple[NDArray[Any], Labels]:
-    """Make a stack of a usual tissue or, in two of five, of one with walls; returns what `synthesise_tissue` does."""
-    return synthesise_tissue(rng, shape, Tissue.draw_walls(rng) if rng.random() < 0.4 else Tissue.draw(rng))
+    """Make a stack of a usual tissue, one with walls or an embryo; returns what `synthesise_tissue` does."""
+    kind = int(rng.choice(3, p=(0.35, 0.25, 0.4)))
+    return synthesise_tissue(rng, shape, (Tissue.draw, Tissue.draw_walls, Tissue.draw_embryo)[kind](rng))
 
 
 def synthesise_tissue(rng: Generator, shape: Size, tissue: Tissue | None = None) -> tuple[NDArray[Any], Labels]:
@@ -192,12 +222,24 @@ def _cells(rng: Generator, shape: Size, tissue: Tissue) -> Labels:
         for axis in range(3):
             places[..., axis] += np.float32(bend) * smooth_noise(rng, shape, 0.5 * tissue.diameter)
     flat = places.reshape(-1, 3)
-    owner = np.asarray(cKDTree(points).query(flat, workers=1)[1])
+    owner = _nearest(rng, points, flat, tissue)
     kept = rng.random(len(points)) >= tissue.holes
     body = _body(rng, places, extent, tissue).ravel() if tissue.body < 1 else np.ones(len(flat), bool)
     _join_slivers(owner, body, points, flat)
     numbers = np.where(kept, np.cumsum(kept), 0).astype(np.uint16)
     return np.asarray(np.where(body, numbers[owner], 0).reshape(shape), np.uint16)
+
+
+def _nearest(rng: Generator, points: NDArray[Any], places: Floats, tissue: Tissue) -> NDArray[np.intp]:
+    """Return which of the points [cells, 3] owns each of the places [voxels, 3], by their power diagram.
+
+    Points that lie off the places' space, in a fourth dimension, have narrower cells.
+    """
+    if not tissue.variety:
+        return np.asarray(cKDTree(points).query(places, workers=1)[1])
+    height = tissue.variety * tissue.diameter * np.sqrt(rng.random(len(points)))
+    lifted = np.column_stack([places, np.zeros(len(places), np.float32)])
+    return np.asarray(cKDTree(np.column_stack([points, height])).query(lifted, workers=1)[1])
 
 
 def _join_slivers(owner: NDArray[Any], body: NDArray[np.bool_], points: NDArray[Any], places: Floats) -> None:
@@ -229,7 +271,7 @@ def _body(rng: Generator, places: Floats, extent: NDArray[Any], tissue: Tissue) 
     """Draw an ellipsoid with a wavy surface, or everything on one side of a wavy plane; [z, y, x] bool."""
     shape = (places.shape[0], places.shape[1], places.shape[2])
     waves = np.float32(0.06) * smooth_noise(rng, shape, 0.8 * tissue.diameter)
-    if rng.random() < 0.5:
+    if tissue.egg or rng.random() < 0.5:
         middle = extent * rng.uniform(0.4, 0.6, 3)
         radii = tissue.body * extent / 2 * rng.uniform(0.9, 1.15, 3)
         return np.asarray(np.sqrt((((places - middle) / radii) ** 2).sum(axis=-1)) < 1 + waves)

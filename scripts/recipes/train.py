@@ -60,7 +60,7 @@ class Schedule:
     batch_size: int = 4
     edge: int = 48
     averaging: float = 0.998
-    steps_per_volume: int = 2
+    steps_per_volume: int = 4
     statistics: int = 80
     bf16: bool = False
 
@@ -89,9 +89,9 @@ class Recipe(NamedTuple):
     loss: Loss = instance_loss
 
 
-MEMBRANES = Recipe(random_size(synthetic_tissue.synthesise_varied), 32.0, (16, 32, 64, 64), 4)
+MEMBRANES = Recipe(random_size(synthetic_tissue.synthesise_varied, 128), 32.0, (16, 32, 64, 64), 8)
 RECIPES = {
-    "nuclei": Recipe(random_size(synthetic_nuclei.synthesise_varied), 20.0, (32, 48, 96, 96), 2),
+    "nuclei": Recipe(random_size(synthetic_nuclei.synthesise_varied), 20.0, (32, 48, 96, 96), 4),
     "membranes": MEMBRANES,
     "tissue": MEMBRANES._replace(outputs=len(CLASSES), targets=class_targets, loss=class_loss),
 }
@@ -219,6 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--share", type=float, default=0.25, help="part of the volumes that is drawn from them")
     parser.add_argument("--stated", type=float, default=0.6, help="part of them whose objects get the model's diameter")
     parser.add_argument("--batch-size", type=int, default=4, help="crops per step")
+    parser.add_argument("--edge", type=int, default=48, help="voxels along each axis of a crop")
     parser.add_argument("--keep-statistics", action="store_true", help="of batch normalisation, as --init has them")
     parser.add_argument("--pool", type=int, default=64, help="volumes held in memory")
     parser.add_argument("--bf16", action="store_true", help="for processors with units for BF16")
@@ -237,6 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.minutes,
         options.learning_rate,
         batch_size=options.batch_size,
+        edge=options.edge,
         steps_per_volume=recipe.steps_per_volume * 4 // options.batch_size,
         statistics=0 if options.keep_statistics else Schedule.statistics,
         bf16=options.bf16,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue, synthesi
 SHAPE = (24, 40, 44)
 
 
-def tissue(**changes: float) -> Tissue:
+def tissue(**changes: Any) -> Tissue:
     """A plain tissue that fills the stack: even cells of 16 voxels with thin bright membranes and dark insides."""
     plain = Tissue(
         diameter=16,
@@ -148,6 +149,25 @@ def test_patchy_membranes_differ_more_between_cells() -> None:
         means = [image[labels == n].mean() for n in np.unique(labels)[1:]]
         bright.append(np.std(means) / np.mean(means))
     assert bright[1] > 1.5 * bright[0]
+
+
+def test_varied_cells_differ_more_in_size() -> None:
+    differences = []
+    for variety in (0.0, 0.6):
+        _, labels = synthesise_tissue(np.random.default_rng(1), (48, 64, 64), tissue(variety=variety))
+        faces = np.concatenate([labels[[0, -1]].ravel(), labels[:, [0, -1]].ravel(), labels[..., [0, -1]].ravel()])
+        volumes = [np.count_nonzero(labels == n) for n in np.setdiff1d(labels, faces)]
+        differences.append(np.std(volumes) / np.mean(volumes))
+    assert differences[1] > 1.5 * differences[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_embryo_lies_in_the_dark(seed: int) -> None:
+    _, labels = synthesise_tissue(np.random.default_rng(seed), SHAPE, tissue(body=0.8, egg=True))
+    corners = labels[:: SHAPE[0] - 1, :: SHAPE[1] - 1, :: SHAPE[2] - 1]
+    assert not corners.any()
+    assert labels.any()
+    assert Tissue.draw_embryo(np.random.default_rng(seed)).egg
 
 
 @pytest.mark.parametrize("seed", range(4))
