@@ -16,7 +16,7 @@ _BYTES_ACKED = struct.Struct("120xQ")
 
 
 class Patience(NamedTuple):
-    """How long clients are waited for.
+    """Limits of the time that clients are waited for.
 
     head_seconds      for a TLS handshake, and for a whole head after the connection or the previous answer
     bytes_per_second  of a body that is awaited, and of an answer that is sent

@@ -48,14 +48,14 @@ class Inspection(BaseModel):
 
 
 class JobProgress(BaseModel):
-    """What is done, of how much, in windows: decoding counts as many as are computed in the time that it takes."""
+    """Progress in windows, done and all: decoding counts as many as are computed in the time that it takes."""
 
     done: int
     total: int
 
 
 class JobProblem(BaseModel):
-    """Why a job failed, as the problem document of its result says it."""
+    """The reason why a job failed, as the problem document of its result says it."""
 
     type: str
     detail: Text

@@ -1,4 +1,4 @@
-"""What comes with the package: the folders `models` and `configs`, and its version."""
+"""Files that come with the package: the folders `models` and `configs`, and its version."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class Cluster(_Section):
 
     @property
     def least(self) -> int:
-        """How many workers are always asked for."""
+        """The number of workers that are always asked for."""
         return self.workers if self.least_workers is None else self.least_workers
 
 

@@ -48,7 +48,7 @@ class CppFunctions:
     ) -> None:
         self.signatures = signatures
         self.problem: str | None = None
-        """Why the functions are missing; None where they are there."""
+        """The reason why the functions are missing; None where they are there."""
         try:
             library = load()
         except OSError as error:

@@ -20,9 +20,9 @@ StackShape = tuple[int, int, int, int]
 """Channels, and voxels along (Z, Y, X)."""
 OutputKind = Literal["labels", "classes", "probabilities"]
 Quality = Literal["fast", "best"]
-"""Whether windows are scored once, or overlap more and are scored in several views that are averaged."""
+"""fast scores windows once; best lets them overlap more, and averages the scores of several views."""
 Linking = Literal["overlap", "laptrack"]
-"""How objects get one number through time: by the overlap of their labels at neighbouring time points."""
+"""The rule by which objects get one number through time: the overlap of their labels at neighbouring time points."""
 
 
 # Shortest and longest length, a tenth of an atom to a metre in micrometres: beyond, TIFF tags and quotients overflow.

@@ -1,4 +1,4 @@
-"""How CUDA devices compute in float32: process-wide switches of torch, set where a network is made.
+"""Float32 on CUDA devices: process-wide switches of torch, set where a network is made.
 
 TF32 rounds the factors of float32 products to 10 bits of mantissa, as many as float16 has, and sums in float32; that is
 several times as fast on Ampere and later. Its effect is judged by the labels, like that of every other optimisation:

@@ -140,7 +140,7 @@ class Reader:
 
     @property
     def kills(self) -> int:
-        """How many children were killed by others while they read a file."""
+        """The number of children that others have killed while they read a file."""
         return sum(child.kills for child in self._children)
 
     @property

@@ -52,7 +52,7 @@ _UNUSUAL = "Write the image again with a common codec: none, blosc, gzip, zlib, 
 
 @dataclass(frozen=True)
 class Coding:
-    """How pixels become the bytes of a chunk.
+    """The way from pixels to the bytes of a chunk.
 
     dtype        in the byte order of the file
     order        of the dimensions, slowest first

@@ -1,4 +1,4 @@
-"""How far a result can be believed, judged by what decoding knows of its objects, and what to try where it cannot.
+"""Confidence in a result, judged by what decoding knows of its objects, and what to try where it cannot.
 
 A network that meets what it was trained for is sure of the voxels of an object, gives it one high peak of the distance,
 and finds it as wide as it should be. On other stacks it is unsure of all three, whatever they show.
@@ -39,7 +39,7 @@ TRAIN = "annotate a piece of the stack and train a model (docs/models.md)"
 
 
 class Features(NamedTuple):
-    """What a verdict is made of; means are over voxels, so that a few specks do not count.
+    """Evidence for a verdict; means are over voxels, so that a few specks do not count.
 
     certainty  logit of the mean probability of the objects' voxels to be foreground
     peak       mean of the distance at the peaks of objects
@@ -67,7 +67,7 @@ class Features(NamedTuple):
 
 
 class Doubt(NamedTuple):
-    """Why a result is not to be trusted.
+    """The reason not to trust a result.
 
     confidence  in it, 0 to 1; None where nothing was found
     detail      the likely reason and what to try next, in a sentence

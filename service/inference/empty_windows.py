@@ -50,7 +50,7 @@ class IntensitySurvey(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """How many windows are not computed, out of `total`.
+    """The number of windows that are not computed, out of `total`.
 
     limits  grey values that no voxel of them exceeds, one per channel
     """

@@ -71,7 +71,7 @@ class Plan(NamedTuple):
 
     @property
     def scorings(self) -> int:
-        """How often each window is scored."""
+        """The number of times that each window is scored."""
         return max(len(self.views), 1)
 
 

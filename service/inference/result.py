@@ -15,7 +15,7 @@ from service.models.spec import ModelSpec
 
 
 class SeriesFacts(NamedTuple):
-    """What only a series of time points has.
+    """Facts that only a series of time points has.
 
     points  time points in the result, the first ones of `total`
     table   of all objects, None where none was asked for
@@ -67,7 +67,7 @@ class Result(NamedTuple):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a user should know, a doubt before anything else."""
+        """Sentences that a user should read, a doubt before anything else."""
         return self.notes if self.doubt is None else (self.doubt.detail, *self.notes)
 
     @property

@@ -226,7 +226,7 @@ class _Points:
 
     @property
     def doubt(self) -> Doubt | None:
-        """Why the worst time point is not to be trusted; one without objects is only where no other has any."""
+        """The reason not to trust the worst time point; one without objects is only where no other has any."""
         return None if self._doubt and self._doubt.confidence is None and self._count else self._doubt
 
     def _put(self, pixels: Array) -> None:

@@ -190,7 +190,7 @@ class DeviceWorker:
 
     @property
     def problem(self) -> str | None:
-        """Why the device cannot be used, one sentence; None while it can."""
+        """The reason why the device cannot be used, one sentence; None while it can."""
         if self.watchdog.problem is None and not self._device.alive:
             return "A thread that owns the device is not running."
         return self.watchdog.problem

@@ -59,7 +59,7 @@ class FairThreadPool:
 
     @property
     def waiting(self) -> int:
-        """How many calls have not begun, those that were cancelled meanwhile included."""
+        """The number of calls that have not begun, those that were cancelled meanwhile included."""
         with self._lock:
             return sum(map(len, self._waiting.values()))
 

@@ -31,7 +31,7 @@ _FORMULA = ("=", "+", "-", "@")
 
 
 class StackRecord(NamedTuple):
-    """How one stack went.
+    """The outcome of one stack.
 
     key          of the parameters, the model and the software
     size, mtime  of the file in bytes and nanoseconds

@@ -68,7 +68,7 @@ class StackCalls(NamedTuple):
 
 
 class Done(NamedTuple):
-    """How a folder went: records of its stacks that have one, by their names, and how many were done before."""
+    """The outcome of a folder: records of its stacks that have one, by their names, and the number done before."""
 
     records: dict[str, StackRecord]
     skipped: int
@@ -80,7 +80,7 @@ class Done(NamedTuple):
 
     @property
     def doubts(self) -> list[str]:
-        """Why results are not to be trusted, a sentence for each such stack."""
+        """Reasons not to trust results, a sentence for each such stack."""
         return [f"{printable(name)}: {record.notes[0]}" for name, record in self.records.items() if record.doubtful]
 
     def describe(self) -> list[dict[str, object]]:

@@ -17,7 +17,7 @@ State = Literal["waiting", "running", "done", "failed", "cancelled"]
 
 
 class Progress(NamedTuple):
-    """How many windows are done, of how many; 0 of 0 before that is known."""
+    """The number of windows that are done, and of all; 0 of 0 before that is known."""
 
     done: int = 0
     total: int = 0
@@ -86,7 +86,7 @@ class Job(Generic[T]):
 
     @property
     def state(self) -> State:
-        """Whether the job waits or runs, or how it ended."""
+        """The state: waiting or running, or how the job ended."""
         if self.future.cancelled():
             return "cancelled"
         if not self.future.done():

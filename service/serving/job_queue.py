@@ -80,7 +80,7 @@ class JobQueue:
 
     @property
     def waiting(self) -> int:
-        """How many jobs wait."""
+        """The number of jobs that wait."""
         return len(self._waiting)
 
     @property

@@ -145,7 +145,7 @@ class ModelCache(Generic[T]):
 
     @property
     def problems(self) -> dict[str, str]:
-        """Why models cannot be loaded, by name."""
+        """The reasons why models cannot be loaded, by name."""
         with self._changed:
             return dict(self._problems)
 

@@ -270,7 +270,7 @@ class Query(BaseModel):
 
     @cached_property
     def options(self) -> Options:
-        """How to segment."""
+        """The options of the segmentation."""
         diameter = None if self.diameter is None else parse_diameter(self.diameter)
         skip_below = None if self.skip_below is None else parse_skip_below(self.skip_below)
         least = None if self.minimum_size is None else ObjectVolume.parse(self.minimum_size)

@@ -1,4 +1,4 @@
-"""What a result was made of, by what and how, as it is written into the file of the result."""
+"""Provenance of a result: model, parameters, software and source, as it is written into the file of the result."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Pixels(NamedTuple):
 
 
 class LargePixels(NamedTuple):
-    """What is known of a file before much of it is decoded.
+    """A file of which not much is decoded yet.
 
     segmented  the selected part
     nbytes     of all that is to be decoded

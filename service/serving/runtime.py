@@ -134,7 +134,7 @@ class Runtime:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a device."""
+        """The number of requests that wait for a device."""
         return sum(worker.queue.waiting for worker in self.device_workers)
 
     @property

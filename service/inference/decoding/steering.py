@@ -1,4 +1,4 @@
-"""How a request changes the way in which a model's scores become objects."""
+"""Steering: changes by a request of the way in which a model's scores become objects."""
 
 from __future__ import annotations
 
