@@ -5,11 +5,11 @@ async ([objects, depth, edge]) => {
   const shape = [depth, edge, edge], step = [1, 1, 1];
   const image = new Uint16Array(depth * edge * edge), labels = new Uint16Array(image.length);
   const side = Math.ceil(Math.sqrt(objects)), cell = edge / side;
-  const names = "label,num_pixels,area,equivalent_diameter_area,centroid-0,centroid-1,centroid-2,intensity_mean,";
+  const names = "label,num_pixels,area,equivalent_diameter_area,bbox-0,bbox-1,bbox-2,bbox-3,bbox-4,bbox-5,intensity_mean,";
   const rows = [names + "touching_border,unit"];
   for (let id = 1; id <= objects; id++) {
     const y = Math.floor((id - 1) / side) * cell, x = ((id - 1) % side) * cell;
-    rows.push(`${id},100,${id % 97},${id % 13},${depth / 2},${y + cell / 2},${x + cell / 2},${id % 251},False,um`);
+    rows.push(`${id},100,${id % 97},${id % 13},0,${y},${x},${depth},${y + cell},${x + cell},${id % 251},False,um`);
   }
   for (let p = 0; p < image.length; p++) {
     const x = p % edge, y = Math.floor(p / edge) % edge;
@@ -26,5 +26,5 @@ async ([objects, depth, edge]) => {
   const { parseTable } = await import("/page/table.js");
   const table = new ObjectsView(parseTable(rows.join("\n")));
   document.getElementById("side").replaceChildren(table.root);
-  table.addEventListener("choose", event => viewer.select(event.detail, table.centroid(event.detail)));
+  table.addEventListener("choose", event => viewer.select(event.detail, table.middle(event.detail)));
 }

@@ -122,10 +122,14 @@ export class ObjectsView extends EventTarget {
     return hidden;
   }
 
-  /** The middle of an object, in micrometres, or voxels where the voxel size is not known. @param {number} label */
-  centroid(label) {
+  /** The middle of an object's box, in voxels: places in micrometres depend on what is stated by now. @param {number} label */
+  middle(label) {
     const row = this.rowOf.get(key(label, this.time));
-    return row === undefined ? null : [0, 1, 2].map((axis) => column(this.table, `centroid-${axis}`)[row]);
+    if (row === undefined) return null;
+    const limit = (/** @type {number} */ number) => column(this.table, `bbox-${number}`)[row];
+    return /** @type {import("./planes.js").Triple} */ (
+      [0, 1, 2].map((axis) => (limit(axis) + limit(axis + 3) - 1) / 2)
+    );
   }
 
   /** Show an object that was chosen elsewhere. @param {number} label */

@@ -135,11 +135,8 @@ function connect(viewer, objects, times, signal) {
   objects.addEventListener("choose", async (event) => {
     const label = /** @type {CustomEvent<number>} */ (event).detail;
     if (several && objects.time !== times.at()) await times.go(objects.time);
-    const middle = objects.centroid(label);
-    const { image, voxel } = viewer.scene;
-    if (!middle || !image) return;
-    const edges = objects.table.unit === "um" ? voxel.map((edge, axis) => edge / image.step[axis]) : [1, 1, 1];
-    viewer.select(label, /** @type {Triple} */ (middle.map((place, axis) => place / edges[axis])));
+    const middle = objects.middle(label);
+    if (middle) viewer.select(label, middle);
   });
   objects.addEventListener("filter", () => viewer.hide(objects.hidden));
   times.target.addEventListener(
