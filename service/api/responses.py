@@ -32,7 +32,7 @@ ANSWER: dict[int | str, dict[str, Any]] = {
         "description": "An OME-TIFF on the grid and with the voxel size of the input: labels or classes ZYX, "
         "probabilities CZYX, of several time points with a first axis T. With measurements=csv a table of the objects "
         "instead, with measurements=zip both. With output_to only what was written on the service's host. Labels and "
-        "classes of one time point come as .npy or NIfTI where Accept says so.",
+        "classes of one time point come as .npy, NIfTI or OME-Zarr (.ozx) where Accept says so.",
         "content": {
             "image/tiff": {"schema": {"type": "string", "format": "binary"}},
             "text/csv": {"schema": {"type": "string"}},
@@ -40,6 +40,7 @@ ANSWER: dict[int | str, dict[str, Any]] = {
             "application/json": {"schema": Saved.model_json_schema()},
             "application/x-npy": {"schema": {"type": "string", "format": "binary"}},
             "application/x-nifti": {"schema": {"type": "string", "format": "binary"}},
+            "application/x-ozx": {"schema": {"type": "string", "format": "binary"}},
         },
         "headers": {
             "X-StackSeg-Model": _document_header("Name and version of the model", example="nuclei/1"),

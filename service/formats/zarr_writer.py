@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from zipfile import ZIP_STORED, ZipFile
 
 import numpy as np
 import zarr
 
 from service.core.volume import Array, Segmentation
+from service.core.whole_file import write_whole
 from service.formats.tiff_writer import NOTHING, ORIGIN_NAMESPACE
 from service.formats.zarr_store import find_image
 
@@ -28,6 +31,7 @@ _TIME_UNITS = {
     "d": "day",
 }  # fmt: skip
 _TYPES = {"T": "time", "C": "channel"}
+_ARCHIVE_COMMENT = b'{"ome": {"version": "0.5", "zipFile": {"centralDirectory": {"jsonFirst": true}}}}'
 
 
 def write(segmentation: Segmentation, path: Path, origin: Mapping[str, str] = NOTHING) -> None:
@@ -44,6 +48,23 @@ def write(segmentation: Segmentation, path: Path, origin: Mapping[str, str] = NO
         finish(path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_archive(segmentation: Segmentation, path: Path) -> None:
+    """Write what `write` does as one file, a zip archive (.ozx) as RFC 9 of OME-Zarr has it: stored, metadata first.
+
+    https://ngff.openmicroscopy.org/rfc/9
+    """
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".zarr-") as folder:
+        store = Path(folder) / "labels.ome.zarr"
+        write(segmentation, store)
+        files = [file for file in store.rglob("*") if file.is_file()]
+        files.sort(key=lambda file: (file.name != "zarr.json", len(file.parts), file))
+        with write_whole(path, sync=False) as partial, ZipFile(partial, "w", ZIP_STORED) as archive:
+            archive.comment = _ARCHIVE_COMMENT
+            for file in files:
+                archive.write(file, file.relative_to(store))
+                file.unlink()
 
 
 class Level(NamedTuple):

@@ -1,4 +1,4 @@
-"""The parts and forms of a job's result: the labels as TIFF, .npy or NIfTI, the table, and the labels as a volume."""
+"""The parts and forms of a job's result: labels as TIFF, .npy, NIfTI or .ozx, the table, and labels as a volume."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import BinaryIO, NamedTuple
 from zipfile import ZipFile
 
 from service.core.errors import BadParameter
-from service.core.volume import Selection, Volume
+from service.core.volume import Segmentation, Selection, Volume
 from service.formats import array_writer
 from service.formats.sandbox import Reader, descriptor_path
 from service.formats.sandbox_process import Cancelling, never
 from service.serving.job_record import AnswerMetadata
-from service.serving.results import LABELS, MEASUREMENTS, MEDIA_TYPES
+from service.serving.results import LABELS, MEASUREMENTS, MEDIA_TYPES, check_zarr_extra
 
 ARCHIVE, TABLE, TIFF = MEDIA_TYPES["zip"], MEDIA_TYPES["csv"], MEDIA_TYPES[None]
 
@@ -26,11 +26,20 @@ class _Form(NamedTuple):
     write: Callable[[Volume, Path], None]
 
 
+def _write_ozx(volume: Volume, path: Path) -> None:
+    """Write labels as OME-Zarr in an archive. Raises BadParameter without the extra `zarr`."""
+    check_zarr_extra("Accept")
+    from service.formats import zarr_writer  # noqa: PLC0415 - it needs the extra
+
+    zarr_writer.write_archive(Segmentation(volume.array()[0], "labels", volume.voxel_size), path)
+
+
 # Forms of the labels beside the TIFF that is kept, by media type.
 FORMS = {
     "application/x-npy": _Form(".npy", array_writer.write_npy),
     "application/x-nifti": _Form(".nii.gz", array_writer.write_nifti),
     "application/gzip": _Form(".nii.gz", array_writer.write_nifti),
+    "application/x-ozx": _Form(".ozx", _write_ozx),
 }
 
 

@@ -241,7 +241,7 @@ def check_host_files(host_files: HostFiles, query: Query, caller: str | None) ->
             host_files.check(query.input, None, caller)
             raise BadParameter(f"output_to: the name must end with {' or '.join(suffixes)}, after what is written.")
         if is_zarr:
-            _check_extra("output_to")
+            check_zarr_extra("output_to")
     host_files.check(query.input, query.output_to, caller, overwrite=bool(query.overwrite), as_zarr=is_zarr)
 
 
@@ -253,10 +253,10 @@ def _check_folder(query: Query) -> None:
     if query.measurements is not None:
         raise BadParameter("measurements: the table of a folder is objects.csv among its results; leave it out.")
     if query.format == "zarr":
-        _check_extra("format")
+        check_zarr_extra("format")
 
 
-def _check_extra(parameter: str) -> None:
+def check_zarr_extra(parameter: str) -> None:
     """Raise BadParameter where OME-Zarr cannot be written."""
     if find_spec("zarr") is None:
         raise BadParameter(f"{parameter}: writing OME-Zarr needs the extra: pip install 'stackseg[zarr]'.")

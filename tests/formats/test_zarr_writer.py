@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_STORED, ZipFile
 
 import numpy as np
 import pytest
@@ -42,6 +44,23 @@ def test_a_store_of_its_own_is_valid_and_read_back_alike(tmp_path: Path) -> None
     assert "image-label" in attributes["ome"]
     assert zarr.open_array(path / "0", mode="r").shards is not None
     assert [entry.name for entry in tmp_path.iterdir()] == ["labels.ome.zarr"]
+
+
+def test_an_archive_has_its_metadata_first_and_is_read_back_alike(tmp_path: Path) -> None:
+    pixels, path = labels(), tmp_path / "labels.ozx"
+    zarr_writer.write_archive(Segmentation(pixels, "labels", SIZE), path)
+    volume = stack_reader.read(path, Selection(), LIMIT)
+    assert np.array_equal(volume.array()[0], pixels)
+    assert volume.voxel_size == SIZE
+    with ZipFile(path) as archive:
+        names = archive.namelist()
+        assert names[:4] == ["zarr.json", "0/zarr.json", "1/zarr.json", "2/zarr.json"]
+        assert not any(name.endswith("zarr.json") for name in names[4:])
+        assert {member.compress_type for member in archive.infolist()} == {ZIP_STORED}
+        assert json.loads(archive.comment)["ome"]["zipFile"]["centralDirectory"] == {"jsonFirst": True}
+        archive.extractall(tmp_path / "labels.ome.zarr")
+    yaozarrs.validate_zarr_store(str(tmp_path / "labels.ome.zarr"))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["labels.ome.zarr", "labels.ozx"]
 
 
 @pytest.mark.parametrize("version", ["0.4", "0.5"])

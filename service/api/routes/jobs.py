@@ -115,8 +115,8 @@ async def result(
 ) -> ResultResponse:
     """Fetch the answer of a job as `/segment` gives it: the labels with their headers, or the problem of the job.
 
-    With `Accept: application/x-npy` or `application/x-nifti` the labels in that form, with `Accept: image/tiff` or
-    `text/csv` one file of an archive.
+    With `Accept: application/x-npy`, `application/x-nifti` or `application/x-ozx` the labels in that form, with
+    `Accept: image/tiff` or `text/csv` one file of an archive.
     """
     file, metadata = await run_in_thread(partial(async_jobs.result, job, get_caller(request)))
     media_type = choose_media_type(request.headers.get("accept", ""), metadata)

@@ -25,7 +25,7 @@ from service.serving.result_parts import choose_media_type
 
 PIXELS = np.arange(6 * 8 * 10, dtype=np.uint16).reshape(6, 8, 10)
 STACK = as_tiff(PIXELS)
-FORMS = ("application/x-npy", "application/x-nifti", "application/gzip")
+FORMS = ("application/x-npy", "application/x-nifti", "application/gzip", "application/x-ozx")
 
 
 @pytest.fixture(scope="module")
