@@ -136,7 +136,6 @@ def segment_blocks(  # noqa: PLR0913
     workers: LocalWorkers,
     options: Options,
     *,
-    warm_up: bool,
     model: Path = MODEL,
     engine: Engine,
 ) -> tuple[float, float, Any]:
@@ -146,9 +145,8 @@ def segment_blocks(  # noqa: PLR0913
     plan = make_plan(source, Selection(), read_spec(model), options, settings, workers=workers.count)
     folder = RunFolder(out.with_name("scratch"))
     folder.begin(plan, settings)
-    if warm_up:
-        # Each worker has one of them.
-        wait([workers.submit(BlockTask(str(folder.path), "scores", WARM_UP)) for _ in range(workers.count)])
+    # Each worker has one of them.
+    wait([workers.submit(BlockTask(str(folder.path), "scores", WARM_UP)) for _ in range(workers.count)])
     began, cpu = time.monotonic(), cpu_seconds(os.getpid())
     Driver(folder, workers, lambda *step: print(*step, file=sys.stderr)).run(out, dict)
     spent = time.monotonic() - began, cpu_seconds(os.getpid()) - cpu
@@ -170,7 +168,7 @@ def overhead(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         whole.submit(warm, options.workers)
         for _ in range(options.pairs):
             one = whole.submit(segment_whole, source, folder / "whole.zarr", options.workers, asked).result()
-            many = segment_blocks(source, folder / "blocks.zarr", workers, asked, warm_up=True, engine=Engine())
+            many = segment_blocks(source, folder / "blocks.zarr", workers, asked, engine=Engine())
             pairs.append((*one, *many[:2]))
             print(pairs[-1], file=sys.stderr)
         labels = [zarr.open_group(folder / name)["0"][...] for name in ("whole.zarr", "blocks.zarr")]
@@ -295,11 +293,11 @@ def memory(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     shape, model = write_dense(folder / "in.zarr", options.gigabytes), options.model or make_model(folder / "balls")
     engine = Engine() if options.model else Engine(kind="openvino", precision="fp32")
     asked, peaks = Options(diameter="none", overlap=options.overlap), Peaks(folder / "scratch")
-    with closing(LocalWorkers(options.workers)) as workers, Sampler(peaks.note, 0.5):
+    with closing(LocalWorkers(options.workers, warm_or_work)) as workers, Sampler(peaks.note, 0.5):
         # Making the image has taken more than driving the run will.
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         seconds, cpu, facts = segment_blocks(
-            folder / "in.zarr", folder / "out.zarr", workers, asked, warm_up=False, model=model, engine=engine
+            folder / "in.zarr", folder / "out.zarr", workers, asked, model=model, engine=engine
         )
     write_records(facts, options.records)
     joined = facts["records"]["join"][0]

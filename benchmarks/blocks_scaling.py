@@ -1,16 +1,18 @@
 """How block-wise segmentation scales: a simulation of many workers from the times of recorded blocks.
 
 python benchmarks/blocks.py overhead --records FILE
-python benchmarks/blocks_scaling.py FILE [--voxels 1e12] [--faster 30] [--storage 20] [--client 2]
+python benchmarks/blocks.py memory --records LARGE
+python benchmarks/blocks_scaling.py FILE --large LARGE [--voxels 1e12] [--faster 30] [--storage 20] [--client 2]
     [--workers 1 8 64 512]
 
 Blocks of one volume of so many voxels are given to workers in the order in which they are ready, each with the
 processor's seconds that blocks of its kind took on one core here: to read and score its windows, to blend and decode
 its tile, to write labels. --faster says how many times as fast as that core a GPU computes windows; the rest stays as
 it was on one core, which each worker has. To that come the bytes that a block reads and writes on shared storage, which
-gives --storage GB/s to all workers together and --client GB/s to each. One process surveys the volume before, and one
-joins pieces after. Prints a row for each number of workers: seconds of each step, the share of all workers' time in
-which windows are computed, and what takes most of it.
+gives --storage GB/s to all workers together and --client GB/s to each. All workers count grey values before, and look
+up after where paths go on in other tiles; one process merges the counts, and one joins the pieces. Prints a row for
+each number of workers: seconds of each step, the share of all workers' time in which windows are computed, and what
+takes most of it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class Rates(NamedTuple):
     window: float
     tile: float
     labels: float
-    survey: float
+    count: float
+    merge: float
+    link: float
     join: float
 
 
@@ -45,9 +49,13 @@ class Bytes(NamedTuple):
     labels: float
 
 
-def measure(facts: dict[str, Any]) -> tuple[Rates, Bytes, float, float]:
-    """Return rates and bytes of recorded blocks, windows for each voxel, and voxels of a tile."""
+def measure(facts: dict[str, Any], large: dict[str, Any]) -> tuple[Rates, Bytes, float, float]:
+    """Return rates and bytes of recorded blocks, windows for each voxel, and voxels of a tile.
+
+    The steps of one process are those of a `large` run, as what they take for any run at all would count too often.
+    """
     records, voxels = facts["records"], math.prod(facts["shape"])
+    alone = {step: large["records"][step][0]["cpu"] / math.prod(large["shape"]) for step in ("survey", "join")}
     cpu = {step: sum(record["cpu"] for record in records[step]) for step in records}
     scores = records["scores"]
     windows = sum(record["windows"] for record in scores)
@@ -58,8 +66,10 @@ def measure(facts: dict[str, Any]) -> tuple[Rates, Bytes, float, float]:
         (cpu["scores"] - network) / windows,
         cpu["tile"] / voxels,
         cpu["labels"] / voxels,
-        cpu["survey"] / voxels,
-        cpu["join"] / voxels,
+        cpu["count"] / voxels,
+        alone["survey"],
+        cpu["link"] / voxels,
+        alone["join"],
     )
     # Of a cube of windows, each tile reads its own and one more on each side that it shares with groups before it.
     again = math.prod((n + 1) / n for n in facts["windows"])
@@ -74,7 +84,7 @@ def measure(facts: dict[str, Any]) -> tuple[Rates, Bytes, float, float]:
 
 def simulate(facts: dict[str, Any], workers: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return seconds of each step, and what limits them."""
-    rates, moved, density, tile = measure(facts)
+    rates, moved, density, tile = measure(facts, options.large)
     tiles = max(round(options.voxels / tile), 1)
     bandwidth = 1e9 * min(options.client, options.storage / workers)
     compute = tile * density * rates.network / options.faster
@@ -84,17 +94,20 @@ def simulate(facts: dict[str, Any], workers: int, options: argparse.Namespace) -
     for _ in range(tiles):
         heapq.heapreplace(free, free[0] + compute + beside + moving)
     steps = {
-        "survey": options.voxels * max(rates.survey, 2 / (1e9 * options.client)),
+        "count": options.voxels * (rates.count + 2 / bandwidth) / workers,
+        "merge": options.voxels * rates.merge,
         "blocks": max(free),
+        "link": options.voxels * rates.link / workers,
         "join": options.voxels * rates.join,
         "labels": options.voxels * (rates.labels / workers + (moved.pieces / 2 + moved.labels) / bandwidth / workers),
     }
     total = sum(steps.values())
     parts = {
         "windows": tiles * compute / workers,
-        "cores beside the network": tiles * beside / workers,
-        "storage": tiles * moving / workers + options.voxels * (moved.pieces / 2 + moved.labels) / bandwidth / workers,
-        "survey by one process": steps["survey"],
+        "cores beside the network": (tiles * beside + options.voxels * (rates.count + rates.link + rates.labels))
+        / workers,
+        "storage": (tiles * moving + options.voxels * (2 + moved.pieces / 2 + moved.labels) / bandwidth) / workers,
+        "merging counts by one process": steps["merge"],
         "join by one process": steps["join"],
     }
     return {
@@ -110,6 +123,7 @@ def simulate(facts: dict[str, Any], workers: int, options: argparse.Namespace) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path)
+    parser.add_argument("--large", type=Path, help="records of a larger run, whose steps of one process count")
     parser.add_argument("--voxels", type=float, default=1e12)
     parser.add_argument("--faster", type=float, default=30)
     parser.add_argument("--storage", type=float, default=20)
@@ -118,13 +132,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     facts = json.loads(options.records.read_text(encoding="utf-8"))
+    options.large = json.loads(options.large.read_text(encoding="utf-8")) if options.large else facts
     rows = [simulate(facts, workers, options) for workers in options.workers]
     for row in rows:
         print(
             f"| {row['workers']} | {row['hours']:.2f} | {rows[0]['hours'] / row['hours']:.1f} | {row['busy']:.0%} |"
             f" {row['most']} |"
         )
-    write_figures({"rates": measure(facts)[0]._asdict(), "rows": rows}, options.json)
+    write_figures({"rates": measure(facts, options.large)[0]._asdict(), "rows": rows}, options.json)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,20 +20,17 @@ from service.core.buffers import make_allocator
 from service.core.volume import Array, Objects, label_dtype
 from service.inference.blockwise.run_folder import OpenRun
 from service.inference.blockwise.tiles import decoding_spec, read_pixels
-from service.inference.decoding.basin_merging import (
-    Persistence,
-    ShallowPasses,
-    find_shallow_passes,
-    keep_highest,
-    merge_across,
-)
+from service.inference.decoding.basin_merging import MergeForest, Persistence, find_shallow_passes
 from service.inference.decoding.instances import least_voxels
 from service.inference.decoding.steering import minimum_voxels
 from service.inference.decoding.watershed import PROBABILITY_ONE, Basins, Passes, heights_of_keys
 from service.models.spec import Instances
 
-# Pieces that are worked on at a time.
-PIECES = 2**20
+# Pieces that are worked on at a time, and passes, which as Python's numbers take some 100 bytes each.
+PIECES, PASSES = 2**20, 2**20
+
+# Shallow pass between two basins, the lower number first: its distance, as of `ShallowPasses`.
+_PASS = np.dtype([("height", np.float64), ("first", np.int64), ("second", np.int64)])
 
 
 class _Tiles(NamedTuple):
@@ -93,8 +91,17 @@ def join_tiles(run: OpenRun) -> dict[str, Any]:
     maxima = _find_maxima(run, tiles, basin_of)
     _number_basins(basin_of, maxima)
     heights = heights_of_keys(torch.from_numpy(maxima.top))
-    sums, passes = _sum_up(run, tiles, basin_of, heights, persistence)
-    group = merge_across(passes, heights, persistence)
+    forest = MergeForest(persistence.distance(heights).numpy(), persistence.depth)
+    with tempfile.TemporaryFile(dir=run.folder.path) as shallow:
+
+        def keep(basins: NDArray[np.integer], keys: NDArray[np.int32]) -> None:
+            shallow.write(_shallow(basins, keys, heights, persistence))
+
+        sums = _sum_up(run, tiles, basin_of, keep)
+        passes = shallow.tell() // _PASS.itemsize
+        for part in _from_highest(np.memmap(shallow, _PASS) if passes else np.zeros(0, _PASS)):
+            forest.join(part["first"], part["second"], part["height"])
+    group = np.unique(forest.highest(), return_inverse=True)[1]
     found = int(group.max(initial=-1)) + 1
     voxels, foreground = np.zeros((2, found), np.int64)
     np.add.at(voxels, group, sums.voxels)
@@ -119,7 +126,7 @@ def join_tiles(run: OpenRun) -> dict[str, Any]:
     run.folder.write_array("offsets.npy", np.array([tiles.numbers, tiles.offsets[:-1]]))
     final = objects.select(kept)
     run.folder.write_array("objects.npy", np.stack([final.voxels, final.confidence, final.peaks]))
-    return {"objects": count, "pieces": tiles.pieces, "basins": len(heights), "passes": len(passes.height)}
+    return {"objects": count, "pieces": tiles.pieces, "basins": len(heights), "passes": passes}
 
 
 def _list_tiles(run: OpenRun) -> _Tiles:
@@ -176,13 +183,12 @@ def _number_basins(link: Array, maxima: _Maxima) -> None:
 
 
 def _sum_up(
-    run: OpenRun, tiles: _Tiles, basin_of: Array, heights: torch.Tensor, persistence: Persistence
-) -> tuple[_Sums, ShallowPasses]:
-    count = len(heights)
+    run: OpenRun, tiles: _Tiles, basin_of: Array, keep: Callable[[NDArray[np.integer], NDArray[np.int32]], None]
+) -> _Sums:
+    """Sum up the pieces of all tiles; `keep` gets basins [E, 2] and keys [E] of the passes of one after the other."""
+    count = int(basin_of.max(initial=-1)) + 1
     voxels, stack_voxels, foreground = np.zeros((3, count), np.int64)
     sums = _Sums(voxels, stack_voxels, foreground, np.zeros(count, np.bool_))
-    nothing = torch.zeros(0, dtype=torch.int64)
-    shallow = [ShallowPasses(nothing, nothing, nothing.double())]
     for _number, part, known in tiles.open(run):
         here, facts, passes = basin_of[part], known["facts"], known["passes"]
         np.add.at(sums.voxels, here, facts[:, 1])
@@ -190,22 +196,40 @@ def _sum_up(
             np.add.at(sums.stack_voxels, here, known["stack_voxels"])
         np.add.at(sums.foreground, here, facts[:, 2])
         sums.at_face[here[known["at_faces"].astype(np.int64) - 1]] = True
-        shallow.append(_shallow(here[passes[:, :2] - 1], passes[:, 2], heights, persistence))
-    joined = ShallowPasses(*(torch.cat(column) for column in zip(*shallow, strict=True)))
-    return sums, keep_highest(joined, count)
+        keep(here[passes[:, :2] - 1], passes[:, 2])
+    return sums
 
 
 def _shallow(
     basins: NDArray[np.integer], keys: NDArray[np.int32], heights: torch.Tensor, persistence: Persistence
-) -> ShallowPasses:
-    """Return the shallow passes among those of a tile, between basins [E, 2]."""
+) -> bytes:
+    """Return the shallow ones among the passes of a tile, each a `_PASS`."""
     numbers, pairs = np.unique(basins, return_inverse=True)
     one, other = (torch.from_numpy(side.astype(np.int64)) for side in pairs.reshape(-1, 2).T)
-    nothing, numbers = torch.zeros(0, dtype=torch.int64), torch.from_numpy(numbers.astype(np.int64))
+    nothing, numbers = torch.zeros(0, dtype=torch.int64), numbers.astype(np.int64)
     passes = Passes(one, other, heights_of_keys(torch.from_numpy(np.ascontiguousarray(keys))))
-    there = Basins(nothing, nothing, heights[numbers], nothing, nothing, passes)
-    first, second, height = find_shallow_passes(there, persistence)
-    return ShallowPasses(numbers[first], numbers[second], height)
+    there = Basins(nothing, nothing, heights[torch.from_numpy(numbers)], nothing, nothing, passes)
+    first, second, height = (column.numpy() for column in find_shallow_passes(there, persistence))
+    found = np.empty(len(height), _PASS)
+    found["height"], found["first"], found["second"] = height, numbers[first], numbers[second]
+    return found.tobytes()
+
+
+def _from_highest(passes: Array) -> Iterator[Array]:
+    """Yield passes from the highest down, equal ones by their pairs, about `PASSES` at a time.
+
+    A pair may be among those of several tiles. Its lower passes change nothing: either its basins are one by then, or
+    the lower peak rises above them all the more.
+    """
+    sample = np.sort(passes["height"][:: max(len(passes) // 2**16, 1)])
+    limits = sample[:: max(len(sample) * PASSES // max(len(passes), 1), 1)] if len(passes) > PASSES else sample[:0]
+    limits = np.concatenate(([-np.inf], np.unique(limits), [np.inf]))
+    for above, below in itertools.pairwise(limits[::-1]):
+        parts = (passes[first : first + PASSES] for first in range(0, len(passes), PASSES))
+        chosen = np.concatenate(
+            [passes[:0], *(part[(part["height"] > below) & (part["height"] <= above)] for part in parts)]
+        )
+        yield chosen[np.lexsort((chosen["second"], chosen["first"], -chosen["height"]))]
 
 
 def _write_labels(run: OpenRun, basin_of: Array, labels: Array) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,9 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.inference.decoding.watershed import Basins
-
-# Pairs that are Python's numbers at a time, which take much more memory.
-PAIRS = 2**16
 
 # The least float32 that is as precise as others.
 MIN_DEPTH = float(np.finfo(np.float32).tiny)
@@ -56,13 +54,8 @@ def merge_shallow_basins(basins: Basins, persistence: Persistence) -> NDArray[np
     of a height function (Edelsbrunner, Letscher and Zomorodian 2002). A pass that is deep enough at first stays so,
     because merging only raises peaks, and is therefore left out beforehand.
     """
-    return merge_across(find_shallow_passes(basins, persistence), basins.peaks, persistence)
-
-
-def merge_across(passes: ShallowPasses, heights: Tensor, persistence: Persistence) -> NDArray[np.int64]:
-    """Do what `merge_shallow_basins` does, by the shallow passes and the heights of the peaks, float32 [R]."""
-    peaks = persistence.distance(heights).cpu().numpy()
-    first, second, height = (column.cpu().numpy() for column in passes)
+    peaks = persistence.distance(basins.peaks).cpu().numpy()
+    first, second, height = (column.cpu().numpy() for column in find_shallow_passes(basins, persistence))
     return np.unique(join_basins(peaks, first, second, height, persistence.depth), return_inverse=True)[1]
 
 
@@ -74,28 +67,47 @@ def join_basins(
     Returns the number of the highest basin of each one's group, int64 [R]; of several as high as each other that of the
     first side of the pair that brought them together.
     """
-    # Most basins have no such pair.
-    involved, pairs = np.unique(np.concatenate((first, second)), return_inverse=True)
-    first, second, tops = pairs[: len(first)], pairs[len(first) :], peaks[involved].tolist()
-    parent = list(range(len(tops)))
+    forest = MergeForest(peaks, depth)
+    forest.join(first, second, height)
+    return forest.highest()
 
-    def root(basin: int) -> int:
-        while parent[basin] != basin:
-            parent[basin] = parent[parent[basin]]
-            basin = parent[basin]
-        return basin
 
-    for start in range(0, len(height), PAIRS):
-        part = slice(start, start + PAIRS)
-        for one, other, saddle in zip(first[part].tolist(), second[part].tolist(), height[part].tolist(), strict=True):
+class MergeForest:
+    """Groups of basins that `join_basins` joins, by some pairs after the other.
+
+    It takes 16 bytes for each basin, and Python's lists would take 70.
+    """
+
+    def __init__(self, peaks: NDArray[Any], depth: float) -> None:
+        self._parent, self._peaks, self._depth = (
+            array("q", range(len(peaks))),
+            array("d", peaks.astype(np.float64).tobytes()),
+            depth,
+        )
+
+    def join(self, first: NDArray[Any], second: NDArray[Any], height: NDArray[Any]) -> None:
+        """Join further pairs [E], which are not higher than those before."""
+        parent, peaks, depth = self._parent, self._peaks, self._depth
+
+        def root(basin: int) -> int:
+            while parent[basin] != basin:
+                parent[basin] = parent[parent[basin]]
+                basin = parent[basin]
+            return basin
+
+        for one, other, saddle in zip(first.tolist(), second.tolist(), height.tolist(), strict=True):
             high, low = root(one), root(other)
-            if tops[high] < tops[low]:
+            if peaks[high] < peaks[low]:
                 high, low = low, high
-            if high != low and tops[low] - saddle < depth:
+            if high != low and peaks[low] - saddle < depth:
                 parent[low] = high
-    highest = np.arange(len(peaks))
-    highest[involved] = involved[[root(basin) for basin in range(len(tops))]]
-    return highest
+
+    def highest(self) -> NDArray[np.int64]:
+        """Return the number of the highest basin of each one's group, int64 [R]."""
+        found = np.array(self._parent, np.int64)
+        while not np.array_equal(further := found[found], found):
+            found = further
+        return found
 
 
 class ShallowPasses(NamedTuple):
@@ -116,14 +128,8 @@ def find_shallow_passes(basins: Basins, persistence: Persistence) -> ShallowPass
     height, peaks = persistence.distance(heights), persistence.distance(basins.peaks)
     first, second = torch.minimum(one, other), torch.maximum(one, other)
     shallow = (first != second) & (torch.minimum(peaks[first], peaks[second]) - height < persistence.depth)
-    return keep_highest(ShallowPasses(first[shallow], second[shallow], height[shallow]), len(peaks))
-
-
-def keep_highest(passes: ShallowPasses, basins: int) -> ShallowPasses:
-    """Return the highest of the passes of each pair of so many basins, the highest first."""
-    first, second, height = passes
-    pairs, inverse = torch.unique(first * basins + second, return_inverse=True)
-    highest = height.new_full((len(pairs),), -torch.inf).scatter_reduce_(0, inverse, height, "amax")
+    pairs, inverse = torch.unique((first * len(peaks) + second)[shallow], return_inverse=True)
+    highest = height.new_full((len(pairs),), -torch.inf).scatter_reduce_(0, inverse, height[shallow], "amax")
     highest, order = torch.sort(highest, descending=True, stable=True)
-    pairs, count = pairs[order], max(basins, 1)
+    pairs, count = pairs[order], max(len(peaks), 1)
     return ShallowPasses(pairs // count, pairs % count, highest)

@@ -17,6 +17,7 @@ from service.core.bundled import bundled_folder
 from service.core.config import override_settings
 from service.core.volume import Diameter, ObjectVolume, Options, Selection, Steering
 from service.formats import stack_reader, zarr_writer
+from service.inference.blockwise import join
 from service.inference.blockwise.output import collect_table
 from service.inference.blockwise.run_folder import Step, open_run
 from service.inference.diameter import Sizing
@@ -77,6 +78,14 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any], Options]] = {
 FEW = {"odd groups", "empty windows", "coarser"}
 
 
+@pytest.fixture
+def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Join few pieces and passes at a time."""
+    monkeypatch.setattr(join, "PIECES", 100)
+    monkeypatch.setattr(join, "PASSES", 50)
+
+
+@pytest.mark.usefixtures("few_at_a_time")
 @pytest.mark.parametrize(
     "case", [case if case in FEW else pytest.param(case, marks=pytest.mark.thorough) for case in CASES]
 )
