@@ -402,19 +402,28 @@ def check_results(stack: Path | Store, results: Mapping[Path, tuple[str, ...]], 
     Raises BadParameter for one that could not be written, would replace the stack, is there already unless `force`, or
     would be called what it is not.
     """
-    from service.formats.zarr_store import find_image, is_zarr_folder  # noqa: PLC0415
-
     for path, suffixes in results.items():
-        image = find_image(path) if ".zarr" in suffixes else None
-        folder = image or path.parent
-        if path.is_dir() and not is_zarr_folder(path):
-            raise BadParameter(f"{path} is a folder; name the file to write.")
-        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-            raise BadParameter(f"{path}: {folder} is not a folder that may be written to; make it, or name another.")
-        is_stack = isinstance(stack, Path) and path.exists() and path.samefile(stack)
-        if is_stack or (isinstance(stack, Path) and path.exists() and path.resolve() in stack.resolve().parents):
+        _check_place(path, suffixes)
+        if isinstance(stack, Path) and path.exists() and _would_replace(path, stack):
             raise BadParameter(f"{path} is the stack itself, which would be replaced; choose another name.")
-        if image is None and not path.name.lower().endswith(suffixes):
-            raise BadParameter(f"{path}: the name must end with {' or '.join(suffixes)}, after what is written.")
         if path.exists() and not force:
             raise BadParameter(f"{path} is there already; choose another name, or replace it with --force.")
+
+
+def _check_place(path: Path, suffixes: tuple[str, ...]) -> None:
+    """Raise BadParameter where nothing can be written under a name, or what is written would have another end."""
+    from service.formats.zarr_store import find_image, is_zarr_folder  # noqa: PLC0415
+
+    image = find_image(path) if ".zarr" in suffixes else None
+    folder = image or path.parent
+    if path.is_dir() and not is_zarr_folder(path):
+        raise BadParameter(f"{path} is a folder; name the file to write.")
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise BadParameter(f"{path}: {folder} is not a folder that may be written to; make it, or name another.")
+    if image is None and not path.name.lower().endswith(suffixes):
+        raise BadParameter(f"{path}: the name must end with {' or '.join(suffixes)}, after what is written.")
+
+
+def _would_replace(path: Path, stack: Path) -> bool:
+    """Return whether a path is that of the stack, by whichever name, or of a folder that the stack lies in."""
+    return path.samefile(stack) or path.resolve() in stack.resolve().parents

@@ -196,6 +196,14 @@ def _format_shape(shape: Sequence[int]) -> str:
     return " x ".join(str(n) for n in shape)
 
 
+def _name_plane(letters: list[str]) -> None:
+    """Call the innermost dimensions X and Y where the file does not, samples of a colour last of all."""
+    for plane_axis in "XY":
+        if plane_axis not in letters:
+            free = [index for index, letter in enumerate(letters) if letter not in ("X", "Y")]
+            letters[max(free, key=lambda index: (letters[index] != "S", index))] = plane_axis
+
+
 def _suggest(axes: str, shape: Sequence[int]) -> str | None:
     """Return axes that an override may state: what the file names stays, where it can.
 
@@ -205,10 +213,7 @@ def _suggest(axes: str, shape: Sequence[int]) -> str | None:
     if len(axes) > len(LETTERS):
         return None
     letters = [axis if axis in LETTERS and axis not in axes[:index] else "" for index, axis in enumerate(axes)]
-    for plane_axis in "XY":
-        if plane_axis not in letters:
-            free = [index for index, letter in enumerate(letters) if letter not in ("X", "Y")]
-            letters[max(free, key=lambda index: (letters[index] != "S", index))] = plane_axis
+    _name_plane(letters)
     unnamed = [index for index, letter in enumerate(letters) if not letter]
     shortest = min(unnamed, key=lambda index: shape[index], default=0)
     if len(unnamed) > 1 and "C" not in letters and shape[shortest] <= _MOST_CHANNELS:
