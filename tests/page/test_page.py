@@ -30,6 +30,11 @@ def fake_segmenter(live: Live) -> FakeSegmenter:
 
 def test_from_the_sample_to_the_labels_on_disk(nuclei: Live, open_page: Open, tmp_path: Path) -> None:
     page = open_page(nuclei, accept_downloads=True)
+    held = hold(page, "**/openapi.json")
+    page.reload()
+    expect(page.locator("#start")).to_have_text("Loading")
+    held()
+    expect(page.get_by_role("button", name="Try the sample")).to_be_visible()
     check_accessibility(page)
     page.get_by_role("button", name="Try the sample").click()
     expect(page.locator("#settings .facts")).to_contain_text("192 × 192 × 48")
