@@ -12,8 +12,9 @@ memory makes an OME-Zarr of so many gigabytes (10^9) that is full of balls, and 
 drawn from a few that were made, which balls across their faces fit together. The model smooths and takes a threshold,
 unless another is named. Prints seconds of each step, the memory of each worker and of the driver at most (anonymous
 pages, those of mapped files, shared ones, each sampled twice a second, and all together as the system counts them), and
-the bytes of the scratch folder at most. Raises AssertionError where a process takes more than 2 GB, or where there are
-not as many objects as balls. What is interrupted goes on with the same command where FOLDER is named.
+the bytes of the scratch folder at most, looked at every ten seconds. Raises AssertionError where a process takes more
+than 2 GB, or where there are not as many objects as balls. What is interrupted goes on with the same command where
+FOLDER is named.
 
 --records keeps what every block took, for benchmarks/blocks_scaling.py.
 """
@@ -188,7 +189,7 @@ class Peaks:
 
     def __init__(self, scratch: Path) -> None:
         self.processes = dict[int, Counter[str]]()
-        self.scratch, self._folder = 0, scratch
+        self.scratch, self._folder, self._looks = 0, scratch, 0
 
     def note(self) -> None:
         """Look once."""
@@ -197,7 +198,10 @@ class Peaks:
             sizes = {name: int(fields.get(name, "0").split()[0]) * 1024 for name in RESIDENT}
             now = {"anonymous": sizes["RssAnon"], "files": sizes["RssFile"], "shared": sizes["RssShmem"]}
             self.processes[pid] = self.processes.get(pid, Counter()) | Counter(now | {"all": sizes["VmHWM"]})
-        self.scratch = max(self.scratch, sum(map(disk_bytes, self._folder.rglob("*"))))
+        # Looking at so many files takes long.
+        if self._looks % 20 == 0:
+            self.scratch = max(self.scratch, sum(map(disk_bytes, self._folder.rglob("*"))))
+        self._looks += 1
 
 
 def disk_bytes(path: Path) -> int:
