@@ -39,12 +39,17 @@ class Driver:
         if self._run.plan.output == "labels":
             self._do("link", range(self._layout.count))
             self._do("join", [0])
-        if not self._folder.done("labels") or not zarr_writer.partial_path(out).exists():
+        if not self._is_begun(out):
             self._folder.forget("labels")
             output.create_store(self._run, out, describe())
         for numbers in output.blocks_of_levels(self._run):
             self._do("labels", numbers)
         zarr_writer.finish(out)
+
+    def _is_begun(self, out: Path) -> bool:
+        """Return whether blocks of the result were written there, and not below another name."""
+        is_there = bool(self._folder.done("labels")) and zarr_writer.partial_path(out).exists()
+        return is_there and self._folder.levels["out"] == str(out)
 
     def _survey(self) -> None:
         """Have all parts counted, in as many rounds as it takes."""

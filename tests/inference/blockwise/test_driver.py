@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -164,6 +165,19 @@ def test_a_width_that_was_estimated_stays_when_a_run_goes_on(
     whole = segment_whole(source, spec, Options(diameter=wide), settings_of()).segmentation.pixels
     assert whole.any()
     assert np.array_equal(labels, whole)
+
+
+def test_a_run_that_goes_on_with_another_name_for_its_result_writes_all_of_it_there(
+    tmp_path: Path, bands, phantom
+) -> None:
+    source = write_zarr(tmp_path / "in.zarr", phantom.image, chunks=(16, 32, 32))
+    folder = begin(tmp_path / "run", source, bands, Options(), settings_of())
+    labels = segment_blocks(folder, tmp_path / "first.zarr")
+    # Of another run, which was interrupted.
+    shutil.copytree(tmp_path / "first.zarr", zarr_writer.partial_path(tmp_path / "out.zarr"))
+    partial = zarr.open_group(zarr_writer.partial_path(tmp_path / "out.zarr"))
+    partial["0"][...] = 1  # type: ignore[index]
+    assert np.array_equal(segment_blocks(folder, tmp_path / "out.zarr"), labels)
 
 
 @pytest.mark.thorough
