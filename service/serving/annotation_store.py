@@ -190,7 +190,7 @@ class AnnotationStore:
         # Held while the room of an owner is counted and taken.
         self._lock = threading.Lock()
         # What was read of each folder, and of which record.
-        self._known: dict[str, tuple[tuple[int, int], Annotation | None]] = {}
+        self._known: dict[str, tuple[tuple[int, int], Annotation]] = {}
 
     def clean_up(self) -> None:
         """Delete what processes that were killed have written by half."""
@@ -291,7 +291,7 @@ class AnnotationStore:
 
     def _all(self) -> list[Annotation]:
         """Return all annotated stacks, of which only new records are read: an owner may have thousands."""
-        known, found = self._known, dict[str, tuple[tuple[int, int], Annotation | None]]()
+        known, found = self._known, dict[str, tuple[tuple[int, int], Annotation]]()
         with translate_disk_faults():
             names = [entry.name for entry in os.scandir(self.folder)] if self.folder.is_dir() else []
         for name in filter(_ID.fullmatch, names):
@@ -301,9 +301,12 @@ class AnnotationStore:
                 continue
             record = status.st_ino, status.st_mtime_ns
             one = known.get(name)
-            found[name] = one if one is not None and one[0] == record else (record, _read(self.folder / name))
+            if one is not None and one[0] == record:
+                found[name] = one
+            elif (annotation := _read(self.folder / name)) is not None:
+                found[name] = record, annotation
         self._known = found
-        return [annotation for _, annotation in found.values() if annotation is not None]
+        return [annotation for _, annotation in found.values()]
 
 
 def _read(folder: Path) -> Annotation | None:

@@ -84,6 +84,19 @@ def test_a_record_is_read_once_and_again_where_another_process_has_changed_it(tm
     assert store.newest("ann") == [two]
 
 
+def test_a_record_that_could_not_be_read_for_a_moment_is_read_again(tmp_path: Path) -> None:
+    AnnotationStore(tmp_path, quota_bytes=2**30).keep(CELL, CELL, name="one", owner="ann")
+    store = AnnotationStore(tmp_path, quota_bytes=2**30)
+    (record,) = tmp_path.glob(f"*/{RECORD}")
+    status, text = record.stat(), record.read_text()
+    record.write_text("{")
+    os.utime(record, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert store.newest("ann") == []
+    record.write_text(text)
+    os.utime(record, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert [kept.name for kept in store.newest("ann")] == ["one"]
+
+
 def test_thousands_of_annotated_stacks_of_one_image_are_compared_in_a_moment() -> None:
     facts: dict[str, Any] = {"name": "a", "owner": "ann", "shape": (1, 9, 9), "voxel_size": None, "objects": 1}
     facts |= {"digest": "", "origin": Origin(), "nbytes": 1, "created": 0.0}
