@@ -216,8 +216,8 @@ class Runtime:
         return self._cluster.waits_for_work or any(worker.serves for worker in self.device_workers)
 
     def missing_workers(self) -> str | None:
-        """Return the sentence that says so where requests wait for a worker of the cluster; None where one is there."""
-        if any(worker.serves for worker in self.device_workers):
+        """Return the sentence that says so where requests wait for a worker of a cluster; None where they do not."""
+        if not self._cluster.workers or any(worker.serves for worker in self.device_workers):
             return None
         return "No worker of the cluster is there."
 

@@ -60,6 +60,7 @@ def test_device_that_is_stuck_is_not_ready_and_one_that_gets_on_is(
         fake.gate.clear()
         job = submitted(runtime, fake.spec, stack, Options())
         until(lambda: "stuck" in " ".join(runtime.unready_reasons()))
+        assert runtime.missing_workers() is None
         fake.gate.set()
         until(lambda: runtime.unready_reasons() == ())
         assert job.future.result(20).segmentation.pixels.all()
