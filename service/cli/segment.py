@@ -54,7 +54,7 @@ PARAMETERS = {
     "diameter": (
         "WIDTH",
         "how wide objects are: 15px, 7,15,15px (along z, y, x), 6.5um; auto estimates it, none uses the stack as it is"
-        " sampled (default: auto where the model's file says so, as that of nuclei does, else none)",
+        " sampled (default: auto where the model's file says so, as those of nuclei and membranes do, else none)",
     ),
     "skip_below": (
         "GREY",
@@ -83,8 +83,8 @@ PARAMETERS = {
     ),
     "min_confidence": (
         "PROBABILITY",
-        "drop objects whose voxels have a lower mean probability of foreground (default: what the model's file says, 0"
-        " for nuclei)",
+        "drop objects whose voxels have a lower mean probability of foreground (default: what the model's file says,"
+        " 0.8 for nuclei)",
     ),
     "output": (
         "KIND",

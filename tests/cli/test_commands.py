@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from object_server import serve_objects
+from paths import ROOT
 from zarr_files import write_zarr
 
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.__main__ import main
+from service.cli.segment import PARAMETERS
 from service.core.config import read_settings
 from service.core.volume import Segmentation, Selection, VoxelSize
 from service.formats import stack_reader, tiff_writer
@@ -227,6 +229,12 @@ def test_ome_zarr_is_read_and_written_beside_its_image_or_in_it(
     for source in (image, image / "labels" / "nuclei"):
         assert main(["segment", str(source), str(image), "--force", *config]) == 1
         assert "would be replaced" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["threshold", "min_confidence"])
+def test_defaults_in_the_help_are_those_of_the_default_model(name: str) -> None:
+    value = getattr(read_spec(ROOT / "models" / "nuclei").decoding, name)
+    assert f"the model's file says, {value:g} for nuclei" in PARAMETERS[name][1]
 
 
 def test_a_model_folder_must_be_named(stack: Path, capsys: pytest.CaptureFixture[str]) -> None:

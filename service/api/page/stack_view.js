@@ -125,7 +125,7 @@ export class StackView extends EventTarget {
       element("option", { value: "" }, "as the model suggests"),
       element("option", { value: "auto" }, "estimated from the stack"),
       element("option", { value: "px" }, "as I state it"),
-      element("option", { value: "none" }, "use the stack as sampled"),
+      element("option", { value: "none" }, "as sampled"),
     );
     this.diameter = element("input", {
       type: "number",
