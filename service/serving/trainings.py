@@ -234,7 +234,7 @@ class Trainings:
             name: of the model
             owner: who asks; None owns none
             everyone: whether an admin asks
-            has_jobs: whether jobs wait or run with a model; asked once no new ones are accepted
+            has_jobs: whether jobs wait or run with a model; asked at once, and again when no new ones are accepted
 
         Raises UnknownModel, ModelKept, Unauthorized and NotReady.
         """
@@ -257,6 +257,9 @@ class Trainings:
                 finally:
                     os.close(lock)
 
+        with self._changed:
+            # What is refused anyway stays served: requests would not find it, and waiting jobs fail.
+            self._check_unused(model, default, has_jobs)
         try:
             self._change_models(partial(self._runtime.models.remove, name, delete))
         finally:
