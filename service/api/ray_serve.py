@@ -83,8 +83,11 @@ class WithoutJobs:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif scope["path"].startswith(OF_ONE_REPLICA) or (
-            scope["path"].startswith(CHANGED_BY_ONE_REPLICA) and scope["method"] not in {"GET", "HEAD"}
+            return
+        # Of an application with a route prefix, the path begins with it.
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path.startswith(OF_ONE_REPLICA) or (
+            path.startswith(CHANGED_BY_ONE_REPLICA) and scope["method"] not in {"GET", "HEAD"}
         ):
             message = "Jobs, what is kept, and changes of models need a service with one replica.\n"
             answer = PlainTextResponse(message, status_code=501)

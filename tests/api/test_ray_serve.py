@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ import yaml
 from fakes import until
 from live import as_tiff, classes, eager, serve
 from ray_clusters import STARTING, ray_cluster, ray_environment
+from starlette.responses import PlainTextResponse
 
 pytestmark = [
     pytest.mark.thorough,
@@ -109,6 +111,18 @@ def test_a_replica_that_is_there_is_ready_and_gives_the_labels_of_any_service(
 def test_what_one_replica_alone_would_know_of_is_refused(client: httpx2.Client, method: str, path: str) -> None:
     answer = client.request(method, path)
     assert (answer.status_code, "one replica" in answer.text) == (501, True)
+
+
+def test_it_is_refused_below_a_route_prefix_too() -> None:
+    from service.api.ray_serve import WithoutJobs  # noqa: PLC0415
+
+    async def ask(path: str) -> int:
+        answers = WithoutJobs(PlainTextResponse("of one replica"))
+        transport = httpx2.ASGITransport(answers, root_path="/prefix")
+        async with httpx2.AsyncClient(transport=transport, base_url="http://service") as client:
+            return (await client.post(path)).status_code
+
+    assert [asyncio.run(ask(f"/prefix/{name}")) for name in ("jobs", "models/reload", "segment")] == [501, 501, 200]
 
 
 def test_models_are_listed(client: httpx2.Client) -> None:
