@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import shutil
 import sys
 import time
 from contextlib import closing
 
 import numpy as np
+from torch import Tensor
 
 from service.cli.progress import ProgressBar, show_progress
 from service.cli.segment import check_output, name_options
 from service.core import host
 from service.core.config import Settings, override_settings
-from service.core.errors import BadParameter, DoubtfulResult
+from service.core.errors import BadParameter, DoubtfulResult, StackSegError
 from service.core.volume import Objects, Segmentation, Steering
 from service.formats import zarr_writer  # noqa: F401 (An extra may be missing, which is told before anything is computed.)
 from service.inference.blockwise import output
 from service.inference.blockwise.driver import Driver, Progress
 from service.inference.blockwise.prepare import make_plan
-from service.inference.blockwise.run_folder import RunFolder, open_run
+from service.inference.blockwise.run_folder import OpenRun, RunFolder, open_run
+from service.inference.blockwise.survey import look_again
 from service.inference.blockwise.workers import LocalWorkers, Workers
-from service.inference.confidence import Evidence, explain_nothing, judge
+from service.inference.confidence import (
+    Doubt,
+    Evidence,
+    count_sure,
+    explain,
+    explain_nothing,
+    judge,
+    known_models,
+)
+from service.inference.diameter import Sizing
 from service.inference.measurements import write_csv
+from service.inference.resample import used_width
 from service.inference.result import Result
 from service.models.spec import ModelSpec
 from service.serving.parameters import Query
 from service.serving.provenance import describe_origin
+
+log = logging.getLogger(__name__)
 
 # What the bar says of each step.
 _STEPS = {
@@ -56,9 +71,8 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
 
         def describe() -> dict[str, str]:
             result = read_facts(folder, spec)
-            doubt = find_doubt(folder, result, spec)
-            if doubt is not None and options.strict:
-                raise DoubtfulResult(f"{doubt} The same command without --strict writes the labels.")
+            if result.doubt is not None and options.strict:
+                raise DoubtfulResult(f"{result.doubt.detail} The same command without --strict writes the labels.")
             return describe_origin(query, result, options.input.name, None)
 
         with show_progress() as bar, closing(_make_workers(options, settings)) as workers:
@@ -67,7 +81,6 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
             run = open_run(str(folder.path), surveyed=True)
             write_csv(output.collect_table(run, read_objects(folder)), options.measurements)
         result = read_facts(folder, spec)
-        doubt = find_doubt(folder, result, spec)
         found = f"{folder.read_record('join')['objects']} objects, " if plan.output == "labels" else ""
         shutil.rmtree(folder.path)
     sys.stdout.write(f"{options.result}: {found}{spec.identifier} ({time.monotonic() - began:.2f} s)\n")
@@ -76,8 +89,8 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
     if result.confidence is not None:
         sys.stdout.write(f"confidence: {result.confidence:.2f}\n")
     sys.stdout.writelines(f"note: {name_options(note)}\n" for note in result.notes)
-    if doubt is not None:
-        sys.stderr.write(f"stackseg: warning: {name_options(doubt)}\n")
+    if result.doubt is not None:
+        sys.stderr.write(f"stackseg: warning: {name_options(result.doubt.detail)}\n")
     return 0
 
 
@@ -117,15 +130,37 @@ def _show(bar: ProgressBar) -> Progress:
     return show
 
 
-def find_doubt(folder: RunFolder, result: Result, spec: ModelSpec) -> str | None:
-    """Return why the labels of a run are not to be trusted, None where they may be."""
-    plan = folder.plan
-    if plan.output == "labels" and not folder.read_record("join")["objects"]:
-        steered = plan.options.steering != Steering()
-        return explain_nothing(Evidence((), guess=None, used=None, steered=steered), None).detail
-    if spec.confidence is None or result.confidence is None or result.confidence >= spec.confidence.threshold:
+def find_doubt(run: OpenRun, sizing: Sizing | None, confidence: float | None) -> Doubt | None:
+    """Return why the labels of a run are not to be trusted, None where they may be.
+
+    How wide objects seem to be is known only where it was estimated.
+    """
+    plan, spec, objects = run.plan, run.spec, read_objects(run.folder)
+    calibration, wanted = spec.confidence, spec.input.diameter
+    if len(objects) and (confidence is None or calibration is None or confidence >= calibration.threshold):
         return None
-    return f"{spec.name} is not sure of these labels: its confidence is {result.confidence:.2f}."
+    stated = plan.diameter
+    evidence = Evidence(
+        _look_again(run),
+        guess=None if sizing is None else sizing.guess,
+        used=used_width(plan, spec, stated if sizing is None else sizing.diameter),
+        stated=stated is not None,
+        steered=plan.options.steering != Steering(),
+    )
+    if calibration is not None:
+        calibration = known_models(calibration, spec.folder.parent)
+    if confidence is None or calibration is None or wanted is None:
+        return explain_nothing(evidence, calibration)
+    return explain(confidence, evidence._replace(sure=count_sure(objects, wanted, calibration)), calibration)
+
+
+def _look_again(run: OpenRun) -> list[Tensor]:
+    """Return windows where most is to be seen; none where that fails, as labels are worth more than advice."""
+    try:
+        return look_again(run)
+    except (RuntimeError, MemoryError, OSError, StackSegError) as error:
+        log.warning("%s: why a result is doubtful cannot be told: %s", run.spec.identifier, error)
+        return []
 
 
 def read_objects(folder: RunFolder) -> Objects:
@@ -137,10 +172,11 @@ def read_objects(folder: RunFolder) -> Objects:
 def read_facts(folder: RunFolder, spec: ModelSpec) -> Result:
     """Return what is known of the result beside its pixels."""
     survey = folder.survey
-    confidence = None
-    if folder.done("join") and spec.confidence is not None and spec.input.diameter is not None:
-        objects = read_objects(folder)
-        confidence = judge(objects, spec.input.diameter, spec.confidence) if len(objects) else None
+    confidence, doubt = None, None
+    if folder.done("join"):
+        if spec.confidence is not None and spec.input.diameter is not None:
+            confidence = judge(read_objects(folder), spec.input.diameter, spec.confidence)
+        doubt = find_doubt(open_run(str(folder.path)), survey.sizing, confidence)
     nothing = np.zeros((0, 0, 0), np.uint8)
     return Result(
         Segmentation(nothing, folder.plan.output),
@@ -150,6 +186,7 @@ def read_facts(folder: RunFolder, spec: ModelSpec) -> Result:
         spec=spec,
         engine=survey.engine,
         confidence=confidence,
+        doubt=doubt,
         diameter=folder.plan.diameter if survey.sizing is None else survey.sizing.diameter,
         estimated=survey.sizing is not None and survey.sizing.diameter is not None,
     )

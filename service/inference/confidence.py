@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -125,6 +126,13 @@ def count_sure(objects: Objects, wanted: float, calibration: Calibration) -> int
     if judged is None or alone is None or 2 * len(sure) > len(objects):
         return 0
     return len(sure) if alone > SURER * judged else 0
+
+
+def known_models(calibration: Calibration, models: Path) -> Calibration:
+    """Return a calibration that names no model to try which has no folder in `models`."""
+    names = {"sheets": calibration.sheets, "blobs": calibration.blobs}
+    missing = {key: None for key, name in names.items() if name is None or not (models / name).is_dir()}
+    return calibration.model_copy(update=missing)
 
 
 def explain(confidence: float, evidence: Evidence, calibration: Calibration) -> Doubt:

@@ -226,6 +226,20 @@ def working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | None = No
     return resampled_size((z, y, x), volume.voxel_size, VoxelSize(*spec.input.voxel_size))
 
 
+def base_factors(volume: Extent, spec: ModelSpec) -> tuple[float, float, float]:
+    """Return the voxels per voxel of the volume, along (z, y, x), that it is resampled to without a diameter."""
+    z, y, x = (n / edge for n, edge in zip(working_size(volume, spec), volume.shape[1:], strict=True))
+    return z, y, x
+
+
+def used_width(volume: Extent, spec: ModelSpec, used: Diameter | None) -> tuple[float, ...] | None:
+    """Return how wide along (z, y, x) objects were taken to be in voxels; None: the model wants no width."""
+    if spec.input.diameter is None:
+        return None
+    stated = used and used.in_voxels(volume.voxel_size)
+    return stated or tuple(spec.input.diameter / factor for factor in base_factors(volume, spec))
+
+
 def resampled_size(size: Size, have: VoxelSize, want: VoxelSize) -> Size:
     """Return how many voxels of size `want` cover `size` voxels of size `have`; see `_scale_size` for rounding.
 

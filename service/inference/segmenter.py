@@ -24,14 +24,13 @@ from service.core.timing import Stages
 from service.core.volume import Diameter, Extent, Options, Segmentation, Size, Steering, Volume
 from service.engine import backends, torch_compile
 from service.engine.plans import EngineConfig, EnginePlan
-from service.inference.confidence import Doubt, Evidence, count_sure, explain, explain_nothing, judge
+from service.inference.confidence import Doubt, Evidence, count_sure, explain, explain_nothing, judge, known_models
 from service.inference.decoding.decoders import Decoder, HostDecoder, StreamDecoder, make_decoder
 from service.inference.decoding.steering import minimum_voxels, steer
 from service.inference.device_image import DeviceImage, SentVolume
 from service.inference.diameter import (
     DiameterCache,
     DiameterEstimator,
-    Factors,
     Sizing,
     estimate_anisotropy,
     strongest_windows,
@@ -49,7 +48,13 @@ from service.inference.estimate import (
 )
 from service.inference.memory import check_memory, translate_errors
 from service.inference.normalize import NormalisedImage, normalise_volume
-from service.inference.resample import ResampledImage, resample_image, resample_segmentation, working_size
+from service.inference.resample import (
+    ResampledImage,
+    base_factors,
+    resample_image,
+    resample_segmentation,
+    used_width,
+)
 from service.inference.result import EngineReport, Result
 from service.inference.scores import C, Cancelled, ComputeSlabs, Progress, RunWindows, ScoreComputer, Scored
 from service.inference.side_stream import SideStream
@@ -57,7 +62,7 @@ from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import Image, SlidingWindow
 from service.models.loader import Network, load_network, weight_bytes
-from service.models.spec import Calibration, ModelSpec
+from service.models.spec import ModelSpec
 
 MONAI_INFERER = "service.inference.windows.monai_inferer"
 
@@ -321,14 +326,14 @@ class Segmenter:
             confidence = judge(objects, wanted, calibration)
             if confidence is not None and confidence >= calibration.threshold:
                 return confidence, None
-            calibration = calibration.model_copy(update=self._missing_models(calibration))
+            calibration = known_models(calibration, self.spec.folder.parent)
         # Only now, as it takes longer than all else that is known of a result.
         image, _notes = normalise_volume(volume, self.spec)
         guess, windows = self._look_again(image, volume, plan, compute)
         evidence = Evidence(
             windows,
             guess,
-            used=self._used_width(volume, used),
+            used=used_width(volume, self.spec, used),
             stated=plan.diameter is not None and not plan.estimated,
             steered=plan.steering != Steering(),
         )
@@ -336,19 +341,6 @@ class Segmenter:
             return None, explain_nothing(evidence, calibration)
         evidence = evidence._replace(sure=count_sure(objects, wanted, calibration))
         return confidence, explain(confidence, evidence, calibration)
-
-    def _missing_models(self, calibration: Calibration) -> dict[str, None]:
-        """Return the models to try that are not beside this one, each as None."""
-        folder = self.spec.folder.parent
-        names = {"sheets": calibration.sheets, "blobs": calibration.blobs}
-        return {key: None for key, name in names.items() if name is None or not (folder / name).is_dir()}
-
-    def _used_width(self, volume: Volume, used: Diameter | None) -> tuple[float, ...] | None:
-        """Return how wide along (z, y, x) objects were taken to be in voxels; None: the model wants no width."""
-        if self.spec.input.diameter is None:
-            return None
-        stated = used and used.in_voxels(volume.voxel_size)
-        return stated or tuple(self.spec.input.diameter / factor for factor in self._base(volume))
 
     def _look_again(
         self, image: NormalisedImage, volume: Volume, plan: Plan, compute: ComputeSlabs
@@ -450,14 +442,9 @@ class Segmenter:
         return self._diameters.get(volume, lambda: self._look_for_diameter(image, volume, plan, compute))
 
     def _look_for_diameter(self, image: NormalisedImage, volume: Extent, plan: Plan, compute: ComputeSlabs) -> Sizing:
-        base = self._base(volume)
+        base = base_factors(volume, self.spec)
         score_windows = partial(self._scores.score_windows, plan=plan, run=compute)
         return DiameterEstimator(image, base, self.spec, score_windows).estimate(estimate_anisotropy(volume, base))
-
-    def _base(self, volume: Extent) -> Factors:
-        """Return the voxels per voxel of the volume, along (z, y, x), that it is resampled to without a diameter."""
-        z, y, x = (n / edge for n, edge in zip(working_size(volume, self.spec), volume.shape[1:], strict=True))
-        return z, y, x
 
     def _batch_notes(self, options: Options) -> tuple[str, ...]:
         """Return a note where the request asks for another batch than the network was built for."""

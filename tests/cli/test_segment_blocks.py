@@ -5,18 +5,35 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from service.cli.segment_blocks import find_doubt, read_facts
+from service.cli.segment_blocks import read_facts
 from service.core.volume import Options, Steering
-from tests.block_runs import begin, segment_blocks
+from tests.block_runs import begin, segment_blocks, segment_whole
 from tests.segmenters import settings_of
 from tests.zarr_files import write_zarr
 
+NOISE = np.random.default_rng(0).integers(0, 255, (8, 48, 48), np.uint8)
+CONFIDENCE = {"intercept": -9, "certainty": 0, "peak": 0, "size": 0, "giants": 0, "threshold": 0.5, "sheets": "other"}
 
-def test_a_run_that_has_found_nothing_is_doubtful(tmp_path: Path, write_model, random_nuclei_content) -> None:
-    spec = write_model(random_nuclei_content)
-    source = write_zarr(tmp_path / "in.zarr", np.full((8, 16, 16), 7, np.uint8), chunks=(8, 16, 16))
-    options = Options(steering=Steering(min_confidence=1.0))
+
+@pytest.mark.parametrize(
+    ("pixels", "options", "says"),
+    [
+        (np.full((8, 16, 16), 7, np.uint8), Options(steering=Steering(min_confidence=1.0)), "has one grey value"),
+        (NOISE, Options(steering=Steering(min_confidence=1.0)), "may have dropped them"),
+        (NOISE, Options(), "This result is doubtful (confidence 0.00)"),
+    ],
+)
+def test_a_run_is_doubted_in_the_words_of_the_volume_in_one_piece(
+    tmp_path: Path, write_model, random_nuclei_content, pixels: np.ndarray, options: Options, says: str
+) -> None:
+    sized = random_nuclei_content["input"] | {"diameter": 8, "estimate_diameter": True}
+    spec = write_model(random_nuclei_content | {"input": sized, "confidence": CONFIDENCE})
+    source = write_zarr(tmp_path / "in.zarr", pixels, chunks=(8, 16, 16))
     folder = begin(tmp_path / "run", source, spec, options, settings_of())
-    assert not segment_blocks(folder, tmp_path / "out.zarr").any()
-    assert "may have dropped them" in (find_doubt(folder, read_facts(folder, spec), spec) or "")
+    segment_blocks(folder, tmp_path / "out.zarr")
+    whole = segment_whole(source, spec, options, settings_of())
+    assert whole.doubt is not None
+    assert says in whole.doubt.detail
+    assert read_facts(folder, spec).warnings == whole.warnings

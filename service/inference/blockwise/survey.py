@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from service.core.buffers import make_allocator, release_pages
 from service.core.volume import Array, Size, Volume
@@ -25,6 +26,7 @@ from service.formats.pixels import run_in_threads
 from service.formats.zarr_reader import ZarrStack
 from service.inference.blockwise.layout import Box, Layout, lengths, ranges
 from service.inference.blockwise.run_folder import OpenRun, Survey
+from service.inference.diameter import strongest_windows
 from service.inference.empty_windows import IntensitySurvey, sample_step, survey_box
 from service.inference.estimate import Estimator
 from service.inference.normalize import (
@@ -313,6 +315,13 @@ def merge_counts(run: OpenRun, segmenter: Segmenter, turn: int) -> dict[str, Any
     survey = Survey(scalings, notes, skipping.skipped, scores, segmenter.engine, sizing)
     run.folder.write_survey(survey, places)
     return {"wanted": None}
+
+
+def look_again(run: OpenRun) -> list[Tensor]:
+    """Return windows [C, z, y, x] of a surveyed volume, as it is sampled, where most is to be seen."""
+    with stack_reader.open_blocks(run.plan.source, run.plan.selection) as stack:
+        image = _RegionImage(stack, lazy_volume(stack, run), run.folder.survey.scalings)
+        return strongest_windows(image, run.spec.input.roi_size)
 
 
 def _fit(volume: Volume, index: int, counts: _Counts, segmenter: Segmenter) -> IntensityScaling | Wanted:
