@@ -20,6 +20,8 @@ def write_whole(path: Path, partial: Path | None = None, *, sync: bool = True) -
     Raises OSError.
     """
     partial = path.with_name(f".{path.name}.part") if partial is None else partial
+    # Others may write into the folder, too: where a link has the name, what it leads to would be replaced.
+    partial.unlink(missing_ok=True)
     try:
         yield partial
         if sync:

@@ -31,3 +31,12 @@ def test_what_fails_leaves_what_was_there(tmp_path: Path, partial: str | None) -
     with pytest.raises(KeyError):
         write()
     assert (path.read_text(), list(tmp_path.iterdir())) == ("old", [path])
+
+
+def test_nothing_is_written_where_a_link_leads(tmp_path: Path) -> None:
+    path, other = tmp_path / "a.json", tmp_path / "other"
+    other.write_text("of another")
+    (tmp_path / ".a.json.part").symlink_to(other)
+    with write_whole(path) as partial:
+        partial.write_text("new")
+    assert (path.read_text(), path.is_symlink(), other.read_text()) == ("new", False, "of another")
