@@ -120,11 +120,16 @@ def _coarsen(out: Path, level: int, levels: Sequence[Mapping[str, Any]], box: Bo
     """Return a block of a coarser resolution: every second voxel of the one before along some axes."""
     finer = zarr_writer.open_level(out, level - 1)
     steps = [now // before for now, before in zip(levels[level]["steps"], levels[level - 1]["steps"], strict=True)]
-    wanted = tuple(
-        slice(first * step, min(end * step, n)) for (first, end), step, n in zip(box, steps, finer.shape, strict=True)
-    )
-    pixels: Array = finer[wanted]
-    return pixels[:: steps[0], :: steps[1], :: steps[2]]
+    pixels: Array = np.empty(lengths(box), finer.dtype)
+    # About one finer block at a time: all chunks of what is read are decoded at once.
+    axes = [
+        itertools.pairwise([*range(first, end, -(-edge // step)), end])
+        for (first, end), edge, step in zip(box, levels[level - 1]["block"], steps, strict=True)
+    ]
+    for z, y, x in itertools.product(*axes):
+        there = [slice(first * step, end * step) for (first, end), step in zip((z, y, x), steps, strict=True)]
+        pixels[slices((z, y, x), firsts(box))] = finer[tuple(there)][:: steps[0], :: steps[1], :: steps[2]]
+    return pixels
 
 
 def blocks_of_levels(run: OpenRun) -> list[range]:
