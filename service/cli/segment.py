@@ -403,15 +403,17 @@ def check_results(stack: Path | Store, results: Mapping[Path, tuple[str, ...]], 
     would be called what it is not.
     """
     for path, suffixes in results.items():
-        _check_place(path, suffixes)
+        is_inside_image = _check_place(path, suffixes)
         if isinstance(stack, Path) and path.exists() and _would_replace(path, stack):
             raise BadParameter(f"{path} is the stack itself, which would be replaced; choose another name.")
+        if not is_inside_image and not path.name.lower().endswith(suffixes):
+            raise BadParameter(f"{path}: the name must end with {' or '.join(suffixes)}, after what is written.")
         if path.exists() and not force:
             raise BadParameter(f"{path} is there already; choose another name, or replace it with --force.")
 
 
-def _check_place(path: Path, suffixes: tuple[str, ...]) -> None:
-    """Raise BadParameter where nothing can be written under a name, or what is written would have another end."""
+def _check_place(path: Path, suffixes: tuple[str, ...]) -> bool:
+    """Return whether labels get their place inside an image. Raises BadParameter where nothing can be written."""
     from service.formats.zarr_store import find_image, is_zarr_folder  # noqa: PLC0415
 
     image = find_image(path) if ".zarr" in suffixes else None
@@ -420,8 +422,7 @@ def _check_place(path: Path, suffixes: tuple[str, ...]) -> None:
         raise BadParameter(f"{path} is a folder; name the file to write.")
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise BadParameter(f"{path}: {folder} is not a folder that may be written to; make it, or name another.")
-    if image is None and not path.name.lower().endswith(suffixes):
-        raise BadParameter(f"{path}: the name must end with {' or '.join(suffixes)}, after what is written.")
+    return image is not None
 
 
 def _would_replace(path: Path, stack: Path) -> bool:
