@@ -187,11 +187,16 @@ def estimate(  # noqa: PLR0913
     size = working_size(volume, spec, plan.diameter)
     grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
     # Pixels become float32, and are resampled, where a window reads them, unless they are sent to a device.
-    resampled = size != tuple(volume.shape[1:])
-    image = 4 * spec.input.channels * math.prod(size) if resampled and not on_host else 0
+    stored, sent = as_size(volume.shape[1:]), 0
+    # Voxels of the volume that one window is made of, along each axis.
+    under = [min(-(-edge * n // new) + 2 * (n != new), n) for edge, n, new in zip(grid.roi, stored, size, strict=True)]
+    image = 0
+    if size != stored:
+        # They are normalised, and interpolated between two copies along one axis after the other.
+        reading = min(streams, grid.count) * (2 * math.prod(under) + 3 * math.prod(grid.roi))
+        image = 4 * spec.input.channels * (reading if on_host else math.prod(size))
     # Planes on a device, with those of two channels that have just come.
     there = spec.input.channels * count_planes(spec.input.channels, size, grid.roi[0]) + 2 * planes_sent(size)
-    stored, sent = as_size(volume.shape[1:]), 0
     if "prepare" in asynchronous and is_kept_whole(volume.shape[0], stored):
         # Pixels as they are stored, and a block of them while it is counted.
         sent = 2 * math.prod(volume.shape) + 24 * math.prod(stored[1:]) * planes_sent(stored)
@@ -204,8 +209,7 @@ def estimate(  # noqa: PLR0913
         spec, plan.output, size, on_host=on_host or plan.decode_on_host, whole="decode" in asynchronous
     )
     # Where the result lies on disk, the planes that a layer of windows is cut from are in memory.
-    depth = min(grid.roi[0], volume.shape[1])
-    planes = 4 * volume.shape[0] * math.prod(volume.shape[2:]) * depth if decoding.disk else 0
+    planes = 4 * volume.shape[0] * math.prod(volume.shape[2:]) * under[0] if decoding.disk else 0
     return Estimate(
         windows=grid.count * plan.scorings,
         sw_batch_size=plan.sw_batch_size,

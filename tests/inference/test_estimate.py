@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from torch import nn
 
 from service.core.config import Limits, Settings, Windows
 from service.core.errors import BadParameter, TooLarge
-from service.core.volume import Description, Options, Volume, VoxelSize
+from service.core.volume import Description, Diameter, Options, Volume, VoxelSize
 from service.inference import device_image
 from service.inference.estimate import Estimator, Plan, activation_bytes, estimate, make_plan
+from service.inference.resample import prepare
 from service.inference.windows.grid import SKIPPED_BYTES, Grid
 from service.inference.windows.kernels import window_kernels
 
@@ -305,3 +307,19 @@ def test_activations_are_counted_without_leaving_a_trace():
         activation_bytes(network, (1, 3, 6, 6, 6))
     assert not any(module._forward_hooks for module in network.modules())
     assert torch.is_inference_mode_enabled() is False
+
+
+@pytest.mark.parametrize("width", [(24.0,), (4.0,), (24.0, 7.0, 4.0)])
+def test_voxels_that_a_window_is_resampled_from_are_counted(width: tuple[float, ...], bands) -> None:
+    wanting = bands.model_copy(update={"input": bands.input.model_copy(update={"diameter": 6.0})})
+    volume, diameter = Volume.from_array(np.zeros((1, 64, 160, 160), np.uint16)), Diameter(width, "px")
+    plan = make_plan(wanting, SETTINGS, Options(diameter=diameter))
+    told = estimate(wanting, volume, plan, 0, on_host=True)
+    plain = estimate(wanting, volume_of(*told.working_size), plan._replace(diameter=None), 0, on_host=True)
+    image, _notes = prepare(volume, wanting, diameter)
+    window = tuple(slice(0, min(edge, n)) for edge, n in zip(bands.input.roi_size, told.working_size, strict=True))
+    tracemalloc.start()
+    image[0, slice(None), *window]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < told.host_bytes - plain.host_bytes < 8 * peak
