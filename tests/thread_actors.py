@@ -28,6 +28,19 @@ def make_device_actor(settings: Settings, load: Any = Segmenter) -> ThreadActor:
     return ThreadActor(lambda: DeviceActor(actor_settings(settings), load))
 
 
+class SilentActor:
+    """An actor that never answers, as one for which the cluster has no place."""
+
+    def call(self, *_: Any) -> Future[Any]:
+        return Future()
+
+    def give_up(self, _future: Future[Any]) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+
 class ThreadActor:
     """An actor of this process. While it is lost, calls fail, those that wait for it too; then it begins anew."""
 

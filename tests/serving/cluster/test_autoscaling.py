@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fakes import FakeSegmenter, until
 from live import Live, as_tiff, serve
-from thread_actors import ThreadActor, make_device_actor, remote
+from thread_actors import SilentActor, ThreadActor, make_device_actor, remote
 
 from service.core.config import Settings
 from service.serving.cluster.remote_device import Actor
@@ -20,21 +20,8 @@ from service.serving.cluster.remote_worker import Backlog, RemoteWorkers
 from service.serving.metrics import Metrics
 
 
-class AbsentActor:
-    """An actor for which the cluster has no place."""
-
-    def call(self, *_: Any) -> Future[Any]:
-        return Future()
-
-    def give_up(self, _future: Future[Any]) -> None:
-        pass
-
-    def kill(self) -> None:
-        pass
-
-
 class Hosts:
-    """Makes actors; while there are `none`, absent ones. Segmentations wait for the gate."""
+    """Makes actors; while there are `none`, silent ones. Segmentations wait for the gate."""
 
     def __init__(self) -> None:
         self.actors: list[ThreadActor] = []
@@ -51,7 +38,7 @@ class Hosts:
 
         def make_actor() -> Actor:
             if self.none:
-                return AbsentActor()
+                return SilentActor()
             self.actors.append(make_device_actor(settings, load))
             return self.actors[-1]
 

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from fakes import FakeSegmenter, until
 from live import Live, as_tiff, classes, eager, serve
-from thread_actors import ThreadActor, make_device_actor, remote
+from thread_actors import SilentActor, ThreadActor, make_device_actor, remote
 
 from service.core.config import Access, Cluster, References, Settings
 from service.core.errors import ConfigError
@@ -180,17 +180,7 @@ def test_an_actor_keeps_the_model_of_a_task_that_its_service_did_not_know_of_yet
 
 
 def test_a_service_whose_actors_are_silent_keeps_its_folder(tmp_path: Path) -> None:
-    class Silent:
-        def call(self, *_: Any) -> Future[Any]:
-            return Future()
-
-        def give_up(self, _future: Future[Any]) -> None:
-            pass
-
-        def kill(self) -> None:
-            pass
-
-    exchange, asked = Exchange(tmp_path), Silent()
+    exchange, asked = Exchange(tmp_path), SilentActor()
     [device] = RemoteDevices(exchange, lambda: asked, Cluster(), 1).devices
     device.start()
     time.sleep(STATUS_SECONDS + 2 * POLL_SECONDS)

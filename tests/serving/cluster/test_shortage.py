@@ -1,4 +1,4 @@
-"""What a cluster lacks is said, since its workers wait without a word."""
+"""GPUs and CPUs that a cluster lacks are named, since workers without a place wait silently."""
 
 from __future__ import annotations
 
