@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from service.core.volume import Size
 from service.inference.windows.grid import Grid, as_size
 
@@ -138,6 +140,29 @@ class Layout:
         z, y, x = (tuple(start - axis[0] for start in axis) for axis in starts)
         size = [min(span, length) for span, length in zip(spans, self.size, strict=True)]
         return Grid(as_size(size), self.roi, grid.pad_before, as_size(spans), (z, y, x))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of up to `edges` voxels that a volume of `size` (z, y, x) is cut into, numbered with z slowest."""
+
+    size: Size
+    edges: Size
+
+    @property
+    def _counts(self) -> Size:
+        return as_size([-(-n // edge) for n, edge in zip(self.size, self.edges, strict=True)])
+
+    def __len__(self) -> int:
+        return math.prod(self._counts)
+
+    def box(self, number: int) -> Box:
+        """Return the voxels of a block."""
+        place = np.unravel_index(number, self._counts)
+        return _box(
+            (int(at) * edge, min((int(at) + 1) * edge, n))
+            for at, edge, n in zip(place, self.edges, self.size, strict=True)
+        )
 
 
 def choose_windows(size: Size, roi: Size, overlap: float, workers: int, stack: Size) -> Size:

@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from service.core.volume import Array, Objects, Segmentation, label_dtype
+from service.core.volume import Array, Objects, Segmentation, Size, label_dtype
 from service.formats import stack_reader, zarr_writer
 from service.formats.zarr_reader import ZarrStack
 from service.inference.blockwise.join import label_tile
-from service.inference.blockwise.layout import Box, firsts, lengths, ranges, slices
+from service.inference.blockwise.layout import Blocks, Box, firsts, lengths, ranges, slices
 from service.inference.blockwise.run_folder import OpenRun
 from service.inference.blockwise.tiles import decoding_spec, read_pixels
 from service.inference.measurements import ObjectSums, Table, measure_box, tabulate
 from service.inference.resample import nearest_voxels
+from service.inference.windows.grid import as_size
 from service.models.spec import Instances
 
 
@@ -45,18 +46,11 @@ def write_block(run: OpenRun, number: int) -> dict[str, Any]:
     """Write one block, by its number among those of all resolutions; coarser ones are made of the one before."""
     facts = run.folder.levels
     out, levels = Path(facts["out"]), facts["levels"]
-    for level, known in enumerate(levels):
-        shape = level_shape(run.plan.size, known["steps"])
-        counts = [-(-n // edge) for n, edge in zip(shape, known["block"], strict=True)]
-        if number >= np.prod(counts):
-            number -= int(np.prod(counts))
+    for level, blocks in enumerate(_cut_levels(run.plan.size, levels)):
+        if number >= len(blocks):
+            number -= len(blocks)
             continue
-        place = np.unravel_index(number, counts)
-        z, y, x = (
-            (int(at) * edge, min((int(at) + 1) * edge, n))
-            for at, edge, n in zip(place, known["block"], shape, strict=True)
-        )
-        box: Box = (z, y, x)
+        box = blocks.box(number)
         pixels = _coarsen(out, level, levels, box) if level else _collect(run, box)
         is_measured = run.plan.measured and not level and pixels.any()
         if is_measured:
@@ -90,9 +84,15 @@ def open_every_channel(run: OpenRun) -> AbstractContextManager[ZarrStack]:
     return stack_reader.open_blocks(run.plan.source, replace(run.plan.selection, channel=None))
 
 
-def level_shape(size: Sequence[int], steps: Sequence[int]) -> list[int]:
-    """Return the edges of a resolution."""
-    return [-(-n // step) for n, step in zip(size, steps, strict=True)]
+def _cut_levels(size: Size, levels: Sequence[Mapping[str, Any]]) -> list[Blocks]:
+    """Return the blocks of each resolution."""
+    return [
+        Blocks(
+            as_size([-(-n // step) for n, step in zip(size, known["steps"], strict=True)]),
+            as_size(known["block"]),
+        )
+        for known in levels
+    ]
 
 
 def _collect(run: OpenRun, box: Box) -> Array:
@@ -134,16 +134,6 @@ def _coarsen(out: Path, level: int, levels: Sequence[Mapping[str, Any]], box: Bo
 
 def blocks_of_levels(run: OpenRun) -> list[range]:
     """Return the numbers of the blocks of each resolution."""
-    counts = [
-        int(
-            np.prod(
-                [
-                    -(-n // edge)
-                    for n, edge in zip(level_shape(run.plan.size, known["steps"]), known["block"], strict=True)
-                ]
-            )
-        )
-        for known in run.folder.levels["levels"]
-    ]
+    counts = [len(blocks) for blocks in _cut_levels(run.plan.size, run.folder.levels["levels"])]
     ends = list(itertools.accumulate(counts))
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]

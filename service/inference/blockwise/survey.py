@@ -24,7 +24,7 @@ from service.core.volume import Array, Size, Volume
 from service.formats import stack_reader
 from service.formats.pixels import run_in_threads
 from service.formats.zarr_reader import ZarrStack
-from service.inference.blockwise.layout import Box, Layout, lengths, ranges
+from service.inference.blockwise.layout import Blocks, Box, Layout, lengths, ranges
 from service.inference.blockwise.run_folder import OpenRun, Survey
 from service.inference.diameter import strongest_windows
 from service.inference.empty_windows import IntensitySurvey, sample_step, survey_box
@@ -54,54 +54,30 @@ PART_GROUPS, PART_BYTES = 4, 2**28
 LAYERS, LAYER_VOXELS = 8, 2**23
 
 Wanted = dict[str, Any]
-"""What is to be counted of a channel: `shift` and `prefixes` of `count_digits`, and `substitute` of other pixels."""
+"""Request to count a channel: `shift` and `prefixes` of `count_digits`, and `substitute` of other pixels."""
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Parts of a volume (z, y, x), which have whole chunks: the `edges` of each."""
-
-    size: Size
-    edges: Size
-
-    @classmethod
-    def cut(cls, stack: ZarrStack, layout: Layout) -> Parts:
-        """Cut near cubes, enough of them for the workers that a layout was made for."""
-        size, chunk = as_size(stack.shape[1:]), as_size(stack.chunk_size)
-        edges, group = list(chunk), math.prod(lengths(layout.voxels(layout.group(0))))
-        most = min(PART_GROUPS * group, PART_BYTES // (stack.shape[0] * stack.dtype.itemsize))
-        while True:
-            # The shortest axis grows first, x before z.
-            for axis in sorted(range(3), key=lambda axis: (edges[axis], -axis)):
-                larger = [n + chunk[at] * (at == axis) for at, n in enumerate(edges)]
-                if edges[axis] < size[axis] and math.prod(map(min, zip(larger, size, strict=True))) <= most:
-                    edges = larger
-                    break
-            else:
-                return cls(size, as_size(edges))
-
-    @property
-    def _counts(self) -> Size:
-        return as_size([-(-n // edge) for n, edge in zip(self.size, self.edges, strict=True)])
-
-    def __len__(self) -> int:
-        return math.prod(self._counts)
-
-    def box(self, number: int) -> Box:
-        """Return the voxels of a part; z is slowest."""
-        place = np.unravel_index(number, self._counts)
-        z, y, x = (
-            (int(at) * edge, min((int(at) + 1) * edge, n))
-            for at, edge, n in zip(place, self.edges, self.size, strict=True)
-        )
-        return z, y, x
+def cut_parts(stack: ZarrStack, layout: Layout) -> Blocks:
+    """Cut a volume into parts of whole chunks: near cubes, enough of them for the workers of a layout."""
+    size, chunk = as_size(stack.shape[1:]), as_size(stack.chunk_size)
+    edges, group = list(chunk), math.prod(lengths(layout.voxels(layout.group(0))))
+    most = min(PART_GROUPS * group, PART_BYTES // (stack.shape[0] * stack.dtype.itemsize))
+    while True:
+        # The shortest axis grows first, x before z.
+        for axis in sorted(range(3), key=lambda axis: (edges[axis], -axis)):
+            larger = [n + chunk[at] * (at == axis) for at, n in enumerate(edges)]
+            if edges[axis] < size[axis] and math.prod(map(min, zip(larger, size, strict=True))) <= most:
+                edges = larger
+                break
+        else:
+            return Blocks(size, as_size(edges))
 
 
 class _Counting:
-    """What is counted in the parts of a run's volume."""
+    """Parts of a run's volume, and the counts that are wanted of each."""
 
     def __init__(self, run: OpenRun, stack: ZarrStack) -> None:
-        self.parts = Parts.cut(stack, run.plan.layout)
+        self.parts = cut_parts(stack, run.plan.layout)
         self.dtype, self.channels = stack.dtype, stack.shape[0]
         self.skip_below = Estimator(run.spec, run.folder.settings).plan(run.plan.options).skip_below
         by_percentiles = isinstance(run.spec.input.normalisation, PercentileNormalisation)
@@ -115,7 +91,7 @@ class _Counting:
 
     @cached_property
     def first(self) -> list[Wanted | None]:
-        """What is counted of each channel in the first round, for which finite pixels are not yet known."""
+        """Request for each channel in the first round, in which no pixels are replaced yet."""
         top: Wanted = {"shift": max(8 * self.dtype.itemsize - 16, 0), "prefixes": [0], "substitute": None}
         return [top if self._is_counted else None] * self.channels
 
@@ -182,7 +158,7 @@ def _sampled(box: Box, size: Size) -> tuple[tuple[slice, ...], tuple[slice, ...]
 
 
 class _Counts:
-    """What was counted in all parts.
+    """Sums of the counts of all parts.
 
     digits     by channel, shift and prefix
     nonfinite  pixels of each channel, and `lowest` of the others
