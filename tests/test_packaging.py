@@ -7,11 +7,13 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import entry_points, version
+from importlib.metadata import entry_points, packages_distributions, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import tifffile
 import yaml
 from paths import ROOT
 
@@ -101,6 +103,32 @@ def test_service_runs_without_the_rest_of_the_clone(tmp_path: Path) -> None:
     code = "import service.training.evaluate, service.training.train; print(service.__file__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()).is_relative_to(tmp_path)
+
+
+WITHOUT_EXTRAS = """
+import sys
+missing = set(sys.argv.pop(1).split(","))
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in missing:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+import service.api.server
+from service.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_service_and_commands_run_where_no_extra_is_installed(tmp_path: Path) -> None:
+    extras = declared() - {normalised(re.split(r"[<>=!~;\[ ]", line)[0]) for line in PROJECT["dependencies"]}
+    modules = [module for module, names in packages_distributions().items() if extras & {normalised(n) for n in names}]
+    assert {"matplotlib", "openvino", "skimage", "zarr"} <= set(modules)
+    stack, labels = tmp_path / "stack.tif", tmp_path / "labels.tif"
+    tifffile.imwrite(stack, np.zeros((8, 16, 16), np.uint8), metadata={"axes": "ZYX"})
+    command = [sys.executable, "-c", WITHOUT_EXTRAS, ",".join(modules), "segment", stack, labels, "--model", "tissue"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert tifffile.imread(labels).shape == (8, 16, 16)
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

@@ -108,10 +108,10 @@ def share_threads(settings: Settings, workers: int, *, remote: bool = False) -> 
 def _make_workers(options: argparse.Namespace, settings: Settings) -> Workers:
     if options.ray is None:
         return LocalWorkers(options.workers)
-    from service.serving.cluster.block_workers import ActorWorkers  # noqa: PLC0415
-    from service.serving.cluster.ray_cluster import make_block_actors  # noqa: PLC0415
+    from service.serving.cluster.block_workers import ActorWorkers, BlockActor  # noqa: PLC0415
+    from service.serving.cluster.ray_cluster import make_actors  # noqa: PLC0415
 
-    return ActorWorkers(make_block_actors(options.ray, settings.cluster, options.workers))
+    return ActorWorkers(make_actors(options.ray, settings.cluster, options.workers, BlockActor))
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -14,9 +14,6 @@ from typing import Any
 
 from service.core.config import Cluster, Settings
 from service.core.errors import ConfigError
-from service.inference.blockwise.worker import run_block
-from service.inference.blockwise.workers import Work
-from service.serving.cluster.block_workers import BlockActor
 from service.serving.cluster.device_actor import DeviceActor, actor_settings
 from service.serving.cluster.remote_device import Actor, MakeActor, WorkerLost
 
@@ -39,13 +36,16 @@ def connect_cluster(settings: Settings) -> MakeActor:
     return lambda: RayActor(ray, make(actor_settings(settings)))
 
 
-def make_block_actors(address: str, cluster: Cluster, count: int, work: Work = run_block) -> list[Actor]:
-    """Ask the cluster at `address` for so many actors that do blocks. Raises ConfigError as `connect_cluster` does."""
+def make_actors(address: str, cluster: Cluster, count: int, kind: type) -> list[Actor]:
+    """Ask the cluster at `address` for so many actors of a class, each of which does one long call at a time.
+
+    Raises ConfigError as `connect_cluster` does.
+    """
     ray = _connect(address)
     if shortage := describe_shortage(ray.cluster_resources(), cluster, count):
         log.warning(shortage)
-    make = _maker(ray, BlockActor, cluster, 1)
-    return [RayActor(ray, make(work)) for _ in range(count)]
+    make = _maker(ray, kind, cluster, 1)
+    return [RayActor(ray, make()) for _ in range(count)]
 
 
 def describe_shortage(resources: Mapping[str, float], cluster: Cluster, count: int) -> str | None:

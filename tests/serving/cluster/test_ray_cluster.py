@@ -21,9 +21,9 @@ from live import Live, as_tiff, classes, eager, serve
 from ray_clusters import STARTING, ray_cluster, ray_environment, wait_ready
 
 from service.core.volume import Options
-from service.serving.cluster.block_workers import ActorWorkers
+from service.serving.cluster.block_workers import ActorWorkers, BlockActor
 from service.serving.cluster.exchange import MARKER
-from service.serving.cluster.ray_cluster import make_block_actors
+from service.serving.cluster.ray_cluster import make_actors
 from service.serving.cluster.remote_device import SILENT_SECONDS
 from service.serving.job import Progress
 from tests.block_runs import begin, segment_blocks, segment_whole
@@ -177,7 +177,7 @@ def test_blocks_of_a_lost_node_are_done_again_elsewhere(
     whole = segment_whole(source, bands, Options(), settings).segmentation.pixels
     folder = begin(tmp_path / "run", source, bands, Options(), settings, (1, 1, 1))
     nodes = [cluster.add_node(num_cpus=1, num_gpus=1) for _ in range(2)]
-    actors = make_block_actors(cluster.address, settings.cluster, 2)
+    actors = make_actors(cluster.address, settings.cluster, 2, BlockActor)
     with closing(ActorWorkers(actors)) as workers, ThreadPoolExecutor(1) as pool:
         labels = pool.submit(segment_blocks, folder, tmp_path / "out.zarr", workers)
         until(lambda: len(folder.done("scores")) > 4, STARTING)
