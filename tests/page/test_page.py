@@ -193,6 +193,39 @@ def test_of_several_time_points_one_is_segmented(fake: Live, open_page: Open) ->
     assert fake.client.get("/jobs").json()["jobs"][0]["parameters"]["time"] in (1, "1")
 
 
+def test_an_answer_takes_nothing_from_under_the_hands(fake: Live, open_page: Open) -> None:
+    page = open_page(fake)
+    answer = hold(page, "**/inspect?*time=0*")
+    put(page, as_tiff(np.zeros((3, 4, 16, 16), np.uint8), metadata={"axes": "TZYX", "spacing": 0.5, "unit": "um"}))
+    one, times, edge = (page.locator("#time"), page.locator("#times"), page.get_by_label("Voxel size along x"))
+    one.fill("1")
+    until_drawn(page, answer)
+    expect(one).to_have_value("1")
+    expect(one).to_be_focused()
+    answer = hold(page, "**/inspect?*time=1*")
+    one.press("Tab")
+    edge.fill("0.7")
+    until_drawn(page, answer)
+    expect(edge).to_have_value("0.7")
+    expect(edge).to_be_focused()
+    answer = hold(page, "**/inspect?*0.7*")
+    times.focus()
+    times.select_option("all")
+    until_drawn(page, answer)
+    expect(times).to_be_focused()
+    segment(page)
+    expect(page.locator("#words")).to_contain_text("classes")
+    sent = fake.client.get("/jobs").json()["jobs"][0]["parameters"]
+    assert (sent["time"], sent["voxel_size"][-3:]) == ("all", "0.7")
+
+
+def until_drawn(page: Page, answer: Callable[[], None]) -> None:
+    """Let an answer about the stack go, and wait until the page shows it."""
+    page.evaluate("document.querySelector('#settings .chip').id = 'before'")
+    answer()
+    expect(page.locator("#before")).to_have_count(0)
+
+
 def test_a_large_plane_and_a_name_in_any_letters_are_shown(fake: Live, open_page: Open) -> None:
     page = open_page(fake)
     page.route(

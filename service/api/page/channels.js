@@ -1,6 +1,6 @@
 /** Channels of a stack: pictures to choose one by, and an overlay of several in the views. */
 
-import { element } from "./elements.js";
+import { element, redraw } from "./elements.js";
 import { cut, paintGrey, quantiles } from "./slices.js";
 import { stretch } from "./viewer.js";
 
@@ -143,8 +143,8 @@ export class ChannelTools {
     const all = [this.primary ?? 0, ...layers.keys()];
     viewer.scene.overlays = [...layers.values()];
     viewer.scene.colour = layers.size ? colourOf(file, all[0]) : [255, 255, 255];
-    this.toggles.replaceChildren(
-      ...file.channels.map((_, channel) => {
+    redraw(this.toggles, () =>
+      file.channels.map((_, channel) => {
         const own = channel === this.primary;
         const properties = { type: "button", class: "quiet toggle", "aria-pressed": String(all.includes(channel)) };
         const onclick = () => this.toggle(channel);
@@ -154,8 +154,8 @@ export class ChannelTools {
       }),
     );
     const chosen = Math.max(0, [viewer.scene, ...layers.values()].indexOf(viewer.adjusted));
-    this.target.replaceChildren(
-      ...all.map((channel, place) =>
+    redraw(this.target, () =>
+      all.map((channel, place) =>
         element("option", { value: String(channel), selected: place === chosen }, nameOf(file, channel)),
       ),
     );

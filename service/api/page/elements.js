@@ -21,8 +21,13 @@ export function element(tag, properties = {}, ...children) {
       made.setAttribute(name, value === true ? "" : String(value));
     }
   }
-  made.append(...children.filter((child) => child !== null && child !== undefined && child !== false).map(asNode));
+  made.append(...children.filter(isShown).map(asNode));
   return made;
+}
+
+/** @param {Child} child */
+function isShown(child) {
+  return child !== null && child !== undefined && child !== false;
 }
 
 /** @param {Child} child @returns {Node} */
@@ -73,4 +78,50 @@ export function save(blob, name) {
   const address = URL.createObjectURL(blob);
   element("a", { href: address, download: name }).click();
   setTimeout(() => URL.revokeObjectURL(address), 60_000);
+}
+
+/** The control with text or a place that is not taken over yet, and the one under a pressed pointer: both stay as they are. */
+const held = { typed: /** @type {EventTarget | null} */ (null), pressed: /** @type {EventTarget | null} */ (null) };
+/** What is drawn once nobody holds anything there. @type {Map<HTMLElement, () => Child[]>} */
+const later = new Map();
+const FOCUSABLE = "input, select, textarea, button, summary, a[href], [tabindex]";
+
+/** @param {keyof typeof held} how @param {EventTarget | null} what */
+function hold(how, what) {
+  held[how] = what;
+  // First whatever is clicked does its work, and whatever follows has the focus.
+  if (what === null && later.size > 0) setTimeout(drawLater);
+}
+
+function drawLater() {
+  for (const [root, draw] of [...later]) redraw(root, draw);
+}
+
+document.addEventListener("input", ({ target }) => hold("typed", target));
+document.addEventListener("pointerdown", ({ target }) => hold("pressed", target), true);
+for (const over of ["change", "focusout"]) document.addEventListener(over, () => hold("typed", null));
+for (const over of ["pointerup", "pointercancel"]) document.addEventListener(over, () => hold("pressed", null), true);
+
+/**
+ * Draw an element's children anew. Where somebody types or presses a button among them, that is waited for; the focus stays on
+ * the control that has the same id, name or words.
+ * @param {HTMLElement} root @param {() => Child[]} draw
+ */
+export function redraw(root, draw) {
+  later.delete(root);
+  if ([held.typed, held.pressed].some((one) => one instanceof Node && one !== root && root.contains(one))) {
+    later.set(root, draw);
+    return;
+  }
+  const focused = document.activeElement;
+  const alike = () => [...root.querySelectorAll(FOCUSABLE)].filter((one) => nameOf(one) === nameOf(focused));
+  const place = focused === null ? -1 : alike().indexOf(focused);
+  root.replaceChildren(...draw().filter(isShown).map(asNode));
+  const again = alike()[place];
+  if (again instanceof HTMLElement) again.focus({ preventScroll: true });
+}
+
+/** @param {Element | null} one */
+function nameOf(one) {
+  return one && [one.tagName, one.id || one.ariaLabel || one.textContent].join(" ");
 }

@@ -40,6 +40,7 @@ class Session {
     this.loaded = "";
     this.loading = new AbortController();
     this.following = new AbortController();
+    this.inspecting = new AbortController();
     /** The job whose labels are shown. @type {Job | null} */
     this.job = null;
     byId("title").textContent = name;
@@ -81,9 +82,12 @@ class Session {
   /** Ask what is understood of the stack with the present parameters, and show its planes. */
   async inspect() {
     const parameters = { ...this.settings.parameters, stack: this.stack };
+    this.inspecting.abort();
+    this.inspecting = new AbortController();
+    const signal = AbortSignal.any([this.inspecting.signal, this.ending.signal]);
     try {
       /** @type {Inspection} */
-      const found = await json(`inspect?${queryOf(parameters)}`, { method: "POST", signal: this.ending.signal });
+      const found = await json(`inspect?${queryOf(parameters)}`, { method: "POST", signal });
       this.inspection = found;
       if (this.refused) byId("side").replaceChildren(before());
       this.refused = false;
@@ -97,7 +101,7 @@ class Session {
       await this.#showPlanes(found);
       this.viewer.showDiameter(this.settings.statedDiameter);
     } catch (error) {
-      if (this.ending.signal.aborted) return;
+      if (signal.aborted) return;
       if (!(error instanceof Problem)) throw error;
       this.settings.refuse(error);
       this.refused = !this.loaded;

@@ -1,6 +1,6 @@
 /** The objects of a result: in words, as histograms, and as a table of which only the visible rows are in the document. */
 
-import { button, element } from "./elements.js";
+import { button, element, redraw } from "./elements.js";
 import { Histogram } from "./histogram.js";
 import { cssColour } from "./slices.js";
 import { chooseRows, column } from "./table.js";
@@ -198,8 +198,8 @@ export class ObjectsView extends EventTarget {
   }
 
   #drawHead() {
-    this.head.replaceChildren(
-      ...this.names.map((name) =>
+    redraw(this.head, () =>
+      this.names.map((name) =>
         element(
           "th",
           {
@@ -208,7 +208,7 @@ export class ObjectsView extends EventTarget {
           },
           element(
             "button",
-            { type: "button", onclick: () => this.#sort(name) },
+            { type: "button", id: `sort-${name}`, onclick: () => this.#sort(name) },
             `${title(name, this.table)}${name === this.sorted ? (this.descending ? " ↓" : " ↑") : ""}`,
           ),
         ),

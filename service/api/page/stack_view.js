@@ -1,7 +1,7 @@
 /** What was understood of a stack, with a control for everything that a file leaves open, and the button that runs it. */
 
 import { channelPictures, nameOf } from "./channels.js";
-import { button, element, field } from "./elements.js";
+import { button, element, field, redraw } from "./elements.js";
 import { isRange } from "./series.js";
 import { request } from "./server.js";
 import { counted, duration, number, pageWords, SETTINGS, size } from "./words.js";
@@ -227,7 +227,7 @@ export class StackView extends EventTarget {
       ...(file.times > 1 ? [chip("Time points", String(file.times))] : []),
     );
     this.notes.replaceChildren(...file.notes.map((note) => element("li", {}, pageWords(note))));
-    this.#ask(file);
+    redraw(this.open, () => this.#ask(file));
     const model = this.models.find((each) => each.name === this.parameters.model);
     if (this.summary) this.summary.textContent = model?.summary ?? "";
     this.#showExample(model);
@@ -253,7 +253,7 @@ export class StackView extends EventTarget {
     const askable = problem.slug === "ambiguous-axes" || all.length > 0;
     if (!this.inspection) this.settings.hidden = !askable;
     if (!askable) return;
-    this.open.replaceChildren(
+    redraw(this.open, () => [
       element(
         "div",
         { class: "question", role: "group", "aria-label": "What the file leaves open" },
@@ -271,10 +271,10 @@ export class StackView extends EventTarget {
             }),
           ),
       ),
-    );
+    ]);
   }
 
-  /** @param {import("./server.js").Description} file */
+  /** @param {import("./server.js").Description} file @returns {import("./elements.js").Child[]} */
   #ask(file) {
     const parts = [];
     if (file.channels.length > 1) parts.push(this.#channelField(file), this.#channelPictures(file));
@@ -284,7 +284,7 @@ export class StackView extends EventTarget {
     // Pages that were taken for planes may be time points or channels.
     if (stated || file.times > 1 || file.notes.some((note) => note.includes("axes=")))
       parts.push(this.#axesField(file, stated));
-    this.open.replaceChildren(...parts);
+    return parts;
   }
 
   /** @param {import("./server.js").Description} file @param {string} stated */
