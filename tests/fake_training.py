@@ -25,6 +25,7 @@ def main() -> None:
     report(validation=[0, float("nan")])
     for step in range(1, 2001):
         report(step=step, loss=1 / step)
+    report(stage="evaluating")
     match out.name.partition("-")[0]:
         case "hangs":
             time.sleep(600)

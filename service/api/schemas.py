@@ -15,7 +15,7 @@ from service.inference.estimate import Estimate
 from service.inference.result import EngineReport
 from service.models.spec import Input, Lineage
 from service.serving.job_record import JobState
-from service.serving.training_record import TrainingState
+from service.serving.training_record import TrainingStage, TrainingState
 
 
 def _report_without_folders(report: EngineReport) -> EngineReport:
@@ -215,7 +215,8 @@ class TrainingReport(BaseModel):
     base_model    that it goes on from, with its version
     position      1 for the one whose turn is next, only while it waits
     steps         planned, as many as the time allows; null before that is measured
-    seconds_left  while it runs, scoring included
+    stage         what it does while it runs: `scoring` measures the base model, `evaluating` the new one
+    seconds_left  while it runs, scoring included; null once it takes longer than was asked for
     loss          [step, training loss]
     validation    [step, loss on what is not trained on], the first before any step
     before, after  F1 at an intersection over union of 0.5 on the held-out part of the annotated stacks
@@ -233,6 +234,7 @@ class TrainingReport(BaseModel):
     started: datetime | None
     ended: datetime | None
     position: int | None
+    stage: TrainingStage | None
     step: int
     steps: int | None
     seconds_left: float | None
@@ -326,6 +328,7 @@ class DeviceReport(BaseModel):
 
     host        of a device of a cluster, that it was seen on last; null for one of this host
     given_back  whether the cluster has it again, until there is work for it
+    starting    whether the cluster was asked for it, and it has not answered yet
     """
 
     name: str
@@ -336,6 +339,7 @@ class DeviceReport(BaseModel):
     loaded_bytes: int
     problem: Text | None
     given_back: bool = False
+    starting: bool = False
 
 
 class HostReport(BaseModel):
@@ -391,6 +395,7 @@ class TrainingProgress(BaseModel):
     name: str
     base_model: str
     state: TrainingState
+    stage: TrainingStage | None
     step: int
     steps: int | None
     seconds_left: float | None

@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from service.core.whole_file import write_whole
 
 TrainingState = Literal["waiting", "running", "done", "failed", "cancelled", "interrupted"]
+# What a training that runs does: steps are taken in "learning", and the new model is scored in "evaluating".
+TrainingStage = Literal["reading", "scoring", "learning", "finishing", "evaluating", "serving"]
+STAGES: tuple[TrainingStage, ...] = get_args(TrainingStage)
 
 # Points of a curve: beyond, every second one is dropped.
 MOST_POINTS = 512
@@ -26,6 +29,7 @@ class TrainingRecord:
 
     name        of the new model
     base_model  that it goes on from, with its version
+    stage       that it has come to; the first until it runs
     loss        [step, training loss], thinned out where there are many
     validation  [step, loss on what is not trained on], the first before any step
     before      score of the base model on what is held out, F1 at an intersection over union of 0.5; `after` of the new
@@ -51,6 +55,7 @@ class TrainingRecord:
     message: str = ""
     # Every so many steps have a point in `loss`.
     stride: int = 1
+    stage: TrainingStage = "reading"
 
     @property
     def over(self) -> bool:
@@ -59,6 +64,8 @@ class TrainingRecord:
 
     def update(self, news: Mapping[str, Any]) -> None:
         """Take over a line of progress. Raises ValueError, TypeError or LookupError where it makes no sense."""
+        if "stage" in news:
+            self.stage = STAGES[STAGES.index(news["stage"])]
         if "steps" in news:
             self.steps = int(news["steps"])
         if "before" in news:

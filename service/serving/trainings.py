@@ -183,10 +183,14 @@ class Trainings:
             return order.index(record) + 1 if record in order else None
 
     def seconds_left(self, record: TrainingRecord) -> float | None:
-        """Return how long a training may still run; None where it does not run. It may end sooner."""
+        """Return how long a training may still run; None where it does not run, or takes longer than was asked for.
+
+        It may end sooner.
+        """
         if record.state != "running" or record.started is None:
             return None
-        return max(60 * record.minutes - (time.time() - record.started), 0.0)
+        left = 60 * record.minutes - (time.time() - record.started)
+        return left if left > 0 else None
 
     def unfinished(self) -> tuple[TrainingRecord | None, list[TrainingRecord]]:
         """Return the training that runs, and those that wait, in their order."""
@@ -451,6 +455,7 @@ class Trainings:
 
     def _serve(self, record: TrainingRecord) -> None:
         """Serve a model, which goes where that fails, or was cancelled meanwhile. Raises StackSegError."""
+        record.stage = "serving"
         try:
             self._reload()
             self._runtime.models.servable_spec(record.name)

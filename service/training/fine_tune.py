@@ -32,7 +32,7 @@ from service.training.trainer import CHECKPOINT, Trainer
 
 Widths = tuple[float, float, float]
 Report = Callable[[dict[str, Any]], None]
-"""Called with what is new, by its name: steps, step and loss, validation, before."""
+"""Called with what is new, by its name: stage (of `service.serving.training_record`), steps, step and loss, validation, before."""
 
 # Share of every stack that is held out, and fewest objects there that tell anything.
 HELD_OUT, LEAST_OBJECTS = 0.2, 10
@@ -96,6 +96,7 @@ def fine_tune(  # noqa: PLR0913
     annotated = [read_stack(stack) for stack in stacks]
     parts, held_out, unseen = _hold_out(annotated, settings.training.validation, base.input.diameter)
     eager = override_settings(settings, "engine", {"kind": "eager", "precision": "fp32"})
+    report({"stage": "scoring"})
     before = score_model(base, held_out, eager)
     report({"before": round(before.f1, 4)})
     scoring = time.monotonic() - began
@@ -103,6 +104,7 @@ def fine_tune(  # noqa: PLR0913
         parts, base, out, settings, max(60 * minutes - 2 * scoring, LEAST_SHARE * 60 * minutes), report
     )
     spec = write_model(trained.network, content, out, _read_sample(base), settings)
+    report({"stage": "evaluating"})
     after = score_model(spec, held_out, eager)
     better = (after.f1, after.f1_strict) > (before.f1, before.f1_strict)
     remark = (
@@ -231,7 +233,7 @@ def _train(  # noqa: PLR0913, PLR0917
     pace = _measure_pace(prepare_training(pairs, settings, content, base)(out, chosen.dtype), device)
     left = max(seconds - (time.monotonic() - began), LEAST_SHARE * seconds)
     steps = min(max(round(STEPS_SHARE * left / pace), LEAST_STEPS), MOST_STEPS)
-    report({"steps": steps})
+    report({"stage": "learning", "steps": steps})
     timed = {"steps": steps, "every": -(-steps // VALIDATIONS), "minutes": left / 60}
     make_trainer = prepare_training(pairs, override_settings(settings, "training", timed), content, base)
     trainer = make_trainer(out, chosen.dtype)
@@ -297,6 +299,8 @@ class _Follower:
 
     def __call__(self, trainer: Trainer) -> None:
         state = trainer.state
+        if trainer.finishing:
+            self._report({"stage": "finishing"})
         for step, _, _, value, *_ in state.curve[self._rounds :]:
             self._report({"validation": [step, value]})
         self._rounds = len(state.curve)

@@ -167,7 +167,9 @@ class Trainer:
         self._best = copy.deepcopy(self._average.state_dict())
         self._forward = self._prepare_forward()
         self._recent: float | None = None
-        # Called after every step and every validation.
+        # Whether all steps are taken, and what they have led to is made a model.
+        self.finishing = False
+        # Called after every step, every validation, and the last of them.
         self.follow: Callable[[Trainer], None] = _ignore
         self._optimiser = torch.optim.AdamW(
             network.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay, fused=device.type == "cuda"
@@ -200,6 +202,8 @@ class Trainer:
                     bar.set_postfix(loss=_format(self._recent), best=_format(state.best), refresh=False)
                     bar.update()
             batches.close()
+            self.finishing = True
+            self.follow(self)
             self._average.load_state_dict(self._best)
             rng = np.random.default_rng([plan.seed, 3])
             images = (draw_batch(pool, rng, plan.batch_size, plan.edge)[0] for _ in range(plan.statistics))

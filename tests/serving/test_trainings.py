@@ -66,7 +66,7 @@ class Service:
 
     def hang(self, name: str = "hangs", **given: Any) -> TrainingRecord:
         record = self.submit(name, **given)
-        until(lambda: record.step == 2000, 60)
+        until(lambda: record.stage == "evaluating", 60)
         return record
 
 
@@ -145,6 +145,12 @@ def test_a_training_is_cancelled_while_it_waits_and_while_it_runs(service: Servi
     service.trainings.cancel(first.id, "ann")
     with pytest.raises(UnknownTraining):
         service.trainings.find(first.id, "ann")
+
+
+def test_a_training_that_takes_longer_than_asked_for_says_what_it_does(service: Service) -> None:
+    record = service.hang(minutes=0.001)
+    assert (record.state, record.stage) == ("running", "evaluating")
+    assert service.trainings.seconds_left(record) is None
 
 
 def test_nothing_is_left_of_a_model_that_is_cancelled_before_it_is_served(service: Service) -> None:

@@ -57,7 +57,9 @@ def test_a_model_is_made_and_says_what_came_of_it(base: ModelSpec, tmp_path: Pat
     assert outcome.lineage.better == ("is better" in outcome.message)
     assert outcome.lineage.better == (outcome.lineage.after > outcome.lineage.before)
     assert "secret" not in (tmp_path / "mine" / "model.yaml").read_text()
-    assert [list(line) for line in news[:2]] == [["before"], ["steps"]]
+    stages = [line.get("stage") or "before" for line in news if {"stage", "before"} & line.keys()]
+    assert stages == ["scoring", "before", "learning", "finishing", "evaluating"]
+    assert [line.get("stage") for line in news[-2:]] == ["finishing", "evaluating"]
     losses = [line["step"] for line in news if "loss" in line]
     assert losses == list(range(1, len(losses) + 1))
     rounds = [line["validation"][0] for line in news if "validation" in line]

@@ -1,7 +1,8 @@
 /** The service at work, for its operators: devices, queue, models, and where the last requests spent their time. */
 
-import { button, element } from "./elements.js";
+import { button, element, redraw } from "./elements.js";
 import { Problem, requestOnce } from "./server.js";
+import { describeStage } from "./training.js";
 import { counted, duration, number, size } from "./words.js";
 
 /**
@@ -10,7 +11,7 @@ import { counted, duration, number, size } from "./words.js";
  * @typedef {{index: number, name: string, memory_total: number | null, memory_used: number | null,
  *   utilisation_percent: number | null, temperature_celsius: number | null, power_watts: number | null}} Gpu
  * @typedef {{name: string, waiting: number, running: number, models: string[], loaded_bytes: number,
- *   problem: string | null}} Device
+ *   problem: string | null, host: string | null, given_back: boolean, starting: boolean}} Device
  * @typedef {{choice: {engine: string, precision: string, sw_batch_size: number, compile_mode: string | null},
  *   verdict: string, windows_per_second: number | null, difference: number | null}} Trial
  * @typedef {{engine: string, precision: string, compile_mode: string | null, roi_size: number[],
@@ -23,7 +24,7 @@ import { counted, duration, number, size } from "./words.js";
  * @typedef {{ended: string, model: string, voxels: number, objects: number | null,
  *   seconds: Record<string, number>}} Segmented
  * @typedef {{status: string, version: string, uptime_seconds: number, reasons: string[], degraded: string[]}} Health
- * @typedef {{name: string, base_model: string, state: string, step: number, steps: number | null,
+ * @typedef {{name: string, base_model: string, state: string, stage: string | null, step: number, steps: number | null,
  *   seconds_left: number | null}} Learning
  * @typedef {{problem: string | null, trainings: Learning[], annotations: number, models: number, models_limit: number}} Learned
  * @typedef {{files: string, used: number, limit: number | null, free: number, total: number}} Disk
@@ -113,7 +114,7 @@ class Card {
     const text = JSON.stringify(facts);
     if (text === this.drawn) return;
     this.drawn = text;
-    this.body.replaceChildren(...draw(facts).filter((child) => child instanceof Node));
+    redraw(this.body, () => draw(facts));
   }
 }
 
@@ -235,6 +236,8 @@ function drawHealth({ status, version, uptime_seconds, reasons, degraded }) {
 
 /** @param {{gpus: Gpu[], cpu: Cpu, devices: Device[], load: number | null}} hardware */
 function drawHardware({ gpus, cpu, devices, load }) {
+  const states = devices.map(describeDevice);
+  const several = states.some((state) => state !== "");
   const free = cpu.memory_available;
   const used = cpu.memory_total === null || free === null ? null : cpu.memory_total - free;
   return [
@@ -244,9 +247,10 @@ function drawHardware({ gpus, cpu, devices, load }) {
     ...gpus.flatMap(drawGpu),
     table(
       "Devices in use",
-      ["Device", "Runs", "Waits", "Loaded models", "Memory"],
-      devices.map(({ name, running, waiting, models, loaded_bytes }) => [
+      ["Device", ...(several ? ["State"] : []), "Runs", "Waits", "Loaded models", "Memory"],
+      devices.map(({ name, running, waiting, models, loaded_bytes }, place) => [
         name,
+        ...(several ? [states[place]] : []),
         number(running),
         number(waiting),
         models.join(", ") || "none",
@@ -255,6 +259,14 @@ function drawHardware({ gpus, cpu, devices, load }) {
     ),
     ...devices.map(({ problem }) => problem !== null && element("p", { class: "warning-text" }, problem)),
   ];
+}
+
+/** The state of a device of a cluster; "" of one of this host that can be used. @param {Device} device */
+function describeDevice({ host, given_back: given, starting, problem }) {
+  if (given) return "given back, until there is work";
+  if (starting) return "starting";
+  if (problem !== null) return "cannot be used";
+  return host === null ? "" : `on ${host}`;
 }
 
 /** @param {Gpu} gpu */
@@ -321,10 +333,10 @@ const FILES = /** @type {Record<string, string>} */ ({
 
 /** @param {Learned} learned */
 function drawLearning({ problem, trainings, annotations, models, models_limit }) {
-  const rows = trainings.map(({ name, base_model, state, step, steps, seconds_left }) => [
+  const rows = trainings.map(({ name, base_model, state, stage, step, steps, seconds_left }) => [
     name,
     base_model,
-    state,
+    state === "running" ? describeStage(stage) : state,
     steps ? element("progress", { max: 1, value: Math.min(step / steps, 1), "aria-label": "Share that is done" }) : "",
     seconds_left === null ? "–" : secondsOf(seconds_left),
   ]);

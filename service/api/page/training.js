@@ -1,7 +1,7 @@
 /** Training a model with annotated stacks: the dialog that starts it, and the view that follows it. */
 
 import { describeAnnotation, fetchAnnotations, openDialog } from "./annotations.js";
-import { button, element, field } from "./elements.js";
+import { button, element, field, redraw } from "./elements.js";
 import { json, Problem, request, requestOnce } from "./server.js";
 import { ago, counted, duration, number } from "./words.js";
 
@@ -9,6 +9,7 @@ import { ago, counted, duration, number } from "./words.js";
  * @typedef {object} Training
  * @property {string} id
  * @property {string} state waiting, running, done, failed, cancelled or interrupted
+ * @property {string | null} stage while it runs, of `STAGES`
  * @property {number} step
  * @property {number | null} steps planned; null until that is known
  * @property {number | null} position in the queue, 1: next
@@ -26,6 +27,15 @@ import { ago, counted, duration, number } from "./words.js";
  */
 
 const POLL_MILLISECONDS = 1000;
+
+const STAGES = /** @type {Record<string, string>} */ ({
+  reading: "Reading the annotated stacks",
+  scoring: "Measuring the model that it begins with",
+  learning: "Learning",
+  finishing: "Making a model of what was learned",
+  evaluating: "Measuring what it has learned",
+  serving: "Making the new model ready",
+});
 
 /**
  * Choose a model and annotated stacks, and start.
@@ -255,10 +265,10 @@ class TrainingView {
 
   /** @param {Training} training */
   show(training) {
-    const { state, step, steps, seconds_left: left, loss, validation } = training;
+    const { state, stage, step, steps, seconds_left: left, loss, validation } = training;
     this.words.textContent = describe(training);
     this.bar.hidden = this.cancel.hidden = this.note.hidden = isOver(training);
-    if (state === "running" && steps) this.bar.value = Math.min(1, step / steps);
+    if (stage === "learning" && steps) this.bar.value = Math.min(1, step / steps);
     else this.bar.removeAttribute("value");
     this.detail.textContent = [
       step > 0 && counted(step, "step"),
@@ -295,45 +305,48 @@ class TrainingView {
     const { before, after, better, message, model, state, annotations } = training;
     const scores = before !== null && after !== null;
     const done = state === "done" && model !== null;
-    this.result.replaceChildren(
-      ...[
-        scores &&
-          element(
-            "dl",
-            { class: "scores" },
-            element("div", {}, element("dt", {}, "Score before"), element("dd", {}, percent(before))),
-            element("div", {}, element("dt", {}, "and after"), element("dd", {}, percent(after))),
-          ),
-        scores && element("p", { class: "muted small" }, "F1 of objects that overlap by half, on what was held out."),
-        message && element("p", { class: better === false || state === "failed" ? "warning-text" : "muted" }, message),
-        done &&
-          annotations.length > 0 &&
-          button(
-            `Open the stack with ${model}`,
-            () => this.actions.segment(annotations[0], model),
-            better === false ? "secondary" : "primary",
-          ),
-        done && this.#deleteButton(training, model),
-      ].filter((child) => child instanceof Node),
-    );
+    redraw(this.result, () => [
+      scores &&
+        element(
+          "dl",
+          { class: "scores" },
+          element("div", {}, element("dt", {}, "Score before"), element("dd", {}, percent(before))),
+          element("div", {}, element("dt", {}, "and after"), element("dd", {}, percent(after))),
+        ),
+      scores && element("p", { class: "muted small" }, "F1 of objects that overlap by half, on what was held out."),
+      message && element("p", { class: better === false || state === "failed" ? "warning-text" : "muted" }, message),
+      done &&
+        annotations.length > 0 &&
+        button(
+          `Open the stack with ${model}`,
+          () => this.actions.segment(annotations[0], model),
+          better === false ? "secondary" : "primary",
+        ),
+      done && this.#deleteButton(training, model),
+    ]);
   }
 }
 
 /** @param {Training} training */
-function describe({ state, name, better, position, model }) {
+function describe({ state, stage, name, better, position, model }) {
   if (state === "done" && model === null) return `The model ${name} is deleted`;
   if (state === "done") return better === false ? `${name} is ready, and not better` : `${name} is ready`;
   if (state === "waiting" && position !== null && position > 1)
     return `${counted(position - 1, "training")} before this one`;
+  if (state === "running") return describeStage(stage);
   return (
     {
       waiting: "Waiting for its turn",
-      running: "Learning",
       failed: "The training has failed",
       cancelled: "Stopped",
       interrupted: "The service was stopped meanwhile; start it again",
     }[state] ?? state
   );
+}
+
+/** What a training that runs does, for readers. @param {string | null} stage */
+export function describeStage(stage) {
+  return STAGES[stage ?? "learning"] ?? STAGES.learning;
 }
 
 /** @param {number} share */

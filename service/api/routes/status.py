@@ -73,6 +73,7 @@ def _report_learning(trainings: Trainings, annotations: AnnotationStore) -> Lear
                 name=record.name,
                 base_model=record.base_model,
                 state=record.state,
+                stage=record.stage if record.state == "running" else None,
                 step=record.step,
                 steps=record.steps,
                 seconds_left=trainings.seconds_left(record),

@@ -123,6 +123,7 @@ def _report(trainings: Trainings, record: TrainingRecord) -> TrainingReport:
         started=_utc(record.started),
         ended=_utc(record.ended),
         position=trainings.position(record),
+        stage=record.stage if record.state == "running" else None,
         step=record.step,
         steps=record.steps,
         seconds_left=None if left is None else round(left, 1),
