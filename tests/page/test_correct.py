@@ -54,6 +54,8 @@ COARSE = """async ([job, stack]) => {
   return { before, meanwhile, after, edges, paused: view.root.textContent };
 }"""
 
+REMEMBER = 'async entry => (await import("/page/history.js")).remember(entry)'
+
 
 class Result(NamedTuple):
     """A job that is done with a part of the sample, its labels, [24, 80, 80], and the stack that it was given."""
@@ -369,7 +371,7 @@ def test_corrections_outlive_the_result_that_they_were_made_on(result: Result, o
     dialog.get_by_role("button", name="Cancel").click()
     page.get_by_role("button", name="New stack").click()
     entry = page.locator(".recent-job")
-    expect(entry).to_contain_text("2 corrections")
+    expect(entry).to_contain_text("objects, as corrected · 2 corrections")
     entry.click()
     expect(dialog).to_contain_text("The service does not keep this result")
     check_accessibility(page)
@@ -386,10 +388,19 @@ def test_results_are_compared_as_corrected_and_as_segmented(result: Result, open
     stack = result.live.client.get(f"/jobs/{result.job}").json()["parameters"]["stack"]
     plain = result.live.client.post("/jobs", params={"stack": stack}).json()["id"]
     until(lambda: result.live.client.get(f"/jobs/{plain}").json()["state"] == "done", SECONDS)
+    page.evaluate(REMEMBER, {"job": plain, "stack": stack, "objects": len(largest(labels))})
     enter(page)
     page.get_by_role("button", name="Delete", exact=True).click()
     click_voxel(page, middle(labels, largest(labels)[0]))
     expect(page.locator(".correct")).to_contain_text("1 deleted")
+    results = page.get_by_role("group", name="Results of this stack")
+    own, other = results.locator("[aria-current]"), results.locator("button:not([aria-current])")
+    expect(own).to_contain_text(f" {len(largest(labels)) - 1} objects, as corrected")
+    expect(other).to_have_text(f"{len(largest(labels))} objects")
+    page.get_by_role("button", name="Undo").click()
+    expect(own).to_have_text(re.compile(f" {len(largest(labels))} objects$"))
+    page.get_by_role("button", name="Redo").click()
+    expect(own).to_contain_text("as corrected")
     page.goto(f"/#compare={plain},{result.job}")
     left, right = page.locator(".side-by-side").first, page.locator(".side-by-side").last
     footer = page.locator("#compare footer")

@@ -3,7 +3,7 @@
 import { compareObjects } from "./agreement.js";
 import * as kept from "./edit_store.js";
 import { element } from "./elements.js";
-import { entries } from "./history.js";
+import { describeCount, entries } from "./history.js";
 import { LabelEditor } from "./label_edit.js";
 import { fetchPlane, fetchVolume, partOf } from "./planes.js";
 import { firstTime } from "./series.js";
@@ -20,7 +20,7 @@ const CLICK = "Click an object to see it in both.";
 
 /** @param {import("./history.js").Entry} entry @returns {string} of a result among others of its stack */
 export function describeResult(entry) {
-  return [entry.model, entry.parameters, counted(entry.objects ?? 0, "object")].filter(Boolean).join(" · ");
+  return [entry.model, entry.parameters, describeCount(entry)].filter(Boolean).join(" · ");
 }
 
 /** @param {string} stack @returns {import("./history.js").Entry[]} results of it, newest first */

@@ -1,8 +1,11 @@
 /** The stacks and jobs of this browser: names, numbers and thumbnails, in its own storage. */
 
+import { counted } from "./words.js";
+
 /**
  * @typedef {{job: string, stack: string, name: string, model: string, parameters: string, objects: number | null,
- *   created: string, thumbnail: string}} Entry
+ *   corrected: number | null, created: string, thumbnail: string}} Entry objects: as segmented; corrected: as corrected in
+ *   this browser, null without corrections
  */
 
 const HISTORY = "stackseg-jobs";
@@ -28,6 +31,7 @@ export function remember(entry) {
     model: "",
     parameters: "",
     objects: null,
+    corrected: null,
     created: new Date().toISOString(),
     thumbnail: "",
   };
@@ -35,6 +39,12 @@ export function remember(entry) {
   if (known) others[others.indexOf(known)] = merged;
   else others.unshift(merged);
   write(others);
+}
+
+/** @param {Entry} entry of a result @returns {string} */
+export function describeCount({ objects, corrected }) {
+  // Entries that were written before anything was corrected have no number of corrected objects.
+  return `${counted(corrected ?? objects ?? 0, "object")}${typeof corrected === "number" ? ", as corrected" : ""}`;
 }
 
 /** @param {string} job */

@@ -2,7 +2,8 @@
 
 import { describeResult, resultsOf } from "./compare_view.js";
 import { CorrectView } from "./correct_view.js";
-import { button, element } from "./elements.js";
+import { button, element, redraw } from "./elements.js";
+import { remember } from "./history.js";
 import { ObjectsView } from "./objects_view.js";
 import { warningText } from "./server.js";
 import { takeView } from "./take_view.js";
@@ -53,6 +54,7 @@ export function showResult(root, job, { table, name, stack, viewer, abilities, s
       viewer.hide(tables.shown?.hidden ?? null);
     }
   }
+  const results = versions(job, stack);
   if (correct) {
     const badge = element("span", { class: "badge", title: "Kept in this browser" });
     pages[0].lastElementChild?.append(badge);
@@ -61,6 +63,7 @@ export function showResult(root, job, { table, name, stack, viewer, abilities, s
     correct.root.addEventListener("kept", (event) => {
       const { edits, objects } = /** @type {CustomEvent<{edits: number, objects: number | null}>} */ (event).detail;
       if (objects !== null && !job.time_points) tables.count(edits > 0 ? objects : null);
+      if (!job.time_points) results.count(edits, objects);
       badge.textContent = edits > 0 ? counted(edits, "correction") : "";
       note.hidden = edits === 0;
     });
@@ -72,7 +75,7 @@ export function showResult(root, job, { table, name, stack, viewer, abilities, s
     element(
       "div",
       { class: "result" },
-      versions(job, stack),
+      results.root,
       words,
       element("p", { class: "muted small" }, facts(job).join(" · ")),
       notes(job, stack ? segmentWith : null),
@@ -202,21 +205,34 @@ function list(texts) {
   return element("ul", { class: "notes" }, ...texts.map((text) => element("li", {}, text)));
 }
 
-/** The results of the same stack, to go from one to the other without moving. @param {Job} job @param {string} stack */
+/**
+ * The results of the same stack, to go from one to the other without moving.
+ * @param {Job} job @param {string} stack
+ */
 function versions(job, stack) {
-  const all = resultsOf(stack);
-  if (all.length < 2) return null;
-  const tags = all.map((entry) => {
-    const text = describeResult(entry);
-    const onclick = () => {
-      location.hash = `job=${entry.job}`;
-    };
-    const current = entry.job === job.id ? "true" : undefined;
-    return element("button", { type: "button", "aria-current": current, onclick }, text);
-  });
-  const other = all.find((entry) => entry.job !== job.id)?.job;
-  const beside = element("a", { href: `#compare=${job.id},${other}`, class: "beside" }, "Side by side");
-  return element("div", { class: "versions", role: "group", "aria-label": "Results of this stack" }, ...tags, beside);
+  const root = element("div", { class: "versions", role: "group", "aria-label": "Results of this stack" });
+  const draw = () => {
+    const all = resultsOf(stack);
+    const other = all.find((entry) => entry.job !== job.id)?.job;
+    root.hidden = other === undefined;
+    if (other === undefined) return [];
+    const tags = all.map((entry) => {
+      const onclick = () => {
+        location.hash = `job=${entry.job}`;
+      };
+      const current = entry.job === job.id ? "true" : undefined;
+      return element("button", { type: "button", "aria-current": current, onclick }, describeResult(entry));
+    });
+    return [...tags, element("a", { href: `#compare=${job.id},${other}`, class: "beside" }, "Side by side")];
+  };
+  /** @param {number} edits @param {number | null} objects as corrected; null: not counted yet */
+  const count = (edits, objects) => {
+    if (edits > 0 && objects === null) return;
+    remember({ job: job.id, corrected: edits > 0 ? objects : null });
+    redraw(root, draw);
+  };
+  redraw(root, draw);
+  return { root, count };
 }
 
 /**

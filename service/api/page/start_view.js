@@ -2,7 +2,7 @@
 
 import * as kept from "./edit_store.js";
 import { button, element } from "./elements.js";
-import { entries, forget } from "./history.js";
+import { describeCount, entries, forget } from "./history.js";
 import { ago, counted } from "./words.js";
 
 /**
@@ -80,8 +80,8 @@ function steps() {
 
 /** @param {import("./history.js").Entry[]} list @param {(id: string) => void} open @param {() => void} changed */
 function recent(list, open, changed) {
-  const found = list.map(({ objects }) =>
-    element("span", { class: "muted" }, objects === null ? "not finished when last seen" : counted(objects, "object")),
+  const found = list.map((entry) =>
+    element("span", { class: "muted" }, entry.objects === null ? "not finished when last seen" : describeCount(entry)),
   );
   /** Corrections of each job. @type {Map<string, number>} */
   const corrections = new Map();
