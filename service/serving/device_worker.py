@@ -174,6 +174,11 @@ class DeviceWorker:
         return False
 
     @property
+    def starting(self) -> bool:
+        """Whether the device was asked for and has not answered yet; one of this host is always there."""
+        return False
+
+    @property
     def serves(self) -> bool:
         """Whether requests of this queue are computed."""
         return self.problem is None

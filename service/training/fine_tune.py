@@ -32,7 +32,7 @@ from service.training.trainer import CHECKPOINT, Trainer
 
 Widths = tuple[float, float, float]
 Report = Callable[[dict[str, Any]], None]
-"""Called with what is new, by its name: stage (of `service.serving.training_record`), steps, step and loss, validation, before."""
+"""Called with what is new, by its name: stage, steps, step and loss, validation, before."""
 
 # Share of every stack that is held out, and fewest objects there that tell anything.
 HELD_OUT, LEAST_OBJECTS = 0.2, 10

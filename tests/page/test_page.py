@@ -316,6 +316,24 @@ def test_the_status_shows_what_runs_and_where_the_time_went_while_it_is_looked_a
     assert count_requests(page, STATUS_SECONDS) == 0
 
 
+def test_the_status_tells_of_the_workers_of_a_cluster(fake: Live, open_page: Open) -> None:
+    states = ({"given_back": True}, {"starting": True, "problem": "Ray has no place."}, {"host": "node7"})
+
+    def add_workers(route: Route) -> None:
+        told = (answer := route.fetch()).json()
+        own = told["hardware"]["devices"][0]
+        told["hardware"]["devices"] += [own | {"name": f"worker-{place}"} | state for place, state in enumerate(states)]
+        route.fulfill(response=answer, json=told)
+
+    page = open_page(fake)
+    page.route("**/status", add_workers)
+    page.get_by_role("link", name="Status").click()
+    rows = page.get_by_role("table", name="Devices in use").locator("tbody tr")
+    expect(rows).to_have_text(
+        [re.compile(f"^{name}") for name in ("cpu", "worker-0given back", "worker-1starting", "worker-2on node7")]
+    )
+
+
 def test_admins_see_the_status_and_reload_models(bands_repository: Path, open_page: Open, tmp_path: Path) -> None:
     shutil.copytree(bands_repository / "bands", tmp_path / "models" / "bands")
     keys = {name: generate_key() for name in ("ada", "bob")}

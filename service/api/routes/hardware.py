@@ -29,6 +29,7 @@ async def gpu(runtime: RuntimeDependency) -> GpuReport:
             loaded_bytes=worker.loaded_bytes,
             problem=worker.problem,
             given_back=worker.given_back,
+            starting=worker.starting,
         )
         for worker in runtime.device_workers
     ]

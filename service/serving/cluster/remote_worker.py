@@ -71,6 +71,11 @@ class RemoteWorker(DeviceWorker):
         return self._remote.given_back
 
     @property
+    def starting(self) -> bool:
+        """Whether the cluster was asked for the actor, and it has not answered yet."""
+        return not self.given_back and self.status is None
+
+    @property
     def loaded_models(self) -> Mapping[str, LoadedModel]:
         """The models that are loaded in the actor by name."""
         return {} if self.given_back else super().loaded_models

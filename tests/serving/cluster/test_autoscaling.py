@@ -112,7 +112,8 @@ def test_one_request_takes_one_worker_however_large_it_is(bands_repository: Path
 
 
 def test_without_work_there_need_be_no_worker(bands_repository: Path, tmp_path: Path, stack: bytes) -> None:
-    with service(bands_repository, tmp_path, 2, 0, request_seconds=4) as (live, hosts):
+    slow = service(bands_repository, tmp_path, 2, 0, request_seconds=4)
+    with slow as (live, hosts), ThreadPoolExecutor(1) as pool:
         until(lambda: workers_of(live) == {"up": 0, "missing": 0, "given_back": 2})
         assert live.client.get("/health/ready").json() == {"status": "ready"}
         devices = live.client.get("/gpu").json()["devices"]
@@ -123,7 +124,9 @@ def test_without_work_there_need_be_no_worker(bands_repository: Path, tmp_path: 
         assert live.segment(stack).status_code == 200
         until(lambda: not hosts.there)
         hosts.none = True
-        answer = live.segment(stack)
+        request = pool.submit(live.segment, stack)
+        until(lambda: [device["starting"] for device in live.client.get("/gpu").json()["devices"]] == [True, False])
+        answer = request.result()
         assert answer.status_code == 504
         assert "No worker of the cluster is there." in answer.json()["detail"]
         assert live.client.get("/health/ready").json() == {"status": "ready"}
