@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -146,7 +147,7 @@ class Annotation:
         return tuple((0, edge) for edge in self.shape) if self.region is None else self.region.ranges
 
 
-def find_overlaps(annotations: Sequence[Annotation]) -> dict[str, list[Annotation]]:
+def find_overlaps(annotations: Sequence[Annotation]) -> dict[str, Sequence[Annotation]]:
     """Return those of the annotated stacks that overlap with each of them, by its id.
 
     They have labels for the same place of one image. They are in their order, `MOST_OVERLAPS` at most.
@@ -154,19 +155,24 @@ def find_overlaps(annotations: Sequence[Annotation]) -> dict[str, list[Annotatio
     of_image: defaultdict[str, list[Annotation]] = defaultdict(list)
     for annotation in annotations:
         of_image[annotation.digest].append(annotation)
-    found: dict[str, list[Annotation]] = {annotation.id: [] for annotation in annotations}
+    found: dict[str, Sequence[Annotation]] = dict.fromkeys((annotation.id for annotation in annotations), ())
     for group in of_image.values():
         if len(group) == 1:
             continue
-        low, high = np.moveaxis(np.array([annotation.box for annotation in group]), 2, 0)
+        # Along z, y and x the first and the last edges of all boxes.
+        edges = np.array([annotation.box for annotation in group]).transpose(1, 2, 0).copy()
         # One owner may have thousands of one image.
         rows = max(_COMPARED // len(group), 1)
         for first in range(0, len(group), rows):
             own = slice(first, first + rows)
-            shared = np.all((low < high[own, np.newaxis]) & (low[own, np.newaxis] < high), axis=2)
-            for number, row in enumerate(shared, first):
-                row[number] = False
-                found[group[number].id] = [group[other] for other in np.flatnonzero(row)[:MOST_OVERLAPS]]
+            shared = np.ones((len(edges[0, 0, own]), len(group)), np.bool_)
+            for low, high in edges:
+                shared &= low < high[own, np.newaxis]
+                shared &= low[own, np.newaxis] < high
+            np.fill_diagonal(shared[:, first:], val=False)
+            for number in np.flatnonzero(shared.any(axis=1)).tolist():
+                others = np.flatnonzero(shared[number])[:MOST_OVERLAPS].tolist()
+                found[group[first + number].id] = [group[other] for other in others]
     return found
 
 
@@ -269,7 +275,7 @@ class AnnotationStore:
     def newest(self, owner: str | None, *, everyone: bool = False) -> list[Annotation]:
         """Return the annotated stacks of this owner, or with `everyone` of all, newest first."""
         found = (annotation for annotation in self._all() if everyone or annotation.owner == owner)
-        return sorted(found, key=lambda annotation: annotation.created, reverse=True)
+        return sorted(found, key=attrgetter("created"), reverse=True)
 
     def delete(self, annotation: str, owner: str | None, *, everyone: bool = False) -> None:
         """Delete an annotated stack. Raises UnknownAnnotation."""

@@ -101,10 +101,10 @@ def test_thousands_of_annotated_stacks_of_one_image_are_compared_in_a_moment() -
     facts: dict[str, Any] = {"name": "a", "owner": "ann", "shape": (1, 9, 9), "voxel_size": None, "objects": 1}
     facts |= {"digest": "", "origin": Origin(), "nbytes": 1, "created": 0.0}
     regions = [None, *[Region((0, 1), (y, y + 1), (0, 9)) for y in range(4)]]
-    stacks = [Annotation(folder=Path(f"{n:032x}"), region=regions[n % 5], **facts) for n in range(2000)]
+    stacks = [Annotation(folder=Path(f"{n:032x}"), region=regions[n % 5], **facts) for n in range(10_000)]
     began = time.process_time()
     found = find_overlaps(stacks)
-    assert time.process_time() - began < 3
+    assert time.process_time() - began < 1.5
     for stack in stacks[:5]:
         alike = [each for each in stacks if None in {each.region, stack.region} or each.region == stack.region]
         alike.remove(stack)

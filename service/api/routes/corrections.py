@@ -122,8 +122,10 @@ async def list_annotations(request: Request, runtime: RuntimeDependency) -> Resp
     def report() -> bytes:
         kept = annotations.newest(caller, everyone=everyone)
         overlaps = find_overlaps(kept)
-        # There may be thousands, which take the longest as instances of a model.
-        return _JSON.dump_json({"annotations": [_describe(annotation, overlaps[annotation.id]) for annotation in kept]})
+        # There may be thousands, which take the longest as instances of a model, and as dictionaries that are all there
+        # at once for the garbage collector to look through.
+        parts = [_JSON.dump_json(_describe(annotation, overlaps[annotation.id])) for annotation in kept]
+        return b'{"annotations":[' + b",".join(parts) + b"]}"
 
     return Response(await run_in_thread(report), media_type="application/json")
 
