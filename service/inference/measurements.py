@@ -141,7 +141,9 @@ def _add(sums: ObjectSums, origin: Size, labels: Array, intensities: Array) -> N
     for channel, pixels in enumerate(intensities):
         values = pixels[inside]
         sums.total[channel] += np.bincount(owner, values, count)
-        np.maximum.at(sums.brightest[channel], owner, values)
+        # NaN is the brightest, and the mean.
+        with np.errstate(invalid="ignore"):
+            np.maximum.at(sums.brightest[channel], owner, values)
 
 
 def tabulate(sums: ObjectSums, shape: Size, voxel_size: VoxelSize | None, objects: Objects | None) -> Table:

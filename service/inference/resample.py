@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from service.core.errors import BadFile, BadParameter
 from service.core.volume import Diameter, Extent, Segmentation, Size, Volume, VoxelSize
@@ -189,9 +188,8 @@ def resample_segmentation(segmentation: Segmentation, size: Size, minimum_size: 
     if pixels.shape[-3:] == size:
         return segmentation
     if segmentation.kind == "probabilities":
-        scores = torch.from_numpy(pixels)[None]
-        resampled = functional.interpolate(scores, size=size, mode="trilinear", align_corners=False)
-        return replace(segmentation, pixels=resampled[0].numpy())
+        scores = ResampledImage(torch.from_numpy(pixels)[None], Resampling(as_size(pixels.shape[1:]), size))
+        return replace(segmentation, pixels=scores.tensor()[0].numpy())
     nearest = pixels[np.ix_(*nearest_voxels(as_size(pixels.shape), size))]
     if segmentation.kind == "classes":
         return replace(segmentation, pixels=nearest)

@@ -32,7 +32,8 @@ def describe_origin(query: Query, result: Result, source: str, digest: str | Non
         "diameter": result.width,
         "skipped": None if result.skipped is None else str(result.skipped),
         "confidence": None if result.confidence is None else f"{result.confidence:.2f}",
-        "warnings": " ".join(result.warnings),
+        "doubt": result.doubt and result.doubt.detail,
+        "notes": " ".join(result.notes),
         "source": source,
         "source_blake3": digest,
     }

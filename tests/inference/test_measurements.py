@@ -43,6 +43,13 @@ def test_objects_have_the_confidence_of_their_decoding() -> None:
     assert table["confidence"].tolist() == pytest.approx([0.6, 0.9])
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_pixels_that_are_not_a_number_are_measured_in_silence(dtype: type) -> None:
+    image = np.array([[[[np.nan, 1, 2, 3]]]], dtype)
+    table = table_of(np.array([[[1, 1, 2, 2]]], np.uint16), image)
+    assert np.isnan(table["intensity_max"]).tolist() == np.isnan(table["intensity_mean"]).tolist() == [True, False]
+
+
 def box(shape: tuple[int, int, int], *spans: tuple[slice, slice, slice]) -> NDArray[np.uint16]:
     labels = np.zeros(shape, np.uint16)
     for number, span in enumerate(spans, start=1):

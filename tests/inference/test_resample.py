@@ -157,6 +157,10 @@ def test_enlarging_and_shrinking_by_whole_factors_gives_labels_back():
 def test_classes_and_probabilities_come_back():
     classes = np.array([[[0, 0, 2, 2]]], np.uint8)
     assert resample_segmentation(Segmentation(classes, "classes"), (1, 1, 2)).pixels.tolist() == [[[0, 2]]]
+    whole = np.random.default_rng(0).random((2, 5, 9, 7), np.float32)
+    larger = resample_segmentation(Segmentation(whole, "probabilities"), (9, 6, 14)).pixels
+    same = functional.interpolate(torch.from_numpy(whole)[None], size=(9, 6, 14), mode="trilinear", align_corners=False)
+    np.testing.assert_allclose(larger, same[0].numpy(), rtol=0, atol=2e-5)
     probabilities = np.array([0, 0, 1, 1], np.float32).reshape(1, 1, 1, 4)
     got = resample_segmentation(Segmentation(probabilities, "probabilities"), (2, 1, 2)).pixels
     assert got.dtype == np.float32

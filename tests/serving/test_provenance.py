@@ -16,7 +16,7 @@ from live import as_tiff, eager, serve
 
 from service.__main__ import main
 from service.core.volume import Diameter, Segmentation
-from service.inference.result import Result
+from service.inference.result import Doubt, Result
 from service.models.spec import ModelSpec
 from service.serving.parameters import Query
 from service.serving.provenance import describe_origin, hash_file
@@ -36,8 +36,10 @@ def test_what_is_not_known_is_left_out(bands: ModelSpec) -> None:
     result = Result(Segmentation(np.zeros((1, 2, 2), np.uint8), "labels"), {}, ())
     assert set(describe_origin(Query(), result, "", None)) == {"software"}
     known = result._replace(diameter=Diameter((15,), "px"), estimated=True, notes=("One.", "Two."), spec=bands)
+    known = known._replace(doubt=Doubt(0.5, "Look twice.", "diameter=15px"))
     found = describe_origin(Query(overlap=0.5, model="nuclei"), known, "a.tif", "00")
-    assert (found["diameter"], found["warnings"], found["source"]) == ("15px; estimated", "One. Two.", "a.tif")
+    assert (found["diameter"], found["source"]) == ("15px; estimated", "a.tif")
+    assert (found["doubt"], found["notes"]) == ("Look twice.", "One. Two.")
     assert found["model"] == "bands/1"
     assert json.loads(found["parameters"]) == {"overlap": 0.5}
 
