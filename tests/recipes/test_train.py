@@ -83,7 +83,8 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(tmp_path: Path) -> 
 
 
 def test_a_training_whose_budget_is_spent_is_left_alone(tmp_path: Path) -> None:
-    command = ["--kind", "membranes", "--minutes", "0.001", "--pool", "1", "--batch-size", "1", "--out", str(tmp_path)]
+    command = ["--kind", "membranes", "--minutes", "0.001", "--pool", "1", "--batch-size", "1", "--edge", "16"]
+    command += ["--keep-statistics", "--out", str(tmp_path)]
     main(command)
     before = (tmp_path / "weights.safetensors").stat().st_mtime_ns
     main(command)
@@ -121,7 +122,8 @@ def test_the_command_trains_each_kind_and_goes_on_from_its_weights(tmp_path: Pat
     stack, truth = tmp_path / "stack.tif", tmp_path / "truth.tif"
     tiff_writer.write(Segmentation(image, "labels"), stack)
     tiff_writer.write(Segmentation(labels, "labels"), truth)
-    common = ["--kind", "membranes", "--minutes", "0.001", "--pool", "1", "--batch-size", "1", "--keep-statistics"]
+    common = ["--kind", "membranes", "--minutes", "0.001", "--pool", "1", "--batch-size", "1", "--edge", "16"]
+    common += ["--keep-statistics"]
     main([*common, "--out", str(tmp_path / "first")])
     first = tmp_path / "first" / "weights.safetensors"
     recorded = ["--images", str(stack), "--labels", str(truth), "--share", "1"]
