@@ -263,17 +263,6 @@ def test_an_interruption_is_one_line(tmp_path: Path) -> None:
     assert (process.returncode, err) == (130, "stackseg: interrupted\n")
 
 
-@pytest.mark.parametrize("command", ["evaluate nowhere", "train --images a.tif --labels b.tif --out c"])
-def test_an_extra_that_is_missing_is_named_instead_of_a_traceback(command: str) -> None:
-    missing = "import sys; sys.modules.update(dict.fromkeys(['edt', 'scipy', 'skimage', 'tqdm']))\n"
-    code = missing + "from service.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    called = [sys.executable, "-c", code, *command.split()]
-    done = subprocess.run(called, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.endswith("is not installed, which comes with the extra train: pip install 'stackseg[train]'\n")
-    assert "Traceback" not in done.stderr
-
-
 def test_a_model_is_measured(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     numbers = tmp_path / "bench.json"
     arguments = ["--shape", 4, 20, 20, "--repeats", 1, "--json", numbers, "--plot", tmp_path / "bench.png"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -106,29 +108,51 @@ def test_service_runs_without_the_rest_of_the_clone(tmp_path: Path) -> None:
 
 
 WITHOUT_EXTRAS = """
-import sys
-missing = set(sys.argv.pop(1).split(","))
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in missing:
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Missing())
+import json, sys
+missing = set(sys.argv[1].split(","))
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+    def find_spec(self, name, *args):
+        return None if name.partition(".")[0] in missing else self.finder.find_spec(name, *args)
+sys.meta_path[:] = map(Without, sys.meta_path)
 import service.api.server
 from service.__main__ import main
-sys.exit(main())
+for command in json.loads(sys.argv[2]):
+    print(main(command), file=sys.stderr)
 """
+# What each command lacks, told in one line.
+LACKING = {
+    "segment stack.tif labels.zarr": "zarr",
+    "segment . -o results --format zarr": "zarr",
+    "segment s3://stacks/a.zarr labels.tif": "remote",
+    "segment stack.tif labels.tif --link laptrack --time all": "laptrack",
+    "evaluate nowhere": "train",
+    "train --images a.tif --labels b.tif --out c": "train",
+    "bench --plot a.png": "demo",
+    "serve --config cluster": "ray",
+}
 
 
 def test_service_and_commands_run_where_no_extra_is_installed(tmp_path: Path) -> None:
     extras = declared() - {normalised(re.split(r"[<>=!~;\[ ]", line)[0]) for line in PROJECT["dependencies"]}
     modules = [module for module, names in packages_distributions().items() if extras & {normalised(n) for n in names}]
     assert {"matplotlib", "openvino", "skimage", "zarr"} <= set(modules)
-    stack, labels = tmp_path / "stack.tif", tmp_path / "labels.tif"
-    tifffile.imwrite(stack, np.zeros((8, 16, 16), np.uint8), metadata={"axes": "ZYX"})
-    command = [sys.executable, "-c", WITHOUT_EXTRAS, ",".join(modules), "segment", stack, labels, "--model", "tissue"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert tifffile.imread(labels).shape == (8, 16, 16)
+    tifffile.imwrite(tmp_path / "stack.tif", np.zeros((8, 16, 16), np.uint8), metadata={"axes": "ZYX"})
+    commands = json.dumps([command.split() for command in [*LACKING, "segment stack.tif labels.tif --model tissue"]])
+    code = [sys.executable, "-c", WITHOUT_EXTRAS, ",".join([*modules, "ray"]), commands]
+    done = subprocess.run(
+        code, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+    lines = done.stderr.splitlines()
+    for (command, extra), told, status in zip(LACKING.items(), lines[::2], lines[1::2], strict=False):
+        assert f"pip install 'stackseg[{extra}]'" in told, (command, told)
+        assert status in {"1", "2"}
+    assert lines[-1] == "0", done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["labels.tif", "stack.tif"]
+    assert tifffile.imread(tmp_path / "labels.tif").shape == (8, 16, 16)
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

@@ -166,7 +166,7 @@ def _validate(given: Mapping[str, Any]) -> Query:
 
 async def _check_host_files(request: Request, runtime: Runtime, query: Query) -> None:
     """Check the host files that a query names, in a thread: a folder may lie on a server that is slow to answer."""
-    if {"input", "glob", "output_to", "overwrite"} & query.model_fields_set:
+    if {"input", "glob", "format", "output_to", "overwrite"} & query.model_fields_set:
         await run_in_thread(
             partial(check_host_files, runtime.host_files, query, get_caller(request)), HOST_FILE_THREADS
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import sys
@@ -33,14 +34,16 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
     """Measure one model in this process; print Markdown tables."""
-    from service.cli.benchmark import report, session  # noqa: PLC0415
-
     if min(options.repeats, *options.shape, *options.batch_sizes) < 1:
         raise BadParameter("--repeats, --shape and --batch-sizes: positive numbers are expected.")
     if options.device is not None:
         settings = override_settings(settings, "device", {"name": options.device})
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise BadParameter("--plot: matplotlib is not installed; add it with pip install 'stackseg[demo]'.")
     if options.hosts:
         return _run_hosts(options, settings)
+    from service.cli.benchmark import report, session  # noqa: PLC0415
+
     plan = session.BenchPlan(
         shape=tuple(options.shape),
         repeats=options.repeats,
@@ -55,8 +58,8 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     sys.stdout.write("\n".join(report.format_lines(measured)) + "\n")
     if options.json is not None:
         options.json.write_text(report.to_json(measured), encoding="utf-8")
-    if options.plot is not None and not report.plot(measured, options.plot):
-        sys.stderr.write("There is no plot: matplotlib is not installed (pip install 'stackseg[demo]').\n")
+    if options.plot is not None:
+        report.plot(measured, options.plot)
     return 0
 
 

@@ -115,9 +115,13 @@ def _make_workers(options: argparse.Namespace, settings: Settings) -> Workers:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise BadParameter for options that do not go together."""
+    """Raise BadParameter for options that do not go together, and ConfigError where no cluster can be used."""
     if options.workers < 1:
         raise BadParameter("--workers: at least one process is needed.")
+    if options.ray is not None:
+        from service.serving.cluster.ray_cluster import check_usable  # noqa: PLC0415
+
+        check_usable()
 
 
 def _show(bar: ProgressBar) -> Progress:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from service.__main__ import main
 from service.cli.segment_blocks import read_facts
 from service.core.volume import Options, Steering
 from tests.block_runs import begin, segment_blocks, segment_whole
@@ -37,3 +38,12 @@ def test_a_run_is_doubted_in_the_words_of_the_volume_in_one_piece(
     assert whole.doubt is not None
     assert says in whole.doubt.detail
     assert read_facts(folder, spec).warnings == whole.warnings
+
+
+def test_a_cluster_that_cannot_be_used_is_told_before_a_run_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_zarr(tmp_path / "in.zarr", NOISE, chunks=(8, 16, 16))
+    assert main(["segment", str(source), str(tmp_path / "out.zarr"), "--workers", "1", "--ray", "127.0.0.1:1"]) == 2
+    assert "luster" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.zarr"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -83,10 +82,8 @@ def to_json(report: Report) -> str:
     return json.dumps(asdict(report) | derived, indent=1)
 
 
-def plot(report: Report, path: Path) -> bool:
-    """Draw stages and comparisons as bars; return False where matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return False
+def plot(report: Report, path: Path) -> None:
+    """Draw stages and comparisons as bars. Needs the extra `demo`."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - optional
 
     rows = [row for row in report.rows if row.windows_per_second]
@@ -100,7 +97,6 @@ def plot(report: Report, path: Path) -> bool:
         axes.set(title="engine", xlabel="windows per second, median")
     figure.suptitle(f"{report.device}, {report.threads} threads")
     figure.savefig(path, dpi=100)
-    return True
 
 
 def _draw_bars(axes: Any, names: list[str], values: list[float]) -> None:

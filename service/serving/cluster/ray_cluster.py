@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any
 
 from service.core.config import Cluster, Settings
@@ -48,6 +49,17 @@ def make_actors(address: str, cluster: Cluster, count: int, kind: type) -> list[
     return [RayActor(ray, make()) for _ in range(count)]
 
 
+def check_usable() -> None:
+    """Raise ConfigError where no cluster can be connected to: Ray is not installed, or there is no token for it."""
+    if find_spec("ray") is None:
+        raise ConfigError("A cluster needs Ray; install it here and on every host: pip install 'stackseg[ray]'.")
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        raise ConfigError(
+            "Whoever reaches a Ray cluster runs programs there. Start it, and this command, with RAY_AUTH_MODE=token"
+            " and the same RAY_AUTH_TOKEN."
+        )
+
+
 def describe_shortage(resources: Mapping[str, float], cluster: Cluster, count: int) -> str | None:
     """Return what so many actors take of a cluster and it does not have, by Ray's names; None where it has all."""
     needed = {"GPU": cluster.gpus * count, "CPU": cluster.cpus * count}
@@ -76,15 +88,9 @@ def _maker(ray: Any, kind: type, cluster: Cluster, at_once: int) -> Callable[...
 
 
 def _connect(address: str | None) -> Any:
-    try:
-        import ray  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise ConfigError("A cluster needs Ray; install stackseg[ray], and the same on every host.") from error
-    if os.environ.get("RAY_AUTH_MODE") != "token":
-        raise ConfigError(
-            "Whoever reaches a Ray cluster runs programs there. Start it, and this command, with RAY_AUTH_MODE=token"
-            " and the same RAY_AUTH_TOKEN."
-        )
+    check_usable()
+    import ray  # noqa: PLC0415 - an extra
+
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         ray.init(address=address, ignore_reinit_error=True, configure_logging=False, log_to_driver=False)

@@ -470,6 +470,8 @@ def test_result_is_written_on_the_host_and_the_answer_says_so(host: tuple[TestCl
         ("input=scans/stack.tif&output_to=results/folder.tif", b"", "is a folder"),
         ("input=scans/stack.tif&output_to=results/folder.tif&overwrite=true", b"", "is a folder"),
         ("input=scans/stack.tif&overwrite=true", b"", "output_to"),
+        ("format=zarr", b"II*", "format"),
+        ("glob=*.tif", b"II*", "glob"),
     ],
 )
 def test_reference_that_cannot_be_used_is_refused(
