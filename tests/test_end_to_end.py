@@ -444,7 +444,7 @@ def test_command_line_serves_until_it_is_told_to_stop_and_finishes_what_runs(
         )  # fmt: skip
         assert done.returncode == 0
         assert np.mean(classes((tmp_path / "labels.tif").read_bytes()) == phantom.classes) > 0.97
-        larger = as_tiff(phantom_maker((32, 144, 144), seed=1).image)
+        larger = as_tiff(phantom_maker((48, 160, 160), seed=1).image)
         with ThreadPoolExecutor(1) as pool:
             headers = {"Content-Type": "image/tiff"}
             running = pool.submit(httpx2.post, f"{address}/segment", content=larger, headers=headers, timeout=60)
