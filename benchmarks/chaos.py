@@ -53,13 +53,14 @@ def play(world: World, names: list[str], end: float) -> None:
     """Inject faults in rounds of random order until the end."""
     left: list[str] = []
     while time.monotonic() < end:
+        # Before the first one, too: there should be jobs to lose.
+        time.sleep(world.rng.uniform(0.5, 3))
         left = left or world.rng.sample(names, len(names))
         name = left.pop() if left else ""
         if name:
             with world.journal.fault(name):
                 FAULTS[name](world)
             world.revive()
-        time.sleep(world.rng.uniform(0.5, 3))
 
 
 def run(options: argparse.Namespace, folder: Path) -> Journal:
