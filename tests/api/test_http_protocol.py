@@ -689,7 +689,7 @@ def test_who_stops_sends_whole_answers_to_slow_readers_over_tls(tmp_path: Path, 
     def read(client: ssl.SSLSocket) -> None:
         while len(content) < len(body) and (piece := client.recv(2**18)):
             content.extend(piece)
-            time.sleep(0.005)
+            time.sleep(0.002)
 
     with ExitStack() as held:
         with running(server) as address:

@@ -72,7 +72,7 @@ def test_a_model_is_improved_followed_and_used(live: Live, open_page: Open) -> N
     expect(dialog.get_by_label("Name of the new model")).to_have_value("random-nuclei-2")
     check_accessibility(page)
     dialog.get_by_label("Name of the new model").fill("random-nuclei")
-    dialog.get_by_label("Minutes").fill("0.01")
+    dialog.get_by_label("Minutes").fill("0.03")
     dialog.get_by_role("button", name="Start").click()
     expect(dialog).to_contain_text("another name")
     dialog.get_by_label("Name of the new model").fill("mine")
