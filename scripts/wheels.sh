@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Build dist/stackseg-*.whl with the C++ kernels for every processor of this kind of machine, tagged for the oldest
-# systems that it runs on. What the compiler's own system has decides about that: build in an image of
+# systems that it runs on, and put the pins of its dependencies beside it. What the compiler's own system has decides about that: build in an image of
 # https://github.com/pypa/manylinux for older ones.
 # usage: scripts/wheels.sh [--check]: also install it into an empty environment and segment a stack there, without a compiler
 # Environment: PYTHON names the interpreter to use.
@@ -23,6 +23,7 @@ case ${built[0]} in
 esac
 rm -f dist/stackseg-*.whl
 auditwheel repair --wheel-dir dist "${built[0]}"
+cp constraints.txt dist/
 wheel=$(echo "$PWD"/dist/stackseg-*.whl)
 if python -m zipfile --list "$wheel" | grep -F .libs/; then fail "The wheel carries libraries of the system."; fi
 printf '%s, %d KB\n' "$wheel" $(($(stat --format %s "$wheel") / 1000))
