@@ -79,13 +79,16 @@ def run_remove(options: argparse.Namespace, settings: Settings) -> int:
 def choose_model(name: str | None, settings: Settings) -> ModelSpec:
     """Return the model of that name in the repository, or else one that was trained by the service; or of that folder.
 
-    None: the default one. Raises UnknownModel, BrokenModel, and ConfigError for a repository that is none.
+    What has a slash is a folder first, and may be without a repository. None: the default one. Raises UnknownModel,
+    BrokenModel, and ConfigError for a repository that is none.
     """
-    if name and _is_model(Path(name)):
+    if name and "/" in name and _is_model(Path(name)):
         return read_spec(Path(name))
     specs = read_repository(settings.models.folder, settings.models.serve)
-    if name and name not in specs and _is_model(settings.trained_folder / name):
-        return read_spec(settings.trained_folder / name)
+    if name and name not in specs:
+        for folder in (settings.trained_folder / name, Path(name)):
+            if _is_model(folder):
+                return read_spec(folder)
     return select_model(specs, name, settings.models.default)
 
 

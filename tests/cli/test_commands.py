@@ -17,8 +17,9 @@ from zarr_files import write_zarr
 
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.__main__ import main
+from service.cli.models import choose_model
 from service.cli.segment import PARAMETERS
-from service.core.config import read_settings
+from service.core.config import Settings, read_settings
 from service.core.volume import Segmentation, Selection, VoxelSize
 from service.formats import stack_reader, tiff_writer
 from service.inference.segmenter import Segmenter
@@ -192,6 +193,17 @@ def test_the_path_of_a_model_may_be_as_long_as_the_system_allows(
     config = configured(tmp_path / "nowhere", tmp_path)
     assert main(["segment", str(source), str(tmp_path / result), *options, "--model", str(model), *config]) == 0
     assert (tmp_path / result).exists()
+
+
+def test_a_bare_name_is_that_of_the_repository_before_it_is_a_folder(
+    base: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings.model_validate({"models": {"folder": base.folder.parent, "trained_folder": tmp_path / "none"}})
+    here, other = (shutil.copytree(base.folder, tmp_path / name) for name in (base.name, "other"))
+    monkeypatch.chdir(tmp_path)
+    assert choose_model(base.name, settings).folder == base.folder
+    assert choose_model(f"./{base.name}", settings).folder.resolve() == here
+    assert choose_model("other", settings).folder.resolve() == other
 
 
 @pytest.mark.parametrize("letters", [65, 300, 5000])
