@@ -33,20 +33,18 @@ run_stage() {
         --pool 40 --init "$folder/nuclei-3/weights.safetensors" ;;
     nuclei-5) train "$1" --kind nuclei --minutes 42 --learning-rate 2e-3 --seed 80 --keep-statistics --stated 0.7 \
         --pool 96 --init "$folder/nuclei-4/weights.safetensors" ;;
-    nuclei-6) train "$1" --kind nuclei --minutes 32 --learning-rate 1.5e-3 --seed 100 --keep-statistics --stated 0.7 \
-        --pool 96 --init "$folder/nuclei-5/weights.safetensors" ;;
     membranes-1) train "$1" --kind membranes --minutes 40 --learning-rate 4e-3 --seed 2 --pool 32 --stated 0.85 ;;
     membranes-2) train "$1" --kind membranes --minutes 36 --learning-rate 2.5e-3 --seed 52 --keep-statistics \
         --stated 0.85 --pool 32 --init "$folder/membranes-1/weights.safetensors" ;;
     membranes-3) train "$1" --kind membranes --minutes 84 --learning-rate 2.5e-3 --seed 90 --keep-statistics \
         --stated 0.75 --edge 64 --pool 56 --init "$folder/membranes-2/weights.safetensors" ;;
     *)
-        echo "There is no stage $1; there are nuclei-1 to nuclei-6 and membranes-1 to membranes-3." >&2
+        echo "There is no stage $1; there are nuclei-1 to nuclei-5 and membranes-1 to membranes-3." >&2
         exit 2
         ;;
     esac
 }
 
 stages=("$@")
-if ((!${#stages[@]})); then stages=(nuclei-{1..6} membranes-{1..3}); fi
+if ((!${#stages[@]})); then stages=(nuclei-{1..5} membranes-{1..3}); fi
 for stage in "${stages[@]}"; do run_stage "$stage"; done

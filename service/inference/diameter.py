@@ -54,7 +54,7 @@ LEAST_GUESS, LEAST_FIT, GOOD_FIT = 0.2, 0.5, 0.65
 # odds of being right are compared: a scale has to be better by the margin, and the smallest is taken of those that are
 # hardly worse than the best, as a large scale takes many windows. Below the least confidence it is grain that is seen.
 # Margin and least confidence are checked by `python -m scripts.recipes.trials`.
-TRIED, MARGIN, HARDLY, LEAST_CONFIDENCE = (1.0, 2.8), 1.0, 1.0, 0.005
+TRIED, MARGIN, HARDLY, LEAST_CONFIDENCE = (1.0, 2.8), 1.0, 1.0, 0.001
 
 # Objects that are up to so many times as wide as deep are found as well as round ones.
 ROUND = 1.5
