@@ -220,5 +220,5 @@ def test_without_ray_the_service_says_what_to_install(
     bands_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"install stackseg\[ray\]"):
+    with pytest.raises(ConfigError, match=r"pip install .stackseg\[ray\]"):
         Runtime(remote(bands_repository, tmp_path))
