@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from contextlib import closing
+from functools import cache
 
 import numpy as np
 from torch import Tensor
@@ -69,8 +70,12 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
     with folder.held():
         folder.begin(plan, settings)
 
+        @cache
+        def facts() -> Result:
+            return read_facts(folder, spec)
+
         def describe() -> dict[str, str]:
-            result = read_facts(folder, spec)
+            result = facts()
             if result.doubt is not None and options.strict:
                 raise DoubtfulResult(f"{result.doubt.detail} The same command without --strict writes the labels.")
             return describe_origin(query, result, options.input.name, None)
@@ -80,7 +85,7 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
         if measured:
             run = open_run(str(folder.path), surveyed=True)
             write_csv(output.collect_table(run, read_objects(folder)), options.measurements)
-        result = read_facts(folder, spec)
+        result = facts()
         found = f"{folder.read_record('join')['objects']} objects, " if plan.output == "labels" else ""
         shutil.rmtree(folder.path)
     sys.stdout.write(f"{options.result}: {found}{spec.identifier} ({time.monotonic() - began:.2f} s)\n")
