@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Build dist/stackseg-*.whl with the C++ kernels for every processor of this kind of machine, tagged for the oldest
-# systems that it runs on, and put the pins of its dependencies beside it. What the compiler's own system has decides about that: build in an image of
-# https://github.com/pypa/manylinux for older ones.
+# systems that it runs on. What the compiler's own system has decides about that: build in an image of
+# https://github.com/pypa/manylinux for older ones. The pins of the dependencies are put beside it.
 # usage: scripts/wheels.sh [--check]: also install it into an empty environment and segment a stack there, without a compiler
 # Environment: PYTHON names the interpreter to use.
 set -euo pipefail
