@@ -249,7 +249,7 @@ def test_damaged_database_is_not_ready_and_says_so(service: Service, tmp_path: P
 
 def test_nothing_is_lost_and_nothing_half_written_when_the_server_is_killed() -> None:
     """`benchmarks/chaos.py` does it for longer, with other faults as well; a broken promise is status 1."""
-    command = [sys.executable, chaos.__file__, "--minutes", "0.1", "--seed", "3", "--faults", "restart"]
+    command = [sys.executable, chaos.__file__, "--minutes", "0.2", "--seed", "3", "--faults", "restart"]
     ended = subprocess.run(command, check=False, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout
     assert "jobs accepted" in ended.stdout
