@@ -47,9 +47,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     if segmenter.spec.decoding.kind != "instances":
         raise BadParameter(f"{segmenter.spec.name} tells classes apart, not objects, so there is nothing to match.")
     segmenter.warm_up()
-    if not options.json:
-        sys.stdout.write(HEADER + "\n")
-    results = []
+    results: list[dict[str, Any]] = []
     for path, truth_path in pairs:
         volume, pixels = _read(path, truth_path, options.channel, settings)
         stack = stack_name(path)
@@ -58,6 +56,8 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
             methods.append(partial(score_classical, volume, pixels))
         for score in methods:
             line = score()
+            if not results and not options.json:
+                sys.stdout.write(HEADER + "\n")
             results.append({"stack": stack, "method": line.method, "diameter": line.diameter, **line.scores._asdict()})
             if not options.json:
                 sys.stdout.write(format_row(stack, line) + "\n")

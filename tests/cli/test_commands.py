@@ -83,6 +83,10 @@ def test_a_model_is_scored_beside_the_classical_method(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert lines[2].startswith(f"| {stack.name} | {random_nuclei.identifier} | as sampled | {model['true']} |")
+    capsys.readouterr()
+    nowhere = str(stack / "nowhere.tif")
+    assert main(["evaluate", "--images", nowhere, "--labels", nowhere, *config]) == 1
+    assert capsys.readouterr().out == ""
     assert main(["evaluate", "--images", str(stack / "image.tif"), *config]) == 1
     assert "1 images and 0 labels" in capsys.readouterr().err
 
