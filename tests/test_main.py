@@ -272,6 +272,8 @@ def test_a_model_is_measured(config: Path, tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "bench.png").exists()
     assert run("bench", "--config", config, "--repeats", 0) == 1
     assert "--repeats" in capsys.readouterr().err
+    assert run("bench", "--config", config, "--hosts", "--plot", tmp_path / "bench.png") == 1
+    assert "does not go with --hosts" in capsys.readouterr().err
 
 
 def test_missing_input_is_one_line(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
