@@ -7,14 +7,11 @@ import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +31,6 @@ from service.core.errors import (
     UnknownTraining,
 )
 from service.core.errors import without_folders as shorten
-from service.formats.sandbox_process import child_environment
 from service.models.repository import DEFAULT_NAME, FILE_NAME
 from service.models.trainable import check_trainable
 from service.serving.annotation_store import Annotation, AnnotationStore, find_overlaps
@@ -42,16 +38,14 @@ from service.serving.disk_usage import count_bytes, measure_disk
 from service.serving.model_registry import ModelState
 from service.serving.runtime import Runtime
 from service.serving.scratch import make_locked_folder, sweep, translate_disk_faults
+from service.serving.training_child import MODULE, UNEXPECTED, TrainingChild
 from service.serving.training_record import INTERRUPTED, TrainingRecord, TrainingState, delete_partial, read_records
 
-MODULE = "service.training.child"
 WORK_PREFIX = ".training-"
 # Beside the model file: whose key has trained the model, which is nobody else's business.
 OWNER = "owner.json"
 # Of the extra `train`.
 NEEDED = ("edt", "scipy", "skimage")
-# Variables of the environment that choose devices and caches.
-INHERITED = ("CUDA_VISIBLE_DEVICES", "HOME", "XDG_CACHE_HOME")
 # What one owner's list keeps.
 MOST_RECORDS = 100
 RETRY_SECONDS = 60
@@ -60,11 +54,6 @@ JOIN_SECONDS = 10.0
 # The process is ended after so many times `trainings.minutes`, whatever it does.
 MOST_TIMES = 2
 SECTIONS = ("device", "engine", "windows", "limits", "training")
-UNEXPECTED = "Something went wrong while the model was trained; the service's log tells more."
-KILLED = "The process that trained was killed, most likely because the host ran out of memory; use fewer stacks."
-TOO_LONG = (
-    "The training was ended, since reading and scoring took too long beside it; use fewer or smaller annotated stacks."
-)
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +74,7 @@ class Trainings:
         self._records: dict[str, TrainingRecord] = {}
         self._changed = threading.Condition()
         self._stopped = False
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: TrainingChild | None = None
         self._running: TrainingRecord | None = None
         self._thread = threading.Thread(target=self._run_all, name="training", daemon=True)
         self._runtime: Runtime
@@ -389,69 +378,20 @@ class Trainings:
             "niceness": limits.niceness,
             "settings": settings,
         }
-        with tempfile.TemporaryFile() as complaints:
-            with self._changed:
-                if self._settle(record):
-                    return record.message
-                process = self._process = self._start_child(complaints)
+        with self._changed:
+            if self._settle(record):
+                return record.message
+            child = self._child = TrainingChild(record.id, self._module)
+        with closing(child):
             # Scoring is beside the minutes that are asked for, and takes as long as the annotated stacks are large.
-            seconds = MOST_TIMES * 60 * limits.minutes
-            overdue = threading.Timer(seconds, process.kill)
-            overdue.daemon = True
-            began = time.monotonic()
-            overdue.start()
-            failure = self._follow(process, request, record)
-            overdue.cancel()
+            failure = child.run(request, MOST_TIMES * 60 * limits.minutes, record.update)
             with self._changed:
-                self._process = None
+                self._child = None
                 if self._settle(record):
                     return record.message
             if failure is None and (out / FILE_NAME).is_file() and record.after is not None:
                 return None
-            complaints.seek(0)
-            text = complaints.read()[-4000:].decode(errors="replace")
-        log.error("training %s ended with status %d: %s %s", record.id, process.returncode, failure, text)
-        if failure is not None:
-            return shorten(failure)
-        if time.monotonic() - began >= seconds:
-            return TOO_LONG
-        return KILLED if process.returncode < 0 else UNEXPECTED
-
-    def _start_child(self, complaints: Any) -> subprocess.Popen[bytes]:
-        environment = child_environment()
-        # Threads that wait for work must not take the processor from requests.
-        environment |= {"OMP_WAIT_POLICY": "PASSIVE"}
-        del environment["OMP_NUM_THREADS"]
-        environment |= {name: os.environ[name] for name in INHERITED if name in os.environ}
-        return subprocess.Popen(  # noqa: S603 - this interpreter, with a module of this package
-            [sys.executable, "-P", "-m", self._module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=complaints,
-            env=environment,
-            # A terminal interrupts its own group alone. A session would be scheduled as if it were all of the service.
-            process_group=0,
-        )
-
-    def _follow(self, process: subprocess.Popen[bytes], request: dict[str, Any], record: TrainingRecord) -> str | None:
-        """Take over progress until the child has ended; return the reason where it says that it has failed."""
-        assert process.stdin is not None  # noqa: S101 - they are pipes
-        assert process.stdout is not None  # noqa: S101
-        failure: str | None = None
-        with process.stdin as stdin, process.stdout as stdout:
-            with suppress(BrokenPipeError):
-                # It stays open: the child ends once it is closed.
-                stdin.write(json.dumps(request).encode() + b"\n")
-                stdin.flush()
-            for line in stdout:
-                try:
-                    news = json.loads(line)
-                    record.update(news)
-                    failure = str(news["failed"]) if "failed" in news else failure
-                except (ValueError, TypeError, LookupError):
-                    log.warning("training %s: a line that is no progress: %r", record.id, line[:200])
-            process.wait()
-        return failure
+            return child.explain(failure)
 
     def _serve(self, record: TrainingRecord) -> None:
         """Serve a model, which goes where that fails, or was cancelled meanwhile. Raises StackSegError."""
@@ -493,8 +433,8 @@ class Trainings:
                 return
 
     def _kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
+        if self._child is not None:
+            self._child.kill()
 
     def _end(self, record: TrainingRecord, state: TrainingState, message: str) -> None:
         """Record how a training has ended, on disk first."""

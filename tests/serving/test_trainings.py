@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -166,10 +167,15 @@ def test_nothing_is_left_of_a_model_that_is_cancelled_before_it_is_served(servic
     assert record.state == "cancelled"
 
 
+def child_of(service: Service) -> subprocess.Popen[bytes]:
+    child = service.trainings._child
+    assert child is not None
+    return child.process
+
+
 def test_what_the_service_does_not_finish_is_interrupted(service: Service) -> None:
     records = [service.hang(), service.submit("waits")]
-    process = service.trainings._process
-    assert process is not None
+    process = child_of(service)
     service.trainings.stop()
     assert process.poll() is not None
     assert [(record.state, record.message) for record in records] == 2 * [("interrupted", INTERRUPTED)]
@@ -196,8 +202,7 @@ def test_the_work_of_a_process_that_was_killed_goes_and_that_of_others_stays(ser
 
 def test_a_killed_child_is_told_from_a_failure(service: Service) -> None:
     record = service.hang()
-    process = service.trainings._process
-    assert process is not None
+    process = child_of(service)
     process.kill()
     assert "memory" in service.wait(record, "failed").message
 
@@ -384,6 +389,5 @@ def test_an_annotated_stack_that_is_gone_meanwhile_is_named(service: Service) ->
 
 def test_what_interrupts_the_service_at_a_terminal_does_not_reach_the_child(service: Service) -> None:
     service.hang()
-    process = service.trainings._process
-    assert process is not None
+    process = child_of(service)
     assert (os.getpgid(process.pid), os.getsid(process.pid)) == (process.pid, os.getsid(0))
