@@ -360,7 +360,7 @@ def test_openapi_names_every_endpoint_and_error(live: Live) -> None:
 def test_every_bundled_model_is_listed_and_served_by_its_name(bundled: Live) -> None:
     listed = bundled.client.get("/models").json()
     assert listed["default"] == "nuclei"
-    assert {"membranes", "nuclei", "tissue"} == {model["name"] for model in listed["models"]}
+    assert {"embryos", "membranes", "nuclei", "tissue"} == {model["name"] for model in listed["models"]}
     for model in listed["models"]:
         folder = ROOT / "models" / model["name"]
         stack, expected = (folder / "sample.tif").read_bytes(), Answer((folder / "expected.tif").read_bytes())

@@ -60,6 +60,7 @@ JUDGED: dict[str, dict[str, bool | None]] = {
         "synthetic_nuclei_stardist": False,
     },
 }
+JUDGED["embryos"] = JUDGED["nuclei"]
 # What their files leave open.
 SELECTIONS = {
     "mesospim_brain_nuclei_c5": Selection(axes="ZYX"),
@@ -68,7 +69,7 @@ SELECTIONS = {
 }
 SCENES, FOREIGN, NOISES = 28, 14, 10
 # Narrower objects are not stated: it takes long to look at a stack that is enlarged so much.
-LEAST_WIDTH = {"nuclei": 8.0, "membranes": 12.8}
+LEAST_WIDTH = {"nuclei": 8.0, "embryos": 8.0, "membranes": 12.8}
 LARGEST_BYTES = 2**31
 RIDGE = 1.0
 
@@ -121,7 +122,7 @@ def membranes(seed: int) -> tuple[Case, Widths]:
 
 def variants(case: Case, widths: Widths, seed: int, model: str) -> Iterator[Case]:
     """Yield a stack as it is, with a diameter that is not the default, and blurred, in noise or told a wrong width."""
-    estimated = model == "nuclei"
+    estimated = model != "membranes"
     yield case
     yield (
         case._replace(how="as sampled", diameter="none")
@@ -143,7 +144,7 @@ def variants(case: Case, widths: Widths, seed: int, model: str) -> Iterator[Case
 
 def synthetic(model: str) -> Iterator[Case]:
     """Yield the synthetic stacks for a model: in several ways what it is for, and what it is not for as it is."""
-    known, foreign = (nuclei, membranes) if model == "nuclei" else (membranes, nuclei)
+    known, foreign = (membranes, nuclei) if model == "membranes" else (nuclei, membranes)
     for seed in range(SCENES):
         yield from variants(*known(seed), seed, model)
     for seed in range(FOREIGN):

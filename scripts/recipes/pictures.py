@@ -44,7 +44,18 @@ def cells(tissue: Tissue, depth: int = 64) -> Callable[[Generator], Pair]:
     return lambda rng: synthesise_tissue(rng, (depth, *SHAPE[1:]), tissue)
 
 
+# As nuclei of an early embryo are recorded: few photons, blurred along z, and unlike in brightness.
+EMBRYO = replace(
+    PLAIN, diameter=18, fill=0.05, contact=1.0, spread=0.5, elongation=2.5, photons=12, floor=0.15, rim_level=0.2
+)
+
 PICTURES = {
+    "embryos": {
+        "usual": nuclei(EMBRYO),
+        "dense": nuclei(replace(EMBRYO, fill=0.25, clustering=0.9)),
+        "faint": nuclei(replace(EMBRYO, photons=4)),
+        "spots": nuclei(replace(PLAIN, diameter=5, fill=0.02, texture=0, blur=0.6, haze=0)),
+    },
     "nuclei": {
         "usual": nuclei(PLAIN),
         "dense": nuclei(replace(PLAIN, fill=0.4, clustering=0.9)),

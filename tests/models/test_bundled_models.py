@@ -35,7 +35,7 @@ LIMIT = 2**30
 # Nuclei 10 voxels wide.
 SMALL = replace(PLAIN, diameter=10, fill=0.3)
 
-BUNDLED = ("membranes", "nuclei", "tissue")
+BUNDLED = ("embryos", "membranes", "nuclei", "tissue")
 
 
 # What their samples show; see models/membranes/README.md.
@@ -96,6 +96,7 @@ def test_these_are_bundled_and_nuclei_answers_who_names_none(specs: dict[str, Mo
     assert tuple(specs) == BUNDLED
     assert select_model(specs, None, None) == specs["nuclei"]
     assert {name: spec.decoding.kind for name, spec in specs.items() if name != "nuclei"} == {
+        "embryos": "instances",
         "membranes": "instances",
         "tissue": "classes",
     }
@@ -104,7 +105,7 @@ def test_these_are_bundled_and_nuclei_answers_who_names_none(specs: dict[str, Mo
 @pytest.mark.parametrize("name", BUNDLED)
 def test_a_model_is_small_and_comes_with_its_scores(specs: dict[str, ModelSpec], name: str) -> None:
     spec = specs[name]
-    assert spec.weights_path.stat().st_size < (10 if name == "nuclei" else 4) * 2**20
+    assert spec.weights_path.stat().st_size < (10 if name in {"embryos", "nuclei"} else 4) * 2**20
     assert "classical" in (spec.folder / "README.md").read_text(encoding="utf-8")
 
 
@@ -146,6 +147,19 @@ def test_the_sample_reproduces_its_expected_labels(nuclei: ModelSpec, eager: Seg
     assert 60 <= truth.max() <= 100
     # Another processor may sum a convolution in another order and so move a voxel here and there.
     assert difference(truth, labels_of(eager, volume)) < 1e-3
+
+
+def test_embryos_are_segmented_as_expected(specs: dict[str, ModelSpec]) -> None:
+    """The sample as its labels say, and a recorded embryo, of which the model has learned from none of the stacks."""
+    spec = specs["embryos"]
+    made = eager_of(spec)
+    expected = read(spec.folder / "expected.tif").array()[0]
+    assert difference(expected, labels_of(made, read(spec.folder / "sample.tif"))) < 1e-3
+    folder = RECORDED / "mouse_embryo_8cell"
+    if folder.is_dir():
+        scores = score(read(folder / "mask.tif").array()[0], labels_of(made, read(folder / "image.tif")))
+        assert (scores.found, scores.splits, scores.merges) == (8, 0, 0)
+        assert scores.f1 > 0.85
 
 
 def test_bfloat16_is_within_the_tolerance_of_tuning(nuclei: ModelSpec) -> None:

@@ -98,7 +98,7 @@ def test_without_a_folder_the_bundled_models_are_read_from_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert list(read_repository(None)) == ["membranes", "nuclei", "tissue"]
+    assert list(read_repository(None)) == ["embryos", "membranes", "nuclei", "tissue"]
     assert list(read_repository(None, ("tissue",))) == ["tissue"]
 
 
