@@ -37,6 +37,11 @@ from service.training.evaluate import score
 GOOD, BAD = 0.6, 0.45
 # Of recorded stacks by the model: whether labels of the default request look right; None where a mask tells.
 JUDGED: dict[str, dict[str, bool | None]] = {
+    "embryos": {
+        "arabidopsis_ovule_nuclei_1135": None,
+        "mouse_embryo_8cell": None,
+        "synthetic_nuclei_stardist": None,
+    },
     "nuclei": {
         "arabidopsis_lateral_root_nuclei": True,
         "arabidopsis_ovule_nuclei_1135": None,
@@ -60,7 +65,6 @@ JUDGED: dict[str, dict[str, bool | None]] = {
         "synthetic_nuclei_stardist": False,
     },
 }
-JUDGED["embryos"] = JUDGED["nuclei"]
 # What their files leave open.
 SELECTIONS = {
     "mesospim_brain_nuclei_c5": Selection(axes="ZYX"),

@@ -1,4 +1,4 @@
-"""Choose the stacks of BBBC050 that `nuclei` learns from: `python -m scripts.recipes.embryos FOLDER OUT`.
+"""Choose the stacks of BBBC050 that `embryos` learns from: `python -m scripts.recipes.embryos FOLDER OUT`.
 
 FOLDER has what is in `Images.zip` and `GroundTruth.zip` of https://bbbc.broadinstitute.org/BBBC050: preimplantation
 mouse embryos with stained histones by Tokuoka et al. (npj Systems Biology and Applications, 2020). OUT gets a folder
@@ -37,13 +37,14 @@ def find_stacks(folder: Path) -> Iterator[tuple[str, Path, Path]]:
     for embryo in EMBRYOS:
         for time in TIMES:
             name = f"Emb{embryo:02d}_t{time:03d}"
+            if name == LEFT_OUT:
+                continue
             image = folder / f"Images/train/Images/{name}.tif"
             labels = folder / f"GroundTruth/train/GroundTruth_QCANet/{name}.tif"
             for path in (image, labels):
                 if not path.exists():
                     raise FileNotFoundError(f"{path} is missing: unpack Images.zip and GroundTruth.zip into {folder}.")
-            if name != LEFT_OUT:
-                yield name, image, labels
+            yield name, image, labels
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -20,7 +20,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from scripts.recipes.class_targets import classes_of, dice
-from scripts.recipes.synthetic_nuclei import PLAIN, Scene, synthesise
+from scripts.recipes.synthetic_nuclei import EMBRYO, PLAIN, Scene, synthesise
 from scripts.recipes.synthetic_tissue import WALLS, Tissue, synthesise_tissue
 from service.cli.models import choose_model
 from service.core.config import Settings
@@ -44,24 +44,21 @@ def cells(tissue: Tissue, depth: int = 64) -> Callable[[Generator], Pair]:
     return lambda rng: synthesise_tissue(rng, (depth, *SHAPE[1:]), tissue)
 
 
-# As nuclei of an early embryo are recorded: few photons, blurred along z, and unlike in brightness.
-EMBRYO = replace(
-    PLAIN, diameter=18, fill=0.05, contact=1.0, spread=0.5, elongation=2.5, photons=12, floor=0.15, rim_level=0.2
-)
+SPOTS = replace(PLAIN, diameter=5, fill=0.02, texture=0, blur=0.6, haze=0)
 
 PICTURES = {
     "embryos": {
         "usual": nuclei(EMBRYO),
         "dense": nuclei(replace(EMBRYO, fill=0.25, clustering=0.9)),
         "faint": nuclei(replace(EMBRYO, photons=4)),
-        "spots": nuclei(replace(PLAIN, diameter=5, fill=0.02, texture=0, blur=0.6, haze=0)),
+        "spots": nuclei(SPOTS),
     },
     "nuclei": {
         "usual": nuclei(PLAIN),
         "dense": nuclei(replace(PLAIN, fill=0.4, clustering=0.9)),
         "faint": nuclei(replace(PLAIN, photons=5)),
         "uneven": nuclei(replace(PLAIN, tissue=0.4, shading=0.5)),
-        "spots": nuclei(replace(PLAIN, diameter=5, fill=0.02, texture=0, blur=0.6, haze=0)),
+        "spots": nuclei(SPOTS),
         "envelopes": nuclei(replace(PLAIN, envelope=0.1, diameter=30, margin=1)),
     },
     "membranes": {

@@ -229,6 +229,11 @@ PLAIN = Scene(
     debris=0,
 )
 
+# As nuclei of an early embryo are recorded: few photons, blurred along z, and unlike in brightness.
+EMBRYO = replace(
+    PLAIN, diameter=18, fill=0.05, contact=1.0, spread=0.5, elongation=2.5, photons=12, floor=0.15, rim_level=0.2
+)
+
 
 class _Canvas:
     """Volumes that are drawn into: labels, gauge of the owner of each voxel (0 centre, 1 outline), emitted light.

@@ -38,12 +38,12 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         raise BadParameter("--repeats, --shape and --batch-sizes: positive numbers are expected.")
     if options.device is not None:
         settings = override_settings(settings, "device", {"name": options.device})
+    if options.hosts:
+        if options.plot is not None:
+            raise BadParameter("--plot draws the stages of one host, so it does not go with --hosts.")
+        return _run_hosts(options, settings)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise BadParameter("--plot: matplotlib is not installed; add it with pip install 'stackseg[demo]'.")
-    if options.hosts and options.plot is not None:
-        raise BadParameter("--plot draws the stages of one host, so it does not go with --hosts.")
-    if options.hosts:
-        return _run_hosts(options, settings)
     from service.cli.benchmark import report, session  # noqa: PLC0415
 
     plan = session.BenchPlan(
