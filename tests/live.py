@@ -45,6 +45,10 @@ class Live:
     def wait_ready(self) -> None:
         until(lambda: not any("loaded" in reason for reason in self.runtime.unready_reasons()), READY_SECONDS)
 
+    def wait_loaded(self) -> None:
+        """Until all devices have their models; while only one has, all requests go to that one."""
+        until(lambda: not any(worker.model_cache.starting for worker in self.runtime.device_workers), READY_SECONDS)
+
 
 class FakeService:
     """The application with a fake segmenter, called without a socket."""

@@ -87,6 +87,7 @@ def test_workers_are_asked_for_while_there_is_work_and_given_back_afterwards(
 ) -> None:
     with service(bands_repository, tmp_path, 3, 1, at_once=1) as (live, hosts), ThreadPoolExecutor(4) as pool:
         until(lambda: workers_of(live) == {"up": 1, "missing": 0, "given_back": 2})
+        live.wait_loaded()
         hosts.gate.clear()
         requests = [pool.submit(live.segment, stack) for _ in range(4)]
         jobs = [live.client.post("/jobs", content=stack).headers["location"] for _ in range(4)]

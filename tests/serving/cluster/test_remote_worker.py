@@ -44,6 +44,7 @@ def two_workers(settings: Settings, load: Any = Segmenter) -> Iterator[Service]:
 
     with serve(settings, connect=connect) as live:
         until(lambda: all(worker.problem is None for worker in live.runtime.device_workers))
+        live.wait_loaded()
         yield live, actors
     assert all(actor.killed.is_set() for actor in actors)
 
