@@ -73,7 +73,7 @@ def compare(segmenter: Segmenter, network: Callable[[Tensor], Tensor], volume: V
     score_windows, reached = remember(network), dict[str, float]()
 
     def choose(margin: float) -> tuple[str, bool]:
-        sizing = DiameterEstimator(image, (1.0, 1.0, 1.0), spec, score_windows, margin).estimate()
+        sizing = DiameterEstimator(image, (1.0, 1.0, 1.0), spec, score_windows, margin=margin).estimate()
         width = "none" if sizing.diameter is None or sizing.fits else str(sizing.diameter)
         return width, sizing.trial is not None
 

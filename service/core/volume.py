@@ -29,6 +29,8 @@ Linking = Literal["overlap", "laptrack"]
 PLAUSIBLE_LENGTHS = (1e-5, 1e6)
 # Largest volume, a metre cubed in cubic micrometres.
 MOST_VOLUME = 1e18
+# Planes further apart than this, compared to pixels, have a wrong voxel size, or show parts of objects only.
+MOST_ANISOTROPY = 6.0
 # Of a window; more voxels than any memory holds.
 MOST_EDGE_DIGITS = 5
 
@@ -50,6 +52,16 @@ class VoxelSize:
 
     def __iter__(self) -> Iterator[float]:
         return iter((self.z, self.y, self.x))
+
+    @property
+    def pixel(self) -> float:
+        """Edge length of a pixel in the plane, the geometric mean of both."""
+        return math.sqrt(self.y * self.x)
+
+    @property
+    def anisotropy(self) -> float:
+        """Spacing of planes over that of pixels, at most `MOST_ANISOTROPY`."""
+        return min(self.z / self.pixel, MOST_ANISOTROPY)
 
 
 @dataclass(frozen=True)
@@ -276,7 +288,10 @@ class Description:
 
 @dataclass(frozen=True)
 class Diameter:
-    """Diameter of the objects in the plane, or along (z, y, x). Raises BadParameter beyond `PLAUSIBLE_LENGTHS`."""
+    """Diameter of the objects in the plane, or along (z, y, x). Raises BadParameter beyond `PLAUSIBLE_LENGTHS`.
+
+    Objects of which only the diameter in the plane is told are as deep as wide, in micrometres.
+    """
 
     lengths: tuple[float] | tuple[float, float, float]
     unit: Literal["px", "um"]
@@ -310,18 +325,15 @@ class Diameter:
     def in_voxels(self, voxel_size: VoxelSize | None) -> tuple[float, float, float] | None:
         """Return the diameters along (z, y, x) in voxels, None for micrometres without a voxel size.
 
-        A diameter in the plane counts as the same number of planes along z.
+        Without a voxel size planes are taken to be as far apart as pixels.
         """
-        if self.unit == "px":
-            sizes: tuple[float, float, float] = (1.0, 1.0, 1.0)
-        elif voxel_size is None:
+        if self.unit == "um" and voxel_size is None:
             return None
-        elif len(self.lengths) == 1:
-            in_plane = math.sqrt(voxel_size.y * voxel_size.x)
-            sizes = (in_plane, in_plane, in_plane)
-        else:
-            sizes = (voxel_size.z, voxel_size.y, voxel_size.x)
-        z, y, x = self.lengths if len(self.lengths) == 3 else self.lengths * 3
+        if len(self.lengths) == 1:
+            width = self.lengths[0] if self.unit == "px" or voxel_size is None else self.lengths[0] / voxel_size.pixel
+            return width / (1.0 if voxel_size is None else voxel_size.anisotropy), width, width
+        z, y, x = self.lengths
+        sizes = (1.0, 1.0, 1.0) if self.unit == "px" or voxel_size is None else tuple(voxel_size)
         return z / sizes[0], y / sizes[1], x / sizes[2]
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from service.core.buffers import LARGE_BYTES
-from service.core.volume import Diameter, Extent, Objects, Size, Volume
+from service.core.volume import Diameter, Objects, Size, Volume, VoxelSize
 from service.inference.confidence import judge
 from service.inference.decoding.instances import InstanceDecoder
 from service.inference.normalize import VolumeChannel
@@ -64,9 +64,6 @@ FITTING, ALIKE = 1.2, 1.15
 
 # Scales are not taken further from 1 than this: beyond, the sampling has lost the objects, or there are none.
 FARTHEST = 5.0
-
-# Planes further apart than this, compared to pixels, have a wrong voxel size, or show parts of objects only.
-MOST_ANISOTROPY = 6.0
 
 # Of so many stacks what was found out is remembered.
 REMEMBERED = 1024
@@ -163,27 +160,35 @@ class DiameterEstimator:
     image  normalised, at the sampling of its volume
     base   voxels of the grid on which the model works by itself per voxel of the image, along (z, y, x)
     score_windows  computes the scores of a few windows at a time, which have zeros where the image ends
+    voxel_size  of the image; None: not known
     margin  by which a width of a trial has to be better
     """
 
-    def __init__(
-        self, image: Image, base: Factors, spec: ModelSpec, score_windows: ScoreWindows, margin: float = MARGIN
+    def __init__(  # noqa: PLR0913, PLR0917
+        self,
+        image: Image,
+        base: Factors,
+        spec: ModelSpec,
+        score_windows: ScoreWindows,
+        voxel_size: VoxelSize | None = None,
+        margin: float = MARGIN,
     ) -> None:
         assert isinstance(spec.decoding, Instances)  # noqa: S101 - no other model has objects
         assert spec.input.diameter is not None  # noqa: S101 - nor wants them of some width
         self._image, self._base, self._spec, self._score_windows = image, base, spec, score_windows
-        self._margin = margin
+        self._voxel_size, self._margin = voxel_size, margin
         # Fragments tell that a scale does not fit.
         self._decoding = spec.decoding.model_copy(update={"minimum_fraction": 0.0, "min_confidence": 0.0})
         self._wanted = spec.input.diameter
         self._size = as_size(image.shape[2:])
 
-    def estimate(self, stretch: float = 1.0) -> Sizing:
+    def estimate(self) -> Sizing:
         """Estimate the diameter, always the same for one image and one network. Raises what `score_windows` raises.
 
-        `stretch`, the spacing of planes over that of pixels on the `base` grid, is half believed at first: objects are
-        rarely as flat in voxels as their sampling would have them, because light blurs them along z.
+        The spacing of planes over that of pixels is half believed at first: objects are rarely as flat in voxels as
+        their sampling would have them, because light blurs them along z.
         """
+        stretch = estimate_anisotropy(self._voxel_size, self._base)
         places = signals(self._image, self._spec.input.roi_size)
         base, seen = self._base, list[ScaleProbe]()
         for scale, windows in FIRST_LOOKS:
@@ -216,7 +221,10 @@ class DiameterEstimator:
 
     def _diameter(self, factors: Factors) -> Diameter:
         z, y, x = (self._wanted / factor for factor in factors)
-        return Diameter((x,) if _near((z, y, x), (x, x, x), 1.001) else (z, y, x), "px")
+        short = Diameter((x,), "px")
+        # It has to mean the same to who does not know the voxel size.
+        same = all(_near((z, y, x), short.in_voxels(size) or (x, x, x), 1.001) for size in (None, self._voxel_size))
+        return short if same else Diameter((z, y, x), "px")
 
     def _try(self, sizing: Sizing, used: ScaleProbe, seen: list[ScaleProbe], places: Sequence[Size]) -> Sizing:
         """Return the width at which the model doubts much less than at the one `used`; `sizing` where there is none."""
@@ -369,12 +377,12 @@ def _digest(volume: Volume) -> bytes:
     return digest.digest()
 
 
-def estimate_anisotropy(volume: Extent, base: Factors) -> float:
-    """Return the spacing of planes over that of pixels on the `base` grid, at most `MOST_ANISOTROPY`; 1: not known."""
-    if volume.voxel_size is None:
+def estimate_anisotropy(voxel_size: VoxelSize | None, base: Factors) -> float:
+    """Return the spacing of planes over that of pixels on the `base` grid, from 1, where it is not known, to 6."""
+    if voxel_size is None:
         return 1.0
-    z, y, x = (edge / factor for edge, factor in zip(volume.voxel_size, base, strict=True))
-    return min(max(z / math.sqrt(y * x), 1.0), MOST_ANISOTROPY)
+    z, y, x = (edge / factor for edge, factor in zip(voxel_size, base, strict=True))
+    return max(VoxelSize(z, y, x).anisotropy, 1.0)
 
 
 def signals(image: Image, edges: Size) -> list[Size]:

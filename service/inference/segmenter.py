@@ -32,7 +32,6 @@ from service.inference.diameter import (
     DiameterCache,
     DiameterEstimator,
     Sizing,
-    estimate_anisotropy,
     strongest_windows,
 )
 from service.inference.empty_windows import EmptyWindowFilter, IntensitySurvey, Skipping
@@ -444,7 +443,7 @@ class Segmenter:
     def _look_for_diameter(self, image: NormalisedImage, volume: Extent, plan: Plan, compute: ComputeSlabs) -> Sizing:
         base = base_factors(volume, self.spec)
         score_windows = partial(self._scores.score_windows, plan=plan, run=compute)
-        return DiameterEstimator(image, base, self.spec, score_windows).estimate(estimate_anisotropy(volume, base))
+        return DiameterEstimator(image, base, self.spec, score_windows, volume.voxel_size).estimate()
 
     def _batch_notes(self, options: Options) -> tuple[str, ...]:
         """Return a note where the request asks for another batch than the network was built for."""

@@ -80,10 +80,10 @@ class Query(BaseModel):
         str | None,
         Field(
             max_length=64,
-            description="Width of the objects in the plane, or along Z,Y,X, in voxels (px) or micrometres (um); the "
-            "stack is resampled to the width at which the model works best. auto: the width is estimated from the "
-            "stack, or by a trial of several where the model is not sure of what it finds; none: the stack is used "
-            "as it is sampled. What the model's file says if not given.",
+            description="Width in the plane of objects as deep as wide, or widths along Z,Y,X, in voxels (px) or "
+            "micrometres (um); the stack is resampled to the width at which the model works best. auto: the width is "
+            "estimated from the stack, or by a trial of several where the model is not sure of what it finds; none: "
+            "the stack is used as it is sampled. What the model's file says if not given.",
             examples=["15px", "7,15,15px", "6.5um", "auto"],
         ),
     ] = None

@@ -12,7 +12,7 @@ from skimage.feature import peak_local_max
 from skimage.filters import threshold_otsu
 from skimage.segmentation import watershed
 
-from service.core.volume import Diameter, DiameterSetting, Options, Volume, parse_diameter
+from service.core.volume import Diameter, DiameterSetting, Options, Volume, VoxelSize, parse_diameter
 from service.inference.segmenter import Segmenter
 from service.training.object_size import mean_diameter, median_extents
 
@@ -102,10 +102,14 @@ def stack_name(image: Path) -> str:
     return image.parent.name if image.stem == "image" else image.stem
 
 
-def state_size(text: str, truth: Labels) -> DiameterSetting:
-    """Return the size that `text` states: `mean` or `extents` of the true objects, or itself. Raises BadParameter."""
+def state_size(text: str, truth: Labels, voxel_size: VoxelSize | None = None) -> DiameterSetting:
+    """Return the size that `text` states: `mean` or `extents` of the true objects, or itself. Raises BadParameter.
+
+    The mean is that of balls, in micrometres where the voxel size is known, of the objects' volumes.
+    """
     if text == "mean":
-        return Diameter((mean_diameter(truth),), "px")
+        anisotropy = 1.0 if voxel_size is None else voxel_size.anisotropy
+        return Diameter((mean_diameter(truth) * anisotropy ** (1 / 3),), "px")
     if text == "extents":
         widths = median_extents(truth)
         z, y, x = (1.0, 1.0, 1.0) if widths is None else widths.tolist()
@@ -123,7 +127,7 @@ class Line(NamedTuple):
 
 def score_model(segmenter: Segmenter, image: Volume, truth: Labels, diameter: str | None) -> Line:
     """Segment and score a stack; `diameter` as for `state_size`, None states none. Raises what `segment` raises."""
-    request = Options(diameter=None if diameter is None else state_size(diameter, truth))
+    request = Options(diameter=None if diameter is None else state_size(diameter, truth, image.voxel_size))
     result = segmenter.segment(image, request)
     stated = "as sampled" if result.width is None else result.width.replace("; stated", "")
     return Line(segmenter.spec.identifier, stated, score(truth, result.segmentation.pixels))

@@ -42,10 +42,17 @@ def test_a_diameter_is_written_as_it_is_read(text: str) -> None:
 
 def test_a_diameter_in_voxels() -> None:
     size = VoxelSize(2, 0.5, 0.25)
-    assert Diameter((15,), "px").in_voxels(size) == Diameter((15, 15, 15), "px").in_voxels(None) == (15, 15, 15)
+    assert Diameter((15,), "px").in_voxels(None) == Diameter((15, 15, 15), "px").in_voxels(size) == (15, 15, 15)
     assert Diameter((4, 3, 2), "um").in_voxels(size) == (2, 6, 8)
-    assert Diameter((4,), "um").in_voxels(VoxelSize(2, 0.5, 0.5)) == (8, 8, 8)
     assert Diameter((4,), "um").in_voxels(None) is None
+
+
+def test_objects_of_one_width_are_as_deep_as_wide() -> None:
+    assert Diameter((4,), "um").in_voxels(VoxelSize(2, 0.5, 0.5)) == (2, 8, 8)
+    assert Diameter((8,), "px").in_voxels(VoxelSize(2, 0.5, 0.5)) == (2, 8, 8)
+    assert Diameter((8,), "px").in_voxels(VoxelSize(0.25, 0.5, 0.5)) == (16, 8, 8)
+    # A voxel size that cannot be meant, or planes that show another object each.
+    assert Diameter((12,), "px").in_voxels(VoxelSize(100, 0.5, 0.5)) == (2, 12, 12)
 
 
 @pytest.mark.parametrize("length", [0, -1, 1e-9, 1e9, math.nan, math.inf])

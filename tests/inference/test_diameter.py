@@ -45,8 +45,8 @@ def image_of(pixels: NDArray[Any]) -> NormalisedImage:
     return NormalisedImage(Volume.from_array(pixels[None]), [IntensityScaling(0, 1)])
 
 
-def sized(pixels: NDArray[Any], spec: ModelSpec, look: Any = see, stretch: float = 1.0) -> Sizing:
-    return DiameterEstimator(image_of(pixels), (1, 1, 1), spec, look).estimate(stretch)
+def sized(pixels: NDArray[Any], spec: ModelSpec, look: Any = see, voxel_size: VoxelSize | None = None) -> Sizing:
+    return DiameterEstimator(image_of(pixels), (1, 1, 1), spec, look, voxel_size).estimate()
 
 
 @pytest.mark.parametrize(("width", "flatness"), [(5, 1), (7, 1), (14, 1), (20, 1), (12, 2.5), (16, 4)])
@@ -61,6 +61,17 @@ def test_objects_are_as_wide_as_they_are(spec: ModelSpec, width: float, flatness
     assert found.objects >= 5
     assert str(found.diameter) in found.note
     assert "diameter=none" in found.note
+
+
+def test_an_estimate_means_the_same_where_it_is_stated(spec: ModelSpec) -> None:
+    """One length alone would make objects flat where planes are apart."""
+    round_ones = cones((80, 80, 88), 14)
+    assert str(sized(round_ones, spec).diameter).count(",") == 0
+    for spacing in (0.5, 1.0, 2.0):
+        voxel_size = VoxelSize(spacing, 1, 1)
+        found = sized(round_ones, spec, voxel_size=voxel_size).diameter
+        assert found is not None
+        assert found.in_voxels(voxel_size) == found.in_voxels(None)
 
 
 def test_a_first_look_is_enough_for_objects_of_the_right_width(spec: ModelSpec) -> None:
@@ -132,7 +143,7 @@ def test_windows_go_where_the_signal_is() -> None:
 def test_planes_are_apart_as_the_voxel_size_says_within_reason() -> None:
     def of(*voxel_size: float, base: tuple[float, float, float] = (1, 1, 1)) -> float:
         size = VoxelSize(*voxel_size) if voxel_size else None
-        return estimate_anisotropy(Volume.from_array(np.zeros((1, 1, 1, 1)), size), base)
+        return estimate_anisotropy(size, base)
 
     assert of() == 1
     assert of(1.2, 0.4, 0.4) == pytest.approx(3)

@@ -41,7 +41,8 @@ def test_resampling_only_where_both_voxel_sizes_are_known(bands):
     [
         (Diameter((8,), "px"), None, (5, 13, 18)),
         (Diameter((4, 8, 20), "px"), None, (10, 12, 7)),
-        (Diameter((2.0,), "um"), VoxelSize(1, 0.25, 0.25), (5, 13, 18)),
+        (Diameter((2.0,), "um"), VoxelSize(1, 0.25, 0.25), (20, 13, 18)),
+        (Diameter((8,), "px"), VoxelSize(1, 0.25, 0.25), (20, 13, 18)),
         (Diameter((4.0, 2.0, 2.0), "um"), VoxelSize(1, 0.25, 0.25), (10, 12, 18)),
         (Diameter((10.05,), "px"), None, (4, 10, 14)),
     ],

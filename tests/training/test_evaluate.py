@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from service.core.volume import Diameter, VoxelSize
 from service.training.evaluate import score, segment_classically, state_size
+from service.training.object_size import mean_diameter
 
 
 def boxes(*spans: tuple[int, int]) -> NDArray[np.uint16]:
@@ -66,6 +70,14 @@ def test_the_classical_method_tells_bright_balls_apart() -> None:
 )
 def test_a_request_may_be_told_what_is_true(text: str, diameter: str) -> None:
     assert str(state_size(text, boxes((10, 20), (25, 35)))) == diameter
+
+
+def test_the_mean_is_told_as_a_ball_in_micrometres() -> None:
+    truth = boxes((10, 20), (25, 35))
+    size = VoxelSize(2, 0.25, 0.25)
+    diameter = state_size("mean", truth, size)
+    assert isinstance(diameter, Diameter)
+    assert math.prod(diameter.in_voxels(size) or ()) == pytest.approx(mean_diameter(truth) ** 3)
 
 
 def test_without_objects_there_is_something_to_tell() -> None:

@@ -90,7 +90,7 @@ def test_only_the_annotated_part_is_read(tmp_path: Path) -> None:
     assert np.array_equal(read.pair[1], labels[region])
     assert read.widths == (4, 4, 4)
     stated = read_stack(stack._replace(diameter="2um"))
-    assert stated.widths == (8, 8, 8)
+    assert stated.widths == (4, 8, 8)
 
 
 def test_what_is_held_out_is_not_trained_on_where_there_is_enough(tmp_path: Path) -> None:
