@@ -121,7 +121,7 @@ def test_the_samples_of_tissues_are_segmented_well(specs: dict[str, ModelSpec]) 
 
 @pytest.mark.skipif(not RECORDED.is_dir(), reason=f"the recorded stacks are not at {RECORDED}")
 def test_cells_of_an_embryo_are_found_by_their_membranes(specs: dict[str, ModelSpec]) -> None:
-    """In the half that training never saw; the classical method finds none of them there."""
+    """In one half of a stack; the classical method finds none of them there."""
     folder = RECORDED / "celegans_membrane_t046"
     image, truth = (read(folder / name).array()[..., 178:] for name in ("image.tif", "mask.tif"))
     made = eager_of(specs["membranes"]).segment(
