@@ -59,6 +59,9 @@ TRIED, MARGIN, HARDLY, LEAST_CONFIDENCE = (1.0, 2.8), 1.0, 1.0, 0.001
 # Objects that are up to so many times as wide as deep are found as well as round ones.
 ROUND = 1.5
 
+# Objects of recorded stacks are outlined so many times as deep as wide, in micrometres: where their blurred light ends.
+DEEPER = 1.25
+
 # Objects that are so many times as wide as wanted, or as narrow, need no resampling; scales so near are one.
 FITTING, ALIKE = 1.2, 1.15
 
@@ -177,22 +180,18 @@ class DiameterEstimator:
         assert spec.input.diameter is not None  # noqa: S101 - nor wants them of some width
         self._image, self._base, self._spec, self._score_windows = image, base, spec, score_windows
         self._voxel_size, self._margin = voxel_size, margin
+        self._flatness = expect_flatness(voxel_size, base)
         # Fragments tell that a scale does not fit.
         self._decoding = spec.decoding.model_copy(update={"minimum_fraction": 0.0, "min_confidence": 0.0})
         self._wanted = spec.input.diameter
         self._size = as_size(image.shape[2:])
 
     def estimate(self) -> Sizing:
-        """Estimate the diameter, always the same for one image and one network. Raises what `score_windows` raises.
-
-        The spacing of planes over that of pixels is half believed at first: objects are rarely as flat in voxels as
-        their sampling would have them, because light blurs them along z.
-        """
-        stretch = estimate_anisotropy(self._voxel_size, self._base)
+        """Estimate the diameter, always the same for one image and one network. Raises what `score_windows` raises."""
         places = signals(self._image, self._spec.input.roi_size)
         base, seen = self._base, list[ScaleProbe]()
         for scale, windows in FIRST_LOOKS:
-            factors = self._allowed((base[0] * scale * stretch**0.5, base[1] * scale, base[2] * scale))
+            factors = self._allowed((base[0] * scale * self._flatness, base[1] * scale, base[2] * scale))
             seen.append(self.probe(places, factors, windows))
             if self._settled(seen):
                 break
@@ -322,13 +321,14 @@ class DiameterEstimator:
     def _refined(self, probe: ScaleProbe) -> Factors:
         """Return the factors at which the objects would be as wide as the model wants them, as far as allowed.
 
-        Objects become as wide as deep only from `ROUND` on; less flat ones keep their shape.
+        Light blurs objects along z, so that what is seen of them tells their depth badly: it counts where it differs
+        from what is expected by more than `ROUND`.
         """
-        deep, wide = probe.widths[0] / probe.factors[0], probe.widths[1] / probe.factors[1]
-        flatness = wide / deep / (self._base[1] / self._base[0])
+        base_z, base_y, base_x = self._base[0] * self._flatness, *self._base[1:]
+        deep, wide = base_z * probe.widths[0] / probe.factors[0], base_y * probe.widths[1] / probe.factors[1]
+        flatness = wide / deep
         stretch = flatness / min(max(flatness, 1 / ROUND), ROUND)
-        scale = self._wanted / (deep * self._base[0] * (wide * self._base[1]) ** 2 * stretch) ** (1 / 3)
-        base_z, base_y, base_x = self._base
+        scale = self._wanted / (deep * wide**2 * stretch) ** (1 / 3)
         return self._allowed((base_z * scale * stretch, base_y * scale, base_x * scale))
 
     def _allowed(self, factors: Factors) -> Factors:
@@ -377,12 +377,12 @@ def _digest(volume: Volume) -> bytes:
     return digest.digest()
 
 
-def estimate_anisotropy(voxel_size: VoxelSize | None, base: Factors) -> float:
-    """Return the spacing of planes over that of pixels on the `base` grid, from 1, where it is not known, to 6."""
+def expect_flatness(voxel_size: VoxelSize | None, base: Factors) -> float:
+    """Return how many times as wide as deep objects should be in voxels of the `base` grid, 1 where it is not known."""
     if voxel_size is None:
         return 1.0
     z, y, x = (edge / factor for edge, factor in zip(voxel_size, base, strict=True))
-    return max(VoxelSize(z, y, x).anisotropy, 1.0)
+    return max(VoxelSize(z, y, x).anisotropy / DEEPER, 1.0)
 
 
 def signals(image: Image, edges: Size) -> list[Size]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.volume import Volume, VoxelSize
-from service.inference.diameter import ROUND, DiameterEstimator, Sizing, estimate_anisotropy, signals
+from service.inference.diameter import DEEPER, ROUND, DiameterEstimator, Sizing, expect_flatness, signals
 from service.inference.normalize import IntensityScaling, NormalisedImage
 from service.models.spec import Calibration, Instances, ModelSpec
 
@@ -61,6 +61,18 @@ def test_objects_are_as_wide_as_they_are(spec: ModelSpec, width: float, flatness
     assert found.objects >= 5
     assert str(found.diameter) in found.note
     assert "diameter=none" in found.note
+
+
+@pytest.mark.parametrize(
+    ("spacing", "flatness", "expected"), [(2, 2, 2), (4, 4, 4), (4, 2.5, 4), (2, 5, 5 * DEEPER / ROUND)]
+)
+def test_planes_tell_how_deep_objects_are_that_light_blurs(
+    spec: ModelSpec, spacing: float, flatness: float, expected: float
+) -> None:
+    found = sized(cones((80, 80, 88), 16, flatness), spec, voxel_size=VoxelSize(spacing, 1, 1))
+    assert found.diameter is not None
+    deep, wide = found.diameter.lengths[0], found.diameter.lengths[-1]
+    assert wide / deep == pytest.approx(expected / DEEPER, rel=0.2)
 
 
 def test_an_estimate_means_the_same_where_it_is_stated(spec: ModelSpec) -> None:
@@ -140,15 +152,15 @@ def test_windows_go_where_the_signal_is() -> None:
     assert abs(x - 105) <= 16
 
 
-def test_planes_are_apart_as_the_voxel_size_says_within_reason() -> None:
+def test_objects_are_as_flat_as_the_voxel_size_says_within_reason() -> None:
     def of(*voxel_size: float, base: tuple[float, float, float] = (1, 1, 1)) -> float:
         size = VoxelSize(*voxel_size) if voxel_size else None
-        return estimate_anisotropy(size, base)
+        return expect_flatness(size, base)
 
     assert of() == 1
-    assert of(1.2, 0.4, 0.4) == pytest.approx(3)
-    assert of(1.2, 0.4, 0.4, base=(3, 1, 1)) == pytest.approx(1)
-    assert (of(100, 1, 1), of(0.1, 1, 1)) == (6, 1)
+    assert of(1.2, 0.4, 0.4) == pytest.approx(3 / DEEPER)
+    assert of(1.2, 0.4, 0.4, base=(3, 1, 1)) == 1
+    assert (of(100, 1, 1), of(0.1, 1, 1)) == (6 / DEEPER, 1)
 
 
 def by_width(spec: ModelSpec) -> ModelSpec:

@@ -30,6 +30,20 @@ def test_stacks_are_copied_without_marks_of_nuclei_that_have_no_outline(tmp_path
     assert np.array_equal(tifffile.imread(made[0] / "image.tif"), labels.astype(np.uint16) * 100)
 
 
+def test_a_nucleus_ends_with_its_light() -> None:
+    """Annotators drew wide outlines; a second nucleus is in bright tissue, and a cleft of chromatin stays inside."""
+    z, y, x = np.indices((20, 30, 60))
+    apart = [np.sqrt((z - 10) ** 2 + (y - 15) ** 2 + (x - middle) ** 2) for middle in (15, 45)]
+    labels = np.select([distance <= 9 for distance in apart], [1, 2]).astype(np.uint16)
+    image = np.where(apart[0] <= 6, 1000, 100) + np.where(x >= 30, 2000, 0) + np.where(apart[1] <= 6, 1000, 0)
+    image[9:11, 15, 11:20] = 100
+    ended = embryos.end_with_light(image, labels)
+    for number, distance in enumerate(apart, 1):
+        inside = ended == number
+        assert inside[distance <= 5].all()
+        assert not inside[distance > 7.5].any()
+
+
 def test_missing_stacks_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="Emb01_t151"):
         embryos.main([str(tmp_path), str(tmp_path / "out")])
