@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Train the bundled models from nothing, on synthetic stacks alone: scripts/train_bundled.sh [FOLDER] [STAGE ...]
+# Train the bundled models from nothing, on synthetic and recorded stacks: scripts/train_bundled.sh [FOLDER] [STAGE ...]
 #
-# The stage `embryos` also needs recorded stacks, which the variable EMBRYOS names (scripts/recipes/embryos.py makes the
-# folder), and is left out where it has no name.
+# The stages `nuclei-6` and `embryos` need recorded stacks, which the variable EMBRYOS names (scripts/recipes/embryos.py
+# makes the folder), and are left out where it has no name.
 # Each stage is one command. A stage that was interrupted goes on from its checkpoint, one that is done is left alone,
 # and the log of each says the minutes that it took so far. The weights of a stage are in FOLDER/STAGE.
 set -euo pipefail
@@ -35,6 +35,12 @@ run_stage() {
         --pool 40 --init "$folder/nuclei-3/weights.safetensors" ;;
     nuclei-5) train "$1" --kind nuclei --minutes 42 --learning-rate 2e-3 --seed 80 --keep-statistics --stated 0.7 \
         --pool 96 --init "$folder/nuclei-4/weights.safetensors" ;;
+    nuclei-6)
+        local stacks=${EMBRYOS:?names the folder that scripts/recipes/embryos.py has made}
+        train "$1" --kind nuclei --minutes 65 --learning-rate 1.5e-3 --seed 131 --keep-statistics --stated 0.65 \
+            --pool 96 --share 0.25 --images "$stacks"/*/image.tif --labels "$stacks"/*/core.tif \
+            --init "$folder/nuclei-5/weights.safetensors"
+        ;;
     embryos)
         local stacks=${EMBRYOS:?names the folder that scripts/recipes/embryos.py has made}
         train "$1" --kind nuclei --minutes 65 --learning-rate 1.5e-3 --seed 121 --keep-statistics --stated 0.65 \
@@ -47,12 +53,12 @@ run_stage() {
     membranes-3) train "$1" --kind membranes --minutes 84 --learning-rate 2.5e-3 --seed 90 --keep-statistics \
         --stated 0.75 --edge 64 --pool 56 --init "$folder/membranes-2/weights.safetensors" ;;
     *)
-        echo "There is no stage $1; there are nuclei-1 to nuclei-5, embryos, and membranes-1 to membranes-3." >&2
+        echo "There is no stage $1; there are nuclei-1 to nuclei-6, embryos, and membranes-1 to membranes-3." >&2
         exit 2
         ;;
     esac
 }
 
 stages=("$@")
-if ((!${#stages[@]})); then stages=(nuclei-{1..5} ${EMBRYOS:+embryos} membranes-{1..3}); fi
+if ((!${#stages[@]})); then stages=(nuclei-{1..5} ${EMBRYOS:+nuclei-6 embryos} membranes-{1..3}); fi
 for stage in "${stages[@]}"; do run_stage "$stage"; done
