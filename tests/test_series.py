@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-import statistics
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from service.inference.distance_tracking import missing_library
 
 POINTS = 5
 # No resampling, and no estimate.
-WIDTH = "20px"
+WIDTH = "20,20,20px"
 
 
 def make_series() -> NDArray[np.uint8]:
@@ -203,14 +202,14 @@ def test_a_series_is_cancelled_in_the_middle(live: Live, pixels: NDArray[np.uint
 
 @pytest.mark.skipif(missing_library() is not None, reason=str(missing_library()))
 def test_objects_are_linked_by_least_movement(live: Live, pixels: NDArray[np.uint8]) -> None:
-    """Objects of this series hardly move, so tracks go through all time points."""
+    """Objects of this series hardly move, so most go through all time points but for those that leave the picture."""
     response = live.segment(as_series(pixels), time="all", diameter=WIDTH, link="laptrack", measurements="csv")
 
     assert response.status_code == 200, response.text
     rows = list(csv.DictReader(io.StringIO(response.text)))
     points = Counter(row["track_id"] for row in rows)
     assert {row["track_id"] for row in rows if row["time"] == "0"} <= set(points)
-    assert statistics.median(points.values()) >= len(pixels) - 1
+    assert sum(count for count in points.values() if count >= len(pixels) - 1) > len(rows) / 2
 
 
 @pytest.mark.parametrize(
