@@ -70,6 +70,7 @@ def test_a_model_learns_from_corrections_and_segments_while_requests_go_on(live:
     assert answer.status_code == 202, answer.text
     address = answer.headers["location"]
     assert live.segment(as_tiff(np.zeros((4, 20, 20), np.uint8))).status_code == 200
+    until(lambda: live.client.get(address).json()["state"] != "waiting")
     seen = live.client.get("/status").json()
     (training,) = seen["learning"]["trainings"]
     assert (training["name"], training["base_model"], training["state"]) == ("mine", "random-nuclei/1", "running")

@@ -367,7 +367,7 @@ def test_a_network_of_one_stream_has_the_device_for_itself(streaming: Requests) 
                 # Long enough for another to come beside it, unless it is the turn of the shy one.
                 if len(computing) > 1:
                     met.set()
-                met.wait(2)
+                met.wait(0.5)
             beside.add(tuple(computing))
             computing.remove(name)
             return batch
@@ -375,7 +375,8 @@ def test_a_network_of_one_stream_has_the_device_for_itself(streaming: Requests) 
         return run
 
     shy, bold = windows(network("shy"), 1), windows(network("bold"), 1, streams=3)
-    futures = [streaming.post(window, image(4)) for window in (shy, bold, shy, bold)]
+    # The last two have no shy one between them.
+    futures = [streaming.post(window, image(4)) for window in (shy, bold, shy, bold, bold)]
     streaming.device.start()
     for future in futures:
         future.result(10)
