@@ -68,6 +68,8 @@ PICTURES = {
         "faint": cells(replace(WALLS, photons=6)),
         "gaps": cells(replace(WALLS, gaps=0.25)),
         "thin": cells(WALLS, SHAPE[0]),
+        "tube": cells(replace(WALLS, lumen=0.4, diameter=24)),
+        "apart": cells(replace(WALLS, apart=0.35, body=2)),
     },
     "tissue": {
         "usual": cells(WALLS),

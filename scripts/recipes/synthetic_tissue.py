@@ -7,6 +7,7 @@ They fill the stack, or a body in it with background around. All randomness come
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 from scipy.spatial import cKDTree
 
+from scripts.recipes.epithelium import Layer
 from scripts.recipes.optics import Floats, blur_widely, expose, log_uniform, smooth_noise
 from service.core.volume import Size
 
@@ -48,6 +50,8 @@ class Tissue:
     patchiness      standard deviation of the logarithm of the membranes' brightness between cells
     variety         how much wider some cells are than others, from 0; at 0.6 the widest are two to three times as wide
     egg             whether a body that does not fill the stack is always an ellipsoid
+    lumen           radius of the cavity in a tube or cyst of one layer of cells, relative to the outer one; 0: none
+    apart           width of the dark between cells that do not touch, in diameters; 0: all touch
     """
 
     diameter: float
@@ -79,6 +83,8 @@ class Tissue:
     patchiness: float = 0.0
     variety: float = 0.0
     egg: bool = False
+    lumen: float = 0.0
+    apart: float = 0.0
 
     @classmethod
     def draw(cls, rng: Generator, smallest: float = 14.0, largest: float = 48.0) -> Self:
@@ -160,6 +166,42 @@ class Tissue:
             photons=log_uniform(rng, 5, 200),
         )
 
+    @classmethod
+    def draw_epithelium(cls, rng: Generator) -> Self:
+        """Draw a tube or a cyst: one layer of cells, some taller than wide, around a cavity."""
+        flatness = _draw_flatness(rng)
+        return replace(
+            cls.draw(rng),
+            flatness=flatness,
+            body=float(rng.uniform(0.7, 1.6)),
+            lumen=float(rng.uniform(0.15, 0.75)),
+            holes=0.0,
+            thickness=log_uniform(rng, 0.6, 2.0),
+            unevenness=float(rng.uniform(0.1, 0.7)),
+            rim=float(rng.uniform(0.4, 1.8)),
+            elongation=float(rng.uniform(1.0, 3.5)) / flatness,
+            coat=0.0,
+        )
+
+    @classmethod
+    def draw_apart(cls, rng: Generator) -> Self:
+        """Draw cells of which most do not touch, such as cultured ones that round up."""
+        flatness = _draw_flatness(rng)
+        return replace(
+            cls.draw(rng),
+            flatness=flatness,
+            variety=float(rng.uniform(0.0, 0.4)),
+            apart=float(rng.uniform(0.1, 0.5)),
+            rim=float(rng.uniform(0.7, 1.3)),
+            elongation=float(rng.uniform(1.0, 3.5)) / flatness,
+            coat=0.0,
+        )
+
+
+def _draw_flatness(rng: Generator) -> float:
+    """Draw how much farther apart planes are than pixels."""
+    return float(rng.choice(np.array([1.0, rng.uniform(1, 3), rng.uniform(3, 5)]), p=[0.3, 0.5, 0.2]))
+
 
 # Stained membranes of cells without nuclei, of which `dataclasses.replace` makes others.
 WALLS = Tissue(
@@ -193,9 +235,9 @@ WALLS = Tissue(
 
 
 def synthesise_varied(rng: Generator, shape: Size) -> tuple[NDArray[Any], Labels]:
-    """Make a stack of a usual tissue, one with walls or an embryo; returns what `synthesise_tissue` does."""
-    kind = int(rng.choice(3, p=(0.35, 0.25, 0.4)))
-    return synthesise_tissue(rng, shape, (Tissue.draw, Tissue.draw_walls, Tissue.draw_embryo)[kind](rng))
+    """Make a stack of one of the kinds of tissue; returns what `synthesise_tissue` does."""
+    kinds = (Tissue.draw, Tissue.draw_walls, Tissue.draw_embryo, Tissue.draw_epithelium, Tissue.draw_apart)
+    return synthesise_tissue(rng, shape, kinds[int(rng.choice(5, p=(0.25, 0.2, 0.25, 0.18, 0.12)))](rng))
 
 
 def synthesise_tissue(rng: Generator, shape: Size, tissue: Tissue | None = None) -> tuple[NDArray[Any], Labels]:
@@ -214,7 +256,8 @@ def _cells(rng: Generator, shape: Size, tissue: Tissue) -> Labels:
     """Draw numbered cells, 0 outside the body and in cavities."""
     spacing = np.array([tissue.flatness, 1, 1], np.float32)
     extent = np.array(shape) * spacing
-    points = _points(rng, extent, tissue)
+    layer = Layer.draw(rng, extent, tissue.body, tissue.lumen) if tissue.lumen else None
+    points = _points(rng, extent, tissue) if layer is None else _points_on(layer, rng, extent, tissue)
     bend = tissue.bend * tissue.diameter
     axes = [(np.arange(edge, dtype=np.float32) + 0.5) * step for edge, step in zip(shape, spacing, strict=True)]
     places = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
@@ -222,12 +265,24 @@ def _cells(rng: Generator, shape: Size, tissue: Tissue) -> Labels:
         for axis in range(3):
             places[..., axis] += np.float32(bend) * smooth_noise(rng, shape, 0.5 * tissue.diameter)
     flat = places.reshape(-1, 3)
-    owner = _nearest(rng, points, flat, tissue)
+    owner = _nearest(rng, points, flat if layer is None else layer.onto_surface(flat), tissue)
     kept = rng.random(len(points)) >= tissue.holes
-    body = _body(rng, places, extent, tissue).ravel() if tissue.body < 1 else np.ones(len(flat), bool)
-    _join_slivers(owner, body, points, flat)
+    if layer is not None:
+        body = layer.holds(flat)
+    else:
+        body = _body(rng, places, extent, tissue).ravel() if tissue.body < 1 else np.ones(len(flat), bool)
+        _join_slivers(owner, body, points, flat)
     numbers = np.where(kept, np.cumsum(kept), 0).astype(np.uint16)
-    return np.asarray(np.where(body, numbers[owner], 0).reshape(shape), np.uint16)
+    labels = np.asarray(np.where(body, numbers[owner], 0).reshape(shape), np.uint16)
+    return _shrink(rng, labels, tissue) if tissue.apart else labels
+
+
+def _shrink(rng: Generator, labels: Labels, tissue: Tissue) -> Labels:
+    """Return labels [Z, Y, X] that end before their neighbours, here more and there less; some still touch."""
+    shape = (labels.shape[0], labels.shape[1], labels.shape[2])
+    depth = edt.edt(labels.astype(np.uint32), anisotropy=(tissue.flatness, 1.0, 1.0), black_border=False)
+    width = np.clip(0.5 + 0.7 * smooth_noise(rng, shape, 0.8 * tissue.diameter), 0, 1)
+    return np.where(depth > np.float32(0.5 * tissue.apart * tissue.diameter) * width, labels, 0).astype(np.uint16)
 
 
 def _nearest(rng: Generator, points: NDArray[Any], places: Floats, tissue: Tissue) -> NDArray[np.intp]:
@@ -258,12 +313,23 @@ def _points(rng: Generator, extent: NDArray[Any], tissue: Tissue) -> NDArray[np.
     """Draw centres [cells, 3] in and around the volume, at least `order` diameters apart where that is possible."""
     margin = 0.7 * tissue.diameter
     count = math.ceil(np.prod(extent + 2 * margin) / (math.pi / 6 * tissue.diameter**3))
-    points = rng.uniform(-margin, extent + margin, (count, 3))
+    return _spread(lambda number: rng.uniform(-margin, extent + margin, (number, 3)), count, tissue)
+
+
+def _points_on(layer: Layer, rng: Generator, extent: NDArray[Any], tissue: Tissue) -> NDArray[np.float64]:
+    """Draw centres [cells, 3] on the middle of a layer, as far apart as `_points` does."""
+    count = math.ceil(layer.area(extent) / (math.pi / 4 * tissue.diameter**2))
+    return _spread(lambda number: layer.draw_points(rng, extent, number), count, tissue)
+
+
+def _spread(draw: Callable[[int], NDArray[np.float64]], count: int, tissue: Tissue) -> NDArray[np.float64]:
+    """Draw points [count, 3], again those that are less than `order` diameters from an earlier one."""
+    points = draw(count)
     for _ in range(12):
         close = np.unique([second for _, second in cKDTree(points).query_pairs(tissue.order * tissue.diameter)])
         if not close.size:
             break
-        points[close.astype(int)] = rng.uniform(-margin, extent + margin, (close.size, 3))
+        points[close.astype(int)] = draw(close.size)
     return points
 
 

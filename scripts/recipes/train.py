@@ -89,11 +89,12 @@ class Recipe(NamedTuple):
     loss: Loss = instance_loss
 
 
-MEMBRANES = Recipe(random_size(synthetic_tissue.synthesise_varied, 128), 32.0, (16, 32, 64, 64), 8)
+WIDTHS = (32, 48, 96, 96)
+MEMBRANES = Recipe(random_size(synthetic_tissue.synthesise_varied, 128), 32.0, WIDTHS, 8)
 RECIPES = {
-    "nuclei": Recipe(random_size(synthetic_nuclei.synthesise_varied), 20.0, (32, 48, 96, 96), 4),
+    "nuclei": Recipe(random_size(synthetic_nuclei.synthesise_varied), 20.0, WIDTHS, 4),
     "membranes": MEMBRANES,
-    "tissue": MEMBRANES._replace(outputs=len(CLASSES), targets=class_targets, loss=class_loss),
+    "tissue": MEMBRANES._replace(widths=(16, 32, 64, 64), outputs=len(CLASSES), targets=class_targets, loss=class_loss),
 }
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy.ndimage import maximum_filter, minimum_filter
+from scipy.ndimage import label, maximum_filter, minimum_filter
 
 from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue, synthesise_varied
 
@@ -175,3 +175,26 @@ def test_walls_are_tissues_too(seed: int) -> None:
     image, labels = synthesise_varied(np.random.default_rng(seed), SHAPE)
     assert image.shape == labels.shape == SHAPE
     assert Tissue.draw_walls(np.random.default_rng(seed)).patchiness > 0
+
+
+def test_cells_of_a_cyst_reach_from_the_cavity_to_the_outside() -> None:
+    image, labels = synthesise_tissue(np.random.default_rng(4), (48, 96, 96), tissue(body=0.8, lumen=0.4, diameter=12))
+    regions, count = label(labels == 0)
+    assert count == 2
+    border = np.pad(np.zeros(np.array(labels.shape) - 2, bool), 1, constant_values=True)
+    cells = set(np.unique(labels)) - {0, *np.unique(labels[border])}
+    touched = [set(np.unique(labels[maximum_filter(regions == number, 3)])) for number in (1, 2)]
+    assert len(cells) > 10
+    assert cells <= touched[0] & touched[1]
+    assert image[labels > 0].mean() > 2 * image[labels == 0].mean()
+
+
+def test_cells_that_are_apart_are_smaller_and_have_background_between_them() -> None:
+    (_, together), (image, apart) = (
+        synthesise_tissue(np.random.default_rng(3), (32, 64, 64), tissue(apart=width)) for width in (0.0, 0.4)
+    )
+    assert together.all()
+    assert 0.1 < np.mean(apart == 0) < 0.8
+    assert np.array_equal(apart[apart > 0], together[apart > 0])
+    edge = (minimum_filter(apart, 3) == 0) & (apart > 0)
+    assert image[edge].mean() > 2 * image[maximum_filter(apart, 5) == 0].mean()

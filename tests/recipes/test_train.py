@@ -148,6 +148,6 @@ def test_a_network_with_other_outputs_begins_with_the_weights_below_its_head(tmp
 def test_the_command_trains_classes(tmp_path: Path) -> None:
     common = ["--kind", "tissue", "--minutes", "0.001", "--pool", "1", "--batch-size", "1"]
     init = tmp_path / "weights.safetensors"
-    save_weights(ShuffleUNet(1, 2, RECIPES["membranes"].widths), tmp_path)
+    save_weights(ShuffleUNet(1, 2, RECIPES["tissue"].widths), tmp_path)
     main([*common, "--keep-statistics", "--init", str(init), "--out", str(tmp_path / "tissue")])
     ShuffleUNet(1, 3, RECIPES["tissue"].widths).load_state_dict(load_file(tmp_path / "tissue" / "weights.safetensors"))
