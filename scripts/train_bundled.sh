@@ -47,18 +47,19 @@ run_stage() {
             --pool 96 --share 0.4 --images "$stacks"/*/image.tif --labels "$stacks"/*/mask.tif \
             --init "$folder/nuclei-5/weights.safetensors"
         ;;
-    membranes-1) train "$1" --kind membranes --minutes 40 --learning-rate 4e-3 --seed 2 --pool 32 --stated 0.85 ;;
-    membranes-2) train "$1" --kind membranes --minutes 36 --learning-rate 2.5e-3 --seed 52 --keep-statistics \
-        --stated 0.85 --pool 32 --init "$folder/membranes-1/weights.safetensors" ;;
-    membranes-3) train "$1" --kind membranes --minutes 84 --learning-rate 2.5e-3 --seed 90 --keep-statistics \
-        --stated 0.75 --edge 64 --pool 56 --init "$folder/membranes-2/weights.safetensors" ;;
+    membranes)
+        local start=nuclei-6
+        if [ ! -e "$folder/$start/weights.safetensors" ]; then start=nuclei-5; fi
+        train "$1" --kind membranes --minutes 62 --learning-rate 2.5e-3 --seed 141 --keep-statistics --stated 0.75 \
+            --edge 64 --pool 56 --init "$folder/$start/weights.safetensors"
+        ;;
     *)
-        echo "There is no stage $1; there are nuclei-1 to nuclei-6, embryos, and membranes-1 to membranes-3." >&2
+        echo "There is no stage $1; there are nuclei-1 to nuclei-6, embryos and membranes." >&2
         exit 2
         ;;
     esac
 }
 
 stages=("$@")
-if ((!${#stages[@]})); then stages=(nuclei-{1..5} ${EMBRYOS:+nuclei-6 embryos} membranes-{1..3}); fi
+if ((!${#stages[@]})); then stages=(nuclei-{1..5} ${EMBRYOS:+nuclei-6 embryos} membranes); fi
 for stage in "${stages[@]}"; do run_stage "$stage"; done
