@@ -204,6 +204,16 @@ class Objects:
         sizes = np.sort(self.voxels)
         return int(sizes[np.searchsorted(sizes.cumsum(), sizes.sum() / 2)])
 
+    @property
+    def typical_confidence(self) -> float:
+        """Confidence of the object that the median voxel belongs to, from the least to the most certain object.
+
+        There has to be an object.
+        """
+        order = np.argsort(self.confidence, kind="stable")
+        sums = self.voxels[order].cumsum()
+        return float(self.confidence[order[np.searchsorted(sums, sums[-1] / 2)]])
+
     def select(self, kept: NDArray[np.bool_]) -> Self:
         """Return the objects for which `kept` [N] is true."""
         return type(self)(self.voxels[kept], self.confidence[kept], self.peaks[kept])

@@ -182,7 +182,8 @@ class DiameterEstimator:
         self._voxel_size, self._margin = voxel_size, margin
         self._flatness = expect_flatness(voxel_size, base)
         # Fragments tell that a scale does not fit.
-        self._decoding = spec.decoding.model_copy(update={"minimum_fraction": 0.0, "min_confidence": 0.0})
+        choices = ("minimum_fraction", "min_confidence", "min_relative_odds")
+        self._decoding = spec.decoding.model_copy(update=dict.fromkeys(choices, 0.0))
         self._wanted = spec.input.diameter
         self._size = as_size(image.shape[2:])
 

@@ -117,6 +117,8 @@ class Instances(_FrozenModel):
     minimum_fraction  so are those of less than this part of a ball of `input.diameter`, or of a typical object of the
                    stack where that is smaller
     min_confidence objects whose voxels have a lower mean probability of foreground are dropped
+    min_relative_odds  so are those whose odds p / (1 - p), of that probability p, are below this part of the odds of a
+                   typical object of the stack, unless p is 0.9 or more
     smoothing      how often the distance is averaged over neighbours, with weights 1, 2, 1 along each axis
     border         keep or drop objects that touch a face of the volume
     holes          keep or fill background that one object encloses
@@ -130,6 +132,7 @@ class Instances(_FrozenModel):
     minimum_size: Annotated[int, Field(ge=0)] = 16
     minimum_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     min_confidence: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    min_relative_odds: Annotated[float, Field(ge=0, lt=1)] = 0.0
     smoothing: Annotated[int, Field(ge=0, le=16)] = 0
     border: Literal["keep", "drop"] = "keep"
     holes: Literal["keep", "fill"] = "keep"

@@ -21,7 +21,7 @@ from service.core.volume import Array, Objects, label_dtype
 from service.inference.blockwise.run_folder import OpenRun
 from service.inference.blockwise.tiles import decoding_spec, read_pixels
 from service.inference.decoding.basin_merging import MergeForest, Persistence, find_shallow_passes
-from service.inference.decoding.instances import least_voxels
+from service.inference.decoding.instances import least_confidence, least_voxels
 from service.inference.decoding.steering import minimum_voxels
 from service.inference.decoding.watershed import PROBABILITY_ONE, Basins, Passes, heights_of_keys
 from service.models.spec import Instances
@@ -114,7 +114,7 @@ def join_tiles(run: OpenRun) -> dict[str, Any]:
     objects = Objects.from_sums(voxels, foreground / PROBABILITY_ONE, peaks)
     chosen = objects.select(kept)
     whole = least_voxels(spec.input.diameter or math.inf, decoding, chosen, run.plan.layout.size)
-    kept &= (objects.confidence >= decoding.min_confidence) & (objects.voxels >= whole)
+    kept &= (objects.confidence >= least_confidence(decoding, chosen)) & (objects.voxels >= whole)
     if run.plan.layout.size != run.plan.size:
         on_stack = np.zeros(found, np.int64)
         np.add.at(on_stack, group, sums.stack_voxels)

@@ -34,6 +34,9 @@ from service.models.spec import Instances, ModelSpec
 # Voxels that get their labels at once: few calls for a small volume, little memory for a large one.
 LOOKUP_VOXELS = 2**20
 
+# Mean probability of foreground that no object has to exceed for the sake of others that are more certain.
+CERTAIN = 0.9
+
 # Voxels that a device with memory of its own works on at once, 36 bytes each, and those whose neighbours it looks at.
 WHOLE_VOXELS = 2**26
 WHOLE_NEIGHBOURS = 2**18
@@ -124,7 +127,7 @@ class InstanceDecoder:
         # Dropping objects below makes a copy of the labels, for which memory is planned no more than for the pieces.
         self._watershed = None
         segmentation = Segmentation(labels, "labels", self._voxel_size, len(objects), objects=objects)
-        kept = (objects.confidence >= decoding.min_confidence) & (
+        kept = (objects.confidence >= least_confidence(decoding, objects)) & (
             objects.voxels >= least_voxels(self._diameter, decoding, objects, self._size)
         )
         if not kept.all():
@@ -144,6 +147,20 @@ def least_voxels(diameter: float, decoding: Instances, objects: Objects, size: S
         return 0.0
     ball = math.pi / 6 * math.prod(min(diameter, edge) for edge in size)
     return decoding.minimum_fraction * min(ball, objects.typical_size)
+
+
+def least_confidence(decoding: Instances, objects: Objects) -> float:
+    """Return the mean probability below which an object is rather part of the background.
+
+    That is the one that a model states, or one by the object that the median voxel belongs to, whichever is higher: a
+    network is surer of what is no object in some stacks than of objects in others. Where objects are very certain,
+    `CERTAIN` is enough.
+    """
+    if not decoding.min_relative_odds or not len(objects):
+        return decoding.min_confidence
+    typical = objects.typical_confidence
+    odds = decoding.min_relative_odds * typical
+    return max(decoding.min_confidence, min(odds / (odds + 1 - typical), CERTAIN))
 
 
 class StreamingWatershed(Protocol):

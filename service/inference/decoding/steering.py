@@ -44,8 +44,8 @@ def minimum_voxels(steering: Steering, volume: Extent) -> int:
 def steer(spec: ModelSpec, steering: Steering, volume: Extent, size: Size) -> ModelSpec:
     """Return a model as it decodes one request on a working grid of `size` (Z, Y, X), whose voxels its sizes are in.
 
-    A stated minimum size is the only one that holds: here objects are dropped that are too small wherever they lie, and
-    `resample_segmentation` drops the others. Raises what `minimum_voxels` raises.
+    A stated minimum size or confidence is the only one that holds. Objects that are smaller wherever they lie are
+    dropped here, and `resample_segmentation` drops the others. Raises what `minimum_voxels` raises.
     """
     decoding = spec.decoding
     if not isinstance(decoding, Instances):
@@ -58,6 +58,8 @@ def steer(spec: ModelSpec, steering: Steering, volume: Extent, size: Size) -> Mo
     for name in ("threshold", "border", "min_confidence"):
         if (value := getattr(steering, name)) is not None:
             changes[name] = value
+    if steering.min_confidence is not None:
+        changes["min_relative_odds"] = 0.0
     if steering.fill_holes is not None:
         changes["holes"] = "fill" if steering.fill_holes else "keep"
     return spec.model_copy(update={"decoding": decoding.model_copy(update=changes)})

@@ -59,6 +59,7 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any], Options]] = {
         {"minimum_fraction": 0.1},
         Options(steering=Steering(threshold=0.45, min_confidence=0.52, minimum_size=ObjectVolume(9, "px"))),
     ),
+    "believed": ((2, 1, 2), {"min_relative_odds": 0.97, "min_confidence": 0.51}, Options()),
     "finer": ((1, 2, 2), {"threshold": 0.45}, Options(diameter=Diameter((4.3,), "px"))),
     "coarser": (
         (1, 1, 1),

@@ -18,11 +18,11 @@ from skimage.segmentation import watershed
 from torch import Tensor
 
 from service.core.buffers import allocate_on_disk
-from service.core.volume import OutputKind, Segmentation, Size, VoxelSize
+from service.core.volume import Objects, OutputKind, Segmentation, Size, VoxelSize
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.decoders import CACHE_VOXELS, estimate_decoding, make_decoder, split_planes
 from service.inference.decoding.fill_holes import fill_holes
-from service.inference.decoding.instances import InstanceDecoder, Smoother, TorchWatershed
+from service.inference.decoding.instances import InstanceDecoder, Smoother, TorchWatershed, least_confidence
 from service.inference.decoding.watershed_kernel import SIGNATURES, WatershedKernel, WatershedParameters
 from service.models.spec import Instances, ModelSpec
 from service.training.evaluate import score
@@ -214,6 +214,39 @@ def test_what_is_dropped_does_not_depend_on_where_slabs_are_cut(
         fill_holes(expected)
         filled = run(with_decoding(random_nuclei, holes=holes, **given), scores, tuple(sorted(cuts)))
         assert np.array_equal(filled.pixels, expected)
+
+
+def judged(*confidences: float, voxels: tuple[int, ...] = (100, 80, 60, 4)) -> Objects:
+    count = len(confidences)
+    sums = np.array(voxels[:count]) * np.array(confidences)
+    return Objects.from_sums(np.array(voxels[:count]), sums, np.ones(count))
+
+
+def test_objects_are_believed_by_their_odds_beside_those_of_a_typical_one(random_nuclei: ModelSpec) -> None:
+    spec = with_decoding(random_nuclei, min_confidence=0.6, min_relative_odds=0.25)
+    assert isinstance(spec.decoding, Instances)
+    # Odds of 9 : 1, a quarter of which is 9 : 4.
+    assert least_confidence(spec.decoding, judged(0.9, 0.95, 0.9, 0.2)) == pytest.approx(9 / 13)
+    assert least_confidence(spec.decoding, judged(0.8, 0.8)) == 0.6
+    assert least_confidence(spec.decoding, judged(1.0, 1.0)) == least_confidence(spec.decoding, judged(0.99)) == 0.9
+    assert least_confidence(spec.decoding, judged()) == 0.6
+    off = with_decoding(random_nuclei, min_confidence=0.6, min_relative_odds=0.0).decoding
+    assert isinstance(off, Instances)
+    assert least_confidence(off, judged(1.0, 1.0)) == 0.6
+
+
+def test_an_object_that_is_much_less_certain_than_the_others_is_dropped(random_nuclei: ModelSpec) -> None:
+    inside = np.zeros((24, 40, 60), bool)
+    logits = np.full(inside.shape, -5.0)
+    for x, logit in ((10, 3.0), (30, 1.0), (50, 3.0)):
+        part = balls((12, 20, x, 7), size=inside.shape)
+        inside |= part
+        logits[part] = logit
+    scores = torch.from_numpy(np.stack([logits, distance_transform_edt(inside)]))[None].float()
+    assert run(with_decoding(random_nuclei, min_relative_odds=0.1), scores).count == 3
+    kept = run(with_decoding(random_nuclei, min_relative_odds=0.2), scores)
+    assert kept.count == 2
+    assert np.array_equal(kept.pixels > 0, logits > 2)
 
 
 def test_an_object_across_a_seam_stays_one(random_nuclei: ModelSpec) -> None:

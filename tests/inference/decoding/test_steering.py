@@ -42,8 +42,18 @@ def test_what_is_not_stated_stays_as_the_model_has_it(random_nuclei: ModelSpec, 
         "border": "drop",
         "holes": "fill",
         "min_confidence": 0.9,
+        "min_relative_odds": 0.0,
     }
     assert decoding_of(random_nuclei, steering) == random_nuclei.decoding.model_copy(update=changes)
+
+
+def test_a_stated_confidence_is_the_only_one_that_holds(random_nuclei: ModelSpec) -> None:
+    assert isinstance(random_nuclei.decoding, Instances)
+    strict = random_nuclei.decoding.model_copy(update={"min_confidence": 0.8, "min_relative_odds": 0.5})
+    spec = random_nuclei.model_copy(update={"decoding": strict})
+    assert decoding_of(spec, Steering(threshold=0.3)).min_relative_odds == 0.5
+    steered = decoding_of(spec, Steering(min_confidence=0.0))
+    assert (steered.min_confidence, steered.min_relative_odds) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(("size", "voxels"), [((20, 40, 40), 60), ((40, 80, 80), 60), ((10, 20, 40), 15)])
