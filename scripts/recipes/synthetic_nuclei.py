@@ -52,7 +52,6 @@ class Scene:
     walls           number of thin bright shells, as of autofluorescent cell walls
     envelope        thickness of a stained nuclear envelope over the radius (a standard deviation); 0: filled nuclei
     tissue          brightness of the tissue around, which varies over the stack and is grained
-    irregularity    how far nuclei are from balls; at 2 some are five times as long as wide, or lobed
     """
 
     diameter: float
@@ -82,7 +81,6 @@ class Scene:
     walls: int = 0
     envelope: float = 0.0
     tissue: float = 0.0
-    irregularity: float = 1.0
 
     @classmethod
     def draw(cls, rng: Generator) -> Self:
@@ -269,10 +267,7 @@ def synthesise(rng: Generator, shape: Size, scene: Scene | None = None) -> tuple
 def synthesise_varied(rng: Generator, shape: Size) -> tuple[NDArray[Any], Labels]:
     """Make a stack of usual nuclei, nuclei blurred along z, a hard kind or none; returns what `synthesise` returns."""
     kind = int(rng.choice(4, p=(0.43, 0.17, 0.3, 0.1)))
-    scene = (Scene.draw, Scene.draw_blurred, Scene.draw_hard, Scene.draw_empty)[kind](rng)
-    if rng.random() < 0.25:
-        scene = replace(scene, irregularity=float(rng.uniform(1.2, 2.2)))
-    return synthesise(rng, shape, scene)
+    return synthesise(rng, shape, (Scene.draw, Scene.draw_blurred, Scene.draw_hard, Scene.draw_empty)[kind](rng))
 
 
 def _place(rng: Generator, scene: Scene, canvas: _Canvas) -> None:
@@ -307,14 +302,13 @@ def _is_free(scene: Scene, canvas: _Canvas, centre: Floats, radii: Floats) -> bo
 def _draw_nucleus(rng: Generator, scene: Scene, canvas: _Canvas, centre: Floats, radii: Floats) -> None:
     """Draw one nucleus; where two meet, each voxel goes to the nearer one."""
     shape = canvas.labels.shape
-    reach = (1 + 0.7 * scene.irregularity) * radii
-    low = np.maximum(np.floor(centre - reach), 0).astype(int)
-    high = np.minimum(np.ceil(centre + reach) + 1, shape).astype(int)
+    low = np.maximum(np.floor(centre - 1.7 * radii), 0).astype(int)
+    high = np.minimum(np.ceil(centre + 1.7 * radii) + 1, shape).astype(int)
     if np.any(high <= low):
         return
     box = tuple(slice(a, b) for a, b in zip(low, high, strict=True))
     axes = [np.arange(a, b) for a, b in zip(low, high, strict=True)]
-    surface = _Surface.draw(rng, scene.irregularity)
+    surface = _Surface.draw(rng)
     splitting = scene.dividing > 0 and rng.random() < scene.dividing
     if splitting:
         surface = surface.flattened(rng)
@@ -347,11 +341,11 @@ class _Surface:
     bumps: Floats
 
     @classmethod
-    def draw(cls, rng: Generator, irregularity: float) -> Self:
+    def draw(cls, rng: Generator) -> Self:
         rotation = Rotation.random(random_state=rng).as_matrix().astype(np.float32)
-        stretch = np.exp(rng.normal(0, 0.18 * irregularity, 3)).astype(np.float32)
-        stretch = np.clip(stretch / np.cbrt(np.prod(stretch)), 0.65**irregularity, 1.5**irregularity)
-        return cls(rotation, stretch, rng.normal(0, 0.07 * min(irregularity, 1.5), 6).astype(np.float32))
+        stretch = np.exp(rng.normal(0, 0.18, 3)).astype(np.float32)
+        stretch = np.clip(stretch / np.cbrt(np.prod(stretch)), 0.65, 1.5)
+        return cls(rotation, stretch, rng.normal(0, 0.07, 6).astype(np.float32))
 
     def flattened(self, rng: Generator) -> Self:
         """Return the plate of condensed chromosomes in metaphase, of about half the volume."""

@@ -52,7 +52,6 @@ class Tissue:
     egg             whether a body that does not fill the stack is always an ellipsoid
     lumen           radius of the cavity in a tube or cyst of one layer of cells, relative to the outer one; 0: none
     apart           width of the dark between cells that do not touch, in diameters; 0: all touch
-    stretch         length over width of the cells, which are long in one direction; not of tubes and cysts
     """
 
     diameter: float
@@ -86,7 +85,6 @@ class Tissue:
     egg: bool = False
     lumen: float = 0.0
     apart: float = 0.0
-    stretch: float = 1.0
 
     @classmethod
     def draw(cls, rng: Generator, smallest: float = 14.0, largest: float = 48.0) -> Self:
@@ -239,10 +237,7 @@ WALLS = Tissue(
 def synthesise_varied(rng: Generator, shape: Size) -> tuple[NDArray[Any], Labels]:
     """Make a stack of one of the kinds of tissue; returns what `synthesise_tissue` does."""
     kinds = (Tissue.draw, Tissue.draw_walls, Tissue.draw_embryo, Tissue.draw_epithelium, Tissue.draw_apart)
-    tissue = kinds[int(rng.choice(5, p=(0.25, 0.22, 0.2, 0.2, 0.13)))](rng)
-    if not tissue.egg and not tissue.lumen and rng.random() < 0.4:
-        tissue = replace(tissue, stretch=float(rng.uniform(1.2, 3.0)))
-    return synthesise_tissue(rng, shape, tissue)
+    return synthesise_tissue(rng, shape, kinds[int(rng.choice(5, p=(0.25, 0.2, 0.25, 0.18, 0.12)))](rng))
 
 
 def synthesise_tissue(rng: Generator, shape: Size, tissue: Tissue | None = None) -> tuple[NDArray[Any], Labels]:
@@ -262,8 +257,7 @@ def _cells(rng: Generator, shape: Size, tissue: Tissue) -> Labels:
     spacing = np.array([tissue.flatness, 1, 1], np.float32)
     extent = np.array(shape) * spacing
     layer = Layer.draw(rng, extent, tissue.body, tissue.lumen) if tissue.lumen else None
-    shorten = _draw_shortening(rng, tissue.stretch) if tissue.stretch > 1 else np.eye(3)
-    points = _points(rng, extent, tissue, shorten) if layer is None else _points_on(layer, rng, extent, tissue)
+    points = _points(rng, extent, tissue) if layer is None else _points_on(layer, rng, extent, tissue)
     bend = tissue.bend * tissue.diameter
     axes = [(np.arange(edge, dtype=np.float32) + 0.5) * step for edge, step in zip(shape, spacing, strict=True)]
     places = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
@@ -271,14 +265,13 @@ def _cells(rng: Generator, shape: Size, tissue: Tissue) -> Labels:
         for axis in range(3):
             places[..., axis] += np.float32(bend) * smooth_noise(rng, shape, 0.5 * tissue.diameter)
     flat = places.reshape(-1, 3)
-    shortened = flat @ shorten.astype(np.float32) if tissue.stretch > 1 else flat
-    owner = _nearest(rng, points, shortened if layer is None else layer.onto_surface(flat), tissue)
+    owner = _nearest(rng, points, flat if layer is None else layer.onto_surface(flat), tissue)
     kept = rng.random(len(points)) >= tissue.holes
     if layer is not None:
         body = layer.holds(flat)
     else:
         body = _body(rng, places, extent, tissue).ravel() if tissue.body < 1 else np.ones(len(flat), bool)
-        _join_slivers(owner, body, points, shortened)
+        _join_slivers(owner, body, points, flat)
     numbers = np.where(kept, np.cumsum(kept), 0).astype(np.uint16)
     labels = np.asarray(np.where(body, numbers[owner], 0).reshape(shape), np.uint16)
     return _shrink(rng, labels, tissue) if tissue.apart else labels
@@ -316,21 +309,11 @@ def _join_slivers(owner: NDArray[Any], body: NDArray[np.bool_], points: NDArray[
         owner[lost] = stay[cKDTree(points[stay]).query(places[lost], workers=1)[1]]
 
 
-def _draw_shortening(rng: Generator, stretch: float) -> NDArray[np.float64]:
-    """Return a matrix [3, 3] that makes balls of ellipsoids, long in a random direction, of the same volume."""
-    direction = rng.normal(size=3)
-    along = np.outer(direction, direction) / (direction @ direction)
-    return np.asarray(np.cbrt(stretch) * (np.eye(3) + (1 / stretch - 1) * along))
-
-
-def _points(rng: Generator, extent: NDArray[Any], tissue: Tissue, shorten: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Draw centres [cells, 3] in and around the volume, in the space in which cells are as long as wide.
-
-    There they are at least `order` diameters apart where that is possible.
-    """
-    margin = 0.7 * tissue.diameter * tissue.stretch ** (2 / 3)
+def _points(rng: Generator, extent: NDArray[Any], tissue: Tissue) -> NDArray[np.float64]:
+    """Draw centres [cells, 3] in and around the volume, at least `order` diameters apart where that is possible."""
+    margin = 0.7 * tissue.diameter
     count = math.ceil(np.prod(extent + 2 * margin) / (math.pi / 6 * tissue.diameter**3))
-    return _spread(lambda number: rng.uniform(-margin, extent + margin, (number, 3)) @ shorten, count, tissue)
+    return _spread(lambda number: rng.uniform(-margin, extent + margin, (number, 3)), count, tissue)
 
 
 def _points_on(layer: Layer, rng: Generator, extent: NDArray[Any], tissue: Tissue) -> NDArray[np.float64]:

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from scripts.recipes import synthetic_nuclei, synthetic_tissue
 from scripts.recipes.class_targets import CLASSES, class_loss, class_targets
-from scripts.recipes.processing import process_stacks
 from scripts.recipes.sources import Percentiles, TurnedStacks, mix, random_size, resample_to_diameter
 from service.models.architectures import ShuffleUNet
 from service.training.averaging import measure_statistics, update_average
@@ -205,7 +204,7 @@ def freeze_statistics(network: nn.Module) -> None:
 def _make_source(recipe: Recipe, options: argparse.Namespace) -> Source:
     pairs = read_pairs(options.images, options.labels)
     source = mix(recipe.synthetic, TurnedStacks(pairs), options.share) if pairs else recipe.synthetic
-    return resample_to_diameter(process_stacks(source), recipe.diameter, options.stated)
+    return resample_to_diameter(source, recipe.diameter, options.stated)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
