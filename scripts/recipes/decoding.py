@@ -35,6 +35,7 @@ VALUES: dict[str, tuple[float, ...]] = {
     "threshold": (0.4, 0.5, 0.6, 0.7, 0.8),
     "smoothing": (0, 1, 2),
     "min_confidence": (0, 0.7, 0.8, 0.85),
+    "min_relative_odds": (0, 0.25, 0.37, 0.5),
 }
 
 
