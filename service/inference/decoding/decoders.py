@@ -23,7 +23,7 @@ from service.inference.decoding.instances import (
     logit,
     threshold_mask,
 )
-from service.inference.decoding.watershed_kernel import BLOCK_VOXELS, CPU, WatershedKernel, watershed_kernel
+from service.inference.decoding.watershed_kernel import CPU, WatershedKernel, choose_block, watershed_kernel
 from service.inference.side_stream import SideStream
 from service.models.spec import Instances, ModelSpec
 
@@ -129,7 +129,7 @@ def estimate_decoding(  # noqa: PLR0913
         return DecodingMemory(result) if result < LARGE_BYTES else DecodingMemory(0, disk=result)
     # The kernel keeps the key of every voxel in a block of planes and one more on either side. For foreground, hardly
     # more than three of four voxels even in crowded stacks, it keeps their places and targets.
-    block = min(voxels, BLOCK_VOXELS + 2 * size[1] * size[2])
+    block = min(voxels, choose_block(size) + 2 * size[1] * size[2])
     if on_host and kernel.supports(CPU, size):
         # Each voxel has the number of its piece, and its label in two bytes up to 65535 objects.
         return DecodingMemory((4 + 3 * 8 // 4) * block + (4 + 2) * voxels)

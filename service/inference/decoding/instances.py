@@ -24,7 +24,6 @@ from service.inference.decoding.basin_merging import Persistence, merge_shallow_
 from service.inference.decoding.fill_holes import fill_holes
 from service.inference.decoding.watershed import PROBABILITY_ONE, Basins, Watershed, foreground_codes
 from service.inference.decoding.watershed_kernel import (
-    BLOCK_VOXELS,
     WatershedKernel,
     WatershedParameters,
     watershed_kernel,
@@ -182,7 +181,7 @@ class TorchWatershed:
         threshold: float,
         persistence: Persistence,
         device: torch.device,
-        block: int = BLOCK_VOXELS,
+        block: int | None = None,
         *,
         along_y: bool = False,
     ) -> None:

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -46,6 +47,22 @@ public:
       if (known.pair)
         visit(static_cast<int64_t>(known.pair >> 32), static_cast<int64_t>(known.pair & UINT32_MAX), known.key);
   }
+
+  // Gives each pair the numbers that `rename` returns, and forgets those that become one.
+  template <typename Rename> void rename_all(Rename rename) {
+    // As large at once, since pairs come in the order of their places: in a smaller table they would pile up.
+    Passes renamed;
+    renamed.bits_ = bits_, renamed.highest_.resize(highest_.size());
+    visit_all([&](int64_t one, int64_t other, int32_t key) {
+      const int64_t first = rename(one), second = rename(other);
+      if (first != second)
+        renamed.add(first, second, key);
+    });
+    *this = std::move(renamed);
+  }
+
+  // How many pairs there are, but for those that were met a moment ago.
+  size_t size() const { return count_; }
 
 private:
   // Most passes are between pairs that were met a moment ago.

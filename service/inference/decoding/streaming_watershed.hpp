@@ -11,13 +11,15 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <deque>
 #include <vector>
 
 #include "height_keys.hpp"
 #include "passes.hpp"
 
 namespace {
+
+// Passes that are kept before any is forgotten, 16 bytes each.
+constexpr size_t MANY_PASSES = size_t(1) << 16;
 
 class StreamingWatershed {
 public:
@@ -27,7 +29,7 @@ public:
         width_(size[2] + 2), plane_(rows_ * width_), block_planes_(std::min(std::max(block / plane_, int64_t(1)), depth_)),
         weights_{along_y ? 3 : 9, along_y ? 9 : 3}, keys_((block_planes_ + 3) * plane_), scratch_(4 * plane_),
         foreground_((block_planes_ + 3) * plane_), targets_((block_planes_ + 3) * plane_), pieces_((depth_ + 2) * plane_, true),
-        scores_((block_planes_ + 3) * plane_), codes_(width_ - 2), piece_ends_{{-1, 0, BACKGROUND}} {
+        scores_((block_planes_ + 3) * plane_), codes_(width_ - 2), limits_{BACKGROUND}, piece_ends_{{-1, 0, BACKGROUND}} {
     // The plane below the volume, and the rims of the others: what they surround is written when it comes.
     std::fill_n(keys_.get(), plane_, BACKGROUND);
     for (int64_t z = 1; z < block_planes_ + 3; ++z) {
@@ -62,7 +64,10 @@ public:
         std::fill(keys_.get() + length * plane_, keys_.get() + (length + 1) * plane_, BACKGROUND), ++length;
       if (length > 2) {
         const int32_t first = static_cast<int32_t>(piece_ends_.size());
-        find_passes(trace_paths(length, first), first);
+        const int64_t count = trace_paths(length, first);
+        note_pending_passes();
+        find_passes(count);
+        forget_passes();
         z_ += length - 2;
       }
       std::memmove(keys_.get(), keys_.get() + (length - 2) * plane_, 2 * plane_ * sizeof(int32_t));
@@ -166,8 +171,8 @@ private:
       scores[x] = code_of(inside + x * in_step);
   }
 
-  // Finds out for every voxel of the foreground which piece it belongs to; gives how many there are. Where a path ends a
-  // piece begins: they are numbered from `first` in the order of these places.
+  // Finds out for every voxel of the foreground which piece it belongs to; gives how many there are. Where a path ends, or
+  // leads above the block, a piece begins: they are numbered from `first` in the order of these places.
   int64_t trace_paths(int64_t planes, int32_t first) {
     const int32_t *const keys = keys_.get();
     int32_t *const pieces = pieces_.get() + (z_ - 1) * plane_, *const scratch = scratch_.get();
@@ -185,7 +190,9 @@ private:
         const int32_t *const here = scratch + (place - z * plane_);
         const int32_t top = highest_of(here[0], here[plane_], here[2 * plane_]);
         const int32_t target = place + steps_[(keys[place] & PLACE_BITS) << 5 | (top & PLACE_BITS)];
-        if (target == place || target < plane_ || target >= last) {
+        if (target < plane_) {
+          pieces[place] = pieces[target];
+        } else if (target == place || target >= last) {
           pieces[place] = static_cast<int32_t>(first + ends);
           targets[ends++] = target;
         } else {
@@ -194,18 +201,20 @@ private:
         }
       }
     }
-    for (int64_t end = 0; end < ends; ++end)
+    for (int64_t end = 0; end < ends; ++end) {
       piece_ends_.push_back({(z_ - 1) * plane_ + targets[end], 0, keys[targets[end]]});
-    settle(pieces, count, first);
+      limits_.push_back(persistence_.limit(keys[targets[end]]));
+    }
+    settle(pieces, count);
     return count;
   }
 
   // Follows every path to its end. What lies ahead of a voxel comes first, and then knows its piece.
-  void settle(int32_t *pieces, int64_t count, int32_t first) {
+  void settle(int32_t *pieces, int64_t count) {
     const int32_t *const foreground = foreground_.get();
     const std::array<int32_t, 256> &probability = probabilities();
     const uint8_t *const scores = scores_.get();
-    int32_t counted = first;
+    int32_t counted = 0;
     int64_t run = count, sum = 0;
     for (int64_t n = count - 1; n >= 0; --n) {
       const int32_t here = foreground[n], known = pieces[here];
@@ -243,15 +252,12 @@ private:
   }
 
   // Finds the ways between voxels near the tops of the block's pieces and neighbours that belong to other pieces.
-  void find_passes(int64_t count, int32_t first) {
+  void find_passes(int64_t count) {
     const int64_t low = (z_ - 1) * plane_;
     const int32_t *const keys = keys_.get(), *const pieces = pieces_.get() + low, *const foreground = foreground_.get();
-    limits_.clear();
-    for (size_t piece = first; piece < piece_ends_.size(); ++piece)
-      limits_.push_back(persistence_.limit(piece_ends_[piece].top));
     for (int64_t i = 0; i < count; ++i) {
       const int64_t voxel = foreground[i];
-      const int32_t piece = pieces[voxel], key = keys[voxel], limit = limits_[piece - first];
+      const int32_t piece = pieces[voxel], key = keys[voxel], limit = limits_[piece];
       if (key < limit)
         continue;
       for (const int64_t offset : offsets_) {
@@ -265,6 +271,34 @@ private:
           pending_passes_.push_back({low + neighbour, piece, std::min(key, height)});
       }
     }
+  }
+
+  // Of the neighbours that lay beyond the block before, the pieces are known now.
+  void note_pending_passes() {
+    for (const PendingPass &way : pending_passes_)
+      if (const int32_t other = pieces_.get()[way.place]; other != way.piece)
+        passes_.add(way.piece, other, way.key);
+    pending_passes_.clear();
+  }
+
+  // Where most passes are between pieces that are one by now, as those whose paths go on from block to block are, forgets
+  // these. In crowded stacks without clear peaks they would take many times the memory of the stack.
+  void forget_passes() {
+    if (passes_.size() < most_passes_)
+      return;
+    passes_.rename_all([this](int64_t piece) { return piece_above(piece); });
+    most_passes_ = std::max(MANY_PASSES, 2 * passes_.size());
+  }
+
+  // The last piece, of those known so far, that the path of a piece leads to.
+  int64_t piece_above(int64_t piece) {
+    int64_t last = piece;
+    while (const int64_t next = pieces_.get()[piece_ends_[last].place]) {
+      if (next == last)
+        break;
+      last = next;
+    }
+    return last;
   }
 
   // Which basin every piece belongs to; gives the number of basins, which are in the order of the places of their maxima.
@@ -322,8 +356,6 @@ private:
         between.add(basin_of_[one] + 1, basin_of_[other] + 1, key);
     };
     passes_.visit_all(note);
-    for (const PendingPass &way : pending_passes_)
-      note(way.piece, pieces_.get()[way.place], way.key);
     std::vector<Pass> shallow;
     between.visit_all([&](int64_t one_more, int64_t another, int32_t key) {
       const int64_t first = one_more - 1, second = another - 1;
@@ -361,17 +393,19 @@ private:
   Pages<int32_t> keys_, scratch_, foreground_, targets_, pieces_;
   // Of the foreground's scores, as `code_of` has them.
   Pages<uint8_t> scores_;
-  std::vector<int32_t> codes_, limits_;
+  std::vector<int32_t> codes_;
   // From a voxel of one code to its neighbour of another; and to each neighbour.
   std::array<int32_t, CODES * CODES> steps_;
   std::array<int64_t, NEIGHBOURS> offsets_;
   // The first plane of the next block, counted with the rim, and how many planes of it are there: the one below it,
   // and then the one that waits for its upper neighbour.
   int64_t z_ = 1, pending_planes_ = 1;
-  // By number; 0 is the background.
+  // By number; 0 is the background. The key below which no pass of a piece matters, and the rest.
+  std::vector<int32_t> limits_;
   std::vector<Piece> piece_ends_;
   Passes passes_;
-  std::deque<PendingPass> pending_passes_;
+  std::vector<PendingPass> pending_passes_;
+  size_t most_passes_ = MANY_PASSES;
   std::vector<int64_t> basin_of_;
   std::vector<double> peaks_;
   std::vector<int32_t> number_of_;

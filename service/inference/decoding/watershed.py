@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.volume import Size
-from service.inference.decoding.watershed_kernel import BLOCK_VOXELS
+from service.inference.decoding.watershed_kernel import choose_block
 
 # The least 32-bit integer, below every height.
 BACKGROUND = -(2**31)
@@ -112,7 +112,7 @@ class Watershed:
     size    (Z, Y, X)
     along_y  planes come along y instead, each with all of z; basins, and what is told of them, are the same
     floor   heights of peaks, float32 [R] -> height of the lowest pass that matters to each, float32 [R]
-    block   voxels that are worked on together
+    block   voxels that are worked on together; None: as `choose_block` has it
     neighbours  voxels whose neighbours are looked at together
     """
 
@@ -121,7 +121,7 @@ class Watershed:
         size: Size,
         floor: Callable[[Tensor], Tensor],
         device: torch.device,
-        block: int = BLOCK_VOXELS,
+        block: int | None = None,
         *,
         along_y: bool = False,
         neighbours: int = NEIGHBOUR_BATCH,
@@ -133,6 +133,7 @@ class Watershed:
         # A rim of background on every side: neighbours of a voxel are then at fixed distances in memory.
         self._rows = (height + 2, width + 2)
         self._plane = self._rows[0] * self._rows[1]
+        block = choose_block(size, along_y=along_y) if block is None else block
         self._block_planes = min(max(block // self._plane, 1), depth)
         self._pieces = torch.zeros((depth + 2, *self._rows), dtype=torch.int32, device=device)
         # Together the place of each voxel, modulo 3 along each axis; the same whichever planes come.

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from service.inference.decoding.instances import InstanceDecoder
 from service.inference.decoding.watershed_kernel import (
+    BLOCK_PLANES,
     BLOCK_VOXELS,
     KernelWatershed,
     WatershedKernel,
     WatershedParameters,
+    choose_block,
     watershed_kernel,
 )
 from service.models.spec import Instances, ModelSpec
@@ -140,6 +142,25 @@ def test_crowds_of_passes_in_any_blocks(kernel: WatershedKernel) -> None:
     heights = np.random.default_rng(2).random((24, 25, 26))
     for persistence in (0.05, 0.3, np.inf):
         assert compare(kernel, heights, persistence, cuts=(7,), block=3 * 27 * 28).any()
+
+
+@pytest.mark.parametrize("along_y", [False, True])
+def test_passes_of_paths_that_go_on_are_forgotten_without_a_trace(kernel: WatershedKernel, *, along_y: bool) -> None:
+    """Low hills in blocks of one plane have millions of passes between pieces, and each of them matters."""
+    heights = 0.3 * hills(8, (300, 14, 300) if along_y else (14, 300, 300), sigma=2)
+    expected, labels = (
+        decode_objects(heights, 0.15, 2, block=block, kernel=kernel, along_y=along_y)[0] for block in (BLOCK_VOXELS, 1)
+    )
+    assert 50 < labels.max() < 2000
+    assert np.array_equal(labels, expected)
+
+
+def test_a_block_has_planes_of_any_size_but_places_of_32_bits(kernel: WatershedKernel) -> None:
+    assert choose_block((64, 100, 100)) == BLOCK_VOXELS
+    assert choose_block((64, 3000, 2000)) == BLOCK_PLANES * 3002 * 2002
+    assert choose_block((64, 3000, 2000), along_y=True) == BLOCK_VOXELS
+    for edge in (10_000, 16_000, 20_000):
+        assert kernel.supports(CPU, (64, edge, edge), choose_block((64, edge, edge)))
 
 
 @pytest.mark.parametrize("along_y", [False, True])
