@@ -1,4 +1,6 @@
-"""Score trials of widths on synthetic stacks that tell nothing: `python -m scripts.recipes.trials`.
+"""Score trials of widths on synthetic stacks: `python -m scripts.recipes.trials [--model membranes]`.
+
+Stacks of nuclei tell nothing, those of membranes their voxel size.
 
 Where the model doubts what it finds at the width that was estimated, or at its own, other widths are tried, and one is
 taken whose odds of being right are better by a margin (`service.inference.diameter.MARGIN`). The table has, for several
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,10 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from scripts.recipes.confidence import noise
+from scripts.recipes.optics import log_uniform
 from scripts.recipes.synthetic_nuclei import Scene, synthesise
+from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue
 from service.cli.models import choose_model
 from service.core.config import Settings
-from service.core.volume import Options, Volume, parse_diameter
+from service.core.volume import Options, Volume, VoxelSize, parse_diameter
 from service.inference.diameter import DiameterEstimator
 from service.inference.normalize import normalise_volume
 from service.inference.segmenter import Segmenter
@@ -40,7 +45,7 @@ class Tried(NamedTuple):
 
 
 def scenes(count: int) -> Iterator[tuple[str, Volume, NDArray[Any]]]:
-    """Yield stacks [1, Z, Y, X] with their labels [Z, Y, X], of each kind the same number."""
+    """Yield stacks of nuclei [1, Z, Y, X] with their labels [Z, Y, X], of each kind the same number."""
     for seed in range(count):
         rng = np.random.default_rng([4100, seed])
         spots = next(scene for _ in range(1000) if (scene := Scene.draw_hard(rng)).diameter < WIDEST_SPOTS)
@@ -49,6 +54,35 @@ def scenes(count: int) -> Iterator[tuple[str, Volume, NDArray[Any]]]:
             depth = max(int(edge / scene.anisotropy), 16)
             image, truth = synthesise(rng, (depth, edge, edge), scene)
             yield kind, Volume.from_array(image[None]), truth
+        grain = noise(seed).volume
+        yield "noise", grain, np.zeros(grain.shape[1:], np.uint16)
+
+
+def tissues(count: int) -> Iterator[tuple[str, Volume, NDArray[Any]]]:
+    """Yield stacks of membranes [1, Z, Y, X] with their labels [Z, Y, X], of each kind the same number.
+
+    Cells of young embryos are few, and much wider than what a window shows as the stack is sampled.
+    """
+    for seed in range(count):
+        rng = np.random.default_rng([4200, seed])
+        flatness, diameter = float(rng.choice([1.0, 2.4])), log_uniform(rng, 60, 220)
+        young = replace(
+            Tissue.draw_embryo(rng),
+            diameter=diameter,
+            flatness=flatness,
+            elongation=float(rng.uniform(1, 3.5)) / flatness,
+            variety=float(rng.uniform(0.1, 0.4)),
+            photons=log_uniform(rng, 20, 200),
+        )
+        edge = int(np.clip(2.2 * diameter, 180, 340))
+        for kind, tissue, side in (
+            ("tissue", Tissue.draw(rng), 112),
+            ("embryo", Tissue.draw_embryo(rng), 128),
+            ("young embryo", young, edge),
+        ):
+            depth = max(int(0.6 * side / tissue.flatness), 40)
+            image, truth = synthesise_tissue(rng, (depth, side, side), tissue)
+            yield kind, Volume.from_array(image[None], VoxelSize(tissue.flatness, 1.0, 1.0)), truth
         grain = noise(seed).volume
         yield "noise", grain, np.zeros(grain.shape[1:], np.uint16)
 
@@ -73,7 +107,7 @@ def compare(segmenter: Segmenter, network: Callable[[Tensor], Tensor], volume: V
     score_windows, reached = remember(network), dict[str, float]()
 
     def choose(margin: float) -> tuple[str, bool]:
-        sizing = DiameterEstimator(image, (1.0, 1.0, 1.0), spec, score_windows, margin=margin).estimate()
+        sizing = DiameterEstimator(image, (1.0, 1.0, 1.0), spec, score_windows, volume.voxel_size, margin).estimate()
         width = "none" if sizing.diameter is None or sizing.fits else str(sizing.diameter)
         return width, sizing.trial is not None
 
@@ -111,7 +145,7 @@ def main() -> None:
     segmenter.warm_up()
     network, tried = load_network(segmenter.spec), dict[str, list[Tried]]()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        for kind, volume, truth in scenes(chosen.stacks):
+        for kind, volume, truth in (tissues if "membranes" in chosen.model else scenes)(chosen.stacks):
             found = compare(segmenter, lambda windows: network(windows).float(), volume, truth)
             tried.setdefault(kind, []).append(found)
             sys.stderr.write(f"{kind}: {found.before:.2f} -> {' '.join(f'{f1:.2f}' for f1 in found.after)}\n")

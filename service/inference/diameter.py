@@ -4,7 +4,7 @@ A network finds objects best at the width that it was trained for; at others it 
 of their centres. So the scale that fits is the one at which what it finds has that width, with high peaks of the
 distance; what was found at one scale tells which to try next. Cellpose (Stringer et al. 2021) has a model of its own
 for a first guess, and refines it likewise by a first segmentation. Where the model doubts what it would find with that,
-the width is taken at which it doubts the least, by the confidence that results are judged by.
+or nothing fits well, the width is taken at which it doubts the least, by the confidence that results are judged by.
 """
 
 from __future__ import annotations
@@ -50,11 +50,13 @@ OFF, FLAT, FAR = 0.5, 1.0, 2.5
 # knows; from the third on, a first look is enough.
 LEAST_GUESS, LEAST_FIT, GOOD_FIT = 0.2, 0.5, 0.65
 
-# Where the first confidence is doubtful, these scales are tried as well, and none larger is taken. Logarithms of the
-# odds of being right are compared: a scale has to be better by the margin, and the smallest is taken of those that are
-# hardly worse than the best, as a large scale takes many windows. Below the least confidence it is grain that is seen.
-# Margin and least confidence are checked by `python -m scripts.recipes.trials`.
-TRIED, MARGIN, HARDLY, LEAST_CONFIDENCE = (1.0, 2.8), 1.0, 1.0, 0.001
+# Where the first confidence is doubtful, or no scale fits well, these scales are tried as well, in so many windows, and
+# none larger is taken. Logarithms of the odds of being right are compared: a scale has to be better by the margin, and
+# the smallest is taken of those that are hardly worse than the best, as a large scale takes many windows. Below the
+# least confidence it is grain that is seen. Margin and least confidence are checked by
+# `python -m scripts.recipes.trials`.
+TRIED = ((0.2, 2), (1.0, 4), (2.8, 4))
+MARGIN, HARDLY, LEAST_CONFIDENCE = 1.0, 1.0, 0.001
 
 # Objects that are up to so many times as wide as deep are found as well as round ones.
 ROUND = 1.5
@@ -142,6 +144,7 @@ class ScaleProbe(NamedTuple):
     fit      how well this scale suits the model, 0 to 1; 0 where too few objects were found
     windows  that were looked at
     confidence  in what was found, 0 to 1; None where that cannot be told
+    voxels      of all that was found, in voxels of the scaled grid
     """
 
     factors: Factors
@@ -150,6 +153,7 @@ class ScaleProbe(NamedTuple):
     fit: float
     windows: int
     confidence: float | None = None
+    voxels: int = 0
 
     @property
     def log_odds(self) -> float:
@@ -203,9 +207,13 @@ class DiameterEstimator:
             seen.append(self.probe(places, further, WINDOWS))
         sizing, used = self._measured(seen)
         calibration = self._spec.confidence
-        if calibration is None or used.confidence is None or used.confidence >= calibration.threshold:
+        if calibration is None or used.confidence is None:
             return sizing
-        return self._try(sizing, used, seen, places)
+        doubtful = used.confidence < calibration.threshold
+        # Pieces of objects that are too large for windows have a fair width and middle, but seldom a good fit.
+        if doubtful or max(probe.fit for probe in seen) < GOOD_FIT:
+            return self._try(sizing, used, seen, places)
+        return sizing
 
     def _measured(self, seen: Sequence[ScaleProbe]) -> tuple[Sizing, ScaleProbe]:
         """Return the estimate from what was seen, and the probe at or near the scale that it means."""
@@ -228,22 +236,32 @@ class DiameterEstimator:
 
     def _try(self, sizing: Sizing, used: ScaleProbe, seen: list[ScaleProbe], places: Sequence[Size]) -> Sizing:
         """Return the width at which the model doubts much less than at the one `used`; `sizing` where there is none."""
-        tried = [self._allowed((self._base[0] * by, self._base[1] * by, self._base[2] * by)) for by in TRIED]
-        for factors in tried:
+        base_z, base_y, base_x = self._base
+        tried = [(self._allowed((base_z * by, base_y * by, base_x * by)), windows) for by, windows in TRIED]
+        for factors, most in tried:
             if not any(_near(factors, probe.factors, ALIKE) for probe in seen):
-                seen.append(self.probe(places, factors, WINDOWS))
+                seen.append(self.probe(places, factors, most))
         if sizing.diameter is None:
             used = next(probe for probe in seen if _near(probe.factors, self._base, ALIKE))
-        largest = ALIKE * math.prod(tried[-1])
-        others = [probe for probe in seen if math.prod(probe.factors) <= largest]
-        chosen = _choose_clearly_better(used, others, self._margin)
+        largest, _ = tried[-1]
+        others = [probe for probe in seen if math.prod(probe.factors) <= ALIKE * math.prod(largest)]
+        enough = [probe for probe in others if probe.objects >= FEWEST or self._shows_large(probe, used)]
+        chosen = _choose_clearly_better(used, enough, self._margin)
         if chosen is None:
             return sizing
         diameter, windows = self._diameter(chosen.factors), sum(probe.windows for probe in seen)
-        narrowest = _near(chosen.factors, tried[-1], ALIKE)
+        narrowest = _near(chosen.factors, largest, ALIKE)
         trial = Trial(chosen.confidence or 0.0, used.confidence or 0.0, len(seen), narrowest)
         fits = _near(chosen.factors, self._base, FITTING)
         return Sizing(diameter, fits, chosen.objects, windows, diameter, trial)
+
+    def _shows_large(self, probe: ScaleProbe, used: ScaleProbe) -> bool:
+        """Return whether windows show more of the stack than those `used`, and objects that fill one of usual width.
+
+        At such a scale large objects are few, and faces of the windows cut them.
+        """
+        usual = math.pi / 6 * self._wanted**3
+        return math.prod(probe.factors) * ALIKE < math.prod(used.factors) and probe.voxels >= usual
 
     def _settled(self, seen: Sequence[ScaleProbe]) -> bool:
         """Return whether another probe would hardly tell more."""
@@ -276,7 +294,8 @@ class DiameterEstimator:
         if self._spec.confidence is None:
             return probe
         objects = Objects.concatenate([objects for _, objects in decoded])
-        return probe._replace(confidence=judge(objects, self._wanted, self._spec.confidence))
+        confidence = judge(objects, self._wanted, self._spec.confidence)
+        return probe._replace(confidence=confidence, voxels=int(objects.voxels.sum()))
 
     def _objects(self, scores: Tensor) -> tuple[NDArray[np.float64], Objects]:
         """Return [N, 4], extents along (z, y, x), NaN where a face cuts it, and the peak distance; and the objects."""
@@ -452,7 +471,7 @@ def _near(one: Factors, other: Factors, ratio: float) -> bool:
 
 def _choose_clearly_better(used: ScaleProbe, others: Sequence[ScaleProbe], margin: float) -> ScaleProbe | None:
     """Return the smallest scale that is better than the one `used` by a margin, and hardly worse than the best one."""
-    enough = [probe for probe in others if probe.objects >= FEWEST and (probe.confidence or 0.0) >= LEAST_CONFIDENCE]
+    enough = [probe for probe in others if (probe.confidence or 0.0) >= LEAST_CONFIDENCE]
     least = max((probe.log_odds for probe in enough), default=-math.inf)
     least = max(least - HARDLY, used.log_odds + margin)
     better = [probe for probe in enough if probe.log_odds >= least]

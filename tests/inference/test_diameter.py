@@ -189,6 +189,15 @@ def test_where_the_model_doubts_what_it_sees_the_width_is_taken_that_it_doubts_l
     assert ("narrower" in found.note) == found.trial.narrowest
 
 
+def test_a_few_objects_larger_than_a_window_are_seen_where_it_shows_more(spec: ModelSpec) -> None:
+    found = sized(np.pad(cones((70, 70, 70), 58), 45), by_width(spec), unsure)
+    assert found.diameter is not None
+    assert found.diameter.lengths[-1] == pytest.approx(50, rel=0.2)
+    assert found.objects < 5
+    # Enlarged, as few would tell nothing: grain has some that look like them.
+    assert sized(np.pad(cones((12, 12, 6), 5), 30), by_width(spec), unsure).diameter is None
+
+
 def test_a_trial_costs_nothing_where_the_first_confidence_is_good(spec: ModelSpec) -> None:
     for pixels, look in (
         (cones((48, 72, 80), 11), see),
