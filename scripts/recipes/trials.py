@@ -2,9 +2,9 @@
 
 Stacks of nuclei tell nothing, those of membranes their voxel size.
 
-Where the model doubts what it finds at the width that was estimated, or at its own, other widths are tried, and one is
-taken whose odds of being right are better by a margin (`service.inference.diameter.MARGIN`). The table has, for several
-margins, how many stacks of each kind get another width, and their mean F1 without and with that.
+Where the model doubts what it finds at the width that was estimated, or at its own, or nothing fits well, other widths
+are tried, and one is taken whose odds of being right are better by a margin (`service.inference.diameter.MARGIN`). The
+table has, for several margins, how many stacks of each kind get another width, and their mean F1 without and with that.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def main() -> None:
     segmenter.warm_up()
     network, tried = load_network(segmenter.spec), dict[str, list[Tried]]()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        for kind, volume, truth in (tissues if "membranes" in chosen.model else scenes)(chosen.stacks):
+        for kind, volume, truth in (tissues if segmenter.spec.name == "membranes" else scenes)(chosen.stacks):
             found = compare(segmenter, lambda windows: network(windows).float(), volume, truth)
             tried.setdefault(kind, []).append(found)
             sys.stderr.write(f"{kind}: {found.before:.2f} -> {' '.join(f'{f1:.2f}' for f1 in found.after)}\n")

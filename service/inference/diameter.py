@@ -194,10 +194,9 @@ class DiameterEstimator:
     def estimate(self) -> Sizing:
         """Estimate the diameter, always the same for one image and one network. Raises what `score_windows` raises."""
         places = signals(self._image, self._spec.input.roi_size)
-        base, seen = self._base, list[ScaleProbe]()
+        seen = list[ScaleProbe]()
         for scale, windows in FIRST_LOOKS:
-            factors = self._allowed((base[0] * scale * self._flatness, base[1] * scale, base[2] * scale))
-            seen.append(self.probe(places, factors, windows))
+            seen.append(self.probe(places, self._scaled(scale, self._flatness), windows))
             if self._settled(seen):
                 break
         for _ in range(NEXT_LOOKS):
@@ -236,32 +235,32 @@ class DiameterEstimator:
 
     def _try(self, sizing: Sizing, used: ScaleProbe, seen: list[ScaleProbe], places: Sequence[Size]) -> Sizing:
         """Return the width at which the model doubts much less than at the one `used`; `sizing` where there is none."""
-        base_z, base_y, base_x = self._base
-        tried = [(self._allowed((base_z * by, base_y * by, base_x * by)), windows) for by, windows in TRIED]
-        for factors, most in tried:
-            if not any(_near(factors, probe.factors, ALIKE) for probe in seen):
-                seen.append(self.probe(places, factors, most))
+        tried = [(self._scaled(scale), windows) for scale, windows in TRIED]
+        for factors, windows in tried:
+            if not _is_known(factors, seen):
+                seen.append(self.probe(places, factors, windows))
         if sizing.diameter is None:
             used = next(probe for probe in seen if _near(probe.factors, self._base, ALIKE))
         largest, _ = tried[-1]
-        others = [probe for probe in seen if math.prod(probe.factors) <= ALIKE * math.prod(largest)]
-        enough = [probe for probe in others if probe.objects >= FEWEST or self._shows_large(probe, used)]
-        chosen = _choose_clearly_better(used, enough, self._margin)
+        others = [probe for probe in seen if self._shows_enough(probe, used)]
+        others = [probe for probe in others if math.prod(probe.factors) <= ALIKE * math.prod(largest)]
+        chosen = _choose_clearly_better(used, others, self._margin)
         if chosen is None:
             return sizing
-        diameter, windows = self._diameter(chosen.factors), sum(probe.windows for probe in seen)
+        diameter, looked = self._diameter(chosen.factors), sum(probe.windows for probe in seen)
         narrowest = _near(chosen.factors, largest, ALIKE)
         trial = Trial(chosen.confidence or 0.0, used.confidence or 0.0, len(seen), narrowest)
         fits = _near(chosen.factors, self._base, FITTING)
-        return Sizing(diameter, fits, chosen.objects, windows, diameter, trial)
+        return Sizing(diameter, fits, chosen.objects, looked, diameter, trial)
 
-    def _shows_large(self, probe: ScaleProbe, used: ScaleProbe) -> bool:
-        """Return whether windows show more of the stack than those `used`, and objects that fill one of usual width.
+    def _shows_enough(self, probe: ScaleProbe, used: ScaleProbe) -> bool:
+        """Return whether there are enough objects, or windows that show more than those `used` and hold as much as one.
 
-        At such a scale large objects are few, and faces of the windows cut them.
+        At a smaller scale large objects are few, and faces of the windows cut them.
         """
         usual = math.pi / 6 * self._wanted**3
-        return math.prod(probe.factors) * ALIKE < math.prod(used.factors) and probe.voxels >= usual
+        shows_more = math.prod(probe.factors) * ALIKE < math.prod(used.factors)
+        return probe.objects >= FEWEST or (shows_more and probe.voxels >= usual)
 
     def _settled(self, seen: Sequence[ScaleProbe]) -> bool:
         """Return whether another probe would hardly tell more."""
@@ -272,7 +271,7 @@ class DiameterEstimator:
         """Return the factors that the best probe suggests, else the next best; None where none suggests new ones."""
         for probe in sorted(seen, key=lambda probe: probe.fit, reverse=True):
             factors = self._refined(probe)
-            if probe.fit and not any(_near(factors, other.factors, ALIKE) for other in seen):
+            if probe.fit and not _is_known(factors, seen):
                 return factors
         return None
 
@@ -350,6 +349,11 @@ class DiameterEstimator:
         stretch = flatness / min(max(flatness, 1 / ROUND), ROUND)
         scale = self._wanted / (deep * wide**2 * stretch) ** (1 / 3)
         return self._allowed((base_z * scale * stretch, base_y * scale, base_x * scale))
+
+    def _scaled(self, scale: float, flatness: float = 1.0) -> Factors:
+        """Return the factors at a scale of `base`, as far as allowed, for objects that are flat there."""
+        z, y, x = self._base
+        return self._allowed((z * scale * flatness, y * scale, x * scale))
 
     def _allowed(self, factors: Factors) -> Factors:
         """Clamp factors to `FARTHEST` of `base`. An axis as long as the window stays so: padding confuses networks."""
@@ -467,6 +471,10 @@ def _apart(one: Box, other: Box) -> bool:
 
 def _near(one: Factors, other: Factors, ratio: float) -> bool:
     return all(abs(math.log(a / b)) < math.log(ratio) for a, b in zip(one, other, strict=True))
+
+
+def _is_known(factors: Factors, seen: Iterable[ScaleProbe]) -> bool:
+    return any(_near(factors, probe.factors, ALIKE) for probe in seen)
 
 
 def _choose_clearly_better(used: ScaleProbe, others: Sequence[ScaleProbe], margin: float) -> ScaleProbe | None:
