@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -13,8 +14,8 @@ namespace {
 // Where a path of one block ends: the piece of voxels that come there.
 struct Piece {
   int64_t place;  // of the highest neighbour of the end, in the volume with its rim; of itself at a maximum
-  int64_t voxels;
-  int32_t top;  // key there
+  int32_t voxels;
+  int32_t top; // key there
   int64_t foreground = 0; // sum over its voxels of the foreground's probability, in units of `PROBABILITY_ONE`
 };
 
@@ -24,6 +25,12 @@ struct PendingPass {
   int32_t piece, key;
 };
 
+template <typename Number> Number root_of(std::vector<Number> &parent, Number one) {
+  while (parent[one] != one)
+    one = parent[one] = parent[parent[one]];
+  return one;
+}
+
 // By two numbers, neither of which is 0, the highest of the keys of passes between them.
 //
 // A hash table with open addressing and linear probing, in one piece of memory: the C library frees millions of nodes
@@ -31,7 +38,7 @@ struct PendingPass {
 class Passes {
 public:
   void add(int64_t one, int64_t other, int32_t key) {
-    const uint64_t pair = static_cast<uint64_t>(std::min(one, other)) << 32 | static_cast<uint64_t>(std::max(one, other));
+    const uint64_t pair = pair_of(one, other);
     Known &slot = recent_[mixed(pair) >> (64 - SLOT_BITS)];
     if (slot.pair != pair) {
       put(slot);
@@ -45,20 +52,43 @@ public:
       put(slot);
     for (const Known &known : highest_)
       if (known.pair)
-        visit(static_cast<int64_t>(known.pair >> 32), static_cast<int64_t>(known.pair & UINT32_MAX), known.key);
+        visit(first_of(known.pair), second_of(known.pair), known.key);
   }
 
-  // Gives each pair the numbers that `rename` returns, and forgets those that become one.
-  template <typename Rename> void rename_all(Rename rename) {
-    // As large at once, since pairs come in the order of their places: in a smaller table they would pile up.
-    Passes renamed;
-    renamed.bits_ = bits_, renamed.highest_.resize(highest_.size());
+  // Gives each pair the numbers, below `count`, that `rename` returns, and forgets those that become one, and those that
+  // are lower, by `level` of their keys, than every pass of another way between their two sides: whatever peaks these
+  // rise to, they are joined by that way, or deep below the peak of either side. So hardly more are left than numbers.
+  template <typename Rename, typename Level> void prune(int64_t count, Rename rename, Level level) {
+    std::vector<Known> known;
+    known.reserve(count_ + recent_.size());
     visit_all([&](int64_t one, int64_t other, int32_t key) {
       const int64_t first = rename(one), second = rename(other);
       if (first != second)
-        renamed.add(first, second, key);
+        known.push_back({pair_of(first, second), key});
     });
-    *this = std::move(renamed);
+    *this = Passes();
+    std::sort(known.begin(), known.end(), [](const Known &a, const Known &b) { return a.key > b.key; });
+    std::vector<int32_t> parent(count);
+    std::iota(parent.begin(), parent.end(), 0);
+    const auto roots = [&](const Known &pass) {
+      return std::pair(root_of(parent, first_of(pass.pair)), root_of(parent, second_of(pass.pair)));
+    };
+    for (size_t begin = 0, end; begin < known.size(); begin = end) {
+      const auto height = level(known[begin].key);
+      end = begin + 1;
+      while (end < known.size() && level(known[end].key) == height)
+        ++end;
+      // Which of several as high as each other is taken first is not yet known.
+      const auto needed = std::partition(known.begin() + begin, known.begin() + end, [&](const Known &pass) {
+        const auto [one, other] = roots(pass);
+        return one != other;
+      });
+      for (auto pass = known.begin() + begin; pass != needed; ++pass) {
+        const auto [one, other] = roots(*pass);
+        parent[one] = other;
+        add(first_of(pass->pair), second_of(pass->pair), pass->key);
+      }
+    }
   }
 
   // How many pairs there are, but for those that were met a moment ago.
@@ -71,6 +101,11 @@ private:
     uint64_t pair;
     int32_t key;
   };
+  static uint64_t pair_of(int64_t one, int64_t other) {
+    return static_cast<uint64_t>(std::min(one, other)) << 32 | static_cast<uint64_t>(std::max(one, other));
+  }
+  static int32_t first_of(uint64_t pair) { return static_cast<int32_t>(pair >> 32); }
+  static int32_t second_of(uint64_t pair) { return static_cast<int32_t>(pair & UINT32_MAX); }
   static size_t mixed(uint64_t pair) { return (pair ^ pair >> 29) * 0x9E3779B97F4A7C15; }
 
   void put(Known &slot) {
@@ -112,11 +147,5 @@ struct Pass {
   double height;
   int64_t first, second;
 };
-
-int64_t root_of(std::vector<int64_t> &parent, int64_t one) {
-  while (parent[one] != one)
-    one = parent[one] = parent[parent[one]];
-  return one;
-}
 
 } // namespace

@@ -225,14 +225,14 @@ private:
       pieces[here] = piece;
       // Counted in runs: one number that is raised voxel by voxel would be waited for.
       if (piece != counted) {
-        piece_ends_[counted].voxels += run - n - 1;
+        piece_ends_[counted].voxels += static_cast<int32_t>(run - n - 1);
         piece_ends_[counted].foreground += sum;
         counted = piece, run = n + 1, sum = 0;
       }
       sum += probability[scores[here]];
     }
     if (count) {
-      piece_ends_[counted].voxels += run;
+      piece_ends_[counted].voxels += static_cast<int32_t>(run);
       piece_ends_[counted].foreground += sum;
     }
   }
@@ -281,12 +281,12 @@ private:
     pending_passes_.clear();
   }
 
-  // Where most passes are between pieces that are one by now, as those whose paths go on from block to block are, forgets
-  // these. In crowded stacks without clear peaks they would take many times the memory of the stack.
+  // In crowded stacks without clear peaks passes would take many times the memory of the stack.
   void forget_passes() {
     if (passes_.size() < most_passes_)
       return;
-    passes_.rename_all([this](int64_t piece) { return piece_above(piece); });
+    const auto distance = [this](int32_t key) { return persistence_.distance(height_of(key)); };
+    passes_.prune(piece_ends_.size(), [this](int64_t piece) { return piece_above(piece); }, distance);
     most_passes_ = std::max(MANY_PASSES, 2 * passes_.size());
   }
 
@@ -348,22 +348,16 @@ private:
     return parent;
   }
 
-  // Between basins, the highest first; of those as high the one with the lower numbers.
+  // Between basins, the highest first; of those as high the one with the lower numbers. Two basins may have several.
   std::vector<Pass> shallow_passes() {
-    Passes between;
-    const auto note = [&](int64_t one, int64_t other, int32_t key) {
-      if (basin_of_[one] != basin_of_[other])
-        between.add(basin_of_[one] + 1, basin_of_[other] + 1, key);
-    };
-    passes_.visit_all(note);
     std::vector<Pass> shallow;
-    between.visit_all([&](int64_t one_more, int64_t another, int32_t key) {
-      const int64_t first = one_more - 1, second = another - 1;
+    passes_.visit_all([&](int64_t one_piece, int64_t other_piece, int32_t key) {
+      const int64_t first = basin_of_[one_piece], second = basin_of_[other_piece];
       const double height = persistence_.distance(height_of(key)), one = peaks_[first], other = peaks_[second];
       // What is not a number is not near anything.
       const bool comparable = !std::isnan(one) && !std::isnan(other);
-      if (comparable && std::min(one, other) - height < persistence_.depth)
-        shallow.push_back({height, first, second});
+      if (first != second && comparable && std::min(one, other) - height < persistence_.depth)
+        shallow.push_back({height, std::min(first, second), std::max(first, second)});
     });
     std::sort(shallow.begin(), shallow.end(), [](const Pass &a, const Pass &b) {
       return a.height != b.height ? a.height > b.height : a.first != b.first ? a.first < b.first : a.second < b.second;

@@ -89,7 +89,7 @@ int64_t stackseg_block_passes(const void *block) { return static_cast<const Bloc
 // into [passes, 3]: two pieces, and the key of the pass.
 void stackseg_block_facts(const void *block, int64_t *pieces, int32_t *passes) {
   for (const Piece &piece : static_cast<const BlockWatershed *>(block)->pieces())
-    for (const int64_t fact : {piece.place, piece.voxels, piece.foreground, static_cast<int64_t>(piece.top)})
+    for (const int64_t fact : std::initializer_list<int64_t>{piece.place, piece.voxels, piece.foreground, piece.top})
       *pieces++ = fact;
   for (const auto &pass : static_cast<const BlockWatershed *>(block)->passes())
     passes = std::copy(pass.begin(), pass.end(), passes);
