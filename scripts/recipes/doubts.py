@@ -1,0 +1,87 @@
+"""Count results without a warning on stacks that no confidence was fitted to: `python -m scripts.recipes.doubts`.
+
+Stacks of what the model is for, of what it is not for, and textures in which nothing is to be found, are told nothing
+but a voxel size where they have one. The table says, for several thresholds of the confidence, how many good results
+come with a warning, and how many wrong ones without. Widths are tried where the model's own threshold says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from scripts.recipes.confidence import BAD, GOOD, noise
+from scripts.recipes.trials import scenes, tissues
+from service.cli.models import choose_model
+from service.core.config import Settings
+from service.core.volume import Options, Volume
+from service.inference.segmenter import Segmenter
+from service.training.evaluate import score
+
+THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
+# Beside those that `scripts.recipes.confidence` fits to, and those of `scripts.recipes.trials`.
+FIRST_TEXTURE, TEXTURES = 600, 8
+
+
+class Judged(NamedTuple):
+    """A result: `kind` is good, bad, fair, foreign or texture; the confidence is None where nothing was found."""
+
+    kind: str
+    confidence: float | None
+
+
+def known(model: str, count: int) -> Iterator[tuple[Volume, NDArray[Any]]]:
+    """Yield stacks [1, Z, Y, X] of what a model is for, with labels [Z, Y, X]; `count` of each kind."""
+    stacks = (tissues if model == "membranes" else scenes)(count)
+    return ((volume, truth) for kind, volume, truth in stacks if kind != "noise")
+
+
+def kind_of(f1: float) -> str:
+    """Return what a result with this F1 at an IoU of 0.5 is called."""
+    return "good" if f1 >= GOOD else "bad" if f1 <= BAD else "fair"
+
+
+def collect(segmenter: Segmenter, count: int) -> Iterator[Judged]:
+    """Segment stacks of every kind."""
+    model = segmenter.spec.name
+    for volume, truth in known(model, count):
+        result = segmenter.segment(volume, Options())
+        yield Judged(kind_of(score(truth, result.segmentation.pixels).f1), result.confidence)
+    for volume, _ in known("nuclei" if model == "membranes" else "membranes", count):
+        yield Judged("foreign", segmenter.segment(volume, Options()).confidence)
+    for seed in range(FIRST_TEXTURE, FIRST_TEXTURE + TEXTURES * count):
+        yield Judged("texture", segmenter.segment(noise(seed).volume, Options()).confidence)
+
+
+def report(judged: Sequence[Judged]) -> Iterator[str]:
+    """Yield the lines of the table, one for each threshold."""
+    found = {kind: [each for each in judged if each.kind == kind] for kind in ("good", "bad", "foreign", "texture")}
+    yield "| threshold | good, with a warning | bad, without | of other objects, without | textures, without |"
+    yield "|---|" + 4 * "---|"
+    for threshold in THRESHOLDS:
+        sure = {
+            kind: sum(each.confidence is not None and each.confidence >= threshold for each in results)
+            for kind, results in found.items()
+        }
+        sure["good"] = len(found["good"]) - sure["good"]
+        cells = (f"{number} of {len(found[kind])}" for kind, number in sure.items())
+        yield f"| {threshold:g} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="nuclei", help="name or folder")
+    parser.add_argument("--stacks", type=int, default=12, help="of each kind, and eight times as many textures")
+    chosen = parser.parse_args()
+    settings = Settings()
+    segmenter = Segmenter(choose_model(chosen.model, settings), settings)
+    segmenter.warm_up()
+    sys.stdout.writelines(f"{line}\n" for line in report(list(collect(segmenter, chosen.stacks))))
+
+
+if __name__ == "__main__":
+    main()
