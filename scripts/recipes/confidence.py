@@ -193,6 +193,11 @@ def _extents(truth: Array) -> Widths:
     return z, y, x
 
 
+def kind_of(f1: float) -> str:
+    """Return what a result with this F1 at an IoU of 0.5 is called: good, bad or fair."""
+    return "good" if f1 >= GOOD else "bad" if f1 <= BAD else "fair"
+
+
 def collect(segmenter: Segmenter, cases: Iterator[Case]) -> Iterator[Sample]:
     """Segment the stacks; yield what is clearly good or bad and found anything."""
     wanted = segmenter.spec.input.diameter
@@ -205,9 +210,10 @@ def collect(segmenter: Segmenter, cases: Iterator[Case]) -> Iterator[Sample]:
             good, f1 = case.truth, ""
         else:
             reached = score(case.truth, found.pixels).f1
-            if BAD < reached < GOOD:
+            kind = kind_of(reached)
+            if kind == "fair":
                 continue
-            good, f1 = reached >= GOOD, f" (F1 {reached:.2f})"
+            good, f1 = kind == "good", f" (F1 {reached:.2f})"
         sample = Sample(case.stack, case.how, Features.measure(found.objects, wanted), good)
         sys.stderr.write(f"{case.stack}, {case.how}: {'good' if good else 'bad'}{f1} {sample.features}\n")
         yield sample

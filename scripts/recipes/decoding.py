@@ -17,13 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from scripts.recipes.segmenters import start_segmenter
 from scripts.recipes.synthetic_nuclei import Scene, synthesise
 from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue
-from service.cli.models import choose_model
-from service.core.config import Settings
 from service.core.volume import Options, Volume
 from service.inference.decoding.instances import InstanceDecoder
-from service.inference.segmenter import Segmenter
 from service.inference.windows.grid import as_size
 from service.models.spec import Instances, ModelSpec
 from service.training.evaluate import score
@@ -65,9 +63,7 @@ def main() -> None:
     parser.add_argument("model", choices=("membranes", "nuclei"))
     parser.add_argument("--stacks", type=int, default=16)
     chosen = parser.parse_args()
-    settings = Settings()
-    segmenter = Segmenter(choose_model(chosen.model, settings), settings)
-    segmenter.warm_up()
+    segmenter = start_segmenter(chosen.model)
     reached: dict[tuple[str, float], list[float]] = {}
     for volume, truth in stacks(chosen.model, chosen.stacks):
         found = segmenter.segment(volume, Options("probabilities", diameter="none")).segmentation.pixels

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from scripts.recipes.confidence import BAD, GOOD, noise
-from scripts.recipes.trials import scenes, tissues
-from service.cli.models import choose_model
-from service.core.config import Settings
+from scripts.recipes.confidence import kind_of, noise
+from scripts.recipes.segmenters import start_segmenter
+from scripts.recipes.trials import stacks_for
 from service.core.volume import Options, Volume
 from service.inference.segmenter import Segmenter
 from service.training.evaluate import score
@@ -36,13 +35,7 @@ class Judged(NamedTuple):
 
 def known(model: str, count: int) -> Iterator[tuple[Volume, NDArray[Any]]]:
     """Yield stacks [1, Z, Y, X] of what a model is for, with labels [Z, Y, X]; `count` of each kind."""
-    stacks = (tissues if model == "membranes" else scenes)(count)
-    return ((volume, truth) for kind, volume, truth in stacks if kind != "noise")
-
-
-def kind_of(f1: float) -> str:
-    """Return what a result with this F1 at an IoU of 0.5 is called."""
-    return "good" if f1 >= GOOD else "bad" if f1 <= BAD else "fair"
+    return ((volume, truth) for kind, volume, truth in stacks_for(model, count) if kind != "noise")
 
 
 def collect(segmenter: Segmenter, count: int) -> Iterator[Judged]:
@@ -77,9 +70,7 @@ def main() -> None:
     parser.add_argument("--model", default="nuclei", help="name or folder")
     parser.add_argument("--stacks", type=int, default=12, help="of each kind, and eight times as many textures")
     chosen = parser.parse_args()
-    settings = Settings()
-    segmenter = Segmenter(choose_model(chosen.model, settings), settings)
-    segmenter.warm_up()
+    segmenter = start_segmenter(chosen.model)
     sys.stdout.writelines(f"{line}\n" for line in report(list(collect(segmenter, chosen.stacks))))
 
 

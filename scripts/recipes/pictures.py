@@ -20,10 +20,9 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from scripts.recipes.class_targets import classes_of, dice
+from scripts.recipes.segmenters import start_segmenter
 from scripts.recipes.synthetic_nuclei import EMBRYO, PLAIN, Scene, synthesise
 from scripts.recipes.synthetic_tissue import WALLS, Tissue, synthesise_tissue
-from service.cli.models import choose_model
-from service.core.config import Settings
 from service.core.volume import Options, Segmentation, Volume
 from service.formats import thumbnail
 from service.inference.segmenter import Segmenter
@@ -99,10 +98,8 @@ def draw(segmenter: Segmenter, make: Callable[[Generator], Pair]) -> tuple[bytes
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(PICTURES), choices=list(PICTURES))
-    settings = Settings()
     for name in parser.parse_args().models:
-        segmenter = Segmenter(choose_model(name, settings), settings)
-        segmenter.warm_up()
+        segmenter = start_segmenter(name)
         for kind, make in PICTURES[name].items():
             picture, line = draw(segmenter, make)
             (FOLDER / f"{name}-{kind}.png").write_bytes(picture)

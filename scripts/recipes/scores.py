@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.ndimage import gaussian_laplace, maximum_filter
 
+from scripts.recipes.segmenters import start_segmenter
 from scripts.recipes.synthetic_nuclei import PLAIN, Scene, synthesise
-from service.cli.models import choose_model
-from service.core.config import Settings
 from service.core.volume import Options, Selection, Volume
 from service.formats import stack_reader
 from service.inference.segmenter import Segmenter
@@ -154,13 +153,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quality", choices=("fast", "best"), default="fast")
     parser.add_argument("--overlap", type=float, help="of windows; that of the quality if not given")
     chosen = parser.parse_args(arguments)
-    settings, options = Settings(), Options(quality=chosen.quality, overlap=chosen.overlap)
+    options = Options(quality=chosen.quality, overlap=chosen.overlap)
     if chosen.folder is None and not chosen.grid:
         parser.error("name the FOLDER of recorded stacks, or say --grid")
     names = ("nuclei",) if chosen.grid else ("nuclei", "membranes")
-    segmenters = {name: Segmenter(choose_model(getattr(chosen, name), settings), settings) for name in names}
-    for segmenter in segmenters.values():
-        segmenter.warm_up()
+    segmenters = {name: start_segmenter(getattr(chosen, name)) for name in names}
     lines = grid(segmenters["nuclei"], options) if chosen.grid else rows(chosen.folder, segmenters, options)
     for line in lines:
         sys.stdout.write(line + "\n")

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from scripts.recipes.confidence import noise
 from scripts.recipes.optics import log_uniform
+from scripts.recipes.segmenters import start_segmenter
 from scripts.recipes.synthetic_nuclei import Scene, synthesise
 from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue
-from service.cli.models import choose_model
-from service.core.config import Settings
 from service.core.volume import Options, Volume, VoxelSize, parse_diameter
 from service.inference.diameter import DiameterEstimator
 from service.inference.normalize import normalise_volume
@@ -87,6 +86,11 @@ def tissues(count: int) -> Iterator[tuple[str, Volume, NDArray[Any]]]:
         yield "noise", grain, np.zeros(grain.shape[1:], np.uint16)
 
 
+def stacks_for(model: str, count: int) -> Iterator[tuple[str, Volume, NDArray[Any]]]:
+    """Yield what a model is to be scored on: `tissues` for `membranes`, `scenes` for others."""
+    return (tissues if model == "membranes" else scenes)(count)
+
+
 def remember(compute: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return a function that computes the scores of the same windows once."""
     known: dict[bytes, Tensor] = {}
@@ -140,12 +144,10 @@ def main() -> None:
     parser.add_argument("--model", default="nuclei", help="name or folder")
     parser.add_argument("--stacks", type=int, default=12, help="of each kind")
     chosen = parser.parse_args()
-    settings = Settings()
-    segmenter = Segmenter(choose_model(chosen.model, settings), settings)
-    segmenter.warm_up()
+    segmenter = start_segmenter(chosen.model)
     network, tried = load_network(segmenter.spec), dict[str, list[Tried]]()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        for kind, volume, truth in (tissues if segmenter.spec.name == "membranes" else scenes)(chosen.stacks):
+        for kind, volume, truth in stacks_for(segmenter.spec.name, chosen.stacks):
             found = compare(segmenter, lambda windows: network(windows).float(), volume, truth)
             tried.setdefault(kind, []).append(found)
             sys.stderr.write(f"{kind}: {found.before:.2f} -> {' '.join(f'{f1:.2f}' for f1 in found.after)}\n")

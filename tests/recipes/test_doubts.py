@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from scripts.recipes.doubts import Judged, kind_of, report
+from scripts.recipes.doubts import Judged, report
 
 
 def test_the_table_counts_warnings_of_good_results_and_their_absence_from_others() -> None:
@@ -14,7 +14,3 @@ def test_the_table_counts_warnings_of_good_results_and_their_absence_from_others
     assert "| 0.3 | 1 of 3 | 1 of 2 | 0 of 0 | 2 of 3 |" in lines
     assert "| 0.5 | 2 of 3 | 0 of 2 | 0 of 0 | 2 of 3 |" in lines
     assert lines[-1] == "| 0.7 | 2 of 3 | 0 of 2 | 0 of 0 | 1 of 3 |"
-
-
-def test_results_are_good_fair_or_bad_by_their_f1() -> None:
-    assert [kind_of(f1) for f1 in (0.2, 0.45, 0.5, 0.6, 0.9)] == ["bad", "bad", "fair", "good", "good"]

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "height_keys.hpp"
@@ -334,8 +335,7 @@ private:
   // The object of every basin, numbered from 0 in the order of the highest basins that objects have.
   std::vector<int64_t> merge(int64_t basins) {
     std::vector<int64_t> parent(basins);
-    for (int64_t basin = 0; basin < basins; ++basin)
-      parent[basin] = basin;
+    std::iota(parent.begin(), parent.end(), 0);
     for (const Pass &pass : shallow_passes()) {
       int64_t high = root_of(parent, pass.first), low = root_of(parent, pass.second);
       if (peaks_[high] < peaks_[low])

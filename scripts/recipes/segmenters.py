@@ -1,0 +1,18 @@
+"""Segmenters for the recipes that score models."""
+
+from __future__ import annotations
+
+from service.cli.models import choose_model
+from service.core.config import Settings
+from service.inference.segmenter import Segmenter
+
+
+def start_segmenter(model: str) -> Segmenter:
+    """Load and warm up a model by its name or folder, with the settings that a service here would have.
+
+    Raises UnknownModel and BrokenModel.
+    """
+    settings = Settings()
+    segmenter = Segmenter(choose_model(model, settings), settings)
+    segmenter.warm_up()
+    return segmenter
