@@ -49,6 +49,8 @@ MAX_UNANSWERED = 16
 # after which the system asks the client's. Linux forgets a connection a minute after its end.
 PROBE_SECONDS = 0.2
 KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 15}
+# How long a connection that was just opened is kept by a service that stops.
+FIRST_REQUEST_SECONDS = 1.0
 # The largest piece of a body that is copied to be sent together with the head of its answer.
 MAX_JOINED_BYTES = 2**16
 
@@ -287,15 +289,19 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             super().shutdown()
 
     def close_if_stalled(self, seconds: float) -> None:
-        """Close the connection of a stopping service, unless an answer is owed or a body still arrives.
+        """Close the connection of a stopping service, unless an answer is owed or a first request still arrives.
 
-        A body has stalled when nothing came for `seconds`, while its request was asking for more.
+        A body has stalled when nothing came for `seconds`, while its request was asking for more. A new connection has
+        `FIRST_REQUEST_SECONDS` for its first request, which may be on its way.
         """
         if self.transport.is_closing():
             self._abort_if_sent(seconds)
             return
-        self.shutdown()
         now = self.loop.time()
+        is_new = cast("RequestResponseCycle | None", self.cycle) is None
+        if is_new and now - self._head_since < min(FIRST_REQUEST_SECONDS, seconds):
+            return
+        self.shutdown()
         if self.flow.read_paused and seconds > 0:
             self._last_received = now
         if self._awaits_body and now - self._last_received >= seconds and not self.transport.is_closing():

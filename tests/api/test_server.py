@@ -31,7 +31,7 @@ from sockets import (
 
 from service.api.data_rate import Patience
 from service.api.middleware import RequestLog
-from service.api.server import Server, format_address, listen
+from service.api.server import POLL_SECONDS, Server, format_address, listen
 from service.core import errors
 
 RATE = 1000
@@ -195,6 +195,33 @@ def test_health_is_answered_while_work_that_was_begun_is_finished(bands_reposito
         fakes[0].gate.set()
     with pytest.raises(httpx2.ConnectError):
         httpx2.get(f"http://{live.host}:{live.port}/health/live")
+
+
+def test_first_request_of_a_connection_is_answered_though_the_service_stops_before_it_comes(
+    bands_repository: Path, tmp_path: Path
+) -> None:
+    fakes: list[FakeSegmenter] = []
+
+    def load(*arguments: Any) -> FakeSegmenter:
+        fakes.append(FakeSegmenter(*arguments))
+        return fakes[-1]
+
+    settings = eager(bands_repository, server={"scratch_folder": tmp_path})
+    with serve(settings, load=load, make_server=Server) as live:
+        fakes[0].gate.clear()
+        stack = as_tiff(np.full((3, 8, 8), 200, np.uint8))
+        live.client.post("/jobs", content=stack, headers={"Content-Type": "image/tiff"})
+        until(lambda: live.runtime.running)
+        with socket.create_connection((live.host, live.port), timeout=10) as client:
+            until(lambda: len(live.server.server_state.connections) > 1)
+            live.server.handle_exit(signal.SIGTERM, None)
+            time.sleep(3 * POLL_SECONDS)
+            client.sendall(b"GET /health/live HTTP/1.1\r\nHost: here\r\n\r\n")
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+            # Its connection is then closed like others without work.
+            while client.recv(2**16):
+                pass
+        fakes[0].gate.set()
 
 
 @pytest.mark.parametrize("sent", [head(), head("Content-Length: 9") + b"half"], ids=["at work", "in its body"])
