@@ -107,6 +107,9 @@ def serve(settings: Settings, host: str, port: int) -> bool:
     _limit_malloc_arenas()
     gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
     app = create_app(settings)
+    # FastAPI would build the routes and the document at the first request that needs them, while a thread loads models:
+    # what it does there to Python's filters of warnings is not safe beside another thread that does so too.
+    app.openapi()
     runtime: Runtime = app.state.runtime
     config = build_config(
         app,
@@ -121,12 +124,14 @@ def serve(settings: Settings, host: str, port: int) -> bool:
         raise ConfigError(f"server.ssl_keyfile and server.ssl_certfile cannot be used: {error}.") from error
     limit = limit_connections(settings.server.connections)
     with Listener(listen(host, port), limit) as listener:
-        # uvicorn raises the signal once more when it has shut down, which would turn a clean end into a killed process.
+        server = Server(config, runtime)
+        # A signal before uvicorn listens to signals ends the service as well. uvicorn raises it once more when it has
+        # shut down, which would turn a clean end into a killed process.
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda _number, _frame: None)
+            signal.signal(number, server.handle_exit)
         sys.stdout.write(f"StackSeg listens on {format_address(listener, secure=config.is_ssl)}\n")
         sys.stdout.flush()
-        Server(config, runtime).run(sockets=[listener])
+        server.run(sockets=[listener])
     return runtime.ended
 
 

@@ -16,10 +16,11 @@ TEXT = "%(asctime)s %(levelname)s %(message)s"
 
 
 def configure_logging(level: str, form: str, stream: IO[str] | None = None) -> None:
-    """Write the log to `stream` (None: standard error), as `text` or `json`."""
+    """Write the log, and the warnings of libraries, to `stream` (None: standard error), as `text` or `json`."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.captureWarnings(capture=True)
 
 
 def fields(**values: Any) -> dict[str, Any]:

@@ -4,6 +4,8 @@ import logging
 import random
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -240,3 +242,21 @@ def test_client_that_hangs_up_counts_as_such_whatever_the_application_then_does(
                 client.sendall(sent)
                 time.sleep(0.2)
             until(lambda: any("POST / 499 " in record.getMessage() for record in caplog.records), SECONDS)
+
+
+def test_signal_ends_the_service_however_early_it_comes() -> None:
+    code = """
+import os, signal, sys
+from service.api.server import serve
+from service.core.config import Settings
+
+class SignalsAtOnce:
+    def write(self, line): os.kill(os.getpid(), signal.SIGTERM)
+    def flush(self): pass
+
+sys.stdout = SignalsAtOnce()
+ended = serve(Settings(), "127.0.0.1", 0)
+sys.stderr.write(f"ended: {ended}")
+"""
+    process = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert process.stderr.endswith("ended: True")

@@ -3,6 +3,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -49,3 +51,16 @@ def test_exception_stays_on_its_line(stream: io.StringIO) -> None:
     line = json.loads(stream.getvalue())
     assert "ValueError: invalid literal" in line["exception"]
     assert "Traceback" in line["exception"]
+
+
+def test_warning_of_a_library_is_a_line_as_well() -> None:
+    code = """
+import warnings
+from service.core.logs import configure_logging
+configure_logging("info", "json")
+warnings.warn("an option is deprecated", FutureWarning)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    line = json.loads(ended.stderr)
+    assert (line["level"], line["logger"]) == ("warning", "py.warnings")
+    assert "FutureWarning: an option is deprecated" in line["message"]
