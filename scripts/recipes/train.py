@@ -190,6 +190,25 @@ def load_matching(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
     network.load_state_dict({name: known[name] if name in fresh else value for name, value in weights.items()})
 
 
+def grow(network: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights for a wider network that compute what those of a narrower one do.
+
+    Its own features read nothing from the new ones yet, which start at random, so that training decides what they add
+    (Net2Net, Chen et al. 2016, with fresh features instead of copies). Weights of one shape in both stay as they are.
+    """
+    grown = {name: value.clone() for name, value in network.state_dict().items()}
+    for name, narrow in weights.items():
+        wide = grown[name]
+        if wide.ndim == 5 and wide.shape != narrow.shape:
+            # Those of transposed convolutions have the features that are read first.
+            read, made = (0, 1) if name.startswith("up.") else (1, 0)
+            wide.narrow(read, narrow.shape[read], wide.shape[read] - narrow.shape[read]).narrow(
+                made, 0, narrow.shape[made]
+            ).zero_()
+        wide[tuple(slice(size) for size in narrow.shape)] = narrow
+    return grown
+
+
 def freeze_statistics(network: nn.Module) -> None:
     """Train batch normalisation with the statistics that it will be used with.
 
@@ -214,7 +233,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the weights")
     parser.add_argument("--minutes", type=float, default=30.0, help="wall-clock budget")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--init", type=Path, help="weights to start from; a head for other outputs is made anew")
+    parser.add_argument("--widths", type=int, nargs="+", help="features by level, instead of those of the kind")
+    parser.add_argument(
+        "--init", type=Path, help="weights to start from, which may be narrower; a head for other outputs is made anew"
+    )
     parser.add_argument("--images", type=Path, nargs="*", default=[], help="recorded stacks, one channel each")
     parser.add_argument("--labels", type=Path, nargs="*", default=[], help="their labels, in the same order")
     parser.add_argument("--share", type=float, default=0.25, help="part of the volumes that is drawn from them")
@@ -232,9 +254,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(options.seed)
     options.out.mkdir(parents=True, exist_ok=True)
     recipe = RECIPES[options.kind]
-    network = ShuffleUNet(1, recipe.outputs, recipe.widths).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    widths = options.widths or recipe.widths
+    network = ShuffleUNet(1, recipe.outputs, widths).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
     if options.init:
-        load_matching(network, load_file(options.init))
+        weights = load_file(options.init)
+        load_matching(network, grow(network, weights) if options.widths else weights)
     schedule = Schedule(
         options.minutes,
         options.learning_rate,

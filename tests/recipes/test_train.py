@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from scripts.recipes.sources import Percentiles
 from scripts.recipes.synthetic_nuclei import synthesise
-from scripts.recipes.train import CHECKPOINT, RECIPES, Run, Schedule, load_matching, main, train
+from scripts.recipes.train import CHECKPOINT, RECIPES, Run, Schedule, grow, load_matching, main, train
 from service.core.volume import Segmentation
 from service.formats import tiff_writer
 from service.models.architectures import ShuffleUNet
@@ -151,3 +151,13 @@ def test_the_command_trains_classes(tmp_path: Path) -> None:
     save_weights(ShuffleUNet(1, 2, RECIPES["tissue"].widths), tmp_path)
     main([*common, "--keep-statistics", "--init", str(init), "--out", str(tmp_path / "tissue")])
     ShuffleUNet(1, 3, RECIPES["tissue"].widths).load_state_dict(load_file(tmp_path / "tissue" / "weights.safetensors"))
+
+
+def test_a_network_that_has_grown_computes_the_same_and_learns_with_its_new_features() -> None:
+    narrow, wide = network().eval(), ShuffleUNet(1, 2, widths=(12, 20)).eval()
+    wide.load_state_dict(grow(wide, narrow.state_dict()))
+    images = torch.rand(1, 1, 16, 16, 16)
+    scores = wide(images)
+    assert torch.allclose(scores, narrow(images), atol=1e-5)
+    scores.square().sum().backward()
+    assert wide.merge[0][0].weight.grad[:8, 8:].any()
