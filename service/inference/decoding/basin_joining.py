@@ -31,7 +31,8 @@ def merge_basins_on_device(basins: Basins, persistence: Persistence) -> NDArray[
     # An object has the number of its highest basin, whose place orders it among the others.
     top = torch.full_like(peaks, -torch.inf).scatter_reduce_(0, group, peaks, "amax")
     highest = peaks == top[group]
-    named = numbers.new_full((len(peaks),), len(peaks)).scatter_reduce_(0, group[highest], numbers[highest], "amin")
+    named = torch.full_like(numbers, len(peaks))
+    named.scatter_reduce_(0, group, torch.where(highest, numbers, len(peaks)), "amin")
     root = named[group]
     tied = torch.zeros_like(numbers).scatter_add_(0, group, highest.long()) > 1
     between = joined & tied[group[passes.first]]
@@ -40,7 +41,9 @@ def merge_basins_on_device(basins: Basins, persistence: Persistence) -> NDArray[
         first, second, height = (column[between].cpu().numpy() for column in passes)
         by_order = join_basins(peaks.cpu().numpy(), first, second, height, math.inf)
         root = torch.where(tied[group], torch.from_numpy(by_order).to(root.device), root)
-    objects: NDArray[np.int64] = torch.unique(root, return_inverse=True)[1].cpu().numpy()
+    # Roots become numbers without gaps, in their order.
+    rank = torch.zeros_like(numbers).index_fill_(0, root, 1).cumsum(0) - 1
+    objects: NDArray[np.int64] = rank[root].cpu().numpy()
     return objects
 
 
@@ -48,7 +51,7 @@ def _join_groups(peaks: Tensor, passes: ShallowPasses, depth: float) -> tuple[Te
     """Return a basin of each one's group, the same for all of it, int64 [R], and the passes that joined some."""
     last = len(passes.first)
     numbers, ranks = torch.arange(len(peaks), device=peaks.device), torch.arange(last, device=peaks.device)
-    group, top, joined = numbers, peaks, torch.zeros(last, dtype=torch.bool, device=peaks.device)
+    group, top, joined = numbers, peaks, torch.zeros(last + 1, dtype=torch.bool, device=peaks.device)
     while last:
         one, other = group[passes.first], group[passes.second]
         outward = torch.where(one == other, last, ranks)
@@ -58,7 +61,7 @@ def _join_groups(peaks: Tensor, passes: ShallowPasses, depth: float) -> tuple[Te
         joins = (best < last) & (top - passes.height[taken] < depth)
         if not bool(joins.any()):
             break
-        joined[taken[joins]] = True
+        joined[torch.where(joins, taken, last)] = True
         beyond = torch.where(one[taken] == numbers, other[taken], one[taken])
         parent = torch.where(joins, beyond, numbers)
         # Two groups that take the same pass would follow each other for ever.
@@ -67,4 +70,4 @@ def _join_groups(peaks: Tensor, passes: ShallowPasses, depth: float) -> tuple[Te
             parent = further
         group = parent[group]
         top = torch.full_like(top, -torch.inf).scatter_reduce_(0, parent, top, "amax")
-    return group, joined
+    return group, joined[:last]

@@ -128,8 +128,10 @@ def find_shallow_passes(basins: Basins, persistence: Persistence) -> ShallowPass
     height, peaks = persistence.distance(heights), persistence.distance(basins.peaks)
     first, second = torch.minimum(one, other), torch.maximum(one, other)
     shallow = (first != second) & (torch.minimum(peaks[first], peaks[second]) - height < persistence.depth)
-    pairs, inverse = torch.unique((first * len(peaks) + second)[shallow], return_inverse=True)
-    highest = height.new_full((len(pairs),), -torch.inf).scatter_reduce_(0, inverse, height[shallow], "amax")
+    # Indexing with a mask would convert it to indices each time, and the host waits for each conversion.
+    rows = shallow.nonzero().squeeze(1)
+    pairs, inverse = torch.unique((first * len(peaks) + second)[rows], return_inverse=True)
+    highest = height.new_full((len(pairs),), -torch.inf).scatter_reduce_(0, inverse, height[rows], "amax")
     highest, order = torch.sort(highest, descending=True, stable=True)
     pairs, count = pairs[order], max(len(peaks), 1)
     return ShallowPasses(pairs // count, pairs % count, highest)

@@ -139,7 +139,8 @@ def estimate_decoding(  # noqa: PLR0913
     if on_host:
         return DecodingMemory(36 * block + 8 * voxels)
     if whole:
-        block = min(voxels, WHOLE_VOXELS + 2 * size[1] * size[2])
+        plane = (size[1] + 2) * (size[2] + 2)
+        block = min(size[0] * plane, WHOLE_VOXELS) + 2 * plane
         # Besides: heights, foreground and its code of every voxel, and the neighbours of some.
         return DecodingMemory(8 * voxels, 36 * block + (8 + 6) * voxels + 600 * WHOLE_NEIGHBOURS)
     # The host receives the labels and the numbers of pieces that they are looked up by.

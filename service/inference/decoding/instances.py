@@ -24,8 +24,11 @@ from service.inference.decoding.basin_merging import Persistence, merge_shallow_
 from service.inference.decoding.fill_holes import fill_holes
 from service.inference.decoding.watershed import PROBABILITY_ONE, Basins, Watershed, foreground_codes
 from service.inference.decoding.watershed_kernel import (
+    ObjectFilter,
     WatershedKernel,
     WatershedParameters,
+    keep_all,
+    number_objects,
     watershed_kernel,
 )
 from service.models.spec import Instances, ModelSpec
@@ -36,8 +39,10 @@ LOOKUP_VOXELS = 2**20
 # Mean probability of foreground that no object has to exceed for the sake of others that are more certain.
 CERTAIN = 0.9
 
-# Voxels that a device with memory of its own works on at once, 36 bytes each, and those whose neighbours it looks at.
+# Voxels, with the rims of their planes, that a device with memory of its own processes as one block; 36 bytes each.
 WHOLE_VOXELS = 2**26
+
+# Voxels whose neighbours such a device inspects in one operation.
 WHOLE_NEIGHBOURS = 2**18
 
 
@@ -122,18 +127,19 @@ class InstanceDecoder:
             none = Objects.from_sums(*np.zeros((3, 0)))
             return Segmentation(np.zeros(self._size, label_dtype(0)), "labels", self._voxel_size, 0, objects=none)
         decoding = self._decoding
-        labels, objects = self._watershed.labels(decoding.minimum_size, drop_border=decoding.border == "drop")
-        # Dropping objects below makes a copy of the labels, for which memory is planned no more than for the pieces.
-        self._watershed = None
-        segmentation = Segmentation(labels, "labels", self._voxel_size, len(objects), objects=objects)
-        kept = (objects.confidence >= least_confidence(decoding, objects)) & (
-            objects.voxels >= least_voxels(self._diameter, decoding, objects, self._size)
+        labels, objects = self._watershed.labels(
+            decoding.minimum_size, drop_border=decoding.border == "drop", keep=self._find_kept
         )
-        if not kept.all():
-            segmentation = keep_objects(segmentation, kept)
+        # Free the pieces before holes are filled.
+        self._watershed = None
         if decoding.holes == "fill":
-            fill_holes(segmentation.pixels)
-        return segmentation
+            fill_holes(labels)
+        return Segmentation(labels, "labels", self._voxel_size, len(objects), objects=objects)
+
+    def _find_kept(self, objects: Objects) -> NDArray[np.bool_]:
+        """Return which objects are neither fragments nor part of the background."""
+        confident = objects.confidence >= least_confidence(self._decoding, objects)
+        return confident & (objects.voxels >= least_voxels(self._diameter, self._decoding, objects, self._size))
 
 
 def least_voxels(diameter: float, decoding: Instances, objects: Objects, size: Size) -> float:
@@ -168,8 +174,10 @@ class StreamingWatershed(Protocol):
     def add(self, heights: Tensor, inside: Tensor) -> None:
         """Add the next planes; `KernelWatershed.add` states shapes and dtypes."""
 
-    def labels(self, minimum_size: int, *, drop_border: bool) -> tuple[NDArray[np.unsignedinteger], Objects]:
-        """Return labels [Z, Y, X] and the objects; `KernelWatershed.labels` states dtypes and parameters."""
+    def labels(
+        self, minimum_size: int, *, drop_border: bool, keep: ObjectFilter = keep_all
+    ) -> tuple[NDArray[np.unsignedinteger], Objects]:
+        """Return labels [Z, Y, X] and the objects; `KernelWatershed.labels` documents dtypes and parameters."""
 
 
 class TorchWatershed:
@@ -191,8 +199,11 @@ class TorchWatershed:
     def add(self, heights: Tensor, inside: Tensor) -> None:
         self._watershed.add(heights.float(), threshold_mask(inside, self._threshold), foreground_codes(inside))
 
-    def labels(self, minimum_size: int, *, drop_border: bool) -> tuple[NDArray[np.unsignedinteger], Objects]:
-        return label_basins(self._watershed.finish(), self._persistence, minimum_size, drop_border=drop_border)
+    def labels(
+        self, minimum_size: int, *, drop_border: bool, keep: ObjectFilter = keep_all
+    ) -> tuple[NDArray[np.unsignedinteger], Objects]:
+        basins = self._watershed.finish()
+        return label_basins(basins, self._persistence, minimum_size, drop_border=drop_border, keep=keep)
 
 
 class WholeWatershed:
@@ -230,16 +241,17 @@ class WholeWatershed:
             whole.narrow(self._axis, self._end, planes).copy_(part)
         self._end += planes
 
-    def labels(self, minimum_size: int, *, drop_border: bool) -> tuple[NDArray[np.unsignedinteger], Objects]:
-        size = self._size
+    def labels(
+        self, minimum_size: int, *, drop_border: bool, keep: ObjectFilter = keep_all
+    ) -> tuple[NDArray[np.unsignedinteger], Objects]:
         watershed = Watershed(
-            size, self._persistence.floor, self._device, min(self._block, math.prod(size)), neighbours=WHOLE_NEIGHBOURS
+            self._size, self._persistence.floor, self._device, self._block, neighbours=WHOLE_NEIGHBOURS
         )
         watershed.add(self._heights, self._inside, self._codes)
         basins = watershed.finish()
         del watershed, self._heights, self._inside, self._codes
         merge = merge_basins_on_device
-        return label_basins(basins, self._persistence, minimum_size, drop_border=drop_border, merge=merge)
+        return label_basins(basins, self._persistence, minimum_size, drop_border=drop_border, keep=keep, merge=merge)
 
 
 class Smoother:
@@ -290,66 +302,74 @@ def _smooth_axis(heights: Tensor, axis: int) -> Tensor:
     return (before + after) * 0.25 + heights * 0.5
 
 
-def label_basins(
+def label_basins(  # noqa: PLR0913
     basins: Basins,
     persistence: Persistence,
     minimum_size: int,
     *,
     drop_border: bool = False,
+    keep: ObjectFilter = keep_all,
     merge: Callable[[Basins, Persistence], NDArray[np.int64]] = merge_shallow_basins,
 ) -> tuple[NDArray[np.unsignedinteger], Objects]:
     """Merge basins into objects; return labels [Z, Y, X], uint16 or uint32, from 1, and the objects.
 
     minimum_size  voxels that an object must have
     drop_border   and it must not touch a face of the volume, unless that is one voxel wide there
+    keep          returns which of these objects get a label
     merge         returns the object of every basin
     """
     # NumPy takes a fraction of torch's time for so few numbers.
     group = merge(basins, persistence)
     found = int(np.max(group, initial=-1)) + 1
     voxels, foreground = np.zeros((2, found), np.int64)
-    np.add.at(voxels, group, basins.voxels.cpu().numpy())
-    np.add.at(foreground, group, basins.foreground.cpu().numpy())
+    np.add.at(voxels, group, basins.voxels.numpy())
+    np.add.at(foreground, group, basins.foreground.numpy())
     peaks = np.full(found, -np.inf)
     np.fmax.at(peaks, group, persistence.distance(basins.peaks).cpu().numpy())
     kept = voxels >= max(minimum_size, 1)
     if drop_border:
-        kept[group[_at_faces(basins).cpu().numpy()]] = False
-    numbers = np.where(kept, kept.cumsum(), 0)
-    count = int(np.count_nonzero(kept))
-    of_basin = np.append(numbers[group], 0).astype(np.int32)
-    of_piece = torch.from_numpy(of_basin[basins.basin_of.cpu().numpy()])
-    labels = np.empty(basins.pieces.shape, label_dtype(count))
-    _write_labels(basins.pieces, of_piece.to(basins.pieces.device), labels)
-    return labels, Objects.from_sums(voxels[kept], foreground[kept] / PROBABILITY_ONE, peaks[kept])
+        kept[group[_at_faces(basins).numpy()]] = False
+    objects = Objects.from_sums(voxels[kept], foreground[kept] / PROBABILITY_ONE, peaks[kept])
+    chosen = keep(objects)
+    kept[kept] = chosen
+    objects = objects.select(chosen)
+    # The background has basin -1, so its label is the last one.
+    label_of_basin = np.append(number_objects(kept)[1:][group], 0).astype(label_dtype(len(objects)))
+    return look_up_labels(basins.pieces, label_of_basin[basins.basin_of.numpy()]), objects
 
 
 def keep_objects(segmentation: Segmentation, kept: NDArray[np.bool_]) -> Segmentation:
     """Return labels of only the objects for which `kept` [N] is true, numbered without gaps."""
     count = int(np.count_nonzero(kept))
-    numbers = np.append(0, np.where(kept, kept.cumsum(), 0)).astype(label_dtype(count))
+    numbers = number_objects(kept).astype(label_dtype(count))
     objects = None if segmentation.objects is None else segmentation.objects.select(kept)
     return replace(segmentation, pixels=numbers[segmentation.pixels], count=count, objects=objects)
 
 
-def _write_labels(pieces: Tensor, numbers: Tensor, labels: NDArray[np.unsignedinteger]) -> None:
-    """Write the number of each voxel's piece into labels [Z, Y, X]."""
+def look_up_labels(pieces: Tensor, label_of: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+    """Return the label of each voxel's piece, [Z, Y, X] of the dtype of `label_of` [P], which has one for each piece.
+
+    The device looks up signed integers with the same bits, because torch supports few operations on unsigned ones.
+    """
+    signed = torch.from_numpy(label_of.view(f"i{label_of.itemsize}")).to(pieces.device)
+    labels = np.empty(pieces.shape, label_of.dtype)
     step = max(LOOKUP_VOXELS // max(pieces[0].numel(), 1), 1)
     waiting = deque[tuple[int, Tensor, Callable[[], object]]]()
     # While a part is written here, the next one is on its way.
     for z0 in range(0, len(labels), step):
         part = pieces[z0 : z0 + step]
-        found = numbers.index_select(0, part.flatten()).view(part.shape)
+        found = signed.index_select(0, part.flatten()).view(part.shape)
         waiting.append((z0, *start_download(found)))
         if len(waiting) > 1:
             _write_part(labels, *waiting.popleft())
     while waiting:
         _write_part(labels, *waiting.popleft())
+    return labels
 
 
 def _write_part(labels: NDArray[np.unsignedinteger], z0: int, part: Tensor, wait: Callable[[], object]) -> None:
     wait()
-    labels[z0 : z0 + len(part)] = part.numpy()
+    labels[z0 : z0 + len(part)] = part.numpy().view(labels.dtype)
 
 
 def start_download(part: Tensor) -> tuple[Tensor, Callable[[], object]]:
@@ -377,12 +397,12 @@ def logit(probability: float) -> float:
 
 
 def _at_faces(basins: Basins) -> Tensor:
-    """Return the basins with a voxel in the first or last plane along an axis of several planes, int64 [N]."""
+    """Return the basins with a voxel in the first or last plane along an axis of several planes, a CPU int64 [N]."""
     faces = [
         basins.pieces.select(axis, end).flatten()
         for axis, edge in enumerate(basins.pieces.shape)
         for end in (0, -1)
         if edge > 1
     ]
-    touching = basins.basin_of[torch.unique(torch.cat(faces)).long()] if faces else basins.basin_of[:0]
+    touching = basins.basin_of[torch.unique(torch.cat(faces)).cpu().long()] if faces else basins.basin_of[:0]
     return touching[touching >= 0]

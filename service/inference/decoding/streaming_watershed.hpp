@@ -108,6 +108,12 @@ public:
   // After `join`, of every object: voxels, the sum of their probabilities, the distance at its peak.
   const std::vector<std::array<double, 3>> &facts() const { return facts_; }
 
+  // Replaces the number of each object by that of `numbers` [objects + 1], after `join`; number 0 is the background.
+  void renumber(const int32_t *numbers) {
+    for (int32_t &number : number_of_)
+      number = numbers[number];
+  }
+
   // After `join`, into [Z, Y, X].
   template <typename Label> void label(Label *labels) const {
     const int64_t z_step = along_y_ ? width_ : plane_, y_step = along_y_ ? plane_ : width_;

@@ -50,11 +50,11 @@ class Passes(NamedTuple):
 class Basins:
     """Basins of the whole volume, numbered from 0 in the order of the places of their maxima.
 
-    basin_of  int64 [P]: the basin of each piece; the background is piece 0 and has basin -1
+    basin_of  int64 [P] on the CPU: the basin of each piece; the background is piece 0 and has basin -1
     pieces    int32 [Z, Y, X]: the piece of every voxel
     peaks     float32 [R]: height of each basin's maximum
-    voxels    int64 [R]: size of each basin
-    foreground  int64 [R]: sum over its voxels of the foreground's probability, in units of `PROBABILITY_ONE`
+    voxels    int64 [R] on the CPU: size of each basin
+    foreground  int64 [R] on the CPU: sum over its voxels of the foreground's probability, in units of `PROBABILITY_ONE`
     passes    every pass that is not below the floor of one of its two peaks
     """
 
@@ -69,14 +69,12 @@ class Basins:
 class _PieceEnds(NamedTuple):
     """Ends of the steepest-ascent paths of one block, int64 [P] each, one piece per row.
 
-    link     the piece that its highest neighbour belongs to; itself at a maximum
-    place    place of its end in the volume with its rim
-    top      key of the highest neighbour of its end
+    place    place of the highest neighbour of its end in the volume with its rim; of the end itself at a maximum
+    top      key there
     voxels   size of the piece
     foreground  sum over its voxels of the foreground's probability
     """
 
-    link: Tensor
     place: Tensor
     top: Tensor
     voxels: Tensor
@@ -139,16 +137,17 @@ class Watershed:
         # Together the place of each voxel, modulo 3 along each axis; the same whichever planes come.
         self._weights = (3, 9) if along_y else (9, 3)
         self._plane_codes, self._codes = _codes(self._block_planes, *self._rows, self._weights, device)
-        self._offsets = _offsets(*self._rows, device)
-        self._steps = _steps(self._plane, self._rows[1], self._weights, device)
+        # No tensor on a device is cached: another stream could read it before the stream that makes it has written it.
+        self._offsets = _offsets(*self._rows).to(device, non_blocking=True)
+        self._steps = _steps(self._plane, self._rows[1], self._weights).to(device, non_blocking=True)
         # The plane below the next block, and then the one that waits for its upper neighbour.
         self._pending = self._empty(1)
         self._pending_codes = torch.zeros_like(self._pending, dtype=torch.uint8)
-        self._probabilities = PROBABILITIES.to(device)
+        self._probabilities = PROBABILITIES.to(device, non_blocking=True)
         # The first plane of the next block, counted with the rim.
         self._z = 1
         zero = torch.zeros(1, dtype=torch.int64, device=device)
-        self._piece_ends = [_PieceEnds(zero, zero - 1, zero, zero, zero)]
+        self._piece_ends = [_PieceEnds(zero - 1, zero, zero, zero)]
         self._count = 1
         self._candidates: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -171,13 +170,13 @@ class Watershed:
 
     def finish(self) -> Basins:
         """Return the basins, once all planes were added."""
+        ends = torch.cat([torch.stack(each) for each in self._piece_ends], 1)
+        # The piece above a block was not known when its paths were traced. The place -1 of piece 0 is in the rim.
+        above = self._pieces.view(-1)[ends[0]]
         # In NumPy, which takes a fraction of torch's time for so few numbers.
-        columns = zip(*self._piece_ends, strict=True)
-        link, place, top, voxels, foreground = (torch.cat(column).cpu().numpy() for column in columns)
+        link, place, top, voxels, foreground = torch.cat((above[None], ends)).cpu().numpy()
         maxima = np.flatnonzero(link == np.arange(len(link)))[1:]
         maxima = maxima[self._order(place[maxima]).argsort()]
-        # The piece above a block was not known when its paths were traced.
-        link[1:] = self._pieces_at(place[1:])
         while not np.array_equal(further := link[link], link):
             link = further
         basin = np.full_like(link, -1)
@@ -188,9 +187,10 @@ class Watershed:
         np.add.at(total[1], basin_of + 1, foreground)
         inner = self._pieces[1:-1, 1:-1, 1:-1]
         inner = inner.transpose(0, 1) if self._along_y else inner
-        peaks = heights_of_keys(self._tensor(top[maxima]).int())
-        sums = (self._tensor(total[0, 1:]), self._tensor(total[1, 1:]))
-        return Basins(self._tensor(basin_of), inner, peaks, *sums, self._passes(basin_of))
+        peaks = heights_of_keys(torch.from_numpy(top[maxima]).int()).to(self._device)
+        sums = torch.from_numpy(total[:, 1:])
+        of_piece = torch.from_numpy(basin_of)
+        return Basins(of_piece, inner, peaks, sums[0], sums[1], self._passes(of_piece))
 
     def _order(self, place: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return numbers [N] that order places with the rim like the voxels of the volume."""
@@ -200,25 +200,14 @@ class Watershed:
         row, x = np.divmod(rest, self._rows[1])
         return (row * (self._depth + 2) + plane) * self._rows[1] + x
 
-    def _passes(self, basin_of: NDArray[np.int64]) -> Passes:
+    def _passes(self, basin_of: Tensor) -> Passes:
         if not self._candidates:
             none = torch.zeros(0, dtype=torch.int64, device=self._device)
             return Passes(none, none, none.float())
         here, place, key = (torch.cat(column) for column in zip(*self._candidates, strict=True))
         # Many more than basins, so that they stay where they are.
-        of_piece, other = self._tensor(basin_of), self._pieces.view(-1)[place]
+        of_piece, other = basin_of.to(self._device), self._pieces.view(-1)[place]
         return Passes(of_piece[here], of_piece[other], heights_of_keys(key))
-
-    def _pieces_at(self, place: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Return the pieces at places of the volume with its rim."""
-        pieces = self._pieces.view(-1)
-        found: NDArray[np.int32] = (
-            pieces.numpy()[place] if pieces.device.type == "cpu" else pieces[self._tensor(place)].cpu().numpy()
-        )
-        return found
-
-    def _tensor(self, numbers: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(numbers).to(self._device)
 
     def _empty(self, planes: int) -> Tensor:
         return torch.full((planes, *self._rows), BACKGROUND, dtype=torch.int32, device=self._device)
@@ -229,7 +218,7 @@ class Watershed:
         keys = _keys(heights)
         keys += self._plane_codes[z : z + len(keys)]
         keys += self._codes
-        background = torch.tensor(BACKGROUND, dtype=torch.int32, device=self._device)
+        background = keys.new_full((), BACKGROUND)
         torch.where(inside, keys, background, out=block[:, 1:-1, 1:-1])
 
     def _advance(self, block: Tensor, codes: Tensor) -> None:
@@ -274,7 +263,7 @@ class Watershed:
         voxels = torch.bincount(paths.piece, minlength=len(paths.targets))
         probability = self._probabilities[codes.index_select(0, paths.place).int()].double()
         foreground = torch.bincount(paths.piece, probability, minlength=len(paths.targets)).long()
-        self._piece_ends.append(_PieceEnds(pieces[place].long(), place, paths.tops.long(), voxels, foreground))
+        self._piece_ends.append(_PieceEnds(place, paths.tops.long(), voxels, foreground))
         self._count += len(paths.targets)
 
     def _find_passes(self, paths: _BlockPaths, keys: Tensor) -> None:
@@ -335,7 +324,6 @@ def heights_of_keys(keys: Tensor) -> Tensor:
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
-@lru_cache(maxsize=16)
 def _codes(planes: int, rows: int, row: int, weights: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return codes of places modulo 3 along planes, int32 [planes + 2, 1, 1], and within a plane, [Y, X]."""
     digits = (torch.arange(edge, dtype=torch.int32, device=device) % 3 for edge in (planes + 2, rows, row))
@@ -344,17 +332,17 @@ def _codes(planes: int, rows: int, row: int, weights: tuple[int, int], device: t
 
 
 @lru_cache(maxsize=16)
-def _offsets(rows: int, row: int, device: torch.device) -> Tensor:
-    """Return the offsets, int32 [26], from a voxel to its neighbours in flat memory."""
-    return torch.tensor([(z * rows + y) * row + x for z, y, x in NEIGHBOURS], dtype=torch.int32, device=device)
+def _offsets(rows: int, row: int) -> Tensor:
+    """Return the offsets, int32 [26] on the CPU, from a voxel to its neighbours in flat memory."""
+    return torch.tensor([(z * rows + y) * row + x for z, y, x in NEIGHBOURS], dtype=torch.int32)
 
 
 @lru_cache(maxsize=16)
-def _steps(plane: int, row: int, weights: tuple[int, int], device: torch.device) -> Tensor:
-    """Return the offsets, int32 [1024], to a neighbour by both codes, at own code * 32 + the neighbour's."""
+def _steps(plane: int, row: int, weights: tuple[int, int]) -> Tensor:
+    """Return the offsets, int32 [1024] on the CPU, to a neighbour by both codes, at own code * 32 + the neighbour's."""
     code = torch.arange(32)
     steps = torch.zeros(32, 32, dtype=torch.int64)
     for weight, step in ((weights[0], plane), (weights[1], row), (1, 1)):
         digit = code // weight % 3
         steps += ((digit[None] - digit[:, None] + 1) % 3 - 1) * step
-    return steps.view(-1).to(device, torch.int32)
+    return steps.view(-1).int()

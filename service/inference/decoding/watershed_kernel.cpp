@@ -43,18 +43,13 @@ int32_t stackseg_planes(void *watershed, const void *heights, int32_t kind, cons
   }
 }
 
-// Once every plane was added: gives the number of objects, or -1 where there is no memory. Their labels, [Z, Y, X], are
-// written where 16 bits hold them.
+// Returns the number of objects, once every plane was added, or -1 if there is no memory.
 //
 // least   voxels that an object must have
 // drop_border   and it must not touch a face of the volume
-int64_t stackseg_objects(void *watershed, int64_t least, int32_t drop_border, uint16_t *labels) {
+int64_t stackseg_objects(void *watershed, int64_t least, int32_t drop_border) {
   try {
-    StreamingWatershed &known = *static_cast<StreamingWatershed *>(watershed);
-    const int64_t count = known.join(least, drop_border);
-    if (count <= UINT16_MAX)
-      known.label(labels);
-    return count;
+    return static_cast<StreamingWatershed *>(watershed)->join(least, drop_border);
   } catch (const std::bad_alloc &) {
     return -1;
   }
@@ -66,8 +61,18 @@ void stackseg_facts(const void *watershed, double *facts) {
     facts = std::copy(of_one.begin(), of_one.end(), facts);
 }
 
-// After `stackseg_objects`, in 32 bits.
-void stackseg_labels(const void *watershed, uint32_t *labels) { static_cast<const StreamingWatershed *>(watershed)->label(labels); }
+// Writes the labels [Z, Y, X], once after each call of `stackseg_objects`.
+//
+// numbers  [objects + 1], label of the background, which is 0, and of each object
+// bytes    of a label: 2 or 4
+void stackseg_write_labels(void *watershed, const int32_t *numbers, void *labels, int32_t bytes) {
+  StreamingWatershed &joined = *static_cast<StreamingWatershed *>(watershed);
+  joined.renumber(numbers);
+  if (bytes == 2)
+    joined.label(static_cast<uint16_t *>(labels));
+  else
+    joined.label(static_cast<uint32_t *>(labels));
+}
 
 // One block of a height map, worked on as a whole; null where there is no memory. As `BlockWatershed` and
 // `stackseg_planes` have the arguments.

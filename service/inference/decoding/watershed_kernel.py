@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -23,9 +24,9 @@ SIGNATURES = (
     ("stackseg_watershed", "pifdiq", "p"),
     ("stackseg_free", "p", "-"),
     ("stackseg_planes", "ppippipq", "i"),
-    ("stackseg_objects", "pqip", "q"),
-    ("stackseg_labels", "pp", "-"),
+    ("stackseg_objects", "pqi", "q"),
     ("stackseg_facts", "pp", "-"),
+    ("stackseg_write_labels", "pppi", "-"),
 )
 
 # Number of voxels in a block, which takes some megabytes, and of planes, however large these are. A path that leaves a
@@ -47,6 +48,23 @@ _Three = ctypes.c_int64 * 3
 # Dtypes by their number in `watershed_kernel.cpp`.
 HEIGHTS = (torch.float32, torch.bfloat16)
 INSIDE = (*HEIGHTS, torch.bool)
+
+
+# Function that returns whether each object is kept, [N].
+ObjectFilter = Callable[[Objects], NDArray[np.bool_]]
+
+
+def keep_all(objects: Objects) -> NDArray[np.bool_]:
+    """Keep all objects."""
+    return np.ones(len(objects), bool)
+
+
+def number_objects(kept: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Return the new number of each label, int32 [N + 1]; 0 for the background and for objects that are not kept [N].
+
+    Objects that are kept are numbered from 1 in their order.
+    """
+    return np.append(0, np.where(kept, kept.cumsum(), 0)).astype(np.int32)
 
 
 class WatershedParameters(NamedTuple):
@@ -152,24 +170,28 @@ class KernelWatershed:
         z, y, x = planes.stride()
         return _Three(y, z, x) if self._along_y else _Three(z, y, x)
 
-    def labels(self, minimum_size: int, *, drop_border: bool) -> tuple[NDArray[np.unsignedinteger], Objects]:
+    def labels(
+        self, minimum_size: int, *, drop_border: bool, keep: ObjectFilter = keep_all
+    ) -> tuple[NDArray[np.unsignedinteger], Objects]:
         """Return labels [Z, Y, X], uint16 or uint32, from 1, and the objects, once every plane was added.
 
         minimum_size  voxels that an object must have
         drop_border   and it must not touch a face of the volume, unless that is one voxel wide there
+        keep          returns which of these objects get a label
         """
         if self._left:
             raise ValueError(f"{self._left} planes are missing")
-        labels: NDArray[np.unsignedinteger] = np.empty(self._size, label_dtype(0))
-        count = self._functions.stackseg_objects(self._handle, minimum_size, drop_border, labels.ctypes.data)
+        count = self._functions.stackseg_objects(self._handle, minimum_size, drop_border)
         if count < 0:
             raise MemoryError("no memory for the objects of a landscape")
-        if (dtype := label_dtype(count)) != labels.dtype:
-            labels = np.empty(self._size, dtype)
-            self._functions.stackseg_labels(self._handle, labels.ctypes.data)
         facts = np.empty((count, 3))
         self._cheap_functions.stackseg_facts(self._handle, facts.ctypes.data)
-        return labels, Objects.from_sums(*facts.T)
+        objects = Objects.from_sums(*facts.T)
+        kept = keep(objects)
+        objects, numbers = objects.select(kept), number_objects(kept)
+        labels: NDArray[np.unsignedinteger] = np.empty(self._size, label_dtype(len(objects)))
+        self._functions.stackseg_write_labels(self._handle, numbers.ctypes.data, labels.ctypes.data, labels.itemsize)
+        return labels, objects
 
 
 watershed_kernel = WatershedKernel(SIGNATURES)

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from landscapes import CountWaits
+from landscapes import CountWaits, aten
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from service.inference.decoding.basin_joining import merge_basins_on_device
 from service.inference.decoding.basin_merging import Persistence, merge_shallow_basins
 from service.inference.decoding.watershed import Basins, Passes
+
+
+class CountMasks(TorchDispatchMode):
+    """Counts masks used as indices. A device converts each to positions, and the host waits for their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks = 0
+
+    def __torch_dispatch__(self, function: Any, _types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if function.overloadpacket in {aten.index, aten.index_put, aten.index_put_}:
+            self.masks += sum(index is not None and index.dtype == torch.bool for index in arguments[1])
+        return function(*arguments, **(keywords or {}))
 
 
 def some_basins(peaks: Tensor, first: Tensor, second: Tensor, height: Tensor) -> Basins:
@@ -56,3 +72,13 @@ def test_a_long_chain_of_basins_takes_few_rounds(rising: bool) -> None:
         merged = merge_basins_on_device(basins, Persistence(5.0, logits=False))
     assert set(merged) == {0}
     assert counted.waits < 60
+
+
+def test_merging_without_ties_uses_no_masks_as_indices() -> None:
+    random = torch.Generator().manual_seed(0)
+    peaks, height = (torch.rand(number, generator=random) for number in (50, 30))
+    basins = some_basins(peaks, *torch.randint(50, (2, 30), generator=random), height)
+    with CountMasks() as counted:
+        merged = merge_basins_on_device(basins, Persistence(0.4, logits=False))
+    assert 0 < merged.max() < 49
+    assert counted.masks == 0

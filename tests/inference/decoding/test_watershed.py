@@ -196,6 +196,35 @@ def test_the_whole_volume_at_once_gives_the_labels_of_its_parts(
         np.testing.assert_allclose(getattr(others, name), getattr(objects, name), rtol=1e-6)
 
 
+def waits_of_whole_volume(*block: int) -> int:
+    """Return how often the host waits for the labels of 64 x 8 x 8 voxels in blocks of this number of voxels."""
+    heights = torch.from_numpy(hills(3, (64, 8, 8))).nan_to_num_(neginf=-9)
+    made = WholeWatershed((64, 8, 8), 0.0, Persistence(0.1, logits=False), heights.device, *block)
+    made.add(heights, heights)
+    with CountWaits() as counted:
+        made.labels(0, drop_border=False)
+    return counted.waits
+
+
+def test_a_volume_on_a_device_is_one_block_if_the_block_holds_it_with_the_rims_of_its_planes() -> None:
+    one_block = waits_of_whole_volume(2**30)
+    assert waits_of_whole_volume() == one_block
+    assert waits_of_whole_volume(64 * 10 * 10) == one_block
+    assert waits_of_whole_volume(64 * 10 * 10 - 1) > one_block
+
+
+def test_watersheds_on_a_device_share_no_tensors() -> None:
+    """Each could run in a stream of its own, which does not wait for tensors of other streams."""
+
+    def tensors() -> dict[int, torch.Tensor]:
+        made = Watershed((3, 4, 5), lambda peaks: peaks, torch.device("meta"))
+        return {id(value): value for value in vars(made).values() if isinstance(value, torch.Tensor)}
+
+    one, other = tensors(), tensors()
+    assert len(one) > 4
+    assert not one.keys() & other.keys()
+
+
 @pytest.mark.parametrize("parts", [1, 4, 12])
 def test_parts_of_a_whole_volume_wait_for_nothing(parts: int) -> None:
     heights = torch.from_numpy(hills(3, (12, 16, 16))).nan_to_num_(neginf=-9)

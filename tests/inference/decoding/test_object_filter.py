@@ -1,0 +1,166 @@
+"""Objects that are dropped before labels are written: labels equal those of dropping them afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import with_library
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from landscapes import CPU, Array, Size, hills
+
+from service.core.volume import Objects, Segmentation
+from service.inference.decoding.basin_merging import Persistence
+from service.inference.decoding.fill_holes import fill_holes
+from service.inference.decoding.instances import (
+    InstanceDecoder,
+    StreamingWatershed,
+    TorchWatershed,
+    WholeWatershed,
+    keep_objects,
+    least_confidence,
+    least_voxels,
+    look_up_labels,
+)
+from service.inference.decoding.watershed_kernel import WatershedParameters, watershed_kernel
+from service.models.spec import Instances, ModelSpec
+
+PATHS = ("kernel", "torch", "whole")
+
+
+def start(path: str, heights: Array, *, along_y: bool = False) -> StreamingWatershed:
+    """Return a watershed of one of the `PATHS` with all planes of heights [Z, Y, X], which have -inf as background."""
+    size: Any = heights.shape
+    made: StreamingWatershed
+    if path == "kernel":
+        made = watershed_kernel.start(size, WatershedParameters(-np.inf, 0.1, logits=False), along_y=along_y)
+    else:
+        torch_watershed = WholeWatershed if path == "whole" else TorchWatershed
+        made = torch_watershed(size, -np.inf, Persistence(0.1, logits=False), CPU, along_y=along_y)
+    tensor = torch.from_numpy(heights)
+    made.add(tensor, tensor)
+    return made
+
+
+def assert_equal(labels: Array, objects: Objects | None, expected: Segmentation) -> None:
+    assert objects is not None
+    assert expected.objects is not None
+    assert labels.dtype == expected.pixels.dtype
+    assert np.array_equal(labels, expected.pixels)
+    assert len(objects) == expected.count
+    for field in fields(Objects):
+        assert np.array_equal(getattr(objects, field.name), getattr(expected.objects, field.name))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    path=st.sampled_from(PATHS),
+    seed=st.integers(0, 2**16),
+    size=st.tuples(st.integers(1, 9), st.integers(2, 23), st.integers(1, 21)),
+    share=st.sampled_from([0.0, 0.3, 0.8, 1.0]),
+    minimum_size=st.sampled_from([0, 2, 30]),
+    drop_border=st.booleans(),
+    along_y=st.booleans(),
+)
+def test_dropped_objects_get_no_label_and_the_others_keep_their_order(
+    path: str, seed: int, size: Size, share: float, minimum_size: int, drop_border: bool, along_y: bool
+) -> None:
+    heights = hills(seed, size)
+    labels, objects = start(path, heights, along_y=along_y).labels(minimum_size, drop_border=drop_border)
+    kept = np.random.default_rng(seed).random(len(objects)) < share
+    expected = keep_objects(Segmentation(labels, "labels", None, len(objects), objects=objects), kept)
+
+    def keep(found: Objects) -> Array:
+        assert np.array_equal(found.voxels, objects.voxels)
+        return kept
+
+    watershed = start(path, heights, along_y=along_y)
+    assert_equal(*watershed.labels(minimum_size, drop_border=drop_border, keep=keep), expected)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("dropped", "dtype"), [(0, np.uint32), (3385, np.uint32), (3386, np.uint16)])
+def test_labels_are_as_wide_as_the_number_of_kept_objects_needs(
+    path: str, dropped: int, dtype: type[np.unsignedinteger[Any]]
+) -> None:
+    heights = np.full((82, 82, 82), -np.inf, np.float32)
+    heights[::2, ::2, ::2] = 1.0
+    labels, objects = start(path, heights).labels(
+        0, drop_border=False, keep=lambda found: np.arange(len(found)) >= dropped
+    )
+    assert len(objects) == 41**3 - dropped
+    assert labels.dtype == dtype
+    found = labels[::2, ::2, ::2].ravel()
+    assert not found[:dropped].any()
+    assert np.array_equal(found[dropped:], np.arange(1, len(objects) + 1))
+    assert np.count_nonzero(labels) == len(objects)
+
+
+@pytest.mark.parametrize(
+    ("highest", "dtype"),
+    [(1, np.uint16), (2**15 - 1, np.uint16), (2**15, np.uint16), (2**16 - 1, np.uint16), (2**16, np.uint32)],
+)
+def test_labels_of_every_size_are_looked_up(highest: int, dtype: type[np.unsignedinteger[Any]]) -> None:
+    """A device looks up signed numbers, which are negative for the upper half of the labels."""
+    label_of = np.arange(highest + 1).astype(dtype)[::-1].copy()
+    pieces = np.random.default_rng(0).integers(0, highest + 1, (3, 500, 701))
+    pieces[0, 0, :2] = 0, highest
+    labels = look_up_labels(torch.from_numpy(pieces).int(), label_of)
+    assert labels.dtype == dtype
+    assert np.array_equal(labels, highest - pieces)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    path=st.sampled_from(PATHS),
+    seed=st.integers(0, 2**16),
+    size=st.tuples(st.integers(6, 13), st.integers(9, 25), st.integers(9, 25)),
+    diameter=st.sampled_from([None, 6.0]),
+    decoding=st.fixed_dictionaries(
+        {
+            "minimum_size": st.sampled_from([0, 5]),
+            "minimum_fraction": st.sampled_from([0.0, 0.1, 0.9]),
+            "min_confidence": st.sampled_from([0.0, 0.6, 0.65]),
+            "min_relative_odds": st.sampled_from([0.0, 0.8, 0.95]),
+            "border": st.sampled_from(["keep", "keep", "drop"]),
+            "holes": st.sampled_from(["keep", "fill"]),
+        }
+    ),
+)
+def test_the_decoder_drops_what_it_would_drop_from_finished_labels(
+    random_nuclei: ModelSpec,
+    path: str,
+    seed: int,
+    size: Size,
+    diameter: float | None,
+    decoding: dict[str, Any],
+) -> None:
+    heights = np.stack([np.nan_to_num(hills(seed + i, size, 1.0), neginf=-1.0) for i in range(2)])
+    scores = torch.from_numpy(heights)[None]
+    spec = random_nuclei.model_copy(
+        update={"input": random_nuclei.input.model_copy(update={"diameter": diameter}), "activation": "none"}
+    )
+
+    def decode(changes: dict[str, Any]) -> Segmentation:
+        chosen = Instances.model_validate({"kind": "instances", "persistence": 0.05} | changes)
+        kernel = watershed_kernel if path == "kernel" else with_library(watershed_kernel)
+        decoder = InstanceDecoder(spec, chosen, size, None, kernel, whole=path == "whole")
+        decoder.add(0, 0, scores)
+        return decoder.finish()
+
+    nothing_dropped = {"minimum_fraction": 0.0, "min_confidence": 0.0, "min_relative_odds": 0.0, "holes": "keep"}
+    every = decode(decoding | nothing_dropped)
+    assert every.objects is not None
+    given = Instances.model_validate({"kind": "instances", "persistence": 0.05} | decoding)
+    kept = every.objects.confidence >= least_confidence(given, every.objects)
+    kept &= every.objects.voxels >= least_voxels(diameter or np.inf, given, every.objects, size)
+    expected = keep_objects(every, kept)
+    if given.holes == "fill":
+        fill_holes(expected.pixels)
+    found = decode(decoding)
+    assert found.count == expected.count
+    assert_equal(found.pixels, found.objects, expected)
