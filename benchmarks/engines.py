@@ -42,6 +42,7 @@ from service.cli.benchmark.networks import (
     Row,
     Runner,
     RunnerBuilder,
+    allows_tf32,
     build_and_compare,
     compare_runners,
     format_config,
@@ -206,9 +207,10 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, 
     native = hardware.native_precisions(device)
     precisions = [kind for kind in ("fp32", "bf16") if DTYPES[kind] in native]
     loops = list(bare_loops(network.to(device), spec, sizes, device, precisions))
+    name = partial(format_config, with_tf32=allows_tf32(settings.engine, device))
     left_out = {
-        (format_config(selected.config), size),
-        *((format_config(choice), choice.sw_batch_size) for choice in wrong_configs(selected)),
+        (name(selected.config), size),
+        *((name(choice), choice.sw_batch_size) for choice in wrong_configs(selected)),
     }
     others = (
         builder

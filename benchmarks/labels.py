@@ -1,25 +1,31 @@
 """Labels of stacks made in two ways, side by side: two devices, two engines, or MONAI's sliding windows and ours.
 
 python benchmarks/labels.py STACK... --one device.name=cpu --other device.name=cuda [--model nuclei] [--channel 0]
+    [--tolerance 0.001]
 
-The first way is in eager FP32 unless a key says otherwise. Each stack is a row as soon as it is done: how many objects,
-whether every voxel has the same number, and the share of voxels that differ once objects share theirs.
+The first way is in eager FP32 unless a key says otherwise. The row of each stack is printed as soon as it is measured:
+the number of objects, whether every voxel has the same number, and the share of voxels that differ after matching
+objects get the same number. The exit status is 1 if that share exceeds the tolerance, or if a stack fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 from service.cli.models import choose_model
 from service.core.config import Settings, override_settings, read_settings
+from service.core.errors import StackSegError
 from service.core.volume import Options, Segmentation, Selection, Volume
+from service.engine import backends
 from service.formats import stack_reader
 from service.inference.batcher import open_batcher
 from service.inference.label_agreement import share_differing
@@ -27,10 +33,53 @@ from service.inference.segmenter import Segmenter
 
 Segment = Callable[[Volume], Segmentation]
 
+FAILURES = (StackSegError, *backends.ENGINE_FAILURES)
+
 EAGER = {"kind": "eager", "precision": "fp32"}
+COLUMNS = (
+    "stack",
+    "shape",
+    "objects",
+    "numbers are the same",
+    "share of voxels that differ",
+    "within tolerance",
+    "seconds",
+)
 
 
-def main() -> int:
+@dataclass(frozen=True)
+class Row:
+    """Comparison of the labels of one stack.
+
+    difference  share of voxels that differ; NaN if the stack failed
+    same        whether every voxel has the same number
+    problem     why there are no labels to compare
+    """
+
+    stack: str
+    shape: str = ""
+    objects: str = ""
+    same: bool = False
+    difference: float = math.nan
+    seconds: str = ""
+    problem: str | None = None
+
+    def is_within(self, tolerance: float) -> bool:
+        """Return whether the labels differ in at most this share of voxels; a NaN is never within it."""
+        return self.difference <= tolerance
+
+    def format(self, tolerance: float) -> str:
+        """Return the row of the Markdown table."""
+        within = "yes" if self.is_within(tolerance) else "no"
+        if self.problem is not None:
+            cells: Sequence[str] = (self.stack, self.problem, "", "", "", within, "")
+        else:
+            same = "yes" if self.same else "no"
+            cells = (self.stack, self.shape, self.objects, same, f"{self.difference:.2e}", within, self.seconds)
+        return f"| {' | '.join(cells)} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stacks", type=Path, nargs="+", metavar="STACK")
     parser.add_argument("--one", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="settings of the first way")
@@ -39,20 +88,23 @@ def main() -> int:
     )
     parser.add_argument("--model", help="the default model if not given")
     parser.add_argument("--channel", help="of stacks with several", default=None)
-    options = parser.parse_args()
+    parser.add_argument(
+        "--tolerance", type=float, default=0.0, help="share of voxels that may differ (default %(default)s)"
+    )
+    options = parser.parse_args(arguments)
     channel = int(options.channel) if options.channel and options.channel.isdecimal() else options.channel
-    print("| stack | shape | objects | numbers are the same | share of voxels that differ | seconds |", flush=True)
-    print("|---|---|---|---|---|---|", flush=True)
-    alike = True
+    print(f"| {' | '.join(COLUMNS)} |", flush=True)
+    print("|---" * len(COLUMNS) + "|", flush=True)
+    passed = True
     with ExitStack() as stack:
         ways = [
             stack.enter_context(open_way(options.model, settings_of(keys))) for keys in (options.one, options.other)
         ]
         for path in options.stacks:
-            difference, row = compare(path, Selection(channel), ways)
-            alike = alike and difference == 0
-            print(row, flush=True)
-    return 0 if alike else 1
+            row = compare(path, Selection(channel), ways)
+            passed = passed and row.is_within(options.tolerance)
+            print(row.format(options.tolerance), flush=True)
+    return 0 if passed else 1
 
 
 def settings_of(keys: list[str]) -> Settings:
@@ -74,21 +126,27 @@ def open_way(model: str | None, settings: Settings) -> Iterator[Segment]:
         yield lambda volume: segmenter.segment(volume, Options(), run=batcher.run).segmentation
 
 
-def compare(path: Path, selection: Selection, ways: Sequence[Segment]) -> tuple[float, str]:
-    """Segment a stack in both ways; return the share of voxels that differ, and the row that says more."""
-    volume = stack_reader.read(path, selection, 2**40)
-    found, seconds = [], []
-    for segment in ways:
-        began = time.perf_counter()
-        found.append(segment(volume))
-        seconds.append(f"{time.perf_counter() - began:.1f}")
+def compare(path: Path, selection: Selection, ways: Sequence[Segment]) -> Row:
+    """Segment a stack in both ways, and compare the labels. A stack that fails has a row with the reason."""
+    name = f"{path.parent.name}/{path.name}"
+    try:
+        volume = stack_reader.read(path, selection, 2**40)
+        found, seconds = [], []
+        for segment in ways:
+            began = time.perf_counter()
+            found.append(segment(volume))
+            seconds.append(f"{time.perf_counter() - began:.1f}")
+    except FAILURES as error:
+        return Row(name, problem=backends.first_line(error))
     one, other = found
-    difference = share_differing(one, other)
-    same = "yes" if (one.pixels == other.pixels).all() else "no"
-    counts = ", ".join(map(str, dict.fromkeys([one.count, other.count])))
-    shape = "x".join(map(str, volume.shape[1:]))
-    cells = (f"{path.parent.name}/{path.name}", shape, counts, same, f"{difference:.2e}", ", ".join(seconds))
-    return difference, f"| {' | '.join(cells)} |"
+    return Row(
+        name,
+        "x".join(map(str, volume.shape[1:])),
+        ", ".join(map(str, dict.fromkeys([one.count, other.count]))),
+        bool((one.pixels == other.pixels).all()),
+        share_differing(one, other),
+        ", ".join(seconds),
+    )
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ python benchmarks/plain.py IN.tif OUT.tif [--model models/nuclei] [--sw-batch-si
 
 Models of classes take the class with the highest score; instances are the basins of a watershed.
 
-Prints a line of JSON: the seconds of each stage, CPU seconds, the number of objects. Importing, loading the weights and
-a first forward are not counted, as they are not for a server that is up.
+Prints a line of JSON: the seconds of each stage, CPU seconds, the number of objects, and whether TF32 is allowed: torch
+computes convolutions with it by default, on GPUs that have it. Importing, loading the weights and a first forward pass
+are not counted, because a running server does not repeat them.
 """
 
 from __future__ import annotations
@@ -92,7 +93,13 @@ def main() -> None:
         decoder.add(0, 0, scores)
         decoder.finish()
     ours = time.perf_counter() - began
-    print(json.dumps({"stages": seconds, "cpu": cpu, "objects": int(labels.max()), "decode_by_stackseg": ours}))
+    objects, tf32 = int(labels.max()), allows_tf32(options.device)
+    print(json.dumps({"stages": seconds, "cpu": cpu, "objects": objects, "decode_by_stackseg": ours, "tf32": tf32}))
+
+
+def allows_tf32(device: torch.device) -> bool:
+    """Return whether convolutions on `device` may use TF32, with torch's settings as they are."""
+    return device.type == "cuda" and torch.backends.cudnn.allow_tf32 and torch.cuda.is_tf32_supported()
 
 
 def decode(scores: torch.Tensor, spec: ModelSpec) -> NDArray[Any]:

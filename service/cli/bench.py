@@ -22,10 +22,12 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--repeats", type=int, default=3, help="requests, after a first one (default %(default)s)")
     bench.add_argument("--hosts", action="store_true", help="instead: 1, 2, ... workers of the cluster, all at work")
     bench.add_argument("--cold", action="store_true", help="start twice, first with an empty cache folder")
-    bench.add_argument("--baseline", action="store_true", help="the plain MONAI script in turn with it (from a clone)")
-    bench.add_argument("--compare-engines", action="store_true", help="also the network alone, by every engine in turn")
+    bench.add_argument("--baseline", action="store_true", help="also the plain MONAI script, in turn (from a clone)")
+    bench.add_argument("--compare-engines", action="store_true", help="also the network alone, by each engine")
     bench.add_argument("--batch-sizes", type=int, nargs="+", default=(), metavar="N", help="for that comparison")
-    bench.add_argument("--build-seconds", type=float, default=math.inf, help="of a comparison; then nothing is built")
+    bench.add_argument(
+        "--build-seconds", type=float, default=math.inf, help="time limit for building engines to compare"
+    )
     bench.add_argument("--profile", type=Path, metavar="JSON", help="write a torch profiler's trace of one request")
     bench.add_argument("--json", type=Path, metavar="JSON", help="write every number")
     bench.add_argument("--plot", type=Path, metavar="PNG", help="draw stages and comparisons; needs the extra demo")
@@ -33,7 +35,10 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
-    """Measure one model in this process; print Markdown tables."""
+    """Measure one model in this process, and print each line of Markdown as soon as it is measured.
+
+    Returns 1 if the network did not run as the settings of `engine` say.
+    """
     if min(options.repeats, *options.shape, *options.batch_sizes) < 1:
         raise BadParameter("--repeats, --shape and --batch-sizes: positive numbers are expected.")
     if options.device is not None:
@@ -45,6 +50,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise BadParameter("--plot: matplotlib is not installed; add it with pip install 'stackseg[demo]'.")
     from service.cli.benchmark import report, session  # noqa: PLC0415
+    from service.cli.benchmark.deviations import find_deviations  # noqa: PLC0415
 
     plan = session.BenchPlan(
         shape=tuple(options.shape),
@@ -56,21 +62,33 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         build_seconds=options.build_seconds,
         profile=options.profile,
     )
-    measured = session.run(choose_model(options.model, settings), settings, plan)
-    sys.stdout.write("\n".join(report.format_lines(measured)) + "\n")
+    measured = session.run(choose_model(options.model, settings), settings, plan, _show)
+    deviations = find_deviations(settings.engine, measured.engine)
+    for line in ("", *deviations) if deviations else ():
+        _show(line)
     if options.json is not None:
         options.json.write_text(report.to_json(measured), encoding="utf-8")
     if options.plot is not None:
         report.plot(measured, options.plot)
-    return 0
+    return 1 if deviations else 0
 
 
 def _run_hosts(options: argparse.Namespace, settings: Settings) -> int:
     from service.cli.benchmark import hosts  # noqa: PLC0415
 
     spec = choose_model(options.model, settings)
-    rows = hosts.measure(spec, settings, tuple(options.shape), options.repeats)
-    sys.stdout.write("\n".join(hosts.format_hosts(rows)) + "\n")
+    rows: list[hosts.HostsRow] = []
+    for row in hosts.measure(spec, settings, tuple(options.shape), options.repeats):
+        if not rows:
+            _show(hosts.HEAD)
+        rows.append(row)
+        _show(hosts.format_row(row, rows[0]))
     if options.json is not None:
         options.json.write_text(json.dumps([row._asdict() for row in rows], indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def _show(line: str) -> None:
+    """Print a line immediately, even if standard output is a file."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

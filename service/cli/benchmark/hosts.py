@@ -18,6 +18,8 @@ from service.serving.device_worker import Reservation
 from service.serving.job import Job
 from service.serving.metrics import Metrics
 
+HEAD = "| workers | windows/s | per worker, relative to one worker |\n|---|---|---|"
+
 # For threads that end with the measurement.
 JOIN_SECONDS = 4.0
 
@@ -36,27 +38,25 @@ class HostsRow(NamedTuple):
 
 def measure(
     spec: ModelSpec, settings: Settings, shape: Size, repeats: int, connect: ConnectCluster = connect_cluster
-) -> list[HostsRow]:
+) -> Iterator[HostsRow]:
     """Have 1, 2, ... workers of the cluster segment a stack `repeats` times each, all at the same time.
 
-    Pixels and labels go through the shared folder, as in the service. Waits until all workers are there. Raises
-    ConfigError without a cluster, and what segmenting raises.
+    Pixels and labels go through the shared folder, as in the service. Waits until all workers are there. Each row is
+    yielded as soon as it is measured. Raises ConfigError without a cluster, and what segmenting raises.
     """
     if settings.cluster.address is None:
         raise ConfigError("--hosts measures the workers of a cluster, and cluster.address names none.")
     volume = Volume.from_array(tile_sample(spec, shape)[None])
     with _start(spec, settings, connect) as workers:
         _time_requests(workers, spec, volume, 1)
-        return [_time_requests(workers[:count], spec, volume, repeats) for count in range(1, len(workers) + 1)]
+        for count in range(1, len(workers) + 1):
+            yield _time_requests(workers[:count], spec, volume, repeats)
 
 
-def format_hosts(rows: Sequence[HostsRow]) -> Iterator[str]:
-    """Return the lines of a table in Markdown."""
-    yield "| workers | windows/s | of so many times one worker |"
-    yield "|---|---|---|"
-    for row in rows:
-        share = row.windows_per_second / rows[0].windows_per_second / row.workers
-        yield f"| {row.workers} | {row.windows_per_second:.1f} | {share:.0%} |"
+def format_row(row: HostsRow, first: HostsRow) -> str:
+    """Return the row of a Markdown table; `first` is the row of one worker."""
+    share = row.windows_per_second / first.windows_per_second / row.workers
+    return f"| {row.workers} | {row.windows_per_second:.1f} | {share:.0%} |"
 
 
 @contextmanager

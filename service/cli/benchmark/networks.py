@@ -6,17 +6,20 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from service.cli.benchmark.timing import Spread, matrix_peak, synchronised, time_in_turn
 from service.core import hardware
+from service.core.config import Engine as EngineSettings
 from service.core.config import Settings
-from service.engine import backends, precision
+from service.engine import backends, precision, tf32
+from service.engine.base import WARM_UP_CALLS
 from service.engine.plans import EngineConfig
 from service.engine.precision import DTYPES
 from service.inference.engine_selector import EngineSelector
@@ -25,17 +28,24 @@ from service.models.loader import Network, load_network
 from service.models.spec import ModelSpec
 
 ROUNDS, SECONDS = 12, 60.0
+# Time limit for the rounds of one pair of runners.
+PAIR_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
 
 
 class Runner(NamedTuple):
-    """Network that is ready to be timed: `call` runs one batch of `windows`; `precision` selects the peak."""
+    """Network that is ready to be timed: `call` runs one batch of `windows`.
+
+    precision  selects the peak that its speed is compared with
+    exact      whether that peak is measured without TF32, as the network runs
+    """
 
     name: str
     windows: int
     precision: str
     call: Callable[[], object]
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ class DevicePeak:
     """Peak speed of a device, to which networks are compared.
 
     gflop  arithmetic of one window of the network
-    peaks  GFLOP per second of a large matrix product, by precision
+    peaks  GFLOP per second of a large matrix product, by precision; "fp32 exact" is without TF32
     clock  on a busy machine CPU seconds (`time.process_time`) of one thread leave out what others took
     """
 
@@ -72,17 +82,23 @@ class DevicePeak:
     peaks: dict[str, float] = field(default_factory=dict)
     clock: Callable[[], float] = time.perf_counter
 
-    def measure(self, name: str) -> float:
-        """Measure the peak again and keep the highest, so that a moment in which the device was busy does not count."""
-        latest = matrix_peak(DTYPES[name], self.device, clock=self.clock) / 1e9
-        self.peaks[name] = max(self.peaks.get(name, 0.0), latest)
-        return self.peaks[name]
+    def measure(self, name: str, *, exact: bool = False) -> float:
+        """Measure the peak again and keep the highest, so that a moment in which the device was busy does not count.
+
+        exact  measure without TF32
+        """
+        with tf32.exact() if exact else nullcontext():
+            latest = matrix_peak(DTYPES[name], self.device, clock=self.clock) / 1e9
+        key = f"{name} exact" if exact else name
+        self.peaks[key] = max(self.peaks.get(key, 0.0), latest)
+        return self.peaks[key]
 
 
 def compare_runners(group: str, runners: Sequence[Runner], peak: DevicePeak, seconds: float = SECONDS) -> Iterator[Row]:
-    """Time all runners in turn, and compare them with the first."""
+    """Time all runners in turn, and compare them with the first; rows follow once all are timed."""
     times = time_in_turn([runner.call for runner in runners], ROUNDS, seconds, peak.clock)
-    peaks = {name: peak.measure(name) for name in {runner.precision for runner in runners}}
+    kinds = {(runner.precision, runner.exact) for runner in runners}
+    peaks = {(name, exact): peak.measure(name, exact=exact) for name, exact in kinds}
     per_window = [[t / runner.windows for t in taken] for runner, taken in zip(runners, times, strict=True)]
     for runner, taken in zip(runners, per_window, strict=True):
         spread = Spread.of([1000 * t for t in taken])
@@ -94,17 +110,73 @@ def compare_runners(group: str, runners: Sequence[Runner], peak: DevicePeak, sec
             ms_per_window=spread,
             windows_per_second=speed,
             gflop_per_second=speed * peak.gflop,
-            peak_share=speed * peak.gflop / peaks[runner.precision],
+            peak_share=speed * peak.gflop / peaks[runner.precision, runner.exact],
             ratio=Spread.ratio(per_window[0], taken),
         )
 
 
 class RunnerBuilder(NamedTuple):
-    """Builder of a `Runner`; `build` raises what engines raise where it does not run here."""
+    """Builder of a `Runner`; `build` raises one of `backends.ENGINE_FAILURES` if it does not run here.
+
+    compiled  whether building calls torch.compile, which takes long
+    """
 
     name: str
     windows: int
     build: Callable[[], Runner]
+    compiled: bool = False
+
+
+def split_builders(builders: Iterable[RunnerBuilder]) -> tuple[list[RunnerBuilder], list[RunnerBuilder]]:
+    """Return the builders that compile nothing, which take seconds, and those that call torch.compile."""
+    plain: list[RunnerBuilder] = []
+    compiled: list[RunnerBuilder] = []
+    for builder in builders:
+        (compiled if builder.compiled else plain).append(builder)
+    return plain, compiled
+
+
+def compare_with(
+    first: Runner,
+    builders: Iterable[RunnerBuilder],
+    peak: DevicePeak,
+    *,
+    build_seconds: float = math.inf,
+    pair_seconds: float = PAIR_SECONDS,
+) -> Iterator[Row]:
+    """Yield the row of `first`, then build each runner, time it in turn with `first`, and yield its row immediately.
+
+    A runner is released before the next one is built. A runner that fails has a row with the reason.
+
+    build_seconds  time limit for building all runners together, after which no further one is built
+    pair_seconds   time limit for the rounds of each pair
+    """
+    group = "engines"
+    yield from compare_runners(group, [first], peak, pair_seconds)
+    spent = 0.0
+    for builder in builders:
+        if spent > build_seconds:
+            yield Row(group, builder.name, builder.windows, f"not built: {build_seconds:g} s were over")
+            continue
+        began = time.monotonic()
+        try:
+            row, taken = _compare_pair(group, first, builder, peak, pair_seconds)
+        except backends.ENGINE_FAILURES as error:
+            row, taken = Row(group, builder.name, builder.windows, backends.first_line(error)), time.monotonic() - began
+        spent += taken
+        yield row
+
+
+def _compare_pair(
+    group: str, first: Runner, builder: RunnerBuilder, peak: DevicePeak, seconds: float
+) -> tuple[Row, float]:
+    """Return the row of what `builder` makes, timed in turn with `first`, and the seconds that building took."""
+    log.info("building %s x%d", builder.name, builder.windows)
+    began = time.monotonic()
+    runner = builder.build()
+    taken = time.monotonic() - began
+    _, row = compare_runners(group, [first, runner], peak, seconds)
+    return row, taken
 
 
 def build_and_compare(
@@ -129,15 +201,14 @@ def list_engines(
     spec: ModelSpec, settings: Settings, device: torch.device, batch_sizes: Iterable[int]
 ) -> Iterator[RunnerBuilder]:
     """List every engine that the settings allow and that suits the network, at every batch size."""
-    network = load_network(spec)
-    window_bytes = activation_bytes(network, (1, spec.input.channels, *spec.input.roi_size))
-    selector = EngineSelector(spec, settings, device, network, window_bytes)
+    network, selector = _load(spec, settings, device)
     names = precision.list_precisions(settings.engine.precision, hardware.native_precisions(device))
+    with_tf32 = allows_tf32(settings.engine, device)
 
     def build(choice: EngineConfig) -> Runner:
         window = selector.build(choice).window
         return Runner(
-            format_config(choice),
+            format_config(choice, with_tf32=with_tf32),
             choice.sw_batch_size,
             choice.precision,
             make_call(window.network, window.batch, device),
@@ -146,13 +217,48 @@ def list_engines(
     for size in batch_sizes:
         for choice in backends.list_configs(settings.engine, device, names, size):
             if backends.BACKENDS[choice.engine].suits(network):
-                yield RunnerBuilder(format_config(choice), size, partial(build, choice))
+                name = format_config(choice, with_tf32=with_tf32)
+                yield RunnerBuilder(name, size, partial(build, choice), compiled=choice.compile_mode is not None)
 
 
-def format_config(choice: EngineConfig) -> str:
-    """Name an engine configuration, without its batch size."""
+def build_reference(spec: ModelSpec, settings: Settings, device: torch.device, batch_size: int) -> Runner:
+    """Build the network as it was loaded, eager and in float32, without TF32 whatever the settings say.
+
+    Raises one of `backends.ENGINE_FAILURES` if it does not run here.
+    """
+    _, selector = _load(spec, settings, device)
+    window = selector.reference(batch_size)
+    call = make_call(window.network, window.batch, device)
+    for _ in range(WARM_UP_CALLS):
+        call()
+    return Runner("eager fp32 contiguous", batch_size, "fp32", call, exact=device.type == "cuda")
+
+
+def _load(spec: ModelSpec, settings: Settings, device: torch.device) -> tuple[nn.Module, EngineSelector]:
+    network = load_network(spec)
+    window_bytes = activation_bytes(network, (1, spec.input.channels, *spec.input.roi_size))
+    return network, EngineSelector(spec, settings, device, network, window_bytes)
+
+
+def allows_tf32(settings: EngineSettings, device: torch.device) -> bool:
+    """Return whether float32 products may use TF32: on GPUs since Ampere, unless the settings disable it."""
+    if device.type != "cuda" or settings.matmul_precision == "highest":
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def format_config(choice: EngineConfig, *, with_tf32: bool = False) -> str:
+    """Name an engine configuration, without its batch size.
+
+    with_tf32  whether float32 products may use TF32; the name of a float32 configuration then includes it
+    """
     mode = f" ({choice.compile_mode})" if choice.compile_mode else ""
-    return f"{choice.engine}{mode} {choice.precision} {choice.memory_format}"
+    return f"{choice.engine}{mode} {format_precision(choice.precision, with_tf32=with_tf32)} {choice.memory_format}"
+
+
+def format_precision(name: str, *, with_tf32: bool) -> str:
+    """Name a precision, and TF32 if float32 products may use it."""
+    return f"{name} (TF32)" if with_tf32 and name == "fp32" else name
 
 
 def make_call(network: Network, batch: Tensor, device: torch.device) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Report of `stackseg bench` as Markdown tables, as JSON, and as a picture."""
+"""Report of `stackseg bench` as lines of Markdown, as JSON, and as a picture."""
 
 from __future__ import annotations
 
@@ -8,53 +8,96 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from service.cli.benchmark.networks import Row
-from service.cli.benchmark.session import Report
+import torch
+
+from service.cli.benchmark.networks import Row, format_precision
+from service.cli.benchmark.results import Repeat, Report
 from service.cli.benchmark.timing import Spread
+from service.core.volume import Size
+from service.inference.result import EngineReport
 
 DERIVED = ("voxels_per_second", "gflop_per_second", "peak_share")
-HEAD = "| {} | windows at once | ms per window | windows/s | GFLOP/s | share of peak | speed relative to the first |"
+HEAD = "| {} | batch size | ms per window | windows/s | GFLOP/s | share of peak | speed relative to the first |"
 
 
-def format_lines(report: Report) -> Iterator[str]:
-    """Return the lines of the report in Markdown."""
-    engine = report.engine
-    yield f"{report.device}, {report.threads} threads, torch {report.torch_version}"
-    at_once = f"{engine.sw_batch_size} windows at once in {engine.streams} streams"
-    yield f"{report.model}: {engine.engine} {engine.precision} {engine.memory_format}, {at_once}"
-    yield "ready after " + ", ".join(f"{seconds:.1f} s ({planned})" for planned, seconds in report.starts.items())
+def format_device(name: str, threads: int) -> str:
+    """Return the line about the machine."""
+    return f"{name}, {threads} threads, torch {torch.__version__}"
+
+
+def format_start(seconds: float, how: str) -> str:
+    """Return the line about one start; `how` says how the engine was chosen."""
+    return f"ready after {seconds:.1f} s ({how})"
+
+
+def format_engine(model: str, engine: EngineReport, *, with_tf32: bool) -> Iterator[str]:
+    """Return the line about the engine in use, then one line for each of its warnings."""
+    precision = format_precision(engine.precision, with_tf32=with_tf32)
+    network = f"{engine.engine} {precision} {engine.memory_format}, compile_mode {engine.compile_mode or 'none'}"
+    yield f"{model}: {network}, batch size {engine.sw_batch_size}, streams {engine.streams}"
+    yield from format_warnings(engine.warnings)
+
+
+def format_warnings(warnings: Iterable[str]) -> Iterator[str]:
+    """Return one line for each warning."""
+    return (f"warning: {warning}" for warning in warnings)
+
+
+def format_first_request(shape: Size, windows: int, seconds: float) -> Iterator[str]:
+    """Return the lines about the stack and the first request."""
     yield ""
-    yield from _format_requests(report)
-    if report.rows:
-        yield ""
-        yield from format_table("engine", report.rows)
+    yield f"{'x'.join(map(str, shape))} voxels, {windows} windows; first request {seconds:.2f} s"
 
 
-def _format_requests(report: Report) -> Iterator[str]:
+def format_repeat_head(repeat: Repeat) -> Iterator[str]:
+    """Return the lines above the rows of repeats like this one."""
+    names = ["repeat", *(f"{stage} s" for stage in repeat.stages), "windows per second / bare loop"]
+    if repeat.plain:
+        names += [f"{_name_plain_script(tf32=repeat.plain_tf32)}, total s", "plain script / total"]
+    yield ""
+    yield f"| {' | '.join(names)} |"
+    yield "|---" * len(names) + "|"
+
+
+def format_repeat(number: int, repeat: Repeat) -> str:
+    """Return the row of one repeat."""
+    cells = [str(number), *(f"{seconds:.3f}" for seconds in repeat.stages.values()), f"{repeat.windows.ratio:.2f}"]
+    if repeat.plain:
+        cells += [f"{repeat.plain['total']:.3f}", f"{repeat.speedup:.2f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def format_summary(report: Report) -> Iterator[str]:
+    """Return the lines that summarise all repeats."""
     times, peak = report.answered, report.peaks[report.engine.precision]
-    yield f"{'x'.join(map(str, report.shape))} voxels, {times.windows} windows; first request {times.first:.2f} s"
+    plain = _name_plain_script(tf32=times.plain_tf32)
     yield ""
-    yield "| stage | median s (least to most) |" + (" plain script |" if times.plain else "")
+    yield "| stage | median s (least to most) |" + (f" {plain} |" if times.plain else "")
     yield "|---|---|" + ("---|" if times.plain else "")
     for stage in dict.fromkeys((*times.stages, *times.plain)):
         columns = [times.stages, times.plain] if times.plain else [times.stages]
         yield f"| {stage} | " + " | ".join(_format_seconds(column.get(stage)) for column in columns) + " |"
     yield ""
     yield f"{times.windows_per_second:.1f} windows/s, {report.voxels_per_second / 1e6:.2f} M voxels/s"
-    share = f"{report.peak_share:.0%} of the {peak:.0f} GFLOP/s of a large {report.engine.precision} matrix product"
+    precision = format_precision(report.engine.precision, with_tf32=report.tf32)
+    share = f"{report.peak_share:.0%} of the {peak:.0f} GFLOP/s of a large {precision} matrix product"
     yield f"{report.gflop:.2f} GFLOP per window, {report.gflop_per_second:.0f} GFLOP/s: {share}"
-    loops = f"{_format_seconds(times.stitched)} s, a bare loop of their forwards {_format_seconds(times.bare)} s"
+    loops = f"{_format_seconds(times.stitched)} s; a bare loop of their forward passes: {_format_seconds(times.bare)} s"
     yield f"windows from pixels to scores: {loops}"
     ratios = f"{_format_ratio(times.stitching)}, in CPU seconds {_format_ratio(times.cpu_stitching)}"
-    yield f"windows per second, of those of a bare loop of forwards: {ratios}"
+    yield f"windows per second / bare loop: {ratios}"
     if times.speedup is not None:
-        yield f"times as fast as the plain script: {_format_ratio(times.speedup)}"
+        yield f"speed relative to the {plain}: {_format_ratio(times.speedup)}"
     device = f", {report.device_bytes / 2**30:.2f} GiB on the device" if report.device_bytes else ""
     yield f"peak memory: {report.peak_bytes / 2**30:.2f} GiB{device}"
 
 
+def _name_plain_script(*, tf32: bool) -> str:
+    return "plain script (eager FP32; torch's defaults allow TF32)" if tf32 else "plain script"
+
+
 def format_table(title: str, rows: Iterable[Row]) -> Iterator[str]:
-    """Return the lines of the table of one comparison."""
+    """Return the lines of the table of one comparison, each row as soon as `rows` has it."""
     yield HEAD.format(title)
     yield "|---" * HEAD.count(" |") + "|"
     for row in rows:

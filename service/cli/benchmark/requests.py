@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from threading import Barrier
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,11 +37,19 @@ AS_SAMPLED = Options(diameter="none")
 PLAIN = Path(__file__).resolve().parents[3] / "benchmarks" / "plain.py"
 
 
+class PlainRun(NamedTuple):
+    """Seconds of the plain script by stage, and whether it may use TF32."""
+
+    seconds: dict[str, float]
+    tf32: bool = False
+
+
 class RequestRunner:
     """Requests for one stack to one segmenter, the windows of the stack alone, and their forwards alone.
 
-    windows  number of windows of the stack, once there was a request
-    threads  threads of all streams of the device together
+    windows         number of windows of the stack, once there was a request
+    threads         threads of all streams of the device together
+    fallback_notes  notes of the requests that ran with a smaller batch or again in float32, without duplicates
     """
 
     def __init__(self, segmenter: Segmenter, stack: Path, folder: Path, device: WindowBatcher, threads: int) -> None:
@@ -49,6 +58,7 @@ class RequestRunner:
         self._latest_request: tuple[SlidingWindow, Image, float] | None = None
         self._stream_pool: ThreadPoolExecutor | None = None
         self.windows = 0
+        self.fallback_notes: list[str] = []
 
     @property
     def _latest(self) -> tuple[SlidingWindow, Image, float]:
@@ -68,6 +78,8 @@ class RequestRunner:
         with stages.measure("read"):
             volume = stack_reader.read(self._stack, Selection(), LIMIT_BYTES, self._folder)
         result = self._segmenter.segment(volume, AS_SAMPLED, run=self._run, progress=self._count)
+        if result.fallbacks or result.recomputed:
+            self.fallback_notes = list(dict.fromkeys([*self.fallback_notes, *result.notes]))
         stages.add("normalise", result.seconds["prepare"])
         stages.add("windows", result.seconds["windows"])
         stages.add("postprocess", result.seconds["decode"])
@@ -157,17 +169,18 @@ class RequestRunner:
         self._latest_request = window, image, overlap
         return self._device.run(window, image, overlap, cancelled=cancelled, progress=progress)
 
-    def plain_script(self) -> dict[str, float]:
-        """Return the seconds by stage of `benchmarks/plain.py` in a process of its own. Raises BadParameter."""
+    def plain_script(self) -> PlainRun:
+        """Run `benchmarks/plain.py` in a process of its own. Raises BadParameter."""
         model, result = self._segmenter.spec.folder, self._folder / "plain.tif"
         command = [sys.executable, str(PLAIN), str(self._stack), str(result), "--model", str(model)]
         command += ["--threads", str(self._threads), "--device", str(self.batch.device)]
         done = subprocess.run(command, cwd=PLAIN.parents[1], capture_output=True, text=True, check=False)  # noqa: S603
         if done.returncode:
             raise BadParameter(f"The plain script failed: {(done.stderr.strip().splitlines() or ['silently'])[-1]}")
-        stages: dict[str, float] = json.loads(done.stdout.splitlines()[-1])["stages"]
-        total = sum(stages.values())
-        return {{"decode": "postprocess"}.get(name, name): taken for name, taken in stages.items()} | {"total": total}
+        printed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        stages: dict[str, float] = printed["stages"]
+        seconds = {{"decode": "postprocess"}.get(name, name): taken for name, taken in stages.items()}
+        return PlainRun(seconds | {"total": sum(stages.values())}, printed.get("tf32", False))
 
     def profile(self, trace: Path) -> None:
         """Write a trace of one request in one stream, for chrome://tracing or Perfetto."""

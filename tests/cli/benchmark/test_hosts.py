@@ -9,7 +9,7 @@ import pytest
 from live import eager
 from thread_actors import make_device_actor, remote
 
-from service.cli.benchmark.hosts import HostsRow, format_hosts, measure
+from service.cli.benchmark.hosts import HostsRow, format_row, measure
 from service.core.config import Settings
 from service.core.errors import ConfigError
 from service.models.repository import read_repository
@@ -21,7 +21,7 @@ def connect(settings: Settings) -> Any:
 
 def test_every_number_of_workers_is_measured(bands_repository: Path, tmp_path: Path) -> None:
     spec = read_repository(bands_repository)["bands"]
-    rows = measure(spec, remote(bands_repository, tmp_path), (16, 32, 56), 2, connect)
+    rows = list(measure(spec, remote(bands_repository, tmp_path), (16, 32, 56), 2, connect))
     assert [(row.workers, row.windows) for row in rows] == [(1, 4), (2, 8)]
     assert all(row.windows_per_second > 0 for row in rows)
     assert list(tmp_path.iterdir()) == []
@@ -29,10 +29,10 @@ def test_every_number_of_workers_is_measured(bands_repository: Path, tmp_path: P
 
 def test_the_table_compares_with_one_worker() -> None:
     rows = [HostsRow(1, 100, 10.0), HostsRow(2, 200, 12.5)]
-    assert list(format_hosts(rows))[2:] == ["| 1 | 10.0 | 100% |", "| 2 | 16.0 | 80% |"]
+    assert [format_row(row, rows[0]) for row in rows] == ["| 1 | 10.0 | 100% |", "| 2 | 16.0 | 80% |"]
 
 
 def test_without_a_cluster_there_is_nothing_to_measure(bands_repository: Path) -> None:
     spec = read_repository(bands_repository)["bands"]
     with pytest.raises(ConfigError, match=r"cluster\.address names none"):
-        measure(spec, eager(bands_repository), (16, 32, 32), 1)
+        next(measure(spec, eager(bands_repository), (16, 32, 32), 1))

@@ -7,12 +7,20 @@ from service.cli.benchmark.networks import (
     DevicePeak,
     Runner,
     RunnerBuilder,
+    allows_tf32,
     build_and_compare,
+    build_reference,
+    compare_with,
+    format_config,
+    split_builders,
 )
-from service.core.config import Settings
-from service.engine import backends
+from service.core import hardware
+from service.core.config import Engine, Settings
+from service.engine import backends, tf32
+from service.engine.plans import EngineConfig
+from service.models.loader import load_network
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 IN_USE = Runner("in use", 1, "fp32", lambda: None)
 
 
@@ -71,3 +79,121 @@ def test_nothing_is_built_once_time_is_up(peak):
     assert (row.name, row.windows, row.ms_per_window) == ("slow", 2, None)
     assert "not built" in row.problem
     assert other.name == "in use"
+
+
+def test_each_runner_is_timed_in_turn_with_the_first_before_the_next_one_is_built(peak):
+    calls = []
+
+    def build(name):
+        calls.append(f"build {name}")
+        return Runner(name, 1, "fp32", lambda: calls.append(name))
+
+    first = Runner("first", 1, "fp32", lambda: calls.append("first"))
+    builders = [RunnerBuilder(name, 1, lambda name=name: build(name)) for name in ("one", "two")]
+    rows = compare_with(first, builders, peak)
+    assert next(rows).name == "first"
+    assert set(calls) == {"first"}
+    calls.clear()
+    row = next(rows)
+    assert calls == ["build one", *["first", "one"] * networks.ROUNDS]
+    assert row.ms_per_window.median > 0
+    assert [row.name for row in rows] == ["two"]
+
+
+@pytest.mark.parametrize("phase", ["build", "call"])
+def test_a_runner_that_fails_has_a_row_with_the_reason_and_the_next_one_runs(peak, phase):
+    def fail():
+        raise RuntimeError("too large")
+
+    broken = fail if phase == "build" else lambda: Runner("broken", 4, "fp32", fail)
+    builders = [RunnerBuilder("broken", 4, broken), RunnerBuilder("sound", 1, lambda: IN_USE)]
+    _, failed, sound = compare_with(IN_USE, builders, peak)
+    assert (failed.name, failed.windows, failed.problem, failed.ms_per_window) == ("broken", 4, "too large", None)
+    assert sound.ms_per_window is not None
+
+
+def test_no_further_runner_is_built_after_the_time_limit(peak):
+    builders = [RunnerBuilder("slow", 2, lambda: pytest.fail("was built"))]
+    _, row = compare_with(IN_USE, builders, peak, build_seconds=-1.0)
+    assert (row.name, row.ms_per_window) == ("slow", None)
+    assert "not built" in row.problem
+
+
+def test_builders_are_split_into_plain_and_compiled_ones(bands):
+    settings = Settings.model_validate({"engine": {"precision": "fp32"}})
+    plain, compiled = split_builders(networks.list_engines(bands, settings, CPU, (1, 2)))
+    assert {builder.name for builder in plain} >= {"eager fp32 contiguous", "eager fp32 channels_last_3d"}
+    assert "compiled (default) fp32 channels_last_3d" in {builder.name for builder in compiled}
+    assert all("(" not in builder.name for builder in plain)
+    assert all("(" in builder.name for builder in compiled)
+    assert {builder.windows for builder in (*plain, *compiled)} == {1, 2}
+
+
+@pytest.fixture
+def ampere(monkeypatch):
+    """A GPU with TF32, on which nothing can run."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
+    monkeypatch.setattr(hardware, "native_precisions", lambda _device: hardware.cuda_precisions((8, 0)))
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = before[1:]
+
+
+@pytest.mark.usefixtures("ampere")
+def test_names_on_a_gpu_say_where_tf32_is_allowed(bands):
+    def names(**engine):
+        settings = Settings.model_validate({"engine": {"kind": "eager", "channels_last": False, **engine}})
+        return [builder.name for builder in networks.list_engines(bands, settings, CUDA, (8,))]
+
+    assert names(precision="fp32") == ["eager fp32 (TF32) contiguous"]
+    assert names(precision="fp32", matmul_precision="highest") == ["eager fp32 contiguous"]
+    assert names(precision="bf16") == ["eager bf16 contiguous"]
+    recorded = EngineConfig("cudagraph", "fp32", "contiguous", 8, "default")
+    assert format_config(recorded, with_tf32=True) == "cudagraph (default) fp32 (TF32) contiguous"
+
+
+def test_tf32_needs_a_gpu_that_has_it(monkeypatch):
+    for capability, expected in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device, known=capability: known)
+        assert allows_tf32(Engine(), CUDA) is expected
+    assert not allows_tf32(Engine(matmul_precision="highest"), CUDA)
+    assert not allows_tf32(Engine(), CPU)
+
+
+def test_the_reference_is_the_network_as_loaded(bands, monkeypatch):
+    settings = Settings.model_validate({"engine": {"kind": "winograd", "precision": "bf16"}})
+    scores = []
+    make_call = networks.make_call
+    monkeypatch.setattr(
+        networks, "make_call", lambda network, *rest: make_call(lambda x: scores.append(network(x)), *rest)
+    )
+    runner = build_reference(bands, settings, CPU, 3)
+    assert (runner.name, runner.windows, runner.precision) == ("eager fp32 contiguous", 3, "fp32")
+    assert scores
+    runner.call()
+    batch = torch.zeros(3, 1, *bands.input.roi_size)
+    with torch.inference_mode():
+        assert torch.equal(scores[-1], load_network(bands)(batch))
+
+
+def test_an_exact_runner_is_compared_with_a_peak_without_tf32(peak, monkeypatch):
+    seen = {}
+
+    def matrix_peak(dtype, device, *, clock):
+        allowed = torch.backends.cudnn.allow_tf32
+        seen[allowed] = torch.get_float32_matmul_precision()
+        return (2e15 if allowed else 1e15) * 1.0
+
+    monkeypatch.setattr(networks, "matrix_peak", matrix_peak)
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    tf32._set("high")
+    try:
+        fast, exact = networks.compare_runners("", [IN_USE, IN_USE._replace(exact=True)], peak)
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+    assert seen == {True: "high", False: "highest"}
+    assert peak.peaks == {"fp32": 2e6, "fp32 exact": 1e6}
+    assert fast.peak_share == pytest.approx(fast.gflop_per_second / 2e6)
+    assert exact.peak_share == pytest.approx(exact.gflop_per_second / 1e6)

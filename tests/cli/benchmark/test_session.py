@@ -1,6 +1,7 @@
 import json
 from dataclasses import replace
 from threading import get_ident
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from service.cli.benchmark import report as report_module
 from service.cli.benchmark import requests, timing
 from service.cli.benchmark.networks import Row
+from service.cli.benchmark.results import Repeat, Report, WindowSeconds
 from service.cli.benchmark.session import BenchPlan, run
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
@@ -32,9 +34,24 @@ def trace(tmp_path_factory):
     return tmp_path_factory.mktemp("bench") / "trace.json"
 
 
+class Run(NamedTuple):
+    report: Report
+    lines: list[str]
+
+
 @pytest.fixture(scope="module")
-def report(bands, trace):
-    return run(bands, SETTINGS, BenchPlan(SHAPE, repeats=2, batch_sizes=(2,), profile=trace))
+def finished(bands, trace):
+    lines = []
+    return Run(run(bands, SETTINGS, BenchPlan(SHAPE, repeats=2, batch_sizes=(2,), profile=trace), lines.append), lines)
+
+
+@pytest.fixture(scope="module")
+def report(finished):
+    return finished.report
+
+
+def ignore(_line):
+    pass
 
 
 def test_requests_are_measured_stage_by_stage(report):
@@ -112,23 +129,92 @@ def test_a_trace_is_written(report, trace):
     assert "traceEvents" in json.loads(trace.read_text())
 
 
-def test_a_table_a_picture_and_every_number(report, tmp_path):
-    text = "\n".join(report_module.format_lines(report))
+def test_the_report_has_a_header_rows_and_a_summary_and_every_number_is_in_the_json(finished, tmp_path):
+    report, text = finished.report, "\n".join(finished.lines)
+    assert finished.lines[0].endswith(f", 1 threads, torch {torch.__version__}")
+    assert finished.lines[1].startswith("ready after ")
+    assert finished.lines[2] == "bands/1: eager fp32 channels_last_3d, compile_mode none, batch size 2, streams 1"
+    rows = [line for line in finished.lines if line.startswith(("| repeat |", "| 1 |", "| 2 |"))]
+    assert [row.count("|") for row in rows] == [9] * 3
     for words in (
         "| windows |",
         "windows from pixels to scores: ",
         "in CPU seconds ",
         "first request",
         "windows/s",
-        "GFLOP/s of a large fp32",
+        "GFLOP/s of a large fp32 matrix product",
+        "| in use: eager fp32 channels_last_3d | 2 |",
         "| eager fp32 contiguous | 2 |",
     ):
         assert words in text
     numbers = json.loads(report_module.to_json(report))
     assert numbers["answered"]["stages"]["total"]["median"] == report.answered.stages["total"].median
     assert numbers["peak_share"] == report.peak_share
+    assert [row["name"] for row in numbers["rows"]] == [row.name for row in report.rows]
     report_module.plot(report, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_each_line_is_shown_before_the_next_measurement(bands, monkeypatch):
+    """A machine that is taken away during the second repeat leaves the row of the first."""
+    once, lines, calls = requests.RequestRunner.once, [], []
+
+    def interrupted(self):
+        calls.append(len(lines))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return once(self)
+
+    monkeypatch.setattr(requests.RequestRunner, "once", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(bands, SETTINGS, BenchPlan((16, 32, 32), repeats=3), lines.append)
+    assert calls[0] == 3
+    assert "first request" in lines[4]
+    assert lines[-1].startswith("| 1 | ")
+
+
+def test_a_repeat_has_a_row_with_its_ratios():
+    windows = WindowSeconds(bare=1.5, stitched=2.0)
+    repeat = Repeat({"windows": 2.25, "total": 2.5}, windows, windows, {"windows": 9.0, "total": 10.0})
+    _, head, rule = report_module.format_repeat_head(repeat)
+    names = ["repeat", "windows s", "total s", "windows per second / bare loop"]
+    assert head == f"| {' | '.join([*names, 'plain script, total s', 'plain script / total'])} |"
+    assert rule == "|---|---|---|---|---|---|"
+    assert report_module.format_repeat(3, repeat) == "| 3 | 2.250 | 2.500 | 0.75 | 10.000 | 4.00 |"
+    _, head, _ = report_module.format_repeat_head(replace(repeat, plain={}))
+    assert head == f"| {' | '.join(names)} |"
+    assert report_module.format_repeat(3, replace(repeat, plain={})) == "| 3 | 2.250 | 2.500 | 0.75 |"
+
+
+def test_tf32_is_named_wherever_it_may_be_used(report):
+    used = report_module.format_engine("bands/1", replace(report.engine, device="cuda:0"), with_tf32=True)
+    assert next(used).startswith("bands/1: eager fp32 (TF32) channels_last_3d, ")
+    narrow = report_module.format_engine("bands/1", replace(report.engine, precision="bf16"), with_tf32=True)
+    assert next(narrow).startswith("bands/1: eager bf16 channels_last_3d, ")
+    answered = replace(report.answered, plain=report.answered.stages, plain_tf32=True)
+    text = "\n".join(report_module.format_summary(replace(report, tf32=True, answered=answered)))
+    assert "GFLOP/s of a large fp32 (TF32) matrix product" in text
+    assert "| plain script (eager FP32; torch's defaults allow TF32) |" in text
+    assert "TF32" not in "\n".join(report_module.format_summary(report))
+
+
+def test_compile_mode_and_each_warning_are_printed(report):
+    engine = replace(report.engine, compile_mode="reduce-overhead", warnings=("It is slow.", "It is old."))
+    head, *warnings = report_module.format_engine("bands/1", engine, with_tf32=False)
+    assert ", compile_mode reduce-overhead, " in head
+    assert warnings == ["warning: It is slow.", "warning: It is old."]
+
+
+def test_a_request_with_a_smaller_batch_is_a_warning(bands, monkeypatch):
+    segment, lines = Segmenter.segment, []
+
+    def short_of_memory(*arguments, **options):
+        return segment(*arguments, **options)._replace(fallbacks=1, notes=("Memory did not hold 2 windows.",))
+
+    monkeypatch.setattr(Segmenter, "segment", short_of_memory)
+    report = run(bands, SETTINGS, BenchPlan((16, 32, 32), repeats=2), lines.append)
+    assert report.engine.warnings == ("Memory did not hold 2 windows.",)
+    assert lines.count("warning: Memory did not hold 2 windows.") == 1
 
 
 def test_a_row_without_numbers_says_why():
@@ -139,7 +225,7 @@ def test_a_row_without_numbers_says_why():
 
 def test_a_cold_start_is_followed_by_one_that_knows(bands):
     settings = Settings.model_validate({"device": {"name": "cpu", "threads": 1}, "engine": {"precision": "fp32"}})
-    starts = run(bands, settings, BenchPlan((16, 32, 32), repeats=1, cold=True)).starts
+    starts = run(bands, settings, BenchPlan((16, 32, 32), repeats=1, cold=True), ignore).starts
     assert list(starts) == ["known-order", "known-order, cached"]
 
 
@@ -155,16 +241,19 @@ def test_a_stack_of_any_shape_is_made_of_the_sample(bands):
 
 
 def test_the_plain_script_runs_where_there_is_one(bands, monkeypatch, tmp_path):
-    script = tmp_path / "plain.py"
+    script, lines = tmp_path / "plain.py", []
     monkeypatch.setattr(requests, "PLAIN", script)
     wanted = BenchPlan((16, 32, 32), repeats=1, baseline=True)
     with pytest.raises(BadParameter, match=r"plain\.py"):
-        run(bands, SETTINGS, wanted)
-    script.write_text('print(\'{"stages": {"windows": 2000.0, "write": 0.5}}\')')
-    answered = run(bands, SETTINGS, wanted).answered
+        run(bands, SETTINGS, wanted, ignore)
+    script.write_text('print(\'{"stages": {"windows": 2000.0, "write": 0.5}, "tf32": true}\')')
+    answered = run(bands, SETTINGS, wanted, lines.append).answered
     assert answered.plain["total"].median == 2000.5
+    assert answered.plain_tf32
     assert answered.speedup.median == pytest.approx(2000.5 / answered.stages["total"].median)
+    (row,) = (line for line in lines if line.startswith("| 1 |"))
+    assert "| 2000.500 |" in row
     script.write_text("raise SystemExit('no')")
     with pytest.raises(BadParameter, match="no"):
-        run(bands, SETTINGS, wanted)
+        run(bands, SETTINGS, wanted, ignore)
     assert torch.get_num_threads() == 1
