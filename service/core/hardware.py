@@ -33,6 +33,11 @@ SHARED_POOL = (0, 0)
 # Bytes of pools of graphs that are not allocated between replays, by device.
 _idle_pools: dict[torch.device, int] = {}
 
+# Versions of cuDNN whose 3D convolutions in BF16 are wrong on large inputs (pytorch#163539). For BF16 and FP16 in
+# contiguous memory torch replaces them by code that is several times slower (pytorch#166122) and needs more memory
+# (pytorch#166643).
+FAULTY_CUDNN = range(90800, 91500)
+
 # Of torch's CPU allocator, oneDNN (whose primitives were made before, in the warm-up), Python's threads, CUDA beyond
 # torch's allocator, and its libraries (cuDNN, cuBLAS).
 _EXHAUSTED = (
@@ -150,9 +155,12 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def native_precisions(device: torch.device) -> frozenset[torch.dtype]:
-    """Return the floating dtypes that the device computes at full rate or in matrix units, float32 included."""
+    """Return the floating dtypes that the device computes at full rate or in matrix units, float32 included.
+
+    Those that `faulty_precisions` returns are left out.
+    """
     if device.type == "cuda":
-        return cuda_precisions(torch.cuda.get_device_capability(device))
+        return cuda_precisions(torch.cuda.get_device_capability(device)) - faulty_precisions(device).keys()
     # torch offers no public query for these instruction sets; the private one answers False where it knows nothing.
     bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return frozenset({torch.float32, torch.bfloat16} if bf16 else {torch.float32})
@@ -166,6 +174,42 @@ def cuda_precisions(capability: tuple[int, int]) -> frozenset[torch.dtype]:
     if capability >= (8, 0):
         dtypes.add(torch.bfloat16)
     return frozenset(dtypes)
+
+
+def faulty_precisions(device: torch.device) -> dict[torch.dtype, str]:
+    """Return the dtypes that the device has units for, but the installed cuDNN computes wrongly or slowly, and why."""
+    if device.type != "cuda":
+        return {}
+    version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return faulty_cuda_precisions(torch.cuda.get_device_capability(device), version)
+
+
+def faulty_cuda_precisions(capability: tuple[int, int], cudnn_version: int | None) -> dict[torch.dtype, str]:
+    """Return `faulty_precisions` by CUDA compute capability and version of cuDNN.
+
+    Volta keeps FP16 with any cuDNN, as there is nothing to install: cuDNN supports Volta up to 9.10 only.
+    """
+    reason = explain_faulty_cudnn(cudnn_version)
+    if reason is None or (cudnn_version is not None and capability < (7, 5)):
+        return {}
+    return dict.fromkeys(cuda_precisions(capability) - {torch.float32}, reason)
+
+
+def explain_faulty_cudnn(version: int | None) -> str | None:
+    """Return what is wrong with BF16 and FP16 in this version of cuDNN (None: there is no cuDNN), and what to install.
+
+    None if nothing is wrong.
+    """
+    advice = "Install cuDNN 9.15 or later, which torch 2.11 and later for CUDA 13 bring (on PyPI: nvidia-cudnn-cu12)."
+    if version is None:
+        return f"torch finds no cuDNN, and 3D convolutions in BF16 and FP16 are slow without it. {advice}"
+    if version not in FAULTY_CUDNN:
+        return None
+    number = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    return (
+        f"cuDNN {number} is installed. In cuDNN 9.8 to 9.14, 3D convolutions in BF16 can be wrong on large inputs, and"
+        f" those in BF16 and FP16 can be several times slower and need more memory. {advice}"
+    )
 
 
 def gpus(nvml: Any = pynvml) -> tuple[GpuStatus, ...]:

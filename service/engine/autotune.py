@@ -37,7 +37,8 @@ class Candidate(NamedTuple, Generic[Result]):
     """A network that has run, ready to be timed.
 
     call                segments `windows` windows, in all of its streams together
-    measure_difference  returns its share of changed labels, NaN if any score was not finite
+    measure_difference  returns its share of changed labels, NaN if any score was not finite, infinity if the scores of
+                        a full batch are wrong
     result              returned where this candidate wins
     """
 
@@ -186,7 +187,7 @@ class Tuner(Generic[Result]):
             log.debug("%s does not run", config, exc_info=True)
             self._note_failure(config, error)
             return None
-        known = None if math.isnan(difference) else difference
+        known = difference if math.isfinite(difference) else None
         entrant = _Entrant(candidate, Trial(config, self._check(difference), None, known, build_seconds))
         self._note(entrant.trial)
         return entrant if entrant.trial.verdict == RUNS else None
@@ -195,6 +196,8 @@ class Tuner(Generic[Result]):
         """Return the verdict on a candidate with this share of changed labels."""
         if math.isnan(difference):
             return "wrong: scores that are not finite"
+        if math.isinf(difference):
+            return "wrong: in a full batch, scores differ from those in fp32 by more than rounding"
         if difference > self._difference:
             return f"wrong: {difference:.2%} of the labels differ, {self._difference:.2%} may"
         return RUNS

@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from service.engine import backends, plans, precision, tf32
 from service.engine.autotune import Candidate, NothingRuns, Tuner, Winner
 from service.engine.plans import EngineConfig, EnginePlan, Trial
 from service.engine.prepare import prepare
-from service.inference.label_agreement import LabelAgreement, score
+from service.inference.label_agreement import MAX_SHARE_BEYOND_ROUNDING, LabelAgreement, score
 from service.inference.windows.arena import add_steps
 from service.inference.windows.blending import Blending
 from service.inference.windows.kernels import window_kernels
@@ -77,6 +77,7 @@ class EngineSelector:
     network       as loaded, float32 on the CPU
     window_bytes  float32 that its layers take for one window
     native        dtypes that are worth trying; None: those that the device has units for
+    faulty        dtypes that it has units for, but that are left out, and why; None: as from `faulty_precisions`
     """
 
     def __init__(  # noqa: PLR0913, PLR0917
@@ -88,10 +89,12 @@ class EngineSelector:
         window_bytes: int,
         native: frozenset[torch.dtype] | None = None,
         driver: Driver = hardware,
+        faulty: Mapping[torch.dtype, str] | None = None,
     ) -> None:
         self._spec, self._settings, self._device = spec, settings, device
         self._network, self._window_bytes, self._driver = network, window_bytes, driver
         self._native = hardware.native_precisions(device) if native is None else native
+        self._faulty = hardware.faulty_precisions(device) if faulty is None else faulty
         self._batch_size, self._streams = batch_size(settings, device), streams(settings, device)
         tf32.use(settings.engine, device)
 
@@ -104,8 +107,25 @@ class EngineSelector:
     def rebuild(self, config: EngineConfig, batch_size: int) -> ReadyEngine:
         """Build what runs with another window or batch within seconds: as `config` says, but nothing is compiled.
 
+        On devices other than the CPU a full batch is compared with FP32, as libraries may choose other algorithms for
+        a larger window. If it differs, the network runs eagerly in FP32.
+
         Raises one of `backends.ENGINE_FAILURES` where the network does not run eagerly either.
         """
+        ready = self._rebuild(config, batch_size)
+        if ready.config.precision == "fp32" or self._driver.is_on_host(self._device):
+            return ready
+        difference = self._make_agreement().batch_difference(ready.window)
+        if difference <= MAX_SHARE_BEYOND_ROUNDING:
+            return ready
+        wrong = "not finite" if math.isnan(difference) else f"wrong at {difference:.2%} of the voxels of a window"
+        size = "x".join(map(str, self._spec.input.roi_size))
+        found = f"{self._spec.identifier} with windows of {size} in {ready.config}: its scores are {wrong}"
+        log.warning("%s. It runs eagerly in fp32 instead.", found)
+        del ready
+        return _require_same_size(self.build(replace(self._eager("fp32"), sw_batch_size=batch_size)))
+
+    def _rebuild(self, config: EngineConfig, batch_size: int) -> ReadyEngine:
         config = replace(config, sw_batch_size=batch_size)
         if config.compile_mode is not None:
             engine = "cudagraph" if self._device.type == "cuda" else "eager"
@@ -141,7 +161,8 @@ class EngineSelector:
         known = plan is not None and plan.choice.engine in backends.BACKENDS
         if plan is not None and known and (plan.tuned or not race):
             try:
-                return replace(self.build(plan.choice, *self._warnings(plan.trials)), plan=plan, cached=True)
+                warnings = (*self._precision_warnings, *self._warnings(plan.trials))
+                return replace(self.build(plan.choice, *warnings), plan=plan, cached=True)
             except backends.ENGINE_FAILURES as error:
                 reason = backends.first_line(error)
                 log.warning("%s: what an earlier plan says fails, choosing again: %s", self._spec.identifier, reason)
@@ -179,7 +200,13 @@ class EngineSelector:
         plan = EnginePlan(self._spec.name, ready.config, trials, tuner.seconds, self.circumstances(), tuned)
         if holds and self._settings.engine.kind == "auto":
             self._keep(plan)
-        return replace(ready, plan=plan, seconds=tuner.seconds, warnings=warnings)
+        return replace(ready, plan=plan, seconds=tuner.seconds, warnings=(*self._precision_warnings, *warnings))
+
+    @property
+    def _precision_warnings(self) -> tuple[str, ...]:
+        """The warning about the precision, if there is one."""
+        warning = precision.choose(self._settings.engine.precision, self._native, self._faulty).warning
+        return () if warning is None else (warning,)
 
     def _warnings(self, trials: Sequence[Trial]) -> tuple[str, ...]:
         """Return warnings about trials that failed, and about labels that what the operator has set would change."""
@@ -298,8 +325,7 @@ class EngineSelector:
     def _build_fixed(self) -> ReadyEngine:
         settings = self._settings.engine
         backend = backends.BACKENDS[settings.kind]
-        warning = precision.choose(settings.precision, self._native).warning
-        warnings = [warning] if warning else []
+        warnings = list[str]()
         names = precision.list_precisions(settings.precision, self._native)
         unfit = {name: backend.explain_unfit(name, self._device, self._network) for name in names}
         # The first configuration of a precision is the most promising one; what is not compiled needs no compiler.
@@ -313,7 +339,7 @@ class EngineSelector:
         configs = list(dict.fromkeys([*configs, *map(self._eager, names)]))
         if self._device.type == "cpu" and configs[0] == self._eager("fp32"):
             # It is what others are compared with.
-            return self.build(configs[0], *warnings)
+            return self.build(configs[0], *warnings, *self._precision_warnings)
         tuner = self._make_tuner(explain_skip=lambda _config: None)
         ready = self._choose(tuner, lambda: tuner.take_first(configs), tuned=False)
         return replace(ready, plan=None, warnings=(*warnings, *ready.warnings))
@@ -344,7 +370,7 @@ class EngineSelector:
         explain_skip: Callable[[EngineConfig], str | None] | None = None,
     ) -> Tuner[ReadyEngine]:
         """Return a tuner that builds engines and checks their labels; `explain_skip` as in `Tuner`, None: as here."""
-        agreement = LabelAgreement(self._spec, self._device, lambda: self.reference(self._batch_size))
+        agreement = self._make_agreement()
 
         def build(config: EngineConfig) -> Candidate[ReadyEngine]:
             ready = self.build(config)
@@ -362,6 +388,15 @@ class EngineSelector:
             announce=announce,
             find_loss=lambda error: hardware.find_loss(self._device, error, self._driver),
         )
+
+    def _make_agreement(self) -> LabelAgreement:
+        """Return the comparison with FP32: on devices other than the CPU, of a full batch as well.
+
+        The reference computes one window at a time there, so that no fault with large batches affects it.
+        """
+        on_host = self._driver.is_on_host(self._device)
+        windows = self._batch_size if on_host else 1
+        return LabelAgreement(self._spec, self._device, lambda: self.reference(windows), full_batch=not on_host)
 
     def _explain_skip(self, config: EngineConfig) -> str | None:
         """Return why a configuration must not be tried; None if it may."""

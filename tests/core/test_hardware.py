@@ -46,6 +46,52 @@ def test_cuda_precisions_follow_the_compute_capability(capability: tuple[int, in
     assert hardware.cuda_precisions(capability) == fastest
 
 
+PASCAL = (6, 1)
+VOLTA = (7, 0)
+TURING = (7, 5)
+AMPERE = (8, 0)
+HOPPER = (9, 0)
+FP16 = {torch.float16}
+BOTH = {torch.float16, torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("capability", "cudnn_version", "faulty"),
+    [
+        (AMPERE, 90701, set()),
+        (AMPERE, 90800, BOTH),
+        (AMPERE, 91002, BOTH),
+        (HOPPER, 91499, BOTH),
+        (HOPPER, 91500, set()),
+        (HOPPER, 91900, set()),
+        (TURING, 91002, FP16),
+        (VOLTA, 91002, set()),
+        (PASCAL, 91002, set()),
+        (HOPPER, None, BOTH),
+        (VOLTA, None, FP16),
+        (PASCAL, None, set()),
+    ],
+)
+def test_16_bit_precisions_are_faulty_by_the_version_of_cudnn(
+    capability: tuple[int, int], cudnn_version: int | None, faulty: set[torch.dtype]
+) -> None:
+    assert hardware.faulty_cuda_precisions(capability, cudnn_version).keys() == faulty
+
+
+def test_the_cpu_has_no_faulty_precisions() -> None:
+    assert hardware.faulty_precisions(torch.device("cpu")) == {}
+
+
+def test_a_faulty_cudnn_is_named_with_what_to_install() -> None:
+    found, missing = hardware.explain_faulty_cudnn(91002), hardware.explain_faulty_cudnn(None)
+    assert found is not None
+    assert found.startswith("cuDNN 9.10.2 is installed.")
+    assert missing is not None
+    assert missing.startswith("torch finds no cuDNN")
+    assert "Install cuDNN 9.15 or later" in found
+    assert "Install cuDNN 9.15 or later" in missing
+
+
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs Linux")
 def test_the_cpu_computes_bf16_where_its_flags_say_so() -> None:
     flags = Path("/proc/cpuinfo").read_text().split()

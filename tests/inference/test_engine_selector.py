@@ -462,7 +462,7 @@ def test_a_fixed_precision_with_other_labels_is_used_and_warned_of(bands, settin
     only("eager", other=FakeBackend(lambda _module: Wrong()))
     ready = warm_up(bands, fixed(settings, precision="fp32")).run()
     assert ready.config.engine == "other"
-    assert "labels of the model's sample differ" in ready.warnings[0]
+    assert "differ from those in fp32" in ready.warnings[0]
 
 
 def test_a_fixed_engine_whose_scores_are_not_finite_is_never_taken(bands, settings, only):
@@ -479,3 +479,91 @@ def test_a_fixed_engine_that_cannot_compile_runs_as_it_is(bands, settings, only)
     ready = warm_up(bands, fixed(settings)).run()
     assert (ready.config.engine, ready.config.compile_mode) == ("other", None)
     assert ready.warnings == ("The other engine failed: not here",)
+
+
+LARGE_BATCH = 11
+
+
+def faulty_at_the_end(module):
+    """A network whose scores of the last window of a large batch are zero."""
+
+    def call(x):
+        scores = module(x).clone()
+        if len(scores) == LARGE_BATCH:
+            scores[-1] = 0
+        return scores
+
+    return call
+
+
+def on_separate_device(spec, chosen, native=frozenset({torch.float32}), **more):
+    return EngineSelector(spec, chosen, CPU, load_network(spec), 1000, native, SeparateDevice(free=2**40), **more)
+
+
+@pytest.mark.parametrize(
+    ("make", "engine"), [(faulty_at_the_end, "eager"), (lambda module: module, "other")], ids=["faulty", "right"]
+)
+def test_a_separate_device_is_checked_with_a_full_batch(bands, settings, only, make, engine):
+    only("eager", other=FakeBackend(make))
+    # A precision that is set is used whatever labels change, but not with scores that are wrong.
+    chosen = settings(precision="fp32", windows={"sw_batch_size": LARGE_BATCH})
+    ready = on_separate_device(bands, chosen).run()
+    assert ready.config.engine == engine
+    (verdict,) = (trial.verdict for trial in ready.plan.trials if trial.choice.engine == "other")
+    assert ("in a full batch" in verdict) == (engine == "eager")
+
+
+@pytest.mark.parametrize(("make", "windows"), [(on_separate_device, 1), (warm_up, LARGE_BATCH)])
+def test_the_reference_is_made_once_and_computes_one_window_at_a_time_on_a_separate_device(
+    bands, settings, only, make, windows
+):
+    only("eager", other=FakeBackend(lambda module: module))
+    selector, sizes = make(bands, settings(windows={"sw_batch_size": LARGE_BATCH})), []
+    make_reference = selector.reference
+    selector.reference = lambda size: sizes.append(size) or make_reference(size)
+    selector.run()
+    assert sizes == [windows]
+
+
+OTHER = EngineConfig("other", "bf16", "contiguous", LARGE_BATCH)
+
+
+@pytest.mark.parametrize(
+    ("make", "engine", "expected", "message"),
+    [
+        (lambda module: module, {}, ("other", "bf16"), None),
+        (faulty_at_the_end, {}, ("eager", "fp32"), "It runs eagerly in fp32 instead."),
+        (faulty_at_the_end, {"precision": "bf16"}, ("eager", "fp32"), "It runs eagerly in fp32 instead."),
+        (lambda module: lambda x: module(x) * torch.nan, {"precision": "bf16"}, ("eager", "fp32"), "not finite"),
+    ],
+    ids=["right", "faulty", "faulty and set", "not finite"],
+)
+def test_another_window_is_checked_with_a_full_batch(bands, settings, only, caplog, make, engine, expected, message):
+    only("eager", other=FakeBackend(make))
+    spec = bands.model_copy(update={"input": bands.input.model_copy(update={"roi_size": (16, 32, 48)})})
+    selector = on_separate_device(bands, settings(**engine), BOTH).with_window(spec, 1000)
+    ready = selector.rebuild(OTHER, LARGE_BATCH)
+    assert (ready.config.engine, ready.config.precision) == expected
+    assert ready.window.batch.shape == (LARGE_BATCH, 1, 16, 32, 48)
+    assert caplog.text == "" if message is None else (message in caplog.text and "16x32x48" in caplog.text)
+
+
+def test_another_window_needs_no_check_on_the_host_or_in_fp32(bands, settings, only):
+    only("eager", other=FakeBackend(faulty_at_the_end))
+    on_host = EngineSelector(bands, settings(), CPU, load_network(bands), 1000, BOTH)
+    assert on_host.rebuild(OTHER, LARGE_BATCH).config == OTHER
+    in_fp32 = replace(OTHER, precision="fp32")
+    assert on_separate_device(bands, settings()).rebuild(in_fp32, LARGE_BATCH).config == in_fp32
+
+
+FAULTY = {torch.bfloat16: "cuDNN 9.10.2 is installed."}
+
+
+@pytest.mark.parametrize("kind", ["auto", "eager"])
+@pytest.mark.parametrize(("setting", "expected"), [("auto", "fp32"), ("bf16", "bf16")])
+def test_a_faulty_cudnn_is_warned_about_at_every_start(bands, settings, only, kind, setting, expected):
+    only("eager", other=FakeBackend(lambda module: module))
+    for _ in range(2):
+        ready = on_separate_device(bands, settings(kind=kind, precision=setting), faulty=FAULTY).run()
+        assert ready.config.precision == expected
+        assert sum("cuDNN 9.10.2 is installed." in warning for warning in ready.warnings) == 1

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -15,8 +16,8 @@ from service.models.spec import Sample
 CPU = torch.device("cpu")
 
 
-def windows_of(spec, network):
-    return SlidingWindow(network, 1, spec.input.roi_size, 2, blending=Blending(), device=CPU)
+def windows_of(spec, network, batch_size=2):
+    return SlidingWindow(network, 1, spec.input.roi_size, batch_size, blending=Blending(), device=CPU)
 
 
 @pytest.fixture
@@ -35,6 +36,71 @@ def test_another_network_differs(parity, bands, bands_network):
 
 def test_scores_that_are_not_finite_agree_with_nothing(parity, bands, bands_network):
     assert math.isnan(parity.difference(windows_of(bands, lambda x: bands_network(x) * np.nan)))
+
+
+# The sample has 8 windows, so a check of labels alone never sees the last ones of a batch.
+LARGE_BATCH = 11
+
+
+@pytest.fixture
+def large_batch_parity(bands, bands_network):
+    return LabelAgreement(bands, CPU, lambda: windows_of(bands, bands_network, 1), full_batch=True)
+
+
+def with_last(network, change):
+    """`network`, with the scores of the last window of a large batch changed in place."""
+
+    def call(x):
+        scores = network(x).clone()
+        if len(scores) == LARGE_BATCH:
+            change(scores[-1])
+        return scores
+
+    return call
+
+
+def test_a_large_batch_without_faults_agrees(large_batch_parity, bands, bands_network):
+    assert large_batch_parity.difference(windows_of(bands, bands_network, LARGE_BATCH)) == 0
+
+
+def test_rounding_of_scores_is_no_fault(large_batch_parity, bands, bands_network):
+    window = windows_of(bands, lambda x: bands_network(x).bfloat16(), LARGE_BATCH)
+    assert large_batch_parity.batch_difference(window) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "least"),
+    [
+        (lambda scores: scores.zero_(), 0.5),
+        (lambda scores: scores[:, -4:].zero_(), 0.1),
+        (lambda scores: scores.mul_(1e6), 0.5),
+        (lambda scores: scores.copy_(scores.roll(5, -1)), 0.01),
+    ],
+    ids=["zeros", "zeros in the last planes", "huge", "shifted"],
+)
+def test_a_fault_in_the_last_window_of_a_large_batch_is_found(
+    parity, large_batch_parity, bands, bands_network, change, least
+):
+    window = windows_of(bands, with_last(bands_network, change), LARGE_BATCH)
+    assert parity.difference(window) == 0, "the labels of the sample do not show it"
+    assert least < large_batch_parity.batch_difference(window) <= 1
+    assert large_batch_parity.difference(window) == math.inf
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_score_that_is_not_finite_anywhere_in_a_large_batch_is_found(large_batch_parity, bands, bands_network, value):
+    window = windows_of(bands, with_last(bands_network, lambda scores: scores[0, -1, -1, -1].fill_(value)), LARGE_BATCH)
+    assert math.isnan(large_batch_parity.difference(window))
+
+
+def test_every_window_of_a_full_batch_is_a_part_of_the_image(large_batch_parity, bands, bands_network):
+    batches = []
+    window = windows_of(bands, lambda x: batches.append(x.clone()) or bands_network(x), LARGE_BATCH)
+    large_batch_parity.batch_difference(window)
+    (batch,) = batches
+    assert len(batch) == LARGE_BATCH
+    assert batch.abs().sum((1, 2, 3, 4)).min() > 0
+    assert not any(torch.equal(one, other) for one, other in itertools.pairwise(batch))
 
 
 def test_a_row_has_as_many_windows_as_are_asked_for_and_shows_the_image_over_and_over(parity, bands):
