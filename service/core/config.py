@@ -74,9 +74,9 @@ class Device(_Section):
     serve    several devices for one service, each with a worker and models of its own, or all GPUs; none: `name`
     threads  CPU threads of the network; 0: one for each usable core
     asynchronous  CUDA only: stages in which the host does not wait for the GPU. batches: the next batch of windows is
-                  launched before the last one is done; prepare: percentiles are found there; windows: a batch is
-                  cut, computed and blended in one step, by the same graph as the network; decode: objects are
-                  found in a stream of its own, in the whole volume at once. None of them has been
+                  launched before the previous one is done; prepare: a stack is copied and normalised in a second
+                  stream; windows: a batch is cut, computed and blended in one step, by the same graph as the network;
+                  decode: objects are found in a second stream, in the whole volume at once. None of them has been
                   measured on a GPU
     """
 

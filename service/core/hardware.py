@@ -7,8 +7,8 @@ import errno
 import logging
 import platform
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -294,6 +294,33 @@ def mark_end(device: torch.device) -> Callable[[], object]:
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event.synchronize
+
+
+class CudaTimer:
+    """Seconds that a CUDA device takes for parts of the work of its current stream.
+
+    The host's time is left out as long as each part is one launch, such as the replay of a graph.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device, self._cuda = device, cuda
+        self._parts: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Measure the work that is launched in the meantime."""
+        start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
+        stream = self._cuda.current_stream(self._device)
+        start.record(stream)
+        yield
+        end.record(stream)
+        self._parts.append((start, end))
+
+    @property
+    def seconds(self) -> float:
+        """Sum of all parts, once the device has finished them."""
+        milliseconds: float = sum(start.elapsed_time(end) for start, end in self._parts)
+        return milliseconds / 1000
 
 
 def use_threads(count: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import cache
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from service.core.config import Engine as EngineSettings
 from service.core.errors import BadParameter
 from service.engine.base import ANY_FORMAT, WARM_UP_CALLS, Backend
+from service.engine.cuda_streams import get_stream
 from service.engine.plans import EngineConfig
 from service.engine.torch_compile import compile_module
 from service.models.loader import Network
@@ -55,13 +56,14 @@ class CudaGraphBackend(Backend):
 class CudaRecorder:
     """Recording and replay of work on a CUDA device; tests replace it, or `cuda`, by one that needs no GPU.
 
-    options  more arguments of `torch.cuda.graph`
+    bindings  torch's functions in C++ that end the use of a memory pool
+    options   more arguments of `torch.cuda.graph`
     """
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda, **options: Any) -> None:
-        self._device, self._cuda, self._options = device, cuda, options
-        self._stream = _side_stream(device, cuda)
-        self._graph = cuda.CUDAGraph()
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda, bindings: Any = torch._C, **options: Any) -> None:
+        self._device, self._cuda, self._bindings, self._options = device, cuda, bindings, options
+        self._stream = get_stream(device, "capture", cuda)
+        self._graph, self._pool = cuda.CUDAGraph(), cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], Tensor]) -> None:
         """Run `work` on the side stream, so that lazy initialisation is over before the capture."""
@@ -75,10 +77,30 @@ class CudaRecorder:
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
         """Record `work`, and return the tensor that every replay fills."""
         # Requests use CUDA in threads of their own meanwhile; the mode "global" would let their calls fail.
-        capture = self._cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local", **self._options)
-        # `torch.cuda.graph` leaves its stream the current one where the capture fails; the outer `stream` restores it.
-        with self._cuda.device(self._device), self._cuda.stream(self._stream), capture:
-            return work()
+        options = {"pool": self._pool, "capture_error_mode": "thread_local"} | self._options
+        capture = self._cuda.graph(self._graph, stream=self._stream, **options)
+        try:
+            # If the capture fails, `torch.cuda.graph` leaves its stream current; the outer `stream` restores it.
+            with self._cuda.device(self._device), self._cuda.stream(self._stream), capture:
+                return work()
+        except Exception:
+            self._release_pool()
+            raise
+
+    def _release_pool(self) -> None:
+        """Release the memory pool of a capture that failed.
+
+        Before torch 2.12 a capture that CUDA has invalidated leaves the caching allocator in capture mode for good, in
+        which `torch.cuda.empty_cache` fails (pytorch#180395).
+        """
+        try:
+            self._graph.pool()
+        except RuntimeError:
+            device = self._device.index or 0
+            # RuntimeError: torch has ended it, and releases it with the graph.
+            with suppress(RuntimeError):
+                self._bindings._cuda_endAllocateToPool(device, self._pool)
+                self._bindings._cuda_releasePool(device, self._pool)
 
     def replay(self) -> None:
         """Run the recorded work."""
@@ -90,15 +112,6 @@ class CudaRecorder:
         pool = self._graph.pool()
         segments = self._cuda.memory_snapshot()
         return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == pool)
-
-
-@cache
-def _side_stream(device: torch.device, cuda: Any) -> Any:
-    """Return the device's stream for captures: torch's own default is one of the device that captured first.
-
-    One for all networks, since cuBLAS keeps a workspace for every stream that it has run on.
-    """
-    return cuda.Stream(device)
 
 
 class GraphedNetwork:

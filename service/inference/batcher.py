@@ -1,9 +1,9 @@
 """Threads that own a device: each computes a stream of batches, with windows of several requests where it can.
 
 Requests prepare, decode and write in threads of their own. Windows that run through the same network share a batch, as
-most networks take the same time however full it is. A GPU has one stream, which may get a batch before it is done with
-the one before. On a CPU several batches at once, with a part of the cores each, keep these busier than one after the
-other with all of them: nobody waits at the end of every layer for the thread that was slowest.
+most networks take the same time however full it is. A GPU has one stream, on which a batch may be launched before the
+previous one is done. On a CPU, several batches at once, each with a part of the cores, keep them busier than one batch
+at a time with all of them: no thread waits at the end of every layer for the slowest one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from service.core import hardware, host
 from service.core.config import MAX_STREAMS, Settings
 from service.core.errors import Cancelled
-from service.inference.launch import Launch, Mark
+from service.inference.launch import Launch, Mark, Timer
 from service.inference.window_request import BatchSlice, Share, WindowRequest, blend, copy_scores, fill_batch, report
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow
@@ -58,8 +58,10 @@ class WindowBatcher:
 
     streams  batches that are computed at the same time, at most, of models that want so many
     divide   called in a stream's thread before it computes, with the number of streams that share the device then
-    mark     for a device that computes by itself, and gets a batch before it is done with the one before: marks the end
-             of what it was given. None: a batch is done once the network and the blender have returned
+    mark     for a device that computes asynchronously: marks the end of the work that was launched. None: a batch is
+             done once the network and the blender have returned
+    depth    batches that may be launched on such a device before the first of them is done
+    start_timer  returns what measures the network by the clock of such a device; None: the host's clock does
 
     Two rules take turns in choosing whose windows are next. One takes the request that is due first: it is not passed
     for ever, and gets at least half of the device. The other takes the one with the fewest windows left, so that a
@@ -72,16 +74,19 @@ class WindowBatcher:
     looked at where windows or a call come, and where slabs are taken; whoever ends a batch or a call looks by itself.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         name: str,
         streams: int = 1,
         divide: Callable[[int], None] = lambda _streams: None,
         mark: Mark | None = None,
+        *,
+        depth: int = 2,
+        start_timer: Callable[[], Timer | None] = lambda: None,
     ) -> None:
-        self._divide, self._mark = divide, mark
+        self._divide, self._mark, self._start_timer = divide, mark, start_timer
         # Batches of a stream at a time.
-        self._depth = 1 if mark is None else 2
+        self._depth = 1 if mark is None else depth
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         # Threads that wait for work, and that nobody has woken.
@@ -313,7 +318,8 @@ class WindowBatcher:
     def _compute(self, batch: _Batch) -> int | None:
         """Compute a batch and return its number; None where the device has it before it, and does it by itself."""
         if self._mark is not None:
-            self._launched.append(Launch(batch.number, batch.batch_slices, batch.stream, self._mark))
+            launch = Launch(batch.number, batch.batch_slices, batch.stream, self._mark, self._start_timer())
+            self._launched.append(launch)
             return None
         if not self._forward(batch) and len(batch.batch_slices) > 1:
             # The error does not tell which request caused it, so each is computed alone.
@@ -325,8 +331,10 @@ class WindowBatcher:
         """Wait for a launched batch, hand over what has come of it, and return its number."""
         outcomes = launch.wait()
         now = time.monotonic()
-        # While the batch before it was computed, it did not take the device.
-        seconds, self._last_done = now - max(launch.began, self._last_done), now
+        if (seconds := launch.device_seconds) is None:
+            # While the batch before it was computed, it did not take the device.
+            seconds = now - max(launch.began, self._last_done)
+        self._last_done = now
         taken = sum([batch_slice.windows for batch_slice, _ in outcomes])
         slots = outcomes[0][0].request.window.slots(taken)
         for batch_slice, outcome in outcomes:
@@ -406,10 +414,11 @@ def make_batcher(settings: Settings, device: torch.device, *, on_host: bool) -> 
     cores = settings.device.threads or host.usable_cores()
     wanted = settings.engine.streams
     most = min(cores, MAX_STREAMS) if wanted == "auto" else wanted
-    launches = not on_host and "batches" in settings.device.asynchronous
     return WindowBatcher(
         "device",
         most if on_host else 1,
         lambda streams: hardware.use_threads(max(cores // streams, 1)),
-        partial(hardware.mark_end, device) if launches else None,
+        None if on_host else partial(hardware.mark_end, device),
+        depth=2 if "batches" in settings.device.asynchronous else 1,
+        start_timer=partial(hardware.CudaTimer, device) if device.type == "cuda" else lambda: None,
     )

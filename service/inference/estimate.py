@@ -197,7 +197,7 @@ def estimate(  # noqa: PLR0913
         image = 4 * spec.input.channels * (reading if on_host else math.prod(size))
     # Planes on a device, with those of two channels that have just come.
     there = spec.input.channels * count_planes(spec.input.channels, size, grid.roi[0]) + 2 * planes_sent(size)
-    if "prepare" in asynchronous and is_kept_whole(volume.shape[0], stored):
+    if not on_host and is_kept_whole(volume.shape[0], stored):
         # Pixels as they are stored, and a block of them while it is counted.
         sent = 2 * math.prod(volume.shape) + 24 * math.prod(stored[1:]) * planes_sent(stored)
     at_once = min(streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size

@@ -298,20 +298,18 @@ class Segmenter:
         if not self._is_asynchronous("decode"):
             return decoder
         make = decoder if plan.decode_on_host else partial(make, whole=True)
-        return lambda: StreamDecoder(make, SideStream(self._device))
+        return lambda: StreamDecoder(make, SideStream(self._device, "decode"))
 
     def _is_asynchronous(self, stage: AsynchronousStage) -> bool:
         return not self._on_host and stage in self._settings.device.asynchronous
 
     def _prepare_aside(self) -> SideStream:
         """Return the stream that a volume is sent and normalised in, its own where the settings say so."""
-        return SideStream(self._device if self._is_asynchronous("prepare") else torch.device("cpu"))
+        return SideStream(self._device if self._is_asynchronous("prepare") else torch.device("cpu"), "prepare")
 
     def _send(self, volume: Volume) -> SentVolume | None:
-        """Send a volume to the device, which finds the percentiles there, where the settings say so and it suits."""
-        if self._is_asynchronous("prepare") and SentVolume.takes(volume):
-            return SentVolume(volume, self._device)
-        return None
+        """Send a volume to a device with its own memory, which finds the percentiles there; None if it cannot."""
+        return None if self._on_host or not SentVolume.takes(volume) else SentVolume(volume, self._device)
 
     def _judge(
         self, segmentation: Segmentation, volume: Volume, plan: Plan, used: Diameter | None, compute: ComputeSlabs

@@ -1,4 +1,4 @@
-"""A stream of its own for a part of a request, which waits for no windows that are launched meanwhile."""
+"""A second CUDA stream for one stage of the requests, which does not wait for windows that are launched meanwhile."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from service.engine.cuda_streams import Purpose, get_stream
+
 
 class SideStream:
-    """A stream of a CUDA device beside the current one; on another device, which computes in order, it is none."""
+    """The stream of a CUDA device for one purpose, next to the current stream; other devices have none.
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+    All requests share it. Their threads may use it at the same time, as its work runs in the order of the launches.
+    """
+
+    def __init__(self, device: torch.device, purpose: Purpose, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
-        self._stream = cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = get_stream(device, purpose, cuda) if device.type == "cuda" else None
 
     def current(self) -> AbstractContextManager[object]:
         """Let the work of this thread go to this stream."""

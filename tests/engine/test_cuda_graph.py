@@ -15,6 +15,7 @@ from service.core.config import Engine, read_settings
 from service.core.errors import BadParameter
 from service.engine.backends import list_configs
 from service.engine.cuda_graph import CudaGraphBackend, CudaRecorder, GraphedNetwork, graph_bytes
+from service.engine.cuda_streams import get_stream
 from service.engine.plans import EngineConfig
 
 
@@ -48,24 +49,53 @@ class FakeStream:
         pass
 
 
+class FakeGraph:
+    ended = None
+
+    def pool(self):
+        if self.ended is None:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self.ended
+
+
 class FakeCuda:
     """As much of `torch.cuda` as a recorder uses; `captures` has the arguments of every capture.
 
-    Like torch's, a capture that fails leaves its stream the current one.
+    Like torch's, a capture that fails leaves its stream the current one, and in torch before 2.12 (`ends_pools` False)
+    the allocator in capture mode. It fails where CUDA has invalidated it (`invalid`), not for an error in Python alone.
     """
 
-    Stream = FakeStream
+    CUDAGraph = FakeGraph
 
-    class CUDAGraph:
-        def pool(self):
-            return 0, id(self)
+    def __init__(self, *, invalid=True, ends_pools=False):
+        self.captures, self.current, self.made = [], {}, 0
+        self.recording, self.released, self.invalid, self.ends_pools = set(), [], invalid, ends_pools
+
+    def Stream(self, device):  # noqa: N802
+        # Torch hands out 32 streams of a device in turn.
+        self.made += 1
+        stream = FakeStream(device)
+        stream.number = self.made % 32
+        return stream
+
+    def graph_pool_handle(self):
+        return 0, len(self.captures) + 1
 
     def memory_snapshot(self):
         pools = [(0, 0), *(capture["cuda_graph"].pool() for capture in self.captures)]
         return [{"segment_pool_id": pool, "total_size": 2**21} for pool in pools for _ in range(2)]
 
-    def __init__(self):
-        self.captures, self.current = [], {}
+    def empty_cache(self):
+        if self.recording:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    def _cuda_endAllocateToPool(self, device, pool):  # noqa: N802
+        if pool not in self.recording:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.recording.remove(pool)
+
+    def _cuda_releasePool(self, device, pool):  # noqa: N802
+        self.released.append((device, pool))
 
     def current_stream(self, device):
         return self.current.setdefault(device, FakeStream(device))
@@ -87,7 +117,19 @@ class FakeCuda:
         arguments = inspect.signature(torch.cuda.graph).bind(*positional, **named).arguments
         self.captures.append(arguments)
         before, self.current[arguments["stream"].device] = None, arguments["stream"]
-        yield
+        self.recording.add(arguments["pool"])
+        try:
+            yield
+        except RuntimeError:
+            if self.invalid:
+                if self.ends_pools:
+                    self.recording.remove(arguments["pool"])
+                raise
+            self.recording.remove(arguments["pool"])
+            arguments["cuda_graph"].ended = arguments["pool"]
+            raise
+        self.recording.remove(arguments["pool"])
+        arguments["cuda_graph"].ended = arguments["pool"]
         self.current[arguments["stream"].device] = before
 
 
@@ -107,8 +149,32 @@ def test_capture_that_fails_leaves_the_stream_of_the_thread_as_it_was():
     cuda, device = FakeCuda(), torch.device("cuda", 0)
     before = cuda.current_stream(device)
     with pytest.raises(RuntimeError, match="not permitted"):
-        CudaRecorder(device, cuda).capture(fail)
+        CudaRecorder(device, cuda, cuda).capture(fail)
     assert cuda.current_stream(device) is before
+
+
+@pytest.mark.parametrize(
+    ("cuda", "released"),
+    [
+        (FakeCuda(), [(1, (0, 1))]),
+        (FakeCuda(ends_pools=True), []),
+        (FakeCuda(invalid=False), []),
+    ],
+    ids=["before torch 2.12", "since torch 2.12", "error in Python alone"],
+)
+def test_capture_that_fails_leaves_the_allocator_as_it_was(cuda, released):
+    with pytest.raises(RuntimeError, match="not permitted"):
+        CudaRecorder(torch.device("cuda", 1), cuda, cuda).capture(fail)
+    cuda.empty_cache()
+    assert cuda.released == released, "what torch releases itself must not be released twice"
+
+
+def test_a_stream_for_each_purpose_is_made_once():
+    cuda, device = FakeCuda(), torch.device("cuda", 0)
+    capture = get_stream(device, "capture", cuda)
+    others = {get_stream(device, purpose, cuda).number for _ in range(40) for purpose in ("prepare", "decode")}
+    assert len(others) == 2
+    assert capture.number not in others
 
 
 def test_memory_of_a_graph_is_that_of_its_own_pool():
@@ -222,10 +288,35 @@ def test_a_real_capture_and_other_threads_leave_each_other_alone():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @torch.inference_mode()
+def test_real_captures_that_fail_leave_memory_and_allocator_as_they_were():
+    example = torch.zeros(2, 1, 16, 16, 16, device="cuda")
+
+    def synchronise(x):
+        # Only while it is captured: before that the network runs eagerly.
+        if torch.cuda.is_current_stream_capturing():
+            x.sum().item()
+        return x + 1
+
+    reserved = []
+    for _ in range(4):
+        with pytest.raises(RuntimeError):
+            GraphedNetwork(synchronise, example)
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved())
+    # Libraries may allocate at the first call.
+    assert len(set(reserved[1:])) == 1
+    assert (GraphedNetwork(lambda x: x + 1, example)(example) == 1).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@torch.inference_mode()
 def test_a_real_graph_gives_the_scores_of_the_module():
     module = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 2, 1)).cuda().eval()
     example = torch.zeros(2, 1, 16, 16, 16, device="cuda")
-    network = GraphedNetwork(module, example, CudaRecorder(example.device, check_input_liveness=True))
+    # Since torch 2.12.
+    options = {"check_input_liveness"} & inspect.signature(torch.cuda.graph).parameters.keys()
+    network = GraphedNetwork(module, example, CudaRecorder(example.device, **dict.fromkeys(options, True)))
     assert network.nbytes > 2 * 4 * 16**3 * 4
     for _ in range(3):
         x = torch.rand(2, 1, 16, 16, 16, device="cuda")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from service.core.config import Device, Settings
 from service.core.errors import NonFiniteScores
+from service.core.hardware import CudaTimer
 from service.inference.batcher import WindowBatcher, make_batcher
 from service.inference.window_request import Share
 from service.inference.windows.blending import Blending
@@ -143,11 +146,80 @@ def test_calls_wait_for_what_was_launched(device: WindowBatcher, pace: OwnPace) 
     assert pace.log == [("launch", 1), ("wait", 1), ("call", 0), ("launch", 2), ("wait", 2)]
 
 
-def test_only_a_device_of_its_own_memory_gets_batches_ahead() -> None:
+def test_only_a_device_with_its_own_memory_gets_batches_ahead() -> None:
     chosen = Settings(device=Device(asynchronous=("batches",)))
     assert make_batcher(chosen, CPU, on_host=True)._mark is None
-    assert make_batcher(chosen, CPU, on_host=False)._mark is not None
-    assert make_batcher(Settings(), CPU, on_host=False)._mark is None
+    assert make_batcher(chosen, CPU, on_host=True)._depth == 1
+    assert make_batcher(chosen, CPU, on_host=False)._depth == 2
+    assert make_batcher(Settings(), CPU, on_host=False)._depth == 1
+
+
+def test_one_wait_for_each_batch_if_none_is_launched_ahead(pace: OwnPace) -> None:
+    device = WindowBatcher("device", mark=pace.mark, depth=1)
+    device.start()
+    image = torch.rand(1, 1, 24, 4, 4)
+    torch.testing.assert_close(run(device, torch_windows(), image, 0.0), image)
+    assert pace.log == [(what, number) for number in (1, 2, 3) for what in ("launch", "wait")]
+    device.close()
+    assert device.join(10)
+
+
+class FakeTimer:
+    """The network takes two seconds on the device, whatever the host does meanwhile."""
+
+    seconds = 0.0
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        yield
+        self.seconds += 2.0
+
+
+def test_seconds_are_those_of_the_network_by_the_clock_of_the_device(pace: OwnPace) -> None:
+    device = WindowBatcher("device", mark=pace.mark, start_timer=FakeTimer)
+    device.start()
+    shares = list[Share]()
+    run(device, torch_windows(), torch.rand(1, 1, 24, 4, 4), 0.0, share=shares.append)
+    assert [share.seconds for share in shares] == [2.0, 2.0, 2.0]
+    pace.error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        run(device, torch_windows(), torch.rand(1, 1, 8, 4, 4))
+    device.close()
+    assert device.join(10)
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeClock, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self._cuda = cuda
+
+    def record(self, stream: object) -> None:
+        self.at = self._cuda.now
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 1000 * (end.at - self.at)
+
+
+class FakeClock:
+    """As much of `torch.cuda` as a timer uses; `now` is the clock of the device, in seconds."""
+
+    now = 0.0
+
+    def Event(self, *, enable_timing: bool) -> FakeEvent:  # noqa: N802
+        return FakeEvent(self, enable_timing=enable_timing)
+
+    def current_stream(self, _device: torch.device) -> object:
+        return self
+
+
+def test_a_timer_adds_up_the_parts_that_it_measures() -> None:
+    cuda = FakeClock()
+    timer = CudaTimer(torch.device("cuda", 0), cuda)
+    for seconds in (0.25, 0.5):
+        cuda.now += 10.0
+        with timer.measure():
+            cuda.now += seconds
+    assert timer.seconds == pytest.approx(0.75)
 
 
 @pytest.mark.gpu
@@ -160,8 +232,10 @@ def test_no_call_synchronises_while_batches_are_launched() -> None:
     image = torch.rand(1, 1, 64, 96, 96, device=cuda)
     expected = [slab.scores for slab in window.run(image, 0.25)]
     device.start()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
+            torch.cuda.set_sync_debug_mode("error")
         slabs = list(device.run(window, image, 0.25, cancelled=lambda: False, progress=lambda *_: None))
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -52,7 +52,7 @@ class FakeTensor:
 
 def test_each_stream_waits_for_the_one_that_a_tensor_comes_from() -> None:
     cuda: Any = FakeCuda()
-    aside = SideStream(torch.device("cuda", 0), cuda)
+    aside = SideStream(torch.device("cuda", 0), "decode", cuda)
     scores: Any = FakeTensor()
     planes: Any = FakeTensor()
     with aside.current():
@@ -64,8 +64,18 @@ def test_each_stream_waits_for_the_one_that_a_tensor_comes_from() -> None:
     assert (planes.users, own.waited_for, cuda.default.waited_for) == ([cuda.default], [cuda.default], [own])
 
 
+def test_requests_share_the_stream_of_each_purpose() -> None:
+    cuda, used = FakeCuda(), []
+    fake: Any = cuda
+    for purpose in ("prepare", "decode", "prepare", "decode"):
+        with SideStream(torch.device("cuda", 0), purpose, fake).current():
+            used.append(cuda.now)
+    assert used[:2] == used[2:]
+    assert used[0] is not used[1]
+
+
 def test_a_device_that_computes_in_order_has_none() -> None:
-    aside, tensor = SideStream(torch.device("cpu"), None), torch.zeros(1)
+    aside, tensor = SideStream(torch.device("cpu"), "decode", None), torch.zeros(1)
     with aside.current():
         aside.take_over(tensor)
     aside.hand_over(tensor)
@@ -76,7 +86,11 @@ def test_a_device_that_computes_in_order_has_none() -> None:
 def test_a_volume_is_sent_and_counted_while_the_device_computes_something_else() -> None:
     device = torch.device("cuda", 0)
     pixels = np.random.default_rng(0).integers(0, 2**16, (1, 8, 256, 256), np.uint16)
-    aside, busy = SideStream(device), torch.cuda.Event()
+    aside, busy = SideStream(device, "prepare"), torch.cuda.Event()
+    # A kernel is loaded at its first launch, which waits for the whole device.
+    SentVolume(Volume.from_array(pixels), device).count_keys(0)
+    torch.cuda._sleep(1)
+    torch.cuda.synchronize()
     torch.cuda._sleep(4_000_000_000)
     busy.record()
     with aside.current():

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from service.core.volume import Size
 from service.inference.windows.blending import Blending, CheckFinite, Slab, importance_map, require_finite
 from service.inference.windows.grid import Grid, as_size
-from service.inference.windows.sliding_window import Image, SlidingWindow, WindowScan, WindowSlice
+from service.inference.windows.sliding_window import Image, Measure, SlidingWindow, WindowScan, WindowSlice
 from service.models.loader import Network
 
 
@@ -189,19 +190,21 @@ class ArenaWindow(SlidingWindow):
         found.place(planes, self._arena, pixel, total, outputs)
         return found
 
-    def forward(self, parts: Sequence[WindowSlice], stream: int = 0, *, wait: bool = True) -> Sequence[Tensor]:
+    def forward(
+        self, parts: Sequence[WindowSlice], stream: int = 0, *, measure: Measure = nullcontext
+    ) -> Sequence[Tensor]:
         """Compute the windows of several images; of those in the arena nothing is returned but their number."""
         there = [part for part in parts if isinstance(part.scan, ArenaScan)]
         others = [part for part in parts if not isinstance(part.scan, ArenaScan)]
-        scores = iter(super().forward(others, stream, wait=wait) if others else ())
+        scores = iter(super().forward(others, stream, measure=measure) if others else ())
         if there:
-            self._run_step(there, wait=wait)
+            self._run_step(there, measure)
         return [
             self.batch.new_empty(len(part.places), 0) if isinstance(part.scan, ArenaScan) else next(scores)
             for part in parts
         ]
 
-    def _run_step(self, parts: Sequence[WindowSlice], *, wait: bool) -> None:
+    def _run_step(self, parts: Sequence[WindowSlice], measure: Measure) -> None:
         assert self._step is not None  # noqa: S101 - as copies without have no scans in the arena
         rows = [part.scan.row(place) for part in parts if isinstance(part.scan, ArenaScan) for place in part.places]
         rows += [unused_row(self._roi)] * (self.capacity - len(rows))
@@ -210,9 +213,8 @@ class ArenaWindow(SlidingWindow):
         if device.type == "cuda":
             # Torch does not use pinned memory again before it was copied.
             table = table.pin_memory().to(device, non_blocking=True)
-        self._step(table)
-        if wait and device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        with measure():
+            self._step(table)
 
 
 class ArenaScan(WindowScan):

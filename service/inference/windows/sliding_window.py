@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -22,6 +23,9 @@ from service.inference.windows.blending import Blender, Blending, CheckFinite, S
 from service.inference.windows.grid import Box, Grid, as_size
 from service.inference.windows.kernels import WindowKernels, window_kernels
 from service.models.loader import Network
+
+# Returns a context in which the network runs, as `CudaTimer.measure` does.
+Measure = Callable[[], AbstractContextManager[object]]
 
 
 class Image(Protocol):
@@ -185,12 +189,14 @@ class SlidingWindow:
             image, grid, self._blending, self.batch.device, self._kernels, check, owns_scores=self.owns_scores
         )
 
-    def forward(self, parts: Sequence[WindowSlice], stream: int = 0, *, wait: bool = True) -> Sequence[Tensor]:
+    def forward(
+        self, parts: Sequence[WindowSlice], stream: int = 0, *, measure: Measure = nullcontext
+    ) -> Sequence[Tensor]:
         """Call the network once, on up to `capacity` windows of one image or several.
 
         Returns the scores of each part, [B, K, *roi] with its number of windows as B. They are valid until this
         stream's next call, or for good where the network owns its scores. Call it in torch's inference mode.
-        Without `wait` a device that computes by itself may not be done when it returns.
+        A CUDA device may still be computing them.
         """
         buffers, taken = self._streams[stream], 0
         for scan, places in parts:
@@ -201,10 +207,8 @@ class SlidingWindow:
         for slot in buffers.slots[taken:length]:
             # Windows of an earlier batch may be the ones that made it fail.
             slot.whole.zero_()
-        scores = self.network(buffers.first_windows[length])
-        if wait and scores.is_cuda:
-            # Callers that time a batch mean its computation, not the launch of its kernels.
-            torch.cuda.current_stream(scores.device).synchronize()
+        with measure():
+            scores = self.network(buffers.first_windows[length])
         if taken < length:
             scores = scores[:taken]
         if len(parts) == 1:
