@@ -1,23 +1,29 @@
 """What benchmarks/gpu.sh measures besides `stackseg bench`; each row is printed as soon as it is measured.
 
 python benchmarks/gpu.py machine
-python benchmarks/gpu.py engines [--device cuda] [--batch-sizes 8 1 2 4 16]
+python benchmarks/gpu.py check [--device cuda]
+python benchmarks/gpu.py graphs [--device cuda] [--batch-sizes 8 11 16 32 64]
+python benchmarks/gpu.py engines [--device cuda] [--batch-sizes 8 11 16 32 64]
 python benchmarks/gpu.py asynchronous [--device cuda] [--shape 64 512 512] [--repeats 5]
 python benchmarks/gpu.py clients [--device cuda] [--config gpu] [--shape 64 512 512] [--seconds 15]
 python benchmarks/gpu.py loads [--device cuda] [--loads 50]
 
 machine  versions, GPU and processor
-engines  the bundled network alone, by every engine in BF16, each in turn with the eager FP32 network that MONAI runs
-asynchronous  a request with each of `device.asynchronous`, then with all, in turn with one that has none of them
+check    whether the figures that follow can be trusted: see benchmarks/gpu_checks.py
+graphs   the bundled network alone, recorded as a CUDA graph without compilation, in turn with the eager FP32 network
+engines  the same by every engine: at all batch sizes without compilation, then compiled at the best of them
+asynchronous  a request with some stages of `device.asynchronous`, in turn with a request without any
 clients  one client, then eight, who post stacks to a real server: answers per second, the share of the time in which
-         the device was busy with windows, and the driver's own utilisation
-loads    a server with room for one model of two that are asked for in turn, beside a client of a third
+         the device ran the network by its own clock, and the driver's utilisation
+loads    a server with room for one model of two that are asked for in turn, alongside a client of a third
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import platform
 import statistics
 import sys
@@ -34,23 +40,30 @@ from typing import Any, get_args
 import torch
 from common import ROOT, request, run_server
 from end_to_end import read_metrics
+from gpu_checks import load, run_checks, settings_of, with_stages
 
-from service.cli.benchmark.networks import DevicePeak, Runner, compare_runners, list_engines
+from service.cli.benchmark.networks import DevicePeak, Row, build_reference, compare_with, list_engines, split_builders
 from service.cli.benchmark.report import format_table
 from service.cli.benchmark.requests import RequestRunner, write_stack
 from service.cli.benchmark.timing import flop_of_window
 from service.cli.models import choose_model
 from service.core import hardware
-from service.core.config import AsynchronousStage, override_settings, read_settings
-from service.engine import backends
+from service.core.config import AsynchronousStage, Settings, override_settings
 from service.inference.batcher import open_batcher
-from service.inference.segmenter import Segmenter
 from service.models.loader import load_network
 from service.models.repository import read_spec
 
 LIBRARIES = ("numpy", "triton", "monai", "tifffile", "imagecodecs", "pydantic", "starlette", "uvicorn")
 CLIENTS, PAIR_SECONDS = 8, 4.0
 SHOWN_STAGES = ("normalise", "windows", "postprocess")
+# Stages of `device.asynchronous` that are measured together: each alone, some that should add up, and all.
+STAGES: tuple[AsynchronousStage, ...] = get_args(AsynchronousStage)
+COMBINATIONS: tuple[tuple[AsynchronousStage, ...], ...] = (
+    *((stage,) for stage in STAGES),
+    ("batches", "decode"),
+    ("batches", "windows"),
+    STAGES,
+)
 
 
 def main() -> int:
@@ -95,72 +108,104 @@ def show_machine(_options: argparse.Namespace) -> int:
     return 0
 
 
+def check(options: argparse.Namespace) -> int:
+    """Print what each check has found. Returns 1 if one of them has failed."""
+    show_head("check", "found", "verdict")
+    failed = False
+    for each in run_checks(options.device):
+        show(each.name, each.found, each.verdict)
+        failed |= each.passed is False
+    return int(failed)
+
+
+def compare_graphs(options: argparse.Namespace) -> int:
+    """Time the network without compilation at each batch size, in turn with the eager FP32 network."""
+    is_cuda = hardware.choose_device(options.device).type == "cuda"
+    fixed = {"kind": "cudagraph", "precision": "bf16", "channels_last": True} if is_cuda else {"kind": "eager"}
+    settings = settings_of(options.device, **fixed)
+    return compare(options, settings, compiled_too=False)
+
+
 def compare_engines(options: argparse.Namespace) -> int:
-    """Time the network by each engine in turn with the eager FP32 one; what compiles comes last."""
-    settings = override_settings(read_settings(), "device", {"name": options.device})
+    """Time the network by each engine at each batch size, and compiled at the best of them."""
+    settings = settings_of(options.device)
+    native = hardware.native_precisions(hardware.choose_device(options.device))
+    if settings.engine.precision == "auto" and torch.bfloat16 in native:
+        settings = override_settings(settings, "engine", {"precision": "bf16"})
+    return compare(options, settings, compiled_too=True)
+
+
+def compare(options: argparse.Namespace, settings: Settings, *, compiled_too: bool) -> int:
+    """Print a row for each way to run the network. Returns 1 if one of them does not run."""
     device = hardware.choose_device(options.device)
     spec = choose_model(None, settings)
     peak = DevicePeak(device, flop_of_window(load_network(spec), (spec.input.channels, *spec.input.roi_size)) / 1e9)
-    if settings.engine.precision == "auto" and torch.bfloat16 in hardware.native_precisions(device):
-        settings = override_settings(settings, "engine", {"precision": "bf16"})
-    eager = override_settings(settings, "engine", {"kind": "eager", "precision": "fp32", "channels_last": False})
-    first = next(list_engines(spec, eager, device, options.batch_sizes)).build()
-    print("\n".join(format_table("engine", compare_runners("", [first], peak, PAIR_SECONDS))), flush=True)
-    for size in options.batch_sizes:
-        for builder in sorted(list_engines(spec, settings, device, [size]), key=lambda each: "(" in each.name):
-            try:
-                show_pair(first, builder.build(), peak)
-            except backends.ENGINE_FAILURES as error:
-                show(builder.name, builder.windows, backends.first_line(error), "", "", "", "")
-    return 0
+    first = build_reference(spec, settings, device, options.batch_sizes[0])
+    plain, compiled = split_builders(list_engines(spec, settings, device, options.batch_sizes))
+    rows = list[Row]()
 
+    def measure() -> Iterator[Row]:
+        yield from compare_with(first, plain, peak, pair_seconds=PAIR_SECONDS)
+        if compiled_too:
+            best = min(rows[1:], key=lambda row: row.ms_per_window.median if row.ms_per_window else math.inf).windows
+            builders = [builder for builder in compiled if builder.windows == best]
+            # The row of the first is known.
+            yield from itertools.islice(compare_with(first, builders, peak, pair_seconds=PAIR_SECONDS), 1, None)
 
-def show_pair(first: Runner, runner: Runner, peak: DevicePeak) -> None:
-    """Print the row of `runner`, timed in turn with `first`."""
-    rows = list(compare_runners("engines", [first, runner], peak, PAIR_SECONDS))
-    print(list(format_table("", rows))[-1], flush=True)
+    def keep(measured: Iterator[Row]) -> Iterator[Row]:
+        for row in measured:
+            rows.append(row)
+            yield row
+
+    for line in format_table("engine", keep(measure())):
+        print(line, flush=True)
+    return int(any(row.problem for row in rows))
 
 
 def compare_asynchronous(options: argparse.Namespace) -> int:
-    """Time a request by stages, without waiting in some and with waiting in all, in turn."""
-    names = get_args(AsynchronousStage)
-    show_head("asynchronous", "total ms", *SHOWN_STAGES, "total / with waiting")
-    with open_runner(options, ()) as waiting:
-        for chosen in dict.fromkeys([*((name,) for name in names), names]):
-            with open_runner(options, chosen) as runner:
-                # The first of each finds memory.
-                pairs = [(waiting.once(), runner.once()) for _ in range(options.repeats + 1)][1:]
-            before, after = ({name: median(pairs, at, name) for name in ("total", *SHOWN_STAGES)} for at in (0, 1))
-            for title, seconds in (("none", before), (", ".join(chosen), after)):
-                figures = [f"{1000 * seconds[name]:.1f}" for name in ("total", *SHOWN_STAGES)]
-                show(title, *figures, f"{seconds['total'] / before['total']:.2f}")
+    """Time a request by stages, with some of them asynchronous and with none, in turn."""
+    show_head("asynchronous", "total ms", *SHOWN_STAGES, "total / with none")
+    settings = settings_of(options.device)
+    if hardware.choose_device(options.device).type == "cuda":
+        # Without compilation, whose time would be most of this step's.
+        settings = override_settings(settings, "engine", {"kind": "cudagraph", "precision": "bf16"})
+    ahead = override_settings(settings, "device", {"asynchronous": ("batches",)})
+    with (
+        tempfile.TemporaryDirectory(prefix="benchmark-") as name,
+        open_batcher(settings) as waiting_batcher,
+        open_batcher(ahead) as ahead_batcher,
+    ):
+        folder = Path(name)
+        # One network, and one with its steps, for all rows: cuDNN tries its algorithms once for each thread.
+        plain = waiting_batcher.call(lambda: load(settings))
+        in_steps = override_settings(settings, "device", {"asynchronous": ("windows",)})
+        stepped = waiting_batcher.call(lambda: load(in_steps))
+        write_stack(plain.spec, tuple(options.shape), folder / "stack.tif")
+
+        def make_runner(stages: tuple[AsynchronousStage, ...]) -> RequestRunner:
+            segmenter = with_stages(stepped if "windows" in stages else plain, stages)
+            batcher = ahead_batcher if "batches" in stages else waiting_batcher
+            return RequestRunner(segmenter, folder / "stack.tif", folder, batcher, settings.device.threads)
+
+        waiting = make_runner(())
+        for stages in COMBINATIONS:
+            runner = make_runner(stages)
+            # The first request of each finds memory.
+            pairs = [(waiting.once(), runner.once()) for _ in range(options.repeats + 1)][1:]
+            show_pairs(stages, pairs)
     return 0
+
+
+def show_pairs(stages: Sequence[str], pairs: Sequence[tuple[dict[str, float], dict[str, float]]]) -> None:
+    """Print the medians of requests without asynchronous stages, and with these."""
+    before, after = ({name: median(pairs, at, name) for name in ("total", *SHOWN_STAGES)} for at in (0, 1))
+    for title, seconds in (("none", before), (", ".join(stages), after)):
+        figures = [f"{1000 * seconds[name]:.1f}" for name in ("total", *SHOWN_STAGES)]
+        show(title, *figures, f"{seconds['total'] / before['total']:.2f}")
 
 
 def median(pairs: Sequence[tuple[dict[str, float], dict[str, float]]], which: int, stage: str) -> float:
     return statistics.median(pair[which][stage] for pair in pairs)
-
-
-@contextmanager
-def open_runner(options: argparse.Namespace, asynchronous: Sequence[str]) -> Iterator[RequestRunner]:
-    """Load the bundled model, which is recorded but not compiled on a GPU, with these stages asynchronous."""
-    settings = override_settings(
-        read_settings(), "device", {"name": options.device, "asynchronous": tuple(asynchronous)}
-    )
-    torch_device = hardware.choose_device(options.device)
-    if torch_device.type == "cuda":
-        settings = override_settings(settings, "engine", {"kind": "cudagraph", "precision": "bf16"})
-    spec = choose_model(None, settings)
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as name, open_batcher(settings) as device:
-        folder = Path(name)
-        write_stack(spec, tuple(options.shape), folder / "stack.tif")
-
-        def load() -> Segmenter:
-            segmenter = Segmenter(spec, settings)
-            segmenter.warm_up()
-            return segmenter
-
-        yield RequestRunner(device.call(load), folder / "stack.tif", folder, device, settings.device.threads)
 
 
 def serve_clients(options: argparse.Namespace) -> int:
@@ -171,7 +216,7 @@ def serve_clients(options: argparse.Namespace) -> int:
         body = (folder / "stack.tif").read_bytes()
         with run_server(folder, "--config", options.config, STACKSEG_DEVICE__NAME=options.device) as (_pid, port):
             show_head(
-                "clients", "stacks", "stacks/s", "median s", "device busy", "utilisation by the driver", "other answers"
+                "clients", "stacks", "stacks/s", "median s", "network", "utilisation by the driver", "other answers"
             )
             for clients in (1, CLIENTS):
                 show(clients, *measure_clients(port, body, clients, options.seconds))
@@ -207,7 +252,7 @@ def measure_clients(port: int, body: bytes, clients: int, seconds: float) -> Seq
 
 
 def busy_seconds(port: int) -> float:
-    """Return the seconds in which the server has computed windows so far."""
+    """Return the seconds that the device of a server has run the network so far."""
     return sum(value for name, value in read_metrics(port).items() if name.startswith("stackseg_device_seconds_total"))
 
 
@@ -284,6 +329,8 @@ def failures(statuses: Counter[int]) -> int:
 
 STEPS: dict[str, Callable[[argparse.Namespace], int]] = {
     "machine": show_machine,
+    "check": check,
+    "graphs": compare_graphs,
     "engines": compare_engines,
     "asynchronous": compare_asynchronous,
     "clients": serve_clients,

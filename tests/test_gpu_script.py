@@ -48,7 +48,8 @@ import fcntl, os, socket, struct, sys
 fcntl.ioctl(socket.socket(), 0x8914, struct.pack("16sh", b"lo", 0x1))
 os.execv(sys.argv[1], sys.argv[1:])
 """
-STEPS = ["machine", "request", "asynchronous", "script", "labels", "engines", "kits19", "clients", "loads"]
+FIRST_STEPS = ["machine", "check", "asynchronous", "request", "tests", "graphs", "labels", "script", "clients"]
+LATER_STEPS = ["stacks", "engines", "loads", "kits19"]
 
 
 @pytest.mark.thorough
@@ -68,7 +69,7 @@ if [ "$1" = hatch_build.py ]; then exit; fi
     for _ in range(20):
         command = [*WITHOUT_NETWORK, sys.executable, "-c", RAISE_LOOPBACK, SCRIPT, "--device", "cpu", "--tiny"]
         process = subprocess.Popen(
-            [*command, "--out", tmp_path / "out", *chosen.sample(STEPS, 3)],
+            [*command, "--out", tmp_path / "out", *chosen.sample(FIRST_STEPS + LATER_STEPS, 3)],
             env=os.environ | {"PYTHON": str(python)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -96,6 +97,29 @@ def test_the_status_is_that_of_a_step_that_fails(tmp_path):
     assert done.returncode == 3
     assert done.stdout.count("| row |") == 2
     assert "    broken" in done.stdout
+
+
+def test_a_first_run_has_the_most_important_steps_first(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\ntrue\n")
+    python.chmod(0o755)
+    command = [SCRIPT, "--device", "cpu", "--tiny", "--out", tmp_path / "out"]
+    environment = os.environ | {"PYTHON": str(python)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    titles = [line.removeprefix("## ").split()[0] for line in done.stdout.splitlines() if line.startswith("## ")]
+    assert titles == FIRST_STEPS
+    done = subprocess.run([*command, *LATER_STEPS], env=environment, capture_output=True, text=True, check=True)
+    assert all(f"\n## {name}" in done.stdout for name in ("labels of membranes", "engines", "loads", "kits19"))
+
+
+def test_no_step_begins_without_time(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\ntrue\n")
+    python.chmod(0o755)
+    command = [SCRIPT, "--device", "cpu", "--out", tmp_path / "out", "machine"]
+    environment = os.environ | {"PYTHON": str(python), "SECONDS_IN_ALL": "5"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, "Left out: no time." in done.stdout) == (1, True)
 
 
 def test_a_step_that_does_not_exist_is_refused(tmp_path):

@@ -32,9 +32,10 @@ from service.inference.windows.sliding_window import SlidingWindow
 from service.models.loader import Network
 from service.models.spec import ModelSpec
 
-# Windows per call. One at a time is the slowest on a CPU, where ATen has a slow path for small batches; a GPU needs
-# several to be busy at all.
-CPU_BATCH, CUDA_BATCH = 2, 8
+# Windows per call. On a CPU one at a time is the slowest, since ATen has a slow path for small batches. A GPU needs
+# several to be busy at all; 11 windows of 64 voxels are one row of a plane of 512 x 512, so that no slot stays empty.
+CPU_BATCH = 2
+CUDA_BATCH = 11
 # Batches at the same time: on a CPU two teams of half the cores wait less than one of all.
 CPU_STREAMS = 2
 # Share of the free memory that the layers of one batch may take while engines are compared.

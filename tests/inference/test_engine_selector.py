@@ -292,7 +292,7 @@ def test_batch_sizes_are_tried_only_where_they_are_open(bands, settings, only):
 
 def test_the_batch_size_of_a_device(settings):
     assert batch_size(settings(), CPU) == 2
-    assert batch_size(settings(), torch.device("cuda")) == 8
+    assert batch_size(settings(), torch.device("cuda")) == 11
     assert batch_size(settings(limits={"sw_batch_size": 1}), CPU) == 1
     assert batch_size(settings(windows={"sw_batch_size": 5}), CPU) == 5
 

@@ -1,0 +1,286 @@
+"""Checks before anything is measured on a GPU: `benchmarks/gpu.py check` prints a row for each as soon as it has run.
+
+A check that fails makes the figures that follow it worthless, so each says what was found. Rates are compared with what
+an H100 reaches; other cards, and a CPU, have rows without a verdict.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from service.cli.benchmark.timing import matrix_peak, synchronise, time_in_turn
+from service.cli.models import choose_model
+from service.core import hardware
+from service.core.config import AsynchronousStage, Settings, override_settings, read_settings
+from service.core.volume import Options, Segmentation, Selection
+from service.engine.plans import EngineConfig
+from service.engine.torch_compile import explain_missing_compiler
+from service.formats import stack_reader
+from service.inference.batcher import WindowBatcher, open_batcher
+from service.inference.device_image import Upload
+from service.inference.engine_selector import EngineSelector, ReadyEngine, batch_size
+from service.inference.estimate import activation_bytes
+from service.inference.label_agreement import image_of, share_differing
+from service.inference.segmenter import Segmenter
+from service.inference.windows.arena import ArenaScan, ArenaWindow
+from service.models.loader import load_network
+
+# The first cuDNN with fast and correct 3D convolutions in BF16 (pytorch#163539, pytorch#166643).
+MIN_CUDNN = 91500
+# Parts of the names of operations that no BF16 channels-last forward should run: convolutions without cuDNN, and
+# conversions of the memory format.
+SLOW_OPERATIONS = ("vol2col", "slow_conv", "nchwtonhwc", "nhwctonchw")
+# What an H100 reaches: TB/s that a copy on the device reads and writes, GB/s from pinned memory, TFLOP/s of a product.
+MIN_DEVICE_TBYTES, MIN_UPLOAD_GBYTES, MIN_BF16_TFLOPS = 2.5, 20.0, 600.0
+# Largest share of voxels with another label than on the CPU in float32, and largest difference between two scores.
+FP32_TOLERANCE, BF16_TOLERANCE, SCORE_TOLERANCE = 1e-4, 1e-3, 1e-3
+ARENA_BYTES = 2**28
+
+
+class Check(NamedTuple):
+    """Result of one check; `passed` is None if nothing is expected of this device."""
+
+    name: str
+    found: str
+    passed: bool | None
+
+    @property
+    def verdict(self) -> str:
+        return "" if self.passed is None else "passed" if self.passed else "FAILED"
+
+
+class Bench:
+    """The bundled model on one device, made as the checks need it."""
+
+    def __init__(self, device_name: str) -> None:
+        self.device = hardware.choose_device(device_name)
+        self.on_cuda = self.device.type == "cuda"
+        self.settings = settings_of(device_name)
+        if self.on_cuda:
+            self.settings = override_settings(self.settings, "engine", {"kind": "cudagraph", "precision": "bf16"})
+        self.spec = choose_model(None, self.settings)
+
+    @cached_property
+    def selector(self) -> EngineSelector:
+        network = load_network(self.spec)
+        window_bytes = activation_bytes(network, (1, self.spec.input.channels, *self.spec.input.roi_size))
+        return EngineSelector(self.spec, self.settings, self.device, network, window_bytes)
+
+    def build(self, engine: str) -> ReadyEngine:
+        """Build the network in the precision and memory format that are measured, without compiling it."""
+        precision, memory_format = ("bf16", "channels_last_3d") if self.on_cuda else ("fp32", "contiguous")
+        size = batch_size(self.settings, self.device)
+        return self.selector.build(EngineConfig(engine, precision, memory_format, size))
+
+    @cached_property
+    def plain_graph(self) -> ReadyEngine:
+        """The network recorded as one CUDA graph; eager on a CPU."""
+        return self.build("cudagraph" if self.on_cuda else "eager")
+
+
+def settings_of(device_name: str, **engine: object) -> Settings:
+    """Return the settings of the environment for one device, with these keys of `engine`."""
+    return override_settings(override_settings(read_settings(), "device", {"name": device_name}), "engine", engine)
+
+
+def run_checks(device_name: str) -> Iterator[Check]:
+    """Yield the result of each check as soon as it has run; an error is a check that failed."""
+    bench = Bench(device_name)
+    for check in CHECKS:
+        try:
+            yield from check(bench)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other checks still run
+            name = check.__name__.removeprefix("check_").replace("_", " ")
+            yield Check(name, f"{type(error).__name__}: {error}", passed=False)
+
+
+def check_cudnn(_bench: Bench) -> Iterator[Check]:
+    version = torch.backends.cudnn.version()
+    yield Check("cuDNN", str(version), None if version is None else version >= MIN_CUDNN)
+
+
+@torch.inference_mode()
+def check_compiler(bench: Bench) -> Iterator[Check]:
+    """Compile a function: on a GPU by Triton, whose launcher needs a C compiler and Python's headers."""
+    missing = explain_missing_compiler()
+    yield Check("g++ and Python.h", missing or "found", missing is None)
+    x = torch.rand(1000, device=bench.device)
+    found = torch.compile(lambda x: x.sin() + 1)(x)
+    difference = float((found - x.sin() - 1).abs().max())
+    yield Check("a compiled kernel", f"differs by {difference:.0e}", difference < 1e-5)
+
+
+@torch.inference_mode()
+def check_operations(bench: Bench) -> Iterator[Check]:
+    """Profile one forward pass."""
+    window = bench.build("eager").window
+    window.network(window.batch)
+    with torch.profiler.profile() as recorded:
+        window.network(window.batch)
+        synchronise(bench.device)
+    averages = recorded.key_averages()
+    slow = find_slow_operations([each.key for each in averages])
+    yield Check("slow operations in a forward pass", ", ".join(slow) or "none", not slow)
+    longest = sorted(averages, key=lambda each: -each.self_device_time_total)[:8] if bench.on_cuda else ()
+    for each in longest:
+        yield Check(
+            f"kernel `{each.key[:80]}`", f"{each.self_device_time_total / 1000:.3f} ms, {each.count} calls", None
+        )
+
+
+def find_slow_operations(names: Sequence[str]) -> list[str]:
+    """Return the names of operations that convert the memory format, or convolve without cuDNN."""
+    return [name for name in names if any(part in name.lower() for part in SLOW_OPERATIONS)]
+
+
+@torch.inference_mode()
+def check_replay(bench: Bench) -> Iterator[Check]:
+    """Compare replays of a graph with the module that was recorded, on two batches."""
+    ready = bench.plain_graph
+    batches = [torch.rand_like(ready.window.batch) for _ in range(2)]
+    replayed = [ready.window.network(batch).clone() for batch in batches]
+    difference = max(
+        largest_difference(found, ready.module(batch)) for found, batch in zip(replayed, batches, strict=True)
+    )
+    between = largest_difference(*replayed)
+    yield Check("replay and module", f"differ by {difference:.1e}", difference <= SCORE_TOLERANCE)
+    yield Check("replays of two batches", f"differ by {between:.1e}", between > SCORE_TOLERANCE)
+
+
+def largest_difference(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the root mean square of what is expected; NaN if one is not finite."""
+    return float((found - expected).abs().max() / expected.square().mean().sqrt())
+
+
+@torch.inference_mode()
+def check_arena(bench: Bench) -> Iterator[Check]:
+    """Compare windows that run as one step each with windows that are cut and blended outside of the graph."""
+    plain = bench.plain_graph.window
+    ready = bench.selector.add_steps(bench.plain_graph, ARENA_BYTES)
+    image = image_of(bench.spec).to(bench.device)
+    is_used = isinstance(ready.window, ArenaWindow) and isinstance(ready.window.scan(image, 0.25), ArenaScan)
+    yield Check("windows in steps", "; ".join(ready.warnings) or type(ready.window).__name__, is_used)
+    pairs = zip(ready.window.run(image, 0.25), plain.run(image, 0.25), strict=True)
+    difference = max(largest_difference(found.scores, expected.scores) for found, expected in pairs)
+    yield Check("scores of windows in steps", f"differ by {difference:.1e}", difference <= SCORE_TOLERANCE)
+
+
+def check_labels(bench: Bench) -> Iterator[Check]:
+    """Compare labels of the model's sample with those on the CPU in float32, and those of asynchronous stages."""
+    exact = {"kind": "eager", "precision": "fp32", "channels_last": False, "matmul_precision": "highest"}
+    name = bench.settings.device.name
+    expected = segment_sample(load(settings_of("cpu", **exact)))
+    found = segment_sample(load(settings_of(name, **exact)))
+    yield compare("labels in eager fp32 and on the CPU", found, expected, FP32_TOLERANCE)
+    plain = load(bench.settings)
+    waiting = segment_sample(plain)
+    yield compare("labels of the plain graph and on the CPU", waiting, expected, BF16_TOLERANCE)
+    for stage in get_args(AsynchronousStage):
+        changed = with_stages(plain, (stage,))
+        if stage == "windows":
+            changed = load(changed._settings)
+        # Windows in steps are summed in another order.
+        tolerance = FP32_TOLERANCE if stage == "windows" else 0.0
+        yield compare(f"labels with `{stage}` asynchronous", segment_sample(changed), waiting, tolerance)
+
+
+def load(settings: Settings) -> Segmenter:
+    """Load the bundled model and make it ready. Raises RuntimeError if it does not run as configured."""
+    segmenter = Segmenter(choose_model(None, settings), settings)
+    segmenter.warm_up()
+    if (report := segmenter.report()).warnings and report.device != "cpu":
+        raise RuntimeError("; ".join(report.warnings))
+    return segmenter
+
+
+def with_stages(segmenter: Segmenter, stages: Sequence[str]) -> Segmenter:
+    """Return a copy of a segmenter that is ready, with these stages asynchronous; `windows` has to be loaded so."""
+    other = copy.copy(segmenter)
+    other._settings = override_settings(segmenter._settings, "device", {"asynchronous": tuple(stages)})
+    return other
+
+
+def segment_sample(segmenter: Segmenter) -> Segmentation:
+    """Return the labels of the model's sample, whose windows the threads of a batcher compute."""
+    with open_batcher(segmenter._settings) as batcher:
+        return segment(segmenter, batcher)
+
+
+def segment(segmenter: Segmenter, batcher: WindowBatcher) -> Segmentation:
+    assert segmenter.spec.sample is not None
+    volume = stack_reader.read(segmenter.spec.folder / segmenter.spec.sample.input, Selection(), 2**30)
+    return segmenter.segment(volume, Options(diameter="none"), run=batcher.run).segmentation
+
+
+def compare(name: str, found: Segmentation, expected: Segmentation, tolerance: float) -> Check:
+    share = share_differing(expected, found)
+    text = f"{found.count} and {expected.count} objects, {share:.1e} of the voxels differ"
+    return Check(name, text, share <= tolerance)
+
+
+def check_memory(bench: Bench) -> Iterator[Check]:
+    """Count what the third to fifth request allocate from the driver, and what they leave reserved."""
+    counts = list[tuple[int, int]]()
+    with open_batcher(bench.settings) as batcher:
+        segmenter = batcher.call(lambda: load(bench.settings))
+        for _ in range(5):
+            segment(segmenter, batcher)
+            counts.append(count_segments(bench.device))
+    allocations, reserved = (last - first for first, last in zip(counts[1], counts[-1], strict=True))
+    text = f"{allocations} allocations, {reserved / 2**20:+.0f} MiB reserved"
+    passed = allocations == 0 == reserved if bench.on_cuda else None
+    yield Check("memory from the driver for requests 3 to 5", text, passed)
+
+
+def count_segments(device: torch.device) -> tuple[int, int]:
+    """Return how often memory was allocated from the driver, and the bytes that are reserved; zeros on a CPU."""
+    if device.type != "cuda":
+        return 0, 0
+    return torch.cuda.memory_stats(device)["segment.all.allocated"], torch.cuda.memory_reserved(device)
+
+
+@torch.inference_mode()
+def check_rates(bench: Bench) -> Iterator[Check]:
+    """Measure the limits of the device: copies on it and to it, and a large matrix product."""
+    expects = bench.on_cuda and any(card in hardware.device_name(bench.device) for card in ("H100", "H200"))
+    nbytes = 2**30 if bench.on_cuda else 2**24
+    upload = Upload(bench.device, 2**23)
+    pinned = all(buffer.is_pinned() for buffer in upload._buffers) if bench.on_cuda else None
+    yield Check("buffers for uploads", "pinned" if pinned else "not pinned", pinned)
+    source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=bench.device) for _ in range(2))
+    rate = 2 * nbytes / least_seconds(lambda: target.copy_(source), bench.device) / 1e12
+    yield Check("copy on the device", f"{rate:.2f} TB/s", rate >= MIN_DEVICE_TBYTES if expects else None)
+    staged = torch.zeros(2**26, dtype=torch.uint8, pin_memory=bench.on_cuda)
+    part = target[: len(staged)] if len(target) > len(staged) else torch.empty_like(staged)
+    rate = len(staged) / least_seconds(lambda: part.copy_(staged, non_blocking=True), bench.device) / 1e9
+    yield Check("copy from pinned memory", f"{rate:.1f} GB/s", rate >= MIN_UPLOAD_GBYTES if expects else None)
+    # A CPU without BF16 units would take minutes.
+    rate = matrix_peak(torch.bfloat16 if bench.on_cuda else torch.float32, bench.device) / 1e12
+    yield Check("a large matrix product", f"{rate:.2f} TFLOP/s", rate >= MIN_BF16_TFLOPS if expects else None)
+
+
+def least_seconds(call: Callable[[], object], device: torch.device) -> float:
+    def run() -> None:
+        call()
+        synchronise(device)
+
+    run()
+    return min(time_in_turn([run], 5)[0])
+
+
+CHECKS = (
+    check_cudnn,
+    check_compiler,
+    check_rates,
+    check_operations,
+    check_replay,
+    check_arena,
+    check_labels,
+    check_memory,
+)

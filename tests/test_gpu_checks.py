@@ -1,0 +1,44 @@
+"""The checks that precede measurements on a GPU find what they are for."""
+
+import pytest
+import torch
+from gpu_checks import CHECKS, Check, compare, find_slow_operations, largest_difference
+
+from service.core.volume import Segmentation
+
+
+def test_operations_that_convolve_slowly_or_convert_the_memory_format_are_found():
+    slow = [
+        "void at::native::vol2col_kernel<c10::BFloat16>(long, ...)",
+        "aten::slow_conv3d_forward",
+        "void cudnn::engines_precompiled::nchwToNhwcKernel<__nv_bfloat16, ...>",
+        "void cudnn::engines_precompiled::nhwcToNchwKernel<__nv_bfloat16, ...>",
+    ]
+    fast = [
+        "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x64x64",
+        "aten::cudnn_convolution",
+    ]
+    assert find_slow_operations([*fast, *slow]) == slow
+
+
+def test_scores_that_are_not_finite_are_never_close_enough():
+    expected = torch.tensor([1.0, -1.0])
+    assert largest_difference(expected, expected) == 0
+    assert largest_difference(torch.tensor([1.0, -0.9]), expected) == pytest.approx(0.1)
+    assert not largest_difference(torch.tensor([1.0, torch.nan]), expected) <= 1e-3
+
+
+def test_labels_are_compared_by_the_share_of_voxels_that_differ():
+    expected = torch.zeros(1, 10, 10, dtype=torch.int16).numpy()
+    expected[0, :5] = 1
+    found = expected.copy()
+    found[0, 5, 0] = 1
+    pair = (Segmentation(pixels, "labels", None, 1) for pixels in (found, expected))
+    found, expected = pair
+    assert compare("labels", found, expected, 0.011).passed
+    assert not compare("labels", found, expected, 0.009).passed
+
+
+def test_a_check_without_an_expectation_has_no_verdict():
+    assert [Check("", "", passed).verdict for passed in (None, True, False)] == ["", "passed", "FAILED"]
+    assert len(CHECKS) == len(set(CHECKS))
