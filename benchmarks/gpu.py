@@ -25,6 +25,7 @@ import itertools
 import json
 import math
 import platform
+import signal
 import statistics
 import sys
 import tempfile
@@ -33,6 +34,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, get_args
@@ -50,11 +52,14 @@ from service.cli.models import choose_model
 from service.core import hardware
 from service.core.config import AsynchronousStage, Settings, override_settings
 from service.inference.batcher import open_batcher
+from service.inference.segmenter import Segmenter
 from service.models.loader import load_network
 from service.models.repository import read_spec
 
 LIBRARIES = ("numpy", "triton", "monai", "tifffile", "imagecodecs", "pydantic", "starlette", "uvicorn")
 CLIENTS, PAIR_SECONDS = 8, 4.0
+# A server that is stopped in the middle of requests gives them up.
+STOP_AT_ONCE = {"STACKSEG_SERVER__DRAIN_SECONDS": "1"}
 SHOWN_STAGES = ("normalise", "windows", "postprocess")
 # Stages of `device.asynchronous` that are measured together: each alone, some that should add up, and all.
 STAGES: tuple[AsynchronousStage, ...] = get_args(AsynchronousStage)
@@ -77,6 +82,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--loads", type=int, default=50)
     options = parser.parse_args()
+    # A time limit must not leave a server behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     return STEPS[options.step](options)
 
 
@@ -178,22 +185,30 @@ def compare_asynchronous(options: argparse.Namespace) -> int:
         folder = Path(name)
         # One network, and one with its steps, for all rows: cuDNN tries its algorithms once for each thread.
         plain = waiting_batcher.call(lambda: load(settings))
-        in_steps = override_settings(settings, "device", {"asynchronous": ("windows",)})
-        stepped = waiting_batcher.call(lambda: load(in_steps))
         write_stack(plain.spec, tuple(options.shape), folder / "stack.tif")
 
+        @cache
+        def load_steps() -> Segmenter:
+            in_steps = override_settings(settings, "device", {"asynchronous": ("windows",)})
+            return waiting_batcher.call(lambda: load(in_steps))
+
         def make_runner(stages: tuple[AsynchronousStage, ...]) -> RequestRunner:
-            segmenter = with_stages(stepped if "windows" in stages else plain, stages)
+            segmenter = with_stages(load_steps() if "windows" in stages else plain, stages)
             batcher = ahead_batcher if "batches" in stages else waiting_batcher
             return RequestRunner(segmenter, folder / "stack.tif", folder, batcher, settings.device.threads)
 
-        waiting = make_runner(())
+        waiting, failed = make_runner(()), False
         for stages in COMBINATIONS:
-            runner = make_runner(stages)
-            # The first request of each finds memory.
-            pairs = [(waiting.once(), runner.once()) for _ in range(options.repeats + 1)][1:]
-            show_pairs(stages, pairs)
-    return 0
+            try:
+                runner = make_runner(stages)
+                # The first request of each finds memory.
+                pairs = [(waiting.once(), runner.once()) for _ in range(options.repeats + 1)][1:]
+            except Exception as error:  # noqa: BLE001 - the other rows are still worth measuring
+                failed = True
+                show(", ".join(stages), f"{type(error).__name__}: {error}", *[""] * (len(SHOWN_STAGES) + 1))
+            else:
+                show_pairs(stages, pairs)
+    return int(failed)
 
 
 def show_pairs(stages: Sequence[str], pairs: Sequence[tuple[dict[str, float], dict[str, float]]]) -> None:
@@ -214,7 +229,10 @@ def serve_clients(options: argparse.Namespace) -> int:
         folder = Path(name)
         write_stack(read_spec(ROOT / "models" / "nuclei"), tuple(options.shape), folder / "stack.tif")
         body = (folder / "stack.tif").read_bytes()
-        with run_server(folder, "--config", options.config, STACKSEG_DEVICE__NAME=options.device) as (_pid, port):
+        with run_server(folder, "--config", options.config, STACKSEG_DEVICE__NAME=options.device, **STOP_AT_ONCE) as (
+            _pid,
+            port,
+        ):
             show_head(
                 "clients", "stacks", "stacks/s", "median s", "network", "utilisation by the driver", "other answers"
             )
@@ -279,6 +297,7 @@ def change_models(options: argparse.Namespace) -> int:
             statuses[request(port, "POST", "/segment?model=nuclei&diameter=none", sample)[0]] += 1
 
     environment = {"STACKSEG_DEVICE__NAME": options.device, "STACKSEG_MODELS__MEMORY_BYTES": str(room(options))}
+    environment |= STOP_AT_ONCE
     with (
         tempfile.TemporaryDirectory(prefix="benchmark-") as name,
         run_server(Path(name), **environment) as (_pid, port),

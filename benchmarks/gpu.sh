@@ -7,8 +7,9 @@
 # The machine provides Python, torch (2.8 or later), NumPy and a C++ compiler; the package need not be installed. WHEELS
 # are unpacked into a temporary folder, not into that Python. FOLDER (gpu-report) gets report.md, to which each row is
 # written as soon as it is measured, log.txt, and figures as JSON; a second run adds to them. Whatever ends the script,
-# the finished rows are there. Without a STEP, those of the first run are run; `stacks engines loads kits19` are for a
-# second one. `stacks` segments the stacks of --data (FOLDER/NAME/image.tif) on the GPU and on the CPU.
+# the finished rows are there. Without a STEP, those of the first run are run; `labels engines loads kits19` are for a
+# second one. `labels` segments the models' samples and the stacks of --data (FOLDER/NAME/image.tif) on the GPU and on
+# the CPU.
 # SECONDS_IN_ALL limits the whole run. --tiny with --device cpu rehearses the script on tiny shapes.
 # The exit status is that of the last step that failed.
 # shellcheck disable=SC2329  # steps are called by their names
@@ -17,9 +18,9 @@ cd "$(dirname "$0")/.." || exit
 
 python=${PYTHON:-python3}
 wheels='' data='' out=gpu-report device=cuda tiny='' only=()
-seconds=${SECONDS_IN_ALL:-440} worst=0
-first=(machine check asynchronous request tests graphs labels script clients)
-steps=("${first[@]}" stacks engines loads kits19)
+seconds=${SECONDS_IN_ALL:-470} worst=0
+first=(machine check asynchronous request tests script clients graphs)
+steps=("${first[@]}" labels engines loads kits19)
 
 collect() {
     local options=() number
@@ -57,8 +58,8 @@ run() {
 service() { run "$1" "$2" "$python" -m service "${@:3}"; }
 benchmark() { run "$1" "$2" "$python" "benchmarks/$3.py" "${@:4}"; }
 
-machine() { benchmark machine 20 gpu machine; }
-check() { benchmark check 75 gpu check --device "$device"; }
+machine() { benchmark machine 60 gpu machine; }
+check() { benchmark check 110 gpu check --device "$device"; }
 asynchronous() {
     benchmark asynchronous 75 gpu asynchronous --device "$device" --shape "${shape[@]}" --repeats "$repeats"
 }
@@ -76,10 +77,9 @@ graphs() { benchmark graphs 60 gpu graphs --device "$device" --batch-sizes "${si
 compare_labels() {
     local name=$1 limit=$2
     shift 2
-    benchmark "labels of $name" "$limit" labels "$@" --tolerance "$tolerance" --one device.name=cpu \
+    benchmark "labels of $name" "$limit" labels "$@" --diameter none --tolerance "$tolerance" --one device.name=cpu \
         --other "device.name=$device" "${fast[@]}"
 }
-labels() { compare_labels nuclei 45 models/nuclei/sample.tif --model nuclei; }
 script() {
     service script 75 bench "${config[@]}" --device "$device" --shape "${shape[@]}" --repeats 2 --baseline \
         --json "$out/script.json"
@@ -87,7 +87,7 @@ script() {
 clients() {
     benchmark clients 75 gpu clients "${config[@]}" --device "$device" --shape "${shape[@]}" --seconds "$load"
 }
-stacks() {
+labels() {
     local model stacks=()
     for model in "${models[@]}"; do compare_labels "$model" 45 "models/$model/sample.tif" --model "$model"; done
     if [[ -n $data ]]; then mapfile -t stacks < <(find "$data" -name image.tif -size -64M | sort); fi
@@ -109,7 +109,7 @@ while (($#)); do
     --out) out=$2; shift 2 ;;
     --device) device=$2; shift 2 ;;
     --tiny) tiny=yes; shift ;;
-    -*) sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 2 ;;
+    -*) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 2 ;;
     *)
         if [[ " ${steps[*]} " != *" $1 "* ]]; then
             echo "There is no step $1; there are ${steps[*]}." >&2
@@ -122,11 +122,11 @@ while (($#)); do
 done
 
 config=(--config gpu) fast=(engine.kind=cudagraph engine.precision=bf16) precision=bf16 tolerance=0.001
-models=(membranes tissue embryos) sizes=(8 11 16 32 64) shape=(64 512 512) repeats=5 load=15 changes=50 small=()
+models=(nuclei membranes tissue embryos) sizes=(8 11 16 32 64) shape=(64 512 512) repeats=5 load=15 changes=50 small=()
 if [[ $device == cpu ]]; then config=() fast=() precision=fp32 tolerance=0; fi
 if [[ -n $tiny ]]; then
     seconds=${SECONDS_IN_ALL:-1800}
-    models=(membranes) sizes=(1 2) shape=(16 64 64) repeats=1 load=1 changes=2 small=(--tiny --shape 32 40 40)
+    models=(nuclei) sizes=(1 2) shape=(16 64 64) repeats=1 load=1 changes=2 small=(--tiny --shape 32 40 40)
     export STACKSEG_ENGINE__KIND=eager STACKSEG_ENGINE__PRECISION=fp32
 fi
 

@@ -7,8 +7,9 @@ an H100 reaches; other cards, and a CPU, have rows without a verdict.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, get_args
 
 import torch
@@ -38,9 +39,16 @@ MIN_CUDNN = 91500
 SLOW_OPERATIONS = ("vol2col", "slow_conv", "nchwtonhwc", "nhwctonchw")
 # What an H100 reaches: TB/s that a copy on the device reads and writes, GB/s from pinned memory, TFLOP/s of a product.
 MIN_DEVICE_TBYTES, MIN_UPLOAD_GBYTES, MIN_BF16_TFLOPS = 2.5, 20.0, 600.0
-# Largest share of voxels with another label than on the CPU in float32, and largest difference between two scores.
-FP32_TOLERANCE, BF16_TOLERANCE, SCORE_TOLERANCE = 1e-4, 1e-3, 1e-3
+# Largest share of voxels with another label than on the CPU in float32.
+FP32_TOLERANCE, BF16_TOLERANCE = 1e-4, 1e-3
+# Largest difference between two scores in BF16, relative to their root mean square: some units in the last place, as
+# two runs of the same network may use other algorithms.
+SCORE_TOLERANCE = 2e-2
+# Requests may interleave their work on a stream differently, which takes one more segment of the allocator at most.
+MAX_SEGMENTS, MAX_RESERVED_BYTES = 1, 2**25
 ARENA_BYTES = 2**28
+# Seconds of work after which the clocks of an idle card have risen.
+CLOCK_SECONDS = 0.5
 
 
 class Check(NamedTuple):
@@ -93,11 +101,15 @@ def run_checks(device_name: str) -> Iterator[Check]:
     """Yield the result of each check as soon as it has run; an error is a check that failed."""
     bench = Bench(device_name)
     for check in CHECKS:
-        try:
-            yield from check(bench)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other checks still run
-            name = check.__name__.removeprefix("check_").replace("_", " ")
-            yield Check(name, f"{type(error).__name__}: {error}", passed=False)
+        yield from attempt(check.__name__.removeprefix("check_").replace("_", " "), partial(check, bench))
+
+
+def attempt(name: str, check: Callable[[], Iterator[Check]]) -> Iterator[Check]:
+    """Yield the results of a check; an error is a check that failed, with this name."""
+    try:
+        yield from check()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other checks still run
+        yield Check(name, f"{type(error).__name__}: {error}", passed=False)
 
 
 def check_cudnn(_bench: Bench) -> Iterator[Check]:
@@ -127,8 +139,9 @@ def check_operations(bench: Bench) -> Iterator[Check]:
     averages = recorded.key_averages()
     slow = find_slow_operations([each.key for each in averages])
     yield Check("slow operations in a forward pass", ", ".join(slow) or "none", not slow)
-    longest = sorted(averages, key=lambda each: -each.self_device_time_total)[:8] if bench.on_cuda else ()
-    for each in longest:
+    # Operators have the time of their kernels, too.
+    kernels = [each for each in averages if each.device_type == torch.autograd.DeviceType.CUDA]
+    for each in sorted(kernels, key=lambda each: -each.self_device_time_total)[:8]:
         yield Check(
             f"kernel `{each.key[:80]}`", f"{each.self_device_time_total / 1000:.3f} ms, {each.count} calls", None
         )
@@ -173,7 +186,9 @@ def check_arena(bench: Bench) -> Iterator[Check]:
 
 def check_labels(bench: Bench) -> Iterator[Check]:
     """Compare labels of the model's sample with those on the CPU in float32, and those of asynchronous stages."""
-    exact = {"kind": "eager", "precision": "fp32", "channels_last": False, "matmul_precision": "highest"}
+    exact: dict[str, object] = {"kind": "eager", "precision": "fp32", "channels_last": False}
+    # Trying cuDNN's algorithms takes seconds, which are not measured here.
+    exact |= {"matmul_precision": "highest", "cudnn_benchmark": False}
     name = bench.settings.device.name
     expected = segment_sample(load(settings_of("cpu", **exact)))
     found = segment_sample(load(settings_of(name, **exact)))
@@ -182,12 +197,17 @@ def check_labels(bench: Bench) -> Iterator[Check]:
     waiting = segment_sample(plain)
     yield compare("labels of the plain graph and on the CPU", waiting, expected, BF16_TOLERANCE)
     for stage in get_args(AsynchronousStage):
-        changed = with_stages(plain, (stage,))
-        if stage == "windows":
-            changed = load(changed._settings)
-        # Windows in steps are summed in another order.
-        tolerance = FP32_TOLERANCE if stage == "windows" else 0.0
-        yield compare(f"labels with `{stage}` asynchronous", segment_sample(changed), waiting, tolerance)
+        yield from attempt(f"labels with `{stage}` asynchronous", partial(check_stage, plain, waiting, stage))
+
+
+def check_stage(plain: Segmenter, expected: Segmentation, stage: AsynchronousStage) -> Iterator[Check]:
+    """Compare the labels of a request with those of a request without asynchronous stages."""
+    changed = with_stages(plain, (stage,))
+    if stage == "windows":
+        changed = load(changed._settings)
+    # Windows in steps are summed in another order.
+    tolerance = FP32_TOLERANCE if stage == "windows" else 0.0
+    yield compare(f"labels with `{stage}` asynchronous", segment_sample(changed), expected, tolerance)
 
 
 def load(settings: Settings) -> Segmenter:
@@ -234,7 +254,7 @@ def check_memory(bench: Bench) -> Iterator[Check]:
             counts.append(count_segments(bench.device))
     allocations, reserved = (last - first for first, last in zip(counts[1], counts[-1], strict=True))
     text = f"{allocations} allocations, {reserved / 2**20:+.0f} MiB reserved"
-    passed = allocations == 0 == reserved if bench.on_cuda else None
+    passed = allocations <= MAX_SEGMENTS and reserved <= MAX_RESERVED_BYTES if bench.on_cuda else None
     yield Check("memory from the driver for requests 3 to 5", text, passed)
 
 
@@ -253,6 +273,7 @@ def check_rates(bench: Bench) -> Iterator[Check]:
     upload = Upload(bench.device, 2**23)
     pinned = all(buffer.is_pinned() for buffer in upload._buffers) if bench.on_cuda else None
     yield Check("buffers for uploads", "pinned" if pinned else "not pinned", pinned)
+    raise_clocks(bench.device)
     source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=bench.device) for _ in range(2))
     rate = 2 * nbytes / least_seconds(lambda: target.copy_(source), bench.device) / 1e12
     yield Check("copy on the device", f"{rate:.2f} TB/s", rate >= MIN_DEVICE_TBYTES if expects else None)
@@ -263,6 +284,15 @@ def check_rates(bench: Bench) -> Iterator[Check]:
     # A CPU without BF16 units would take minutes.
     rate = matrix_peak(torch.bfloat16 if bench.on_cuda else torch.float32, bench.device) / 1e12
     yield Check("a large matrix product", f"{rate:.2f} TFLOP/s", rate >= MIN_BF16_TFLOPS if expects else None)
+
+
+def raise_clocks(device: torch.device) -> None:
+    """Keep an idle card busy until its clocks have risen."""
+    a = torch.rand(2048, 2048, device=device)
+    began = time.monotonic()
+    while device.type == "cuda" and time.monotonic() - began < CLOCK_SECONDS:
+        torch.matmul(a, a)
+        synchronise(device)
 
 
 def least_seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -281,6 +311,6 @@ CHECKS = (
     check_operations,
     check_replay,
     check_arena,
-    check_labels,
     check_memory,
+    check_labels,
 )

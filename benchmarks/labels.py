@@ -87,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--other", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="settings of the second way"
     )
     parser.add_argument("--model", help="the default model if not given")
+    parser.add_argument("--diameter", help="as in requests; none leaves out estimates, which may round differently")
     parser.add_argument("--channel", help="of stacks with several", default=None)
     parser.add_argument(
         "--tolerance", type=float, default=0.0, help="share of voxels that may differ (default %(default)s)"
@@ -98,7 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     passed = True
     with ExitStack() as stack:
         ways = [
-            stack.enter_context(open_way(options.model, settings_of(keys))) for keys in (options.one, options.other)
+            stack.enter_context(open_way(options.model, settings_of(keys), Options(diameter=options.diameter)))
+            for keys in (options.one, options.other)
         ]
         for path in options.stacks:
             row = compare(path, Selection(channel), ways)
@@ -118,12 +120,12 @@ def settings_of(keys: list[str]) -> Settings:
 
 
 @contextmanager
-def open_way(model: str | None, settings: Settings) -> Iterator[Segment]:
+def open_way(model: str | None, settings: Settings, options: Options) -> Iterator[Segment]:
     """Load a model; yield a function that segments volumes in the threads of the device."""
     with open_batcher(settings) as batcher:
         segmenter = Segmenter(choose_model(model, settings), settings)
         batcher.call(segmenter.warm_up)
-        yield lambda volume: segmenter.segment(volume, Options(), run=batcher.run).segmentation
+        yield lambda volume: segmenter.segment(volume, options, run=batcher.run).segmentation
 
 
 def compare(path: Path, selection: Selection, ways: Sequence[Segment]) -> Row:

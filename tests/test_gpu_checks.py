@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu_checks import CHECKS, Check, compare, find_slow_operations, largest_difference
+from gpu_checks import CHECKS, Check, attempt, compare, find_slow_operations, largest_difference
 
 from service.core.volume import Segmentation
 
@@ -42,3 +42,13 @@ def test_labels_are_compared_by_the_share_of_voxels_that_differ():
 def test_a_check_without_an_expectation_has_no_verdict():
     assert [Check("", "", passed).verdict for passed in (None, True, False)] == ["", "passed", "FAILED"]
     assert len(CHECKS) == len(set(CHECKS))
+
+
+def test_an_error_is_a_check_that_failed_after_the_rows_that_were_found():
+    def check():
+        yield Check("first", "1", passed=True)
+        raise RuntimeError("CUDA error: misaligned address")
+
+    first, second = attempt("copies", check)
+    assert first.passed
+    assert second == Check("copies", "RuntimeError: CUDA error: misaligned address", passed=False)

@@ -29,6 +29,8 @@ MODES_WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autot
 # Networks record on the same stream, where work by another thread would become part of the graph.
 _recording = threading.Lock()
 
+_failed_graphs: list[Any] = []
+
 
 class CudaGraphBackend(Backend):
     """The whole network, recorded as one CUDA graph: compiled before that where a mode of torch.compile is given."""
@@ -91,11 +93,13 @@ class CudaRecorder:
         """Release the memory pool of a capture that failed.
 
         Before torch 2.12 a capture that CUDA has invalidated leaves the caching allocator in capture mode for good, in
-        which `torch.cuda.empty_cache` fails (pytorch#180395).
+        which `torch.cuda.empty_cache` does nothing (pytorch#180395).
         """
         try:
             self._graph.pool()
         except RuntimeError:
+            # The allocator of pinned memory keeps a pointer to this graph, which no function removes.
+            _failed_graphs.append(self._graph)
             device = self._device.index or 0
             # RuntimeError: torch has ended it, and releases it with the graph.
             with suppress(RuntimeError):

@@ -32,6 +32,8 @@ class Timer(Protocol):
 class Launch:
     """One batch, which the device is given when this is made; `began` is when, in seconds of `time.monotonic`.
 
+    device_seconds  that the network took by the device's own clock, after `wait`; None if no timer has measured them
+
     Its slices must be the next ones of their requests that are blended. Make it in torch's inference mode.
     """
 
@@ -42,6 +44,7 @@ class Launch:
         measure = nullcontext if timer is None else timer.measure
         self._outcomes: Outcomes = _enqueue(batch_slices, stream, measure)
         self._wait: Callable[[], object] = lambda: None
+        self.device_seconds: float | None = None
         try:
             self._wait = mark()
         except Exception as error:  # noqa: BLE001 - raised again in the threads of the requests
@@ -51,15 +54,11 @@ class Launch:
         """Wait until the device is done with the batch, and return what has come of it."""
         try:
             self._wait()
+            if self._timer is not None and not any(isinstance(outcome, Exception) for _, outcome in self._outcomes):
+                self.device_seconds = self._timer.seconds
         except Exception as error:  # noqa: BLE001 - raised again in the threads of the requests
             self._fail(error)
         return self._outcomes
-
-    @property
-    def device_seconds(self) -> float | None:
-        """Seconds that the network took by the device's own clock, after `wait`; None if no timer has measured them."""
-        failed = any(isinstance(outcome, Exception) for _, outcome in self._outcomes)
-        return None if self._timer is None or failed else self._timer.seconds
 
     def _fail(self, error: Exception) -> None:
         self._outcomes = [(batch_slice, error) for batch_slice, _ in self._outcomes]

@@ -87,8 +87,9 @@ def test_a_volume_is_sent_and_counted_while_the_device_computes_something_else()
     device = torch.device("cuda", 0)
     pixels = np.random.default_rng(0).integers(0, 2**16, (1, 8, 256, 256), np.uint16)
     aside, busy = SideStream(device, "prepare"), torch.cuda.Event()
-    # A kernel is loaded at its first launch, which waits for the whole device.
-    SentVolume(Volume.from_array(pixels), device).count_keys(0)
+    # A kernel is loaded at its first launch, which waits for the whole device, as does new memory for a stream.
+    with aside.current():
+        SentVolume(Volume.from_array(pixels), device).count_keys(0)
     torch.cuda._sleep(1)
     torch.cuda.synchronize()
     torch.cuda._sleep(4_000_000_000)
