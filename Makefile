@@ -79,7 +79,7 @@ train-bundled: $(STAMP)dev ## train the bundled models from nothing into build/m
 	scripts/train_bundled.sh
 
 .PHONY: container
-container: ## build the CPU image, run it locked down, segment a stack through it, stop it
+container: ## build the CPU image, run it locked down, segment a stack through it, stop it (GPU image: scripts/container.sh gpu)
 	scripts/container.sh
 
 CRDS ?=

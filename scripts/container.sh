@@ -1,12 +1,27 @@
 #!/usr/bin/env bash
-# Build the CPU image and run it twice, locked down: first without any network until HEALTHCHECK passes, then published on
-# a port of this machine to segment the bundled sample, with the plan that the first run made. With Docker where
-# its daemon answers, else with podman. The image, localhost/stackseg:cpu, stays.
-# Environment: PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS and PIP_CERT reach pip in the build.
+# Build an image and check it. With Docker where its daemon answers, else with podman. The image, localhost/stackseg:cpu
+# or localhost/stackseg:gpu, stays.
+# usage: scripts/container.sh [cpu|gpu]
+# cpu  Run the image twice, locked down: first without any network until HEALTHCHECK passes, then published on a port
+#      of this machine to segment the bundled sample, with the plan that the first run made.
+# gpu  Check what can be checked without a GPU: the driver that the image requires, its CUDA libraries, its compilers,
+#      and the errors of a service that finds no driver or an old one. The build downloads 3 GB.
+# Environment: PIP_INDEX_URL and PIP_CERT reach pip in the build. PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS do so for the
+# CPU image only, as they usually provide the CPU build of torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-image=localhost/stackseg:cpu
+variant=${1:-cpu}
+case $variant in
+  cpu) pip_sources=(PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS) ;;
+  gpu)
+    pip_sources=(PIP_INDEX_URL)
+    unset PIP_FIND_LINKS
+    ;;
+  *) echo "usage: scripts/container.sh [cpu|gpu]" >&2; exit 2 ;;
+esac
+
+image=localhost/stackseg:$variant
 base=debian:bookworm-slim
 sample=models/nuclei/sample.tif
 work=$(mktemp -d)
@@ -32,8 +47,8 @@ finish() {
 }
 trap finish EXIT
 
-build_options=(--build-arg VARIANT=cpu)
-for name in PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS; do
+build_options=(--build-arg "VARIANT=$variant")
+for name in "${pip_sources[@]}"; do
   if [ -n "${!name:-}" ]; then build_options+=(--build-arg "$name=${!name}"); fi
 done
 
@@ -64,6 +79,9 @@ make_base() {
   say base "made with debootstrap, since it cannot be pulled"
   debootstrap --variant=minbase bookworm "$work/rootfs" >"$work/log" || fail "$(tail "$work/log")"
   rm -rf "$work"/rootfs/{var/cache/apt/*,var/lib/apt/lists/*,usr/share/{doc,man,locale,info}/*}
+  # As in the published image, apt deletes each package after its installation.
+  echo 'DPkg::Post-Invoke { "rm -f /var/cache/apt/archives/*.deb /var/cache/apt/*.bin || true"; };' \
+    >"$work/rootfs/etc/apt/apt.conf.d/docker-clean"
   tar -C "$work/rootfs" -c . | podman import - "docker.io/library/$base" >/dev/null 2>&1
   rm -rf "$work/rootfs"
 }
@@ -77,9 +95,11 @@ build() {
 }
 
 # /tmp is not executable, as is usual: what torch compiles goes to the volume.
+locked=(--read-only --tmpfs /tmp --cap-drop all --security-opt no-new-privileges --memory 6g
+  --volume "$volume:/var/lib/stackseg")
+
 start() {
-  container=$("${engine[@]}" run --detach --read-only --tmpfs /tmp --cap-drop all --security-opt no-new-privileges \
-    --memory 6g --volume "$volume:/var/lib/stackseg" --volume "$PWD/tests/attacks.py:/attacks/attacks.py:ro" \
+  container=$("${engine[@]}" run --detach "${locked[@]}" --volume "$PWD/tests/attacks.py:/attacks/attacks.py:ro" \
     "$@" "$image")
 }
 
@@ -152,6 +172,104 @@ stop() {
   remove
 }
 
+# `void` hides the GPU of a host that has one.
+no_gpu=(--network none --env NVIDIA_VISIBLE_DEVICES=void)
+
+# run_without_gpu OPTIONS... IMAGE ARGUMENTS...: in the foreground
+run_without_gpu() { "${engine[@]}" run --rm --interactive "${locked[@]}" "${no_gpu[@]}" "$@"; }
+
+check_requirements() {
+  local variables expected
+  variables=$("${engine[@]}" image inspect --format '{{range .Config.Env}}{{println .}}{{end}}' "$image")
+  for expected in 'REQUIRE_CUDA=cuda>=13.0' VISIBLE_DEVICES=all DRIVER_CAPABILITIES=compute,utility; do
+    grep -q -x -F "NVIDIA_$expected" <<<"$variables" || fail "The image lacks NVIDIA_$expected. It has: $variables"
+  done
+  say requires "$(grep '^NVIDIA_' <<<"$variables" | paste -s -d ' ')"
+}
+
+check_libraries() {
+  run_without_gpu --entrypoint python "$image" - \
+    >"$work/libraries" <<'EOF' || fail "Wrong user or version: $(cat "$work/libraries")"
+import os, sys, torch
+from service.core import hardware
+cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
+print(f"uid {os.getuid()}, torch {torch.__version__} for CUDA {cuda}, cuDNN {cudnn}")
+sys.exit(not (os.getuid() and cuda and cuda.startswith("13.") and hardware.explain_faulty_cudnn(cudnn) is None))
+EOF
+  say libraries "$(cat "$work/libraries")"
+}
+
+# check_refusal TITLE MESSAGE OPTIONS...: the service must exit with the message instead of falling back to the CPU.
+check_refusal() {
+  local title=$1 message=$2 status
+  start "${no_gpu[@]}" "${@:3}"
+  status=$(timeout 300 "${engine[@]}" wait "$container") || fail "The service runs without a GPU instead of exiting."
+  "${engine[@]}" logs "$container" >"$work/refusal" 2>&1
+  [ "$status" -eq 2 ] || fail "The service exited with status $status instead of 2."
+  grep -F "$message" "$work/refusal" >"$work/message" || fail "The service exited without the message '$message'."
+  say "$title" "status 2, $(cat "$work/message")"
+  remove
+}
+
+# Compile replacements for two libraries of the NVIDIA driver. They report version 550.54 and CUDA 12.4.
+driver=/var/lib/stackseg
+make_old_driver() {
+  run_without_gpu --entrypoint sh "$image" -c "cd $driver && gcc -shared -fPIC -x c - -o libcuda.so.1 &&
+    cp libcuda.so.1 libnvidia-ml.so.1" <<'EOF' || fail "gcc cannot compile in this image."
+#include <string.h>
+int cuInit(unsigned flags) { return 0; }
+int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
+int nvmlInitWithFlags(unsigned flags) { return 0; }
+int nvmlShutdown(void) { return 0; }
+int nvmlSystemGetDriverVersion(char *version, unsigned length) { strncpy(version, "550.54", length); return 0; }
+int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 12040; return 0; }
+EOF
+}
+
+# Triton compiles its interface to the driver with gcc when it is first used, and links it with libcuda. The replacement
+# lacks most functions, which lazy binding tolerates. Triton's own ptxas compiles the kernels.
+check_triton() {
+  cat >"$work/kernel.py" <<'EOF'
+import os, sys, torch, triton
+from triton import language
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaUtils
+from service.engine import backends
+from service.engine.plans import EngineConfig
+
+@triton.jit
+def add_one(x, size: language.constexpr):
+    offsets = x + language.arange(0, size)
+    language.store(offsets, language.load(offsets) + 1)
+
+config = EngineConfig("cudagraph", "bf16", "channels_last_3d", 1, "reduce-overhead")
+if missing := backends.explain_missing(config, torch.device("cuda")):
+    sys.exit(missing)
+sys.setdlopenflags(os.RTLD_LAZY)
+CudaUtils()
+architectures = torch.cuda.get_arch_list()
+for name in architectures:
+    source = triton.compiler.ASTSource(add_one, {"x": "*fp32", "size": "constexpr"}, {"size": 128})
+    kernel = triton.compile(source, target=GPUTarget("cuda", int(name.removeprefix("sm_")), 32))
+    assert kernel.asm["cubin"], name
+print(f"{triton.__version__}, compiled its interface to the driver, and a kernel for", *architectures)
+EOF
+  run_without_gpu --env TRITON_LIBCUDA_PATH=$driver --env LD_LIBRARY_PATH=$driver --entrypoint python \
+    --volume "$work/kernel.py:/check/kernel.py:ro" "$image" /check/kernel.py >"$work/triton" ||
+    fail "Triton cannot compile in this image."
+  say triton "$(cat "$work/triton")"
+}
+
+check_gpu_image() {
+  check_requirements
+  check_libraries
+  check_refusal no-driver "no CUDA device can be used: there is no NVIDIA driver here; install it"
+  make_old_driver
+  check_refusal old-driver "the NVIDIA driver 550.54 is too old: it runs CUDA up to 12.4, and this torch is built for" \
+    --env LD_LIBRARY_PATH=$driver
+  check_triton
+}
+
 command -v curl >/dev/null || fail "This needs curl: sudo apt-get install curl"
 if docker info >/dev/null 2>&1; then
   engine=(docker)
@@ -161,6 +279,11 @@ else
   fail "Neither Docker nor podman is here. On Debian: sudo apt-get install podman buildah runc"
 fi
 build
+
+if [ "$variant" = gpu ]; then
+  check_gpu_image
+  exit
+fi
 
 start --network none
 wait_for healthy healthy
