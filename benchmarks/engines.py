@@ -47,6 +47,7 @@ from service.cli.benchmark.networks import (
     compare_runners,
     format_config,
     list_engines,
+    load_selector,
     make_call,
 )
 from service.cli.benchmark.report import format_table
@@ -56,9 +57,8 @@ from service.core.config import Settings
 from service.engine import backends, base, torch_compile
 from service.engine.plans import EngineConfig
 from service.engine.precision import DTYPES
-from service.inference.engine_selector import EngineSelector, ReadyEngine
-from service.inference.estimate import activation_bytes
-from service.models.loader import Network, load_network
+from service.inference.engine_selector import ReadyEngine
+from service.models.loader import Network
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec
 
@@ -187,14 +187,13 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, 
     engine = {"cache_folder": str(folder / "cache"), "precision": options.precision}
     settings = Settings.model_validate({"device": {"name": options.device}, "engine": engine})
     spec = make_spec(name, options.roi, folder)
-    network = load_network(spec)
+    network, selector = load_selector(spec, settings, device)
     shape = (spec.input.channels, *spec.input.roi_size)
-    selected = EngineSelector(spec, settings, device, network, activation_bytes(network, (1, *shape))).tune(
-        options.tune_seconds
-    )
+    selected = selector.tune(options.tune_seconds)
     window, size = selected.window, selected.config.sw_batch_size
+    describe = partial(format_config, with_tf32=allows_tf32(settings.engine, device))
     auto = Runner(
-        f"auto: {format_config(selected.config)}",
+        f"auto: {describe(selected.config)}",
         size,
         selected.config.precision,
         make_call(window.network, window.batch, device),
@@ -207,10 +206,9 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, 
     native = hardware.native_precisions(device)
     precisions = [kind for kind in ("fp32", "bf16") if DTYPES[kind] in native]
     loops = list(bare_loops(network.to(device), spec, sizes, device, precisions))
-    name = partial(format_config, with_tf32=allows_tf32(settings.engine, device))
     left_out = {
-        (name(selected.config), size),
-        *((name(choice), choice.sw_batch_size) for choice in wrong_configs(selected)),
+        (describe(selected.config), size),
+        *((describe(choice), choice.sw_batch_size) for choice in wrong_configs(selected)),
     }
     others = (
         builder

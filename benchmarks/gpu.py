@@ -21,7 +21,6 @@ loads    a server with room for one model of two that are asked for in turn, alo
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import platform
@@ -44,7 +43,16 @@ from common import ROOT, request, run_server
 from end_to_end import read_metrics
 from gpu_checks import load, run_checks, settings_of, with_stages
 
-from service.cli.benchmark.networks import DevicePeak, Row, build_reference, compare_with, list_engines, split_builders
+from service.cli.benchmark.networks import (
+    DevicePeak,
+    Row,
+    RunnerBuilder,
+    build_reference,
+    collect_rows,
+    compare_with,
+    list_engines,
+    split_builders,
+)
 from service.cli.benchmark.report import format_table
 from service.cli.benchmark.requests import RequestRunner, write_stack
 from service.cli.benchmark.timing import flop_of_window
@@ -151,20 +159,14 @@ def compare(options: argparse.Namespace, settings: Settings, *, compiled_too: bo
     plain, compiled = split_builders(list_engines(spec, settings, device, options.batch_sizes))
     rows = list[Row]()
 
-    def measure() -> Iterator[Row]:
-        yield from compare_with(first, plain, peak, pair_seconds=PAIR_SECONDS)
+    def order_builders() -> Iterator[RunnerBuilder]:
+        yield from plain
         if compiled_too:
             best = min(rows[1:], key=lambda row: row.ms_per_window.median if row.ms_per_window else math.inf).windows
-            builders = [builder for builder in compiled if builder.windows == best]
-            # The row of the first is known.
-            yield from itertools.islice(compare_with(first, builders, peak, pair_seconds=PAIR_SECONDS), 1, None)
+            yield from (builder for builder in compiled if builder.windows == best)
 
-    def keep(measured: Iterator[Row]) -> Iterator[Row]:
-        for row in measured:
-            rows.append(row)
-            yield row
-
-    for line in format_table("engine", keep(measure())):
+    measured = compare_with(first, order_builders(), peak, pair_seconds=PAIR_SECONDS)
+    for line in format_table("engine", collect_rows(measured, rows)):
         print(line, flush=True)
     return int(any(row.problem for row in rows))
 

@@ -15,6 +15,7 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from service.cli.benchmark.networks import load_selector
 from service.cli.benchmark.timing import matrix_peak, synchronise, time_in_turn
 from service.cli.models import choose_model
 from service.core import hardware
@@ -26,14 +27,10 @@ from service.formats import stack_reader
 from service.inference.batcher import WindowBatcher, open_batcher
 from service.inference.device_image import Upload
 from service.inference.engine_selector import EngineSelector, ReadyEngine, batch_size
-from service.inference.estimate import activation_bytes
 from service.inference.label_agreement import image_of, share_differing
 from service.inference.segmenter import Segmenter
 from service.inference.windows.arena import ArenaScan, ArenaWindow
-from service.models.loader import load_network
 
-# The first cuDNN with fast and correct 3D convolutions in BF16 (pytorch#163539, pytorch#166643).
-MIN_CUDNN = 91500
 # Parts of the names of operations that no BF16 channels-last forward should run: convolutions without cuDNN, and
 # conversions of the memory format.
 SLOW_OPERATIONS = ("vol2col", "slow_conv", "nchwtonhwc", "nhwctonchw")
@@ -76,9 +73,7 @@ class Bench:
 
     @cached_property
     def selector(self) -> EngineSelector:
-        network = load_network(self.spec)
-        window_bytes = activation_bytes(network, (1, self.spec.input.channels, *self.spec.input.roi_size))
-        return EngineSelector(self.spec, self.settings, self.device, network, window_bytes)
+        return load_selector(self.spec, self.settings, self.device)[1]
 
     def build(self, engine: str) -> ReadyEngine:
         """Build the network in the precision and memory format that are measured, without compiling it."""
@@ -114,7 +109,7 @@ def attempt(name: str, check: Callable[[], Iterator[Check]]) -> Iterator[Check]:
 
 def check_cudnn(_bench: Bench) -> Iterator[Check]:
     version = torch.backends.cudnn.version()
-    yield Check("cuDNN", str(version), None if version is None else version >= MIN_CUDNN)
+    yield Check("cuDNN", str(version), None if version is None else version >= hardware.FAULTY_CUDNN.stop)
 
 
 @torch.inference_mode()

@@ -179,6 +179,13 @@ def _compare_pair(
     return row, taken
 
 
+def collect_rows(rows: Iterable[Row], collected: list[Row]) -> Iterator[Row]:
+    """Append each row to `collected`, and yield it."""
+    for row in rows:
+        collected.append(row)
+        yield row
+
+
 def build_and_compare(
     group: str, first: Sequence[Runner], builders: Iterable[RunnerBuilder], peak: DevicePeak, seconds: float = math.inf
 ) -> Iterator[Row]:
@@ -201,7 +208,7 @@ def list_engines(
     spec: ModelSpec, settings: Settings, device: torch.device, batch_sizes: Iterable[int]
 ) -> Iterator[RunnerBuilder]:
     """List every engine that the settings allow and that suits the network, at every batch size."""
-    network, selector = _load(spec, settings, device)
+    network, selector = load_selector(spec, settings, device)
     names = precision.list_precisions(settings.engine.precision, hardware.native_precisions(device))
     with_tf32 = allows_tf32(settings.engine, device)
 
@@ -226,7 +233,7 @@ def build_reference(spec: ModelSpec, settings: Settings, device: torch.device, b
 
     Raises one of `backends.ENGINE_FAILURES` if it does not run here.
     """
-    _, selector = _load(spec, settings, device)
+    _, selector = load_selector(spec, settings, device)
     window = selector.reference(batch_size)
     call = make_call(window.network, window.batch, device)
     for _ in range(WARM_UP_CALLS):
@@ -234,7 +241,8 @@ def build_reference(spec: ModelSpec, settings: Settings, device: torch.device, b
     return Runner("eager fp32 contiguous", batch_size, "fp32", call, exact=device.type == "cuda")
 
 
-def _load(spec: ModelSpec, settings: Settings, device: torch.device) -> tuple[nn.Module, EngineSelector]:
+def load_selector(spec: ModelSpec, settings: Settings, device: torch.device) -> tuple[nn.Module, EngineSelector]:
+    """Load the network of a model, and make what builds it for a device; return both."""
     network = load_network(spec)
     window_bytes = activation_bytes(network, (1, spec.input.channels, *spec.input.roi_size))
     return network, EngineSelector(spec, settings, device, network, window_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,9 +14,9 @@ import torch
 from service.cli.benchmark import report, requests
 from service.cli.benchmark.networks import (
     DevicePeak,
-    Row,
     Runner,
     allows_tf32,
+    collect_rows,
     compare_with,
     format_config,
     list_engines,
@@ -113,20 +113,13 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, show: Show) -> Rep
             builders = list_engines(spec, settings, torch_device, plan.batch_sizes or (in_use.windows,))
             rows = compare_with(in_use, builders, peak, build_seconds=plan.build_seconds)
             show("")
-            _show_all(show, report.format_table("engine", _collect(rows, measured.rows)))
+            _show_all(show, report.format_table("engine", collect_rows(rows, measured.rows)))
         return measured
 
 
 def _show_all(show: Show, lines: Iterable[str]) -> None:
     for line in lines:
         show(line)
-
-
-def _collect(rows: Iterable[Row], collected: list[Row]) -> Iterator[Row]:
-    """Append each row to `collected`, and yield it."""
-    for row in rows:
-        collected.append(row)
-        yield row
 
 
 def _time_starts(spec: ModelSpec, settings: Settings, plan: BenchPlan, show: Show) -> tuple[Seconds, Segmenter]:
