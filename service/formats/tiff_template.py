@@ -1,9 +1,9 @@
-"""Template of a small TIFF: its pages are laid out once and then filled, which is faster than a writer's work."""
+"""Template of a TIFF: its pages are laid out once and then filled, which is faster than a writer's work."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import BinaryIO
@@ -61,21 +61,29 @@ class TiffTemplate:
         slot = (content.index(placeholder), len(placeholder))
         return cls(content, offsets, counts, (position, len(description)), slot)
 
-    def render(self, pages: Sequence[bytes], uuid: str, origin: bytes, description: str) -> bytes:
-        """Return the file with these compressed pages, this UUID, and origin and description padded by white space.
+    def fill(self, file: BinaryIO, pages: Iterable[bytes], uuid: str, origin: bytes, description: str) -> None:
+        """Write a TIFF with these compressed pages, this UUID, and origin and description padded by white space.
 
+        file    empty at first; gets the pages one by one, so that they need not be in memory at once
         origin  elements <M> of a MapAnnotation, in UTF-8
         """
-        file = bytearray(self.content.replace(UUID_PLACEHOLDER.encode(), uuid.encode()))
+        file.seek(len(self.content))
+        counts = np.array([file.write(page) for page in pages])
+        # What goes before the pages tells how long they are.
+        file.seek(0)
+        file.write(self._render(counts, uuid, origin, description))
+
+    def _render(self, counts: NDArray[np.intp], uuid: str, origin: bytes, description: str) -> bytearray:
+        """Return all that goes before pages of these lengths."""
+        head = bytearray(self.content.replace(UUID_PLACEHOLDER.encode(), uuid.encode()))
         position, length = self.origin_slot
-        file[position : position + length] = origin.ljust(length)
+        head[position : position + length] = origin.ljust(length)
         position, length = self.description_slot
-        file[position : position + length] = description.ljust(length, "\n").encode("ascii")
-        counts = np.array([len(page) for page in pages])
-        offsets = len(file) + np.cumsum(counts) - counts
+        head[position : position + length] = description.ljust(length, "\n").encode("ascii")
+        offsets = len(head) + np.cumsum(counts) - counts
         values = np.array((offsets, counts), "<u4").view(np.uint8).reshape(2, -1, 4)
-        np.frombuffer(file, np.uint8)[self._positions] = values
-        return b"".join((file, *pages))
+        np.frombuffer(head, np.uint8)[self._positions] = values
+        return head
 
 
 def _value_positions(stream: BinaryIO, offset: int) -> dict[int, int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import random
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 from isal import isal_zlib
-from tifffile import TiffWriter
+from tifffile import TiffWriter, imwrite
 
 from service.core import host
 from service.core.buffers import release_pages
@@ -31,8 +32,14 @@ ORIGIN_NAMESPACE = "stackseg/origin"
 
 # A classic TIFF has 32-bit offsets, and might not hold its pages beyond this many bytes of pixels.
 _CLASSIC_BYTES = 2**32 - 2**26
-# Files up to this size and number of pages are made in memory.
-_SMALL_BYTES, _SMALL_PAGES = 4 * 2**20, 2**10
+# Bytes of pixels up to which a file can be made in memory. On two cores, threads take longer for so little.
+_SMALL_BYTES = 4 * 2**20
+# Pages up to which a file has a template. At some 300 bytes a page, all that are kept take 10 MB at most.
+_TEMPLATE_PAGES = 2**10
+# Threads that compress. More have brought nothing on a host with 16 cores.
+_MAX_THREADS = 8
+# Bytes of pixels in a task of such a thread. With single planes of 128 KiB, two threads are slower than none.
+_TASK_BYTES = 2**20
 # Steps of the bytes that a template has for the origin of a segmentation.
 _ROOM_STEP = 512
 # Bytes that are read of a mapped array between two releases of its memory.
@@ -66,9 +73,14 @@ class _Form(NamedTuple):
         return math.prod(self.shape[:-2])
 
     @property
-    def is_small(self) -> bool:
-        """Whether a file of this form is made in memory."""
-        return math.prod(self.shape) * self.dtype.itemsize <= _SMALL_BYTES and self.pages <= _SMALL_PAGES
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def has_template(self) -> bool:
+        """Whether a file of this form is made from a template, unless it is to be a BigTIFF."""
+        # Unlike the writer, a template would not notice an offset beyond 32 bits.
+        return self.nbytes <= _CLASSIC_BYTES and self.pages <= _TEMPLATE_PAGES
 
 
 def write(
@@ -85,13 +97,13 @@ def write(
     """
     form = _Form.of(segmentation)
     if bigtiff is None:
-        bigtiff = segmentation.pixels.nbytes > _CLASSIC_BYTES
+        bigtiff = form.nbytes > _CLASSIC_BYTES
 
     def write_content(file: BinaryIO) -> None:
-        if not bigtiff and (content := encode(segmentation, origin)) is not None:
-            file.write(content)
+        pages = _compress_planes(_planes(segmentation.pixels), form)
+        if form.has_template and not bigtiff:
+            _fill_template(file, segmentation, pages, origin)
         else:
-            pages = _compress_planes(_planes(segmentation.pixels))
             _write_pages(file, form, pages, _make_uuid(), _clean(origin), bigtiff=bigtiff)
             description = imagej_writer.describe(segmentation) + imagej_writer.describe_origin(origin)
             imagej_writer.append_description(file, description)
@@ -103,9 +115,14 @@ def write_image(volume: Volume, path: Path) -> None:
     """Write the first channel of a stack as OME-TIFF ZYX with its voxel size; `path` appears only once complete."""
     shape = volume.shape[1:]
     form = _Form(shape, volume.dtype, "image", (), volume.voxel_size, counted=False, axes="ZYX", time_interval=None)
-    nbytes = math.prod(shape) * volume.dtype.itemsize
-    pages = _compress_planes(volume.read(z, z + 1)[0, 0] for z in range(shape[0]))
-    _write_whole(path, lambda file: _write_pages(file, form, pages, _make_uuid(), {}, bigtiff=nbytes > _CLASSIC_BYTES))
+    pages = _compress_planes((volume.read(z, z + 1)[0, 0] for z in range(shape[0])), form)
+    bigtiff = form.nbytes > _CLASSIC_BYTES
+    _write_whole(path, lambda file: _write_pages(file, form, pages, _make_uuid(), {}, bigtiff=bigtiff))
+
+
+def write_uncompressed(pixels: Array, path: Path) -> None:
+    """Write a stack [Z, Y, X] as most microscopes do: an ImageJ TIFF without compression, of up to 16 bits."""
+    imwrite(path, pixels, imagej=True, metadata={"axes": "ZYX"})
 
 
 def _write_whole(path: Path, write_content: Callable[[BinaryIO], None]) -> None:
@@ -119,15 +136,24 @@ def _write_whole(path: Path, write_content: Callable[[BinaryIO], None]) -> None:
 
 def encode(segmentation: Segmentation, origin: Mapping[str, str] = NOTHING) -> bytes | None:
     """Return the bytes that `write` writes, or None where the file is too large to be made in memory."""
-    if not _Form.of(segmentation).is_small:
+    form = _Form.of(segmentation)
+    if form.nbytes > _SMALL_BYTES or not form.has_template:
         return None
-    streams = [_compress(plane) for plane in _planes(segmentation.pixels)]
+    file = io.BytesIO()
+    _fill_template(file, segmentation, _compress_planes(_planes(segmentation.pixels), form), origin)
+    return file.getvalue()
+
+
+def _fill_template(
+    file: BinaryIO, segmentation: Segmentation, pages: Iterable[bytes], origin: Mapping[str, str]
+) -> None:
+    """Write what `write` does, from pages that are compressed already, to an empty file."""
     xml = "".join(f"<M K={quoteattr(name)}>{escape(fact)}</M>" for name, fact in _clean(origin).items()).encode()
     lines = imagej_writer.describe_origin(origin)
     # Templates have room for origins of several lengths, so that few of them serve all.
     room = -(-max(len(xml), len(lines)) // _ROOM_STEP) * _ROOM_STEP
     description = imagej_writer.describe(segmentation) + lines
-    return _template(_Form.of(segmentation, room)).render(streams, _make_uuid(), xml, description)
+    _template(_Form.of(segmentation, room)).fill(file, pages, _make_uuid(), xml, description)
 
 
 def _make_uuid() -> str:
@@ -210,17 +236,25 @@ def _planes(pixels: Array) -> Iterator[Array]:
         yield pixels[index]
 
 
-def _compress_planes(planes: Iterator[Array]) -> Iterator[bytes]:
-    """Yield planes [Y, X] compressed, in order, while threads compress the next few."""
-    workers = host.usable_cores()
-    pending: deque[Future[bytes]] = deque()
+def _compress_planes(planes: Iterator[Array], form: _Form) -> Iterator[bytes]:
+    """Yield planes [Y, X] compressed, in order. Of all but small files, threads compress the next few meanwhile."""
+    if form.nbytes <= _SMALL_BYTES:
+        yield from map(_compress, planes)
+        return
+    workers = min(host.usable_cores(), _MAX_THREADS)
+    planes_per_task = max(1, _TASK_BYTES * form.pages // form.nbytes)
+    pending: deque[Future[list[bytes]]] = deque()
     with ThreadPoolExecutor(workers, "compress") as threads:
-        for plane in planes:
-            pending.append(threads.submit(_compress, plane))
+        while batch := list(itertools.islice(planes, planes_per_task)):
+            pending.append(threads.submit(_compress_batch, batch))
             if len(pending) > 2 * workers:
-                yield pending.popleft().result()
+                yield from pending.popleft().result()
         for compressed in pending:
-            yield compressed.result()
+            yield from compressed.result()
+
+
+def _compress_batch(planes: list[Array]) -> list[bytes]:
+    return [_compress(plane) for plane in planes]
 
 
 def _compress(plane: Array) -> bytes:

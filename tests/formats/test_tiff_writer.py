@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 import uuid
 import zlib
 from pathlib import Path
@@ -15,6 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from service.core import host
+from service.core.buffers import allocate_on_disk, release_pages
 from service.core.volume import Segmentation, Selection, TimeInterval, VoxelSize
 from service.formats import stack_reader, tiff_writer
 
@@ -172,7 +175,7 @@ def test_a_series_keeps_its_axes_and_interval(
 def test_small_results_are_compressed_as_well_as_large_ones_and_read_alike(
     tmp_path: Path, shape: tuple[int, int, int]
 ) -> None:
-    """Small ones of not too many pages are not written page by page."""
+    """Threads compress large ones, and those of many pages are written page by page."""
     labels = np.zeros(shape, np.uint16)
     labels[:, shape[1] // 4 : -5, 3::7] = np.arange(1, shape[0] + 1)[:, None, None]
     path = tmp_path / "labels.ome.tif"
@@ -202,7 +205,7 @@ def test_small_files_of_one_form_have_their_own_pixels_and_numbers(tmp_path: Pat
 @pytest.mark.parametrize("bigtiff", [False, True])
 @pytest.mark.parametrize("dtype", ["<u2", ">u2", "<f4", ">f4"])
 def test_files_hold_pixels_of_either_byte_order(tmp_path: Path, dtype: str, bigtiff: bool) -> None:
-    """Small ones are made in memory; of others the planes are compressed in threads, and stay in order."""
+    """BigTIFFs are written page by page."""
     stack, path = noise(40, 9, 11).astype(dtype).transpose(0, 2, 1), tmp_path / "stack.tif"
     tiff_writer.write(Segmentation(stack, "classes"), path, bigtiff=bigtiff)
     with tifffile.TiffFile(path) as file:
@@ -219,6 +222,126 @@ def test_pages_are_streams_of_zlib(tmp_path: Path, dtype: str) -> None:
         for page, plane in zip(file.pages, stack, strict=True):
             (begin,), (count,) = page.dataoffsets, page.databytecounts
             assert zlib.decompress(content[begin : begin + count]) == plane.tobytes()
+
+
+def has_pages_first(path: Path) -> bool:
+    """Whether the page directories come before all pixels, as they do in a file from a template."""
+    with tifffile.TiffFile(path) as file:
+        return max(page.offset for page in file.pages) < min(page.dataoffsets[0] for page in file.pages)
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    """Everything that readers see of a file but the pixels, the UUID, and white space that pads."""
+    with tifffile.TiffFile(path) as file:
+        xml = str(file.ome_metadata)
+        colours = np.ravel(file.pages.first.tags["ColorMap"].value).tolist()
+        resolution = file.pages.first.get_resolution("micrometer")
+        layouts = {(page.shape, page.compression, page.predictor, page.rowsperstrip) for page in file.pages}
+        imagej = {name: np.asarray(fact).tolist() for name, fact in (file.imagej_metadata or {}).items()}
+    number = xml.partition('UUID="urn:uuid:')[2][:36]
+    elements = [
+        (element.tag, element.attrib, (element.text or "").replace(number, "").strip())
+        for element in ElementTree.fromstring(xml.replace(number, "")).iter()
+    ]
+    found = stack_reader.inspect(path, ALL, LIMIT)
+    return {
+        "xml": elements,
+        "colours": colours,
+        "resolution": resolution,
+        "layouts": layouts,
+        "imagej": imagej,
+        "origin": origin_of(path),
+        "voxel size": found.voxel_size,
+    }
+
+
+def test_large_files_from_a_template_are_like_those_written_page_by_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = noise(23, 300, 401)
+    assert labels.nbytes > tiff_writer._SMALL_BYTES
+    segmentation = Segmentation(labels, "labels", VoxelSize(0.5, 0.2, 0.1), count=119)
+    filled, paged = tmp_path / "filled.ome.tif", tmp_path / "paged.ome.tif"
+    tiff_writer.write(segmentation, filled, ORIGIN)
+    monkeypatch.setattr(tiff_writer, "_TEMPLATE_PAGES", 0)
+    tiff_writer.write(segmentation, paged, ORIGIN)
+    assert (has_pages_first(filled), has_pages_first(paged)) == (True, False)
+    assert facts_of(filled) == facts_of(paged)
+    assert facts_of(filled)["voxel size"] == VoxelSize(0.5, 0.2, 0.1)
+    assert facts_of(filled)["origin"][0] == ORIGIN
+    for path in (filled, paged):
+        np.testing.assert_array_equal(tifffile.imread(path), labels)
+
+
+@pytest.mark.parametrize(
+    ("shape", "bigtiff", "is_from_template"),
+    [
+        ((3, 900, 1000), None, True),
+        ((3, 900, 1000), True, False),
+        ((1024, 50, 60), None, True),
+        ((1025, 9, 9), None, False),
+    ],
+)
+def test_bigtiffs_and_many_pages_are_written_page_by_page(
+    tmp_path: Path, shape: tuple[int, int, int], bigtiff: bool | None, is_from_template: bool
+) -> None:
+    path = tmp_path / "labels.ome.tif"
+    tiff_writer.write(Segmentation(noise(*shape), "labels"), path, bigtiff=bigtiff)
+    assert has_pages_first(path) == is_from_template
+
+
+@pytest.mark.parametrize("bigtiff", [None, False])
+def test_what_32_bit_offsets_might_not_reach_is_written_page_by_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bigtiff: bool | None
+) -> None:
+    """The writer would notice an offset that is too large."""
+    labels, path = noise(3, 20, 30), tmp_path / "labels.ome.tif"
+    monkeypatch.setattr(tiff_writer, "_CLASSIC_BYTES", labels.nbytes - 1)
+    assert tiff_writer.encode(Segmentation(labels, "labels")) is None
+    tiff_writer.write(Segmentation(labels, "labels"), path, bigtiff=bigtiff)
+    assert not has_pages_first(path)
+    with tifffile.TiffFile(path) as file:
+        assert file.is_bigtiff == (bigtiff is None)
+        np.testing.assert_array_equal(file.asarray(), labels)
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_small"), [((4, 512, 1024), True), ((5, 512, 1024), False), ((1025, 9, 9), False)]
+)
+def test_only_small_files_are_encoded_in_memory(tmp_path: Path, shape: tuple[int, int, int], is_small: bool) -> None:
+    labels, path = noise(*shape), tmp_path / "labels.ome.tif"
+    content = tiff_writer.encode(Segmentation(labels, "labels"), ORIGIN)
+    assert (content is not None) == is_small
+    if content is not None:
+        path.write_bytes(content)
+        np.testing.assert_array_equal(tifffile.imread(path), labels)
+        assert origin_of(path)[0] == ORIGIN
+
+
+def test_arrays_on_disk_are_written_as_they_are_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = list[Any]()
+    monkeypatch.setattr(tiff_writer, "_RELEASE_BYTES", 2**21)
+    monkeypatch.setattr(tiff_writer, "release_pages", lambda array: (released.append(array), release_pages(array)))
+    labels, path = noise(12, 512, 1024), tmp_path / "labels.ome.tif"
+    mapped = allocate_on_disk(labels.shape, labels.dtype, tmp_path)
+    mapped[:] = labels
+    tiff_writer.write(Segmentation(mapped, "labels"), path)
+    assert [array is mapped for array in released] == [True] * 6
+    assert has_pages_first(path)
+    np.testing.assert_array_equal(tifffile.imread(path), labels)
+
+
+def test_large_files_are_not_in_memory_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "usable_cores", lambda: 2)
+    scores, path = noise(2, 32, 256, 512, dtype="float32"), tmp_path / "scores.ome.tif"
+    tracemalloc.start()
+    try:
+        tiff_writer.write(Segmentation(scores, "probabilities", names=("a", "b")), path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert has_pages_first(path)
+    assert peak < path.stat().st_size / 2
 
 
 def origin_of(path: Path) -> tuple[dict[str, str], dict[str, str]]:
