@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -118,6 +120,18 @@ def test_parameters_are_counted_before_there_is_memory_for_them(name: str) -> No
     architecture = Architecture(name=name, arguments=ARGUMENTS[name])
     numbers = sum(tensor.numel() for tensor in build_network(architecture).state_dict().values())
     assert count_parameters(architecture) == numbers > 0
+
+
+def test_parameters_are_counted_without_the_compiler_of_torch() -> None:
+    """Imported under the modes of this construction it stays incomplete on a host with a GPU."""
+    program = (
+        "import sys\n"
+        "from service.models.architectures import count_parameters\n"
+        "from service.models.spec import Architecture\n"
+        f"count_parameters(Architecture(name='DynUNet', arguments={ARGUMENTS['DynUNet']!r}))\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_a_network_of_any_width_is_counted() -> None:

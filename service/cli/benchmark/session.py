@@ -124,8 +124,9 @@ def _show_all(show: Show, lines: Iterable[str]) -> None:
 
 def _time_starts(spec: ModelSpec, settings: Settings, plan: BenchPlan, show: Show) -> tuple[Seconds, Segmenter]:
     starts = {}
-    for _ in range(2 if plan.cold else 1):
-        torch.compiler.reset()
+    for number in range(2 if plan.cold else 1):
+        if number:
+            torch.compiler.reset()
         began = time.perf_counter()
         segmenter = Segmenter(spec, settings)
         segmenter.warm_up(tune=True)
