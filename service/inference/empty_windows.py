@@ -140,7 +140,7 @@ class EmptyWindowFilter:
         windows = torch.zeros((len(indices), self._spec.input.channels, *self._grid.roi))
         scan = WindowScan(self._image, self._grid, Blending(), windows.device)
         for window, index in zip(windows, indices, strict=True):
-            scan.fill(WindowSlot(window), self._place(index))
+            scan.fill_slot(WindowSlot(window), self._place(index))
         return windows
 
 

@@ -115,8 +115,7 @@ def blend(run: OpenRun, number: int, scores: GroupScores, blending: Blending, de
     blender = make_blender(grid, len(first), blending, device, window_kernels, require_finite)
     blended = torch.empty((len(first), *lengths(around)))
     for place, there in zip(grid.positions(), window_places(layout, windows), strict=True):
-        slab = blender.add(place, scores.read(there).to(device))
-        if slab is not None:
+        for slab in blender.add([place], scores.read(there).to(device)[None]):
             span = tuple((low, low + n) for low, n in zip((slab.z0, slab.y0, 0), slab.scores.shape[2:], strict=True))
             _paste(slab.scores[0].cpu(), _shift(span, origin), blended, around)
     return blended

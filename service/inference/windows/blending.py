@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from service.core.errors import NonFiniteScores
 from service.core.volume import Size
-from service.inference.windows.grid import AxisOverlap, Grid
+from service.inference.windows.grid import AxisOverlap, Grid, Run, split_runs
 from service.inference.windows.kernels import OverlapSums, WindowKernels
 
 MIN_WEIGHT = 1e-3
@@ -54,22 +55,21 @@ class Blender(ABC):
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
 
-    def add(self, start: Size, window: Tensor) -> Slab | None:
-        """Add the scores [K, *roi] of one window, and return the finished slab with the last window of a row.
-
-        Raises NonFiniteScores.
-        """
-        z, y, x = (axis[first] for axis, first in zip(self._grid.overlaps, start, strict=True))
-        scores = self._add(z, y, x, window)
-        if scores is None:
-            return None
-        # Only an axis that holds a single window is padded, so that cropping affects its only slab.
-        inside = (slice(first, first + n) for first, n in zip(self._grid.pad_before, self._grid.size, strict=True))
-        return Slab(start[0], start[1], scores[(None, slice(None), *inside)])
-
     @abstractmethod
-    def _add(self, z: AxisOverlap, y: AxisOverlap, x: AxisOverlap, window: Tensor) -> Tensor | None:
-        """Return the means [K, z, y, X] of the final planes and rows with the last window of a row."""
+    def add(self, places: Sequence[Size], scores: Tensor) -> list[Slab]:
+        """Add the scores [B, K, *roi] of the next windows, whose first voxels are `places`.
+
+        Returns the slabs of the rows of windows that are complete with them. Raises NonFiniteScores.
+        """
+
+    def _make_slab(self, z0: int, y0: int, scores: Tensor) -> Slab:
+        """Return a slab of scores [K, z, y, X] without padding: only an axis with a single window is padded."""
+        inside = (slice(first, first + n) for first, n in zip(self._grid.pad_before, self._grid.size, strict=True))
+        return Slab(z0, y0, scores[(None, slice(None), *inside)])
+
+    def _overlaps(self, place: Size) -> tuple[AxisOverlap, AxisOverlap, AxisOverlap]:
+        z, y, x = (axis[first] for axis, first in zip(self._grid.overlaps, place, strict=True))
+        return z, y, x
 
 
 class CheckFinite(Protocol):
@@ -97,11 +97,13 @@ def count_buffered_floats(grid: Grid, outputs: int, *, by_kernel: bool) -> int:
     """Return how many float32 numbers a blender keeps besides its slabs; a single window is not blended."""
     if grid.count == 1:
         return 0
-    (depth, height, _), (_, length, width), (planes, rows, columns) = grid.roi, grid.padded, grid.max_shared
+    (depth, height, edge), (_, length, width), (planes, rows, columns) = grid.roi, grid.padded, grid.max_shared
     if by_kernel:
         return outputs * (depth * (2 * height * columns + width * rows) + planes * length * width)
-    # Sums of a whole row with their weights, and the weights of one row alone.
-    return width * (depth * height * (outputs + 2) + planes * length * (outputs + 1))
+    # Sums of a row with their weights, those that the next row and the next layer share, the weights of one row alone,
+    # and the weighted scores of a row of windows.
+    sums = (outputs + 1) * (depth * (height + rows) + planes * length) + depth * height
+    return width * sums + outputs * depth * height * edge * len(grid.starts[2])
 
 
 class _KernelBlender(Blender):
@@ -114,75 +116,82 @@ class _KernelBlender(Blender):
         self._sums = OverlapSums(outputs, grid.padded, (z, y, x), MIN_WEIGHT, grid.starts)
         self._means: Tensor | None = None
 
-    def _add(self, z: AxisOverlap, y: AxisOverlap, x: AxisOverlap, window: Tensor) -> Tensor | None:
-        if self._means is None:
-            self._means = self._sums.empty_means(z.final, y.final)
-        if not self._kernels.blend(self._sums, (z.position, y.position, x.position), window, self._means):
-            raise NonFiniteScores(NOT_FINITE)
-        if x.position + 1 < self._columns:
-            return None
-        means, self._means = self._means, None
-        return means
+    def add(self, places: Sequence[Size], scores: Tensor) -> list[Slab]:
+        slabs = list[Slab]()
+        for place, window in zip(places, scores.unbind(), strict=True):
+            z, y, x = self._overlaps(place)
+            if self._means is None:
+                self._means = self._sums.empty_means(z.final, y.final)
+            if not self._kernels.blend(self._sums, (z.position, y.position, x.position), window, self._means):
+                raise NonFiniteScores(NOT_FINITE)
+            if x.position + 1 == self._columns:
+                means, self._means = self._means, None
+                slabs.append(self._make_slab(place[0], place[1], means))
+        return slabs
 
 
 class _TorchBlender(Blender):
-    """A blender for any device that sums one row of windows along x at a time.
+    """A blender for any device that sums one row of windows along x at a time, in few operations.
 
-    row     [K, roi z, roi y, X], of which the leading rows came from the previous row of windows
-    layer   [K, z, Y, X], planes of the previous layer (one z start) that this one covers
-    Weights have the same shapes without K, and the weights of a single row are equal for all rows.
+    row     [K + 1, roi z, roi y, X], sums of the row of windows that is being added, and their weights
+    carry   [K + 1, roi z, y, X], its last rows, which the next row of windows covers too
+    layer   [K + 1, z, Y, X], planes of the previous layer (one z start) that this one covers
 
-    Buffers are never zeroed before they are overwritten, because they do not fit a processor's cache.
+    Windows that do not overlap are added together, every second one of a row. Scores are the same to the bit however
+    the windows of a row are split into batches: where they are added in another order, a voxel has only two of them.
     """
 
     def __init__(self, grid: Grid, outputs: int, blending: Blending, device: torch.device, check: CheckFinite) -> None:
         super().__init__(grid)
         self._check = check
         self._importance = importance_map(grid.roi, blending, device)
-        shared = (grid.max_shared[0], *grid.padded[1:])
-        self._row = torch.empty((outputs, *grid.roi[:2], grid.padded[2]), device=device)
-        self._layer = torch.empty((outputs, *shared), device=device)
-        self._layer_weight = torch.empty(shared, device=device)
-        self._single_row_weight = torch.zeros(self._row.shape[1:], device=device)
+        depth, height, edge = grid.roi
+        self._row_weight = torch.zeros((depth, height, grid.padded[2]), device=device)
         for left in grid.starts[2]:
-            self._single_row_weight[:, :, left : left + grid.roi[2]] += self._importance
-        self._weight = self._single_row_weight.clone()
+            self._row_weight[:, :, left : left + edge] += self._importance
+        self._row = torch.empty((outputs + 1, *self._row_weight.shape), device=device)
+        self._layer = torch.empty((outputs + 1, grid.max_shared[0], *grid.padded[1:]), device=device)
+        self._carry = self._row[:, :, :0]
 
-    def _add(self, z: AxisOverlap, y: AxisOverlap, x: AxisOverlap, window: Tensor) -> Tensor | None:
-        # Half of the time that it takes with channels last.
-        window, starts = window.contiguous(), self._grid.starts
-        left, old, new = starts[2][x.position], slice(y.shared), slice(y.shared, None)
-        here = self._row[..., left : left + self._grid.roi[2]]
-        here[:, :, old].addcmul_(window[:, :, old], self._importance[:, old])
-        here[:, :, new, : x.shared].addcmul_(window[:, :, new, : x.shared], self._importance[:, new, : x.shared])
-        torch.mul(window[:, :, new, x.shared :], self._importance[:, new, x.shared :], out=here[:, :, new, x.shared :])
-        if x.position + 1 < len(starts[2]):
-            return None
-        means = self._finish_row(z, y, starts[1][y.position])
-        if y.position + 1 < len(starts[1]):
-            self._advance_row(y.final)
-        else:
-            self._weight.copy_(self._single_row_weight)
-        return means
+    def add(self, places: Sequence[Size], scores: Tensor) -> list[Slab]:
+        slabs, first = list[Slab](), 0
+        for run in split_runs(places):
+            z, y, left = run.start
+            if not left:
+                self._row[:-1].zero_()
+                self._row[-1].copy_(self._row_weight)
+            self._add_run(run, scores[first : first + run.windows])
+            first += run.windows
+            if left + (run.windows - 1) * run.step == self._grid.starts[2][-1]:
+                slabs.append(self._make_slab(z, y, self._finish_row(run.start)))
+        return slabs
 
-    def _finish_row(self, z: AxisOverlap, y: AxisOverlap, top: int) -> Tensor:
-        """Return the means of the final planes and rows, and keep the other planes of these rows for the next layer."""
-        kept = self._grid.roi[0] - z.final
-        for row, layer in ((self._row, self._layer), (self._weight, self._layer_weight)):
-            sums, here = row[..., : y.final, :], layer[..., top : top + y.final, :]
-            sums[..., : z.shared, :, :] += here[..., : z.shared, :, :]
-            here[..., :kept, :, :].copy_(sums[..., z.final :, :, :])
-        return self._check(self._row[:, : z.final, : y.final] / self._weight[: z.final, : y.final])
+    def _add_run(self, run: Run, scores: Tensor) -> None:
+        """Add the scores [B, K, *roi] of windows to their row."""
+        weighted = torch.empty(scores.shape, device=scores.device)
+        torch.mul(scores, self._importance, out=weighted)
+        left, edge = run.start[2], self._grid.roi[2]
+        # Windows that are this far from each other do not overlap.
+        apart = -(-edge // run.step)
+        if apart > 2:
+            # The order of more than two sums would show, so windows are added one after the other.
+            apart = run.windows
+        for number in range(min(apart, run.windows)):
+            windows = weighted[number::apart].permute(1, 2, 3, 0, 4)
+            sums = self._row[:-1, :, :, left + number * run.step :].unfold(3, edge, apart * run.step)
+            sums[:, :, :, : windows.shape[3]] += windows
 
-    def _advance_row(self, step: int) -> None:
-        """Move the buffers `step` rows on along y."""
-        kept = self._grid.roi[1] - step
-        for sums in (self._row, self._weight):
-            part = sums[..., step:, :]
-            # Source and target overlap where windows overlap by more than a half.
-            sums[..., :kept, :].copy_(part if kept <= step else part.clone())
-        self._weight[:, kept:] = 0
-        self._weight += self._single_row_weight
+    def _finish_row(self, place: Size) -> Tensor:
+        """Return the means of the final planes and rows, and keep what the next row and the next layer cover."""
+        (z, y, _), top = self._overlaps(place), place[1]
+        if y.shared:
+            self._row[:, :, : y.shared] += self._carry
+        self._carry = self._row[:, :, y.final :].clone()
+        sums, here = self._row[:, :, : y.final], self._layer[:, :, top : top + y.final]
+        if z.shared:
+            sums[:, : z.shared] += here[:, : z.shared]
+        here[:, : self._grid.roi[0] - z.final].copy_(sums[:, z.final :])
+        return self._check(sums[:-1, : z.final] / sums[-1, : z.final])
 
 
 def require_finite(scores: Tensor) -> Tensor:

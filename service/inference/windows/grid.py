@@ -30,6 +30,14 @@ class AxisOverlap(NamedTuple):
     final: int
 
 
+class Run(NamedTuple):
+    """Windows at equal steps along x: first voxel (z, y, x) of the first one, number of windows, step in voxels."""
+
+    start: Size
+    windows: int
+    step: int
+
+
 @dataclass(frozen=True)
 class Grid:
     """Positions of the windows on a volume of `size` (Z, Y, X), padded to at least one window.
@@ -83,6 +91,20 @@ class Grid:
     def positions(self) -> Iterator[Size]:
         """Yield the first voxel (z, y, x) of each window, z slowest."""
         return itertools.product(*self.starts)
+
+
+def split_runs(places: Sequence[Size]) -> Iterator[Run]:
+    """Split the first voxels of windows, in their order, into the longest runs; the step of a single window is 1."""
+    start, count, step = places[0], 1, 1
+    for place in places[1:]:
+        ahead = place[2] - start[2]
+        if place[:2] == start[:2] and ahead > 0 and (count == 1 or ahead == count * step):
+            step = ahead if count == 1 else step
+            count += 1
+        else:
+            yield Run(start, count, step)
+            start, count, step = place, 1, 1
+    yield Run(start, count, step)
 
 
 def _starts(length: int, edge: int, overlap: float) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from service.core.errors import Cancelled
 from service.core.volume import Size
 from service.inference.windows.blending import Blender, Blending, CheckFinite, Slab, make_blender, require_finite
-from service.inference.windows.grid import Box, Grid, as_size
+from service.inference.windows.grid import Box, Grid, as_size, split_runs
 from service.inference.windows.kernels import WindowKernels, window_kernels
 from service.models.loader import Network
 
@@ -200,9 +200,8 @@ class SlidingWindow:
         """
         buffers, taken = self._streams[stream], 0
         for scan, places in parts:
-            for place in places:
-                scan.fill(buffers.slots[taken], place)
-                taken += 1
+            scan.fill(buffers.slots[taken : taken + len(places)], buffers.batch[taken : taken + len(places)], places)
+            taken += len(places)
         length = self.slots(taken)
         for slot in buffers.slots[taken:length]:
             # Windows of an earlier batch may be the ones that made it fail.
@@ -255,11 +254,13 @@ class WindowScan:
         self._check = check
         skipped, self._skipped_scores = frozenset[Size](), torch.empty(0)
         if isinstance(image, SparseImage):
-            skipped, self._skipped_scores = image.skipped, image.scores[:, None, None, None].expand(-1, *grid.roi)
+            skipped, self._skipped_scores = image.skipped, image.scores.view(1, -1, 1, 1, 1).expand(-1, -1, *grid.roi)
             image = image.image
         self._image, self._grid = image, grid
         # Checked once, because an isinstance check of a protocol takes longer than slicing.
         self._readable_into = image if isinstance(image, ReadableInto) else None
+        # Another image would compute a long row at once, in more memory than a window takes.
+        self._reads_rows = isinstance(image, Tensor) or device.type != "cpu"
         self._blending, self._device, self._kernels, self._owns_scores = blending, device, kernels, owns_scores
         places = grid.positions()
         self._positions = (place for place in places if place not in skipped) if skipped else places
@@ -280,10 +281,27 @@ class WindowScan:
         self.left -= len(places)
         return WindowSlice(self, places)
 
-    def fill(self, slot: WindowSlot, place: Size) -> None:
-        """Copy the window at `place` into a batch."""
-        (z, y, x), (depth, height, width) = place, self._grid.roi
-        box = (0, slice(None), slice(z, z + depth), slice(y, y + height), slice(x, x + width))
+    def fill(self, slots: Sequence[WindowSlot], batch: Tensor, places: Sequence[Size]) -> None:
+        """Copy the windows at `places` into a batch [B, C, *roi], of which `slots` are views."""
+        if self._padded or self._readable_into is not None or not self._reads_rows:
+            for slot, place in zip(slots, places, strict=True):
+                self.fill_slot(slot, place)
+            return
+        # A copy of many windows takes a GPU hardly longer than one of a few, and the host much less.
+        first, edge = 0, self._grid.roi[2]
+        for run in split_runs(places):
+            row = self._image[self._box(run.start, edge + (run.windows - 1) * run.step)]
+            windows = row.unfold(3, edge, run.step).permute(3, 0, 1, 2, 4)
+            batch[first : first + run.windows].copy_(windows)
+            first += run.windows
+
+    def _box(self, place: Size, width: int) -> Box:
+        (z, y, x), (depth, height, _) = place, self._grid.roi
+        return (0, slice(None), slice(z, z + depth), slice(y, y + height), slice(x, x + width))
+
+    def fill_slot(self, slot: WindowSlot, place: Size) -> None:
+        """Copy the window at `place` into its memory in a batch."""
+        box = self._box(place, self._grid.roi[2])
         if self._padded:
             # An earlier window would show in the padding.
             slot.whole.zero_()
@@ -308,13 +326,13 @@ class WindowScan:
             self._blender = make_blender(
                 self._grid, scores.shape[1], self._blending, self._device, self._kernels, self._check
             )
-        slabs = list[Slab]()
-        for place, window in zip(places, scores.unbind(), strict=True):
-            if self._skips:
+        if not self._skips:
+            slabs = self._blender.add(places, scores)
+        else:
+            slabs = list[Slab]()
+            for place, window in zip(places, torch.split(scores, 1), strict=True):
                 slabs += self._blend_skipped(self._blender, place)
-            slab = self._blender.add(place, window)
-            if slab is not None:
-                slabs.append(slab)
+                slabs += self._blender.add([place], window)
         self.done += len(places)
         if self.done == self.total and self._skips:
             slabs += self._blend_skipped(self._blender, None)
@@ -325,6 +343,4 @@ class WindowScan:
         for place in self._to_blend:
             if place == until:
                 return
-            slab = blender.add(place, self._skipped_scores)
-            if slab is not None:
-                yield slab
+            yield from blender.add([place], self._skipped_scores)

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.inference.windows.grid import SKIPPED_BYTES, Grid
+from service.inference.windows.grid import SKIPPED_BYTES, Grid, split_runs
 
 edges = st.integers(1, 13)
 rois = st.tuples(*[st.integers(1, 7)] * 3)
@@ -28,3 +28,23 @@ def test_slabs_of_skipped_rows_leave_in_portions():
     assert rows > 1
     assert rows * batch_size * 3 * 32 * 64 * 512 * 4 <= SKIPPED_BYTES
     assert Grid.cover((32, 512, 30_000), roi, 0.25).max_skipped_rows(3, batch_size) == 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes, rois, overlaps, st.integers(1, 30))
+def test_runs_are_the_windows_in_their_order_at_equal_steps(size, roi, overlap, batch_size):
+    places = list(Grid.cover(size, roi, overlap).positions())
+    for first in range(0, len(places), batch_size):
+        batch = places[first : first + batch_size]
+        runs = [
+            [(z, y, x + number * run.step) for number in range(run.windows)]
+            for run in split_runs(batch)
+            for z, y, x in [run.start]
+        ]
+        assert [place for run in runs for place in run] == batch
+
+
+def test_a_row_is_one_run_and_the_window_that_was_moved_back():
+    places = list(Grid.cover((64, 64, 512), (64, 64, 64), 0.25).positions())
+    runs = [tuple(run) for run in split_runs(places)]
+    assert runs == [((0, 0, 0), 10, 48), ((0, 0, 448), 1, 1)]

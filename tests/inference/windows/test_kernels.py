@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -39,8 +41,7 @@ def kernel() -> WindowKernels:
 
 def blended(kernel: WindowKernels, grid: Grid, windows: Tensor, blending: Blending) -> list[Slab]:
     made = make_blender(grid, windows.shape[1], blending, CPU, kernel)
-    slabs = [made.add(place, window) for place, window in zip(grid.positions(), windows, strict=True)]
-    return [slab for slab in slabs if slab is not None]
+    return made.add(list(grid.positions()), windows)
 
 
 @settings(max_examples=60, deadline=None)
@@ -93,13 +94,35 @@ def test_lines_of_many_vectors_are_those_of_torch_and_one_score_that_is_not_fini
         torch.testing.assert_close(made.scores, expected.scores, atol=1e-6, rtol=1e-5)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    size=st.tuples(*[st.integers(1, 13)] * 2, st.integers(1, 30)),
+    roi=st.tuples(*[st.integers(1, 7)] * 3),
+    overlap=st.sampled_from([0.0, 0.25, 0.5, 0.6, 0.9]),
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8),
+)
+def test_torch_gives_the_same_bits_however_windows_come_in_batches(seed, size, roi, overlap, lengths):
+    torch.manual_seed(seed)
+    grid = Grid.cover(size, roi, overlap)
+    windows, places = torch.randn(grid.count, 2, *roi), list(grid.positions())
+    expected = blended(with_library(window_kernels), grid, windows, GAUSSIAN)
+    made, found = make_blender(grid, 2, GAUSSIAN, CPU, with_library(window_kernels)), list[Slab]()
+    first, ends = 0, itertools.cycle(lengths)
+    while first < len(places):
+        part = slice(first, first + next(ends))
+        found += made.add(places[part], windows[part])
+        first = part.stop
+    assert [slab[:2] for slab in found] == [slab[:2] for slab in expected]
+    assert all(torch.equal(one.scores, other.scores) for one, other in zip(found, expected, strict=True))
+
+
 def test_slabs_that_leave_take_the_memory_of_those_that_have_gone(kernel):
     grid = Grid.cover((24, 32, 32), (8, 8, 8), 0.25)
     made = make_blender(grid, 2, Blending(), CPU, kernel)
     places, last, rows = set(), None, 0
     for place in grid.positions():
-        slab = made.add(place, torch.ones(2, *grid.roi))
-        if slab is not None:
+        for slab in made.add([place], torch.ones(1, 2, *grid.roi)):
             # This one and the one before are there.
             assert last is None or last.scores.data_ptr() != slab.scores.data_ptr()
             last, rows = slab, rows + 1
