@@ -87,15 +87,15 @@ class FaultySegmenter(Segmenter):
             raise RuntimeError("CUDA error: out of memory")
 
 
-def serve(models: Path, faults: Path, port: Connection, asynchronous: tuple[str, ...], grace: float) -> None:
+def serve(models: Path, faults: Path, port: Connection, grace: float) -> None:
     """Serve the models until the process is ended, and tell the port.
 
-    asynchronous, grace  as `device.asynchronous` and `watchdog.grace_seconds`
+    grace  as `watchdog.grace_seconds`
     """
     settings: dict[str, Any] = {
         "models": {"folder": models, "default": "bands"},
         "engine": {"kind": "eager"},
-        "device": {"serve": ["cpu", "cpu"], "threads": 1, "asynchronous": asynchronous},
+        "device": {"serve": ["cpu", "cpu"], "threads": 1},
         "watchdog": {"grace_seconds": grace},
         "limits": {"cache_bytes": 0},
         "server": {"scratch_folder": faults.parent},

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import faulty_server
 import httpx2
@@ -17,7 +17,6 @@ from conftest import make_phantom
 from fakes import until
 from live import as_tiff
 
-from service.core.config import AsynchronousStage
 from service.serving.watchdog import EXIT_STATUS
 
 SECONDS = 60
@@ -29,13 +28,11 @@ PROCESSES.set_forkserver_preload(["faulty_server"])
 class Server:
     """A process that serves models as `faulty_server` does."""
 
-    def __init__(self, models: Path, folder: Path, asynchronous: tuple[str, ...], grace: float) -> None:
+    def __init__(self, models: Path, folder: Path, grace: float) -> None:
         self.faults = folder / "faults"
         self.faults.mkdir(parents=True)
         self._port, port = PROCESSES.Pipe(duplex=False)
-        self.process = PROCESSES.Process(
-            target=faulty_server.serve, args=(models, self.faults, port, asynchronous, grace)
-        )
+        self.process = PROCESSES.Process(target=faulty_server.serve, args=(models, self.faults, port, grace))
         self.process.start()
 
     def wait_ready(self) -> None:
@@ -79,8 +76,8 @@ def servers(
     shutil.copytree(random_nuclei.folder, models / random_nuclei.name)
     with ExitStack() as stack:
         # The other device has time to answer what it has begun.
-        servers = {"request": ((), 2.0), "idle": (get_args(AsynchronousStage), 0.1), "load": ((), 0.1)}
-        running = {name: Server(models, folder / name, *settings) for name, settings in servers.items()}
+        servers = {"request": 2.0, "idle": 0.1, "load": 0.1}
+        running = {name: Server(models, folder / name, grace) for name, grace in servers.items()}
         for server in running.values():
             stack.callback(server.stop)
         for server in running.values():

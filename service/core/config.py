@@ -37,7 +37,6 @@ RootName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 # Largest number of batches at the same time: further callers would only wait for the GIL.
 MAX_STREAMS = 8
 
-AsynchronousStage = Literal["batches", "prepare", "windows", "decode"]
 DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]+)$")]
 HostPattern = Annotated[str, Field(pattern=r"^((\*\.)?[A-Za-z0-9_.-]+|[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,})$")]
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9_.:\[\]-]+)$")]
@@ -73,17 +72,11 @@ class Device(_Section):
     name     auto: the first CUDA GPU, else the CPU
     serve    several devices for one service, each with a worker and models of its own, or all GPUs; none: `name`
     threads  CPU threads of the network; 0: one for each usable core
-    asynchronous  CUDA only: stages in which the host does not wait for the GPU. batches: the next batch of windows is
-                  launched before the previous one is done; prepare: a stack is copied and normalised in a second
-                  stream; windows: a batch is cut, computed and blended in one step, by the same graph as the network;
-                  decode: objects are found in a second stream, in the whole volume at once. None of them has been
-                  measured on a GPU
     """
 
     name: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = "auto"
     serve: tuple[DeviceName, ...] | Literal["all"] = ()
     threads: NonNegativeInt = 0
-    asynchronous: tuple[AsynchronousStage, ...] = ()
 
     @model_validator(mode="after")
     def _gpus_once(self) -> Self:

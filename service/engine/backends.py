@@ -152,22 +152,6 @@ def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: En
     return BuiltNetwork(network, seconds, nbytes, any_batch_size, owns_scores, cpu_graph.score_bytes(network))
 
 
-def build_step(module: nn.Module, table: Tensor, config: EngineConfig, settings: EngineSettings) -> tuple[Network, int]:
-    """Have an engine make what runs of a step of windows, and call it as often as a new network.
-
-    table  that it will be called with, which has no windows
-    Returns it, and the bytes that it keeps. Raises one of `ENGINE_FAILURES`.
-    """
-    pools = hardware.count_pools(table.device)
-    with torch.inference_mode():
-        step = BACKENDS[config.engine].build(module, table, config, settings)
-        for _ in range(WARM_UP_CALLS):
-            step(table)
-    if table.device.type == "cuda":
-        torch.cuda.synchronize(table.device)
-    return step, graph_bytes(step, hardware.count_pools(table.device) - pools)
-
-
 def takes_any_batch_size(network: Network, example: Tensor, streams: int) -> bool:
     """Return whether each smaller batch gets the scores that it gets within `example`, in up to `streams` streams.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from service.core.config import Engine as EngineSettings
 from service.core.errors import BadParameter
 from service.engine.base import ANY_FORMAT, WARM_UP_CALLS, Backend
-from service.engine.cuda_streams import get_stream
 from service.engine.plans import EngineConfig
 from service.engine.torch_compile import compile_module
 from service.models.loader import Network
@@ -55,6 +55,12 @@ class CudaGraphBackend(Backend):
         return self._record(self._compile(module, MODES_WITHOUT_GRAPHS.get(mode, mode), freeze=False), example)
 
 
+@cache
+def _get_stream(device: torch.device, cuda: Any) -> Any:
+    """Return the stream for all captures on a device: cuBLAS keeps a workspace for each stream that it has run on."""
+    return cuda.Stream(device)
+
+
 class CudaRecorder:
     """Recording and replay of work on a CUDA device; tests replace it, or `cuda`, by one that needs no GPU.
 
@@ -64,7 +70,7 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda, bindings: Any = torch._C, **options: Any) -> None:
         self._device, self._cuda, self._bindings, self._options = device, cuda, bindings, options
-        self._stream = get_stream(device, "capture", cuda)
+        self._stream = _get_stream(device, cuda)
         self._graph, self._pool = cuda.CUDAGraph(), cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], Tensor]) -> None:

@@ -35,6 +35,8 @@ T = TypeVar("T")
 POLL_SECONDS = 0.2
 # For a batch that is being computed while nobody waits for it any more.
 CLOSE_SECONDS = 5.0
+# Batches that are launched on a GPU before the first of them is done, so that it never waits for the host.
+LAUNCHED_BATCHES = 2
 
 
 class _Batch(NamedTuple):
@@ -60,7 +62,6 @@ class WindowBatcher:
     divide   called in a stream's thread before it computes, with the number of streams that share the device then
     mark     for a device that computes asynchronously: marks the end of the work that was launched. None: a batch is
              done once the network and the blender have returned
-    depth    batches that may be launched on such a device before the first of them is done
     start_timer  returns what measures the network by the clock of such a device; None: the host's clock does
 
     Two rules take turns in choosing whose windows are next. One takes the request that is due first: it is not passed
@@ -74,19 +75,18 @@ class WindowBatcher:
     looked at where windows or a call come, and where slabs are taken; whoever ends a batch or a call looks by itself.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         name: str,
         streams: int = 1,
         divide: Callable[[int], None] = lambda _streams: None,
         mark: Mark | None = None,
         *,
-        depth: int = 2,
         start_timer: Callable[[], Timer | None] = lambda: None,
     ) -> None:
         self._divide, self._mark, self._start_timer = divide, mark, start_timer
         # Batches of a stream at a time.
-        self._depth = 1 if mark is None else depth
+        self._depth = 1 if mark is None else LAUNCHED_BATCHES
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         # Threads that wait for work, and that nobody has woken.
@@ -419,6 +419,5 @@ def make_batcher(settings: Settings, device: torch.device, *, on_host: bool) -> 
         most if on_host else 1,
         lambda streams: hardware.use_threads(max(cores // streams, 1)),
         None if on_host else partial(hardware.mark_end, device),
-        depth=2 if "batches" in settings.device.asynchronous else 1,
         start_timer=partial(hardware.CudaTimer, device) if device.type == "cuda" else lambda: None,
     )

@@ -25,7 +25,6 @@ from service.engine.autotune import Candidate, NothingRuns, Tuner, Winner
 from service.engine.plans import EngineConfig, EnginePlan, Trial
 from service.engine.prepare import prepare
 from service.inference.label_agreement import MAX_SHARE_BEYOND_ROUNDING, LabelAgreement, score
-from service.inference.windows.arena import add_steps
 from service.inference.windows.blending import Blending
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import SlidingWindow
@@ -247,30 +246,6 @@ class EngineSelector:
         window = window.with_network(built.network, any_batch_size=built.any_batch_size, owns_scores=built.owns_scores)
         ready = ReadyEngine(window, module, config, built.seconds, warnings)
         return replace(ready, nbytes=built.nbytes, score_bytes=built.score_bytes)
-
-    def add_steps(self, ready: ReadyEngine, nbytes: int) -> ReadyEngine:
-        """Let batches run as one step each, on images in an arena of `nbytes`, where the engine can make one of it.
-
-        The network stays as it is, with a warning, where it cannot.
-        """
-        if ready.config.engine not in {"eager", "compiled", "cudagraph"}:
-            return ready
-        kept = 0
-
-        def build(step: nn.Module, table: torch.Tensor) -> Network:
-            nonlocal kept
-            made, kept = backends.build_step(step, table, ready.config, self._settings.engine)
-            return made
-
-        try:
-            with step("building steps of windows"):
-                window, more = add_steps(ready.window, ready.module, len(self._spec.outputs), nbytes, build)
-        except backends.ENGINE_FAILURES as error:
-            if hardware.find_loss(self._device, error, self._driver) is not None:
-                raise
-            warning = f"Batches do not run as one step each: {backends.first_line(error)}"
-            return replace(ready, warnings=(*ready.warnings, warning))
-        return replace(ready, window=window, nbytes=ready.nbytes + more + kept)
 
     def module(self, config: EngineConfig) -> nn.Module:
         """Prepare the module that a configuration is built from."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
@@ -12,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from service.core.config import AsynchronousStage, Settings
+from service.core.config import Settings
 from service.core.errors import BadParameter, TooLarge
 from service.core.volume import (
     Description,
@@ -28,7 +27,7 @@ from service.core.volume import (
 from service.inference.decoding.decoders import estimate_decoding
 from service.inference.decoding.steering import check_steering, minimum_voxels
 from service.inference.decoding.watershed_kernel import CPU
-from service.inference.device_image import buffer_bytes, count_planes, is_kept_whole, planes_sent
+from service.inference.device_image import HISTOGRAMS, buffer_bytes, count_planes, is_kept_whole, planes_sent
 from service.inference.resample import working_size
 from service.inference.windows.blending import count_buffered_floats
 from service.inference.windows.grid import Grid, as_size
@@ -176,13 +175,11 @@ def estimate(  # noqa: PLR0913
     *,
     on_host: bool,
     streams: int = 1,
-    asynchronous: Collection[AsynchronousStage] = (),
     kernel: WindowKernels = window_kernels,
 ) -> Estimate:
     """Estimate windows and memory for a volume of this shape and voxel size; `kernel` blends windows, where it suits.
 
-    `window_bytes`, `on_host` and `streams` are those of an `Estimator`; `asynchronous` is that of the
-    settings of the device.
+    `window_bytes`, `on_host` and `streams` are those of an `Estimator`.
     """
     size = working_size(volume, spec, plan.diameter)
     grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
@@ -198,16 +195,15 @@ def estimate(  # noqa: PLR0913
     # Planes on a device, with those of two channels that have just come.
     there = spec.input.channels * count_planes(spec.input.channels, size, grid.roi[0]) + 2 * planes_sent(size)
     if not on_host and is_kept_whole(volume.shape[0], stored):
-        # Pixels as they are stored, and a block of them while it is counted.
-        sent = 2 * math.prod(volume.shape) + 24 * math.prod(stored[1:]) * planes_sent(stored)
+        # Pixels as they are stored, a block of them while it is counted, and histograms of 16 bits.
+        counting = 32 * math.prod(stored[1:]) * planes_sent(stored) + 4 * (HISTOGRAMS << 16) * volume.shape[0]
+        sent = 2 * math.prod(volume.shape) + counting
     at_once = min(streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
     kept = count_buffered_floats(grid, len(spec.outputs), by_kernel=on_host and kernel.supports(CPU))
     # A device of its own may have slabs of three batches: two that were launched, and one that is handed over.
     waiting = at_once if on_host else min(3 * at_once, grid.count)
     running = 4 * (kept + _slab_floats(spec, grid, plan, waiting)) + at_once * window_bytes
-    decoding = estimate_decoding(
-        spec, plan.output, size, on_host=on_host or plan.decode_on_host, whole="decode" in asynchronous
-    )
+    decoding = estimate_decoding(spec, plan.output, size, on_host=on_host or plan.decode_on_host)
     # Where the result lies on disk, the planes that a layer of windows is cut from are in memory.
     planes = 4 * volume.shape[0] * math.prod(volume.shape[2:]) * under[0] if decoding.disk else 0
     return Estimate(
@@ -319,10 +315,7 @@ class Estimator:
         if plan.views:
             voxels = math.prod(self.spec.input.roi_size)
             window_bytes += views_bytes(self.spec.input.channels, len(self.spec.outputs), voxels)
-        asynchronous = self.settings.device.asynchronous
-        estimate_plan = partial(
-            estimate, self.spec, volume, on_host=self.on_host, streams=streams, asynchronous=asynchronous
-        )
+        estimate_plan = partial(estimate, self.spec, volume, on_host=self.on_host, streams=streams)
         needed = estimate_plan(plan, window_bytes)
         if self.device_memory is not None and needed.device_bytes > DECODING_SHARE * self.device_memory:
             plan = plan._replace(decode_on_host=True)

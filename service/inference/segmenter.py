@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from service.core import errors, hardware, host
 from service.core.buffers import make_allocator
-from service.core.config import AsynchronousStage, Settings
+from service.core.config import Settings
 from service.core.errors import BadParameter, DoubtfulResult, OutOfMemory, StackSegError, TooLarge
 from service.core.hardware import Driver, is_out_of_memory
 from service.core.progress import step
@@ -25,7 +25,7 @@ from service.core.volume import Diameter, Extent, Options, Segmentation, Size, S
 from service.engine import backends, torch_compile
 from service.engine.plans import EngineConfig, EnginePlan
 from service.inference.confidence import Doubt, Evidence, count_sure, explain, explain_nothing, judge, known_models
-from service.inference.decoding.decoders import Decoder, HostDecoder, StreamDecoder, make_decoder
+from service.inference.decoding.decoders import Decoder, HostDecoder, make_decoder
 from service.inference.decoding.steering import minimum_voxels, steer
 from service.inference.device_image import DeviceImage, SentVolume
 from service.inference.diameter import (
@@ -56,7 +56,6 @@ from service.inference.resample import (
 )
 from service.inference.result import EngineReport, Result
 from service.inference.scores import C, Cancelled, ComputeSlabs, Progress, RunWindows, ScoreComputer, Scored
-from service.inference.side_stream import SideStream
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import Image, SlidingWindow
@@ -64,9 +63,6 @@ from service.models.loader import Network, load_network, weight_bytes
 from service.models.spec import ModelSpec
 
 MONAI_INFERER = "service.inference.windows.monai_inferer"
-
-# Parts of a device's memory, and of what loaded models may take, for images whose windows run in steps.
-ARENA_SHARE, ARENA_MODEL_SHARE = 16, 4
 
 log = logging.getLogger(__name__)
 
@@ -120,10 +116,6 @@ class Segmenter:
         With `tune`, and where the operator wants it (`engine.tune`), ways to run it race first, which takes minutes.
         """
         ready = self._selector.run(tune=tune)
-        if self._is_asynchronous("windows") and self._settings.windows.inferer == "own":
-            memory = self._driver.total_bytes(self._device) or 0
-            share = min(memory // ARENA_SHARE, self._settings.models.memory_bytes // ARENA_MODEL_SHARE)
-            ready = self._selector.add_steps(ready, share)
         self._use(ready)
         for warning in self.report().warnings:
             log.warning("%s: %s", self.spec.identifier, warning)
@@ -200,12 +192,12 @@ class Segmenter:
             )
             return result._replace(spec=self.spec)
         stages = Stages()
-        infer, aside = self._choose_inferer(run), self._prepare_aside()
+        infer = self._choose_inferer(run)
         # Windows that are scored to measure objects or background do not count as progress.
         probe = partial(run, cancelled=cancelled, progress=lambda _done, _total: None)
         with torch.inference_mode(), translate_errors(request.estimate, self._device, self._driver):
             self._check_memory(request.estimate)
-            with stages.measure("prepare"), aside.current():
+            with stages.measure("prepare"):
                 source, notes = normalise_volume(volume, self.spec, self._send(volume))
             sized = _Sized(request, request.plan.diameter)
             if request.plan.estimated:
@@ -214,7 +206,7 @@ class Segmenter:
                 revised(sized.request.estimate)
             plan, estimate = sized.request
             with stages.measure("prepare"):
-                resampled, resampling_notes = self._resample(source, volume, plan.diameter, aside)
+                resampled, resampling_notes = self._resample(source, volume, plan.diameter)
             size = as_size(resampled.shape[2:])
             spec = steer(self.spec, plan.steering, volume, size)
             image, skipped, skipping_notes = self._skip_empty_windows(resampled, volume, spec, plan, stages, probe)
@@ -293,19 +285,10 @@ class Segmenter:
         return DeviceImage(source, self.spec.input.roi_size[0], self._device)
 
     def _choose_decoder(self, make: Callable[..., Decoder], plan: Plan) -> Callable[[], Decoder]:
-        """Return what makes the decoder: `make`, which takes `whole`, or one that decodes elsewhere with one of it."""
-        decoder: Callable[[], Decoder] = partial(HostDecoder, make) if plan.decode_on_host else make
-        if not self._is_asynchronous("decode"):
-            return decoder
-        make = decoder if plan.decode_on_host else partial(make, whole=True)
-        return lambda: StreamDecoder(make, SideStream(self._device, "decode"))
-
-    def _is_asynchronous(self, stage: AsynchronousStage) -> bool:
-        return not self._on_host and stage in self._settings.device.asynchronous
-
-    def _prepare_aside(self) -> SideStream:
-        """Return the stream that a volume is sent and normalised in, its own where the settings say so."""
-        return SideStream(self._device if self._is_asynchronous("prepare") else torch.device("cpu"), "prepare")
+        """Return what makes the decoder: `make`, with all scores at once on a device, or on the host."""
+        if plan.decode_on_host:
+            return partial(HostDecoder, make)
+        return make if self._on_host else partial(make, whole=True)
 
     def _send(self, volume: Volume) -> SentVolume | None:
         """Send a volume to a device with its own memory, which finds the percentiles there; None if it cannot."""
@@ -459,17 +442,14 @@ class Segmenter:
         return inferer
 
     def _resample(
-        self, image: NormalisedImage, volume: Volume, diameter: Diameter | None, aside: SideStream
+        self, image: NormalisedImage, volume: Volume, diameter: Diameter | None
     ) -> tuple[Image, tuple[str, ...]]:
         """Resample an image to the grid of the network, and bring it to the device; return it with notes."""
         prepared = resample_image(image, volume, self.spec, diameter)
         if self._settings.windows.inferer == "own":
             if self._on_host:
                 return prepared.image, prepared.notes
-            with aside.current():
-                sent = self._bring(prepared.image)
-            aside.hand_over(sent.planes)
-            return sent, prepared.notes
+            return self._bring(prepared.image), prepared.notes
         return prepared.image.tensor().to(self._device), prepared.notes
 
     def _skip_empty_windows(  # noqa: PLR0913, PLR0917

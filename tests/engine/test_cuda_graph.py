@@ -15,7 +15,6 @@ from service.core.config import Engine, read_settings
 from service.core.errors import BadParameter
 from service.engine.backends import list_configs
 from service.engine.cuda_graph import CudaGraphBackend, CudaRecorder, GraphedNetwork, graph_bytes
-from service.engine.cuda_streams import get_stream
 from service.engine.plans import EngineConfig
 
 
@@ -165,12 +164,10 @@ def test_capture_that_fails_leaves_the_allocator_as_it_was(cuda, released):
     assert cuda.released == released, "what torch releases itself must not be released twice"
 
 
-def test_a_stream_for_each_purpose_is_made_once():
+def test_all_captures_on_a_device_share_a_stream():
     cuda, device = FakeCuda(), torch.device("cuda", 0)
-    capture = get_stream(device, "capture", cuda)
-    others = {get_stream(device, purpose, cuda).number for _ in range(40) for purpose in ("prepare", "decode")}
-    assert len(others) == 2
-    assert capture.number not in others
+    recorders = [CudaRecorder(device, cuda, cuda) for _ in range(2)]
+    assert recorders[0]._stream is recorders[1]._stream
 
 
 def test_memory_of_a_graph_is_that_of_its_own_pool():

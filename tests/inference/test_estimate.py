@@ -235,10 +235,11 @@ def test_the_kernel_keeps_sums_of_what_windows_share_and_torch_those_of_a_row_wi
         estimate(bands, volume, plan, 0, on_host=True, kernel=kernel).host_bytes
         for kernel in (window_kernels, with_library(window_kernels))
     )
-    depth, height, _ = bands.input.roi_size
+    depth, height, edge = bands.input.roi_size
     planes, rows, columns = Grid.cover((24, 64, 96), bands.input.roi_size, 0.25).max_shared
     shared = outputs * (2 * depth * height * columns + depth * rows * 96 + planes * 64 * 96)
-    whole = 96 * (depth * height * (outputs + 2) + planes * 64 * (outputs + 1))
+    whole = 96 * ((outputs + 1) * (depth * (height + rows) + planes * 64) + depth * height)
+    whole += 4 * outputs * depth * height * edge  # weighted scores of the windows of a row
     assert torchs - ours == 4 * (whole - shared) > 0
 
 

@@ -12,7 +12,7 @@ import torch
 from fakes import until, with_library
 from torch import Tensor
 
-from service.core.config import Device, Settings
+from service.core.config import Settings
 from service.core.errors import NonFiniteScores
 from service.core.hardware import CudaTimer
 from service.inference.batcher import WindowBatcher, make_batcher
@@ -147,21 +147,9 @@ def test_calls_wait_for_what_was_launched(device: WindowBatcher, pace: OwnPace) 
 
 
 def test_only_a_device_with_its_own_memory_gets_batches_ahead() -> None:
-    chosen = Settings(device=Device(asynchronous=("batches",)))
-    assert make_batcher(chosen, CPU, on_host=True)._mark is None
-    assert make_batcher(chosen, CPU, on_host=True)._depth == 1
-    assert make_batcher(chosen, CPU, on_host=False)._depth == 2
-    assert make_batcher(Settings(), CPU, on_host=False)._depth == 1
-
-
-def test_one_wait_for_each_batch_if_none_is_launched_ahead(pace: OwnPace) -> None:
-    device = WindowBatcher("device", mark=pace.mark, depth=1)
-    device.start()
-    image = torch.rand(1, 1, 24, 4, 4)
-    torch.testing.assert_close(run(device, torch_windows(), image, 0.0), image)
-    assert pace.log == [(what, number) for number in (1, 2, 3) for what in ("launch", "wait")]
-    device.close()
-    assert device.join(10)
+    assert make_batcher(Settings(), CPU, on_host=True)._mark is None
+    assert make_batcher(Settings(), CPU, on_host=True)._depth == 1
+    assert make_batcher(Settings(), CPU, on_host=False)._depth == 2
 
 
 class FakeTimer:
@@ -228,7 +216,7 @@ def test_no_call_synchronises_while_batches_are_launched() -> None:
     cuda = torch.device("cuda", torch.cuda.current_device())
     network = torch.nn.Conv3d(1, 1, 3, padding=1).to(cuda).requires_grad_(requires_grad=False)
     window = SlidingWindow(network, 1, (32, 32, 32), 2, blending=Blending(), device=cuda)
-    device = make_batcher(Settings(device=Device(asynchronous=("batches",))), cuda, on_host=False)
+    device = make_batcher(Settings(), cuda, on_host=False)
     image = torch.rand(1, 1, 64, 96, 96, device=cuda)
     expected = [slab.scores for slab in window.run(image, 0.25)]
     device.start()

@@ -3,7 +3,6 @@ import math
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import torch
 from fakes import SeparateDevice, until
 from segmenters import settings_of, started, with_network
 
-from service.core.config import AsynchronousStage, Device, Limits, Settings, Windows, override_settings
+from service.core.config import Device, Limits, Settings, Windows
 from service.core.errors import BadParameter, Cancelled, ConfigError, OutOfMemory, TooLarge
 from service.core.volume import Options, Volume, VoxelSize
 from service.engine.torch_compile import count_graphs
@@ -20,7 +19,6 @@ from service.inference import device_image
 from service.inference.estimate import Estimator
 from service.inference.result import Result
 from service.inference.segmenter import Segmenter
-from service.inference.windows.arena import ArenaWindow
 from service.models.spec import Calibration, Instances, RangeNormalisation
 
 VOXEL = VoxelSize(0.5, 0.25, 0.25)
@@ -458,28 +456,19 @@ def test_warnings_are_reported_and_logged(bands, caplog):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
-@pytest.mark.parametrize(
-    ("whole", "total", "asynchronous"),
-    [
-        *((whole, total, ()) for whole in (True, False) for total in (2**40, 1)),
-        (True, 2**30, get_args(AsynchronousStage)),
-    ],
-)
-def test_a_device_with_memory_of_its_own_gives_the_same(
-    bands, random_nuclei, phantom, whole, total, asynchronous, monkeypatch
-):
+@pytest.mark.parametrize("total", [2**40, 1])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_device_with_memory_of_its_own_gives_the_same(bands, random_nuclei, phantom, whole, total, monkeypatch):
     """Also a device that holds neither the stack nor what its labels are made from."""
     if not whole:
         monkeypatch.setattr(device_image, "WHOLE_BYTES", 0)
     image = np.concatenate([phantom.image] * 2)
     for spec in (bands, with_voxel_size(bands, 0.25, 0.25, 0.25), random_nuclei):
         volume = Volume.from_array(image[None, :, :40, :40], VOXEL)
-        chosen = override_settings(settings_of(), "device", {"asynchronous": asynchronous})
-        there = Segmenter(spec, chosen, SeparateDevice(total=total))
+        there = Segmenter(spec, settings_of(), SeparateDevice(total=total))
         there.warm_up()
         request = there.estimator.plan_request(volume, Options())
         assert request.plan.decode_on_host == (total == 1)
-        assert isinstance(there._ready.window, ArenaWindow) == bool(asynchronous)
         expected = started(spec, settings_of()).segment(volume, Options()).segmentation
         np.testing.assert_array_equal(there.segment(volume, Options()).segmentation.pixels, expected.pixels)
 

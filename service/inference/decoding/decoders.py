@@ -24,7 +24,6 @@ from service.inference.decoding.instances import (
     threshold_mask,
 )
 from service.inference.decoding.watershed_kernel import CPU, WatershedKernel, choose_block, watershed_kernel
-from service.inference.side_stream import SideStream
 from service.models.spec import Instances, ModelSpec
 
 # Number of voxels whose scores fit a core's cache.
@@ -80,27 +79,6 @@ class HostDecoder:
         return self._decoder.finish()
 
 
-class StreamDecoder:
-    """Decoder that works in a stream of its own: windows that are launched later do not wait for it.
-
-    make  makes the decoder
-    """
-
-    def __init__(self, make: Callable[[], Decoder], stream: SideStream) -> None:
-        self._stream = stream
-        with stream.current():
-            self._decoder = make()
-
-    def add(self, z0: int, y0: int, scores: Tensor) -> None:
-        self._stream.take_over(scores)
-        with self._stream.current():
-            self._decoder.add(z0, y0, scores)
-
-    def finish(self) -> Segmentation:
-        with self._stream.current():
-            return self._decoder.finish()
-
-
 class DecodingMemory(NamedTuple):
     """Peak bytes of decoding and its result: in the host's memory, in a separate device's memory, and on disk."""
 
@@ -109,19 +87,15 @@ class DecodingMemory(NamedTuple):
     disk: int = 0
 
 
-def estimate_decoding(  # noqa: PLR0913
+def estimate_decoding(
     spec: ModelSpec,
     output: OutputKind,
     size: Size,
     *,
     on_host: bool,
-    whole: bool = False,
     kernel: WatershedKernel = watershed_kernel,
 ) -> DecodingMemory:
-    """Estimate the memory for decoding a volume of `size` (Z, Y, X) with scores on the host or on a device.
-
-    whole  as of an `InstanceDecoder`
-    """
+    """Estimate the memory for decoding a volume of `size` (Z, Y, X) with scores on the host or on a device."""
     voxels = math.prod(size)
     if output != "labels":
         # The result is gathered on the host, wherever the scores are.
@@ -138,13 +112,11 @@ def estimate_decoding(  # noqa: PLR0913
     # passes between crowded objects.
     if on_host:
         return DecodingMemory(36 * block + 8 * voxels)
-    if whole:
-        plane = (size[1] + 2) * (size[2] + 2)
-        block = min(size[0] * plane, WHOLE_VOXELS) + 2 * plane
-        # Besides: heights, foreground and its code of every voxel, and the neighbours of some.
-        return DecodingMemory(8 * voxels, 36 * block + (8 + 6) * voxels + 600 * WHOLE_NEIGHBOURS)
-    # The host receives the labels and the numbers of pieces that they are looked up by.
-    return DecodingMemory(8 * voxels, 36 * block + 8 * voxels)
+    plane = (size[1] + 2) * (size[2] + 2)
+    block = min(size[0] * plane, WHOLE_VOXELS) + 2 * plane
+    # Besides: heights, foreground and its code of every voxel, and the neighbours of some. The host receives the labels
+    # and the numbers of pieces that they are looked up by.
+    return DecodingMemory(8 * voxels, 36 * block + (8 + 6) * voxels + 600 * WHOLE_NEIGHBOURS)
 
 
 def split_planes(z0: int, scores: Tensor) -> Iterator[tuple[int, Tensor]]:
