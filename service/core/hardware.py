@@ -338,7 +338,10 @@ def free_bytes(device: torch.device, cuda: Any = torch.cuda) -> int | None:
     if device.type != "cuda":
         return host.available_memory()
     free, _total = cuda.mem_get_info(device)
-    return int(free + cuda.memory_reserved(device) - cuda.memory_allocated(device) - _idle_pools.get(device, 0))
+    # Other functions take a millisecond for each number, as they collect all of them by name.
+    stats = cuda.memory_stats_as_nested_dict(device)
+    reserved, allocated = (stats[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes"))
+    return int(free + reserved - allocated - _idle_pools.get(device, 0))
 
 
 def count_pools(device: torch.device, cuda: Any = torch.cuda) -> int:

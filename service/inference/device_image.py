@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -18,6 +19,13 @@ from service.inference.windows.grid import Box, as_size
 WHOLE_BYTES = 2**30
 # Pixels are sent together up to this many bytes.
 PIECE_BYTES = 2**23
+# Neighbouring voxels, often as bright as each other, are counted in different histograms: a GPU counts one after the
+# other whatever goes to the same place.
+HISTOGRAMS = 32
+
+# Threads that copy pixels for all uploads: one alone reaches a part of the memory's rate, and waits for mapped files.
+COPY_THREADS = 4
+_copy_threads = ThreadPoolExecutor(COPY_THREADS, "copy")
 
 StartCopy = Callable[[Tensor, Tensor], Callable[[], object]]
 
@@ -26,6 +34,14 @@ def start_copy(source: Tensor, target: Tensor) -> Callable[[], object]:
     """Start to copy to a device, and return a function that waits until `source` may be overwritten."""
     target.copy_(source, non_blocking=True)
     return mark_end(target.device)
+
+
+def copy_in_threads(source: Array, target: Array) -> None:
+    """Copy pixels [z, y, x] to memory of the same shape and dtype."""
+    axis = 0 if len(source) >= COPY_THREADS else 1
+    parts = zip(*(np.array_split(pixels, COPY_THREADS, axis) for pixels in (target, source)), strict=True)
+    for _ in _copy_threads.map(lambda part: np.copyto(*part), parts):
+        pass
 
 
 class Upload:
@@ -50,7 +66,7 @@ class Upload:
             self._waits[0]()
             part = pixels[piece]
             staged = self._buffers[0][: part.nbytes].view(dtype).view(part.shape)
-            np.copyto(staged.numpy(), part)
+            copy_in_threads(part, staged.numpy())
             self._waits[0] = self._start(staged, sent[piece])
         return sent
 
@@ -79,14 +95,16 @@ class SentVolume:
         least = -(1 << (bits - 1)) if volume.dtype.kind == "i" else 0
         dtype = torch.from_numpy(np.empty(0, volume.dtype)).dtype
         self._pixels = torch.empty(volume.shape, dtype=dtype, device=device)
-        self._counts = torch.zeros((channels, 1 << bits), dtype=torch.int32, device=device)
+        self._counts = torch.zeros((channels, HISTOGRAMS << bits), dtype=torch.int32, device=device)
         one = torch.ones((), dtype=torch.int32, device=device)
+        # Key of each voxel's histogram for a pixel of the least value.
+        first_keys = (torch.arange(step * height * width, device=device) % HISTOGRAMS << bits) - least
         upload = Upload(device, buffer_bytes((depth, height, width)))
         for z in range(0, depth, step):
             for index, planes in enumerate(volume.read(z, min(z + step, depth))):
                 sent = upload(planes)
                 self._pixels[index, z : z + step] = sent
-                keys = sent.flatten().long() - least
+                keys = sent.flatten().long() + first_keys[: sent.numel()]
                 self._counts[index].scatter_add_(0, keys, one.expand(len(keys)))
 
     @staticmethod
@@ -97,7 +115,7 @@ class SentVolume:
 
     def count_keys(self, index: int) -> NDArray[np.int64]:
         """Return the histogram of one channel, the only one of `percentiles.count_digits` for up to 16 bits."""
-        counts: NDArray[np.int64] = self._counts[index].cpu().numpy().astype(np.int64)
+        counts: NDArray[np.int64] = self._counts[index].view(HISTOGRAMS, -1).sum(0).cpu().numpy()
         return counts
 
     def planes(self, index: int, first: int, end: int) -> Tensor:

@@ -225,11 +225,10 @@ class CudaMemory:
     def mem_get_info(self, _device: torch.device) -> tuple[int, int]:
         return 100, 1000
 
-    def memory_reserved(self, device: torch.device) -> int:
-        return sum(each["total_size"] for each in self.segments if each["device"] == device.index)
-
-    def memory_allocated(self, device: torch.device) -> int:
-        return sum(each["allocated_size"] for each in self.segments if each["device"] == device.index)
+    def memory_stats_as_nested_dict(self, device: torch.device) -> dict[str, Any]:
+        here = [each for each in self.segments if each["device"] == device.index]
+        sums = {"reserved": "total_size", "allocated": "allocated_size"}
+        return {f"{name}_bytes": {"all": {"current": sum(each[key] for each in here)}} for name, key in sums.items()}
 
 
 def test_memory_that_graphs_keep_between_replays_is_not_free() -> None:

@@ -7,7 +7,6 @@ rows are computed; ties are broken by the same places as along z, so the basins 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Protocol
@@ -35,6 +34,9 @@ from service.models.spec import Instances, ModelSpec
 
 # Voxels that get their labels at once: few calls for a small volume, little memory for a large one.
 LOOKUP_VOXELS = 2**20
+
+# Labels of up to so many bytes are handed on in the pinned memory in which they come from a GPU.
+PINNED_BYTES = 2**28
 
 # Mean probability of foreground that no object has to exceed for the sake of others that are more certain.
 CERTAIN = 0.9
@@ -352,34 +354,25 @@ def look_up_labels(pieces: Tensor, label_of: NDArray[np.unsignedinteger]) -> NDA
     The device looks up signed integers with the same bits, because torch supports few operations on unsigned ones.
     """
     signed = torch.from_numpy(label_of.view(f"i{label_of.itemsize}")).to(pieces.device)
+    if pieces.is_cuda and pieces.numel() * label_of.itemsize <= PINNED_BYTES:
+        # Torch keeps pinned memory for the next labels, and the system would clear every page of other memory first.
+        return _download(signed, pieces).numpy().view(label_of.dtype)
     labels = np.empty(pieces.shape, label_of.dtype)
     step = max(LOOKUP_VOXELS // max(pieces[0].numel(), 1), 1)
-    waiting = deque[tuple[int, Tensor, Callable[[], object]]]()
-    # While a part is written here, the next one is on its way.
     for z0 in range(0, len(labels), step):
-        part = pieces[z0 : z0 + step]
-        found = signed.index_select(0, part.flatten()).view(part.shape)
-        waiting.append((z0, *start_download(found)))
-        if len(waiting) > 1:
-            _write_part(labels, *waiting.popleft())
-    while waiting:
-        _write_part(labels, *waiting.popleft())
+        labels[z0 : z0 + step] = _download(signed, pieces[z0 : z0 + step]).numpy().view(labels.dtype)
     return labels
 
 
-def _write_part(labels: NDArray[np.unsignedinteger], z0: int, part: Tensor, wait: Callable[[], object]) -> None:
-    wait()
-    labels[z0 : z0 + len(part)] = part.numpy().view(labels.dtype)
-
-
-def start_download(part: Tensor) -> tuple[Tensor, Callable[[], object]]:
-    """Start to copy a tensor to the host; return where it arrives, and a function that waits until it has."""
-    if not part.is_cuda:
-        return part, lambda: None
-    # Of other memory the driver makes a copy first, for which it waits. Torch keeps pinned memory for the next part.
-    host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
-    host.copy_(part, non_blocking=True)
-    return host, mark_end(part.device)
+def _download(label_of: Tensor, pieces: Tensor) -> Tensor:
+    """Return the label of each voxel's piece on the host, in pinned memory if it comes from a GPU."""
+    labels = label_of.index_select(0, pieces.flatten()).view(pieces.shape)
+    if not labels.is_cuda:
+        return labels
+    host = torch.empty(labels.shape, dtype=labels.dtype, pin_memory=True)
+    host.copy_(labels, non_blocking=True)
+    mark_end(labels.device)()
+    return host
 
 
 def threshold_mask(scores: Tensor, threshold: float) -> Tensor:
