@@ -42,6 +42,9 @@ from service.serving.watchdog import Watchdog
 WEIGHT_COPIES = 3
 # For a model that was never loaded.
 ASSUMED_LOAD_SECONDS = 10.0
+# Requests in work on a device of its own: while the windows of one are computed there, the host prepares another,
+# decodes the labels of a third and writes those of a fourth.
+JOBS_BESIDE_A_GPU = 4
 # How old the answer may be that tells free memory.
 FREE_MEMORY_SECONDS = 0.02
 
@@ -96,7 +99,12 @@ class DeviceWorker:
         self.loading: dict[str, LoadingProgress] = {}
         self._estimators: dict[str, Estimator] = {}
         self.queue = JobQueue(
-            limits.waiting, at_once, self._free_memory, FREE_MEMORY_SECONDS, shared=len(settings.access.keys) > 1
+            limits.waiting,
+            at_once,
+            self._free_memory,
+            FREE_MEMORY_SECONDS,
+            shared=len(settings.access.keys) > 1,
+            always=1 if self._on_host else JOBS_BESIDE_A_GPU,
         )
         self.model_cache: ModelCache[Segmenter] = ModelCache(
             settings.models.memory_bytes,

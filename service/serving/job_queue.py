@@ -40,8 +40,9 @@ class JobQueue:
     it: this bounds its waiting, however many small ones follow. This is earliest deadline first (Liu and
     Layland 1973) with the deadline that a job would meet on a device of its own.
 
-    A job begins if those that run would let the device fall idle soon, or if it will be done long before them. Its
-    memory has to be free, unless nothing else runs; a job that waits for memory is passed by those that fit in.
+    A job begins if fewer run than always may, if those that run would let the device fall idle soon, or if it will be
+    done long before them. Its memory has to be free, unless nothing else runs; a job that waits for memory is passed by
+    those that fit in.
 
     Where owners share the queue, none takes more places than it leaves free (dynamic thresholds, Choudhury and Hahne
     1998): half of them for one owner who wants all, a third for each of two, and a place for who comes next.
@@ -49,11 +50,12 @@ class JobQueue:
     limit          how many jobs may wait beyond one that runs
     shared         whether several owners share the queue
     at_once        how many jobs may run
+    always         how many jobs may run whatever the device still has to do for them
     free           returns the memory that is free; it must not raise, or jobs would wait for ever
     fresh_seconds  how old that may be: every job asks several times, and memory given out since counts as used
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         limit: int,
         at_once: int = 16,
@@ -61,9 +63,10 @@ class JobQueue:
         fresh_seconds: float = 0.0,
         *,
         shared: bool = False,
+        always: int = 1,
     ) -> None:
         self._limit, self._shared = limit, shared
-        self._at_once = at_once
+        self._at_once, self._always = at_once, always
         self._ask_free, self._fresh_seconds = free, fresh_seconds
         self._free, self._free_asked = FreeMemory(), -math.inf
         self._waiting: list[Job[Any]] = []
@@ -269,6 +272,8 @@ class JobQueue:
 
     def _is_useful(self, job: Job[Any], needs: Needs) -> bool:
         """Return whether the job's windows would be in one of the next batches, after running jobs with less work."""
+        if len(self._running) < self._always:
+            return True
         longest, ahead = LONGER * self._expected_seconds(job), 0.0
         # No generator expression: this runs for every waiting job whenever a job advances.
         for other in self._running:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from service.core import hardware
+from service.core import hardware, host
 from service.core.bundled import software_version
 from service.core.config import Settings
 from service.core.errors import NotReady, StackSegError
@@ -43,8 +43,10 @@ from service.serving.volume_cache import VolumeCache
 
 # Beyond its share of the decoded volume, a child that reads a file may need codec tables and one decoded page.
 READER_BYTES = 2 * 2**30
-# Files read at the same time: small ones, one more than a client can occupy, and those that take long to decode.
-SMALL_READERS, LARGE_READERS = 3, 1
+# Files read at the same time: those that take long to decode, each in threads of its own for a part of the time, and
+# small ones, one more than a client can occupy.
+LARGE_READERS = min(max(host.usable_cores() // 4, 1), 4)
+SMALL_READERS = LARGE_READERS + 2
 # A segmentation stops before its next batch of windows. A compilation cannot be stopped, and is left behind.
 JOIN_SECONDS = 4.0
 
@@ -362,6 +364,6 @@ class Runtime:
     def _gpu_bytes(self, field: str) -> dict[str, float]:
         """Return the bytes in this field of every GPU that reports it, by index, on other hosts after their name."""
         values = {str(gpu.index): getattr(gpu, field) for gpu in hardware.gpus()}
-        for host in self.hosts:
-            values |= {f"{host.host}:{gpu.index}": getattr(gpu, field) for gpu in host.gpus}
+        for other in self.hosts:
+            values |= {f"{other.host}:{gpu.index}": getattr(gpu, field) for gpu in other.gpus}
         return {index: float(value) for index, value in values.items() if value is not None}

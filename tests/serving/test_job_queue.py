@@ -65,6 +65,14 @@ def test_small_job_passes_a_huge_one() -> None:
     assert queue.position(small) is None
 
 
+def test_as_many_jobs_as_always_may_run_whatever_the_device_still_has_to_do() -> None:
+    queue = JobQueue(limit=30, always=3)
+    jobs = [sized(10_000) for _ in range(5)]
+    for job in jobs:
+        queue.offer(job)
+    assert takes(queue, *jobs[:3])
+
+
 def test_as_many_small_jobs_run_as_the_next_batches_have_room_for() -> None:
     queue = JobQueue(limit=30)
     jobs = [sized(1, batch=2) for _ in range(10)]
