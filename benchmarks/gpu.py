@@ -4,7 +4,7 @@ python benchmarks/gpu.py machine
 python benchmarks/gpu.py check [--device cuda]
 python benchmarks/gpu.py graphs [--device cuda] [--batch-sizes 8 11 16 32 64]
 python benchmarks/gpu.py engines [--device cuda] [--batch-sizes 8 11 16 32 64]
-python benchmarks/gpu.py asynchronous [--device cuda] [--shape 64 512 512] [--repeats 5]
+python benchmarks/gpu.py profile [--device cuda] [--shape 64 512 512] [--out FOLDER]
 python benchmarks/gpu.py clients [--device cuda] [--config gpu] [--shape 64 512 512] [--seconds 15]
 python benchmarks/gpu.py loads [--device cuda] [--loads 50]
 
@@ -12,7 +12,7 @@ machine  versions, GPU and processor
 check    whether the figures that follow can be trusted: see benchmarks/gpu_checks.py
 graphs   the bundled network alone, recorded as a CUDA graph without compilation, in turn with the eager FP32 network
 engines  the same by every engine: at all batch sizes without compilation, then compiled at the best of them
-asynchronous  a request with some stages of `device.asynchronous`, in turn with a request without any
+profile  a request in one thread: what takes most time on the device and on the host, and a trace in FOLDER for Perfetto
 clients  one client, then eight, who post stacks to a real server: answers per second, the share of the time in which
          the device ran the network by its own clock, and the driver's utilisation
 loads    a server with room for one model of two that are asked for in turn, alongside a client of a third
@@ -33,15 +33,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from common import ROOT, request, run_server
 from end_to_end import read_metrics
-from gpu_checks import load, run_checks, settings_of, with_stages
+from gpu_checks import load, run_checks, settings_of
 
 from service.cli.benchmark.networks import (
     DevicePeak,
@@ -54,29 +53,22 @@ from service.cli.benchmark.networks import (
     split_builders,
 )
 from service.cli.benchmark.report import format_table
-from service.cli.benchmark.requests import RequestRunner, write_stack
+from service.cli.benchmark.requests import AS_SAMPLED, write_stack
 from service.cli.benchmark.timing import flop_of_window
 from service.cli.models import choose_model
 from service.core import hardware
-from service.core.config import AsynchronousStage, Settings, override_settings
-from service.inference.batcher import open_batcher
-from service.inference.segmenter import Segmenter
+from service.core.config import Settings, override_settings
+from service.core.volume import Selection
+from service.formats import stack_reader
 from service.models.loader import load_network
 from service.models.repository import read_spec
 
 LIBRARIES = ("numpy", "triton", "monai", "tifffile", "imagecodecs", "pydantic", "starlette", "uvicorn")
 CLIENTS, PAIR_SECONDS = 8, 4.0
+# Rows of each table of a profile.
+PROFILED = 30
 # A server that is stopped in the middle of requests gives them up.
 STOP_AT_ONCE = {"STACKSEG_SERVER__DRAIN_SECONDS": "1"}
-SHOWN_STAGES = ("normalise", "windows", "postprocess")
-# Stages of `device.asynchronous` that are measured together: each alone, some that should add up, and all.
-STAGES: tuple[AsynchronousStage, ...] = get_args(AsynchronousStage)
-COMBINATIONS: tuple[tuple[AsynchronousStage, ...], ...] = (
-    *((stage,) for stage in STAGES),
-    ("batches", "decode"),
-    ("batches", "windows"),
-    STAGES,
-)
 
 
 def main() -> int:
@@ -89,6 +81,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--loads", type=int, default=50)
+    parser.add_argument("--out", type=Path, default=Path())
     options = parser.parse_args()
     # A time limit must not leave a server behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -171,58 +164,43 @@ def compare(options: argparse.Namespace, settings: Settings, *, compiled_too: bo
     return int(any(row.problem for row in rows))
 
 
-def compare_asynchronous(options: argparse.Namespace) -> int:
-    """Time a request by stages, with some of them asynchronous and with none, in turn."""
-    show_head("asynchronous", "total ms", *SHOWN_STAGES, "total / with none")
+@torch.inference_mode()
+def profile_request(options: argparse.Namespace) -> int:
+    """Print what takes most time in a request, on the device and on the host, and write a trace with Python's calls."""
     settings = settings_of(options.device)
     if hardware.choose_device(options.device).type == "cuda":
-        # Without compilation, whose time would be most of this step's.
         settings = override_settings(settings, "engine", {"kind": "cudagraph", "precision": "bf16"})
-    ahead = override_settings(settings, "device", {"asynchronous": ("batches",)})
-    with (
-        tempfile.TemporaryDirectory(prefix="benchmark-") as name,
-        open_batcher(settings) as waiting_batcher,
-        open_batcher(ahead) as ahead_batcher,
-    ):
-        folder = Path(name)
-        # One network, and one with its steps, for all rows: cuDNN tries its algorithms once for each thread.
-        plain = waiting_batcher.call(lambda: load(settings))
-        write_stack(plain.spec, tuple(options.shape), folder / "stack.tif")
-
-        @cache
-        def load_steps() -> Segmenter:
-            in_steps = override_settings(settings, "device", {"asynchronous": ("windows",)})
-            return waiting_batcher.call(lambda: load(in_steps))
-
-        def make_runner(stages: tuple[AsynchronousStage, ...]) -> RequestRunner:
-            segmenter = with_stages(load_steps() if "windows" in stages else plain, stages)
-            batcher = ahead_batcher if "batches" in stages else waiting_batcher
-            return RequestRunner(segmenter, folder / "stack.tif", folder, batcher, settings.device.threads)
-
-        waiting, failed = make_runner(()), False
-        for stages in COMBINATIONS:
-            try:
-                runner = make_runner(stages)
-                # The first request of each finds memory.
-                pairs = [(waiting.once(), runner.once()) for _ in range(options.repeats + 1)][1:]
-            except Exception as error:  # noqa: BLE001 - the other rows are still worth measuring
-                failed = True
-                show(", ".join(stages), f"{type(error).__name__}: {error}", *[""] * (len(SHOWN_STAGES) + 1))
-            else:
-                show_pairs(stages, pairs)
-    return int(failed)
+    segmenter = load(settings)
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
+        write_stack(segmenter.spec, tuple(options.shape), Path(name, "stack.tif"))
+        volume = stack_reader.read(Path(name, "stack.tif"), Selection(), 2**40, Path(name))
+        for _ in range(2):
+            segmenter.segment(volume, AS_SAMPLED)
+        with torch.profiler.profile() as recorded:
+            result = segmenter.segment(volume, AS_SAMPLED)
+    show_head("stage", "ms")
+    for stage, seconds in result.seconds.items():
+        show(stage, f"{1000 * seconds:.1f}")
+    show_longest("on the device", recorded, is_on_device=True)
+    show_longest("on the host", recorded, is_on_device=False)
+    with torch.profiler.profile(with_stack=True) as recorded:
+        segmenter.segment(volume, AS_SAMPLED)
+    recorded.export_chrome_trace(str(options.out / "trace.json.gz"))
+    return 0
 
 
-def show_pairs(stages: Sequence[str], pairs: Sequence[tuple[dict[str, float], dict[str, float]]]) -> None:
-    """Print the medians of requests without asynchronous stages, and with these."""
-    before, after = ({name: median(pairs, at, name) for name in ("total", *SHOWN_STAGES)} for at in (0, 1))
-    for title, seconds in (("none", before), (", ".join(stages), after)):
-        figures = [f"{1000 * seconds[name]:.1f}" for name in ("total", *SHOWN_STAGES)]
-        show(title, *figures, f"{seconds['total'] / before['total']:.2f}")
-
-
-def median(pairs: Sequence[tuple[dict[str, float], dict[str, float]]], which: int, stage: str) -> float:
-    return statistics.median(pair[which][stage] for pair in pairs)
+def show_longest(title: str, recorded: torch.profiler.profile, *, is_on_device: bool) -> None:
+    """Print the operations, kernels and calls of the driver with the most time of their own."""
+    events = [
+        (each.self_device_time_total if is_on_device else each.self_cpu_time_total, each.count, each.key)
+        for each in recorded.key_averages()
+        if (each.device_type == torch.autograd.DeviceType.CUDA) == is_on_device
+    ]
+    print()
+    show_head(title, "calls", "ms")
+    show("all", sum(count for _, count, _ in events), f"{sum(event[0] for event in events) / 1000:.1f}")
+    for microseconds, count, key in sorted(events, reverse=True)[:PROFILED]:
+        show(f"`{key[:100]}`", count, f"{microseconds / 1000:.2f}")
 
 
 def serve_clients(options: argparse.Namespace) -> int:
@@ -259,11 +237,10 @@ def measure_clients(port: int, body: bytes, clients: int, seconds: float) -> Seq
 
     request(port, "POST", "/segment?diameter=none", body)
     before, began = busy_seconds(port), time.perf_counter()
-    with threads(post, clients):
+    with threads(post, clients, over):
         while time.perf_counter() - began < seconds:
             time.sleep(0.2)
             used += [gpu.utilisation_percent for gpu in hardware.gpus()[:1] if gpu.utilisation_percent is not None]
-        over.set()
     wall = time.perf_counter() - began
     share = (busy_seconds(port) - before) / wall
     driver = f"{statistics.mean(used):.0f} %" if used else "unknown"
@@ -277,14 +254,15 @@ def busy_seconds(port: int) -> float:
 
 
 @contextmanager
-def threads(work: Callable[[], None], count: int) -> Iterator[None]:
-    """Run `work` in so many threads, and wait for them at the end."""
+def threads(work: Callable[[], None], count: int, over: threading.Event) -> Iterator[None]:
+    """Run `work` in so many threads, and at the end, also after an error, tell them that it is over and wait."""
     started = [threading.Thread(target=work) for _ in range(count)]
     for thread in started:
         thread.start()
     try:
         yield
     finally:
+        over.set()
         for thread in started:
             thread.join()
 
@@ -306,13 +284,12 @@ def change_models(options: argparse.Namespace) -> int:
     ):
         show_head("loads", "unloads", "answers", "5xx or none", "GiB in use on the device", "seconds")
         began = time.perf_counter()
-        with threads(post_beside, 1):
+        with threads(post_beside, 1, over):
             for turn in range(options.loads):
                 model = ("membranes", "tissue")[turn % 2]
                 statuses[request(port, "POST", f"/segment?model={model}&diameter=none", sample)[0]] += 1
                 if turn % 5 == 4 or turn + 1 == options.loads:
                     show(*describe_loads(port, statuses), f"{time.perf_counter() - began:.0f}")
-            over.set()
     return int(failures(statuses) > 0)
 
 
@@ -353,7 +330,7 @@ STEPS: dict[str, Callable[[argparse.Namespace], int]] = {
     "check": check,
     "graphs": compare_graphs,
     "engines": compare_engines,
-    "asynchronous": compare_asynchronous,
+    "profile": profile_request,
     "clients": serve_clients,
     "loads": change_models,
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in less than eight minutes and without a network, the most important steps first.
+# What needs a GPU, in less than eight minutes and without a network, the most important steps first.
 #
 #   benchmarks/gpu.sh --collect WHEELS [3.12]     on a machine with a network: gather what a machine with that Python needs
 #   benchmarks/gpu.sh [--wheels WHEELS] [--data FOLDER] [--out FOLDER] [--device cuda] [--tiny] [STEP...]
@@ -7,9 +7,9 @@
 # The machine provides Python, torch (2.8 or later), NumPy and a C++ compiler; the package need not be installed. WHEELS
 # are unpacked into a temporary folder, not into that Python. FOLDER (gpu-report) gets report.md, to which each row is
 # written as soon as it is measured, log.txt, and figures as JSON; a second run adds to them. Whatever ends the script,
-# the finished rows are there. Without a STEP, those of the first run are run; `labels engines loads kits19` are for a
-# second one. `labels` segments the models' samples and the stacks of --data (FOLDER/NAME/image.tif) on the GPU and on
-# the CPU.
+# the finished rows are there. Without a STEP all are run but `graphs`, `loads` and `profile`, which writes a trace of a
+# request. `labels` segments the models' samples and the stacks of --data (FOLDER/NAME/image.tif) on the GPU and on the
+# CPU.
 # SECONDS_IN_ALL limits the whole run. --tiny with --device cpu rehearses the script on tiny shapes.
 # The exit status is that of the last step that failed.
 # shellcheck disable=SC2329  # steps are called by their names
@@ -19,8 +19,8 @@ cd "$(dirname "$0")/.." || exit
 python=${PYTHON:-python3}
 wheels='' data='' out=gpu-report device=cuda tiny='' only=()
 seconds=${SECONDS_IN_ALL:-470} worst=0
-first=(machine check asynchronous request tests script clients graphs)
-steps=("${first[@]}" labels engines loads kits19)
+usual=(machine check request script kits19 labels clients engines tests)
+steps=("${usual[@]}" graphs loads profile)
 
 collect() {
     local options=() number
@@ -60,13 +60,11 @@ benchmark() { run "$1" "$2" "$python" "benchmarks/$3.py" "${@:4}"; }
 
 machine() { benchmark machine 60 gpu machine; }
 check() { benchmark check 110 gpu check --device "$device"; }
-asynchronous() {
-    benchmark asynchronous 75 gpu asynchronous --device "$device" --shape "${shape[@]}" --repeats "$repeats"
-}
 request() {
     service request 120 bench "${config[@]}" --device "$device" --shape "${shape[@]}" --repeats "$repeats" \
         --json "$out/request.json"
 }
+profile() { benchmark profile 45 gpu profile --device "$device" --shape "${shape[@]}" --out "$out"; }
 tests() {
     local files
     # The other files import packages that such a machine lacks.
@@ -122,7 +120,7 @@ while (($#)); do
 done
 
 config=(--config gpu) fast=(engine.kind=cudagraph engine.precision=bf16) precision=bf16 tolerance=0.001
-models=(nuclei membranes tissue embryos) sizes=(8 11 16 32 64) shape=(64 512 512) repeats=5 load=15 changes=50 small=()
+models=(nuclei membranes tissue embryos) sizes=(8 11 32) shape=(64 512 512) repeats=5 load=8 changes=50 small=()
 if [[ $device == cpu ]]; then config=() fast=() precision=fp32 tolerance=0; fi
 if [[ -n $tiny ]]; then
     seconds=${SECONDS_IN_ALL:-1800}
@@ -141,6 +139,6 @@ export PYTHONPATH=$PWD:$site PYTHONUNBUFFERED=1 XDG_CACHE_HOME=$site/cache STACK
 "$python" hatch_build.py >>"$out/log.txt" 2>&1
 
 printf '# StackSeg on this machine\n' >>"$out/report.md"
-for step in "${only[@]:-${first[@]}}"; do "$step"; done
+for step in "${only[@]:-${usual[@]}}"; do "$step"; done
 cat "$out/report.md"
 exit "$worst"

@@ -6,11 +6,10 @@ an H100 reaches; other cards, and a CPU, have rows without a verdict.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from service.cli.benchmark.networks import load_selector
 from service.cli.benchmark.timing import matrix_peak, synchronise, time_in_turn
 from service.cli.models import choose_model
 from service.core import hardware
-from service.core.config import AsynchronousStage, Settings, override_settings, read_settings
+from service.core.config import Settings, override_settings, read_settings
 from service.core.volume import Options, Segmentation, Selection
 from service.engine.plans import EngineConfig
 from service.engine.torch_compile import explain_missing_compiler
@@ -27,9 +26,8 @@ from service.formats import stack_reader
 from service.inference.batcher import WindowBatcher, open_batcher
 from service.inference.device_image import Upload
 from service.inference.engine_selector import EngineSelector, ReadyEngine, batch_size
-from service.inference.label_agreement import image_of, share_differing
+from service.inference.label_agreement import share_differing
 from service.inference.segmenter import Segmenter
-from service.inference.windows.arena import ArenaScan, ArenaWindow
 
 # Parts of the names of operations that no BF16 channels-last forward should run: convolutions without cuDNN, and
 # conversions of the memory format.
@@ -43,7 +41,6 @@ FP32_TOLERANCE, BF16_TOLERANCE = 1e-4, 1e-3
 SCORE_TOLERANCE = 2e-2
 # Requests may interleave their work on a stream differently, which takes one more segment of the allocator at most.
 MAX_SEGMENTS, MAX_RESERVED_BYTES = 1, 2**25
-ARENA_BYTES = 2**28
 # Seconds of work after which the clocks of an idle card have risen.
 CLOCK_SECONDS = 0.5
 
@@ -166,21 +163,8 @@ def largest_difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.square().mean().sqrt())
 
 
-@torch.inference_mode()
-def check_arena(bench: Bench) -> Iterator[Check]:
-    """Compare windows that run as one step each with windows that are cut and blended outside of the graph."""
-    plain = bench.plain_graph.window
-    ready = bench.selector.add_steps(bench.plain_graph, ARENA_BYTES)
-    image = image_of(bench.spec).to(bench.device)
-    is_used = isinstance(ready.window, ArenaWindow) and isinstance(ready.window.scan(image, 0.25), ArenaScan)
-    yield Check("windows in steps", "; ".join(ready.warnings) or type(ready.window).__name__, is_used)
-    pairs = zip(ready.window.run(image, 0.25), plain.run(image, 0.25), strict=True)
-    difference = max(largest_difference(found.scores, expected.scores) for found, expected in pairs)
-    yield Check("scores of windows in steps", f"differ by {difference:.1e}", difference <= SCORE_TOLERANCE)
-
-
 def check_labels(bench: Bench) -> Iterator[Check]:
-    """Compare labels of the model's sample with those on the CPU in float32, and those of asynchronous stages."""
+    """Compare labels of the model's sample with those on the CPU in float32."""
     exact: dict[str, object] = {"kind": "eager", "precision": "fp32", "channels_last": False}
     # Trying cuDNN's algorithms takes seconds, which are not measured here.
     exact |= {"matmul_precision": "highest", "cudnn_benchmark": False}
@@ -188,21 +172,8 @@ def check_labels(bench: Bench) -> Iterator[Check]:
     expected = segment_sample(load(settings_of("cpu", **exact)))
     found = segment_sample(load(settings_of(name, **exact)))
     yield compare("labels in eager fp32 and on the CPU", found, expected, FP32_TOLERANCE)
-    plain = load(bench.settings)
-    waiting = segment_sample(plain)
-    yield compare("labels of the plain graph and on the CPU", waiting, expected, BF16_TOLERANCE)
-    for stage in get_args(AsynchronousStage):
-        yield from attempt(f"labels with `{stage}` asynchronous", partial(check_stage, plain, waiting, stage))
-
-
-def check_stage(plain: Segmenter, expected: Segmentation, stage: AsynchronousStage) -> Iterator[Check]:
-    """Compare the labels of a request with those of a request without asynchronous stages."""
-    changed = with_stages(plain, (stage,))
-    if stage == "windows":
-        changed = load(changed._settings)
-    # Windows in steps are summed in another order.
-    tolerance = FP32_TOLERANCE if stage == "windows" else 0.0
-    yield compare(f"labels with `{stage}` asynchronous", segment_sample(changed), expected, tolerance)
+    found = segment_sample(load(bench.settings))
+    yield compare("labels of the plain graph and on the CPU", found, expected, BF16_TOLERANCE)
 
 
 def load(settings: Settings) -> Segmenter:
@@ -212,13 +183,6 @@ def load(settings: Settings) -> Segmenter:
     if (report := segmenter.report()).warnings and report.device != "cpu":
         raise RuntimeError("; ".join(report.warnings))
     return segmenter
-
-
-def with_stages(segmenter: Segmenter, stages: Sequence[str]) -> Segmenter:
-    """Return a copy of a segmenter that is ready, with these stages asynchronous; `windows` has to be loaded so."""
-    other = copy.copy(segmenter)
-    other._settings = override_settings(segmenter._settings, "device", {"asynchronous": tuple(stages)})
-    return other
 
 
 def segment_sample(segmenter: Segmenter) -> Segmentation:
@@ -305,7 +269,6 @@ CHECKS = (
     check_rates,
     check_operations,
     check_replay,
-    check_arena,
     check_memory,
     check_labels,
 )

@@ -1,7 +1,10 @@
 """The checks that precede measurements on a GPU find what they are for."""
 
+import threading
+
 import pytest
 import torch
+from gpu import threads
 from gpu_checks import CHECKS, Check, attempt, compare, find_slow_operations, largest_difference
 
 from service.core.volume import Segmentation
@@ -52,3 +55,10 @@ def test_an_error_is_a_check_that_failed_after_the_rows_that_were_found():
     first, second = attempt("copies", check)
     assert first.passed
     assert second == Check("copies", "RuntimeError: CUDA error: misaligned address", passed=False)
+
+
+def test_clients_stop_when_a_measurement_is_ended():
+    over = threading.Event()
+    with pytest.raises(SystemExit), threads(lambda: over.wait(10), 2, over):
+        raise SystemExit
+    assert over.is_set()

@@ -21,7 +21,7 @@ from service.cli.benchmark.timing import synchronise
 from service.core import hardware
 from service.core.errors import BadParameter
 from service.core.timing import Stages
-from service.core.volume import Array, Options, Segmentation, Selection, Size
+from service.core.volume import Array, Options, Selection, Size
 from service.formats import stack_reader, tiff_writer
 from service.inference.batcher import WindowBatcher
 from service.inference.label_agreement import image_of
@@ -206,4 +206,4 @@ def tile_sample(spec: ModelSpec, shape: Size) -> Array:
 
 def write_stack(spec: ModelSpec, shape: Size, path: Path) -> None:
     """Write the repeated sample of the model as a file."""
-    tiff_writer.write(Segmentation(tile_sample(spec, shape), "labels"), path)
+    tiff_writer.write_uncompressed(tile_sample(spec, shape), path)
