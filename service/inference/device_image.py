@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -19,13 +18,9 @@ from service.inference.windows.grid import Box, as_size
 WHOLE_BYTES = 2**30
 # Pixels are sent together up to this many bytes.
 PIECE_BYTES = 2**23
-# Neighbouring voxels, often as bright as each other, are counted in different histograms: a GPU counts one after the
-# other whatever goes to the same place.
+# Neighbouring voxels, which often have the same intensity, are counted in different histograms, because a GPU
+# serialises additions to the same address.
 HISTOGRAMS = 32
-
-# Threads that copy pixels for all uploads: one alone reaches a part of the memory's rate, and waits for mapped files.
-COPY_THREADS = 4
-_copy_threads = ThreadPoolExecutor(COPY_THREADS, "copy")
 
 StartCopy = Callable[[Tensor, Tensor], Callable[[], object]]
 
@@ -34,14 +29,6 @@ def start_copy(source: Tensor, target: Tensor) -> Callable[[], object]:
     """Start to copy to a device, and return a function that waits until `source` may be overwritten."""
     target.copy_(source, non_blocking=True)
     return mark_end(target.device)
-
-
-def copy_in_threads(source: Array, target: Array) -> None:
-    """Copy pixels [z, y, x] to memory of the same shape and dtype."""
-    axis = 0 if len(source) >= COPY_THREADS else 1
-    parts = zip(*(np.array_split(pixels, COPY_THREADS, axis) for pixels in (target, source)), strict=True)
-    for _ in _copy_threads.map(lambda part: np.copyto(*part), parts):
-        pass
 
 
 class Upload:
@@ -66,7 +53,7 @@ class Upload:
             self._waits[0]()
             part = pixels[piece]
             staged = self._buffers[0][: part.nbytes].view(dtype).view(part.shape)
-            copy_in_threads(part, staged.numpy())
+            np.copyto(staged.numpy(), part)
             self._waits[0] = self._start(staged, sent[piece])
         return sent
 
