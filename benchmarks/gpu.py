@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from common import ROOT, request, run_server
 from end_to_end import read_metrics
-from gpu_checks import load, run_checks, settings_of
+from gpu_checks import load, plain_settings, run_checks, settings_of
 
 from service.cli.benchmark.networks import (
     DevicePeak,
@@ -53,7 +53,7 @@ from service.cli.benchmark.networks import (
     split_builders,
 )
 from service.cli.benchmark.report import format_table
-from service.cli.benchmark.requests import AS_SAMPLED, write_stack
+from service.cli.benchmark.requests import AS_SAMPLED, LIMIT_BYTES, write_stack
 from service.cli.benchmark.timing import flop_of_window
 from service.cli.models import choose_model
 from service.core import hardware
@@ -167,13 +167,10 @@ def compare(options: argparse.Namespace, settings: Settings, *, compiled_too: bo
 @torch.inference_mode()
 def profile_request(options: argparse.Namespace) -> int:
     """Print what takes most time in a request, on the device and on the host, and write a trace with Python's calls."""
-    settings = settings_of(options.device)
-    if hardware.choose_device(options.device).type == "cuda":
-        settings = override_settings(settings, "engine", {"kind": "cudagraph", "precision": "bf16"})
-    segmenter = load(settings)
+    segmenter = load(plain_settings(options.device))
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         write_stack(segmenter.spec, tuple(options.shape), Path(name, "stack.tif"))
-        volume = stack_reader.read(Path(name, "stack.tif"), Selection(), 2**40, Path(name))
+        volume = stack_reader.read(Path(name, "stack.tif"), Selection(), LIMIT_BYTES, Path(name))
         for _ in range(2):
             segmenter.segment(volume, AS_SAMPLED)
         with torch.profiler.profile() as recorded:

@@ -63,9 +63,7 @@ class Bench:
     def __init__(self, device_name: str) -> None:
         self.device = hardware.choose_device(device_name)
         self.on_cuda = self.device.type == "cuda"
-        self.settings = settings_of(device_name)
-        if self.on_cuda:
-            self.settings = override_settings(self.settings, "engine", {"kind": "cudagraph", "precision": "bf16"})
+        self.settings = plain_settings(device_name)
         self.spec = choose_model(None, self.settings)
 
     @cached_property
@@ -87,6 +85,12 @@ class Bench:
 def settings_of(device_name: str, **engine: object) -> Settings:
     """Return the settings of the environment for one device, with these keys of `engine`."""
     return override_settings(override_settings(read_settings(), "device", {"name": device_name}), "engine", engine)
+
+
+def plain_settings(device_name: str) -> Settings:
+    """Return settings that compile nothing: on a GPU a CUDA graph in BF16."""
+    is_cuda = hardware.choose_device(device_name).type == "cuda"
+    return settings_of(device_name, **({"kind": "cudagraph", "precision": "bf16"} if is_cuda else {}))
 
 
 def run_checks(device_name: str) -> Iterator[Check]:

@@ -56,7 +56,7 @@ class CudaGraphBackend(Backend):
 
 
 @cache
-def _get_stream(device: torch.device, cuda: Any) -> Any:
+def _get_capture_stream(device: torch.device, cuda: Any) -> Any:
     """Return the stream for all captures on a device: cuBLAS keeps a workspace for each stream that it has run on."""
     return cuda.Stream(device)
 
@@ -70,7 +70,7 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda, bindings: Any = torch._C, **options: Any) -> None:
         self._device, self._cuda, self._bindings, self._options = device, cuda, bindings, options
-        self._stream = _get_stream(device, cuda)
+        self._stream = _get_capture_stream(device, cuda)
         self._graph, self._pool = cuda.CUDAGraph(), cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], Tensor]) -> None:

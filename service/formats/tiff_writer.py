@@ -32,7 +32,7 @@ ORIGIN_NAMESPACE = "stackseg/origin"
 
 # A classic TIFF has 32-bit offsets, and might not hold its pages beyond this many bytes of pixels.
 _CLASSIC_BYTES = 2**32 - 2**26
-# Bytes of pixels up to which a file can be made in memory. On two cores, threads take longer for so little.
+# Largest file, in bytes of pixels, that is made in memory. On two cores, threads do not pay off for smaller ones.
 _SMALL_BYTES = 4 * 2**20
 # Pages up to which a file has a template. At some 300 bytes a page, all that are kept take 10 MB at most.
 _TEMPLATE_PAGES = 2**10

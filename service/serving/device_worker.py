@@ -42,8 +42,8 @@ from service.serving.watchdog import Watchdog
 WEIGHT_COPIES = 3
 # For a model that was never loaded.
 ASSUMED_LOAD_SECONDS = 10.0
-# Requests in work on a device of its own: while the windows of one are computed there, the host prepares another,
-# decodes the labels of a third and writes those of a fourth.
+# Requests that run on a GPU at the same time: one is prepared, the windows of another are computed, and the labels of
+# two more are decoded and written.
 JOBS_BESIDE_A_GPU = 4
 # How old the answer may be that tells free memory.
 FREE_MEMORY_SECONDS = 0.02

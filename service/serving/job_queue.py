@@ -50,7 +50,7 @@ class JobQueue:
     limit          how many jobs may wait beyond one that runs
     shared         whether several owners share the queue
     at_once        how many jobs may run
-    always         how many jobs may run whatever the device still has to do for them
+    always         how many jobs may run regardless of the work that is left for the device
     free           returns the memory that is free; it must not raise, or jobs would wait for ever
     fresh_seconds  how old that may be: every job asks several times, and memory given out since counts as used
     """

@@ -35,7 +35,7 @@ from service.models.spec import Instances, ModelSpec
 # Voxels that get their labels at once: few calls for a small volume, little memory for a large one.
 LOOKUP_VOXELS = 2**20
 
-# Labels of up to so many bytes are handed on in the pinned memory in which they come from a GPU.
+# Largest labels, in bytes, that are returned in the pinned memory to which a GPU copies them.
 PINNED_BYTES = 2**28
 
 # Mean probability of foreground that no object has to exceed for the sake of others that are more certain.
@@ -355,7 +355,7 @@ def look_up_labels(pieces: Tensor, label_of: NDArray[np.unsignedinteger]) -> NDA
     """
     signed = torch.from_numpy(label_of.view(f"i{label_of.itemsize}")).to(pieces.device)
     if pieces.is_cuda and pieces.numel() * label_of.itemsize <= PINNED_BYTES:
-        # Torch keeps pinned memory for the next labels, and the system would clear every page of other memory first.
+        # Torch reuses pinned memory for the next labels; the kernel would first clear every page of new memory.
         return _download(signed, pieces).numpy().view(label_of.dtype)
     labels = np.empty(pieces.shape, label_of.dtype)
     step = max(LOOKUP_VOXELS // max(pieces[0].numel(), 1), 1)

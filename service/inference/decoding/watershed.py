@@ -137,7 +137,7 @@ class Watershed:
         # Together the place of each voxel, modulo 3 along each axis; the same whichever planes come.
         self._weights = (3, 9) if along_y else (9, 3)
         self._plane_codes, self._codes = _codes(self._block_planes, *self._rows, self._weights, device)
-        # No tensor on a device is cached: another stream could read it before the stream that makes it has written it.
+        # Only the CPU tensors are cached: one on a device would have to be ordered with every stream that reads it.
         self._offsets = _offsets(*self._rows).to(device, non_blocking=True)
         self._steps = _steps(self._plane, self._rows[1], self._weights).to(device, non_blocking=True)
         # The plane below the next block, and then the one that waits for its upper neighbour.

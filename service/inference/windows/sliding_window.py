@@ -259,14 +259,15 @@ class WindowScan:
         self._image, self._grid = image, grid
         # Checked once, because an isinstance check of a protocol takes longer than slicing.
         self._readable_into = image if isinstance(image, ReadableInto) else None
-        # Another image would compute a long row at once, in more memory than a window takes.
-        self._reads_rows = isinstance(image, Tensor) or device.type != "cpu"
         self._blending, self._device, self._kernels, self._owns_scores = blending, device, kernels, owns_scores
         places = grid.positions()
         self._positions = (place for place in places if place not in skipped) if skipped else places
         self._to_blend = grid.positions()
         self._blender: Blender | None = None
         self._padded, self._single = grid.padded != grid.size, grid.count == 1
+        # An image that is computed where it is read would need the memory of a whole row.
+        has_rows = self._readable_into is None and (isinstance(image, Tensor) or device.type != "cpu")
+        self._copies_runs = has_rows and not self._padded
         lengths = (min(edge, length) for edge, length in zip(grid.roi, grid.size, strict=True))
         # An axis that is shorter than the window is centred in it.
         inside = (slice(first, first + n) for first, n in zip(grid.pad_before, lengths, strict=True))
@@ -283,11 +284,11 @@ class WindowScan:
 
     def fill(self, slots: Sequence[WindowSlot], batch: Tensor, places: Sequence[Size]) -> None:
         """Copy the windows at `places` into a batch [B, C, *roi], of which `slots` are views."""
-        if self._padded or self._readable_into is not None or not self._reads_rows:
+        if not self._copies_runs:
             for slot, place in zip(slots, places, strict=True):
                 self.fill_slot(slot, place)
             return
-        # A copy of many windows takes a GPU hardly longer than one of a few, and the host much less.
+        # On a GPU one copy of many windows is faster than many copies, which the host launches one by one.
         first, edge = 0, self._grid.roi[2]
         for run in split_runs(places):
             row = self._image[self._box(run.start, edge + (run.windows - 1) * run.step)]
