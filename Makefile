@@ -95,4 +95,4 @@ constraints: ## pin the newest versions that pyproject.toml allows (needs uv)
 
 .PHONY: clean
 clean: ## remove the virtual environment and every cache
-	rm -rf .venv .cache node_modules demo-output build dist service/core/kernels-*.so .coverage .*_cache .hypothesis
+	rm -rf .venv .cache node_modules demo-output build dist service/core/native/kernels-*.so .coverage .*_cache .hypothesis

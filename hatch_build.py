@@ -1,6 +1,6 @@
 """Builds the C++ kernels: a build hook of hatchling, and by hand `python hatch_build.py [--all]`.
 
-A wheel gets a library for each level of processors (`service/core/kernel_variants.py`). An editable installation, and a
+A wheel gets a library for each level of processors (`service/core/native/variants.py`). An editable installation, and a
 call by hand, make the one for this processor in the source folder, or `--all`, unless they are newer than the sources.
 CXX names the compiler, by default g++. Without one, or where it fails, the package works without kernels.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent
-VARIANTS = runpy.run_path(str(ROOT / "service/core/kernel_variants.py"))
+VARIANTS = runpy.run_path(str(ROOT / "service/core/native/variants.py"))
 
 COMPILE = ("-c", "-O3", "-std=c++17", "-fPIC", "-fopenmp")
 # Not linked with -fopenmp: a second OpenMP runtime beside torch's would compete with it for the cores.
@@ -62,7 +62,7 @@ def compile_in_place(variants: Iterable[Any]) -> None:
 
     Raises OSError; then there is none of those: calls of functions that have changed would crash.
     """
-    sources = [*ROOT.glob("service/**/*.[ch]pp"), Path(__file__), ROOT / "service/core/kernel_variants.py"]
+    sources = [*ROOT.glob("service/**/*.[ch]pp"), Path(__file__), ROOT / "service/core/native/variants.py"]
     changed = max(source.stat().st_mtime for source in sources)
     outdated = [each for each in variants if not each.library.exists() or each.library.stat().st_mtime < changed]
     if outdated:

@@ -52,9 +52,10 @@ from torch import nn
 
 from service.cli.segment_blocks import share_threads
 from service.core.config import Device, Engine, Settings, Windows
-from service.core.volume import Options, Selection
-from service.formats import stack_reader, zarr_writer
-from service.inference.batcher import WindowBatcher, open_batcher
+from service.core.types import Options, Selection
+from service.formats import stack_reader
+from service.formats.zarr import writer as zarr_writer
+from service.inference.batching.batcher import WindowBatcher, open_batcher
 from service.inference.blockwise.driver import Driver
 from service.inference.blockwise.prepare import make_plan
 from service.inference.blockwise.run_folder import BlockTask, RunFolder, Step

@@ -54,10 +54,11 @@ from service.cli.benchmark.report import format_table
 from service.cli.benchmark.timing import flop_of_window
 from service.core import hardware
 from service.core.config import Settings
-from service.engine import backends, base, torch_compile
-from service.engine.plans import EngineConfig
+from service.engine import backends, base
+from service.engine.compile import torch_compile
 from service.engine.precision import DTYPES
-from service.inference.engine_selector import ReadyEngine
+from service.engine.tuning.plans import EngineConfig
+from service.inference.engines.selector import ReadyEngine
 from service.models.loader import Network
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec

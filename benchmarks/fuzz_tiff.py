@@ -3,8 +3,8 @@
     pip install atheris
     python benchmarks/fuzz_tiff.py --seeds FOLDER --seconds 600
 
-Reads what a child of `service.formats.sandbox` would read, under the same limit of memory, and keeps every input that
-raises anything else, or takes more than a second of processor time or 512 MB, below `--findings`.
+Reads what a child of the sandbox would read, under the same limit of memory, and keeps every input that raises
+anything else, or takes more than a second of processor time or 512 MB, below `--findings`.
 Needs atheris, which is not among the development dependencies: it has no wheels for every Python that StackSeg runs on.
 """
 
@@ -24,7 +24,7 @@ import atheris
 
 with atheris.instrument_imports(include=["service.formats", "tifffile"]):
     from service.core.errors import RequestError
-    from service.core.volume import Selection
+    from service.core.types import Selection
     from service.formats import stack_reader
 
 LIMIT_BYTES = 2**34

@@ -58,7 +58,7 @@ from service.cli.benchmark.timing import flop_of_window
 from service.cli.models import choose_model
 from service.core import hardware
 from service.core.config import Settings, override_settings
-from service.core.volume import Selection
+from service.core.types import Selection
 from service.formats import stack_reader
 from service.models.loader import load_network
 from service.models.repository import read_spec

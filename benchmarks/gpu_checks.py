@@ -19,14 +19,14 @@ from service.cli.benchmark.timing import matrix_peak, synchronise, time_in_turn
 from service.cli.models import choose_model
 from service.core import hardware
 from service.core.config import Settings, override_settings, read_settings
-from service.core.volume import Options, Segmentation, Selection
-from service.engine.plans import EngineConfig
-from service.engine.torch_compile import explain_missing_compiler
+from service.core.types import Options, Segmentation, Selection
+from service.engine.compile.torch_compile import explain_missing_compiler
+from service.engine.tuning.plans import EngineConfig
 from service.formats import stack_reader
-from service.inference.batcher import WindowBatcher, open_batcher
-from service.inference.device_image import Upload
-from service.inference.engine_selector import EngineSelector, ReadyEngine, batch_size
-from service.inference.label_agreement import share_differing
+from service.inference.batching.batcher import WindowBatcher, open_batcher
+from service.inference.cuda.device_image import Upload
+from service.inference.engines.label_agreement import share_differing
+from service.inference.engines.selector import EngineSelector, ReadyEngine, batch_size
 from service.inference.segmenter import Segmenter
 
 # Parts of the names of operations that no BF16 channels-last forward should run: convolutions without cuDNN, and

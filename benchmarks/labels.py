@@ -24,11 +24,11 @@ import yaml
 from service.cli.models import choose_model
 from service.core.config import Settings, override_settings, read_settings
 from service.core.errors import StackSegError
-from service.core.volume import Options, Segmentation, Selection, Volume
+from service.core.types import Options, Segmentation, Selection, Volume
 from service.engine import backends
 from service.formats import stack_reader
-from service.inference.batcher import open_batcher
-from service.inference.label_agreement import share_differing
+from service.inference.batching.batcher import open_batcher
+from service.inference.engines.label_agreement import share_differing
 from service.inference.segmenter import Segmenter
 
 Segment = Callable[[Volume], Segmentation]

@@ -26,7 +26,7 @@ from common import ROOT, START_SECONDS, make_model, make_tiff, wait_for, write_f
 from numpy.typing import NDArray
 
 from service.core.config import Settings
-from service.core.volume import Options, Volume
+from service.core.types import Options, Volume
 from service.inference.segmenter import Segmenter
 from service.models.repository import read_repository
 

@@ -23,8 +23,8 @@ from pathlib import Path
 import yaml
 from common import make_bomb, make_model, make_tiff, request, run_server
 
-from service.api.api_keys import hash_key
-from service.api.listener import limit_connections
+from service.api.access.rate_limit import hash_key
+from service.api.http.listener import limit_connections
 
 LIMITS = {"/inspect": 2.0, "/segment": 10.0}
 STACK = make_tiff((16, 32, 32), 0)[0]

@@ -235,7 +235,7 @@ from triton import language
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaUtils
 from service.engine import backends
-from service.engine.plans import EngineConfig
+from service.engine.tuning.plans import EngineConfig
 
 @triton.jit
 def add_one(x, size: language.constexpr):

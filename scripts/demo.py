@@ -22,7 +22,7 @@ from typing import Any
 
 from figure import draw
 
-from service.core.volume import Selection
+from service.core.types import Selection
 from service.formats import stack_reader
 
 ROOT = Path(__file__).resolve().parent.parent

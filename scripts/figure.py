@@ -21,7 +21,8 @@ from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 from skimage.segmentation import find_boundaries
 
-from service.core.volume import Selection, VoxelSize
+from service.core.quantities import VoxelSize
+from service.core.types import Selection
 from service.formats import stack_reader
 
 BACKGROUND = "#0b0e14"

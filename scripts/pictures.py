@@ -23,7 +23,7 @@ import tifffile
 from PIL import Image
 from playwright.sync_api import Page, ViewportSize, expect, sync_playwright
 
-from service.core.volume import Segmentation, Selection
+from service.core.types import Segmentation, Selection
 from service.formats import stack_reader, thumbnail
 
 ROOT = Path(__file__).parents[1]

@@ -33,7 +33,7 @@ printf '%s, %d KB\n' "$wheel" $(($(stat --format %s "$wheel") / 1000))
 "$work/empty/bin/pip" install --quiet --disable-pip-version-check --constraint constraints.txt "$wheel"
 cd "$work"
 empty() { env -i PATH=/nowhere HOME="$work" "$work/empty/bin/$1" "${@:2}"; }
-empty python -c 'from service.core.cpp_library import load_library; print(load_library()._name)'
+empty python -c 'from service.core.native.library import load_library; print(load_library()._name)'
 empty stackseg models
 sample=$(empty python -c 'from service.core.bundled import bundled_folder; print(bundled_folder("models") / "nuclei/sample.tif")')
 empty stackseg segment --config cpu "$sample" labels.tif

@@ -24,9 +24,10 @@ import imagecodecs
 import numpy as np
 import tifffile
 
-from service.core.volume import Selection
-from service.formats import confinement, sandbox_child
-from service.formats.sandbox import Reader
+from service.core.types import Selection
+from service.formats.sandbox import child as sandbox_child
+from service.formats.sandbox import confinement
+from service.formats.sandbox.parent import Reader
 
 PACKBITS = 32773
 SIDE = 128

@@ -11,7 +11,8 @@ import numpy as np
 import zarr
 
 from service.core.config import Settings
-from service.core.volume import Options, Selection, Size
+from service.core.quantities import Size
+from service.core.types import Options, Selection
 from service.formats import stack_reader
 from service.inference.blockwise.driver import Driver
 from service.inference.blockwise.prepare import make_plan

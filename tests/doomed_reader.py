@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import imagecodecs
 
-from service.formats import sandbox_child
+from service.formats.sandbox import child as sandbox_child
 
 
 def never_end(*_: object, **__: object) -> NoReturn:

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from service.core.cpp_library import CppFunctions, load_library
 from service.core.errors import Cancelled
-from service.core.kernel_variants import Variant
+from service.core.native.library import CppFunctions, load_library
+from service.core.native.variants import Variant
 from service.core.progress import step
-from service.core.volume import Segmentation
+from service.core.types import Segmentation
 from service.inference.estimate import Estimate, Estimator, PlannedRequest
 from service.inference.result import EngineReport, Result
 

@@ -13,7 +13,7 @@ from scipy.ndimage import gaussian_filter
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from service.core.volume import Objects
+from service.core.types import Objects
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.instances import StreamingWatershed, TorchWatershed, WholeWatershed
 from service.inference.decoding.watershed import Basins, Watershed, foreground_codes

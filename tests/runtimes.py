@@ -13,10 +13,10 @@ from service.core import hardware
 from service.core.config import Settings
 from service.core.errors import NotReady
 from service.core.hardware import Driver
-from service.core.volume import Options, Volume
+from service.core.types import Options, Volume
 from service.inference.result import Result
-from service.serving.job import Job
-from service.serving.model_registry import ModelRegistry
+from service.serving.devices.job import Job
+from service.serving.devices.model_registry import ModelRegistry
 from service.serving.runtime import Runtime
 
 

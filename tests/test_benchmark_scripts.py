@@ -11,7 +11,7 @@ import tifffile
 import torch
 
 from service.core.errors import NonFiniteScores
-from service.core.volume import Segmentation, Selection
+from service.core.types import Segmentation, Selection
 
 
 def segment_as(*planes):

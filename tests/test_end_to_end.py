@@ -24,11 +24,11 @@ from live import Answer, Live, as_tiff, classes, eager, opened_as, serve, until
 from paths import ROOT
 from paths import SHARED_DATA as DATA
 
-from service.api.api_keys import hash_key
-from service.api.uploads import BLOCK_BYTES, UPLOAD_MEMORY, UPLOAD_MEMORY_BYTES
+from service.api.access.rate_limit import hash_key
+from service.api.http.uploads import BLOCK_BYTES, UPLOAD_MEMORY, UPLOAD_MEMORY_BYTES
 from service.core.config import Settings
-from service.core.volume import Segmentation
-from service.inference.label_agreement import share_differing
+from service.core.types import Segmentation
+from service.inference.engines.label_agreement import share_differing
 from service.serving.parameters import Query
 
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the test data folder {DATA} is not there")

@@ -7,7 +7,7 @@ import torch
 from gpu import threads
 from gpu_checks import CHECKS, Check, attempt, compare, find_slow_operations, largest_difference
 
-from service.core.volume import Segmentation
+from service.core.types import Segmentation
 
 
 def test_operations_that_convolve_slowly_or_convert_the_memory_format_are_found():

@@ -17,7 +17,7 @@ from paths import ROOT
 def clone(tmp_path: Path) -> Path:
     """A clone with one source."""
     (tmp_path / "service" / "core").mkdir(parents=True)
-    for file in ("hatch_build.py", "service/core/kernel_variants.py"):
+    for file in ("hatch_build.py", "service/core/native/variants.py"):
         shutil.copy(ROOT / file, tmp_path / file)
     (tmp_path / "service" / "one.cpp").write_text(
         'int inner() { return 42; }\nextern "C" int stackseg_answer() { return inner(); }\n'

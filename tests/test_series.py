@@ -21,9 +21,10 @@ from paths import ROOT
 
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.__main__ import main
-from service.core.volume import Selection, TimeInterval, VoxelSize
+from service.core.quantities import TimeInterval, VoxelSize
+from service.core.types import Selection
 from service.formats import stack_reader
-from service.inference.distance_tracking import missing_library
+from service.inference.series.laptrack_linking import missing_library
 
 POINTS = 5
 # No resampling, and no estimate.

@@ -27,9 +27,10 @@ from scripts.recipes.synthetic_nuclei import Scene, synthesise
 from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue
 from service.core.bundled import bundled_folder
 from service.core.config import Settings
-from service.core.volume import Diameter, DiameterSetting, Options, Selection, Size, Volume
+from service.core.quantities import Diameter, DiameterSetting, Size
+from service.core.types import Options, Selection, Volume
 from service.formats import stack_reader
-from service.inference.confidence import Features
+from service.inference.diameter.confidence import Features
 from service.inference.segmenter import Segmenter
 from service.models.repository import read_spec
 from service.training.evaluate import score

@@ -20,7 +20,7 @@ from torch import Tensor
 from scripts.recipes.segmenters import start_segmenter
 from scripts.recipes.synthetic_nuclei import Scene, synthesise
 from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue
-from service.core.volume import Options, Volume
+from service.core.types import Options, Volume
 from service.inference.decoding.instances import InstanceDecoder
 from service.inference.windows.grid import as_size
 from service.models.spec import Instances, ModelSpec

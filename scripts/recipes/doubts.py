@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scripts.recipes.confidence import kind_of, noise
 from scripts.recipes.segmenters import start_segmenter
 from scripts.recipes.trials import stacks_for
-from service.core.volume import Options, Volume
+from service.core.types import Options, Volume
 from service.inference.segmenter import Segmenter
 from service.training.evaluate import score
 

@@ -18,7 +18,8 @@ from skimage.filters import threshold_multiotsu
 
 from scripts.recipes.class_targets import CLASSES, classes_of, dice
 from service.core.config import read_settings
-from service.core.volume import Diameter, Options, Volume
+from service.core.quantities import Diameter
+from service.core.types import Options, Volume
 from service.inference.segmenter import Segmenter
 from service.models.repository import read_spec
 from service.training.evaluate import stack_name

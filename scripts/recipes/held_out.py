@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from scripts.recipes.segmenters import start_segmenter
 from scripts.recipes.trials import stacks_for
-from service.core.volume import Options, Volume, VoxelSize
+from service.core.quantities import VoxelSize
+from service.core.types import Options, Volume
 from service.training.evaluate import score
 
 LATE_NUCLEI = 16

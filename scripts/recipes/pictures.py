@@ -23,7 +23,7 @@ from scripts.recipes.class_targets import classes_of, dice
 from scripts.recipes.segmenters import start_segmenter
 from scripts.recipes.synthetic_nuclei import EMBRYO, PLAIN, Scene, synthesise
 from scripts.recipes.synthetic_tissue import WALLS, Tissue, synthesise_tissue
-from service.core.volume import Options, Segmentation, Volume
+from service.core.types import Options, Segmentation, Volume
 from service.formats import thumbnail
 from service.inference.segmenter import Segmenter
 from service.training.evaluate import score

@@ -21,7 +21,7 @@ from scipy.ndimage import gaussian_laplace, maximum_filter
 
 from scripts.recipes.segmenters import start_segmenter
 from scripts.recipes.synthetic_nuclei import PLAIN, Scene, synthesise
-from service.core.volume import Options, Selection, Volume
+from service.core.types import Options, Selection, Volume
 from service.formats import stack_reader
 from service.inference.segmenter import Segmenter
 from service.training.evaluate import score

@@ -11,7 +11,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from scipy.ndimage import rotate
 
-from service.core.volume import Size
+from service.core.quantities import Size
 from service.training.examples import Floats, Pair, Source, draw_zoom, zoom_pair
 from service.training.object_size import median_extents
 

@@ -17,7 +17,7 @@ from scipy.ndimage import gaussian_filter
 from scipy.spatial.transform import Rotation
 
 from scripts.recipes.optics import Floats, blur_widely, expose, log_uniform, smooth_noise
-from service.core.volume import Size
+from service.core.quantities import Size
 
 Labels = NDArray[np.uint16]
 

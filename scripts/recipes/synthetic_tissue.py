@@ -20,7 +20,7 @@ from scipy.spatial import cKDTree
 
 from scripts.recipes.epithelium import Layer
 from scripts.recipes.optics import Floats, blur_widely, expose, log_uniform, smooth_noise
-from service.core.volume import Size
+from service.core.quantities import Size
 
 Labels = NDArray[np.uint16]
 

@@ -3,8 +3,9 @@
 Stacks of nuclei tell nothing, those of membranes their voxel size.
 
 Where the model doubts what it finds at the width that was estimated, or at its own, or nothing fits well, other widths
-are tried, and one is taken whose odds of being right are better by a margin (`service.inference.diameter.MARGIN`). The
-table has, for several margins, how many stacks of each kind get another width, and their mean F1 without and with that.
+are tried, and one is taken whose odds of being right are better by a margin
+(`service.inference.diameter.estimation.MARGIN`). The table has, for several margins, how many stacks of each kind get
+another width, and their mean F1 without and with that.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from scripts.recipes.optics import log_uniform
 from scripts.recipes.segmenters import start_segmenter
 from scripts.recipes.synthetic_nuclei import Scene, synthesise
 from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue
-from service.core.volume import Options, Volume, VoxelSize, parse_diameter
-from service.inference.diameter import DiameterEstimator
-from service.inference.normalize import normalise_volume
+from service.core.quantities import VoxelSize, parse_diameter
+from service.core.types import Options, Volume
+from service.inference.diameter.estimation import DiameterEstimator
+from service.inference.preprocessing.normalize import normalise_volume
 from service.inference.segmenter import Segmenter
 from service.models.loader import load_network
 from service.training.evaluate import score

@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.api.auth import (
+from service.api.access.authentication import (
     CORS_METHODS,
     CORS_REQUEST_HEADERS,
     CORS_RESPONSE_HEADERS,
@@ -23,8 +23,8 @@ from service.api.auth import (
     ApiKeyAuth,
     TrustedHosts,
 )
+from service.api.access.middleware import DrainBody, RequestLog, SecurityHeaders
 from service.api.direct_route import DirectDispatch
-from service.api.middleware import DrainBody, RequestLog, SecurityHeaders
 from service.api.problems import (
     EXCEPTION_HANDLERS,
     KEY_SCHEMES,
@@ -51,10 +51,10 @@ from service.api.routes import (
 from service.api.threads import begin_file_threads
 from service.core.bundled import software_version
 from service.core.config import Settings
-from service.serving.annotation_store import AnnotationStore
-from service.serving.async_jobs import AsyncJobs
+from service.serving.jobs.jobs import AsyncJobs
+from service.serving.learning.annotations import AnnotationStore
+from service.serving.learning.trainings import Trainings
 from service.serving.runtime import Runtime
-from service.serving.trainings import Trainings
 
 _ENDPOINTS = (
     segment,

@@ -6,12 +6,12 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from service.api.api_keys import ANONYMOUS
-from service.serving.annotation_store import AnnotationStore
-from service.serving.async_jobs import AsyncJobs
+from service.api.access.rate_limit import ANONYMOUS
+from service.serving.jobs.jobs import AsyncJobs
+from service.serving.learning.annotations import AnnotationStore
+from service.serving.learning.trainings import Trainings
 from service.serving.runtime import Runtime
-from service.serving.stack_store import StackStore
-from service.serving.trainings import Trainings
+from service.serving.storage.stack_store import StackStore
 
 
 async def get_runtime(request: Request) -> Runtime:

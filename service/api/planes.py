@@ -17,13 +17,13 @@ from starlette.types import Receive, Scope, Send
 
 from service.api.cancellation import run_while_connected
 from service.api.dependencies import get_client
+from service.api.http.uploads import MemoryBudget
 from service.api.threads import run_in_thread
-from service.api.uploads import MemoryBudget
 from service.core.errors import BadParameter, RateLimited
-from service.core.volume import Array, Volume
-from service.formats.sandbox_process import Cancelling
+from service.core.types import Array, Volume
+from service.formats.sandbox.process import Cancelling
 from service.serving.runtime import Runtime
-from service.serving.scratch import translate_disk_faults
+from service.serving.storage.scratch import translate_disk_faults
 
 MAX_BYTES = 2**25
 # Memory of this process for planes that are being read and sent.

@@ -13,20 +13,20 @@ from fastapi import Request
 from service.api.admission import admit_form
 from service.api.cancellation import time_limit
 from service.api.dependencies import get_caller, get_client, get_stacks
+from service.api.http.uploads import STACK_PART, STACKS, BodyKinds, Upload, is_multipart, receive
 from service.api.threads import HOST_FILE_THREADS, run_in_thread
-from service.api.uploads import STACK_PART, STACKS, BodyKinds, Upload, is_multipart, receive
 from service.core.errors import BadParameter
 from service.core.timing import Stages
-from service.formats.remote_store import RemoteStore
-from service.serving.async_jobs import AsyncJobs
-from service.serving.host_files import HostFiles, RemoteSource, Source
-from service.serving.job_store import INPUT
+from service.formats.sandbox.remote_store import RemoteStore
+from service.serving.jobs.jobs import AsyncJobs
+from service.serving.jobs.store import INPUT
 from service.serving.parameters import Query
-from service.serving.results import ReceivedRequest
+from service.serving.results.answers import ReceivedRequest
 from service.serving.runtime import Runtime
-from service.serving.scratch import ScratchFolder, path_exists, translate_disk_faults
-from service.serving.scratch_space import Hold
-from service.serving.stack_store import StackStore, StoredStack
+from service.serving.storage.host_files import HostFiles, RemoteSource, Source
+from service.serving.storage.scratch import ScratchFolder, path_exists, translate_disk_faults
+from service.serving.storage.scratch_space import Hold
+from service.serving.storage.stack_store import StackStore, StoredStack
 
 # Name of a stack that a form has beside another file.
 BESIDE = "stack.tif"

@@ -14,8 +14,8 @@ from urllib.parse import quote
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
-from service.serving.job_record import AnswerMetadata
-from service.serving.results import Saved
+from service.serving.results.answers import Saved
+from service.serving.results.metadata import AnswerMetadata
 
 MAX_NOTE_LETTERS = 2000
 

@@ -10,12 +10,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from service.core.errors import without_folders
 from service.core.hardware import CpuStatus, GpuStatus
-from service.core.volume import Description, OutputKind
+from service.core.types import Description, OutputKind
 from service.inference.estimate import Estimate
 from service.inference.result import EngineReport
 from service.models.spec import Input, Lineage
-from service.serving.job_record import JobState
-from service.serving.training_record import TrainingStage, TrainingState
+from service.serving.jobs.record import JobState
+from service.serving.learning.training_record import TrainingStage, TrainingState
 
 
 def _report_without_folders(report: EngineReport) -> EngineReport:

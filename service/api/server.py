@@ -17,9 +17,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from service.api.app import create_app
-from service.api.data_rate import Patience
-from service.api.http_protocol import Connection
-from service.api.listener import Listener, limit_connections
+from service.api.http.data_rate import Patience
+from service.api.http.listener import Listener, limit_connections
+from service.api.http.protocol import Connection
 from service.core.config import Settings
 from service.core.errors import ConfigError
 from service.serving.runtime import Runtime

@@ -16,7 +16,7 @@ from service.core.errors import BadParameter
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from service.core.volume import Volume
+    from service.core.types import Volume
 
 
 def add_arguments(evaluate: argparse.ArgumentParser) -> None:
@@ -78,7 +78,8 @@ def _list_pairs(options: argparse.Namespace) -> list[tuple[Path, Path]]:
 
 def _read(image: Path, labels: Path, channel: str | None, settings: Settings) -> tuple[Volume, NDArray[Any]]:
     """Read one channel of a stack, and its labels [Z, Y, X]. Raises BadFile, and BadParameter for unequal shapes."""
-    from service.core.volume import Selection, is_index  # noqa: PLC0415
+    from service.core.quantities import is_index  # noqa: PLC0415
+    from service.core.types import Selection  # noqa: PLC0415
     from service.formats import stack_reader  # noqa: PLC0415
 
     selected = int(channel) if channel and is_index(channel) else channel

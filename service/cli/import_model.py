@@ -165,7 +165,7 @@ def add_arguments(imported: argparse.ArgumentParser) -> None:
 
 def run_import(options: argparse.Namespace, settings: Settings) -> int:
     """Import one package into the folder of `--models` or models.folder; print notes for the operator."""
-    from service.inference.resample import prepare_tensor  # noqa: PLC0415
+    from service.inference.preprocessing.resample import prepare_tensor  # noqa: PLC0415
     from service.models.importers.import_model import import_model  # noqa: PLC0415
 
     if settings.models.folder is None:

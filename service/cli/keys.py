@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 
-from service.api import api_keys
+from service.api.access import rate_limit as api_keys
 from service.core.config import KEY_NAME, Settings
 from service.core.errors import BadParameter
 

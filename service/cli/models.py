@@ -43,7 +43,7 @@ def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_list(options: argparse.Namespace, settings: Settings) -> int:
     """List the models and their stored plans; nothing is loaded."""
-    from service.engine import plans  # noqa: PLC0415
+    from service.engine.tuning import plans  # noqa: PLC0415
 
     specs = read_repository(settings.models.folder, settings.models.serve, settings.trained_folder)
     folder = plans.choose_folder(settings.engine.cache_folder)

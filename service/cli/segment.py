@@ -21,8 +21,8 @@ from service.core.timing import Stages
 from service.core.whole_file import write_whole
 
 if TYPE_CHECKING:
-    from service.core.volume import OutputKind, Segmentation
-    from service.formats.zarr_store import Store
+    from service.core.types import OutputKind, Segmentation
+    from service.formats.zarr.store import Store
     from service.inference.estimate import Estimator
     from service.inference.result import Result
     from service.models.spec import ModelSpec
@@ -187,8 +187,8 @@ def name_options(text: str) -> str:
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
     """Read, segment and write one file; print what was found and the seconds of each stage."""
-    from service.formats.remote_store import RemoteStore  # noqa: PLC0415
-    from service.formats.zarr_store import is_zarr_folder  # noqa: PLC0415
+    from service.formats.sandbox.remote_store import RemoteStore  # noqa: PLC0415
+    from service.formats.zarr.store import is_zarr_folder  # noqa: PLC0415
 
     query = _parse_query(options)
     if (options.result is None) == (options.out is None):
@@ -211,11 +211,11 @@ def _run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
     from service.cli import segment_series  # noqa: PLC0415
     from service.cli.progress import show_progress  # noqa: PLC0415
     from service.formats import stack_reader  # noqa: PLC0415
-    from service.inference.batcher import open_batcher  # noqa: PLC0415
+    from service.inference.batching.batcher import open_batcher  # noqa: PLC0415
     from service.inference.estimate import Estimator  # noqa: PLC0415
     from service.inference.measurements import measure, write_csv  # noqa: PLC0415
     from service.inference.segmenter import Segmenter  # noqa: PLC0415
-    from service.serving.provenance import describe_origin, hash_file  # noqa: PLC0415
+    from service.serving.results.provenance import describe_origin, hash_file  # noqa: PLC0415
 
     _check_names(options)
     spec = choose_model(options.model, settings)
@@ -261,7 +261,7 @@ def _run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
 
 def _parse_input(text: str) -> Path | str:
     """Return the path of a file or a folder, or the URL of a store."""
-    from service.formats.remote_store import is_url  # noqa: PLC0415
+    from service.formats.sandbox.remote_store import is_url  # noqa: PLC0415
 
     return text if is_url(text) else Path(text)
 
@@ -286,7 +286,7 @@ def _check_names(options: argparse.Namespace) -> None:
     check_results(options.input, results, force=options.force)
     if _is_zarr(options.result):
         # Before anything is computed: an extra may be missing.
-        from service.formats import zarr_writer  # noqa: F401, PLC0415
+        from service.formats.zarr import writer as zarr_writer  # noqa: F401, PLC0415
 
 
 def _warn(result: Result) -> int:
@@ -321,7 +321,7 @@ def check_output(kind: OutputKind, query: Query, *, measured: bool) -> None:
 
 def _check_form(kind: OutputKind, query: Query, path: Path) -> None:
     """Raise BadParameter for a result that the form which its name asks for cannot hold."""
-    from service.core.volume import TimeRange  # noqa: PLC0415
+    from service.core.quantities import TimeRange  # noqa: PLC0415
 
     if _is_tiff(path) or _is_zarr(path):
         return
@@ -336,21 +336,22 @@ def _is_tiff(path: Path) -> bool:
 
 
 def _is_zarr(path: Path) -> bool:
-    from service.formats.zarr_store import find_image  # noqa: PLC0415
+    from service.formats.zarr.store import find_image  # noqa: PLC0415
 
     return path.name.lower().endswith(".zarr") or find_image(path) is not None
 
 
 def _write(segmentation: Segmentation, path: Path, origin: Mapping[str, str]) -> None:
     """Write a result in the form that its name asks for."""
-    from service.core.volume import Volume  # noqa: PLC0415
-    from service.formats import array_writer, tiff_writer  # noqa: PLC0415
+    from service.core.types import Volume  # noqa: PLC0415
+    from service.formats import array_writer  # noqa: PLC0415
+    from service.formats.tiff import writer as tiff_writer  # noqa: PLC0415
 
     if _is_tiff(path):
         tiff_writer.write(segmentation, path, origin)
         return
     if _is_zarr(path):
-        from service.formats import zarr_writer  # noqa: PLC0415
+        from service.formats.zarr import writer as zarr_writer  # noqa: PLC0415
 
         zarr_writer.write(segmentation, path, origin)
         return
@@ -414,7 +415,7 @@ def check_results(stack: Path | Store, results: Mapping[Path, tuple[str, ...]], 
 
 def _check_place(path: Path, suffixes: tuple[str, ...]) -> bool:
     """Return whether labels get their place inside an image. Raises BadParameter where nothing can be written."""
-    from service.formats.zarr_store import find_image, is_zarr_folder  # noqa: PLC0415
+    from service.formats.zarr.store import find_image, is_zarr_folder  # noqa: PLC0415
 
     image = find_image(path) if ".zarr" in suffixes else None
     folder = image or path.parent

@@ -18,15 +18,15 @@ from service.cli.segment import check_output, name_options
 from service.core import host
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter, DoubtfulResult, StackSegError
-from service.core.volume import Objects, Segmentation, Steering
-from service.formats import zarr_writer  # noqa: F401 (An extra may be missing, which is told before anything is computed.)
+from service.core.types import Objects, Segmentation, Steering
+from service.formats.zarr import writer as zarr_writer  # noqa: F401 (An extra may be missing, which is told before anything is computed.)
 from service.inference.blockwise import output
 from service.inference.blockwise.driver import Driver, Progress
 from service.inference.blockwise.prepare import make_plan
 from service.inference.blockwise.run_folder import OpenRun, RunFolder, open_run
 from service.inference.blockwise.survey import look_again
 from service.inference.blockwise.workers import LocalWorkers, Workers
-from service.inference.confidence import (
+from service.inference.diameter.confidence import (
     Doubt,
     Evidence,
     count_sure,
@@ -35,13 +35,13 @@ from service.inference.confidence import (
     judge,
     known_models,
 )
-from service.inference.diameter import Sizing
+from service.inference.diameter.estimation import Sizing
 from service.inference.measurements import write_csv
-from service.inference.resample import used_width
+from service.inference.preprocessing.resample import used_width
 from service.inference.result import Result
 from service.models.spec import ModelSpec
 from service.serving.parameters import Query
-from service.serving.provenance import describe_origin
+from service.serving.results.provenance import describe_origin
 
 log = logging.getLogger(__name__)
 
@@ -113,8 +113,8 @@ def share_threads(settings: Settings, workers: int, *, remote: bool = False) -> 
 def _make_workers(options: argparse.Namespace, settings: Settings) -> Workers:
     if options.ray is None:
         return LocalWorkers(options.workers)
-    from service.serving.cluster.block_workers import ActorWorkers, BlockActor  # noqa: PLC0415
-    from service.serving.cluster.ray_cluster import make_actors  # noqa: PLC0415
+    from service.serving.devices.cluster.block_workers import ActorWorkers, BlockActor  # noqa: PLC0415
+    from service.serving.devices.cluster.ray_cluster import make_actors  # noqa: PLC0415
 
     return ActorWorkers(make_actors(options.ray, settings.cluster, options.workers, BlockActor))
 
@@ -124,7 +124,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.workers < 1:
         raise BadParameter("--workers: at least one process is needed.")
     if options.ray is not None:
-        from service.serving.cluster.ray_cluster import check_usable  # noqa: PLC0415
+        from service.serving.devices.cluster.ray_cluster import check_usable  # noqa: PLC0415
 
         check_usable()
 

@@ -16,16 +16,16 @@ from service.cli.progress import ProgressBar, show_progress
 from service.cli.segment import check_output, name_options
 from service.core.config import Settings
 from service.core.errors import BadParameter
-from service.core.volume import Options, Volume
-from service.inference.batcher import WindowBatcher, open_batcher
+from service.core.types import Options, Volume
+from service.inference.batching.batcher import WindowBatcher, open_batcher
 from service.inference.result import Result
 from service.inference.segmenter import Segmenter
-from service.inference.series import Series
-from service.serving.folder_records import REPORT
-from service.serving.folder_work import FolderWork, StackCalls, is_free, select_stacks
-from service.serving.open_folder import open_results
+from service.inference.series.time_points import Series
+from service.serving.jobs.folder_records import REPORT
+from service.serving.jobs.folder_work import FolderWork, StackCalls, is_free, select_stacks
 from service.serving.parameters import Query
-from service.serving.results import Pixels
+from service.serving.results.answers import Pixels
+from service.serving.storage.open_folder import open_results
 
 
 def run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
         raise BadParameter(f"{out} is a file; name a folder for the results.")
     if query.format == "zarr":
         # Before anything is computed: an extra may be missing.
-        from service.formats import zarr_writer  # noqa: F401, PLC0415
+        from service.formats.zarr import writer as zarr_writer  # noqa: F401, PLC0415
     stacks = find_stacks(folder, options.glob, out)
     spec = choose_model(options.model, settings)
     with (

@@ -7,15 +7,16 @@ from functools import partial
 from pathlib import Path
 
 from service.cli.progress import ProgressBar
-from service.core.volume import Options, TimeRange, Volume
+from service.core.quantities import TimeRange
+from service.core.types import Options, Volume
 from service.formats import stack_reader
-from service.formats.zarr_store import Store
-from service.inference.batcher import WindowBatcher
+from service.formats.zarr.store import Store
+from service.inference.batching.batcher import WindowBatcher
 from service.inference.result import Result
 from service.inference.segmenter import Segmenter
-from service.inference.series import PointSegmenter, Progress, Series, segment_series
+from service.inference.series.time_points import PointSegmenter, Progress, Series, segment_series
 from service.serving.parameters import Query
-from service.serving.results import Pixels
+from service.serving.results.answers import Pixels
 
 
 def read(path: Path | Store, query: Query, limit_bytes: int, scratch: Path, *, measured: bool) -> Volume | Series:

@@ -13,7 +13,7 @@ from service.core.errors import BadParameter, ConfigError
 from service.models.repository import read_repository
 
 if TYPE_CHECKING:
-    from service.engine.plans import EngineConfig, EnginePlan
+    from service.engine.tuning.plans import EngineConfig, EnginePlan
     from service.models.spec import ModelSpec
 
 
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
 def _list_devices(settings: Settings) -> list[Settings]:
     """Return the settings of each device that `stackseg serve` would use, one of those that are alike."""
     from service.core import hardware  # noqa: PLC0415
-    from service.serving.device_worker import device_worker_settings  # noqa: PLC0415
+    from service.serving.devices.worker import device_worker_settings  # noqa: PLC0415
 
     alike: dict[tuple[str, int], Settings] = {}
     for _name, each in device_worker_settings(settings):

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from service.core.errors import OutOfStorage
-from service.core.volume import Array
+from service.core.types import Array
 
 Allocate = Callable[[tuple[int, ...], DTypeLike], Array]
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from service.core import hardware
 from service.core.config import Engine as EngineSettings
 from service.engine.base import ANY_FORMAT, WARM_UP_CALLS, Backend
-from service.engine.cpu import cpu_graph
+from service.engine.compile.torch_compile import TorchCompileBackend, explain_missing_compiler
+from service.engine.cpu import graph as cpu_graph
 from service.engine.cpu.backend import WinogradBackend
-from service.engine.cuda_graph import CudaGraphBackend, graph_bytes
+from service.engine.cuda.graph import CudaGraphBackend, graph_bytes
 from service.engine.openvino import OpenVinoBackend
-from service.engine.plans import EngineConfig
 from service.engine.precision import DTYPES
-from service.engine.torch_compile import TorchCompileBackend, explain_missing_compiler
+from service.engine.tuning.plans import EngineConfig
 from service.models.loader import Network, weight_bytes
 
 # Errors of an engine that cannot run a network; inductor's CUDA graphs check themselves with assertions.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from service.core.config import Engine as EngineSettings
-from service.engine.plans import EngineConfig
 from service.engine.precision import DTYPES
+from service.engine.tuning.plans import EngineConfig
 from service.models.loader import Network
 
 # The first call compiles, the second records CUDA graphs, the third is the first that runs as all later ones do.

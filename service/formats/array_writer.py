@@ -10,7 +10,7 @@ import numpy as np
 from isal import isal_zlib
 
 from service.core.errors import BadParameter
-from service.core.volume import Array, Volume
+from service.core.types import Array, Volume
 
 # Of the NIfTI-1 standard, https://nifti.nimh.nih.gov/pub/dist/src/niftilib/nifti1.h
 _DATATYPES = {"u1": 2, "i2": 4, "i4": 8, "f4": 16, "f8": 64, "i1": 256, "u2": 512, "u4": 768}

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from service.core.errors import AmbiguousAxes, BadFile, BadParameter
-from service.core.volume import Selection, TimeRange
+from service.core.quantities import TimeRange
+from service.core.types import Selection
 
 LETTERS = "TZCYXS"
 _NAMELESS = "QI"  # tifffile's letters for dimensions that a file does not name

@@ -9,7 +9,7 @@ from typing import Any
 from tifffile import TiffFile, TiffPage
 from tifffile.tifffile import shaped_description_metadata
 
-from service.core.volume import TimeInterval
+from service.core.quantities import TimeInterval
 from service.formats import time_interval, voxel_size
 from service.formats.voxel_size import Calibration, Resolution
 

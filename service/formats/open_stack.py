@@ -10,10 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from service.core.errors import BadParameter
-from service.core.volume import Description, Selection, StackShape, TimeInterval, TimeRange, VoxelSize
-from service.formats import axes, pixels
+from service.core.quantities import TimeInterval, TimeRange, VoxelSize
+from service.core.types import Description, Selection, StackShape
+from service.formats import axes
 from service.formats.axes import Layout, Part
-from service.formats.pixels import Placement, Store
+from service.formats.tiff import pixels
+from service.formats.tiff.pixels import Placement, Store
 from service.formats.voxel_size import Calibration
 
 

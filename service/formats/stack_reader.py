@@ -1,7 +1,7 @@
 """Read stacks: TIFFs (`tiff_reader`), and OME-Zarr in folders and zip archives (`zarr_reader`).
 
 Everything is checked before a pixel is decoded. Files that cannot be trusted are read through
-`service.formats.sandbox`.
+`service.formats.sandbox.parent`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from typing import BinaryIO
 import numpy as np
 
 from service.core.errors import BadParameter
-from service.core.volume import Array, Description, Selection, Volume, VoxelSize
-from service.formats import pixels, tiff_reader, zarr_reader
+from service.core.quantities import VoxelSize
+from service.core.types import Array, Description, Selection, Volume
 from service.formats.open_stack import OpenStack
-from service.formats.pixels import Placement
-from service.formats.zarr_reader import ZarrStack
-from service.formats.zarr_store import FolderStore, Store, ZipStore, open_below
+from service.formats.tiff import pixels
+from service.formats.tiff import reader as tiff_reader
+from service.formats.tiff.pixels import Placement
+from service.formats.zarr import reader as zarr_reader
+from service.formats.zarr.reader import ZarrStack
+from service.formats.zarr.store import FolderStore, Store, ZipStore, open_below
 
 _ZIP = b"PK\x03\x04"
 

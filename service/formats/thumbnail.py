@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from imagecodecs import png_encode
 
-from service.core.volume import Segmentation, Volume
-from service.formats.imagej_writer import label_colours
+from service.core.types import Segmentation, Volume
+from service.formats.tiff.imagej_writer import label_colours
 
 EDGE = 256
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from service.core.volume import TimeInterval
+from service.core.quantities import TimeInterval
 from service.formats.voxel_size import normalise_unit
 
 # UnitsTime of the OME schema as far as microscopes need it, by its spellings there and in ImageJ.

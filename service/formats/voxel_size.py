@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.core.volume import PLAUSIBLE_LENGTHS, VoxelSize
+from service.core.quantities import PLAUSIBLE_LENGTHS, VoxelSize
 
 _SI = {
     "Y": 24, "Z": 21, "E": 18, "P": 15, "T": 12, "G": 9, "M": 6, "k": 3, "h": 2, "da": 1, "": 0, "d": -1, "c": -2,

@@ -13,22 +13,13 @@ from torch import nn
 
 from service.core.config import Settings
 from service.core.errors import BadParameter, TooLarge
-from service.core.volume import (
-    Description,
-    Diameter,
-    DiameterSetting,
-    Extent,
-    Options,
-    OutputKind,
-    Size,
-    Steering,
-    Volume,
-)
+from service.core.quantities import Diameter, DiameterSetting, Size
+from service.core.types import Description, Extent, Options, OutputKind, Steering, Volume
+from service.inference.cuda.device_image import HISTOGRAMS, buffer_bytes, count_planes, is_kept_whole, planes_sent
 from service.inference.decoding.decoders import estimate_decoding
 from service.inference.decoding.steering import check_steering, minimum_voxels
 from service.inference.decoding.watershed_kernel import CPU
-from service.inference.device_image import HISTOGRAMS, buffer_bytes, count_planes, is_kept_whole, planes_sent
-from service.inference.resample import working_size
+from service.inference.preprocessing.resample import working_size
 from service.inference.windows.blending import count_buffered_floats
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.kernels import WindowKernels, window_kernels

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core.errors import BadParameter
-from service.core.volume import Array, Objects, Segmentation, Size, Volume, VoxelSize
+from service.core.quantities import Size, VoxelSize
+from service.core.types import Array, Objects, Segmentation, Volume
 
 Table = dict[str, NDArray[Any]]
 """One array per column, all of one length: an entry per object, in the order of their labels."""

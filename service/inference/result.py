@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from service.core.errors import StackSegError
-from service.core.volume import Diameter, Segmentation, Size
-from service.engine.plans import Trial
-from service.inference.confidence import Doubt
-from service.inference.empty_windows import Skipped
+from service.core.quantities import Diameter, Size
+from service.core.types import Segmentation
+from service.engine.tuning.plans import Trial
+from service.inference.diameter.confidence import Doubt
 from service.inference.measurements import Table
+from service.inference.preprocessing.empty_windows import Skipped
 from service.models.spec import ModelSpec
 
 

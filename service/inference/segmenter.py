@@ -20,22 +20,32 @@ from service.core.config import Settings
 from service.core.errors import BadParameter, DoubtfulResult, OutOfMemory, StackSegError, TooLarge
 from service.core.hardware import Driver, is_out_of_memory
 from service.core.progress import step
+from service.core.quantities import Diameter, Size
 from service.core.timing import Stages
-from service.core.volume import Diameter, Extent, Options, Segmentation, Size, Steering, Volume
-from service.engine import backends, torch_compile
-from service.engine.plans import EngineConfig, EnginePlan
-from service.inference.confidence import Doubt, Evidence, count_sure, explain, explain_nothing, judge, known_models
+from service.core.types import Extent, Options, Segmentation, Steering, Volume
+from service.engine import backends
+from service.engine.compile import torch_compile
+from service.engine.tuning.plans import EngineConfig, EnginePlan
+from service.inference.cuda.device_image import DeviceImage, SentVolume
 from service.inference.decoding.decoders import Decoder, HostDecoder, make_decoder
 from service.inference.decoding.steering import minimum_voxels, steer
-from service.inference.device_image import DeviceImage, SentVolume
-from service.inference.diameter import (
+from service.inference.diameter.confidence import (
+    Doubt,
+    Evidence,
+    count_sure,
+    explain,
+    explain_nothing,
+    judge,
+    known_models,
+)
+from service.inference.diameter.estimation import (
     DiameterCache,
     DiameterEstimator,
     Sizing,
     strongest_windows,
 )
-from service.inference.empty_windows import EmptyWindowFilter, IntensitySurvey, Skipping
-from service.inference.engine_selector import EngineSelector, ReadyEngine
+from service.inference.engines.scores import C, Cancelled, ComputeSlabs, Progress, RunWindows, ScoreComputer, Scored
+from service.inference.engines.selector import EngineSelector, ReadyEngine
 from service.inference.estimate import (
     Estimate,
     Estimator,
@@ -45,9 +55,10 @@ from service.inference.estimate import (
     measure_activations,
     window_scale,
 )
-from service.inference.memory import check_memory, translate_errors
-from service.inference.normalize import NormalisedImage, normalise_volume
-from service.inference.resample import (
+from service.inference.memory_errors import check_memory, translate_errors
+from service.inference.preprocessing.empty_windows import EmptyWindowFilter, IntensitySurvey, Skipping
+from service.inference.preprocessing.normalize import NormalisedImage, normalise_volume
+from service.inference.preprocessing.resample import (
     ResampledImage,
     base_factors,
     resample_image,
@@ -55,7 +66,6 @@ from service.inference.resample import (
     used_width,
 )
 from service.inference.result import EngineReport, Result
-from service.inference.scores import C, Cancelled, ComputeSlabs, Progress, RunWindows, ScoreComputer, Scored
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import Image, SlidingWindow

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from service.core.errors import BrokenModel
 from service.models.architectures import build_network, count_parameters
+from service.models.graphs.onnx.network import load_onnx
+from service.models.graphs.torch_export import load_torch_export
+from service.models.graphs.torchscript import load_torchscript
 from service.models.module_tree import observe_calls
-from service.models.onnx.network import load_onnx
 from service.models.size_limit import MAX_ELEMENTS
 from service.models.spec import Architecture, ModelSpec
-from service.models.torch_export import load_torch_export
-from service.models.torchscript import load_torchscript
 
 Network = Callable[[Tensor], Tensor]
 """A network ready to run: windows [B, C, z, y, x] -> scores [B, K, z, y, x], of one fixed shape."""

@@ -147,7 +147,7 @@ class Classes(_FrozenModel):
 class Calibration(_FrozenModel):
     """Logistic regression that tells how far a result can be believed, fitted to good and bad results of the model.
 
-    intercept, certainty, peak, size, giants  of `service.inference.confidence.Features`
+    intercept, certainty, peak, size, giants  of `service.inference.diameter.confidence.Features`
     threshold  results with less confidence are doubtful
     sheets     name of the model beside this one to try on stacks of membranes or shells
     blobs      name of the one to try on stacks of anything else

@@ -9,14 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from service.core.errors import BadParameter, validation_message
-from service.core.volume import (
-    Linking,
+from service.core.quantities import (
     ObjectVolume,
-    Options,
-    OutputKind,
-    Quality,
-    Selection,
-    Steering,
     TimeRange,
     VoxelSize,
     is_index,
@@ -25,7 +19,8 @@ from service.core.volume import (
     parse_skip_below,
     parse_time,
 )
-from service.inference.distance_tracking import missing_library
+from service.core.types import Linking, Options, OutputKind, Quality, Selection, Steering
+from service.inference.series.laptrack_linking import missing_library
 
 # What is told of the faults of a request: it may have thousands.
 MAX_FAULTS = 3

@@ -16,30 +16,30 @@ from service.core.bundled import software_version
 from service.core.config import Settings
 from service.core.errors import NotReady, StackSegError
 from service.core.hardware import Driver
-from service.core.volume import Extent, Options, Volume
-from service.engine import torch_compile
-from service.formats.sandbox import Reader
+from service.core.types import Extent, Options, Volume
+from service.engine.compile import torch_compile
+from service.formats.sandbox.parent import Reader
 from service.inference.estimate import Estimate
 from service.inference.result import Result
 from service.inference.segmenter import Segmenter
-from service.inference.series import Series
+from service.inference.series.time_points import Series
 from service.models.spec import ModelSpec
-from service.serving.cluster.exchange import Status
-from service.serving.cluster.ray_cluster import connect_cluster
-from service.serving.cluster.remote_worker import Backlog, ConnectCluster, RemoteWorkers
-from service.serving.device_worker import DeviceWorker, LoadSegmenter, Reservation, device_worker_settings
-from service.serving.disk_usage import DiskUsage, measure_disk
+from service.serving.devices.cluster.exchange import Status
+from service.serving.devices.cluster.ray_cluster import connect_cluster
+from service.serving.devices.cluster.remote_worker import Backlog, ConnectCluster, RemoteWorkers
+from service.serving.devices.job import Job
+from service.serving.devices.malloc_trim import MallocTrimmer
+from service.serving.devices.model_registry import ModelRegistry
+from service.serving.devices.worker import DeviceWorker, LoadSegmenter, Reservation, device_worker_settings
 from service.serving.fair_threads import FairThreadPool
-from service.serving.host_files import HostFiles
-from service.serving.job import Job
-from service.serving.job_record import AnswerMetadata
-from service.serving.malloc_trim import MallocTrimmer
 from service.serving.metrics import Metrics
-from service.serving.model_registry import ModelRegistry
-from service.serving.result_cache import ResultCache
-from service.serving.scratch import ScratchFolder
-from service.serving.scratch_space import ScratchSpace
-from service.serving.volume_cache import VolumeCache
+from service.serving.results.cache import ResultCache
+from service.serving.results.metadata import AnswerMetadata
+from service.serving.storage.disk_usage import DiskUsage, measure_disk
+from service.serving.storage.host_files import HostFiles
+from service.serving.storage.scratch import ScratchFolder
+from service.serving.storage.scratch_space import ScratchSpace
+from service.serving.storage.volume_cache import VolumeCache
 
 # Beyond its share of the decoded volume, a child that reads a file may need codec tables and one decoded page.
 READER_BYTES = 2 * 2**30

@@ -1,6 +1,7 @@
 """Child process that trains for the service: a request as a line of JSON on stdin, progress as lines on stdout.
 
-`service.serving.trainings` starts it as `python -m`. It ends with the service, whose end of stdin is open until then.
+`service.serving.learning.trainings` starts it as `python -m`. It ends with the service, whose end of stdin is open
+until then.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from service.core import hardware
 from service.core.config import Settings
 from service.core.errors import OutOfMemory, OutOfStorage, StackSegError
-from service.inference.memory import translate_error
+from service.inference.memory_errors import translate_error
 from service.models.repository import read_spec
 from service.training.fine_tune import Report, Stack, fine_tune
 

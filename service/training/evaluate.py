@@ -12,7 +12,8 @@ from skimage.feature import peak_local_max
 from skimage.filters import threshold_otsu
 from skimage.segmentation import watershed
 
-from service.core.volume import Diameter, DiameterSetting, Options, Volume, VoxelSize, parse_diameter
+from service.core.quantities import Diameter, DiameterSetting, VoxelSize, parse_diameter
+from service.core.types import Options, Volume
 from service.inference.segmenter import Segmenter
 from service.training.object_size import mean_diameter, median_extents
 

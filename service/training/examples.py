@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from service.core.errors import BadParameter
-from service.core.volume import Selection
+from service.core.types import Selection
 from service.formats import stack_reader
 from service.training.instance_targets import instance_targets
 

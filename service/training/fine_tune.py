@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from service.core import hardware
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
-from service.core.volume import Diameter, Options, Selection, Volume, VoxelSize
+from service.core.quantities import Diameter, VoxelSize
+from service.core.types import Options, Selection, Volume
 from service.engine import precision
 from service.formats import stack_reader
 from service.inference.segmenter import Segmenter

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from service.core.config import Settings, override_settings
-from service.core.volume import Options, Segmentation, Volume
+from service.core.types import Options, Segmentation, Volume
 from service.core.whole_file import write_whole
-from service.formats import tiff_writer
+from service.formats.tiff import writer as tiff_writer
 from service.inference.segmenter import Segmenter
 from service.models.repository import FILE_NAME, read_spec
 from service.models.spec import ModelSpec, Sample

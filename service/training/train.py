@@ -15,7 +15,7 @@ from service.core import hardware
 from service.core.config import Settings
 from service.core.errors import BadParameter
 from service.engine import precision
-from service.inference.normalize import normalise
+from service.inference.preprocessing.normalize import normalise
 from service.models.architectures import build_network
 from service.models.loader import load_network
 from service.models.repository import FILE_NAME

@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from service.api.responses import SMALL_BYTES, FileSnapshot, build_response
-from service.serving.job_record import AnswerMetadata
+from service.serving.results.metadata import AnswerMetadata
 
 OUTCOME = AnswerMetadata("bands/1", "image/tiff", "stack_labels.ome.tif", "labels", {"total": 0.25})
 

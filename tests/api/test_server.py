@@ -31,8 +31,8 @@ from sockets import (
     stopping,
 )
 
-from service.api.data_rate import Patience
-from service.api.middleware import RequestLog
+from service.api.access.middleware import RequestLog
+from service.api.http.data_rate import Patience
 from service.api.server import POLL_SECONDS, Server, format_address, listen
 from service.core import errors
 

@@ -20,12 +20,14 @@ from service.__main__ import main
 from service.cli.models import choose_model
 from service.cli.segment import PARAMETERS
 from service.core.config import Settings, read_settings
-from service.core.volume import Segmentation, Selection, VoxelSize
-from service.formats import stack_reader, tiff_writer
+from service.core.quantities import VoxelSize
+from service.core.types import Segmentation, Selection
+from service.formats import stack_reader
+from service.formats.tiff import writer as tiff_writer
 from service.inference.segmenter import Segmenter
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec
-from service.serving.device_worker import device_worker_settings
+from service.serving.devices.worker import device_worker_settings
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from service.__main__ import main
 from service.cli.segment_blocks import read_facts
-from service.core.volume import Options, Steering
+from service.core.types import Options, Steering
 from tests.block_runs import begin, segment_blocks, segment_whole
 from tests.segmenters import settings_of
 from tests.zarr_files import write_zarr

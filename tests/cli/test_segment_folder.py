@@ -23,7 +23,7 @@ from zarr_files import write_zarr
 
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.__main__ import main
-from service.core.volume import Selection
+from service.core.types import Selection
 from service.formats import stack_reader
 from service.models.spec import ModelSpec
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from service.core import config, hardware
 from service.engine import backends, base
 from service.engine.backends import BACKENDS, build, list_configs
-from service.engine.plans import EngineConfig
+from service.engine.tuning.plans import EngineConfig
 
 EXAMPLE = torch.zeros(2, 1, 8, 8, 8)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

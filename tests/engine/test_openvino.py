@@ -10,7 +10,7 @@ from torch import nn
 from service.core.config import Engine as EngineSettings
 from service.core.errors import BadParameter
 from service.engine.openvino import OpenVinoBackend
-from service.engine.plans import EngineConfig
+from service.engine.tuning.plans import EngineConfig
 
 pytestmark = pytest.mark.skipif(OpenVinoBackend().explain_missing() is not None, reason="openvino is not installed")
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.core.volume import Volume, VoxelSize
+from service.core.quantities import VoxelSize
+from service.core.types import Volume
 from service.formats.array_writer import write_nifti, write_npy
 
 SIZE = VoxelSize(0.5, 0.25, 0.125)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.core.errors import AmbiguousAxes, BadFile, BadParameter
-from service.core.volume import Selection
+from service.core.types import Selection
 from service.formats import axes
 from service.formats.axes import Layout
 

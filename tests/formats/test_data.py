@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from paths import SHARED_DATA as DATA
 
 from service.core.errors import AmbiguousAxes, BadFile, RequestError, UnsupportedMedia
-from service.core.volume import Description, Selection, VoxelSize
+from service.core.quantities import VoxelSize
+from service.core.types import Description, Selection
 from service.formats import stack_reader
 
 LIMIT = 2**30

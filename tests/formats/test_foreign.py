@@ -17,7 +17,8 @@ from live import eager, serve
 
 from service.__main__ import main
 from service.core.errors import UnsupportedMedia
-from service.formats import foreign, ifd
+from service.formats import foreign
+from service.formats.tiff import ifd
 
 PLANE = np.zeros((8, 9), np.uint8)
 

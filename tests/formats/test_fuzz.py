@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from service.core.errors import BadFile, RequestError
-from service.core.volume import Selection
+from service.core.types import Selection
 from service.formats import stack_reader
 
 LIMIT = 2**24

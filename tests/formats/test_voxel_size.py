@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.core.volume import VoxelSize
+from service.core.quantities import VoxelSize
 from service.formats import voxel_size
 from service.formats.voxel_size import Resolution
 

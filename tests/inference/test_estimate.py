@@ -14,10 +14,11 @@ from torch import nn
 
 from service.core.config import Limits, Settings, Windows
 from service.core.errors import BadParameter, TooLarge
-from service.core.volume import Description, Diameter, Options, Volume, VoxelSize
-from service.inference import device_image
+from service.core.quantities import Diameter, VoxelSize
+from service.core.types import Description, Options, Volume
+from service.inference.cuda import device_image
 from service.inference.estimate import Estimator, Plan, activation_bytes, estimate, make_plan
-from service.inference.resample import prepare
+from service.inference.preprocessing.resample import prepare
 from service.inference.windows.grid import SKIPPED_BYTES, Grid
 from service.inference.windows.kernels import window_kernels
 
@@ -30,7 +31,7 @@ from torch.nn.functional import avg_pool3d
 from service.core.config import Settings
 from service.models.repository import read_spec
 from service.inference.segmenter import Segmenter
-from service.core.volume import Options, Volume
+from service.core.types import Options, Volume
 
 def field(name):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from skimage.measure import regionprops_table
 
 from service.core.errors import BadParameter
-from service.core.volume import Objects, Segmentation, Volume, VoxelSize
+from service.core.quantities import VoxelSize
+from service.core.types import Objects, Segmentation, Volume
 from service.inference import measurements
 from service.inference.measurements import Table, measure, write_csv
 

@@ -12,10 +12,11 @@ from segmenters import settings_of, started, with_network
 
 from service.core.config import Device, Limits, Settings, Windows
 from service.core.errors import BadParameter, Cancelled, ConfigError, OutOfMemory, TooLarge
-from service.core.volume import Options, Volume, VoxelSize
-from service.engine.torch_compile import count_graphs
-from service.inference import batcher as device_module
-from service.inference import device_image
+from service.core.quantities import VoxelSize
+from service.core.types import Options, Volume
+from service.engine.compile.torch_compile import count_graphs
+from service.inference.batching import batcher as device_module
+from service.inference.cuda import device_image
 from service.inference.estimate import Estimator
 from service.inference.result import Result
 from service.inference.segmenter import Segmenter

@@ -16,10 +16,11 @@ from scripts.recipes.class_targets import classes_of, dice
 from scripts.recipes.synthetic_nuclei import PLAIN, synthesise
 from scripts.recipes.synthetic_tissue import WALLS, synthesise_tissue
 from service.core.config import read_settings
-from service.core.volume import Diameter, Options, Selection, Volume, parse_diameter
+from service.core.quantities import Diameter, parse_diameter
+from service.core.types import Options, Selection, Volume
 from service.engine.prepare import prepare
 from service.formats import stack_reader
-from service.inference.label_agreement import LabelAgreement
+from service.inference.engines.label_agreement import LabelAgreement
 from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow

@@ -20,7 +20,8 @@ from paths import ROOT
 from playwright.sync_api import Page, expect
 from scipy import ndimage
 
-from service.core.volume import Segmentation, Volume, VoxelSize
+from service.core.quantities import VoxelSize
+from service.core.types import Segmentation, Volume
 from service.inference.measurements import measure
 
 PROPERTIES = (Path(__file__).parent / "label_properties.js").read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ import pytest
 import tifffile
 
 from scripts.recipes.held_out import EMBRYO_VOXEL, LATE_NUCLEI, Stack, find_embryos, report
-from service.core.volume import Volume
+from service.core.types import Volume
 
 
 def labels(count: int) -> np.ndarray:

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from scripts.recipes.sources import Percentiles
 from scripts.recipes.synthetic_nuclei import synthesise
 from scripts.recipes.train import CHECKPOINT, RECIPES, Run, Schedule, grow, load_matching, main, train
-from service.core.volume import Segmentation
-from service.formats import tiff_writer
+from service.core.types import Segmentation
+from service.formats.tiff import writer as tiff_writer
 from service.models.architectures import ShuffleUNet
 from service.training.examples import ExampleDataset, ExamplePool, draw_batch
 from service.training.instance_targets import instance_loss

@@ -18,9 +18,11 @@ from types import FrameType
 from typing import Any
 
 from service.core.errors import BadFile, UnknownJob
-from service.serving import job_database, job_store
-from service.serving.job_record import AnswerMetadata, JobRequest
-from service.serving.job_store import INPUT, JobStore
+from service.serving.jobs import database as job_database
+from service.serving.jobs import store as job_store
+from service.serving.jobs.record import JobRequest
+from service.serving.jobs.store import INPUT, JobStore
+from service.serving.results.metadata import AnswerMetadata
 
 FILES = {job_store.__file__, job_database.__file__}
 REQUEST = JobRequest("nuclei", {}, "embryo.tif", windows=8)

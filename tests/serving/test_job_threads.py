@@ -11,8 +11,8 @@ import pytest
 from fakes import until
 
 from service.core.errors import BadFile
-from service.serving.job import Job, Needs
-from service.serving.job_queue import JobQueue, JobThreads
+from service.serving.devices.job import Job, Needs
+from service.serving.devices.queue import JobQueue, JobThreads
 
 
 class Recorded:

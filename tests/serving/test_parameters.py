@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from service.core.volume import Diameter, ObjectVolume, Options, Selection, Steering, TimeRange, VoxelSize
+from service.core.quantities import Diameter, ObjectVolume, TimeRange, VoxelSize
+from service.core.types import Options, Selection, Steering
 from service.serving.parameters import Query, explain
 
 

@@ -22,12 +22,12 @@ from service.core.errors import (
     StorageUnavailable,
     UnknownModel,
 )
-from service.core.volume import Options, Volume
+from service.core.types import Options, Volume
 from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
-from service.serving.disk_usage import DiskUsage
 from service.serving.runtime import Runtime
+from service.serving.storage.disk_usage import DiskUsage
 
 
 class Stuck(FakeSegmenter):

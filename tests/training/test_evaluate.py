@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from service.core.volume import Diameter, VoxelSize
+from service.core.quantities import Diameter, VoxelSize
 from service.training.evaluate import score, segment_classically, state_size
 from service.training.object_size import mean_diameter
 

@@ -10,8 +10,8 @@ import torch
 from scripts.recipes.sources import Percentiles
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.core.errors import BadParameter
-from service.core.volume import Segmentation
-from service.formats import tiff_writer
+from service.core.types import Segmentation
+from service.formats.tiff import writer as tiff_writer
 from service.training.examples import ExampleDataset, ExamplePool, Pair, RecordedStacks, Source, draw_batch, read_pairs
 
 

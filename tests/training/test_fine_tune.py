@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.core.config import Settings
 from service.core.errors import BadParameter
-from service.core.volume import Segmentation, Selection, VoxelSize
-from service.formats import stack_reader, tiff_writer
+from service.core.quantities import VoxelSize
+from service.core.types import Segmentation, Selection
+from service.formats import stack_reader
+from service.formats.tiff import writer as tiff_writer
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec, Sample
 from service.training.fine_tune import Annotated, Stack, _hold_out, fine_tune, read_stack, resample

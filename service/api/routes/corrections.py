@@ -14,23 +14,23 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import TypeAdapter
 from starlette.responses import FileResponse
 
+from service.api.access.authentication import is_admin
 from service.api.admission import merge_fields
-from service.api.auth import is_admin
 from service.api.cancellation import run_while_connected
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_annotations, get_caller, get_stacks
+from service.api.http.uploads import LABELS, Upload, is_multipart, plain_name
 from service.api.request_body import ReceivedFile, incoming_folder, receive_file
 from service.api.responses import describe_attachment
 from service.api.schemas import AnnotationList, AnnotationReport
 from service.api.threads import run_in_thread
-from service.api.uploads import LABELS, Upload, is_multipart, plain_name
 from service.core.errors import BadParameter
+from service.core.quantities import TimeRange, VoxelSize
 from service.core.timing import Stages
-from service.core.volume import TimeRange, VoxelSize
-from service.serving.annotation_store import Annotation, AnnotationStore, Origin, Region, find_overlaps
-from service.serving.async_jobs import AsyncJobs
+from service.serving.jobs.jobs import AsyncJobs
+from service.serving.learning.annotations import Annotation, AnnotationStore, Origin, Region, find_overlaps
 from service.serving.parameters import Query as Parameters
 from service.serving.runtime import Runtime
-from service.serving.stack_store import StoredStack
+from service.serving.storage.stack_store import StoredStack
 
 router = APIRouter(tags=["learning"])
 

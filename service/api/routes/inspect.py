@@ -15,9 +15,9 @@ from service.api.threads import run_in_thread
 from service.core import host
 from service.core.errors import OutOfMemory, RequestError
 from service.core.timing import Stages
-from service.core.volume import Description
+from service.core.types import Description
 from service.inference.estimate import Estimator
-from service.inference.memory import check_memory
+from service.inference.memory_errors import check_memory
 from service.serving.runtime import Runtime
 
 router = APIRouter(tags=["segmentation"])

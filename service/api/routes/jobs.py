@@ -26,16 +26,17 @@ from service.api.schemas import JobList, JobProblem, JobProgress, JobReport
 from service.api.threads import HOST_FILE_THREADS, run_in_thread
 from service.core.errors import StackSegError, StorageUnavailable, UnknownJob
 from service.core.timing import Stages
-from service.core.volume import Volume
-from service.formats.sandbox import descriptor_path
-from service.formats.sandbox_process import Cancelling
-from service.serving.active_job import JobView
-from service.serving.async_jobs import AsyncJobs
-from service.serving.job_record import AnswerMetadata, JobRecord, JobState
+from service.core.types import Volume
+from service.formats.sandbox.parent import descriptor_path
+from service.formats.sandbox.process import Cancelling
+from service.serving.jobs.active_job import JobView
+from service.serving.jobs.jobs import AsyncJobs
+from service.serving.jobs.record import JobRecord, JobState
 from service.serving.parameters import Query as Parameters
-from service.serving.result_parts import choose_media_type, extract, read_labels
+from service.serving.results.metadata import AnswerMetadata
+from service.serving.results.parts import choose_media_type, extract, read_labels
 from service.serving.runtime import Runtime
-from service.serving.scratch import translate_disk_faults
+from service.serving.storage.scratch import translate_disk_faults
 
 router = APIRouter(tags=["jobs"])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from service.api.auth import check_trainer
+from service.api.access.authentication import check_trainer
 from service.api.dependencies import RuntimeDependency, get_trainings
 from service.api.schemas import Abilities
 from service.core.errors import SwitchedOff, Unauthorized

@@ -10,11 +10,11 @@ from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse
 
-from service.api.auth import check_admin, is_admin
+from service.api.access.authentication import check_admin, is_admin
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_trainings
 from service.api.schemas import Loaded, ModelInfo, ModelList, ModelReload
 from service.api.threads import run_in_thread
-from service.serving.model_registry import ModelState
+from service.serving.devices.model_registry import ModelState
 
 router = APIRouter(tags=["models"])
 

@@ -26,14 +26,11 @@ from service.api.routes.jobs import ACCEPTED, accept_job, answer_part
 from service.api.threads import FILE_THREADS, HOST_FILE_THREADS, run_and_follow, run_in_thread
 from service.core.errors import Cancelled, NotReady
 from service.core.timing import Stages
-from service.formats.sandbox import descriptor_path
+from service.formats.sandbox.parent import descriptor_path
 from service.inference.result import Result
 from service.models.spec import ModelSpec
-from service.serving.job import Job
-from service.serving.job_record import AnswerMetadata
-from service.serving.result_cache import CachedResult
-from service.serving.result_parts import choose_media_type
-from service.serving.results import (
+from service.serving.devices.job import Job
+from service.serving.results.answers import (
     Answer,
     LargePixels,
     Pixels,
@@ -45,6 +42,9 @@ from service.serving.results import (
     settle,
     write_answer,
 )
+from service.serving.results.cache import CachedResult
+from service.serving.results.metadata import AnswerMetadata
+from service.serving.results.parts import choose_media_type
 from service.serving.runtime import Runtime
 
 router = APIRouter(tags=["segmentation"], route_class=DirectRoute)

@@ -17,10 +17,10 @@ from service.api.schemas import StackReport
 from service.api.threads import run_in_thread
 from service.core.errors import BadParameter
 from service.core.timing import Stages
-from service.core.volume import Selection, Volume
-from service.formats.sandbox_process import Cancelling
+from service.core.types import Selection, Volume
+from service.formats.sandbox.process import Cancelling
 from service.serving.parameters import Query as Parameters
-from service.serving.stack_store import StoredStack
+from service.serving.storage.stack_store import StoredStack
 
 router = APIRouter(tags=["stacks"])
 

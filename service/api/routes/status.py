@@ -9,7 +9,7 @@ from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
-from service.api.auth import check_admin
+from service.api.access.authentication import check_admin
 from service.api.dependencies import RuntimeDependency, get_annotations, get_trainings
 from service.api.routes.hardware import gpu
 from service.api.routes.health import health
@@ -25,9 +25,9 @@ from service.api.schemas import (
 )
 from service.api.threads import run_in_thread
 from service.core.errors import SwitchedOff
-from service.serving.annotation_store import AnnotationStore
+from service.serving.learning.annotations import AnnotationStore
+from service.serving.learning.trainings import Trainings
 from service.serving.runtime import Runtime
-from service.serving.trainings import Trainings
 
 router = APIRouter(tags=["operation"])
 

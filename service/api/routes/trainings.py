@@ -10,14 +10,14 @@ from fastapi import APIRouter, Path, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import JSONResponse, Response
 
-from service.api.auth import check_trainer, is_admin
+from service.api.access.authentication import check_trainer, is_admin
 from service.api.dependencies import RuntimeDependency, get_caller, get_trainings
 from service.api.schemas import TrainingList, TrainingReport
 from service.api.threads import run_in_thread
 from service.core.errors import BadParameter, Cancelled, TooLarge, UnsupportedMedia
+from service.serving.learning.training_record import TrainingRecord
+from service.serving.learning.trainings import Trainings
 from service.serving.parameters import explain
-from service.serving.training_record import TrainingRecord
-from service.serving.trainings import Trainings
 
 router = APIRouter(tags=["learning"])
 

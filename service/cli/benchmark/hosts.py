@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 from service.cli.benchmark.requests import AS_SAMPLED, tile_sample
 from service.core.config import Settings
 from service.core.errors import ConfigError
-from service.core.volume import Size, Volume
+from service.core.quantities import Size
+from service.core.types import Volume
 from service.models.spec import ModelSpec
-from service.serving.cluster.ray_cluster import connect_cluster
-from service.serving.cluster.remote_worker import ConnectCluster, RemoteWorker, RemoteWorkers
-from service.serving.device_worker import Reservation
-from service.serving.job import Job
+from service.serving.devices.cluster.ray_cluster import connect_cluster
+from service.serving.devices.cluster.remote_worker import ConnectCluster, RemoteWorker, RemoteWorkers
+from service.serving.devices.job import Job
+from service.serving.devices.worker import Reservation
 from service.serving.metrics import Metrics
 
 HEAD = "| workers | windows/s | per worker, relative to one worker |\n|---|---|---|"

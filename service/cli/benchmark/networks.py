@@ -18,11 +18,12 @@ from service.cli.benchmark.timing import Spread, matrix_peak, synchronised, time
 from service.core import hardware
 from service.core.config import Engine as EngineSettings
 from service.core.config import Settings
-from service.engine import backends, precision, tf32
+from service.engine import backends, precision
 from service.engine.base import WARM_UP_CALLS
-from service.engine.plans import EngineConfig
+from service.engine.cuda import tf32
 from service.engine.precision import DTYPES
-from service.inference.engine_selector import EngineSelector
+from service.engine.tuning.plans import EngineConfig
+from service.inference.engines.selector import EngineSelector
 from service.inference.estimate import activation_bytes
 from service.models.loader import Network, load_network
 from service.models.spec import ModelSpec

@@ -13,7 +13,7 @@ import torch
 from service.cli.benchmark.networks import Row, format_precision
 from service.cli.benchmark.results import Repeat, Report
 from service.cli.benchmark.timing import Spread
-from service.core.volume import Size
+from service.core.quantities import Size
 from service.inference.result import EngineReport
 
 DERIVED = ("voxels_per_second", "gflop_per_second", "peak_share")

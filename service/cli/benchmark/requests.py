@@ -20,11 +20,13 @@ from torch import Tensor
 from service.cli.benchmark.timing import synchronise
 from service.core import hardware
 from service.core.errors import BadParameter
+from service.core.quantities import Size
 from service.core.timing import Stages
-from service.core.volume import Array, Options, Selection, Size
-from service.formats import stack_reader, tiff_writer
-from service.inference.batcher import WindowBatcher
-from service.inference.label_agreement import image_of
+from service.core.types import Array, Options, Selection
+from service.formats import stack_reader
+from service.formats.tiff import writer as tiff_writer
+from service.inference.batching.batcher import WindowBatcher
+from service.inference.engines.label_agreement import image_of
 from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow

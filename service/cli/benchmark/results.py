@@ -10,7 +10,7 @@ import torch
 
 from service.cli.benchmark.networks import Row
 from service.cli.benchmark.timing import Spread
-from service.core.volume import Size
+from service.core.quantities import Size
 from service.inference.result import EngineReport
 
 Seconds = dict[str, float]

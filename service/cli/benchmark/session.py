@@ -27,9 +27,9 @@ from service.cli.benchmark.timing import flop_of_window, peak_bytes
 from service.core import hardware, host
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
-from service.core.volume import Size
-from service.engine.plans import EngineConfig
-from service.inference.batcher import open_batcher
+from service.core.quantities import Size
+from service.engine.tuning.plans import EngineConfig
+from service.inference.batching.batcher import open_batcher
 from service.inference.segmenter import Segmenter
 from service.models.loader import load_network
 from service.models.spec import ModelSpec

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from service.core.config import Engine as EngineSettings
 from service.engine.base import Backend
-from service.engine.cpu import cpu_graph, onednn, winograd
-from service.engine.plans import EngineConfig
+from service.engine.compile.torch_compile import TorchCompileBackend
+from service.engine.cpu import graph as cpu_graph
+from service.engine.cpu import onednn, winograd
 from service.engine.prepare import Float32Scores
-from service.engine.torch_compile import TorchCompileBackend
+from service.engine.tuning.plans import EngineConfig
 from service.models.loader import Network
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from service.core.cpp_library import CppFunctions
+from service.core.native.library import CppFunctions
 
 # Dtypes of images that the kernels take.
 DTYPES = (torch.float32, torch.bfloat16)

@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 from pathlib import Path
 from typing import Any
 
-from service.formats import zarr_writer
+from service.formats.zarr import writer as zarr_writer
 from service.inference.blockwise import output, survey
 from service.inference.blockwise.run_folder import BlockTask, RunFolder, Step, open_run
 from service.inference.blockwise.workers import Workers

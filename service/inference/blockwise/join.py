@@ -17,7 +17,7 @@ from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
 from service.core.buffers import make_allocator
-from service.core.volume import Array, Objects, label_dtype
+from service.core.types import Array, Objects, label_dtype
 from service.inference.blockwise.run_folder import OpenRun
 from service.inference.blockwise.tiles import decoding_spec, read_pixels
 from service.inference.decoding.basin_merging import MergeForest, Persistence, find_shallow_passes

@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from service.core.volume import Size
+from service.core.quantities import Size
 from service.inference.windows.grid import Grid, as_size
 
 Span = tuple[int, int]

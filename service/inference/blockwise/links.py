@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.volume import Array
+from service.core.types import Array
 from service.inference.blockwise.layout import firsts
 from service.inference.blockwise.run_folder import OpenRun
 

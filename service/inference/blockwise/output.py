@@ -11,15 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from service.core.volume import Array, Objects, Segmentation, Size, label_dtype
-from service.formats import stack_reader, zarr_writer
-from service.formats.zarr_reader import ZarrStack
+from service.core.quantities import Size
+from service.core.types import Array, Objects, Segmentation, label_dtype
+from service.formats import stack_reader
+from service.formats.zarr import writer as zarr_writer
+from service.formats.zarr.reader import ZarrStack
 from service.inference.blockwise.join import label_tile
 from service.inference.blockwise.layout import Blocks, Box, firsts, lengths, ranges, slices
 from service.inference.blockwise.run_folder import OpenRun
 from service.inference.blockwise.tiles import decoding_spec, read_pixels
 from service.inference.measurements import ObjectSums, Table, measure_box, tabulate
-from service.inference.resample import nearest_voxels
+from service.inference.preprocessing.resample import nearest_voxels
 from service.inference.windows.grid import as_size
 from service.models.spec import Instances
 

@@ -6,14 +6,15 @@ from pathlib import Path
 
 from service.core.config import Settings
 from service.core.errors import BadParameter
-from service.core.volume import Options, Selection, TimeRange
+from service.core.quantities import TimeRange
+from service.core.types import Options, Selection
 from service.formats import stack_reader
 from service.inference.blockwise.layout import Layout, choose_windows
 from service.inference.blockwise.run_folder import RunPlan, lift_limit
 from service.inference.decoding.block_kernel import block_kernel
 from service.inference.decoding.steering import steer
 from service.inference.estimate import Estimator
-from service.inference.resample import working_size
+from service.inference.preprocessing.resample import working_size
 from service.models.spec import Instances, ModelSpec
 
 

@@ -24,23 +24,14 @@ from pydantic import TypeAdapter
 
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
-from service.core.volume import (
-    Array,
-    Diameter,
-    Options,
-    OutputKind,
-    Selection,
-    Size,
-    StackShape,
-    VoxelSize,
-    is_index,
-)
+from service.core.quantities import Diameter, Size, VoxelSize, is_index
+from service.core.types import Array, Options, OutputKind, Selection, StackShape
 from service.core.whole_file import write_whole
 from service.inference.blockwise.layout import Layout, choose_windows
-from service.inference.diameter import Sizing
-from service.inference.empty_windows import Skipped
-from service.inference.normalize import IntensityScaling
-from service.inference.resample import working_size
+from service.inference.diameter.estimation import Sizing
+from service.inference.preprocessing.empty_windows import Skipped
+from service.inference.preprocessing.normalize import IntensityScaling
+from service.inference.preprocessing.resample import working_size
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec
 

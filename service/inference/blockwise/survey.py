@@ -20,16 +20,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.buffers import make_allocator, release_pages
-from service.core.volume import Array, Size, Volume
+from service.core.quantities import Size
+from service.core.types import Array, Volume
 from service.formats import stack_reader
-from service.formats.pixels import run_in_threads
-from service.formats.zarr_reader import ZarrStack
+from service.formats.tiff.pixels import run_in_threads
+from service.formats.zarr.reader import ZarrStack
 from service.inference.blockwise.layout import Blocks, Box, Layout, lengths, ranges
 from service.inference.blockwise.run_folder import OpenRun, Survey
-from service.inference.diameter import strongest_windows
-from service.inference.empty_windows import IntensitySurvey, sample_step, survey_box
+from service.inference.diameter.estimation import strongest_windows
 from service.inference.estimate import Estimator
-from service.inference.normalize import (
+from service.inference.preprocessing.empty_windows import IntensitySurvey, sample_step, survey_box
+from service.inference.preprocessing.normalize import (
     IntensityScaling,
     NormalisedImage,
     VolumeChannel,
@@ -38,8 +39,8 @@ from service.inference.normalize import (
     note_replaced,
     replace_nonfinite,
 )
-from service.inference.percentiles import SORTED_VOXELS, count_digits, keys_of_pixels
-from service.inference.resample import describe_resampling
+from service.inference.preprocessing.percentiles import SORTED_VOXELS, count_digits, keys_of_pixels
+from service.inference.preprocessing.resample import describe_resampling
 from service.inference.segmenter import Segmenter
 from service.inference.windows import grid
 from service.inference.windows.grid import as_size

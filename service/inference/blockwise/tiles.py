@@ -10,9 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from service.core.quantities import Size
 from service.core.timing import Stages
-from service.core.volume import Array, Size
-from service.formats.packing import pack, unpack
+from service.core.types import Array
+from service.formats.tiff.packing import pack, unpack
 from service.inference.blockwise.layout import Box, firsts, lengths, slices
 from service.inference.blockwise.run_folder import BlockTask, OpenRun
 from service.inference.blockwise.window_scores import GroupScores, window_places
@@ -22,7 +23,7 @@ from service.inference.decoding.decoders import make_decoder
 from service.inference.decoding.instances import Smoother, logit
 from service.inference.decoding.steering import steer
 from service.inference.decoding.watershed_kernel import WatershedParameters
-from service.inference.resample import nearest_voxels
+from service.inference.preprocessing.resample import nearest_voxels
 from service.inference.windows.blending import Blending, make_blender, require_finite
 from service.inference.windows.kernels import window_kernels
 from service.models.spec import Instances, ModelSpec

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from service.core.quantities import Size
 from service.core.timing import Stages
-from service.core.volume import Array, Size, Volume
+from service.core.types import Array, Volume
 from service.formats import stack_reader
 from service.inference.blockwise.layout import Box, Layout, lengths, ranges
 from service.inference.blockwise.run_folder import BlockTask, OpenRun
-from service.inference.normalize import NormalisedImage
-from service.inference.resample import ResampledImage, Resampling
+from service.inference.preprocessing.normalize import NormalisedImage
+from service.inference.preprocessing.resample import ResampledImage, Resampling
 from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Slab, require_finite
 from service.inference.windows.sliding_window import Image, SlidingWindow, SparseImage

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.core.cpp_library import CppFunctions
-from service.core.volume import Size
+from service.core.native.library import CppFunctions
+from service.core.quantities import Size
 from service.inference.decoding.watershed_kernel import HEIGHTS, INSIDE, MAX_PLACE, WatershedParameters
 
 SIGNATURES = (

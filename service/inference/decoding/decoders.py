@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.buffers import LARGE_BYTES, Allocate, release_pages
-from service.core.volume import OutputKind, Segmentation, Size, VoxelSize
+from service.core.quantities import Size, VoxelSize
+from service.core.types import OutputKind, Segmentation
 from service.inference.decoding.instances import (
     WHOLE_NEIGHBOURS,
     WHOLE_VOXELS,

@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 from service.core.errors import BadParameter
-from service.core.volume import Extent, OutputKind, Size, Steering
+from service.core.quantities import Size
+from service.core.types import Extent, OutputKind, Steering
 from service.models.spec import Instances, ModelSpec
 
 

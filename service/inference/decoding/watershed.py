@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.core.volume import Size
+from service.core.quantities import Size
 from service.inference.decoding.watershed_kernel import choose_block
 
 # The least 32-bit integer, below every height.

@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.core.cpp_library import CppFunctions
-from service.core.volume import Objects, Size, label_dtype
+from service.core.native.library import CppFunctions
+from service.core.quantities import Size
+from service.core.types import Objects, label_dtype
 
 # Argument and result types of each function, in the letters of `CppFunctions`.
 SIGNATURES = (

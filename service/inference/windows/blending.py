@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from service.core.errors import NonFiniteScores
-from service.core.volume import Size
+from service.core.quantities import Size
 from service.inference.windows.grid import AxisOverlap, Grid, Run, split_runs
 from service.inference.windows.kernels import OverlapSums, WindowKernels
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from service.core.volume import Size
+from service.core.quantities import Size
 
 Box = tuple[int, slice, slice, slice, slice]
 """Index of a part of an image: (0, channels, z, y, x)."""

@@ -1,5 +1,5 @@
 // Normalisation of pixels into a batch, and blending of scores, one pass each. They compute what
-// `service/inference/normalize.py` and `blending.py` compute with NumPy and torch.
+// `service/inference/preprocessing/normalize.py` and `blending.py` compute with NumPy and torch.
 //
 // Pixels and scores may have any strides, counted in elements; buffers of sums are dense.
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.buffers import BufferCache, BufferPool
-from service.core.cpp_library import CppFunctions
-from service.core.volume import Size
+from service.core.native.library import CppFunctions
+from service.core.quantities import Size
 
 # Argument and result types of each function, in the letters of `CppFunctions`.
 SIGNATURES = (

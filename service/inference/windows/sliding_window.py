@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from service.core.errors import Cancelled
-from service.core.volume import Size
+from service.core.quantities import Size
 from service.inference.windows.blending import Blender, Blending, CheckFinite, Slab, make_blender, require_finite
 from service.inference.windows.grid import Box, Grid, as_size, split_runs
 from service.inference.windows.kernels import WindowKernels, window_kernels
 from service.models.loader import Network
 
+# Windows [N, C, *roi], float32 -> raw scores [N, K, *roi].
+ScoreWindows = Callable[[Tensor], Tensor]
 # Returns a context in which the network runs, as `CudaTimer.measure` does.
 Measure = Callable[[], AbstractContextManager[object]]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from service.core.errors import UnsupportedPackage
-from service.core.volume import Array
+from service.core.types import Array
 from service.models.architectures import ARCHITECTURES
 from service.models.documents import MAX_BYTES
 from service.models.importers import onnx_package

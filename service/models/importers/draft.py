@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from service.core.errors import UnsupportedPackage
-from service.core.volume import Array
+from service.core.types import Array
 from service.models.documents import read_document
 
 WeightsKind = Literal["state dict", "torchscript", "exported", "onnx"]

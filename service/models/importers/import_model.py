@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from service.core.errors import BrokenModel, MissingKeys, UnsupportedPackage
-from service.core.volume import Volume
+from service.core.types import Volume
 from service.models.importers import bioimageio, monai_bundle, onnx_package, single_file
 from service.models.importers.archives import unpack
 from service.models.importers.checkpoint import fit_tensors, read_checkpoint

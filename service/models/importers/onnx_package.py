@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from service.core.errors import UnsupportedPackage
+from service.models.graphs.onnx import file as onnxfile
+from service.models.graphs.onnx.network import find_image
 from service.models.importers.draft import find_file
-from service.models.onnx import file as onnxfile
-from service.models.onnx.network import find_image
 
 
 def embed_external_data(path: Path) -> bytes:

@@ -14,7 +14,7 @@ from job_service import TIFF, Service, start
 from live import Answer, as_tiff
 
 from service.core.config import Settings
-from service.serving.annotation_store import AnnotationStore
+from service.serving.learning.annotations import AnnotationStore
 
 PIXELS = np.arange(6 * 8 * 10, dtype=np.uint16).reshape(6, 8, 10)
 TRUTH = np.zeros(PIXELS.shape, np.uint32)

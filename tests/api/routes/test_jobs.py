@@ -19,14 +19,17 @@ from job_service import STACK, TIFF, Service, start
 from live import as_tiff
 from zarr_files import write_zarr
 
-from service.api.api_keys import generate_key, hash_key
+from service.api.access.rate_limit import generate_key, hash_key
 from service.core.config import Settings
 from service.core.errors import OutOfMemory, OutOfStorage
-from service.core.volume import Selection, VoxelSize
-from service.formats import stack_reader, tiff_writer, zarr_writer
+from service.core.quantities import VoxelSize
+from service.core.types import Selection
+from service.formats import stack_reader
+from service.formats.tiff import writer as tiff_writer
+from service.formats.zarr import writer as zarr_writer
 from service.models.spec import ModelSpec
-from service.serving import async_jobs
-from service.serving.job_store import JobStore
+from service.serving.jobs import jobs as async_jobs
+from service.serving.jobs.store import JobStore
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import yaml
 from fakes import FakeSegmenter, until
 from live import Live, as_tiff, eager, serve
 
-from service.api.api_keys import generate_key, hash_key
+from service.api.access.rate_limit import generate_key, hash_key
 from service.core.errors import BrokenModel
 
 STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))

@@ -23,15 +23,15 @@ from starlette.testclient import TestClient
 from zarr_files import pack, write_zarr
 
 from service.api.app import create_app
+from service.api.http.uploads import BLOCK_BYTES
 from service.api.responses import MAX_NOTE_LETTERS, build_headers
 from service.api.threads import HOST_FILE_THREADS
-from service.api.uploads import BLOCK_BYTES
 from service.core.config import Settings
-from service.core.volume import VoxelSize
+from service.core.quantities import VoxelSize
 from service.models.spec import ModelSpec
-from service.serving.job_record import AnswerMetadata
 from service.serving.parameters import Query
-from service.serving.results import answer_name, fingerprint
+from service.serving.results.answers import answer_name, fingerprint
+from service.serving.results.metadata import AnswerMetadata
 from service.serving.runtime import SMALL_READERS, Runtime
 
 TIFF = {"Content-Type": "image/tiff"}

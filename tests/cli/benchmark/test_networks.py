@@ -16,8 +16,9 @@ from service.cli.benchmark.networks import (
 )
 from service.core import hardware
 from service.core.config import Engine, Settings
-from service.engine import backends, tf32
-from service.engine.plans import EngineConfig
+from service.engine import backends
+from service.engine.cuda import tf32
+from service.engine.tuning.plans import EngineConfig
 from service.models.loader import load_network
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")

@@ -13,7 +13,7 @@ from service.cli.benchmark.results import Repeat, Report, WindowSeconds
 from service.cli.benchmark.session import BenchPlan, run
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
-from service.inference.batcher import open_batcher
+from service.inference.batching.batcher import open_batcher
 from service.inference.segmenter import Segmenter
 
 SETTINGS = Settings.model_validate(

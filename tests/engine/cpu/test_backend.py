@@ -7,9 +7,9 @@ from torch import nn
 
 from service.core import config
 from service.engine.backends import BACKENDS, build
-from service.engine.plans import EngineConfig
 from service.engine.precision import DTYPES
 from service.engine.prepare import prepare
+from service.engine.tuning.plans import EngineConfig
 from service.models.architectures import ShuffleUNet
 from service.models.loader import weight_bytes
 

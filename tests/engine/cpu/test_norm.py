@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from service.core.kernel_variants import list_supported
+from service.core.native.variants import list_supported
 from service.engine.cpu import norm as norms
 from service.engine.cpu.norm import ChannelsLastNorm, replace_norms
 from service.engine.prepare import prepare

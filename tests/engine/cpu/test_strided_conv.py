@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from service.core.kernel_variants import list_supported
+from service.core.native.variants import list_supported
 from service.engine.cpu import strided_conv
 
 FORMAT = torch.channels_last_3d

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from service.core.kernel_variants import list_supported
+from service.core.native.variants import list_supported
 from service.engine.cpu import winograd
 
 FORMAT = torch.channels_last_3d

@@ -16,12 +16,14 @@ from scipy.ndimage import gaussian_filter, zoom
 from service.cli.segment_blocks import read_objects
 from service.core.bundled import bundled_folder
 from service.core.config import override_settings
-from service.core.volume import Diameter, ObjectVolume, Options, Selection, Steering
-from service.formats import stack_reader, zarr_writer
+from service.core.quantities import Diameter, ObjectVolume
+from service.core.types import Options, Selection, Steering
+from service.formats import stack_reader
+from service.formats.zarr import writer as zarr_writer
 from service.inference.blockwise import join
 from service.inference.blockwise.output import collect_table
 from service.inference.blockwise.run_folder import Step, open_run
-from service.inference.diameter import Sizing
+from service.inference.diameter.estimation import Sizing
 from service.inference.measurements import measure
 from service.models.repository import read_spec
 from tests.block_runs import WHOLE, begin, segment_blocks, segment_whole

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from service.core.errors import BadFile
-from service.core.volume import Options, Selection, Volume
+from service.core.types import Options, Selection, Volume
 from service.formats import stack_reader
 from service.inference.blockwise import survey
 from service.inference.blockwise.run_folder import BlockTask, OpenRun, open_run
 from service.inference.blockwise.survey import LayerReader
-from service.inference.normalize import normalise_volume
-from service.inference.percentiles import SORTED_VOXELS
+from service.inference.preprocessing.normalize import normalise_volume
+from service.inference.preprocessing.percentiles import SORTED_VOXELS
 from service.inference.windows.sliding_window import SparseImage
 from tests.block_runs import begin
 from tests.segmenters import settings_of, started

@@ -17,7 +17,7 @@ import zarr
 
 from service.__main__ import main
 from service.core.errors import BadParameter, InternalError
-from service.core.volume import Options
+from service.core.types import Options
 from service.inference.blockwise.run_folder import BlockTask, RunFolder
 from service.inference.blockwise.worker import run_block
 from service.inference.blockwise.workers import MOST_DEATHS, LocalWorkers

@@ -18,7 +18,8 @@ from skimage.segmentation import watershed
 from torch import Tensor
 
 from service.core.buffers import allocate_on_disk
-from service.core.volume import Objects, OutputKind, Segmentation, Size, VoxelSize
+from service.core.quantities import Size, VoxelSize
+from service.core.types import Objects, OutputKind, Segmentation
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.decoders import CACHE_VOXELS, estimate_decoding, make_decoder, split_planes
 from service.inference.decoding.fill_holes import fill_holes

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from landscapes import CPU, Array, Size, hills
 
-from service.core.volume import Objects, Segmentation
+from service.core.types import Objects, Segmentation
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.fill_holes import fill_holes
 from service.inference.decoding.instances import (

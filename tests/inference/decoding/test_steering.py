@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.core.errors import BadParameter
-from service.core.volume import ObjectVolume, OutputKind, Segmentation, Steering, Volume, VoxelSize
+from service.core.quantities import ObjectVolume, VoxelSize
+from service.core.types import OutputKind, Segmentation, Steering, Volume
 from service.inference.decoding.steering import check_steering, minimum_voxels, steer
-from service.inference.resample import resample_segmentation
+from service.inference.preprocessing.resample import resample_segmentation
 from service.models.spec import Instances, ModelSpec
 
 VOLUME = Volume.from_array(np.zeros((1, 20, 40, 40), np.uint8), VoxelSize(2, 0.5, 0.5))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from service.core.config import Settings
 from service.core.errors import NonFiniteScores
-from service.inference.normalize import IntensityScaling
+from service.inference.preprocessing.normalize import IntensityScaling
 from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Blending, Slab, make_blender
 from service.inference.windows.grid import Grid

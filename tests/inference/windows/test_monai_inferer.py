@@ -7,8 +7,8 @@ from torch import nn
 
 from service.core.config import Windows
 from service.core.errors import BadParameter, Cancelled
-from service.core.volume import Options, Volume
-from service.inference.batcher import open_batcher
+from service.core.types import Options, Volume
+from service.inference.batching.batcher import open_batcher
 from service.inference.windows.blending import Blending
 from service.inference.windows.monai_inferer import MonaiInferer
 from service.inference.windows.sliding_window import SlidingWindow

@@ -20,7 +20,7 @@ from onnx_export import export_onnx
 from torch import nn
 
 from service.core.errors import BrokenModel, UnsupportedPackage
-from service.core.volume import Options, Volume
+from service.core.types import Options, Volume
 from service.inference.segmenter import Segmenter
 
 NETWORK = {

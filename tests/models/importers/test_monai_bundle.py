@@ -16,7 +16,8 @@ from monai.bundle import init_bundle
 from torch import nn
 
 from service.core.errors import UnsupportedPackage
-from service.core.volume import Options, Volume, VoxelSize
+from service.core.quantities import VoxelSize
+from service.core.types import Options, Volume
 from service.inference.segmenter import Segmenter
 
 METADATA: dict[str, Any] = {

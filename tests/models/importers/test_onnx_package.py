@@ -15,8 +15,8 @@ from onnx_export import export_onnx
 from torch import nn
 
 from service.core.errors import BrokenModel, UnsupportedPackage
+from service.models.graphs.onnx.network import load_onnx
 from service.models.loader import load_network
-from service.models.onnx.network import load_onnx
 
 SHAPE = (1, 1, 16, 32, 32)
 STATED: dict[str, Any] = {

@@ -15,8 +15,8 @@ from live import Live, as_tiff, serve
 from thread_actors import SilentActor, ThreadActor, make_device_actor, remote
 
 from service.core.config import Settings
-from service.serving.cluster.remote_device import Actor
-from service.serving.cluster.remote_worker import Backlog, RemoteWorkers
+from service.serving.devices.cluster.remote_device import Actor
+from service.serving.devices.cluster.remote_worker import Backlog, RemoteWorkers
 from service.serving.metrics import Metrics
 
 

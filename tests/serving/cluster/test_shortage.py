@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from service.core.config import Cluster
-from service.serving.cluster.ray_cluster import describe_shortage
+from service.serving.devices.cluster.ray_cluster import describe_shortage
 
 
 def test_what_a_cluster_lacks_is_named() -> None:

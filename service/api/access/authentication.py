@@ -1,0 +1,146 @@
+"""ASGI middleware for HTTP that refuses requests: by the host that they name, and by API key and its rate limits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from ipaddress import ip_address
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from service.api.access.rate_limit import ANONYMOUS, ApiKeys, RateLimit
+from service.api.headers import RawHeaders, find_header, get_header
+from service.core.config import Access
+from service.core.errors import Misdirected, RateLimited, Unauthorized
+
+# Open without a key and under any host name: probes know neither.
+HEALTH_PATH = re.compile(r"(/v[12])?/health(/live|/ready)?")
+# Open without a key: the project publishes all of it, and browsers cannot send a key for a page.
+DOCUMENTATION_PATH = re.compile(r"/(docs(/[a-z.]+)?|page/[a-z_.]+|openapi\.json)?")
+
+# CORS: methods and headers that a page on another origin may send, and headers of an answer that it may read.
+CORS_METHODS = ("GET", "POST", "DELETE")
+CORS_REQUEST_HEADERS = (
+    "Authorization",
+    "Content-Encoding",
+    "Content-Type",
+    "If-None-Match",
+    "Prefer",
+    "X-API-Key",
+    "X-Filename",
+    "X-Request-ID",
+)
+CORS_RESPONSE_HEADERS = (
+    "Content-Disposition", "ETag", "Location", "Retry-After", "Server-Timing", "X-Cache", "X-Request-ID",
+    "X-StackSeg-Confidence", "X-StackSeg-Diameter", "X-StackSeg-Dtype", "X-StackSeg-Model", "X-StackSeg-Note",
+    "X-StackSeg-Objects", "X-StackSeg-Shape", "X-StackSeg-Skipped", "X-StackSeg-Volume", "X-StackSeg-Voxel-Size",
+    "X-StackSeg-Warning",
+)  # fmt: skip
+
+ErrorHandler = Callable[[Request, Exception], Response]
+
+
+class TrustedHosts:
+    """Middleware that refuses hosts other than the configured ones, against DNS rebinding."""
+
+    def __init__(self, app: ASGIApp, access: Access, handle_error: ErrorHandler) -> None:
+        self._app, self._handle_error = app, handle_error
+        self._hosts = tuple(host.lower() for host in access.hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._hosts or HEALTH_PATH.fullmatch(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        host = parse_host(get_header(scope, b"host"))
+        if any(matches_host(host, pattern) for pattern in self._hosts):
+            await self._app(scope, receive, send)
+            return
+        error = Misdirected("The service does not answer for this host name; its operator may add it to access.hosts.")
+        await self._handle_error(Request(scope), error)(scope, receive, send)
+
+
+class ApiKeyAuth:
+    """Middleware that lets in known keys within their rate limits; `scope["state"]["caller"]` then has the name."""
+
+    def __init__(self, app: ASGIApp, access: Access, handle_error: ErrorHandler) -> None:
+        self._app, self._handle_error = app, handle_error
+        self._keys = ApiKeys(access.keys)
+        limits = access.requests_per_minute, access.requests_at_once
+        self._rate_limits = {name: RateLimit(*limits) for name in (*access.keys, ANONYMOUS)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with ExitStack() as slots:
+            try:
+                self._admit(scope, slots)
+            except (Unauthorized, RateLimited) as error:
+                await self._handle_error(Request(scope), error)(scope, receive, send)
+                return
+            await self._app(scope, receive, send)
+
+    def _admit(self, scope: Scope, slots: ExitStack) -> None:
+        """Name the caller and count the request, until `slots` is closed. Raises Unauthorized and RateLimited."""
+        state = scope.setdefault("state", {})
+        if HEALTH_PATH.fullmatch(scope["path"]) or DOCUMENTATION_PATH.fullmatch(scope["path"]):
+            state["caller"] = ANONYMOUS
+            return
+        caller = state["caller"] = self._keys.authenticate(extract_key(scope["headers"]))
+        rate_limit = self._rate_limits[caller]
+        if scope["method"] == "POST":
+            slots.enter_context(rate_limit.hold_slot())
+        rate_limit.count_request()
+
+
+def check_admin(request: Request, access: Access) -> None:
+    """Raise Unauthorized for a key that is not an admin's; without keys, for clients on other hosts."""
+    if access.keys and request.scope["state"]["caller"] not in access.admins:
+        raise Unauthorized("Only keys that the configuration names in access.admins may do this.")
+    if not access.keys and not (request.client and is_loopback(request.client.host)):
+        raise Unauthorized(
+            "Without API keys this may be done from the service's own host alone, which a container's port is not. Its"
+            " operator may make a key with `stackseg key NAME` and name it in access.admins."
+        )
+
+
+def is_admin(request: Request, access: Access) -> bool:
+    """Return whether `check_admin` lets the caller pass."""
+    try:
+        check_admin(request, access)
+    except Unauthorized:
+        return False
+    return True
+
+
+def check_trainer(request: Request, access: Access) -> None:
+    """Raise Unauthorized for who may not train models: neither named in access.trainers nor an admin."""
+    if access.keys and request.scope["state"]["caller"] in access.trainers:
+        return
+    if access.keys and not is_admin(request, access):
+        raise Unauthorized("Only keys that the configuration names in access.trainers or access.admins may train.")
+    check_admin(request, access)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address is one of the service's own host."""
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return False
+
+
+def extract_key(headers: RawHeaders) -> str | None:
+    """Return the key in `Authorization: Bearer KEY`, else in `X-API-Key: KEY`; None without either."""
+    scheme, _, key = find_header(headers, b"authorization").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else find_header(headers, b"x-api-key") or None
+
+
+def parse_host(header: str) -> str:
+    """Return the host of a Host header, without its port, in lower case; an IPv6 address without its brackets."""
+    host = header.strip().lower()
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].rstrip(".")
+
+
+def matches_host(host: str, pattern: str) -> bool:
+    """Return whether a host equals a pattern, or lies below the domain of a pattern that begins with `*.`."""
+    return host.endswith(pattern[1:]) if pattern.startswith("*.") else host == pattern

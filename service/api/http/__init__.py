@@ -1,0 +1,1 @@
+"""HTTP below the routes: the protocol, the listener, forms and uploads."""

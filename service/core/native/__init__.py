@@ -1,0 +1,1 @@
+"""The C++ library: its build variants, and how it is loaded."""

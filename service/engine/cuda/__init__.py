@@ -1,0 +1,1 @@
+"""Code that runs on CUDA devices only."""

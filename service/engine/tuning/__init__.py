@@ -1,0 +1,1 @@
+"""Races between engines, and the plans that keep their results."""

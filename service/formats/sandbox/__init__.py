@@ -1,0 +1,1 @@
+"""Reading files of unknown origin in confined child processes."""

@@ -1,0 +1,1 @@
+"""TIFF: OME, ImageJ and plain."""

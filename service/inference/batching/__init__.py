@@ -1,0 +1,1 @@
+"""Windows of several requests in one batch."""

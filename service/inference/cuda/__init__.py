@@ -1,0 +1,1 @@
+"""Inference code that runs on CUDA devices only."""

@@ -1,0 +1,1 @@
+"""Object diameter and confidence."""

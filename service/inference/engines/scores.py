@@ -1,0 +1,183 @@
+"""Scores of an image, with two fallbacks: fewer windows at once where memory runs out, FP32 for non-finite scores."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Generic, NamedTuple, Protocol, TypeVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from service.core.errors import NonFiniteScores
+from service.core.hardware import is_out_of_memory
+from service.core.timing import Stages
+from service.engine.tuning.plans import EngineConfig
+from service.inference.engines.selector import EngineSelector, ReadyEngine
+from service.inference.estimate import Plan
+from service.inference.windows.blending import Slab
+from service.inference.windows.sliding_window import Image, SlidingWindow, score_stack
+from service.inference.windows.views import AveragedViews, Views
+
+
+class ScoreConsumer(Protocol):
+    """Consumer of slabs of scores, as every decoder is one."""
+
+    def add(self, z0: int, y0: int, scores: Tensor) -> None:
+        """Take in the scores [1, K, z, y, X] of the planes from `z0` and the rows from `y0` on."""
+
+
+C = TypeVar("C", bound=ScoreConsumer)
+
+Cancelled = Callable[[], bool]
+Progress = Callable[[int, int], None]
+
+# (windows, image, overlap) -> the scores of the image.
+ComputeSlabs = Callable[[SlidingWindow, Image, float], Iterator[Slab]]
+
+
+class RunWindows(Protocol):
+    """Computes the windows of an image: `SlidingWindow.run`, or `WindowBatcher.run` together with those of others."""
+
+    def __call__(
+        self, window: SlidingWindow, image: Image, overlap: float, /, *, cancelled: Cancelled, progress: Progress
+    ) -> Iterator[Slab]:
+        """Yield the scores of `image`. Raises what `SlidingWindow.run` raises."""
+
+
+class Scored(NamedTuple, Generic[C]):
+    """Consumer that has taken in every score; `notes`, `fallbacks` and `recomputed` as in the `Result`."""
+
+    consumer: C
+    notes: tuple[str, ...]
+    fallbacks: int
+    recomputed: bool
+
+
+class _ScoreCollector:
+    """Consumer that keeps scores as they are: planes [1, K, z, Y, X], with all of their rows."""
+
+    def __init__(self) -> None:
+        self.slabs: list[Tensor] = []
+
+    def add(self, _z0: int, _y0: int, scores: Tensor) -> None:
+        self.slabs.append(scores)
+
+
+class ScoreComputer:
+    """Computes scores with the network of one model. Safe to use from several threads.
+
+    selector  builds the networks to fall back on
+    config    of the network
+    ready     the network that was warmed up; None: until then it runs eagerly
+    fit_batch  as in `Estimator`: returns the windows per call for a request that asks for so many
+    """
+
+    def __init__(
+        self,
+        selector: EngineSelector,
+        config: EngineConfig,
+        ready: ReadyEngine | None = None,
+        fit_batch: Callable[[int], int] = lambda batch_size: batch_size,
+    ) -> None:
+        self._selector, self._config, self._ready, self._fit_batch = selector, config, ready, fit_batch
+        # Then computing again in eager float32 would change nothing.
+        self._is_reference = config.engine == "eager" and config.precision == "fp32"
+        self._smaller_windows: WeakValueDictionary[int, SlidingWindow] = WeakValueDictionary()
+        self._viewed_windows: WeakKeyDictionary[SlidingWindow, SlidingWindow] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    @cached_property
+    def module(self) -> nn.Module:
+        """Prepared module, which runs eagerly where the warm network does not fit."""
+        return self._selector.module(self._config) if self._ready is None else self._ready.module
+
+    def compute(
+        self, image: Image, plan: Plan, make_consumer: Callable[[], C], stages: Stages, run: ComputeSlabs
+    ) -> Scored[C]:
+        """Hand the scores of `image` to a new consumer, with half as many windows at once until memory holds them.
+
+        Where scores are not finite, the FP32 network computes all of them again. Raises NonFiniteScores where these
+        are not finite either, and what the network raises.
+        """
+        # The request may have been planned before the network was loaded.
+        batch_size, notes, fallbacks, recomputed = self._fit_batch(plan.sw_batch_size), list[str](), 0, False
+        while True:
+            consumer = make_consumer()
+            window = self._window(batch_size, reference=recomputed)
+            try:
+                used = self._with_views(window, plan.views) if plan.views else window
+                feed(consumer, run(used, image, plan.overlap), stages)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or batch_size == 1:
+                    raise
+                # Ahead of the note on recomputing, in whichever order the two happen.
+                notes.insert(fallbacks, f"Memory did not hold {batch_size} windows at once; fewer were taken.")
+                fallbacks, batch_size = fallbacks + 1, batch_size // 2
+                if window.batch.is_cuda:
+                    torch.cuda.empty_cache()
+            except NonFiniteScores:
+                if recomputed or self._is_reference:
+                    raise
+                how = f"{self._config.engine}, {self._config.precision}"
+                notes.append(f"Scores were not finite ({how}); all of them were computed again in eager fp32.")
+                recomputed = True
+            else:
+                notes += [] if recomputed else self._notes(window)
+                return Scored(consumer, tuple(notes), fallbacks, recomputed)
+
+    def score_windows(self, windows: Tensor, plan: Plan, run: ComputeSlabs) -> Tensor:
+        """Return the raw scores, float32 [N, K, *roi], of windows [N, C, *roi], which run as a stack without overlap.
+
+        They are scored once whatever the plan says of views. Raises what `compute` raises.
+        """
+        apart = plan._replace(overlap=0.0, views=())
+        return score_stack(
+            windows, lambda stack: self.compute(stack, apart, _ScoreCollector, Stages(), run).consumer.slabs
+        )
+
+    def _window(self, batch_size: int, *, reference: bool) -> SlidingWindow:
+        """Return the FP32 reference, the warm window, one for fewer windows at once, or an eager one."""
+        if reference:
+            return self._selector.reference(batch_size)
+        if self._ready is not None and self._config.sw_batch_size == batch_size:
+            return self._ready.window
+        # Requests that ask for the same at the same time share batches of it.
+        with self._lock:
+            window = self._smaller_windows.get(batch_size)
+            if window is None:
+                window = self._smaller_windows[batch_size] = self._make_window(batch_size)
+            return window
+
+    def _with_views(self, window: SlidingWindow, views: Views) -> SlidingWindow:
+        """Return windows that are scored in several views, the same object for the same: requests share batches."""
+        with self._lock:
+            viewed = self._viewed_windows.get(window)
+            if viewed is None:
+                network = AveragedViews(window.network, views)
+                viewed = window.with_network(network, any_batch_size=window.any_batch_size, owns_scores=True)
+                self._viewed_windows[window] = viewed
+            return viewed
+
+    def _make_window(self, batch_size: int) -> SlidingWindow:
+        if self._ready is not None and self._fit_batch(batch_size) == batch_size and self._config.engine != "eager":
+            return self._ready.window.with_capacity(batch_size)
+        return self._selector.sliding_window(self.module, self._config, batch_size)
+
+    def _notes(self, used: SlidingWindow) -> list[str]:
+        if self._ready is None or self._config.engine == "eager" or used.network is self._ready.window.network:
+            return []
+        return [f"Ran eagerly: only sw_batch_size {self._config.sw_batch_size} is compiled."]
+
+
+def feed(consumer: ScoreConsumer, slabs: Iterator[Slab], stages: Stages) -> None:
+    """Hand every slab to the consumer; the time that it takes counts as stage decode, the rest as windows."""
+    while True:
+        with stages.measure("windows"):
+            slab = next(slabs, None)
+        if slab is None:
+            return
+        with stages.measure("decode"):
+            consumer.add(slab.z0, slab.y0, slab.scores)

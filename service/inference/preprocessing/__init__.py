@@ -1,0 +1,1 @@
+"""From stored pixels to the image that windows are cut from."""

@@ -1,0 +1,141 @@
+"""Exact percentiles of one channel that comes in blocks, without sorting it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.core.types import Array
+
+# Wider pixels than 16 bits are partially sorted up to this many voxels, and counted beyond.
+SORTED_VOXELS = 2**22
+
+# `numpy.bincount` widens values to 64 bits. Portions of this many values stay in a cache, and leave no gaps of 32 MiB
+# between longer-lived memory.
+COUNTED_VOXELS = 2**16
+
+
+class Channel(Protocol):
+    """All pixels of one channel in blocks, which can be iterated several times; a 3D array yields its planes."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of every block."""
+
+    @property
+    def size(self) -> int:
+        """Number of voxels."""
+
+    def __iter__(self) -> Iterator[Array]:
+        """Yield blocks of any shape that together hold every voxel once."""
+
+
+@runtime_checkable
+class CountedChannel(Protocol):
+    """A channel whose voxels are counted elsewhere: on another device, or by other processes."""
+
+    def count_digits(self, shift: int, prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
+        """Return what the function `count_digits` does of all blocks."""
+
+
+def percentiles(channel: Channel, low: float, high: float) -> tuple[float, float]:
+    """Return two percentiles of all pixels, linearly interpolated like `numpy.percentile`.
+
+    They are exact. Up to 16 bits one pass makes a histogram. Wider dtypes are partially sorted where the channel is
+    small; otherwise each pass counts 16 more bits of order-preserving integer keys (radix selection).
+    """
+    ranks = [share / 100 * (channel.size - 1) for share in (low, high)]
+    if channel.dtype.itemsize > 2 and channel.size <= SORTED_VOXELS:
+        a, b = np.percentile(np.concatenate([block.ravel() for block in channel]), (low, high))
+        return float(a), float(b)
+    whole_ranks = sorted({int(whole) for rank in ranks for whole in (np.floor(rank), np.ceil(rank))})
+    values = dict(zip(whole_ranks, _order_statistics(channel, whole_ranks), strict=True))
+    a, b = (_interpolate(values[int(np.floor(rank))], values[int(np.ceil(rank))], rank % 1) for rank in ranks)
+    return a, b
+
+
+def _interpolate(below: float, above: float, share: float) -> float:
+    """Interpolate like `numpy.percentile`, without a difference of the two values that could overflow."""
+    return below if share == 0 else below * (1 - share) + above * share
+
+
+def _order_statistics(channel: Channel, ranks: list[int]) -> list[float]:
+    """Return the pixels at these ranks (ascending, from 0) of the sorted channel."""
+    prefixes, remaining_ranks = [0] * len(ranks), list(ranks)
+    bits = 8 * channel.dtype.itemsize
+    for shift in range(max(bits - 16, 0), -1, -16):
+        if isinstance(channel, CountedChannel):
+            histograms = channel.count_digits(shift, frozenset(prefixes))
+        else:
+            histograms = count_digits(channel, shift, frozenset(prefixes))
+        for index, prefix in enumerate(prefixes):
+            digit, less = _find_rank(histograms[prefix], remaining_ranks[index])
+            remaining_ranks[index] -= less
+            prefixes[index] = prefix << 16 | digit
+    return [_pixel_of_key(key, channel.dtype) for key in prefixes]
+
+
+def count_digits(blocks: Iterable[Array], shift: int, prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
+    """Count the 16 bits at `shift` of all keys, separately by the bits above them, the prefix.
+
+    A key is the pixel as an unsigned integer of the same order, of up to 16 bits itself the only digit. A histogram
+    ends at its highest value: half of a small volume's time would go into values that no pixel has.
+    """
+    histograms = {prefix: np.zeros(1, np.int64) for prefix in prefixes}
+    for block in blocks:
+        keys = keys_of_pixels(block.ravel())
+        has_no_prefix = keys.dtype.itemsize * 8 <= shift + 16
+        for prefix, counts in histograms.items():
+            chosen = keys if has_no_prefix else keys[keys >> (shift + 16) == prefix]
+            digits = chosen >> shift & 0xFFFF if shift or not has_no_prefix else chosen
+            histograms[prefix] = _add_counts(digits, counts)
+    return histograms
+
+
+def _find_rank(counts: NDArray[np.int64], rank: int) -> tuple[int, int]:
+    """Return the value at `rank` of a histogram's sorted values, and how many values are less."""
+    cumulated = np.cumsum(counts)
+    value = int(np.searchsorted(cumulated, rank, side="right"))
+    return value, int(cumulated[value - 1]) if value else 0
+
+
+def _add_counts(values: NDArray[Any], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the histogram of `values` plus `counts`, which may be modified, as long as the highest value needs."""
+    for start in range(0, values.size, COUNTED_VOXELS):
+        part = values[start : start + COUNTED_VOXELS]
+        # Large volumes are mostly empty.
+        more = np.append(np.zeros(part[0], np.int64), part.size) if has_one_value(part) else np.bincount(part)
+        counts, shorter = (more, counts) if len(more) > len(counts) else (counts, more)
+        counts[: len(shorter)] += shorter
+    return counts
+
+
+def has_one_value(pixels: Array) -> bool:
+    """Return whether all pixels are equal. There has to be one."""
+    first = pixels.flat[0]
+    return bool(first == pixels.flat[-1]) and bool((pixels == first).all())
+
+
+def keys_of_pixels(pixels: Array) -> NDArray[np.unsignedinteger]:
+    """Map pixels to unsigned integers of the same width that sort in the same order."""
+    kind, bits = pixels.dtype.kind, 8 * pixels.dtype.itemsize
+    keys: NDArray[np.unsignedinteger] = pixels.view(f"u{pixels.dtype.itemsize}")
+    sign = keys.dtype.type(1 << (bits - 1))
+    if kind == "f":
+        # A negative number has all its bits inverted, a positive one its sign.
+        return keys ^ (pixels.view(f"i{pixels.dtype.itemsize}") >> (bits - 1)).view(keys.dtype) ^ (~keys & sign)
+    return keys ^ sign if kind == "i" else keys
+
+
+def _pixel_of_key(key: int, dtype: np.dtype[Any]) -> float:
+    """Invert `keys_of_pixels` for one key."""
+    bits = 8 * dtype.itemsize
+    sign = 1 << (bits - 1)
+    if dtype.kind == "f":
+        key ^= sign if key & sign else 2 * sign - 1
+    elif dtype.kind == "i":
+        key ^= sign
+    return float(np.array(key, f"u{dtype.itemsize}").view(dtype))

@@ -1,0 +1,1 @@
+"""Several time points: segmenting and linking them."""

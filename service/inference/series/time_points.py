@@ -1,0 +1,294 @@
+"""Several time points of one file -> one segmentation with an axis T, a loop over the straight line for one volume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from service.core.buffers import allocate_on_disk, release_pages
+from service.core.errors import (
+    Cancelled,
+    NonFiniteScores,
+    OutOfMemory,
+    OutOfStorage,
+    ReaderKilled,
+    RequestError,
+    StackSegError,
+)
+from service.core.quantities import TimeInterval, VoxelSize, parse_diameter
+from service.core.timing import Stages
+from service.core.types import Array, Description, Linking, Options, Segmentation, StackShape, Volume, label_dtype
+from service.inference.diameter.confidence import Doubt
+from service.inference.diameter.estimation import Sizing
+from service.inference.measurements import Table, measure
+from service.inference.preprocessing.empty_windows import Skipped
+from service.inference.result import Result, SeriesFacts
+from service.inference.series.diameter import choose_diameter, sample
+from service.inference.series.laptrack_linking import link_by_distance
+from service.inference.series.overlap_linking import Tracks, link_by_overlap
+
+# Time points whose widths are estimated for the whole series.
+SAMPLED_POINTS = 3
+# Notes that a result of many time points may have.
+MAX_NOTES = 20
+# Time points that a note names.
+MAX_TIMES = 8
+# Faults of one time point, after which those before it are kept.
+_POINT_FAULTS = (RequestError, OutOfMemory, OutOfStorage, ReaderKilled, NonFiniteScores)
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Series:
+    """Time points of one file, whose pixels are read when their turn comes.
+
+    times      numbers in the file
+    read       of a time point returns the volume to segment, and the one to measure objects in, None for no table
+    shape      of each time point, as are voxel size and channels
+    link       how objects are given one number through time; None: they are not
+    """
+
+    times: range
+    read: Callable[[int], tuple[Volume, Volume | None]]
+    shape: StackShape
+    voxel_size: VoxelSize | None
+    interval: TimeInterval | None
+    link: Linking | None = None
+
+    @classmethod
+    def of(
+        cls, description: Description, read: Callable[[int], tuple[Volume, Volume | None]], link: Linking | None
+    ) -> Series:
+        """Return the series that was selected of a file."""
+        assert description.time_points is not None  # noqa: S101 - a range was selected
+        times = range(*description.time_points)
+        return cls(times, read, description.shape, description.voxel_size, description.time_interval, link)
+
+    @property
+    def voxels(self) -> int:
+        """Voxels of one channel at all time points."""
+        return len(self.times) * int(np.prod(self.shape[1:]))
+
+
+class PointSegmenter(NamedTuple):
+    """Calls for one time point: to segment it, and to estimate the width of its objects, None where that is told.
+
+    The progress that the first one gets is called with the windows that are done, and their number.
+    """
+
+    segment: Callable[[Volume, Options, Progress], Result]
+    estimate_diameter: Callable[[Volume, Options], Sizing | None] | None
+
+
+def segment_series(  # noqa: PLR0913
+    series: Series,
+    options: Options,
+    segmenter: PointSegmenter,
+    folder: Path | None,
+    *,
+    cancelled: Callable[[], bool] = lambda: False,
+    began: Callable[[int], None] = lambda _number: None,
+    progress: Progress = lambda _done, _total: None,
+) -> Result:
+    """Segment time points one after the other; the labels of each are those that it would have alone.
+
+    The width of objects is estimated once, from a few time points. Pixels of the result lie in a file without a name in
+    `folder`. A fault of the first time point is raised. That of a later one ends the series, which has the points
+    before it, and the fault in its `SeriesFacts`.
+
+    began     called with the number of each time point in the series, from 0
+    progress  called with the windows that are done, and those of the whole series
+
+    Raises what `segmenter` and `series.read` raise, and Cancelled.
+    """
+    points = _Points(series, folder)
+    options, estimated, note = _settle_diameter(series, options, segmenter, points.stages, cancelled)
+    fault: StackSegError | None = None
+    for number, time in enumerate(series.times):
+        _check(cancelled)
+        began(number)
+        try:
+            with points.stages.measure("read"):
+                volume, measured = series.read(time)
+            result = segmenter.segment(volume, options, partial(_advance, progress, number, len(series.times)))
+            points.add(result, measured)
+        except _POINT_FAULTS as error:
+            _check(cancelled)
+            error.args = (f"Time point {time}: {error}",)
+            if number == 0:
+                raise
+            note = f"{note} The result ends before a time point that failed. {error}".strip()
+            error.args = (f"{error} Those before it are time={series.times[0]}:{time}.",)
+            fault = error
+            break
+    segmentation, table = points.finish()
+    return points.last._replace(
+        segmentation=segmentation,
+        seconds=points.stages.seconds,
+        notes=tuple(filter(None, (note, *points.list_notes()))),
+        fallbacks=points.fallbacks,
+        recomputed=points.recomputed,
+        estimated=estimated,
+        skipped=points.skipped,
+        confidence=points.confidence,
+        doubt=points.doubt,
+        series=SeriesFacts(points.done, len(series.times), table, fault),
+    )
+
+
+def _check(cancelled: Callable[[], bool]) -> None:
+    if cancelled():
+        raise Cancelled("given up between two time points")
+
+
+def _advance(progress: Progress, number: int, points: int, done: int, total: int) -> None:
+    """Tell how far a series of so many points has come, of which this one has done some of its windows."""
+    progress(number * total + done, points * total)
+
+
+def _settle_diameter(
+    series: Series, options: Options, segmenter: PointSegmenter, stages: Stages, cancelled: Callable[[], bool]
+) -> tuple[Options, bool, str]:
+    """Return the options with one width for all time points, whether that was estimated, and a note."""
+    if segmenter.estimate_diameter is None:
+        return options, False, ""
+    estimates = list[tuple[Sizing, VoxelSize | None]]()
+    sampled = sample(series.times, SAMPLED_POINTS)
+    for time in sampled:
+        _check(cancelled)
+        with stages.measure("size"), suppress(*_POINT_FAULTS):
+            volume, _ = series.read(time)
+            if (sizing := segmenter.estimate_diameter(volume, options)) is not None:
+                estimates.append((sizing, volume.voxel_size))
+    text, note = choose_diameter(estimates, f"{len(sampled)} time points")
+    return replace(options, diameter=parse_diameter(text)), text != "none", note
+
+
+class _Points:
+    """The results of time points so far, without their pixels, which are in a mapped file."""
+
+    def __init__(self, series: Series, folder: Path | None) -> None:
+        self._series, self._folder = series, folder
+        self._pixels: Array | None = None
+        self._count: int | None = None
+        self._notes = dict[str, list[int]]()
+        self._tables = list[Table]()
+        self.stages = Stages()
+        self.done = self.fallbacks = 0
+        self.recomputed = False
+        self.skipped: Skipped | None = None
+        # Of the time point that the model is least sure of.
+        self.confidence: float | None = None
+        self._doubt: Doubt | None = None
+        self.last: Result
+
+    def add(self, result: Result, measured: Volume | None) -> None:
+        """Take in the next time point, and measure its objects where there is a volume to measure them in."""
+        segmentation, time = result.segmentation, self._series.times[self.done]
+        self._put(segmentation.pixels)
+        if measured is not None:
+            with self.stages.measure("measure"):
+                self._tables.append(measure(segmentation, measured))
+        self.done += 1
+        if segmentation.count is not None:
+            self._count = segmentation.count + (self._count or 0)
+        for note in result.notes:
+            self._notes.setdefault(note, []).append(time)
+        doubt = result.doubt and result.doubt._replace(detail=f"Time point {time}: {result.doubt.detail}")
+        if result.confidence is not None and (self.confidence is None or result.confidence < self.confidence):
+            self.confidence, self._doubt = result.confidence, doubt
+        elif self.confidence is None:
+            self._doubt = self._doubt or doubt
+        self.stages.update(result.seconds)
+        self.fallbacks += result.fallbacks
+        self.recomputed |= result.recomputed
+        self.skipped = _add_skipped(self.skipped, result.skipped)
+        # The pixels are in the file, and need not stay in memory.
+        self.last = result._replace(segmentation=replace(segmentation, pixels=segmentation.pixels[:0].copy()))
+
+    @property
+    def doubt(self) -> Doubt | None:
+        """The reason not to trust the worst time point; one without objects is only where no other has any."""
+        return None if self._doubt and self._doubt.confidence is None and self._count else self._doubt
+
+    def _put(self, pixels: Array) -> None:
+        """Write the pixels of the next time point, in a wider dtype from the first that needs one."""
+        if self._pixels is None or not np.can_cast(pixels.dtype, self._pixels.dtype):
+            narrow = self._pixels
+            self._pixels = allocate_on_disk((len(self._series.times), *pixels.shape), pixels.dtype, self._folder)
+            for number in range(self.done):
+                self._pixels[number] = narrow[number] if narrow is not None else 0
+        self._pixels[self.done] = pixels
+        release_pages(self._pixels)
+
+    def finish(self) -> tuple[Segmentation, Table | None]:
+        """Return the series as far as it has come, its objects linked where that is wanted, and their table."""
+        assert self._pixels is not None  # noqa: S101 - the first time point is there
+        pixels, count, tracks = self._pixels[: self.done], self._count, None
+        if self._series.link is not None:
+            with self.stages.measure("link"):
+                tracks = self._link(pixels, self._series.link)
+                pixels, count = self._renumber(tracks), tracks.count
+        last, interval = self.last.segmentation, self._series.interval
+        segmentation = replace(last, pixels=pixels, count=count, objects=None, time_interval=interval)
+        return segmentation, self._make_table(tracks)
+
+    def _link(self, pixels: Array, how: Linking) -> Tracks:
+        if how == "overlap":
+            return link_by_overlap(pixels)
+        return link_by_distance(pixels, self.last.segmentation.voxel_size)
+
+    def _renumber(self, tracks: Tracks) -> Array:
+        """Give every object the number of its track."""
+        assert self._pixels is not None  # noqa: S101 - the first time point is there
+        pixels, dtype = self._pixels[: self.done], label_dtype(tracks.count)
+        if not np.can_cast(dtype, pixels.dtype):
+            pixels = allocate_on_disk(pixels.shape, dtype, self._folder)
+        for number, lookup in enumerate(tracks.tracks):
+            for z, plane in enumerate(self._pixels[number]):
+                pixels[number, z] = lookup[plane]
+            release_pages(pixels)
+        return pixels
+
+    def _make_table(self, tracks: Tracks | None) -> Table | None:
+        """Return one table of all objects, with their time points, and their tracks where they are linked."""
+        if not self._tables:
+            return None
+        tables = list[Table]()
+        for number, table in enumerate(self._tables):
+            label = table["label"]
+            facts: Table = {"label": label, "time": np.full(len(label), self._series.times[number])}
+            if tracks is not None:
+                track = tracks.tracks[number][label]
+                facts |= {"label": track, "track_id": track, "parent": tracks.parents[track]}
+            order = facts["label"].argsort()
+            tables.append({name: column[order] for name, column in (facts | {**table, **facts}).items()})
+        return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
+
+    def list_notes(self) -> list[str]:
+        """Return the notes of all time points, each with those that it is about."""
+        notes = [
+            note if len(times) == self.done else f"Time point{'s' * (len(times) > 1)} {_list_times(times)}: {note}"
+            for note, times in self._notes.items()
+        ]
+        more = len(notes) - MAX_NOTES
+        return notes if more <= 0 else [*notes[:MAX_NOTES], f"There are {more} more notes on single time points."]
+
+
+def _list_times(times: Sequence[int]) -> str:
+    listed = ", ".join(map(str, times[:MAX_TIMES]))
+    return listed if len(times) <= MAX_TIMES else f"{listed} and {len(times) - MAX_TIMES} more"
+
+
+def _add_skipped(so_far: Skipped | None, skipped: Skipped | None) -> Skipped | None:
+    if so_far is None or skipped is None:
+        return skipped or so_far
+    limits = tuple(map(max, so_far.limits, skipped.limits))
+    return Skipped(so_far.windows + skipped.windows, so_far.total + skipped.total, limits)

@@ -1,0 +1,1 @@
+"""Exported programs as modules of operators that are allowed."""

@@ -1,0 +1,174 @@
+"""Elementwise operators of ONNX, on tensors and on the numbers and tuples of numbers that sizes are computed with.
+
+A tuple stands for a tensor with one axis. Computing sizes with Python's numbers keeps a graph one that `torch.compile`
+captures whole.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from service.models.graphs.layers import multiply
+
+Value = Any
+"""A tensor, a number or a tuple of numbers; None for an input that is left out."""
+
+
+class UnsupportedCall(ValueError):
+    """A call that cannot be honoured. The message begins with the name of the attribute or input at fault."""
+
+
+def _apply_elementwise(function: Callable[[Any, Any], Any], a: Value, b: Value) -> Value:
+    """Apply a function of two numbers element by element; a number goes with every element of a tuple."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return function(*(_to_tensor(value, b if value is a else a) for value in (a, b)))
+    if not isinstance(a, tuple) and not isinstance(b, tuple):
+        return function(a, b)
+    length = max(len(value) for value in (a, b) if isinstance(value, tuple))
+    return tuple(map(function, _broadcast(a, length), _broadcast(b, length)))
+
+
+def _broadcast(value: Value, length: int) -> tuple[Any, ...]:
+    """Return a tuple of several numbers unchanged, and a single number `length` times."""
+    return value if isinstance(value, tuple) and len(value) > 1 else (to_number(value),) * length
+
+
+def _to_tensor(value: Value, like: Value) -> Value:
+    """Return a tuple as a tensor on the device of `like`, and other values unchanged."""
+    return torch.tensor(value, device=like.device) if isinstance(value, tuple) else value
+
+
+def to_number(value: Value) -> Any:
+    """Return the only element of a tuple or tensor, or a number unchanged."""
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, tuple):
+        (value,) = value
+    return value
+
+
+def to_ints(value: Value, name: str) -> tuple[int, ...]:
+    """Return sizes or axes as integers. Raise UnsupportedCall, naming the input, for floating point tensors."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            raise UnsupportedCall(f"{name}: computed from pixels.")
+        value = value.flatten().tolist()
+    return tuple(map(int, value)) if isinstance(value, tuple | list) else (int(value),)
+
+
+def _divide(a: Value, b: Value) -> Value:
+    """Divide; a quotient of integers is rounded towards zero, as ONNX demands."""
+    if isinstance(a, int) and isinstance(b, int):
+        return int(a / b)
+    if all(isinstance(v, int) or (isinstance(v, Tensor) and not v.is_floating_point()) for v in (a, b)):
+        # A division that rounds towards zero ends the process for the lowest whole number by -1.
+        return (torch.as_tensor(a) - torch.fmod(torch.as_tensor(a), torch.as_tensor(b))) // b
+    return a / b
+
+
+def _power(a: Value, b: Value) -> Value:
+    """Raise to a power. Raise OverflowError for whole numbers that take long to compute."""
+    if isinstance(a, int) and isinstance(b, int) and a.bit_length() * b > 2**10:
+        raise OverflowError("a power of more than 1024 bits")
+    return a**b
+
+
+def _modulo(a: Value, b: Value, *, fmod: int = 0) -> Value:
+    """Return the remainder with the sign of `b`, or with `fmod` that of `a`."""
+    return torch.fmod(*map(torch.as_tensor, (a, b))) if fmod else _apply_elementwise(operator.mod, a, b)
+
+
+def _fold(function: Callable[[Any, Any], Any]) -> Callable[..., Value]:
+    """Return a function that applies `function` element by element to any number of values, one after the other."""
+
+    def call(*values: Value) -> Value:
+        return reduce(partial(_apply_elementwise, function), values)
+
+    return call
+
+
+def _extremum(of_tensors: Callable[..., Tensor], of_numbers: Callable[..., Any], a: Value, b: Value) -> Value:
+    """Apply `of_tensors` where one value is a tensor, as the other then becomes too, and else `of_numbers`."""
+    for like in (a, b):
+        if isinstance(like, Tensor):
+            return of_tensors(torch.as_tensor(a).to(like), torch.as_tensor(b).to(like))
+    return of_numbers(a, b)
+
+
+def _unary(function: Callable[[Any], Any], of_number: Callable[[Any], Any] | None = None) -> Callable[[Value], Value]:
+    """Return an operator that applies `function` to tensors, and `of_number` to every number of a size."""
+
+    def call(x: Value) -> Value:
+        if isinstance(x, Tensor):
+            return function(x)
+        if of_number is None:
+            raise UnsupportedCall("input: sizes.")
+        return tuple(map(of_number, x)) if isinstance(x, tuple) else of_number(x)
+
+    return call
+
+
+def _where(condition: Value, a: Value, b: Value) -> Value:
+    """Select elements of `a` where `condition` holds, and of `b` elsewhere."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition, a, b)
+    if not isinstance(condition, tuple):
+        return a if condition else b
+    choices = zip(condition, _broadcast(a, len(condition)), _broadcast(b, len(condition)), strict=True)
+    return tuple(first if chosen else second for chosen, first, second in choices)
+
+
+def _cast(x: Value, to: int) -> Value:
+    """Convert to the data type `to`; a floating point tensor keeps its precision, which an engine chooses."""
+    floating = to in {1, 10, 11, 16}
+    if isinstance(x, Tensor):
+        if floating:
+            return x if x.is_floating_point() else x.float()
+        return x.bool() if to == 9 else x.long()
+    kind = float if floating else bool if to == 9 else int
+    return tuple(map(kind, x)) if isinstance(x, tuple) else kind(x)
+
+
+ELEMENTWISE: dict[str, Callable[..., Value]] = {
+    "Relu": _unary(functional.relu, lambda n: max(n, 0)),
+    "Sigmoid": _unary(torch.sigmoid),
+    "Tanh": _unary(torch.tanh),
+    "Exp": _unary(torch.exp),
+    "Log": _unary(torch.log),
+    "Sqrt": _unary(torch.sqrt, math.sqrt),
+    "Abs": _unary(torch.abs, abs),
+    "Neg": _unary(torch.neg, operator.neg),
+    "Erf": _unary(torch.erf),
+    "Floor": _unary(torch.floor, math.floor),
+    "Ceil": _unary(torch.ceil, math.ceil),
+    "Round": _unary(torch.round, round),
+    "Reciprocal": _unary(torch.reciprocal, lambda n: 1 / n),
+    "Softplus": _unary(functional.softplus),
+    "HardSwish": _unary(functional.hardswish),
+    "Mish": _unary(functional.mish),
+    "Not": _unary(torch.logical_not, operator.not_),
+    "Add": partial(_apply_elementwise, operator.add),
+    "Sub": partial(_apply_elementwise, operator.sub),
+    "Mul": partial(_apply_elementwise, multiply),
+    "Div": partial(_apply_elementwise, _divide),
+    "Pow": partial(_apply_elementwise, _power),
+    "Mod": _modulo,
+    "Max": _fold(partial(_extremum, torch.maximum, max)),
+    "Min": _fold(partial(_extremum, torch.minimum, min)),
+    "Sum": _fold(operator.add),
+    "Equal": partial(_apply_elementwise, operator.eq),
+    "Greater": partial(_apply_elementwise, operator.gt),
+    "Less": partial(_apply_elementwise, operator.lt),
+    "GreaterOrEqual": partial(_apply_elementwise, operator.ge),
+    "LessOrEqual": partial(_apply_elementwise, operator.le),
+    "Where": _where,
+    "Cast": _cast,
+}

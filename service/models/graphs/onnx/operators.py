@@ -1,0 +1,358 @@
+"""Operators of ONNX as functions of torch, with the inputs and attributes of the ONNX specification, opset 9 to 23.
+
+Values are tensors of any shape, or numbers and tuples of numbers where a graph computes sizes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, reduce
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from service.models.graphs.layers import multiply
+from service.models.graphs.onnx.elementwise import ELEMENTWISE, UnsupportedCall, Value, to_ints, to_number
+from service.models.size_limit import MAX_ELEMENTS
+
+Ints = Sequence[int]
+
+# Most numbers in a tuple: sizes, axes and indices are few.
+MAX_NUMBERS = 2**16
+
+
+def check_size(sizes: Iterable[int], name: str, most: int = MAX_ELEMENTS) -> None:
+    """Raise UnsupportedCall, naming the input, where a value of such sizes cannot be a part of a network."""
+    if math.prod(sizes) > most:
+        raise UnsupportedCall(f"{name}: asks for more than {most} elements.")
+
+
+def to_tensor(value: Value) -> Tensor:
+    """Return numbers as a tensor, and a tensor unchanged."""
+    return value if isinstance(value, Tensor) else torch.tensor(value)
+
+
+def shape(x: Value, start: int = 0, end: int | None = None) -> Value:
+    return tuple(x.shape if isinstance(x, Tensor) else (len(x),))[start:end]
+
+
+def gather(x: Value, indices: Value, axis: int = 0) -> Value:
+    if not isinstance(x, Tensor) and not isinstance(indices, Tensor):
+        return tuple(x[int(i)] for i in indices) if isinstance(indices, tuple) else x[int(indices)]
+    x = to_tensor(x)
+    if isinstance(indices, Tensor) and indices.is_floating_point():
+        raise UnsupportedCall("indices: computed from pixels.")
+    if not isinstance(indices, Tensor | tuple):
+        return x.select(axis, int(indices))
+    places = torch.as_tensor(indices, device=x.device) % x.shape[axis]
+    axis %= x.dim()
+    return x.index_select(axis, places.flatten()).reshape(*x.shape[:axis], *places.shape, *x.shape[axis + 1 :])
+
+
+def concat(*values: Value, axis: int) -> Value:
+    if any(isinstance(value, Tensor) for value in values):
+        return torch.cat([to_tensor(value) for value in values], axis)
+    numbers = [value if isinstance(value, tuple) else (value,) for value in values]
+    check_size((sum(map(len, numbers)),), "inputs", MAX_NUMBERS)
+    return tuple(itertools.chain.from_iterable(numbers))
+
+
+def reshape(x: Value, shape: Value, allowzero: int = 0) -> Value:
+    if not isinstance(x, Tensor):
+        numbers = x if isinstance(x, tuple) else (x,)
+        if len(shape) < 2:
+            return numbers if shape else to_number(x)
+        x = torch.tensor(numbers)
+    sizes = to_ints(shape, "shape")
+    return x.reshape([x.shape[i] if size == 0 and not allowzero else size for i, size in enumerate(sizes)])
+
+
+def unsqueeze(x: Value, axes: Value) -> Value:
+    new_axes = to_ints(axes, "axes")
+    if not isinstance(x, Tensor) and not isinstance(x, tuple) and len(new_axes) == 1:
+        return (x,)
+    x = to_tensor(x)
+    rank = x.dim() + len(new_axes)
+    for axis in sorted(axis % rank for axis in new_axes):
+        x = x.unsqueeze(axis)
+    return x
+
+
+def squeeze(x: Value, axes: Value = None) -> Value:
+    if not isinstance(x, Tensor):
+        return to_number(x)
+    return x.squeeze() if axes is None else x.squeeze(to_ints(axes, "axes"))
+
+
+def slice_axes(x: Value, starts: Value, ends: Value, axes: Value = None, steps: Value = None) -> Value:
+    """Slice axes; a negative step, which torch does not slice with, becomes a selection of indices."""
+    first, last = to_ints(starts, "starts"), to_ints(ends, "ends")
+    sliced_axes = range(len(first)) if axes is None else to_ints(axes, "axes")
+    strides = (1,) * len(first) if steps is None else to_ints(steps, "steps")
+    if not isinstance(x, Tensor):
+        return x[first[0] : last[0] if last[0] > -(2**31) else None : strides[0]]
+    for axis, start, stop, step in zip(sliced_axes, first, last, strides, strict=True):
+        if step < 0:
+            length = x.shape[axis]
+            indices = range(length)[start : stop if stop >= -length else None : step]
+            x = x.index_select(axis, torch.tensor(list(indices), device=x.device))
+        else:
+            x = x[(*[slice(None)] * (axis % x.dim()), slice(start, stop, step))]
+    return x
+
+
+def split(x: Tensor, split: Value = None, *, axis: int = 0, num_outputs: int = 0) -> Value:
+    if split is not None:
+        return torch.split(x, list(to_ints(split, "split")), axis)
+    if not num_outputs:
+        raise UnsupportedCall("split: is not stated.")
+    return torch.split(x, -(-x.shape[axis] // num_outputs), axis)
+
+
+def expand(x: Value, shape: Value) -> Value:
+    sizes = to_ints(shape, "shape")
+    numbers = not isinstance(x, Tensor) and len(sizes) < 2
+    check_size(sizes, "shape", MAX_NUMBERS if numbers else MAX_ELEMENTS)
+    if numbers:
+        return x if not sizes or (isinstance(x, tuple) and len(x) > 1) else (to_number(x),) * sizes[0]
+    x = to_tensor(x)
+    return x.expand(torch.broadcast_shapes(x.shape, sizes))  # type: ignore[no-untyped-call]
+
+
+def tile(x: Value, repeats: Value) -> Value:
+    counts = to_ints(repeats, "repeats")
+    x = to_tensor(x)
+    check_size((x.numel(), *counts), "repeats")
+    return x.repeat(counts)
+
+
+def einsum(*operands: Tensor, equation: str) -> Tensor:
+    return torch.einsum(equation, *operands)
+
+
+def gather_nd(x: Value, indices: Value, *, batch_dims: int = 0) -> Tensor:
+    """Return the parts of `x` at the places that the last axis of `indices` tells."""
+    if batch_dims:
+        raise UnsupportedCall(f"batch_dims: {batch_dims} cannot be honoured.")
+    return to_tensor(x)[_read_places(indices)]
+
+
+def scatter_nd(x: Value, indices: Value, updates: Value, *, reduction: str = "none") -> Tensor:
+    """Return a copy of `x` with `updates` at the places that the last axis of `indices` tells."""
+    if reduction not in {"none", "add"}:
+        raise UnsupportedCall(f"reduction: {reduction} cannot be honoured.")
+    data = to_tensor(x)
+    return data.index_put(_read_places(indices), to_tensor(updates).to(data), accumulate=reduction == "add")
+
+
+def _read_places(indices: Value) -> tuple[Tensor, ...]:
+    """Return the indices of each axis. Raise UnsupportedCall for floating point ones."""
+    places = to_tensor(indices)
+    if places.is_floating_point():
+        raise UnsupportedCall("indices: computed from pixels.")
+    return places.unbind(-1)
+
+
+def constant_of_shape(shape: Value, value: Any = 0.0) -> Value:
+    sizes = to_ints(shape, "input")
+    check_size(sizes, "input", MAX_NUMBERS if len(sizes) == 1 else MAX_ELEMENTS)
+    number = value.item() if isinstance(value, np.ndarray) else value
+    return (number,) * sizes[0] if len(sizes) == 1 else torch.full(sizes, number)
+
+
+def make_range(start: Value, limit: Value, delta: Value) -> Value:
+    numbers = range(*(int(to_number(value)) for value in (start, limit, delta)))
+    check_size((len(numbers),), "limit", MAX_NUMBERS)
+    return tuple(numbers)
+
+
+def softmax(x: Tensor, axis: int = -1) -> Tensor:
+    return functional.softmax(x, axis)
+
+
+def softmax_flattened(x: Tensor, axis: int = 1) -> Tensor:
+    """Compute softmax over all axes from `axis` on, as defined until opset 12."""
+    return functional.softmax(x.flatten(axis), -1).reshape(x.shape)
+
+
+def clip(x: Value, min: Value = None, max: Value = None) -> Value:  # noqa: A002
+    low, high = (None if bound is None else to_number(bound) for bound in (min, max))
+    if low is None and high is None:
+        return x
+    if isinstance(x, Tensor):
+        return x.clamp(low, high)
+    raise UnsupportedCall("input: sizes.")
+
+
+def reduce_axes(
+    function: Callable[..., Tensor],
+    x: Tensor,
+    axes: Value = None,
+    *,
+    keepdims: int = 1,
+    noop_with_empty_axes: int = 0,
+) -> Tensor:
+    if not axes and noop_with_empty_axes:
+        return x
+    reduced_axes = to_ints(axes, "axes") if axes else tuple(range(x.dim()))
+    result: Tensor = function(x, dim=reduced_axes, keepdim=bool(keepdims))
+    return result
+
+
+def multiply_sizes(x: Value, _axes: Value = None, *, keepdims: int = 1) -> Value:
+    """Multiply sizes along their only axis."""
+    if isinstance(x, Tensor):
+        raise UnsupportedCall("data: pixels.")
+    product = reduce(multiply, x, 1)
+    return (product,) if keepdims else product
+
+
+def flatten_padding(ends: Iterable[tuple[int, int]]) -> list[int]:
+    """Return voxels before and after each axis in the order of `functional.pad`: the last axis first."""
+    return [voxels for end in reversed(list(ends)) for voxels in end]
+
+
+def pad(x: Tensor, pads: Value, value: Value = None, axes: Value = None, *, mode: str = "constant") -> Tensor:
+    amounts = to_ints(pads, "pads")
+    half = len(amounts) // 2
+    padded_axes = range(half) if axes is None else [axis % x.dim() for axis in to_ints(axes, "axes")]
+    by_axis = dict(zip(padded_axes, zip(amounts[:half], amounts[half:], strict=True), strict=True))
+    ends = [by_axis.get(axis, (0, 0)) for axis in range(x.dim())]
+    if mode == "constant":
+        return functional.pad(x, flatten_padding(ends), value=float(to_number(value) or 0))
+    modes = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
+    if any(map(any, ends[:2])) or mode not in modes:
+        raise UnsupportedCall(f"mode: {mode} of batch or channels.")
+    return functional.pad(x, flatten_padding(ends[2:]), mode=modes[mode])
+
+
+def resize(x: Tensor, _roi: Value = None, scales: Value = None, sizes: Value = None, *, torch_mode: str) -> Tensor:
+    """Interpolate a volume; `torch_mode` is one of `functional.interpolate`, or "corners" for aligned corners."""
+    edges: Any = None
+    factors: Any = None
+    if sizes is not None and sizes != ():
+        edges = to_ints(sizes, "sizes")[-3:]
+    else:
+        factors = tuple(map(float, scales))
+        if any(factor != 1 for factor in factors[:-3]):
+            raise UnsupportedCall("scales: of batch or channels.")
+        factors = factors[-3:]
+    if torch_mode.startswith("nearest"):
+        return functional.interpolate(x, edges, factors, torch_mode)
+    return functional.interpolate(x, edges, factors, "trilinear", align_corners=torch_mode == "corners")
+
+
+def pool_globally(function: Callable[..., Tensor], x: Tensor) -> Tensor:
+    pooled: Tensor = function(x, dim=list(range(2, x.dim())), keepdim=True)
+    return pooled
+
+
+def instance_norm(x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e-5) -> Tensor:
+    return functional.instance_norm(x, weight=scale, bias=bias, eps=epsilon)
+
+
+def group_norm(x: Tensor, scale: Tensor, bias: Tensor, *, num_groups: int, epsilon: float = 1e-5) -> Tensor:
+    """Normalise groups of channels; scale and bias belong to channels, or until opset 20 to groups."""
+    if len(scale) != x.shape[1]:
+        scale, bias = (value.repeat_interleave(x.shape[1] // num_groups) for value in (scale, bias))
+    return functional.group_norm(x, num_groups, scale, bias, epsilon)
+
+
+def layer_norm(x: Tensor, scale: Tensor, bias: Value = None, *, axis: int = -1, epsilon: float = 1e-5) -> Tensor:
+    return functional.layer_norm(x, x.shape[axis % x.dim() :], scale, bias, epsilon)
+
+
+def prelu(x: Tensor, slope: Value) -> Tensor:
+    return torch.where(x < 0, x * slope, x)
+
+
+def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    return functional.gelu(x, approximate=approximate)
+
+
+def gemm(  # noqa: PLR0913
+    a: Tensor,
+    b: Tensor,
+    c: Value = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    transA: int = 0,  # noqa: N803
+    transB: int = 0,  # noqa: N803
+) -> Tensor:
+    """Return alpha * a @ b + beta * c, of which `a` and `b` may be transposed first."""
+    product = alpha * ((a.T if transA else a) @ (b.T if transB else b))
+    return product if c is None else product + beta * c
+
+
+def leaky_relu(x: Tensor, *, alpha: float = 0.01) -> Tensor:
+    return functional.leaky_relu(x, alpha)
+
+
+def elu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
+    return functional.elu(x, alpha)
+
+
+def hard_sigmoid(x: Tensor, *, alpha: float = 0.2, beta: float = 0.5) -> Tensor:
+    return (alpha * x + beta).clamp(0, 1)
+
+
+def transpose(x: Tensor, *, perm: Ints = ()) -> Tensor:
+    return x.permute(tuple(perm) or tuple(reversed(range(x.dim()))))
+
+
+def flatten(x: Tensor, *, axis: int = 1) -> Tensor:
+    return x.reshape(math.prod(x.shape[:axis]), -1)
+
+
+OPERATORS: dict[str, Callable[..., Value]] = ELEMENTWISE | {
+    "LeakyRelu": leaky_relu,
+    "Elu": elu,
+    "HardSigmoid": hard_sigmoid,
+    "PRelu": prelu,
+    "Gelu": gelu,
+    "Clip": clip,
+    "Softmax": softmax,
+    "MatMul": operator.matmul,
+    "Gemm": gemm,
+    "Shape": shape,
+    "Gather": gather,
+    "Concat": concat,
+    "Reshape": reshape,
+    "Flatten": flatten,
+    "Transpose": transpose,
+    "Unsqueeze": unsqueeze,
+    "Squeeze": squeeze,
+    "Slice": slice_axes,
+    "Split": split,
+    "Expand": expand,
+    "Tile": tile,
+    "Einsum": einsum,
+    "GatherND": gather_nd,
+    "ScatterND": scatter_nd,
+    "ConstantOfShape": constant_of_shape,
+    "Range": make_range,
+    "Pad": pad,
+    "Resize": resize,
+    "GlobalAveragePool": partial(pool_globally, torch.mean),
+    "GlobalMaxPool": partial(pool_globally, torch.amax),
+    "ReduceMean": partial(reduce_axes, torch.mean),
+    "ReduceSum": partial(reduce_axes, torch.sum),
+    "ReduceMax": partial(reduce_axes, torch.amax),
+    "ReduceMin": partial(reduce_axes, torch.amin),
+    "ReduceProd": multiply_sizes,
+    "InstanceNormalization": instance_norm,
+    "GroupNormalization": group_norm,
+    "LayerNormalization": layer_norm,
+}
+for _name, _function in OPERATORS.items():
+    if isinstance(_function, partial):
+        # The code of a graph names its functions.
+        setattr(_function, "__name__", _name)  # noqa: B010
+"""Supported operators by name, besides those that `network` makes into modules or constants."""

@@ -1,0 +1,387 @@
+"""File of `torch.export` -> torch module, without `torch.export.load`, which evaluates and unpickles parts of the file.
+
+Only the graph, JSON that lists calls of operators, and the raw bytes of the weights are read. Every operator must be on
+the list of `allowed_operators`. Format: schema version 8 of `torch._export.serde.schema`, in the PT2
+archive that `torch.export.save` writes since torch 2.8.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.fx import Graph, GraphModule, Node
+
+from service.core.errors import BrokenModel
+from service.models.convolution import make_convolution
+from service.models.graphs.allowed_operators import ATEN, UNCHECKED
+from service.models.graphs.layers import (
+    FindLayer,
+    Layer,
+    Shapes,
+    add_layers,
+    find_shuffle,
+    first_input,
+    is_volume,
+    make_graph_module,
+    make_norm,
+    make_prelu,
+    multiply,
+    read_constant,
+)
+from service.models.zip_archive import open_archive
+
+SCHEMA_VERSION = 8
+MAX_GRAPH_BYTES = 2**26
+
+# torch._export.serde.schema.ScalarType
+DTYPES = {
+    1: torch.uint8,
+    2: torch.int8,
+    3: torch.int16,
+    4: torch.int32,
+    5: torch.int64,
+    6: torch.float16,
+    7: torch.float32,
+    8: torch.float64,
+    12: torch.bool,
+    13: torch.bfloat16,
+}
+# Operators that only graphs of torch.export call besides those of the list, and those that graphs may not call.
+ALLOWED = ATEN - UNCHECKED | {"sym_size", "lift_fresh_copy", "detach_"}
+RESULTS = frozenset(["Tensor", "List[Tensor]"])
+PLAIN_ARGUMENTS = ("as_int", "as_ints", "as_float", "as_floats", "as_bool", "as_bools", "as_string")
+ARITHMETIC: dict[str, Callable[..., Any]] = {
+    f"_operator.{name}": getattr(operator, name) for name in ("add", "sub", "floordiv", "mod", "neg", "getitem")
+} | {"_operator.mul": multiply}
+# Errors that a damaged or foreign file causes below.
+_DAMAGE = (
+    AttributeError,
+    ArithmeticError,
+    LookupError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+    OSError,
+    zipfile.BadZipFile,
+)
+
+
+def load_torch_export(path: Path, window: Sequence[int]) -> nn.Module:
+    """Load the network of a `.pt2` file, in the precision of the file, on the CPU, in evaluation mode.
+
+    Layers become modules, which engines can replace: those that windows [C, z, y, x] show to be some. Raise
+    BrokenModel, naming what is refused.
+    """
+    try:
+        with open_archive(path) as archive:
+            network = add_layers(_GraphReader(_Archive(archive)).read(), window, FINDERS, {_ATEN.add.Tensor})
+    except BrokenModel as error:
+        raise BrokenModel(f"{path}: {error}") from error
+    except RecursionError as error:
+        raise BrokenModel(f"{path}: its graph is nested too deeply.") from error
+    except _DAMAGE as error:
+        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise BrokenModel(f"{path}: cannot be read as a file of torch.export: {reason[0]}") from error
+    return network.eval().requires_grad_(requires_grad=False)
+
+
+class _Archive:
+    """A PT2 archive, whose files are named by their path below its only folder."""
+
+    def __init__(self, archive: zipfile.ZipFile) -> None:
+        self._archive = archive
+        self._entries = {str(PurePosixPath(*PurePosixPath(e.filename).parts[1:])): e for e in archive.infolist()}
+        self.stored_bytes = sum(entry.compress_size for entry in archive.infolist())
+
+    def read_bytes(self, name: str) -> bytes:
+        """Read a file. Raise BrokenModel where it is missing or compressed, as nothing in such an archive is."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise BrokenModel(f"there is no {name} in it; export the network again with torch 2.8 or later.")
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise BrokenModel(f"{name} is compressed, which torch.export.save does not do.")
+        return self._archive.read(entry)
+
+    def read_json(self, name: str) -> Any:
+        """Read a file of JSON. Raise BrokenModel where it is missing, compressed or too large."""
+        text = self.read_bytes(name)
+        if len(text) > MAX_GRAPH_BYTES:
+            raise BrokenModel(f"{name} is larger than a graph can be.")
+        return json.loads(text)
+
+
+class _GraphReader:
+    """Reader of one graph.
+
+    _values   nodes by their names in the file
+    _stored   nodes of stored tensors by file and description: several names may mean one tensor
+    _bytes    how many bytes of tensors may still be read: no more than the archive has
+    _configs  tables of the places of tensors in the archive, by file name
+    """
+
+    def __init__(self, archive: _Archive) -> None:
+        self._archive = archive
+        program = archive.read_json("models/model.json")
+        if (version := program["schema_version"]["major"]) != SCHEMA_VERSION:
+            raise BrokenModel(f"its schema has version {version}; {SCHEMA_VERSION} can be read.")
+        self._description: Mapping[str, Any] = program["graph_module"]["graph"]
+        self._signature: Mapping[str, Any] = program["graph_module"]["signature"]
+        self._root = nn.Module()
+        self._graph = Graph()
+        self._values: dict[str, Node] = {}
+        self._stored: dict[str, Node] = {}
+        self._bytes = archive.stored_bytes
+        self._configs: dict[str, Any] = {}
+
+    def read(self) -> GraphModule:
+        """Return the network. Raise BrokenModel."""
+        self._read_inputs()
+        for call in self._description["nodes"]:
+            self._read_call(call)
+        self._graph.output(self._values[self._find_output()])
+        return make_graph_module(self._root, self._graph)
+
+    def _read_inputs(self) -> None:
+        """Add the image as input; all other inputs are tensors of the file."""
+        images = 0
+        for spec in self._signature["input_specs"]:
+            ((kind, content),) = spec.items()
+            if kind == "user_input":
+                images += 1
+                name = content["arg"]["as_tensor"]["name"]
+                self._values[name] = self._graph.placeholder(f"image_{images}")
+            elif kind in {"parameter", "buffer", "tensor_constant"}:
+                # `torch.export.save` stores buffers that are not persistent among the constants.
+                constant = kind == "tensor_constant" or (kind == "buffer" and not content["persistent"])
+                self._read_tensor(content["arg"]["name"], content[f"{kind}_name"], constant=constant)
+            else:
+                raise BrokenModel(f"it takes a {kind}, which cannot be honoured.")
+        if images != 1:
+            raise BrokenModel(f"it takes {images} inputs; exactly one image can be given.")
+
+    def _read_tensor(self, name: str, stored: str, *, constant: bool) -> None:
+        folder, file = ("constants", "model_constants") if constant else ("weights", "model_weights")
+        config = f"data/{folder}/{file}_config.json"
+        if config not in self._configs:
+            self._configs[config] = self._archive.read_json(config)["config"]
+        entry = self._configs[config][stored]
+        if entry["use_pickle"]:
+            raise BrokenModel(f"{stored} is pickled, and what is pickled is not read.")
+        file, meta = f"data/{folder}/{entry['path_name']}", entry["tensor_meta"]
+        place = json.dumps([file, meta])
+        if place not in self._stored:
+            tensor = _decode_tensor(self._archive.read_bytes(file), meta)
+            self._bytes -= tensor.nbytes
+            if self._bytes < 0:
+                raise BrokenModel("its tensors are larger than the file.")
+            attribute = f"tensor_{len(self._stored)}"
+            self._root.register_buffer(attribute, tensor)
+            self._stored[place] = self._graph.get_attr(attribute)
+        self._values[name] = self._stored[place]
+
+    def _find_output(self) -> str:
+        """Return the name of the first output."""
+        for spec in self._signature["output_specs"]:
+            ((kind, content),) = spec.items()
+            if kind == "user_output":
+                return str(content["arg"]["as_tensor"]["name"])
+            raise BrokenModel(f"it changes a {kind}, as networks do while they are trained; export it in eval mode.")
+        raise BrokenModel("nothing comes out of it.")
+
+    def _read_call(self, call: Mapping[str, Any]) -> None:
+        target = str(call["target"])
+        keywords = {entry["name"]: self._read_argument(entry["arg"], target) for entry in call["inputs"]}
+        if keywords.get("training") is True or keywords.get("train") is True:
+            raise BrokenModel(f"{target} is called as in training; export the network in eval mode.")
+        if target == "torch.ops.aten.dropout.default":
+            result = keywords["input"]
+        elif target in ARITHMETIC:
+            if not all(isinstance(value, Node | int) for value in keywords.values()):
+                raise BrokenModel(f"{target} is called with something else than sizes.")
+            result = self._graph.call_function(ARITHMETIC[target], tuple(keywords.values()))
+        else:
+            function = _find_operator(target)
+            types = {parameter.name: str(parameter.type) for parameter in function._schema.arguments}
+            for name, value in keywords.items():
+                if name not in types or (isinstance(value, str) and "str" not in types[name]):
+                    raise BrokenModel(f"{target} has no argument {name!r}, or none that is a text.")
+            result = self._graph.call_function(function, (), keywords)
+        self._name_outputs(result, call["outputs"])
+
+    def _name_outputs(self, result: Node, outputs: list[Mapping[str, Any]]) -> None:
+        names = [name for output in outputs for name in _iter_names(output)]
+        several = len(names) > 1 or any("as_tensors" in output for output in outputs)
+        for index, name in enumerate(names):
+            self._values[name] = self._graph.call_function(operator.getitem, (result, index)) if several else result
+
+    def _read_argument(self, argument: Mapping[str, Any], target: str) -> Any:
+        """Return the value of one argument of a call."""
+        ((kind, value),) = argument.items()
+        if kind in PLAIN_ARGUMENTS:
+            return value
+        if kind == "as_none":
+            return None
+        if kind == "as_tensor":
+            return self._values[value["name"]]
+        if kind == "as_scalar_type":
+            return DTYPES[value]
+        if kind in {"as_tensors", "as_optional_tensors", "as_sym_ints"}:
+            return [self._read_item(item, target) for item in value]
+        if kind == "as_sym_int":
+            return self._read_item(value, target)
+        raise BrokenModel(f"{target} takes an argument {kind}, which cannot be honoured.")
+
+    def _read_item(self, item: Mapping[str, Any], target: str) -> Any:
+        """Return a tensor, or a size that is a number or was computed before."""
+        if "name" in item:
+            return self._values[item["name"]]
+        if "as_name" in item:
+            return self._values[item["as_name"]]
+        if "as_int" in item:
+            return int(item["as_int"])
+        return self._read_argument(item, target)
+
+
+def _read_arguments(network: GraphModule, node: Node) -> dict[str, Any]:
+    """Return the arguments of a call by name, stored tensors as tensors, defaults included."""
+    assert isinstance(node.target, OpOverload)  # noqa: S101
+    defaults = {each.name: each.default_value for each in node.target._schema.arguments if each.has_default_value()}
+    stored = {name: read_constant(network, value) for name, value in node.kwargs.items()}
+    return defaults | {name: value if stored[name] is None else stored[name] for name, value in node.kwargs.items()}
+
+
+def _find_convolution(network: GraphModule, node: Node, _shapes: Shapes) -> Layer | None:
+    settings = _read_arguments(network, node)
+    source, weight, bias = (settings.pop(name) for name in ("input", "weight", "bias"))
+    if not isinstance(weight, Tensor) or isinstance(bias, Node):
+        return None
+    groups = int(settings.pop("groups"))
+    shared = {name: _to_triple(value) for name, value in settings.items()}
+    transposed = "output_padding" in shared
+    return Layer(make_convolution(weight, bias, groups=groups, transposed=transposed, **shared), source, node)
+
+
+def _find_activation(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
+    settings, source = _read_arguments(network, node), first_input(node)
+    # Others read what a call in place leaves behind, in the source or in what it is a view of.
+    in_place = str(node.target).partition(".")[2].partition(".")[0].endswith("_")
+    alone = source.op == "call_module" and len(source.users) == 1
+    if not is_volume(source, shapes) or (in_place and not alone):
+        return None
+    if node.target is _ATEN.prelu.default:
+        slope = settings["weight"]
+        return Layer(make_prelu(slope), source, node) if isinstance(slope, Tensor) else None
+    slope = settings.get("negative_slope")
+    return Layer(nn.ReLU() if slope is None else nn.LeakyReLU(slope), source, node)
+
+
+def _find_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
+    settings, source = _read_arguments(network, node), first_input(node)
+    weight, bias = settings["weight"], settings["bias"]
+    if not is_volume(source, shapes) or isinstance(weight, Node) or isinstance(bias, Node):
+        return None
+    channels = shapes[source][1]
+    if settings.get("running_mean") is not None:
+        return None
+    groups = settings.get("num_groups", channels)
+    return Layer(make_norm(groups, channels, weight, bias, eps=settings["eps"]), source, node)
+
+
+def _find_batch_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
+    settings, source = _read_arguments(network, node), first_input(node)
+    if not is_volume(source, shapes):
+        return None
+    tensors = {name: settings[name] for name in ("weight", "bias", "running_mean", "running_var")}
+    if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        return None
+    module = nn.BatchNorm3d(len(tensors["running_mean"]), settings["eps"])
+    module.load_state_dict(tensors, strict=False)
+    return Layer(module, source, node)
+
+
+def _find_shuffle(_network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
+    return find_shuffle(shapes, node, node.kwargs.get("dims", ()), {_ATEN.view.default, _ATEN.reshape.default})
+
+
+_ATEN = torch.ops.aten
+FINDERS: dict[Any, FindLayer] = {
+    _ATEN.conv3d.default: _find_convolution,
+    _ATEN.conv_transpose3d.input: _find_convolution,
+    _ATEN.relu.default: _find_activation,
+    _ATEN.relu_.default: _find_activation,
+    _ATEN.leaky_relu.default: _find_activation,
+    _ATEN.leaky_relu_.default: _find_activation,
+    _ATEN.prelu.default: _find_activation,
+    _ATEN.instance_norm.default: _find_norm,
+    _ATEN.group_norm.default: _find_norm,
+    _ATEN.batch_norm.default: _find_batch_norm,
+    _ATEN.permute.default: _find_shuffle,
+}
+
+
+def _to_triple(values: Sequence[int]) -> tuple[int, int, int]:
+    """Return an integer for each axis; a single value holds for all three."""
+    z, y, x = values if len(values) == 3 else (values[0],) * 3
+    return int(z), int(y), int(x)
+
+
+def _iter_names(output: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of an output of a call."""
+    ((kind, value),) = output.items()
+    if kind == "as_tensor":
+        yield value["name"]
+    elif kind == "as_tensors":
+        yield from (item["name"] for item in value)
+    elif kind == "as_sym_int":
+        yield value["as_name"]
+    else:
+        raise BrokenModel(f"a call gives {kind}, which cannot be honoured.")
+
+
+def _find_operator(target: str) -> OpOverload[..., Any]:
+    """Return the operator of a name such as `torch.ops.aten.relu.default`. Raise BrokenModel if it is not allowed."""
+    space, _, rest = target.rpartition("torch.ops.aten.")
+    name, _, overload = rest.partition(".")
+    if space or name not in ALLOWED or rest in UNCHECKED or not overload.isidentifier():
+        raise BrokenModel(
+            f"its graph calls {target}, which is not on the list in service/models/graphs/allowed_operators.py."
+        )
+    function = getattr(getattr(torch.ops.aten, name), overload)
+    if not isinstance(function, OpOverload) or not _computes_tensors(function):
+        raise BrokenModel(f"its graph calls {target}, which is no operator that a network needs.")
+    return function
+
+
+def _computes_tensors(function: OpOverload[..., Any]) -> bool:
+    """Return whether an operator makes tensors or a size of tensors, and changes none that it is told to write to.
+
+    Others work with lists and texts, whose size nothing limits, or write results into what others read.
+    """
+    schema = function._schema
+    takes = any("Tensor" in str(parameter.type) for parameter in schema.arguments)
+    makes = [str(result.type) for result in schema.returns]
+    written = any(parameter.is_out for parameter in schema.arguments)
+    return takes and not written and (schema.name == "aten::sym_size" or (bool(makes) and RESULTS.issuperset(makes)))
+
+
+def _decode_tensor(data: bytes, meta: Mapping[str, Any]) -> Tensor:
+    """Copy raw little-endian bytes into a tensor. Raise BrokenModel or RuntimeError where they do not fit."""
+    sizes, strides = ([int(item["as_int"]) for item in meta[key]] for key in ("sizes", "strides"))
+    dtype = DTYPES[meta["dtype"]]
+    if not math.prod(sizes):
+        return torch.empty(sizes, dtype=dtype)
+    # Any other byte than 0 and 1 is no truth that operators could work with.
+    stored = torch.frombuffer(bytearray(data), dtype=torch.uint8 if dtype == torch.bool else dtype)
+    stored = stored.bool() if dtype == torch.bool else stored
+    if math.prod(sizes) > len(stored):
+        raise BrokenModel(f"a tensor of {sizes} is said to lie in {len(data)} bytes.")
+    return stored.as_strided(sizes, strides, int(meta["storage_offset"]["as_int"])).clone()

@@ -1,1 +1,0 @@
-"""ONNX file -> torch module, without a runtime of ONNX."""

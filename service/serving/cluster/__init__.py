@@ -1,1 +1,0 @@
-"""Devices of other hosts: actors of a Ray cluster, fed by files on storage that all hosts mount."""

@@ -1,0 +1,1 @@
+"""Devices: their queues, threads and loaded models."""

@@ -1,0 +1,1 @@
+"""Devices of other hosts, through Ray."""

@@ -1,0 +1,141 @@
+"""Actor of the cluster: a device worker as any service has it, called with files instead of pixels."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from concurrent.futures import CancelledError
+from functools import partial
+from typing import Any
+
+from service.core import hardware
+from service.core.config import Access, Cluster, References, Settings
+from service.core.errors import Cancelled, StackSegError
+from service.core.logs import configure_logging
+from service.engine.compile import torch_compile
+from service.inference.batching.window_request import Share
+from service.inference.segmenter import Segmenter
+from service.serving.devices.cluster.exchange import Loaded, Outcome, Segmented, Status, Task, store_result
+from service.serving.devices.job import Job, Needs
+from service.serving.devices.worker import DeviceWorker, LoadSegmenter, Reservation
+from service.serving.metrics import Metrics
+
+# Tasks that were cancelled, perhaps before they have arrived.
+REMEMBERED = 1000
+# A device that is lost needs a new process, which the cluster starts at once.
+GRACE_SECONDS = 1.0
+
+
+def actor_settings(settings: Settings) -> Settings:
+    """Return the settings of an actor: the operator's, with the device that the cluster gives it and its own disk.
+
+    Neither keys nor places of files go with them.
+    """
+    cluster = settings.cluster
+    threads = settings.device.threads or (0 if cluster.gpus else max(int(cluster.cpus), 1))
+    return settings.model_copy(
+        update={
+            "access": Access(),
+            "cluster": Cluster(),
+            "references": References(),
+            "device": settings.device.model_copy(update={"name": "auto", "serve": (), "threads": threads}),
+            "server": settings.server.model_copy(update={"scratch_folder": None}),
+            "watchdog": settings.watchdog.model_copy(update={"grace_seconds": GRACE_SECONDS}),
+        }
+    )
+
+
+class DeviceActor:
+    """The owner of one device in a process of its own. Methods are called by several threads at a time.
+
+    settings  of `actor_settings`
+    load      makes a segmenter of a model
+    """
+
+    def __init__(self, settings: Settings, load: LoadSegmenter = Segmenter) -> None:
+        configure_logging(settings.logging.level, settings.logging.format)
+        self._worker = DeviceWorker(None, settings, load, Metrics(), torch_compile.LoadingLock())
+        self._worker.start({}, ())
+        self._served: set[str] = set()
+        # Each with its model.
+        self._jobs: dict[str, tuple[str, Job[Any]]] = {}
+        self._cancelled: OrderedDict[str, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def load(self, task: Task) -> Outcome:
+        """Load the model of a task."""
+
+        def describe(_job: Job[Any], reservation: Reservation) -> Loaded:
+            segmenter = reservation.segmenter
+            return Loaded(segmenter.estimator, segmenter.report(), segmenter.nbytes)
+
+        return self._run(task, describe)
+
+    def segment(self, task: Task) -> Outcome:
+        """Segment the volume of a task into a file beside its pixels, which no other attempt writes."""
+        stored = task.volume
+        assert stored is not None  # noqa: S101 - that of this task has one
+
+        def segment(job: Job[Any], reservation: Reservation) -> Segmented:
+            result = reservation.segment(job, stored.open(), task.options)
+            return store_result(result, stored.path.with_name(f"labels-{uuid.uuid4().hex[:12]}"))
+
+        return self._run(task, segment)
+
+    def estimate_diameter(self, task: Task) -> Outcome:
+        """Estimate the width of the objects in the volume of a task."""
+        stored = task.volume
+        assert stored is not None  # noqa: S101 - that of this task has one
+        return self._run(task, lambda job, reservation: reservation.estimate_diameter(job, stored.open(), task.options))
+
+    def cancel(self, identifier: str) -> None:
+        """Cancel a task that runs, or that has yet to arrive."""
+        with self._lock:
+            self._cancelled[identifier] = None
+            if len(self._cancelled) > REMEMBERED:
+                self._cancelled.popitem(last=False)
+            _, job = self._jobs.get(identifier, (None, None))
+        if job is not None:
+            job.cancel()
+
+    def status(self, models: Collection[str]) -> Status:
+        """Return the state, and forget all models but these and those of tasks: a call may overtake another one."""
+        with self._lock:
+            progress = {identifier: job.progress for identifier, (_, job) in self._jobs.items()}
+            unused = self._served.difference(models, (model for model, _ in self._jobs.values()))
+            self._served -= unused
+            for model in unused:
+                self._worker.forget(model)
+        return Status(socket.gethostname(), self._worker.problem, hardware.gpus(), hardware.cpu(), progress)
+
+    def _run(self, task: Task, work: Callable[[Job[Any], Reservation], Any]) -> Outcome:
+        """Do the work of a task in its turn, once its model is loaded."""
+        reservation = Reservation(self._worker, task.model)
+        job: Job[Any] = Job(
+            task.spec.name,
+            lambda job: work(job, reservation),
+            windows=task.windows,
+            needs=Needs if task.volume is None else partial(reservation.needs, task.volume, task.options),
+            ready=False,
+        )
+        with self._lock:
+            self._served.add(task.model)
+            self._worker.serve(task.model, task.spec)
+            self._jobs[task.id] = (task.model, job)
+            if task.id in self._cancelled:
+                job.cancel()
+        try:
+            self._worker.queue.put(job)
+            reservation.take(job)
+            value = job.future.result()
+            return Outcome(value, share=Share(job.progress.done, job.device_slots, job.device_seconds))
+        except CancelledError:
+            return Outcome(error=Cancelled("given up before it began"))
+        except StackSegError as error:
+            return Outcome(error=error)
+        finally:
+            with self._lock:
+                del self._jobs[task.id]

@@ -1,0 +1,1 @@
+"""Annotated stacks and trainings."""

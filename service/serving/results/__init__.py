@@ -1,0 +1,1 @@
+"""What a request gets: labels, tables and archives, with their origin."""

@@ -1,0 +1,1 @@
+"""Files and folders on disk, and their limits."""

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import socket
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.api.http.data_rate import DataRate, Patience, count_acknowledged, count_unsent
+
+PATIENCE = Patience(head_seconds=5, bytes_per_second=100, window_seconds=10)
+
+
+@given(st.lists(st.integers(0, 250), min_size=40, max_size=60))
+def test_rate_is_averaged_over_windows(moved: list[int]) -> None:
+    rate, total, since_window, late = DataRate(), 0, 0, []
+    for second, number in enumerate(moved):
+        slow = rate.is_too_low(PATIENCE, float(second), total)
+        if second and second % PATIENCE.window_seconds == 0:
+            late.append((slow, since_window < PATIENCE.bytes_per_second * PATIENCE.window_seconds))
+            since_window = 0
+        else:
+            assert not slow
+        total, since_window = total + number, since_window + number
+    assert late
+    assert all(slow == expected for slow, expected in late)
+
+
+def test_who_has_moved_all_that_there_was_is_not_slow() -> None:
+    rate = DataRate()
+    assert not rate.is_too_low(PATIENCE, 0, 0, owed=30)
+    assert not rate.is_too_low(PATIENCE, 10, 30, owed=40)
+    assert rate.is_too_low(PATIENCE, 20, 69, owed=50)
+
+
+def test_window_begins_anew_after_a_pause_and_nothing_is_said_of_what_is_not_known() -> None:
+    rate = DataRate()
+    assert not rate.is_too_low(PATIENCE, 0, 0)
+    rate.reset()
+    assert not rate.is_too_low(PATIENCE, 10, 0)
+    assert not rate.is_too_low(PATIENCE, 19, 0)
+    assert not rate.is_too_low(PATIENCE, 20, None)
+    assert rate.is_too_low(PATIENCE, 20, 0)
+
+
+def test_system_tells_what_has_reached_the_client() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as client,
+        listener.accept()[0] as end,
+    ):
+        transport: Any = SimpleNamespace(get_write_buffer_size=lambda: 7, get_extra_info={"socket": end}.get)
+        assert (count_acknowledged(transport), count_unsent(transport)) == (None, 7)
+        end.settimeout(0.2)
+        sent = 0
+        try:
+            while True:
+                sent += end.send(bytes(2**16))
+        except TimeoutError:
+            pass
+        taken = count_acknowledged(transport)
+        assert taken is not None
+        assert count_unsent(transport) == sent - taken + 7
+        while sent:
+            sent -= len(client.recv(2**20))
+        time.sleep(0.5)
+        assert count_unsent(transport) == 7
+    assert (count_acknowledged(transport), count_unsent(transport)) == (None, 7)

@@ -1,0 +1,65 @@
+"""The package has the library for this processor, and runs without it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from fakes import with_library
+from paths import ROOT
+
+from service.core.native.library import CppFunctions, load_library
+from service.core.native.variants import Variant, list_supported, list_variants
+from service.inference.windows.kernels import window_kernels
+
+CALL_KERNELS = """
+import torch
+from torch import nn
+from service.engine.cpu.norm import KERNELS, replace_norms
+
+assert KERNELS.ready, KERNELS.problem
+torch.set_num_threads(2)
+replace_norms(nn.Sequential(nn.GroupNorm(2, 32)))(torch.ones(1, 32, 16, 32, 32))
+for path in {line.split()[-1] for line in open("/proc/self/maps") if "omp" in line and ".so" in line}:
+    print(path)
+"""
+
+
+@pytest.mark.parametrize("variant", list_supported(), ids=lambda variant: variant.name)
+def test_all_variants_for_this_processor_are_built_for_the_tests(variant: Variant) -> None:
+    assert variant.library.exists(), "run `python hatch_build.py --all`"
+    assert with_library(window_kernels, variant).ready
+
+
+def test_the_first_library_that_is_there_is_loaded() -> None:
+    best = load_library()
+    assert best._name == str(list_supported()[0].library)
+    assert load_library([Variant("missing"), *list_supported()])._name == best._name
+
+
+def test_what_is_missing_is_said() -> None:
+    with pytest.raises(OSError, match="g\\+\\+"):
+        load_library([Variant("missing")])
+    functions = with_library(window_kernels)
+    assert not functions.ready
+    with pytest.raises(OSError, match="AVX2"):
+        functions.require()
+
+
+def test_a_library_of_another_version_is_not_called() -> None:
+    functions = CppFunctions([("stackseg_of_tomorrow", "p", "-")])
+    with pytest.raises(OSError, match="another version"):
+        functions.require()
+
+
+def test_the_processor_decides_about_the_variant() -> None:
+    names = [variant.name for variant in list_variants("x86_64")]
+    assert names == ["x86-64-v4-bf16", "x86-64-v4", "x86-64-v3"]
+    assert [variant.name for variant in list_variants("aarch64")] == ["aarch64"]
+
+
+def test_kernels_share_the_openmp_runtime_of_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", CALL_KERNELS], cwd=ROOT, capture_output=True, text=True, check=True)
+    (runtime,) = done.stdout.splitlines()
+    assert "torch" in runtime

@@ -1,0 +1,108 @@
+"""Volumes, voxel sizes and label types."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.core.errors import BadParameter
+from service.core.quantities import PLAUSIBLE_LENGTHS, Diameter, VoxelSize
+from service.core.types import Description, Options, Segmentation, Selection, Volume, label_dtype
+
+PIXELS = np.arange(2 * 5 * 3 * 4, dtype=np.uint16).reshape(2, 5, 3, 4)
+
+plausible = st.floats(*PLAUSIBLE_LENGTHS)
+impossible = st.one_of(st.floats(max_value=9e-6), st.floats(min_value=1.1e6), st.just(math.nan))
+
+
+@given(plausible, plausible, plausible)
+def test_voxel_size_is_z_y_x(z: float, y: float, x: float) -> None:
+    size = VoxelSize(z, y, x)
+    assert tuple(size) == (size.z, size.y, size.x) == (z, y, x)
+
+
+@pytest.mark.parametrize("text", ["15px", "7,15.5,15px", "6.5um"])
+def test_a_diameter_is_written_as_it_is_read(text: str) -> None:
+    assert str(Diameter.parse(text)) == text
+
+
+def test_a_diameter_in_voxels() -> None:
+    size = VoxelSize(2, 0.5, 0.25)
+    assert Diameter((15,), "px").in_voxels(None) == Diameter((15, 15, 15), "px").in_voxels(size) == (15, 15, 15)
+    assert Diameter((4, 3, 2), "um").in_voxels(size) == (2, 6, 8)
+    assert Diameter((4,), "um").in_voxels(None) is None
+
+
+def test_objects_of_one_width_are_as_deep_as_wide() -> None:
+    assert Diameter((4,), "um").in_voxels(VoxelSize(2, 0.5, 0.5)) == (2, 8, 8)
+    assert Diameter((8,), "px").in_voxels(VoxelSize(2, 0.5, 0.5)) == (2, 8, 8)
+    assert Diameter((8,), "px").in_voxels(VoxelSize(0.25, 0.5, 0.5)) == (16, 8, 8)
+    # A voxel size that cannot be meant, or planes that show another object each.
+    assert Diameter((12,), "px").in_voxels(VoxelSize(100, 0.5, 0.5)) == (2, 12, 12)
+
+
+@pytest.mark.parametrize("length", [0, -1, 1e-9, 1e9, math.nan, math.inf])
+def test_a_diameter_is_plausible(length: float) -> None:
+    with pytest.raises(BadParameter, match="from 1e-05 to 1e"):
+        Diameter((5, length, 5), "px")
+
+
+@given(impossible, st.sampled_from("zyx"))
+def test_impossible_voxel_size_is_refused_with_its_axis(size: float, axis: str) -> None:
+    with pytest.raises(BadParameter, match=rf"along {axis} must be a number of micrometres from"):
+        VoxelSize(**({"z": 1.0, "y": 1.0, "x": 1.0} | {axis: size}))
+
+
+@given(st.integers(0, 5), st.integers(0, 5))
+def test_slab_is_the_plane_range_of_every_channel(z0: int, z1: int) -> None:
+    slab = Volume.from_array(PIXELS).read(z0, z1)
+    np.testing.assert_array_equal(slab, PIXELS[:, z0:z1])
+    assert slab.dtype == PIXELS.dtype
+
+
+def test_volume_knows_its_size_without_reading() -> None:
+    def read(z0: int, z1: int) -> np.ndarray:
+        raise AssertionError(f"planes {z0} to {z1} were read")
+
+    volume = Volume((2, 300, 4000, 5000), np.dtype(np.uint16), read)
+    assert volume.voxels == 300 * 4000 * 5000
+    assert volume.nbytes == 2 * 300 * 4000 * 5000 * 2
+
+
+def test_volume_from_array_copies_nothing() -> None:
+    volume = Volume.from_array(PIXELS, VoxelSize(2.0, 0.5, 0.5), ("nuclei", "membranes"))
+    assert volume.shape == PIXELS.shape
+    assert volume.channels == ("nuclei", "membranes")
+    assert np.shares_memory(volume.array(), PIXELS)
+
+
+def test_channels_without_names_have_empty_ones() -> None:
+    assert Volume.from_array(PIXELS).channels == ("", "")
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_label_dtype_is_the_smallest_that_numbers_every_object(count: int) -> None:
+    dtype = label_dtype(count)
+    assert np.array([count]).astype(dtype)[0] == count
+    assert dtype == (np.uint16 if count <= 65_535 else np.uint32)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(0, np.uint16), (65_535, np.uint16), (65_536, np.uint32)])
+def test_label_dtype_at_the_border(count: int, expected: type[np.unsignedinteger]) -> None:
+    assert label_dtype(count) == expected
+
+
+@pytest.mark.parametrize("noun", [VoxelSize, Selection, Volume, Segmentation, Description, Options])
+def test_nouns_are_frozen(noun: type) -> None:
+    assert noun.__dataclass_params__.frozen
+
+
+def test_options_leave_every_choice_to_the_operator() -> None:
+    choices = dataclasses.asdict(Options(), dict_factory=lambda items: {k: v for k, v in items if v is not None})
+    assert not Options().steering.given
+    assert choices == {"steering": Options().steering, "strict": False}

@@ -1,0 +1,343 @@
+import gc
+import inspect
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+from paths import ROOT
+from torch import nn
+
+from service.core.config import Engine, read_settings
+from service.core.errors import BadParameter
+from service.engine.backends import list_configs
+from service.engine.cuda.graph import CudaGraphBackend, CudaRecorder, GraphedNetwork, graph_bytes
+from service.engine.tuning.plans import EngineConfig
+
+
+class FakeRecorder:
+    """Replays by running the recorded work again and copying into the tensor that the capture returned."""
+
+    nbytes = 1000
+
+    def __init__(self):
+        self.log = []
+
+    def warm_up(self, work):
+        self.log.append("warm up")
+        work()
+
+    def capture(self, work):
+        self.log.append("capture")
+        self._work, self._output = work, work()
+        return self._output
+
+    def replay(self):
+        self.log.append("replay")
+        self._output.copy_(self._work())
+
+
+class FakeStream:
+    def __init__(self, device):
+        self.device = device
+
+    def wait_stream(self, other):
+        pass
+
+
+class FakeGraph:
+    ended = None
+
+    def pool(self):
+        if self.ended is None:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self.ended
+
+
+class FakeCuda:
+    """As much of `torch.cuda` as a recorder uses; `captures` has the arguments of every capture.
+
+    Like torch's, a capture that fails leaves its stream the current one, and in torch before 2.12 (`ends_pools` False)
+    the allocator in capture mode. It fails where CUDA has invalidated it (`invalid`), not for an error in Python alone.
+    """
+
+    CUDAGraph = FakeGraph
+
+    def __init__(self, *, invalid=True, ends_pools=False):
+        self.captures, self.current, self.made = [], {}, 0
+        self.recording, self.released, self.invalid, self.ends_pools = set(), [], invalid, ends_pools
+
+    def Stream(self, device):  # noqa: N802
+        # Torch hands out 32 streams of a device in turn.
+        self.made += 1
+        stream = FakeStream(device)
+        stream.number = self.made % 32
+        return stream
+
+    def graph_pool_handle(self):
+        return 0, len(self.captures) + 1
+
+    def memory_snapshot(self):
+        pools = [(0, 0), *(capture["cuda_graph"].pool() for capture in self.captures)]
+        return [{"segment_pool_id": pool, "total_size": 2**21} for pool in pools for _ in range(2)]
+
+    def _cuda_endAllocateToPool(self, device, pool):  # noqa: N802
+        if pool not in self.recording:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.recording.remove(pool)
+
+    def _cuda_releasePool(self, device, pool):  # noqa: N802
+        self.released.append((device, pool))
+
+    def current_stream(self, device):
+        return self.current.setdefault(device, FakeStream(device))
+
+    @contextmanager
+    def device(self, device):
+        yield
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current[stream.device] = self.current_stream(stream.device), stream
+        try:
+            yield
+        finally:
+            self.current[stream.device] = before
+
+    @contextmanager
+    def graph(self, *positional, **named):
+        arguments = inspect.signature(torch.cuda.graph).bind(*positional, **named).arguments
+        self.captures.append(arguments)
+        before, self.current[arguments["stream"].device] = None, arguments["stream"]
+        self.recording.add(arguments["pool"])
+        try:
+            yield
+        except RuntimeError:
+            if self.invalid:
+                if self.ends_pools:
+                    self.recording.remove(arguments["pool"])
+                raise
+            self.recording.remove(arguments["pool"])
+            arguments["cuda_graph"].ended = arguments["pool"]
+            raise
+        self.recording.remove(arguments["pool"])
+        arguments["cuda_graph"].ended = arguments["pool"]
+        self.current[arguments["stream"].device] = before
+
+
+def test_captures_leave_other_threads_alone_and_have_a_stream_on_their_own_device():
+    cuda = FakeCuda()
+    for index in (0, 1, 1):
+        recorder = CudaRecorder(torch.device("cuda", index), cuda)
+        recorder.warm_up(lambda: torch.zeros(1))
+        recorder.capture(lambda: torch.zeros(1))
+    assert {capture["capture_error_mode"] for capture in cuda.captures} == {"thread_local"}
+    streams = [capture["stream"] for capture in cuda.captures]
+    assert [stream.device.index for stream in streams] == [0, 1, 1]
+    assert streams[1] is streams[2]
+
+
+def test_capture_that_fails_leaves_the_stream_of_the_thread_as_it_was():
+    cuda, device = FakeCuda(), torch.device("cuda", 0)
+    before = cuda.current_stream(device)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        CudaRecorder(device, cuda, cuda).capture(fail)
+    assert cuda.current_stream(device) is before
+
+
+@pytest.mark.parametrize(
+    ("cuda", "released"),
+    [
+        (FakeCuda(), [(1, (0, 1))]),
+        (FakeCuda(ends_pools=True), []),
+        (FakeCuda(invalid=False), []),
+    ],
+    ids=["before torch 2.12", "since torch 2.12", "error in Python alone"],
+)
+def test_capture_that_fails_leaves_the_allocator_as_it_was(cuda, released):
+    with pytest.raises(RuntimeError, match="not permitted"):
+        CudaRecorder(torch.device("cuda", 1), cuda, cuda).capture(fail)
+    assert not cuda.recording
+    assert cuda.released == released, "what torch releases itself must not be released twice"
+
+
+def test_all_captures_on_a_device_share_a_stream():
+    cuda, device = FakeCuda(), torch.device("cuda", 0)
+    recorders = [CudaRecorder(device, cuda, cuda) for _ in range(2)]
+    assert recorders[0]._stream is recorders[1]._stream
+
+
+def test_memory_of_a_graph_is_that_of_its_own_pool():
+    cuda, example = FakeCuda(), torch.zeros(2, 1, 3, 3, 3)
+    networks = [GraphedNetwork(lambda x: x, example, CudaRecorder(torch.device("cuda", 0), cuda)) for _ in range(2)]
+    assert [graph_bytes(network, 7) for network in networks] == [example.nbytes + 2 * 2**21] * 2
+    assert [graph_bytes(lambda x: x, pools) for pools in (2**21, 0, -(2**21))] == [2**21, 0, 0]
+
+
+def fail():
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_network_lives_as_long_as_its_graph_whose_replays_read_its_weights():
+    module = nn.Conv3d(1, 1, 1)
+    alive = weakref.ref(module)
+    graphed = GraphedNetwork(module, torch.zeros(1, 1, 2, 2, 2), ForgetfulRecorder())
+    del module
+    gc.collect()
+    assert alive() is not None
+    del graphed
+    assert alive() is None
+
+
+class ForgetfulRecorder(FakeRecorder):
+    """Keeps no more of the recorded work than a CUDA graph does: nothing."""
+
+    def capture(self, work):
+        return work()
+
+
+@torch.inference_mode()
+def test_a_graph_is_recorded_once_after_warming_up_and_then_replayed():
+    recorder = FakeRecorder()
+    network = GraphedNetwork(lambda x: 2 * x, torch.zeros(2, 1, 3, 3, 3), recorder)
+    assert recorder.log == ["warm up", "capture"]
+    for value in (1.0, 5.0):
+        assert torch.equal(network(torch.full((2, 1, 3, 3, 3), value)), torch.full((2, 1, 3, 3, 3), 2 * value))
+    assert recorder.log == ["warm up", "capture", "replay", "replay"]
+
+
+class BusyRecorder(FakeRecorder):
+    """Fails where another of its kind has begun to record and has not ended."""
+
+    stream = threading.Lock()
+
+    def warm_up(self, work):
+        assert self.stream.acquire(blocking=False)
+        time.sleep(0.01)
+        super().warm_up(work)
+
+    def capture(self, work):
+        output = super().capture(work)
+        self.stream.release()
+        return output
+
+
+def test_networks_that_are_loaded_at_the_same_time_are_recorded_one_after_the_other():
+    with ThreadPoolExecutor(4) as pool:
+        examples = [torch.zeros(1, 1, 2, 2, 2)] * 4
+        list(pool.map(lambda example: GraphedNetwork(nn.Identity(), example, BusyRecorder()), examples))
+
+
+@torch.inference_mode()
+def test_the_example_and_the_input_are_left_alone():
+    example, x = torch.zeros(1, 1, 2, 2, 2), torch.ones(1, 1, 2, 2, 2)
+    network = GraphedNetwork(lambda x: x + 1, example, FakeRecorder())
+    network(x)
+    assert not example.any()
+    assert torch.equal(x, torch.ones(1, 1, 2, 2, 2))
+
+
+@torch.inference_mode()
+def test_scores_of_every_call_lie_in_the_same_place():
+    network = GraphedNetwork(lambda x: x + 1, torch.zeros(1, 1, 2, 2, 2), FakeRecorder())
+    first, second = network(torch.zeros(1, 1, 2, 2, 2)), network(torch.ones(1, 1, 2, 2, 2))
+    assert first.data_ptr() == second.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "other", [torch.zeros(1, 1, 3, 3, 3), torch.zeros(2, 1, 3, 3, 4), torch.zeros(2, 1, 3, 3, 3).double()]
+)
+def test_other_shapes_and_dtypes_are_refused(other):
+    network = GraphedNetwork(lambda x: x, torch.zeros(2, 1, 3, 3, 3), FakeRecorder())
+    with pytest.raises(BadParameter, match=r"recorded for \(2, 1, 3, 3, 3\)"):
+        network(other)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_real_capture_and_other_threads_leave_each_other_alone():
+    device, done = torch.device("cuda", 0), threading.Event()
+
+    def use():
+        while not done.is_set():
+            torch.cuda.empty_cache()
+            torch.empty(2**20, pin_memory=True).to(device, non_blocking=True).sum().item()
+
+    with ThreadPoolExecutor(2) as pool:
+        users = [pool.submit(use) for _ in range(2)]
+        try:
+            for _ in range(20):
+                network = GraphedNetwork(lambda x: x.sin() + 1, torch.zeros(2, 1, 16, 16, 16, device=device))
+                assert (network(torch.zeros(2, 1, 16, 16, 16, device=device)) == 1).all()
+        finally:
+            done.set()
+        for user in users:
+            user.result()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@torch.inference_mode()
+def test_real_captures_that_fail_leave_memory_and_allocator_as_they_were():
+    example = torch.zeros(2, 1, 16, 16, 16, device="cuda")
+
+    def synchronise(x):
+        # Only while it is captured: before that the network runs eagerly.
+        if torch.cuda.is_current_stream_capturing():
+            x.sum().item()
+        return x + 1
+
+    reserved = []
+    for _ in range(4):
+        with pytest.raises(RuntimeError):
+            GraphedNetwork(synchronise, example)
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved())
+    # Libraries may allocate at the first call.
+    assert len(set(reserved[1:])) == 1
+    assert (GraphedNetwork(lambda x: x + 1, example)(example) == 1).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@torch.inference_mode()
+def test_a_real_graph_gives_the_scores_of_the_module():
+    module = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 2, 1)).cuda().eval()
+    example = torch.zeros(2, 1, 16, 16, 16, device="cuda")
+    # Since torch 2.12.
+    options = {"check_input_liveness"} & inspect.signature(torch.cuda.graph).parameters.keys()
+    network = GraphedNetwork(module, example, CudaRecorder(example.device, **dict.fromkeys(options, True)))
+    assert network.nbytes > 2 * 4 * 16**3 * 4
+    for _ in range(3):
+        x = torch.rand(2, 1, 16, 16, 16, device="cuda")
+        torch.testing.assert_close(network(x), module(x))
+
+
+def test_what_is_recorded_is_compiled_first_without_graphs_of_torch():
+    calls = []
+
+    def compile_network(module, mode, *, freeze):
+        calls.append((module, mode, freeze))
+        return lambda x: module(x) + 1
+
+    backend = CudaGraphBackend(lambda network, x: network(x), compile_network)
+    module, example = nn.Identity(), torch.zeros(1)
+    for mode, expected in [(None, 0), ("reduce-overhead", 1), ("default", 1)]:
+        config = EngineConfig("cudagraph", "bf16", "channels_last_3d", 8, mode)
+        assert backend.build(module, example, config, Engine()).item() == expected
+    assert calls == [(module, "default", False)] * 2
+
+
+def test_the_preset_for_a_gpu_states_what_runs_before_anything_is_tuned():
+    settings = read_settings(ROOT / "configs" / "gpu.yaml", {}).engine
+    first, *_ = list_configs(settings, torch.device("cuda"), ("bf16",), 8)
+    assert first == EngineConfig("cudagraph", "bf16", "channels_last_3d", 8, "reduce-overhead")
+
+
+def test_a_compile_mode_that_is_set_comes_first_and_none_where_it_does_not_run():
+    device = torch.device("cuda")
+    assert CudaGraphBackend().compile_modes(Engine(compile_mode="default"), device) == ("default", None)
+    assert CudaGraphBackend().compile_modes(Engine(), device)[0] is None, "ready in seconds"

@@ -1,0 +1,119 @@
+import json
+import os
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from service.engine.tuning import plans
+from service.engine.tuning.plans import EngineConfig, EnginePlan, Trial
+
+CHOICE = EngineConfig("compiled", "bf16", "channels_last_3d", 4, "default")
+PLAN = EnginePlan(
+    "nuclei",
+    CHOICE,
+    (
+        Trial(CHOICE, "chosen", 12.5, 0.0005, 9.0),
+        Trial(EngineConfig("eager", "fp32", "contiguous", 2), "skipped: no time"),
+    ),
+    31.5,
+    {"device": "a processor", "torch": "2.13", "weights": "abc", "threads": "2"},
+    tuned=True,
+)
+
+
+def test_a_plan_that_was_kept_is_found(tmp_path):
+    plans.save(tmp_path / "new", PLAN)
+    assert plans.find(tmp_path / "new", "nuclei", PLAN.circumstances) == PLAN
+    assert [file.suffix for file in (tmp_path / "new").iterdir()] == [".json"]
+
+
+@pytest.mark.parametrize("change", [{"torch": "2.14"}, {"threads": "4"}])
+def test_other_circumstances_need_another_plan(tmp_path, change):
+    plans.save(tmp_path, PLAN)
+    assert plans.find(tmp_path, "nuclei", PLAN.circumstances | change) is None
+    assert plans.find(tmp_path, "cells", PLAN.circumstances) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1", b"\xff"])
+def test_a_damaged_plan_counts_as_none(tmp_path, content):
+    plans.save(tmp_path, PLAN)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(content)
+    assert plans.find(tmp_path, "nuclei", PLAN.circumstances) is None
+    assert plans.find_all(tmp_path, "nuclei", "abc") == ()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"precision": "fp8"}, {"memory_format": "rows"}, {"sw_batch_size": 0}, {"streams": 99}],
+)
+def test_a_plan_that_names_what_there_is_not_counts_as_none(tmp_path, change):
+    plans.save(tmp_path, PLAN)
+    (file,) = tmp_path.iterdir()
+    content = json.loads(file.read_bytes())
+    content["choice"].update(change)
+    file.write_text(json.dumps(content))
+    assert plans.find(tmp_path, "nuclei", PLAN.circumstances) is None
+
+
+def test_a_full_disk_leaves_no_part_of_a_plan(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="large"):
+            plans.save(tmp_path, PLAN)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plans_that_another_process_deletes_meanwhile_are_left_out(tmp_path):
+    plans.save(tmp_path, PLAN)
+    (tmp_path / "nuclei-gone.json").symlink_to(tmp_path / "deleted")
+    assert plans.find_all(tmp_path, "nuclei", "abc") == (PLAN,)
+
+
+def test_every_plan_of_a_model_is_listed_the_newest_first(tmp_path):
+    older = EnginePlan("nuclei", CHOICE, (), 1.0, {"device": "another", "weights": "abc"})
+    others = (EnginePlan("nuclei-2", CHOICE, (), 1.0, older.circumstances), EnginePlan("nuclei", CHOICE, (), 1.0, {}))
+    for plan in (older, PLAN, *others):
+        plans.save(tmp_path, plan)
+    for file in tmp_path.glob("*"):
+        if plans._read(file) == older:
+            os.utime(file, (0, 0))
+    assert plans.find_all(tmp_path, "nuclei", "abc") == (PLAN, older)
+    assert plans.find_all(tmp_path / "nowhere", "nuclei", "abc") == ()
+
+
+def test_a_plan_is_told_as_a_table():
+    first, chosen, skipped = PLAN.lines()
+    assert first == "tuned in 32 s on a processor, 2 threads:"
+    assert next(replace(PLAN, tuned=False).lines()).startswith("checked in 32 s")
+    assert "compiled (default) bf16 channels_last_3d x4" in chosen
+    assert "12.5 windows/s" in chosen
+    assert "0.050% differ" in chosen
+    assert "built in 9.0 s" in chosen
+    assert skipped.endswith("skipped: no time")
+
+
+def test_plans_live_in_the_configured_folder_or_in_the_users_cache(tmp_path, monkeypatch):
+    assert plans.choose_folder(tmp_path) == tmp_path / "plans"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert plans.choose_folder(None) == Path("/caches/stackseg/plans")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert plans.choose_folder(None) == Path("~/.cache/stackseg/plans").expanduser()
+
+
+def test_plans_depend_on_the_sources_of_engines_and_of_what_else_is_handed_in(tmp_path):
+    (tmp_path / "windows").mkdir()
+    digests = {plans.digest_sources(), plans.digest_sources(tmp_path)}
+    for name in ("blending.py", "windows/kernels.cpp"):
+        (tmp_path / name).write_text("A = 1\n")
+        plans.digest_sources.cache_clear()
+        digests.add(plans.digest_sources(tmp_path))
+    (tmp_path / "notes.txt").write_text("nothing")
+    plans.digest_sources.cache_clear()
+    digests.add(plans.digest_sources(tmp_path))
+    assert len(digests) == 3, "no file, one, and two"

@@ -1,0 +1,131 @@
+"""Confinement: what a codec that was taken over tries in a reader's process fails, by each of the layers alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import attacks
+import doomed_reader
+import numpy as np
+import pytest
+import tifffile
+
+from service.core.types import Selection
+from service.formats.sandbox import confinement
+from service.formats.sandbox import process as sandbox_process
+from service.formats.sandbox.parent import Reader
+
+# Those that nothing but a layer of confinement stops, whoever runs the tests, and that do no harm.
+ALWAYS_POSSIBLE = (
+    "read the jobs",
+    "read accounts",
+    "write the jobs",
+    "write a kernel",
+    "change permissions",
+    "connect by TCP",
+    "connect by path",
+    "listen",
+    "start a process",
+    "run a program",
+    "signal the service",
+)
+
+
+@pytest.fixture(autouse=True)
+def module_of_attacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(attacks.__file__).parent))
+
+
+@pytest.fixture(scope="module")
+def from_reader(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], dict[str, str]]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("PYTHONPATH", str(Path(attacks.__file__).parent))
+        return attacks.attack_from_reader(tmp_path_factory.mktemp("attacked"))
+
+
+def attack_alone(layers: list[str], attempts: list[str], folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Attack from a process with these layers; returns those that do not hold, and the outcomes."""
+    with attacks.targets_in(folder) as targets:
+        arguments = [",".join(layers), json.dumps(targets | {"attempts": attempts})]
+        command = [sys.executable, "-P", attacks.__file__, "alone", *arguments]
+        environment = sandbox_process.child_environment()
+        done = subprocess.run(command, capture_output=True, check=True, timeout=60, env=environment)
+    missing, outcomes = json.loads(done.stdout)
+    return missing, outcomes
+
+
+@pytest.mark.parametrize("name", attacks.ATTACKS)
+def test_attempt_of_a_codec_fails(from_reader: tuple[dict[str, str], dict[str, str]], name: str) -> None:
+    missing, outcomes = from_reader
+    if name not in outcomes:
+        pytest.skip(f"no layer that stops it holds on this host: {missing}")
+    assert outcomes[name] in {"EACCES", "EPERM", "ENOSYS", "ENETUNREACH"}
+
+
+@pytest.mark.parametrize("layer", ["namespaces", "landlock", "seccomp"])
+def test_layer_alone_stops_what_it_should(layer: str, tmp_path: Path) -> None:
+    attempts = attacks.attempts_that_fail([layer])
+    missing, outcomes = attack_alone([layer], attempts, tmp_path)
+    if missing:
+        pytest.skip(f"this host lacks it: {missing}")
+    assert outcomes.keys() == set(attempts)
+    assert {name for name, refused in outcomes.items() if not refused} == set()
+
+
+def test_attempts_succeed_without_confinement(tmp_path: Path) -> None:
+    assert attack_alone([], [*ALWAYS_POSSIBLE], tmp_path) == ({}, dict.fromkeys(ALWAYS_POSSIBLE, ""))
+
+
+def test_process_says_what_holds(tmp_path: Path) -> None:
+    with Reader(memory_bytes=2**29, seconds=10, decoded_bytes=2**20, processes=1) as reader:
+        reader.await_start()
+        process = Path(f"/proc/{reader._children[0]._process.pid}")
+        status = dict(line.split(":\t") for line in (process / "status").read_text(encoding="ascii").splitlines())
+        facts = {
+            "no_new_privs": status["NoNewPrivs"] == "1",
+            "seccomp": status["Seccomp"] == "2",
+            "namespaces": (process / "ns/net").readlink() != Path("/proc/self/ns/net").readlink(),
+        }
+        assert facts == {layer: layer not in reader.missing for layer in facts}
+        assert status["Threads"] == "1"
+
+
+def test_layer_that_the_host_lacks_is_told_and_no_hindrance(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, stack = tmp_path / "stack.tif", np.arange(60, dtype=np.uint8).reshape(3, 4, 5)
+    tifffile.imwrite(path, stack, photometric="minisblack", compression="zlib", metadata={"axes": "ZYX"})
+    sandbox_process._warn_of_missing.cache_clear()
+    with (
+        caplog.at_level(logging.WARNING),
+        Reader(memory_bytes=2**29, seconds=10, decoded_bytes=2**20, module=doomed_reader.__name__) as reader,
+    ):
+        assert reader.missing == {}
+        np.testing.assert_array_equal(reader.read(path, Selection(), tmp_path).array()[0], stack)
+        for _ in range(2):
+            reader.await_start()
+        assert "pyseccomp" in reader.missing["seccomp"]
+    assert [record.message for record in caplog.records if "without seccomp" in record.message] == [
+        f"The processes that read files run without seccomp: {reader.missing['seccomp']}."
+    ]
+
+
+def test_layer_that_would_hold_for_one_of_several_threads_does_not_count(tmp_path: Path) -> None:
+    code = (
+        "import threading, time, service.formats.sandbox.confinement as confinement\n"
+        "threading.Thread(target=time.sleep, args=[5], daemon=True).start()\n"
+        "print(confinement.confine(['landlock']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True, timeout=60)
+    assert "landlock" in done.stdout
+
+
+def test_all_layers_are_tried_by_default() -> None:
+    code = (
+        "import service.formats.sandbox.confinement as c; print(c.confine().keys() <= c.LAYERS.keys(), c.confine([]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True, timeout=60)
+    assert done.stdout == "True {}\n"
+    assert list(confinement.LAYERS) == ["namespaces", "no_new_privs", "landlock", "seccomp"]

@@ -1,0 +1,564 @@
+"""Reading in child processes: the same answers, and nothing that a file does harms the caller."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import doomed_reader
+import numpy as np
+import pytest
+import tifffile
+from common import make_bomb
+from fakes import until
+from paths import SHARED_DATA
+
+from service.core.errors import (
+    AmbiguousAxes,
+    BadFile,
+    BadParameter,
+    Cancelled,
+    NotReady,
+    ReaderKilled,
+    RequestError,
+    TooLarge,
+    UnsupportedMedia,
+)
+from service.core.quantities import VoxelSize
+from service.core.types import Description, Selection, Volume
+from service.formats import stack_reader
+from service.formats.sandbox import child as sandbox_child
+from service.formats.sandbox.parent import Reader
+
+DATA = SHARED_DATA / "hostile"
+LIMIT = 2**28
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[Reader]:
+    with Reader(memory_bytes=2**29, seconds=10, decoded_bytes=LIMIT) as reader:
+        yield reader
+
+
+@pytest.fixture
+def stack() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 60_000, (2, 6, 40, 50)).astype(np.uint16)
+
+
+def asked(reader: Reader) -> bool:
+    """Whether a request lies before its one process, which is stopped."""
+    (process,), waiting = reader._children, array("i", [0])
+    fcntl.ioctl(process._channel.fileno(), termios.TIOCOUTQ, waiting)
+    return waiting[0] > 0
+
+
+def stop(number: int) -> None:
+    """Stop a child; it does nothing more once this returns."""
+    os.kill(number, signal.SIGSTOP)
+    os.waitid(os.P_PID, number, os.WSTOPPED)
+
+
+def no_output(_: int) -> int:
+    raise AssertionError("these pixels are stored as they are")
+
+
+def write(path: Path, stack: np.ndarray, **options: Any) -> Path:
+    metadata = {"axes": "CZYX", "PhysicalSizeZ": 2.0, "PhysicalSizeY": 0.5, "PhysicalSizeX": 0.5}
+    tifffile.imwrite(path, stack, photometric="minisblack", ome=True, metadata=metadata, **options)
+    return path
+
+
+def children() -> set[int]:
+    """Process ids of this process's children."""
+    return {int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat") if parent(stat) == os.getpid()}
+
+
+def parent(stat: Path) -> int:
+    """
+    Process id of the parent of the process that such a file describes; 0 for one that is gone.
+
+    Not from the lists of children in /proc/self/task: each thread has its own and passes its children on as it ends.
+    """
+    try:
+        return int(stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+@pytest.mark.parametrize("options", [{}, {"byteorder": ">"}, {"compression": "zlib"}])
+def test_the_same_as_in_process(reader: Reader, tmp_path: Path, stack: np.ndarray, options: dict[str, Any]) -> None:
+    path = write(tmp_path / "stack.ome.tif", stack, **options)
+
+    for selection in (Selection(), Selection(channel=1, voxel_size=VoxelSize(3, 2, 1)), Selection(axes="ZCYX")):
+        here, there = stack_reader.read(path, selection, LIMIT), reader.read(path, selection, tmp_path)
+        assert reader.inspect(path, selection) == stack_reader.inspect(path, selection, LIMIT)
+        shared = reader.read(path, selection, tmp_path, shared=True)
+        for volume in (there, shared):
+            for field in ("shape", "dtype", "voxel_size", "channels", "notes"):
+                assert getattr(volume, field) == getattr(here, field)
+            np.testing.assert_array_equal(volume.array(), here.array())
+            np.testing.assert_array_equal(volume.read(1, 2), here.read(1, 2))
+
+
+@pytest.mark.parametrize("options", [{}, {"byteorder": ">"}, {"compression": "zlib"}])
+@pytest.mark.parametrize("nameless", [True, False])
+def test_a_file_in_memory_is_read_like_one_on_disk(
+    tmp_path: Path, stack: np.ndarray, options: dict[str, Any], nameless: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "stack.tif", stack, **options)
+    content = bytearray(path.read_bytes())
+    if not nameless:
+        monkeypatch.delattr(os, "memfd_create")
+    with Reader(memory_bytes=2**29, seconds=10, decoded_bytes=LIMIT, processes=1) as reader:
+        described = reader.inspect(content, Selection())
+        volumes = [reader.read(content, Selection(), tmp_path) for _ in range(2)]
+        with pytest.raises(UnsupportedMedia):
+            reader.read(bytearray(), Selection(), tmp_path)
+    assert described == stack_reader.inspect(path, Selection(), LIMIT)
+    for volume in volumes:
+        np.testing.assert_array_equal(volume.array(), stack)
+        assert volume.voxel_size == described.voxel_size
+
+
+def test_the_volume_outlives_a_deleted_folder(reader: Reader, tmp_path: Path, stack: np.ndarray) -> None:
+    path = write(tmp_path / "stack.tif", stack, compression="zlib")
+
+    volume = reader.read(path, Selection(), tmp_path)
+    for entry in tmp_path.iterdir():
+        entry.unlink()
+
+    np.testing.assert_array_equal(volume.array(), stack)
+
+
+def test_colour_samples_of_a_shared_file(reader: Reader, tmp_path: Path) -> None:
+    path, pixels = tmp_path / "colour.tif", np.random.default_rng(0).integers(0, 255, (5, 20, 30, 3), np.uint8)
+    tifffile.imwrite(path, pixels, photometric="rgb", metadata={"axes": "ZYXS"})
+    for channel in (None, 1):
+        selection = Selection(channel=channel, axes="ZYXS")
+        volume = reader.read(path, selection, tmp_path, shared=True)
+        np.testing.assert_array_equal(volume.array(), stack_reader.read(path, selection, LIMIT).array())
+
+
+def test_shared_file_that_becomes_shorter_is_an_error_and_not_the_end(
+    reader: Reader, tmp_path: Path, stack: np.ndarray
+) -> None:
+    path = write(tmp_path / "stack.tif", stack)
+    volume = reader.read(path, Selection(channel=0), tmp_path, shared=True)
+    os.truncate(path, path.stat().st_size * 2 // 5)
+    volume.read(0, 1)
+    with pytest.raises(BadFile, match="shorter"):
+        volume.read(0, 6)
+
+
+def test_shared_files_have_a_limit_of_their_own(tmp_path: Path, stack: np.ndarray) -> None:
+    path = write(tmp_path / "stack.tif", stack)
+    limits = {"decoded_bytes": stack.nbytes - 1, "shared_bytes": stack.nbytes}
+    with Reader(memory_bytes=2**29, seconds=10, processes=1, **limits) as reader:
+        assert reader.inspect(path, Selection(), shared=True).shape == stack.shape
+        np.testing.assert_array_equal(reader.read(path, Selection(), tmp_path, shared=True).array(), stack)
+        for call in (reader.inspect, functools.partial(reader.read, scratch=tmp_path)):
+            with pytest.raises(TooLarge):
+                call(path, Selection())
+
+
+def test_errors_keep_their_kind_and_their_words(reader: Reader, tmp_path: Path, stack: np.ndarray) -> None:
+    unnamed, text, cut = tmp_path / "unnamed.tif", tmp_path / "text.tif", write(tmp_path / "cut.tif", stack)
+    tifffile.imwrite(unnamed, stack, photometric="minisblack")
+    text.write_text("no TIFF", encoding="ascii")
+    os.truncate(cut, 10_000)
+
+    for path, selection, kind, words in (
+        (unnamed, Selection(), AmbiguousAxes, "axes=CZYX"),
+        (unnamed, Selection(axes="ZYX"), BadParameter, "2 x 6 x 40 x 50"),
+        (text, Selection(), UnsupportedMedia, "Send a TIFF"),
+        (cut, Selection(), BadFile, "cut short"),
+    ):
+        with pytest.raises(kind, match=words):
+            reader.inspect(path, selection)
+        with pytest.raises(kind, match=words):
+            reader.read(path, selection, tmp_path)
+
+
+def test_a_missing_file_is_the_callers_own_mistake(reader: Reader, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        reader.inspect(tmp_path / "nothing.tif", Selection())
+
+
+def test_warm_children_answer_fast(reader: Reader, tmp_path: Path, stack: np.ndarray) -> None:
+    path = write(tmp_path / "stack.tif", stack)
+    reader.inspect(path, Selection(), shared=True)
+
+    def fast() -> bool:
+        start = time.perf_counter()
+        reader.inspect(path, Selection(), shared=True)
+        return time.perf_counter() - start < 0.05
+
+    # Once is enough: to start one takes longer than that wherever it is tried.
+    until(fast)
+
+
+def test_a_killed_child_is_replaced(tmp_path: Path, stack: np.ndarray) -> None:
+    path, before = write(tmp_path / "stack.tif", stack), children()
+    with Reader(memory_bytes=2**29, seconds=10, decoded_bytes=LIMIT, processes=1) as reader:
+        for _ in range(3):
+            assert reader.inspect(path, Selection(), shared=True).stored_shape == stack.shape
+            (number,) = children() - before
+            os.kill(number, signal.SIGSEGV)
+            os.waitid(os.P_PID, number, os.WEXITED | os.WNOWAIT)
+
+
+def test_a_child_that_dies_at_work_is_a_bad_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, before = tmp_path / "slow.tif", children()
+    tifffile.imwrite(path, np.zeros((10_000, 1, 1), np.uint8), photometric="minisblack", metadata=None)
+    with Reader(memory_bytes=2**29, seconds=30, decoded_bytes=LIMIT, processes=1) as reader:
+        reader.inspect(path, Selection())
+        (number,) = children() - before
+        stop(number)
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(reader.inspect, path, Selection())
+            until(lambda: asked(reader))
+            os.kill(number, signal.SIGSEGV)
+            os.kill(number, signal.SIGCONT)
+            with pytest.raises(BadFile, match="crashed"):
+                reading.result()
+        assert reader.inspect(path, Selection()).shape == (1, 10_000, 1, 1)
+    assert "ended with status -11" in caplog.text
+
+
+def test_a_child_that_is_killed_at_work_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "stack.tif"
+    tifffile.imwrite(path, np.zeros((100, 8, 8), np.uint8), photometric="minisblack", metadata=None)
+    with Reader(memory_bytes=2**29, seconds=30, decoded_bytes=LIMIT, processes=1) as reader:
+        reader.inspect(path, Selection())
+        number = reader._children[0]._process.pid
+        stop(number)
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(reader.inspect, path, Selection())
+            until(lambda: asked(reader))
+            os.kill(number, signal.SIGKILL)
+            assert reading.result().shape == (1, 100, 8, 8)
+        assert reader.kills == 1
+    assert caplog.text.count("ended with status -9") == 1
+
+
+def test_a_child_that_is_killed_again_is_not_the_files_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(doomed_reader.__file__).parent))
+    path = tmp_path / "stack.tif"
+    tifffile.imwrite(path, np.zeros((3, 8, 8), np.uint8), photometric="minisblack", compression="packbits")
+    with Reader(
+        memory_bytes=2**29, seconds=30, decoded_bytes=LIMIT, processes=1, module=doomed_reader.__name__
+    ) as reader:
+        with pytest.raises(ReaderKilled, match="killed twice, by signal 9"):
+            reader.read(path, Selection(axes="ZYX"), tmp_path)
+        assert reader.kills == 2
+        assert reader.inspect(path, Selection(axes="ZYX")).shape == (1, 3, 8, 8)
+    assert caplog.text.count("ended with status -9") == 2
+
+
+def test_taking_too_long_is_too_large_and_does_no_lasting_harm(tmp_path: Path, stack: np.ndarray) -> None:
+    slow, quick, before = tmp_path / "slow.tif", write(tmp_path / "quick.tif", stack), children()
+    tifffile.imwrite(slow, np.zeros((10, 1, 1), np.uint8), photometric="minisblack", metadata=None)
+    with Reader(memory_bytes=2**29, seconds=2, decoded_bytes=LIMIT, processes=1) as reader:
+        reader.inspect(quick, Selection())
+        start = time.perf_counter()
+        # However fast the machine is.
+        (number,) = children() - before
+        stop(number)
+        with pytest.raises(TooLarge, match=r"more than 2 seconds"):
+            reader.inspect(slow, Selection())
+        assert time.perf_counter() - start < 20
+        assert reader.inspect(quick, Selection()).stored_shape == stack.shape
+
+
+def test_memory_is_limited(tmp_path: Path, stack: np.ndarray) -> None:
+    bomb, modest = tmp_path / "bomb.tif", write(tmp_path / "modest.tif", stack, compression="zlib")
+    tifffile.imwrite(bomb, np.zeros((16_000, 16_000), np.uint8), compression="zlib", rowsperstrip=16_000)
+    assert bomb.stat().st_size < 2**20
+    with Reader(memory_bytes=2**27, seconds=30, decoded_bytes=LIMIT, processes=1) as reader:
+        with pytest.raises(TooLarge, match="memory"):
+            reader.read(bomb, Selection(), tmp_path)
+        np.testing.assert_array_equal(reader.read(modest, Selection(), tmp_path).array(), stack)
+        with pytest.raises(TooLarge, match=r"decodes to 0\.26 GB"):
+            stack_reader.read(bomb, Selection(), 2**27)
+
+
+def test_a_strip_that_unpacks_to_more_than_it_should_is_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.tif"
+    zeros = np.zeros((16_000, 16_000), np.uint8)
+    tifffile.imwrite(path, zeros, compression="zlib", rowsperstrip=16_000, metadata=None)
+    with tifffile.TiffFile(path, mode="r+b") as file:
+        for name in ("ImageLength", "RowsPerStrip"):
+            file.pages.first.tags[name].overwrite(16)
+    with (
+        Reader(memory_bytes=2**27, seconds=10, decoded_bytes=LIMIT, processes=1) as reader,
+        pytest.raises((BadFile, TooLarge), match=r"[Dd]ecoding its pixels"),
+    ):
+        reader.read(path, Selection(), tmp_path)
+
+
+def test_many_callers_at_once_each_get_their_own(reader: Reader, tmp_path: Path) -> None:
+    paths = []
+    for number in range(8):
+        path = tmp_path / f"{number}.tif"
+        tifffile.imwrite(
+            path,
+            np.full((3, 20, 20), number, np.uint8),
+            photometric="minisblack",
+            metadata={"axes": "ZYX"},
+            compression="zlib",
+        )
+        paths.append(path)
+
+    with ThreadPoolExecutor(8) as pool:
+        volumes = list(pool.map(lambda path: reader.read(path, Selection(), tmp_path), paths * 3))
+
+    assert [int(volume.array().max()) for volume in volumes] == list(range(8)) * 3
+    assert all((volume.array() == volume.array().flat[0]).all() for volume in volumes)
+
+
+def test_closing_ends_the_children_and_later_calls(tmp_path: Path, stack: np.ndarray) -> None:
+    path, before = write(tmp_path / "stack.tif", stack), children()
+    reader = Reader(memory_bytes=2**29, seconds=10, decoded_bytes=LIMIT)
+    reader.inspect(path, Selection())
+
+    reader.close()
+    reader.close()
+
+    assert children() <= before
+    with pytest.raises(NotReady):
+        reader.inspect(path, Selection())
+
+
+def test_closing_answers_those_who_wait(tmp_path: Path) -> None:
+    path, before = tmp_path / "slow.tif", children()
+    tifffile.imwrite(path, np.zeros((10_000, 1, 1), np.uint8), photometric="minisblack", metadata=None)
+    reader = Reader(memory_bytes=2**29, seconds=30, decoded_bytes=LIMIT, processes=1)
+    reader.inspect(path, Selection())
+    (number,) = children() - before
+    # So that it has not answered before.
+    stop(number)
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(reader.inspect, path, Selection()) for _ in range(3)]
+        until(lambda: asked(reader))
+        reader.close()
+        errors = [future.exception(timeout=20) for future in waiting]
+
+    assert all(isinstance(error, NotReady) for error in errors)
+
+
+def test_a_child_that_cannot_start_is_not_the_files_fault(
+    tmp_path: Path, stack: np.ndarray, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "stack.tif", stack)
+    with Reader(memory_bytes=2**70, seconds=10, decoded_bytes=LIMIT, processes=1) as reader:
+        for _ in range(2):
+            with pytest.raises(NotReady, match="does not start"):
+                reader.inspect(path, Selection())
+    assert "OverflowError" in caplog.text
+
+
+def test_the_child_ends_with_its_parent_and_imports_no_torch() -> None:
+    code = "import sys, service.formats.sandbox.child; sys.exit('torch' in sys.modules or 'fastapi' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+    here, there = socket.socketpair()
+    lonely = [sys.executable, "-m", sandbox_child.__name__, str(2**29), str(LIMIT), "10"]
+    child = subprocess.Popen(lonely, stdin=there.fileno(), stderr=subprocess.PIPE)
+    there.close()
+    with here:
+        assert here.recv(1000).startswith(b'{"missing": {')
+    assert child.communicate(timeout=60) == (None, b"")
+    assert child.returncode == 0
+
+
+def test_a_reply_that_points_outside_its_file_is_refused(reader: Reader, tmp_path: Path, stack: np.ndarray) -> None:
+    path = write(tmp_path / "stack.tif", stack)
+    request = {
+        "call": "extract",
+        "selection": {"channel": None, "time": None, "axes": None, "voxel_size": None},
+        "limit_bytes": LIMIT,
+        "small_bytes": LIMIT,
+    }
+    reply = sandbox_child.answer(request, os.open(path, os.O_RDONLY), no_output)
+    good = json.loads(sandbox_child.encode(reply))["result"]
+
+    class Lying:
+        """A child that was taken over."""
+
+        def __init__(self) -> None:
+            self.lie: dict[str, Any] = {}
+            self.begun = 0
+
+        def ask(self, *_: object) -> dict[str, Any]:
+            return {"result": good | self.lie}
+
+        def begin(self) -> None:
+            self.begun += 1
+
+    lying, child = Reader(memory_bytes=2**29, seconds=10, decoded_bytes=LIMIT, processes=0), Lying()
+    lying._idle.put(child)
+    np.testing.assert_array_equal(lying.read(path, Selection(), tmp_path).array(), stack)
+    assert child.begun == 0
+    for child.lie in (
+        {"offset": 10**6},
+        {"offset": -8},
+        {"shape": [2, 6, 4000, 50]},
+        {"shape": [10**6] * 4, "strides": [0] * 4},
+        {"dtype": "|O"},
+        {"decoded": True},
+    ):
+        for shared in (False, True):
+            with pytest.raises(BadFile):
+                lying.read(path, Selection(), tmp_path, shared=shared)
+    assert child.begun > 0
+
+
+HOSTILE = json.loads((DATA / "manifest.json").read_text(encoding="utf-8")) if DATA.is_dir() else []
+
+
+@pytest.mark.skipif(not HOSTILE, reason="the folder of public test files, ../shared/data, is not there")
+@pytest.mark.parametrize("entry", HOSTILE or [None], ids=[entry["file"] for entry in HOSTILE] or ["none"])
+def test_every_hostile_file_is_refused_or_read(reader: Reader, tmp_path: Path, entry: dict[str, Any]) -> None:
+    path, start = DATA / entry["file"], time.perf_counter()
+
+    def outcome(**arguments: Any) -> tuple[object, ...]:
+        try:
+            volume = reader.read(path, Selection(time=0), tmp_path, **arguments)
+        except RequestError as error:
+            return type(error), str(error)
+        assert volume.array().nbytes == volume.nbytes <= LIMIT
+        return volume.shape, volume.dtype, volume.voxel_size, volume.channels, volume.array().tobytes()
+
+    first = outcome()
+    # The limit is 10 s, and a process may have to start.
+    assert time.perf_counter() - start < 30
+    # Of what others may change nothing is remembered.
+    assert outcome() == first == outcome(shared=True)
+
+
+@pytest.mark.parametrize("compression", ["zlib", "lzw", "zstd", "packbits", "jpeg"])
+def test_what_is_large_once_decoded_is_described_and_not_decoded(
+    reader: Reader, tmp_path: Path, compression: str
+) -> None:
+    bomb, scratch = tmp_path / "bomb.tif", tmp_path / "scratch"
+    bomb.write_bytes(make_bomb(64, (1024, 2048), compression))
+    selection = Selection(axes="ZYX")
+
+    described = reader.read_small(bomb, selection, scratch)
+
+    assert described == reader.inspect(bomb, selection)
+    assert isinstance(described, Description)
+    assert (described.shape, described.nbytes) == ((1, 64, 1024, 2048), 2**27)
+    assert not scratch.exists()
+    volume = reader.read_small(bomb, selection, scratch, small_bytes=2**27)
+    assert isinstance(volume, Volume)
+    assert not volume.read(63, 64).any()
+
+
+def test_whole_tiles_and_pages_count_as_decoded(reader: Reader, tmp_path: Path) -> None:
+    tiled, inner, plain = (tmp_path / f"{name}.tif" for name in ("tiled", "inner", "plain"))
+    tifffile.imwrite(tiled, np.zeros((8, 8), np.uint8), photometric="minisblack", tile=(4096, 4096), compression="zlib")
+    colour = {"photometric": "rgb", "compression": "zlib", "metadata": {"axes": "ZYXS"}}
+    tifffile.imwrite(inner, np.zeros((4, 512, 512, 3), np.uint8), **colour)
+    tifffile.imwrite(plain, np.zeros((4, 512, 512), np.uint8), photometric="minisblack", metadata={"axes": "ZYX"})
+    for path, selection, nbytes in (
+        (tiled, Selection(), 2**24),
+        (inner, Selection(axes="ZYXS", channel=0), 3 * 2**20),
+        (plain, Selection(axes="ZYX"), 0),
+    ):
+        assert isinstance(reader.read_small(path, selection, tmp_path, small_bytes=nbytes), Volume)
+        if nbytes:
+            assert isinstance(reader.read_small(path, selection, tmp_path, small_bytes=nbytes - 1), Description)
+
+
+def test_cancelled_reading_kills_its_child_and_the_next_file_is_read(tmp_path: Path, stack: np.ndarray) -> None:
+    path, cancelled, before = write(tmp_path / "stack.tif", stack, compression="zlib"), threading.Event(), children()
+    with (
+        Reader(memory_bytes=2**29, seconds=60, decoded_bytes=LIMIT, processes=1) as reader,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        for call in (reader.inspect, functools.partial(reader.read, scratch=tmp_path)):
+            reader.inspect(path, Selection())
+            (number,) = children() - before
+            # However fast the machine is.
+            stop(number)
+            reading = pool.submit(call, path, Selection(), cancelled=cancelled.is_set)
+            until(lambda: asked(reader))
+            assert not reading.done()
+            cancelled.set()
+            with pytest.raises(Cancelled):
+                reading.result(20)
+            assert number not in children()
+            cancelled.clear()
+        np.testing.assert_array_equal(reader.read(path, Selection(), tmp_path).array(), stack)
+
+
+PLACE = {"dtype": "<u1", "offset": 0, "shape": [1, 1, 4, 4], "strides": [16, 16, 4, 1]}
+FOUND = PLACE | {"voxel_size": None, "channels": ["a"], "decoded": False}
+NONSENSE: list[dict[str, Any]] = [
+    {},
+    {"error": []},
+    {"errno": None, "message": None},
+    {"result": 1},
+    {"result": {"description": FOUND}},
+    {"output_bytes": "many"},
+    {"result": FOUND | {"dtype": "none"}},
+    {"result": FOUND | {"shape": [1, 1]}},
+    {"result": FOUND | {"shape": [0, 0, 0, 0]}},
+    {"result": FOUND | {"offset": math.inf}},
+    {"result": FOUND | {"channels": [{}]}},
+    {"result": FOUND | {"voxel_size": 3}},
+]
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE)
+def test_replies_of_a_child_that_was_taken_over_are_refused(
+    tmp_path: Path, stack: np.ndarray, monkeypatch: pytest.MonkeyPatch, nonsense: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "lying.py").write_text(
+        "import socket\nchannel = socket.socket(fileno=0)\nchannel.sendall(b'{\"missing\": {}}\\n')\n"
+        f"while channel.recv(2**16):\n    channel.sendall({sandbox_child.encode(nonsense)!r})\n",
+        encoding="ascii",
+    )
+    path = write(tmp_path / "stack.tif", stack)
+    with Reader(memory_bytes=2**29, seconds=20, decoded_bytes=LIMIT, processes=1, module="lying") as reader:
+        for call in (reader.inspect, functools.partial(reader.read, scratch=tmp_path / "scratch")):
+            process = reader._children[0]._process
+            with pytest.raises(BadFile, match="makes no sense"):
+                call(path, Selection())
+            assert reader._children[0]._process is not process, "another one reads the next file"
+
+
+@pytest.mark.parametrize("reply", ["b'no JSON\\n'", "b'[]\\n'", "b'[' * 10**5 + b'\\n'", "b' ' * (2**26 + 1)"])
+def test_a_child_that_does_not_reply_is_replaced(
+    tmp_path: Path, stack: np.ndarray, monkeypatch: pytest.MonkeyPatch, reply: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "babbling.py").write_text(
+        "import socket\nchannel = socket.socket(fileno=0)\nchannel.sendall(b'{\"missing\": {}}\\n')\n"
+        f"while channel.recv(2**16):\n    channel.sendall({reply})\n",
+        encoding="ascii",
+    )
+    path = write(tmp_path / "stack.tif", stack)
+    with Reader(memory_bytes=2**29, seconds=20, decoded_bytes=LIMIT, processes=1, module="babbling") as reader:
+        for _ in range(2):
+            with pytest.raises(BadFile, match="makes no sense"):
+                reader.inspect(path, Selection())

@@ -1,0 +1,302 @@
+"""Stores on S3 and on web servers: the pixels of the store, read in the sandbox, or an error that says why not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from object_server import ObjectServer, serve_objects
+from sockets import key_and_certificate
+from zarr_files import write_zarr
+
+from service.core.errors import BadFile, BadParameter, Cancelled, StackSegError, StorageUnavailable, TooLarge
+from service.core.quantities import VoxelSize
+from service.core.types import Selection
+from service.formats import stack_reader
+from service.formats.sandbox.parent import Reader
+from service.formats.sandbox.remote_store import RemoteStore, check_url
+from service.formats.zarr import reader as zarr_reader
+from service.formats.zarr.store import Part
+
+LIMIT = 2**26
+PIXELS = np.random.default_rng(0).integers(0, 60_000, (2, 9, 40, 50)).astype(np.uint16)
+# Of the file that all faults are tried on: in the sharded store the only one.
+SHARD = "sharded.zarr/0/c/1/0/0/0"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    folder = tmp_path_factory.mktemp("bucket")
+    write_zarr(folder / "data" / "plain.zarr", PIXELS, "czyx", "0.4", chunks=(1, 4, 16, 16))
+    write_zarr(folder / "data" / "sharded.zarr", PIXELS, "czyx", chunks=(1, 4, 8, 16), shards=(1, 12, 40, 64))
+    (folder / "secret.json").write_text("{}")
+    with serve_objects(folder) as server:
+        yield server
+
+
+# Where storage lies that is no cloud's, and by which names its objects are asked for.
+CLOUDS = {
+    "s3": {"AWS_ENDPOINT": "{url}", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "eu-central-1"},
+    "gs": {"GOOGLE_BASE_URL": "{url}", "GOOGLE_ALLOW_HTTP": "true"},
+    "az": {"AZURE_STORAGE_ENDPOINT": "{url}", "AZURE_ALLOW_HTTP": "true", "AZURE_STORAGE_ACCOUNT_NAME": "lab"},
+}
+
+
+def name_endpoint(cloud: str, url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Have the environment name a server of objects as a cloud's; return the URL of its bucket."""
+    for name, value in CLOUDS[cloud].items():
+        monkeypatch.setenv(name, value.format(url=url))
+    return f"{cloud}://data"
+
+
+@pytest.fixture(params=["http", "s3"])
+def prefix(request: pytest.FixtureRequest, server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    server.asked.clear()
+    server.authorized.clear()
+    server.faults.clear()
+    if request.param == "http":
+        return f"{server.url}/data"
+    return name_endpoint(request.param, server.url, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl, which makes the certificate, is not installed")
+    return key_and_certificate(tmp_path_factory.mktemp("certificate"))
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[Reader]:
+    with Reader(memory_bytes=2**29, seconds=30, decoded_bytes=LIMIT, processes=1) as reader:
+        yield reader
+
+
+@pytest.mark.parametrize("prefix", ["http", *CLOUDS], indirect=True)
+@pytest.mark.parametrize("name", ["plain.zarr", "sharded.zarr"])
+def test_pixels_are_those_of_the_store_and_no_others_are_fetched(
+    name: str, prefix: str, server: ObjectServer, reader: Reader, tmp_path: Path
+) -> None:
+    with RemoteStore(f"{prefix}/{name}/") as store:
+        volume = reader.read(store, Selection(channel=1), tmp_path)
+        assert np.array_equal(volume.array()[0], PIXELS[1])
+        assert volume.voxel_size == VoxelSize(0.5, 0.2, 0.2)
+        assert store.name == name
+        chunks = [path for path in server.asked if "/0/" in path and not path.endswith((".zarray", "zarr.json"))]
+        assert all("/0/1/" in path or "/c/1/" in path for path in chunks)
+        assert len(chunks) == (
+            3 * 3 * 4 if name == "plain.zarr" else 3 * 5 * 4 + len({"index"}) + (not prefix.startswith("http"))
+        )
+        server.asked.clear()
+        assert reader.inspect(store, Selection()).shape == (2, *PIXELS.shape[1:])
+        assert len(server.asked) <= 4
+        assert np.array_equal(stack_reader.read(store, Selection(), LIMIT).array(), PIXELS)
+
+
+@pytest.mark.parametrize(
+    ("cloud", "credentials"),
+    [
+        ("s3", {"AWS_ACCESS_KEY_ID": "ada", "AWS_SECRET_ACCESS_KEY": "secret"}),
+        ("gs", {"GOOGLE_BEARER_TOKEN": "secret"}),
+        ("az", {"AZURE_STORAGE_ACCOUNT_KEY": "c2VjcmV0"}),
+    ],
+)
+def test_objects_are_asked_for_with_credentials_where_there_are_some(
+    cloud: str, credentials: dict[str, str], server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = name_endpoint(cloud, server.url, monkeypatch)
+    for known in (False, True):
+        server.authorized.clear()
+        for name, value in credentials.items() if known else ():
+            monkeypatch.setenv(name, value)
+        with RemoteStore(f"{prefix}/plain.zarr") as store:
+            assert store.read([Part(".zattrs", 3, 0)]) == [b"{\n "]
+        assert server.authorized == ["/data/plain.zarr/.zattrs"] * known
+
+
+def test_a_server_is_trusted_by_its_certificate(
+    server: ObjectServer, certificate: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve_objects(server.folder, certificate) as secure:
+        for trusted in (False, True):
+            if trusted:
+                monkeypatch.setenv("SSL_CERT_FILE", certificate["ssl_certfile"])
+            for prefix in (f"{secure.url}/data", name_endpoint("s3", secure.url, monkeypatch)):
+                with RemoteStore(f"{prefix}/plain.zarr") as store:
+                    if trusted:
+                        assert store.read([Part(".zattrs", 3, 0)]) == [b"{\n "]
+                    else:
+                        with pytest.raises(StorageUnavailable, match="failed"):
+                            store.read([Part(".zattrs", 3, 0)])
+        assert secure.asked == ["/data/plain.zarr/.zattrs"] * 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "words"),
+    [
+        (404, None, ""),
+        (403, BadFile, "no credentials"),
+        ("cut", (BadFile, StorageUnavailable), "cut short|failed"),
+        (500, StorageUnavailable, "cannot be read now"),
+        (416, BadFile, "cut short"),
+    ],
+)
+def test_faults_of_the_server_are_told(fault: Any, error: Any, words: str, prefix: str, server: ObjectServer) -> None:
+    server.faults = {SHARD: fault}
+    with RemoteStore(f"{prefix}/sharded.zarr") as store:
+        if error is None:
+            assert not stack_reader.read(store, Selection(channel=1), LIMIT).array().any()
+            return
+        with pytest.raises(error, match=words) as raised:
+            stack_reader.read(store, Selection(channel=1), LIMIT)
+        assert "127.0.0.1" not in str(raised.value)
+
+
+def test_a_reader_reads_on_after_a_fault_of_a_server(server: ObjectServer, reader: Reader, tmp_path: Path) -> None:
+    server.faults = {SHARD: 500}
+    with RemoteStore(f"{server.url}/data/sharded.zarr") as store:
+        with pytest.raises(StorageUnavailable, match="cannot be read now"):
+            reader.read(store, Selection(channel=1), tmp_path)
+        server.faults = {}
+        assert np.array_equal(reader.read(store, Selection(channel=1), tmp_path).array()[0], PIXELS[1])
+
+
+def test_a_store_of_20_gb_is_described_by_two_objects(server: ObjectServer, reader: Reader) -> None:
+    path = write_zarr(server.folder / "data" / "big.zarr", np.ones((4, 64, 64), np.uint16), chunks=(4, 64, 64))
+    described = json.loads((path / "0" / "zarr.json").read_text()) | {"shape": [1024, 3200, 3200]}
+    (path / "0" / "zarr.json").write_text(json.dumps(described))
+    server.asked.clear()
+    with RemoteStore(f"{server.url}/data/big.zarr") as store:
+        with pytest.raises(TooLarge, match=r"decodes to 20\.97 GB"):
+            reader.inspect(store, Selection())
+        assert server.asked == ["/data/big.zarr/zarr.json", "/data/big.zarr/0/zarr.json"]
+        assert zarr_reader.open_stack(store, Selection(), 2**40).read_region((range(3), range(70), range(9))).any()
+    chunks = sorted(path for path in server.asked if "/0/c/" in path)
+    assert chunks == ["/data/big.zarr/0/c/0/0/0", "/data/big.zarr/0/c/0/1/0"]
+
+
+def test_a_redirect_is_not_followed(server: ObjectServer, reader: Reader, tmp_path: Path) -> None:
+    server.faults = {"zarr.json": f"{server.url}/secret.json"}
+    server.asked.clear()
+    with (
+        RemoteStore(f"{server.url}/data/sharded.zarr") as store,
+        pytest.raises(BadFile, match=r"redirects zarr\.json, which is not followed"),
+    ):
+        reader.read(store, Selection(), tmp_path)
+    assert server.asked == ["/data/sharded.zarr/zarr.json"]
+    server.faults = {}
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_redirects_of_object_storage_lead_to_https_alone_and_without_credentials(
+    encrypted: bool, server: ObjectServer, certificate: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", certificate["ssl_certfile"])
+    with (
+        serve_objects(server.folder, certificate) as endpoint,
+        serve_objects(server.folder, certificate if encrypted else None) as other,
+    ):
+        prefix = name_endpoint("s3", endpoint.url, monkeypatch)
+        monkeypatch.delenv("AWS_ALLOW_HTTP")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "ada")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        endpoint.faults = {"zarr.json": f"{other.url}/secret.json"}
+        with RemoteStore(f"{prefix}/sharded.zarr") as store:
+            if encrypted:
+                assert store.read([Part("zarr.json", 3)]) == [b"{}"]
+            else:
+                with pytest.raises(StorageUnavailable, match="failed"):
+                    store.read([Part("zarr.json", 3)])
+        assert set(endpoint.authorized) == {"/data/sharded.zarr/zarr.json"}
+        assert (other.asked, other.authorized) == (["/secret.json"] if encrypted else [], [])
+
+
+def test_a_slow_store_is_given_up_with_the_request(
+    prefix: str, server: ObjectServer, reader: Reader, tmp_path: Path
+) -> None:
+    server.faults = {SHARD: 3.0}
+    cancelled = threading.Event()
+    with RemoteStore(f"{prefix}/sharded.zarr") as store, ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(reader.read, store, Selection(channel=1), tmp_path, cancelled=cancelled.is_set)
+        with pytest.raises(TimeoutError):
+            reading.result(0.5)
+        began = time.monotonic()
+        cancelled.set()
+        with pytest.raises(Cancelled):
+            reading.result(10)
+        assert time.monotonic() - began < 2
+    server.faults = {}
+
+
+def test_a_child_that_was_taken_over_does_not_fetch_for_ever(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "asking.py").write_text(
+        "import socket\nchannel = socket.socket(fileno=0)\nchannel.sendall(b'{\"missing\": {}}\\n')\n"
+        'while channel.recv(2**16):\n    channel.sendall(b\'{"fetch": [["nothing", 1, null]]}\\n\')\n',
+        encoding="ascii",
+    )
+    give_up = time.monotonic() + 10
+    with (
+        Reader(memory_bytes=2**29, seconds=0.05, decoded_bytes=LIMIT, processes=1, module="asking") as asking,
+        RemoteStore(f"{server.url}/data") as store,
+        pytest.raises(TooLarge, match="took more than"),
+    ):
+        asking.inspect(store, Selection(), cancelled=lambda: time.monotonic() > give_up)
+
+
+def test_a_server_that_is_not_there_is_told(reader: Reader, tmp_path: Path) -> None:
+    with (
+        RemoteStore("http://127.0.0.1:9/a.zarr") as store,
+        pytest.raises(StorageUnavailable, match="connection failed"),
+    ):
+        reader.inspect(store, Selection())
+
+
+@pytest.mark.parametrize(
+    "key", ["../secret.json", "/secret.json", "a/../../secret.json", "", "a//b", ".hidden", "a\\b", "a\nb", "\ud800"]
+)
+def test_keys_do_not_leave_the_store(key: str, prefix: str, server: ObjectServer) -> None:
+    with RemoteStore(f"{prefix}/plain.zarr") as store, pytest.raises(BadFile, match="no path within"):
+        store.read([Part(key, 100)])
+    assert server.asked == []
+
+
+def test_no_more_is_fetched_than_was_asked_for(prefix: str, server: ObjectServer) -> None:
+    with RemoteStore(f"{prefix}/plain.zarr") as store:
+        with pytest.raises(BadFile, match=r"takes (no )?more than"):
+            store.read([Part(".zattrs", 10)])
+        with pytest.raises(TooLarge, match="512 MiB"):
+            store.read([Part(".zattrs", 2**40)])
+        with pytest.raises(TooLarge, match="512 MiB"):
+            store.read([Part(".zattrs", 2**40), Part("nothing", -(2**40))])
+        with pytest.raises(StackSegError):
+            store.read([Part(".zattrs", 10, 10_000)])
+        assert store.read([Part(".zattrs", 3, 0), Part("nothing", 5, 1)]) == [b"{\n ", None]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://host/a", "file:///etc", "s3:///a", "s3://key:secret@bucket/a", "https://user@host/a", "http://host/a?b=c",
+        "http://host/a#b", "http://host:port/a", "http://[::1/a", "gopher://host",
+    ],
+)  # fmt: skip
+def test_urls_of_no_use_are_refused(url: str) -> None:
+    with pytest.raises(BadParameter, match="credentials belong into the environment"):
+        check_url(url)
+
+
+def test_a_store_that_lacks_its_account_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(BadParameter, match="Account must be specified"):
+        RemoteStore("az://container/a.zarr")

@@ -1,0 +1,136 @@
+"""The walk along a TIFF's chain of pages."""
+
+from __future__ import annotations
+
+import io
+import struct
+
+import numpy as np
+import pytest
+import tifffile
+
+from service.core.errors import BadFile, TooLarge, UnsupportedMedia
+from service.formats.tiff import ifd
+
+
+def written(pages: list[np.ndarray], **options: object) -> io.BytesIO:
+    stream = io.BytesIO()
+    with tifffile.TiffWriter(
+        stream, bigtiff=bool(options.pop("bigtiff", False)), byteorder=str(options.pop("byteorder", "<"))
+    ) as writer:
+        for page in pages:
+            writer.write(page, photometric="minisblack", metadata=None, **options)
+    return stream
+
+
+@pytest.mark.parametrize("bigtiff", [False, True])
+@pytest.mark.parametrize("byteorder", ["<", ">"])
+def test_finds_every_page(bigtiff: bool, byteorder: str) -> None:
+    stream = written([np.zeros((4, 5), np.uint16)] * 3, bigtiff=bigtiff, byteorder=byteorder)
+
+    found = ifd.scan(stream)
+
+    assert len(found.offsets) == 3
+    assert found.size == len(stream.getvalue())
+    assert len(set(found.layouts.values())) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (np.zeros((4, 6), np.uint16), {}),
+        (np.zeros((4, 5), np.int16), {}),
+        (np.zeros((4, 5), np.uint8), {}),
+        (np.zeros((4, 5), np.uint16), {"compression": "zlib"}),
+        (np.zeros((4, 5), np.uint16), {"rowsperstrip": 2}),
+    ],
+)
+def test_tells_pages_of_another_kind_apart(other: tuple[np.ndarray, dict[str, object]]) -> None:
+    stream = io.BytesIO()
+    with tifffile.TiffWriter(stream) as writer:
+        writer.write(np.zeros((4, 5), np.uint16), photometric="minisblack", metadata=None)
+        writer.write(other[0], photometric="minisblack", metadata=None, **other[1])
+
+    first, second = ifd.scan(stream).layouts.values()
+
+    assert first != second
+
+
+def test_sample_depths_stored_apart_from_the_entry_are_compared() -> None:
+    stream = io.BytesIO()
+    with tifffile.TiffWriter(stream) as writer:
+        for dtype in (np.uint8, np.uint16):
+            writer.write(np.zeros((4, 5, 3), dtype), photometric="rgb", metadata=None)
+
+    first, second = ifd.scan(stream).layouts.values()
+
+    assert first != second
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.5, 0.7])
+def test_a_chain_that_leaves_the_file_is_refused(share: float) -> None:
+    data = written([np.arange(200, dtype=np.uint16).reshape(10, 20)] * 5).getvalue()
+
+    with pytest.raises(BadFile, match="cut short"):
+        ifd.scan(io.BytesIO(data[: int(len(data) * share)]))
+
+
+@pytest.mark.parametrize("data", [b"", b"I", b"\x89PNG\r\n\x1a\n", b"<?xml version='1.0'?>", b"II\x2c\x00" + bytes(20)])
+def test_what_is_no_tiff_is_unsupported(data: bytes) -> None:
+    with pytest.raises(UnsupportedMedia, match="Send a TIFF"):
+        ifd.scan(io.BytesIO(data))
+
+
+@pytest.mark.parametrize(
+    "data", [b"II*\x00", b"II*\x00\x08\x00\x00\x00", b"II+\x00\x08\x00\x00\x00", b"II*\x00" + bytes(8)]
+)
+def test_a_header_alone_is_a_bad_file(data: bytes) -> None:
+    with pytest.raises(BadFile):
+        ifd.scan(io.BytesIO(data))
+
+
+def test_a_chain_that_bites_its_tail_ends() -> None:
+    page = struct.pack("<HI", 0, 8)
+    with pytest.raises(BadFile, match="circle"):
+        ifd.scan(io.BytesIO(b"II*\x00" + struct.pack("<I", 8) + page))
+
+
+def test_too_many_pages_are_too_large() -> None:
+    stream = written([np.zeros((1, 1), np.uint8)] * 4)
+
+    assert len(ifd.scan(stream, max_pages=4).offsets) == 4
+    with pytest.raises(TooLarge, match="more than 3 pages"):
+        ifd.scan(stream, max_pages=3)
+
+
+def test_an_absurd_number_of_tags_is_refused() -> None:
+    with pytest.raises(BadFile, match="entries"):
+        ifd.scan(io.BytesIO(b"II*\x00" + struct.pack("<IH", 8, 5000) + bytes(100)))
+
+
+@pytest.mark.parametrize("bigtiff", [False, True])
+@pytest.mark.parametrize("byteorder", ["<", ">"])
+@pytest.mark.parametrize("tag", [256, 259, 262])
+def test_a_page_among_many_that_differs_in_one_entry_has_another_layout(
+    bigtiff: bool, byteorder: str, tag: int
+) -> None:
+    stream = written([np.zeros((4, 5), np.uint16)] * 5, bigtiff=bigtiff, byteorder=byteorder)
+    with tifffile.TiffFile(io.BytesIO(stream.getvalue())) as tiff:
+        place = tiff.pages[2].tags[tag].valueoffset
+    content = bytearray(stream.getvalue())
+    content[place if byteorder == "<" else place + 1] += 1
+
+    layouts = list(ifd.scan(io.BytesIO(content)).layouts.values())
+
+    assert [layout == layouts[0] for layout in layouts] == [True, True, False, True, True]
+
+
+def test_values_of_every_page_must_lie_within_the_file() -> None:
+    stream = written([np.zeros((4, 5), np.uint16)] * 5, resolution=(3.5, 4.5))
+    with tifffile.TiffFile(io.BytesIO(stream.getvalue())) as tiff:
+        entry = tiff.pages[3].tags["YResolution"].offset
+    content = bytearray(stream.getvalue())
+    content[entry + 8 : entry + 12] = struct.pack("<I", len(content) - 4)
+
+    with pytest.raises(BadFile, match="tag 283 of page 3 lies beyond its end"):
+        ifd.scan(io.BytesIO(content))

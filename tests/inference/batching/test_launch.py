@@ -1,0 +1,231 @@
+"""A device that computes by itself never waits for the host, and what it is not done with is not handed over."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from fakes import until, with_library
+from torch import Tensor
+
+from service.core.config import Settings
+from service.core.errors import NonFiniteScores
+from service.core.hardware import CudaTimer
+from service.inference.batching.batcher import WindowBatcher, make_batcher
+from service.inference.batching.window_request import Share
+from service.inference.windows.blending import Blending
+from service.inference.windows.kernels import window_kernels
+from service.inference.windows.sliding_window import SlidingWindow
+
+ROI, CPU = (4, 4, 4), torch.device("cpu")
+
+
+class OwnPace:
+    """A device that is never done before somebody waits; `log` has launches and waits by number, in order.
+
+    It takes longer than those who take what it has computed: each wait ends after `keep_up()` has returned.
+    """
+
+    def __init__(self) -> None:
+        self.keep_up: Callable[[], object] = lambda: None
+        self.log: list[tuple[str, int]] = []
+        self.error: Exception | None = None
+        self._launched = 0
+
+    def mark(self) -> Callable[[], None]:
+        self._launched += 1
+        number = self._launched
+        self.log.append(("launch", number))
+
+        def wait() -> None:
+            self.log.append(("wait", number))
+            self.keep_up()
+            if self.error is not None:
+                raise self.error
+
+        return wait
+
+
+@pytest.fixture
+def pace() -> OwnPace:
+    return OwnPace()
+
+
+@pytest.fixture
+def device(pace: OwnPace) -> Iterator[WindowBatcher]:
+    made = WindowBatcher("device", mark=pace.mark)
+    made.start()
+    yield made
+    made.close()
+    assert made.join(10)
+
+
+def torch_windows(capacity: int = 2, network: Callable[[Tensor], Tensor] = lambda x: x) -> SlidingWindow:
+    """Windows that torch blends, as on a GPU."""
+    without = with_library(window_kernels)
+    return SlidingWindow(network, 1, ROI, capacity, blending=Blending(), device=CPU, kernels=without)
+
+
+def run(device: WindowBatcher, window: SlidingWindow, image: Tensor, overlap: float = 0.25, **more: object) -> Tensor:
+    slabs = device.run(window, image, overlap, **{"cancelled": lambda: False, "progress": lambda *_: None, **more})  # type: ignore[arg-type]
+    whole = torch.full_like(image, torch.nan)
+    for slab in slabs:
+        z, y = slab.scores.shape[2:4]
+        whole[:, :, slab.z0 : slab.z0 + z, slab.y0 : slab.y0 + y] = slab.scores
+    return whole
+
+
+def test_every_full_batch_is_launched_before_the_one_before_it_is_waited_for(
+    device: WindowBatcher, pace: OwnPace
+) -> None:
+    window, image = torch_windows(), torch.rand(1, 1, 40, 4, 4)
+    pace.keep_up = lambda: until(lambda: all(not each.untaken or not each.scan.left for each in list(device._requests)))
+    counts, shares = list[tuple[int, int]](), list[Share]()
+    got = run(
+        device, window, image, 0.0, progress=lambda done, total: counts.append((done, total)), share=shares.append
+    )
+    torch.testing.assert_close(got, image)
+    events = [event for number in range(1, 5) for event in (("launch", number + 1), ("wait", number))]
+    assert pace.log == [("launch", 1), *events, ("wait", 5)], "one wait a batch, none while nothing else is on its way"
+    assert counts == [(done, 10) for done in (2, 4, 6, 8, 10)]
+    assert sum(share.windows for share in shares) == 10
+
+
+@pytest.mark.parametrize("size", [(9, 11, 13), (2, 20, 3), (4, 4, 4)])
+def test_scores_are_those_of_windows_that_are_waited_for(device: WindowBatcher, size: tuple[int, int, int]) -> None:
+    window, image = torch_windows(3, lambda x: x * 2), torch.randn(1, 1, *size)
+    expected = torch.cat([slab.scores.flatten() for slab in window.run(image, 0.25)])
+    slabs = device.run(window, image, 0.25, cancelled=lambda: False, progress=lambda *_: None)
+    assert torch.equal(torch.cat([slab.scores.flatten() for slab in slabs]), expected)
+
+
+@pytest.mark.parametrize("size", [(12, 9, 9), (4, 4, 4)])
+def test_scores_that_are_not_finite_never_leave(device: WindowBatcher, size: tuple[int, int, int]) -> None:
+    image = torch.zeros(1, 1, *size)
+    image[0, 0, -1, -1, -1] = torch.inf
+    with pytest.raises(NonFiniteScores):
+        run(device, torch_windows(), image)
+    torch.testing.assert_close(run(device, torch_windows(), torch.ones(1, 1, *size)), torch.ones(1, 1, *size))
+
+
+def test_an_error_that_shows_while_waiting_is_that_of_the_requests_in_the_batch(
+    device: WindowBatcher, pace: OwnPace
+) -> None:
+    pace.error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        run(device, torch_windows(), torch.rand(1, 1, 20, 4, 4))
+    pace.error = None
+    image = torch.rand(1, 1, 20, 4, 4)
+    torch.testing.assert_close(run(device, torch_windows(), image, 0.0), image)
+    until(lambda: device.pulse is None)
+
+
+def test_calls_wait_for_what_was_launched(device: WindowBatcher, pace: OwnPace) -> None:
+    began, gate = threading.Event(), threading.Event()
+
+    def network(batch: Tensor) -> Tensor:
+        began.set()
+        gate.wait(10)
+        return batch
+
+    threads = [
+        threading.Thread(target=run, args=(device, torch_windows(2, network), torch.rand(1, 1, 16, 4, 4), 0.0)),
+        threading.Thread(target=lambda: device.call(lambda: pace.log.append(("call", 0)))),
+    ]
+    threads[0].start()
+    assert began.wait(10)
+    threads[1].start()
+    until(lambda: bool(device._calls))
+    gate.set()
+    for thread in threads:
+        thread.join(10)
+    assert pace.log == [("launch", 1), ("wait", 1), ("call", 0), ("launch", 2), ("wait", 2)]
+
+
+def test_only_a_device_with_its_own_memory_gets_batches_ahead() -> None:
+    assert make_batcher(Settings(), CPU, on_host=True)._mark is None
+    assert make_batcher(Settings(), CPU, on_host=True)._depth == 1
+    assert make_batcher(Settings(), CPU, on_host=False)._depth == 2
+
+
+class FakeTimer:
+    """The network takes two seconds on the device, whatever the host does meanwhile."""
+
+    seconds = 0.0
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        yield
+        self.seconds += 2.0
+
+
+def test_seconds_are_those_of_the_network_by_the_clock_of_the_device(pace: OwnPace) -> None:
+    device = WindowBatcher("device", mark=pace.mark, start_timer=FakeTimer)
+    device.start()
+    shares = list[Share]()
+    run(device, torch_windows(), torch.rand(1, 1, 24, 4, 4), 0.0, share=shares.append)
+    assert [share.seconds for share in shares] == [2.0, 2.0, 2.0]
+    pace.error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        run(device, torch_windows(), torch.rand(1, 1, 8, 4, 4))
+    device.close()
+    assert device.join(10)
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeClock, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self._cuda = cuda
+
+    def record(self, stream: object) -> None:
+        self.at = self._cuda.now
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 1000 * (end.at - self.at)
+
+
+class FakeClock:
+    """As much of `torch.cuda` as a timer uses; `now` is the clock of the device, in seconds."""
+
+    now = 0.0
+
+    def Event(self, *, enable_timing: bool) -> FakeEvent:  # noqa: N802
+        return FakeEvent(self, enable_timing=enable_timing)
+
+    def current_stream(self, _device: torch.device) -> object:
+        return self
+
+
+def test_a_timer_adds_up_the_parts_that_it_measures() -> None:
+    cuda = FakeClock()
+    timer = CudaTimer(torch.device("cuda", 0), cuda)
+    for seconds in (0.25, 0.5):
+        cuda.now += 10.0
+        with timer.measure():
+            cuda.now += seconds
+    assert timer.seconds == pytest.approx(0.75)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_no_call_synchronises_while_batches_are_launched() -> None:
+    cuda = torch.device("cuda", torch.cuda.current_device())
+    network = torch.nn.Conv3d(1, 1, 3, padding=1).to(cuda).requires_grad_(requires_grad=False)
+    window = SlidingWindow(network, 1, (32, 32, 32), 2, blending=Blending(), device=cuda)
+    device = make_batcher(Settings(), cuda, on_host=False)
+    image = torch.rand(1, 1, 64, 96, 96, device=cuda)
+    expected = [slab.scores for slab in window.run(image, 0.25)]
+    device.start()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
+            torch.cuda.set_sync_debug_mode("error")
+        slabs = list(device.run(window, image, 0.25, cancelled=lambda: False, progress=lambda *_: None))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        device.close()
+    assert all(torch.equal(slab.scores, scores) for slab, scores in zip(slabs, expected, strict=True))

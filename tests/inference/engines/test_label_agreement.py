@@ -1,0 +1,151 @@
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from live import as_tiff
+
+from service.core.types import Segmentation
+from service.inference.engines.label_agreement import OVERLAP, LabelAgreement, image_of, noise, share_differing
+from service.inference.windows.blending import Blending
+from service.inference.windows.grid import Grid
+from service.inference.windows.sliding_window import SlidingWindow
+from service.models.spec import Sample
+
+CPU = torch.device("cpu")
+
+
+def windows_of(spec, network, batch_size=2):
+    return SlidingWindow(network, 1, spec.input.roi_size, batch_size, blending=Blending(), device=CPU)
+
+
+@pytest.fixture
+def parity(bands, bands_network):
+    return LabelAgreement(bands, CPU, lambda: windows_of(bands, bands_network))
+
+
+def test_the_reference_agrees_with_itself(parity, bands, bands_network):
+    assert parity.difference(windows_of(bands, bands_network)) == 0
+
+
+def test_another_network_differs(parity, bands, bands_network):
+    share = parity.difference(windows_of(bands, lambda x: bands_network(x).flip(1)))
+    assert 0.1 < share <= 1
+
+
+def test_scores_that_are_not_finite_agree_with_nothing(parity, bands, bands_network):
+    assert math.isnan(parity.difference(windows_of(bands, lambda x: bands_network(x) * np.nan)))
+
+
+# The sample has 8 windows, so a check of labels alone never sees the last ones of a batch.
+LARGE_BATCH = 11
+
+
+@pytest.fixture
+def large_batch_parity(bands, bands_network):
+    return LabelAgreement(bands, CPU, lambda: windows_of(bands, bands_network, 1), full_batch=True)
+
+
+def with_last(network, change):
+    """`network`, with the scores of the last window of a large batch changed in place."""
+
+    def call(x):
+        scores = network(x).clone()
+        if len(scores) == LARGE_BATCH:
+            change(scores[-1])
+        return scores
+
+    return call
+
+
+def test_a_large_batch_without_faults_agrees(large_batch_parity, bands, bands_network):
+    assert large_batch_parity.difference(windows_of(bands, bands_network, LARGE_BATCH)) == 0
+
+
+def test_rounding_of_scores_is_no_fault(large_batch_parity, bands, bands_network):
+    window = windows_of(bands, lambda x: bands_network(x).bfloat16(), LARGE_BATCH)
+    assert large_batch_parity.batch_difference(window) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "least"),
+    [
+        (lambda scores: scores.zero_(), 0.5),
+        (lambda scores: scores[:, -4:].zero_(), 0.1),
+        (lambda scores: scores.mul_(1e6), 0.5),
+        (lambda scores: scores.copy_(scores.roll(5, -1)), 0.01),
+    ],
+    ids=["zeros", "zeros in the last planes", "huge", "shifted"],
+)
+def test_a_fault_in_the_last_window_of_a_large_batch_is_found(
+    parity, large_batch_parity, bands, bands_network, change, least
+):
+    window = windows_of(bands, with_last(bands_network, change), LARGE_BATCH)
+    assert parity.difference(window) == 0, "the labels of the sample do not show it"
+    assert least < large_batch_parity.batch_difference(window) <= 1
+    assert large_batch_parity.difference(window) == math.inf
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_score_that_is_not_finite_anywhere_in_a_large_batch_is_found(large_batch_parity, bands, bands_network, value):
+    window = windows_of(bands, with_last(bands_network, lambda scores: scores[0, -1, -1, -1].fill_(value)), LARGE_BATCH)
+    assert math.isnan(large_batch_parity.difference(window))
+
+
+def test_every_window_of_a_full_batch_is_a_part_of_the_image(large_batch_parity, bands, bands_network):
+    batches = []
+    window = windows_of(bands, lambda x: batches.append(x.clone()) or bands_network(x), LARGE_BATCH)
+    large_batch_parity.batch_difference(window)
+    (batch,) = batches
+    assert len(batch) == LARGE_BATCH
+    assert batch.abs().sum((1, 2, 3, 4)).min() > 0
+    assert not any(torch.equal(one, other) for one, other in itertools.pairwise(batch))
+
+
+def test_a_row_has_as_many_windows_as_are_asked_for_and_shows_the_image_over_and_over(parity, bands):
+    image, row = image_of(bands), parity.row(4)
+    assert row.shape == (1, 1, 16, 32, 32 + 3 * 24)
+    assert Grid.cover(row.shape[2:], bands.input.roi_size, OVERLAP).starts == ((0,), (0,), (0, 24, 48, 72))
+    assert torch.equal(row[..., :56], image[:, :, :16, :32])
+    assert torch.equal(row[..., 56:], row[..., :48])
+
+
+def test_a_sample_is_normalised_and_its_middle_taken(bands, phantom, tmp_path):
+    (tmp_path / "sample.tif").write_bytes(as_tiff(phantom.image))
+    spec = bands.model_copy(update={"folder": tmp_path, "sample": Sample()})
+    image = image_of(spec)
+    assert image.shape == (1, 1, 24, 56, 56)
+    expected = torch.from_numpy(phantom.image[:, 7:63, 12:68].astype(np.float32)) / 2800
+    torch.testing.assert_close(image[0, 0], expected)
+
+
+def test_noise_stands_for_a_sample_that_cannot_be_read(bands, tmp_path, caplog):
+    spec = bands.model_copy(update={"folder": tmp_path, "sample": Sample()})
+    assert torch.equal(image_of(spec), noise((1, 1, 28, 56, 56)))
+    assert "cannot be read" in caplog.text
+
+
+def test_a_sample_smaller_than_a_window_is_enough(bands, bands_network, tmp_path):
+    (tmp_path / "sample.tif").write_bytes(as_tiff(np.full((3, 20, 40), 2400, np.uint16)))
+    spec = bands.model_copy(update={"folder": tmp_path, "sample": Sample()})
+    parity = LabelAgreement(spec, CPU, lambda: windows_of(bands, bands_network))
+    assert parity.row(1).shape == (1, 1, 16, 32, 32)
+    assert parity.difference(windows_of(bands, bands_network)) == 0
+
+
+def labels(*rows):
+    return Segmentation(np.array(rows, np.uint16), "labels", count=9)
+
+
+def test_numbers_of_objects_do_not_matter_but_their_voxels_do():
+    truth = labels([1, 1, 1, 0, 2, 2, 2, 0, 0, 0])
+    assert share_differing(truth, labels([7, 7, 7, 0, 3, 3, 3, 0, 0, 0])) == 0
+    assert share_differing(truth, labels([7, 7, 7, 7, 3, 3, 3, 0, 0, 0])) == pytest.approx(0.1)
+    assert share_differing(truth, labels([7, 7, 7, 0, 7, 7, 7, 0, 0, 0])) == pytest.approx(0.3)
+    assert share_differing(truth, labels([0] * 10)) == pytest.approx(0.6)
+
+
+def test_classes_are_compared_voxel_by_voxel():
+    one, other = (Segmentation(np.array([[0, 1, value]], np.uint8), "classes") for value in (1, 2))
+    assert share_differing(one, other) == pytest.approx(1 / 3)

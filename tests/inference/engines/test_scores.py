@@ -1,0 +1,101 @@
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from segmenters import settings_of, started, with_network
+from torch import Tensor
+
+from service.core.errors import NonFiniteScores, OutOfMemory
+from service.core.types import Options, Volume
+from service.engine.tuning.plans import EngineConfig
+from service.inference.engines.scores import ScoreComputer
+from service.inference.estimate import Plan
+from service.inference.segmenter import Segmenter
+from service.inference.windows.blending import Slab
+
+
+@pytest.fixture(scope="module")
+def eager(bands) -> Segmenter:
+    return started(bands, settings_of())
+
+
+@pytest.fixture
+def volume(phantom) -> Volume:
+    return Volume.from_array(phantom.image[None])
+
+
+def test_a_pile_of_windows_passes_as_a_stack():
+    windows = torch.rand(3, 2, 4, 5, 6)
+    collected = []
+
+    def as_stack(_window, stack, overlap):
+        collected.append((tuple(stack.shape), overlap))
+        for z in range(0, stack.shape[2], 4):
+            yield Slab(z, 0, stack[:, :, z : z + 4])
+
+    ready = SimpleNamespace(window=None)
+    computer = ScoreComputer(None, EngineConfig("eager", "fp32", "contiguous", 2), ready)
+    assert torch.equal(computer.score_windows(windows, Plan("classes", 2, 0.25), as_stack), windows)
+    assert collected == [((1, 2, 12, 5, 6), 0.0)]
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("no"), torch.OutOfMemoryError("no"), RuntimeError("DefaultCPUAllocator: can't")]
+)
+def test_too_large_a_batch_falls_back_to_fewer_windows(bands, eager, volume, error):
+    forward = eager._scores.module.network.forward
+
+    def network(x: Tensor) -> Tensor:
+        if len(x) > 1:
+            raise error
+        return forward(x)
+
+    result = with_network(bands, network).segment(volume, Options(sw_batch_size=5))
+    assert np.array_equal(result.segmentation.pixels, eager.segment(volume, Options()).segmentation.pixels)
+    assert [note.split(" ")[4] for note in result.notes] == ["5", "2"]
+    assert result.fallbacks == 2
+
+
+def test_running_out_of_memory_says_how_much_is_needed(bands, volume):
+    def network(x: Tensor) -> Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    segmenter = with_network(bands, network)
+    with pytest.raises(OutOfMemory, match="GiB are needed") as caught:
+        segmenter.segment(volume, Options())
+    assert caught.value.needed_bytes == segmenter.estimator.estimate(volume, Options()).host_bytes
+
+
+def test_other_errors_of_the_network_are_not_called_memory(bands, volume):
+    def network(x: Tensor) -> Tensor:
+        raise RuntimeError("a misallocated thing")
+
+    with pytest.raises(RuntimeError, match="misallocated"):
+        with_network(bands, network).segment(volume, Options())
+
+
+def test_scores_that_are_not_finite(bands, volume):
+    with pytest.raises(NonFiniteScores):
+        with_network(bands, lambda x: x.repeat(1, 3, 1, 1, 1) * np.nan).segment(volume, Options())
+
+
+def test_scores_that_only_a_narrow_precision_spoils_are_computed_again(bands, eager, volume):
+    segmenter = Segmenter(bands, settings_of(precision="bf16"))
+    segmenter._scores.module.network.forward = lambda x: x.repeat(1, 3, 1, 1, 1) * np.inf
+    result = segmenter.segment(volume, Options())
+    assert result.recomputed
+    (note,) = result.notes
+    assert "not finite (eager, bf16)" in note
+    expected = eager.segment(volume, Options()).segmentation.pixels
+    assert np.mean(result.segmentation.pixels != expected) < 1e-5
+
+
+def test_scores_that_are_not_finite_in_float32_either(write_model, bands_content, bands_network, volume):
+    broken = copy.deepcopy(bands_network)
+    with torch.no_grad():
+        next(broken.parameters())[0, 0, 0, 0, 0] = np.inf
+    segmenter = started(write_model(bands_content, broken), settings_of(precision="bf16"))
+    with pytest.raises(NonFiniteScores):
+        segmenter.segment(volume, Options())

@@ -1,0 +1,569 @@
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from types import NoneType
+
+import pytest
+import torch
+from fake_backends import FakeBackend, change
+from fakes import SeparateDevice
+from paths import ROOT
+from torch import nn
+
+from service.core import hardware, host
+from service.core.config import Settings
+from service.core.progress import Progress
+from service.core.types import Segmentation
+from service.engine import backends
+from service.engine.tuning.plans import EngineConfig
+from service.inference.engines.selector import EngineSelector, batch_size
+from service.models.loader import load_network
+
+CPU = torch.device("cpu")
+
+
+class Wrong(nn.Module):
+    """As fast as can be, and of no use."""
+
+    def forward(self, x):
+        return x.float().repeat(1, 3, 1, 1, 1)
+
+
+def broken(_module):
+    raise RuntimeError("not here")
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """settings(**engine): `auto` unless stated, kept apart from other tests."""
+
+    def make(windows=None, limits=None, **engine):
+        sections = {"engine": {"cache_folder": tmp_path / "cache"} | engine}
+        return Settings.model_validate(sections | {"windows": windows or {}, "limits": limits or {}})
+
+    return make
+
+
+@pytest.fixture
+def only():
+    """only(*names, **kinds): no other engines exist, besides `kinds`."""
+    saved = dict(backends.BACKENDS)
+
+    def leave(*names, **kinds):
+        chosen = {name: backends.BACKENDS[name] for name in names} | kinds
+        backends.BACKENDS.clear()
+        backends.BACKENDS.update(chosen)
+
+    yield leave
+    backends.BACKENDS.clear()
+    backends.BACKENDS.update(saved)
+
+
+@pytest.fixture
+def use_two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def warm_up(spec, chosen, network=None, window_bytes=1000):
+    # Whatever else this machine computes: a narrow precision is another race, with other labels.
+    native = frozenset({torch.float32})
+    return EngineSelector(spec, chosen, CPU, load_network(spec) if network is None else network, window_bytes, native)
+
+
+def test_a_fixed_engine_is_built_and_nothing_else(bands, settings, tmp_path):
+    ready = warm_up(bands, settings(kind="eager")).run()
+    assert ready.config == EngineConfig(
+        "eager", ready.config.precision, "channels_last_3d", 2, streams=min(2, host.usable_cores())
+    )
+    assert ready.plan is None
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("attributes", "engine", "warning"),
+    [
+        ({}, "other", None),
+        (
+            {"memory_formats": {"cuda": ("contiguous",)}},
+            "eager",
+            "The other engine needs a CUDA device; running eagerly.",
+        ),
+        ({"precisions": ("fp16",)}, "eager", "The other engine does not compute in fp32; running eagerly."),
+        ({"suits": lambda _: False}, "eager", "The other engine changes nothing in this network; running eagerly."),
+    ],
+    ids=["fits", "device", "precision", "network"],
+)
+def test_a_fixed_engine_that_does_not_fit_is_not_what_runs_under_its_name(
+    bands, settings, only, attributes, engine, warning
+):
+    only("eager", other=FakeBackend(lambda module: module, **attributes))
+    chosen = settings(precision="fp32")
+    # A name that the settings allow for an engine of the test's own.
+    chosen = chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"kind": "other"})})
+    ready = warm_up(bands, chosen).run()
+    assert ready.config.engine == engine
+    assert ready.warnings == (() if warning is None else (warning,))
+
+
+def test_the_first_of_the_known_order_is_checked_once_and_kept(bands, settings, only):
+    built, references = [], []
+    only("eager", other=FakeBackend(lambda module: built.append(module) or module))
+    for cached in (False, True):
+        selector = warm_up(bands, settings())
+        make_reference = selector.reference
+        selector.reference = lambda size, make=make_reference: references.append(size) or make(size)
+        ready = selector.run()
+        assert (ready.config.engine, ready.cached, ready.plan.tuned) == ("other", cached, False)
+        assert [(trial.verdict, trial.difference) for trial in ready.plan.trials] == [("chosen", 0)]
+    assert len(built) == 2
+    assert len(references) == 1
+
+
+def test_a_plan_that_names_an_engine_that_there_is_not_is_made_again(bands, settings, only):
+    only("eager", other=FakeBackend(lambda module: module))
+    warm_up(bands, settings()).run()
+    (file,) = warm_up(bands, settings())._plan_folder.glob("*.json")
+    file.write_text(file.read_text().replace('"other"', '"steam"'))
+    ready = warm_up(bands, settings()).run()
+    assert (ready.config.engine, ready.cached) == ("other", False)
+
+
+def test_a_race_is_kept_and_the_next_start_builds_only_what_won(bands, settings, only):
+    built = []
+    only("eager", other=FakeBackend(lambda module: built.append(module) or module))
+    first = warm_up(bands, settings(precision="fp32")).tune(60)
+    assert not first.cached
+    assert {trial.choice.engine for trial in first.plan.trials} == {"eager", "other"}
+    assert [trial.choice for trial in first.plan.trials if trial.verdict == "chosen"] == [first.config]
+    assert {trial.difference for trial in first.plan.trials} <= {0, None}
+    built.clear()
+    for tune in (False, True):
+        second = warm_up(bands, settings(precision="fp32", tune="first-start", tune_seconds=1)).run(tune=tune)
+        assert (second.cached, second.config, second.plan) == (True, first.config, first.plan)
+    assert len(built) == 2 * (first.config.engine == "other")
+
+
+@pytest.mark.parametrize(
+    ("setting", "tune", "tuned"), [("never", True, False), ("first-start", False, False), ("first-start", True, True)]
+)
+def test_a_start_races_only_where_that_is_set_and_there_is_time(bands, settings, only, setting, tune, tuned):
+    only("eager")
+    chosen = settings(tune=setting, windows={"sw_batch_size": 1}, streams=1)
+    assert not warm_up(bands, chosen).run(tune=False).plan.tuned
+    assert warm_up(bands, chosen).run(tune=tune).plan.tuned == tuned
+
+
+def test_all_ways_are_announced(bands, settings, only):
+    only("eager")
+    announced = []
+    ready = warm_up(bands, settings()).tune(60, lambda config, total: announced.append((config, total)))
+    assert {trial.choice for trial in ready.plan.trials} == {config for config, _ in announced}
+    assert {total for _, total in announced} == {len(announced)}
+
+
+def test_streams_are_tried_where_they_are_open(bands, settings, only, use_two_threads):
+    class Slow(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, x):
+            time.sleep(0.05)
+            return self.module(x)
+
+    only(eager=FakeBackend(Slow))
+    two, fp32 = {"sw_batch_size": 2}, "fp32"
+    ready = warm_up(bands, settings(two, precision=fp32)).tune(60)
+    assert ready.config.streams == ready.window.streams == 2, "who sleeps needs no core"
+    assert {trial.choice.streams for trial in ready.plan.trials} == {1, 2}
+    three = warm_up(bands, settings(two, precision=fp32, streams=3)).tune(60)
+    assert {trial.choice.streams for trial in three.plan.trials} == {3}, "what is set is not tried otherwise"
+
+
+def test_a_graph_that_is_not_frozen_has_one_stream(bands, settings, only):
+    only("eager", compiled=FakeBackend(lambda module: module, compile_modes=lambda *_: ("default",)))
+    assert warm_up(bands, settings(kind="compiled", freeze=False, streams=2)).run().config.streams == 1
+    assert warm_up(bands, settings(kind="compiled", streams=2)).run().config.streams == 2
+    plan = warm_up(bands, settings(freeze=False, streams=2)).tune(60).plan
+    tried = [trial.choice for trial in plan.trials if not trial.verdict.startswith("skipped")]
+    assert {(config.engine, config.streams) for config in tried} == {("compiled", 1), ("eager", 2)}
+
+
+@pytest.mark.parametrize("change", [{"tolerance": 0.01}, {"precision": "fp32"}])
+def test_other_settings_are_checked_anew(bands, settings, only, change):
+    only("eager")
+    warm_up(bands, settings()).run()
+    assert not warm_up(bands, settings(**change)).run().cached
+
+
+def test_other_weights_are_checked_anew(bands, settings):
+    weights = bands.weights.model_copy(update={"sha256": "0" * 64})
+    one, other = (
+        warm_up(spec, settings(), load_network(bands))
+        for spec in (bands, bands.model_copy(update={"weights": weights}))
+    )
+    assert one.circumstances() != other.circumstances()
+    assert {"device", "torch", "threads", "openvino", "engines"} <= one.circumstances().keys()
+
+
+@pytest.mark.parametrize("choose", [EngineSelector.run, lambda selector: selector.tune(60)])
+def test_a_faster_engine_with_other_labels_is_not_taken(bands, settings, only, choose):
+    only("eager", other=FakeBackend(lambda _module: Wrong()))
+    ready = choose(warm_up(bands, settings()))
+    assert ready.config.engine == "eager"
+    assert any(t.verdict.startswith("wrong") for t in ready.plan.trials if t.choice.engine == "other")
+
+
+def test_a_precision_that_the_operator_chose_is_not_judged(bands, settings, only):
+    only("eager", other=FakeBackend(lambda _module: Wrong()))
+    ready = warm_up(bands, settings(precision="fp32")).run()
+    assert ready.config.engine == "other"
+    (trial,) = (trial for trial in ready.plan.trials if trial.verdict == "chosen")
+    assert trial.difference > 0.1
+
+
+def test_an_engine_that_fails_is_warned_about_and_tried_at_every_start(bands, settings, only):
+    only("eager", other=FakeBackend(broken))
+    for _ in range(2):
+        ready = warm_up(bands, settings(precision="fp32")).run()
+        assert not ready.cached, "the next start may find a compiler"
+        assert ready.config.engine == "eager"
+        assert ready.warnings == ("The other engine failed: not here",)
+
+
+def test_a_kept_plan_that_no_longer_runs_is_made_again(bands, settings, only):
+    runs = True
+
+    def moody(module):
+        if not runs:
+            raise OSError("gone")
+        return module
+
+    eager = backends.BACKENDS["eager"]
+    only(other=FakeBackend(moody), eager=change(eager, precisions=()))
+    assert warm_up(bands, settings()).run().config.engine == "other"
+    runs = False
+    backends.BACKENDS["eager"] = eager
+    ready = warm_up(bands, settings()).run()
+    assert ready.config.engine == "eager"
+    assert not ready.cached
+    assert ready.warnings == ("The other engine failed: gone",)
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_next_start(bands, settings, only, tmp_path, caplog):
+    only("eager")
+    (tmp_path / "cache").write_text("in the way")
+    assert warm_up(bands, settings()).run().plan is not None
+    assert "cannot be kept" in caplog.text
+    assert "engine.cache_folder" in caplog.text
+
+
+def test_where_nothing_agrees_the_model_runs_eagerly_in_float32(bands, settings, only):
+    only("eager", other=FakeBackend(lambda module: lambda x: module(x).flip(1)))
+    selector = warm_up(bands, settings(channels_last=True))
+    # Eager is not among the candidates, but what remains when none of them will do.
+    eager = backends.BACKENDS["eager"]
+    only("eager", other=backends.BACKENDS["other"], eager=change(eager, precisions=()))
+    ready = selector.run()
+    assert (ready.config.engine, ready.config.precision) == ("eager", "fp32")
+    assert "runs eagerly in fp32" in ready.warnings[0]
+
+
+def test_what_does_not_fit_into_memory_is_skipped_by_its_size(bands, settings, only):
+    only("eager")
+    for _ in range(2):
+        ready = warm_up(bands, settings(), window_bytes=2**50).run()
+        assert "GiB" in ready.warnings[0]
+        assert not ready.cached, "the next start may have more memory"
+
+
+def test_batch_sizes_are_tried_only_where_they_are_open(bands, settings, only):
+    only("eager")
+    sizes = {trial.choice.sw_batch_size for trial in warm_up(bands, settings()).tune(60).plan.trials}
+    assert sizes == {1, 2, 4}
+    fixed = warm_up(bands, settings(windows={"sw_batch_size": 3})).tune(60)
+    assert {trial.choice.sw_batch_size for trial in fixed.plan.trials} == {3}
+
+
+def test_the_batch_size_of_a_device(settings):
+    assert batch_size(settings(), CPU) == 2
+    assert batch_size(settings(), torch.device("cuda")) == 11
+    assert batch_size(settings(limits={"sw_batch_size": 1}), CPU) == 1
+    assert batch_size(settings(windows={"sw_batch_size": 5}), CPU) == 5
+
+
+NO_COMPILER = """
+import sys
+from pathlib import Path
+import torch
+from service.core.config import Settings
+from service.core.progress import Progress
+from service.models.loader import load_network
+from service.models.repository import read_spec
+from service.inference.engines.selector import EngineSelector
+
+torch.set_num_threads(1)
+spec = read_spec(Path(sys.argv[1]))
+settings = Settings.model_validate({"engine": {"kind": "compiled"}})
+ready = EngineSelector(spec, settings, torch.device("cpu"), load_network(spec), 1).run()
+assert ready.config.engine == "eager", ready
+assert "compiled engine failed" in ready.warnings[0], ready
+"""
+
+
+def test_without_a_compiler_the_model_still_runs(bands, tmp_path):
+    environment = {
+        "CXX": "/nowhere/g++",
+        "PATH": "",
+        "PYTHONPATH": str(ROOT),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "HOME": str(tmp_path),
+    }
+    command = [sys.executable, "-c", NO_COMPILER, str(bands.folder)]
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+class Wide(nn.Module):
+    """Does not run in bfloat16."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, x):
+        if x.dtype == torch.bfloat16:
+            raise RuntimeError("not implemented for 'BFloat16'")
+        return self.network(x)
+
+
+BOTH = frozenset({torch.bfloat16, torch.float32})
+
+
+@pytest.mark.parametrize(
+    ("make", "precisions", "engine"),
+    [
+        (lambda module: module, ("bf16", "fp32"), "other"),
+        (lambda _module: broken, ("bf16", "fp32"), "eager"),
+        (lambda module: module, ("fp32",), "other"),
+        (lambda module: module, ("fp16",), "eager"),
+    ],
+    ids=["narrow fails", "all fail", "only wide", "unfit"],
+)
+def test_a_network_that_does_not_run_in_the_narrowest_precision_runs_in_the_next(
+    bands, settings, only, make, precisions, engine
+):
+    only("eager", other=FakeBackend(make, precisions=precisions))
+    chosen = settings()
+    chosen = chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"kind": "other"})})
+    ready = EngineSelector(bands, chosen, CPU, Wide(load_network(bands)), 1000, BOTH).run()
+    assert (ready.config.engine, ready.config.precision) == (engine, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("engine", "wrap", "expected"),
+    [
+        ({"tolerance": 0.5}, nn.Sequential, "bf16"),
+        ({"tolerance": 0.0}, nn.Sequential, "fp32"),
+        ({"tolerance": 0.5}, Wide, "fp32"),
+        ({"precision": "bf16"}, nn.Sequential, "bf16"),
+        ({"precision": "fp32"}, nn.Sequential, "fp32"),
+    ],
+    ids=["same labels", "other labels", "does not run", "bf16 set", "fp32 set"],
+)
+def test_eager_runs_in_the_narrowest_precision_that_gives_the_labels(bands, settings, only, engine, wrap, expected):
+    only("eager")
+    network = wrap(load_network(bands))
+    ready = EngineSelector(bands, settings(**engine), CPU, network, 1000, BOTH).run()
+    assert (ready.config.engine, ready.config.precision) == ("eager", expected)
+
+
+def test_streams_that_choose_other_algorithms_are_given_full_batches(bands, settings, only, use_two_threads):
+    def moody(module):
+        return lambda x: module(x) + (len(x) if torch.get_num_threads() == 1 else 0)
+
+    only("eager", other=FakeBackend(moody, varying_batch=True))
+    selector = warm_up(bands, settings(windows={"sw_batch_size": 2}), Wrong())
+    alone = EngineConfig("other", "fp32", "contiguous", 2)
+    assert selector.build(alone).window.any_batch_size
+    assert not selector.build(replace(alone, streams=2)).window.any_batch_size
+
+
+def test_a_race_segments_in_all_streams_at_the_same_time(bands, settings, only, use_two_threads):
+    both, threads = threading.Barrier(2, timeout=20), set()
+
+    def meet(module):
+        def call(x):
+            if threading.current_thread().name.startswith("stream"):
+                both.wait()
+                threads.add((threading.current_thread().name, torch.get_num_threads()))
+            return module(x)
+
+        return call
+
+    only("eager", other=FakeBackend(meet))
+    ready = warm_up(bands, settings({"sw_batch_size": 2}, kind="auto", streams=2)).tune(60)
+    assert {cores for _, cores in threads} == {1}
+    assert len(threads) >= 2
+    assert all("failed" not in trial.verdict for trial in ready.plan.trials)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_race_times_decoding_only_where_the_network_runs_on_the_same_cores(bands, settings, on_host):
+    batches = []
+
+    class Counting(Wrong):
+        def forward(self, x):
+            batches.append(len(x))
+            return super().forward(x)
+
+    chosen, driver = settings({"sw_batch_size": 2}, kind="eager"), hardware if on_host else SeparateDevice()
+    selector = EngineSelector(bands, chosen, CPU, Counting(), 1000, frozenset({torch.float32}), driver)
+    candidate = selector._make_tuner()._build(replace(selector.preliminary(), streams=1))
+    del batches[:]
+    assert isinstance(candidate.call(), Segmentation if on_host else NoneType)
+    assert sum(batches) == candidate.windows == 4
+
+
+def fixed(settings, **engine):
+    """Settings with the engine of a test's own, whose name the configuration does not know."""
+    chosen = settings(**engine)
+    return chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"kind": "other"})})
+
+
+def test_a_fixed_engine_with_other_labels_is_not_taken(bands, settings, only, tmp_path):
+    only("eager", other=FakeBackend(lambda _module: Wrong()))
+    ready = warm_up(bands, fixed(settings)).run()
+    assert (ready.config.engine, ready.plan) == ("eager", None)
+    assert "The other engine in fp32 is not used: wrong" in ready.warnings[0]
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_start_says_what_it_builds_as_that_may_take_minutes(bands, settings, only):
+    progress, told = Progress(), []
+
+    def build(module):
+        told.append(str(progress))
+        return module
+
+    only("eager", other=FakeBackend(build))
+    with progress.follow():
+        warm_up(bands, fixed(settings)).run()
+    assert "building other fp32" in told[0]
+
+
+def test_a_fixed_precision_with_other_labels_is_used_and_warned_of(bands, settings, only):
+    only("eager", other=FakeBackend(lambda _module: Wrong()))
+    ready = warm_up(bands, fixed(settings, precision="fp32")).run()
+    assert ready.config.engine == "other"
+    assert "differ from those in fp32" in ready.warnings[0]
+
+
+def test_a_fixed_engine_whose_scores_are_not_finite_is_never_taken(bands, settings, only):
+    only("eager", other=FakeBackend(lambda module: lambda x: module(x) * torch.nan))
+    assert warm_up(bands, fixed(settings, precision="fp32")).run().config.engine == "eager"
+
+
+def test_a_fixed_engine_that_cannot_compile_runs_as_it_is(bands, settings, only):
+    class Recorded(FakeBackend):
+        def build(self, module, _example, config, *_):
+            return broken(module) if config.compile_mode else module
+
+    only("eager", other=Recorded(None, compile_modes=lambda *_: ("default", None)))
+    ready = warm_up(bands, fixed(settings)).run()
+    assert (ready.config.engine, ready.config.compile_mode) == ("other", None)
+    assert ready.warnings == ("The other engine failed: not here",)
+
+
+LARGE_BATCH = 11
+
+
+def faulty_at_the_end(module):
+    """A network whose scores of the last window of a large batch are zero."""
+
+    def call(x):
+        scores = module(x).clone()
+        if len(scores) == LARGE_BATCH:
+            scores[-1] = 0
+        return scores
+
+    return call
+
+
+def on_separate_device(spec, chosen, native=frozenset({torch.float32}), **more):
+    return EngineSelector(spec, chosen, CPU, load_network(spec), 1000, native, SeparateDevice(free=2**40), **more)
+
+
+@pytest.mark.parametrize(
+    ("make", "engine"), [(faulty_at_the_end, "eager"), (lambda module: module, "other")], ids=["faulty", "right"]
+)
+def test_a_separate_device_is_checked_with_a_full_batch(bands, settings, only, make, engine):
+    only("eager", other=FakeBackend(make))
+    # A precision that is set is used whatever labels change, but not with scores that are wrong.
+    chosen = settings(precision="fp32", windows={"sw_batch_size": LARGE_BATCH})
+    ready = on_separate_device(bands, chosen).run()
+    assert ready.config.engine == engine
+    (verdict,) = (trial.verdict for trial in ready.plan.trials if trial.choice.engine == "other")
+    assert ("in a full batch" in verdict) == (engine == "eager")
+
+
+@pytest.mark.parametrize(("make", "windows"), [(on_separate_device, 1), (warm_up, LARGE_BATCH)])
+def test_the_reference_is_made_once_and_computes_one_window_at_a_time_on_a_separate_device(
+    bands, settings, only, make, windows
+):
+    only("eager", other=FakeBackend(lambda module: module))
+    selector, sizes = make(bands, settings(windows={"sw_batch_size": LARGE_BATCH})), []
+    make_reference = selector.reference
+    selector.reference = lambda size: sizes.append(size) or make_reference(size)
+    selector.run()
+    assert sizes == [windows]
+
+
+OTHER = EngineConfig("other", "bf16", "contiguous", LARGE_BATCH)
+
+
+@pytest.mark.parametrize(
+    ("make", "engine", "expected", "message"),
+    [
+        (lambda module: module, {}, ("other", "bf16"), None),
+        (faulty_at_the_end, {}, ("eager", "fp32"), "It runs eagerly in fp32 instead."),
+        (faulty_at_the_end, {"precision": "bf16"}, ("eager", "fp32"), "It runs eagerly in fp32 instead."),
+        (lambda module: lambda x: module(x) * torch.nan, {"precision": "bf16"}, ("eager", "fp32"), "not finite"),
+    ],
+    ids=["right", "faulty", "faulty and set", "not finite"],
+)
+def test_another_window_is_checked_with_a_full_batch(bands, settings, only, caplog, make, engine, expected, message):
+    only("eager", other=FakeBackend(make))
+    spec = bands.model_copy(update={"input": bands.input.model_copy(update={"roi_size": (16, 32, 48)})})
+    selector = on_separate_device(bands, settings(**engine), BOTH).with_window(spec, 1000)
+    ready = selector.rebuild(OTHER, LARGE_BATCH)
+    assert (ready.config.engine, ready.config.precision) == expected
+    assert ready.window.batch.shape == (LARGE_BATCH, 1, 16, 32, 48)
+    assert caplog.text == "" if message is None else (message in caplog.text and "16x32x48" in caplog.text)
+
+
+def test_another_window_needs_no_check_on_the_host_or_in_fp32(bands, settings, only):
+    only("eager", other=FakeBackend(faulty_at_the_end))
+    on_host = EngineSelector(bands, settings(), CPU, load_network(bands), 1000, BOTH)
+    assert on_host.rebuild(OTHER, LARGE_BATCH).config == OTHER
+    in_fp32 = replace(OTHER, precision="fp32")
+    assert on_separate_device(bands, settings()).rebuild(in_fp32, LARGE_BATCH).config == in_fp32
+
+
+FAULTY = {torch.bfloat16: "cuDNN 9.10.2 is installed."}
+
+
+@pytest.mark.parametrize("kind", ["auto", "eager"])
+@pytest.mark.parametrize(("setting", "expected"), [("auto", "fp32"), ("bf16", "bf16")])
+def test_a_faulty_cudnn_is_warned_about_at_every_start(bands, settings, only, kind, setting, expected):
+    only("eager", other=FakeBackend(lambda module: module))
+    for _ in range(2):
+        ready = on_separate_device(bands, settings(kind=kind, precision=setting), faulty=FAULTY).run()
+        assert ready.config.precision == expected
+        assert sum("cuDNN 9.10.2 is installed." in warning for warning in ready.warnings) == 1

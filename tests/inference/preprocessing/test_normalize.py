@@ -1,0 +1,194 @@
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from pixels import DTYPES, some_pixels, spec_of
+
+from service.core.errors import BadFile
+from service.core.types import Volume
+from service.inference.preprocessing import normalize, percentiles
+from service.inference.preprocessing.normalize import MAX_MAGNITUDE, IntensityScaling, NormalisedImage, normalise
+from service.inference.preprocessing.resample import prepare
+from service.models.spec import PercentileNormalisation, RangeNormalisation, ZScoreNormalisation
+
+PERCENTILE = PercentileNormalisation(kind="percentile")
+
+
+def normalised(pixels, normalisation=PERCENTILE):
+    out = normalise(pixels, normalisation)
+    assert out.dtype == np.float32
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_percentile_normalisation_of_every_dtype(dtype):
+    pixels = some_pixels(dtype)
+    low, high = np.percentile(pixels.astype(np.float64), (1, 99.8))
+    expected = (pixels.astype(np.float64) - low) / (high - low)
+    np.testing.assert_allclose(normalised(pixels), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("offset", [2**24 + 1, 2**31 - 200])
+def test_integers_beyond_float32_keep_their_differences(offset):
+    pixels = (np.arange(100, dtype=np.uint32) + offset).reshape(1, 10, 10)
+    normalisation = RangeNormalisation(kind="range", low=offset, high=offset + 1)
+    np.testing.assert_array_equal(normalised(pixels, normalisation).ravel(), np.arange(100))
+
+
+def test_clipping():
+    values = normalised(some_pixels("uint16"), PercentileNormalisation(kind="percentile", high=50, clip=(0, 1)))
+    assert values.min() == 0
+    assert values.max() == 1
+
+
+def test_zscore_and_range():
+    pixels = some_pixels("uint16")
+    scaled = normalised(pixels, ZScoreNormalisation(kind="zscore"))
+    assert abs(scaled.mean()) < 1e-6
+    assert scaled.std() == pytest.approx(1, abs=1e-5)
+    scaled = normalised(pixels, RangeNormalisation(kind="range", low=100, high=300))
+    np.testing.assert_allclose(scaled, (pixels.astype(float) - 100) / 200, atol=1e-6)
+
+
+@pytest.mark.parametrize("normalisation", [PERCENTILE, ZScoreNormalisation(kind="zscore")])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "float32", "float64"])
+def test_constant_volumes_become_zeros(normalisation, dtype):
+    assert not normalised(np.full((2, 3, 4), 7, dtype), normalisation).any()
+
+
+def test_few_bright_pixels_on_a_flat_background_do_not_vanish():
+    pixels = np.zeros((4, 50, 50), np.uint16)
+    pixels[2, 3, 4] = 1000
+    values = normalised(pixels)
+    assert values[2, 3, 4] == 1
+    assert np.count_nonzero(values) == 1
+
+
+@pytest.mark.parametrize("normalisation", [PERCENTILE, ZScoreNormalisation(kind="zscore")])
+@pytest.mark.parametrize("extreme", [3e38, 1e300])
+def test_extreme_pixels_stay_finite(normalisation, extreme):
+    pixels = np.random.default_rng(0).normal(0, 1e-3, (4, 30, 30))
+    pixels[1, 2, 3], pixels[0, 0, 0] = extreme, -extreme
+    values = normalised(pixels, normalisation)
+    assert np.isfinite(values).all()
+    assert np.abs(values).max() <= MAX_MAGNITUDE
+
+
+def test_nan_and_infinity_count_as_the_lowest_finite_value(bands):
+    pixels = some_pixels("float32")[None]
+    clean = pixels.copy()
+    pixels[0, 0, 0, :4] = np.nan, np.inf, -np.inf, np.nan
+    lowest = pixels[np.isfinite(pixels)].min()
+    clean[0, 0, 0, :4] = lowest
+    got = prepare(Volume.from_array(pixels), bands)
+    expected = prepare(Volume.from_array(clean), bands).image.tensor()
+    np.testing.assert_array_equal(got.image.tensor().numpy(), expected.numpy())
+    assert got.notes == ("4 NaN or infinite pixels were taken for the lowest finite intensity.",)
+
+
+def test_a_channel_of_nothing_but_nan_is_refused(bands):
+    pixels = np.ones((2, 2, 3, 4), np.float32)
+    pixels[1] = np.nan
+    with pytest.raises(BadFile, match="Every pixel is NaN"):
+        prepare(Volume.from_array(pixels), spec_of(bands, normalisation=PERCENTILE, channels=2))
+
+
+def test_channels_are_normalised_each_on_its_own(bands):
+    pixels = np.stack([some_pixels("uint16"), 7 * some_pixels("uint16") + 100])
+    got = prepare(Volume.from_array(pixels), spec_of(bands, normalisation=PERCENTILE, channels=2))
+    assert got.image.shape == (1, 2, 3, 7, 11)
+    first, second = got.image.tensor()[0]
+    np.testing.assert_allclose(first, second, atol=1e-5)
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("dtype", ["uint16", "float32", "int32"])
+def test_pixels_are_normalised_where_they_are_read(bands, channels, dtype):
+    pixels = np.stack([some_pixels(dtype, (5, 7, 11)) * (1 + c) for c in range(channels)]).astype(dtype)
+    spec = spec_of(bands, normalisation=PERCENTILE, channels=channels)
+    image = prepare(Volume.from_array(pixels), spec).image
+    expected = np.stack([normalised(channel) for channel in pixels])
+    part = image[0, slice(None), slice(1, 4), slice(2, 99), slice(0, 5)]
+    assert part.dtype == torch.float32
+    np.testing.assert_array_equal(part.numpy(), expected[:, 1:4, 2:99, 0:5])
+    np.testing.assert_array_equal(image.tensor().numpy(), expected[None])
+
+
+def test_read_only_pixels_and_the_volume_are_left_alone(bands):
+    pixels = some_pixels("uint16")[None]
+    pixels.flags.writeable = False
+    image, notes = prepare(Volume.from_array(pixels), bands)
+    assert image.tensor().is_contiguous()
+    assert notes == ()
+
+
+def test_statistics_do_not_depend_on_how_planes_are_taken_together(bands, monkeypatch):
+    pixels = np.random.default_rng(0).normal(7, 3, (1, 9, 10, 11)).astype(np.float32)
+    for normalisation in (PERCENTILE, ZScoreNormalisation(kind="zscore")):
+        spec = spec_of(bands, normalisation=normalisation)
+        monkeypatch.setattr(normalize, "BLOCK_VOXELS", 2**22)
+        monkeypatch.setattr(percentiles, "SORTED_VOXELS", 2**22)
+        whole = prepare(Volume.from_array(pixels), spec).image.tensor()
+        monkeypatch.setattr(normalize, "BLOCK_VOXELS", 250)
+        monkeypatch.setattr(percentiles, "SORTED_VOXELS", 250)
+        np.testing.assert_allclose(prepare(Volume.from_array(pixels), spec).image.tensor(), whole, atol=1e-6)
+
+
+def test_a_large_volume_is_read_a_few_planes_at_a_time(bands, monkeypatch):
+    monkeypatch.setattr(normalize, "BLOCK_VOXELS", 4 * 32 * 40)
+    pixels = np.random.default_rng(0).integers(0, 3000, (1, 64, 32, 40), dtype=np.uint16)
+    ranges = []
+
+    def read(z0, z1):
+        ranges.append((z0, z1))
+        return pixels[:, z0:z1]
+
+    volume = Volume(pixels.shape, pixels.dtype, read)
+    image = prepare(volume, spec_of(bands, normalisation=PERCENTILE)).image
+    assert max(z1 - z0 for z0, z1 in ranges) == 4
+    del ranges[:]
+    for z0 in (0, 16, 32, 48):
+        for x0 in range(0, 40, 8):
+            image[0, slice(None), slice(z0, z0 + 16), slice(0, 32), slice(x0, x0 + 8)]
+    assert ranges == [(0, 16), (16, 32), (32, 48), (48, 64)]
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i1", "u2", "i2", "u4", "i4", "f2", "f4", "f8", "?"])
+@pytest.mark.parametrize("limits", [(-1e6, 1e6), (-0.25, 0.5)])
+def test_what_is_written_into_a_batch_is_what_indexing_gives(dtype: str, limits: tuple[float, float]) -> None:
+    pixels = np.random.default_rng(1).integers(0, 100, (2, 5, 6, 7)).astype(dtype)
+    scalings = [IntensityScaling(30.5, 70, *limits), IntensityScaling(0, 0)]
+    box = (0, slice(None), slice(1, 4), slice(2, 6), slice(0, 7, 2))
+    for stored in (pixels, np.broadcast_to(pixels[:, :1], pixels.shape), pixels[:, ::-1, :, ::-1]):
+        image = NormalisedImage(Volume.from_array(stored), scalings)
+        for out in (torch.full((2, 3, 4, 4), torch.nan), torch.full((2, 3, 4, 4), torch.nan, dtype=torch.bfloat16)):
+            image.read_into(box, out)
+            assert torch.allclose(out.float(), image[box].to(out.dtype).float(), rtol=1e-6, atol=1e-7)
+
+
+def test_not_finite_pixels_are_written_as_their_substitute() -> None:
+    pixels = np.array([1, np.nan, 3, np.inf], np.float32).reshape(1, 1, 2, 2)
+    out = torch.empty(1, 1, 2, 2)
+    NormalisedImage(Volume.from_array(pixels), [IntensityScaling(1, 2, substitute=5)]).read_into(
+        (0, *[slice(None)] * 4), out
+    )
+    assert out.flatten().tolist() == [0, 2, 1, 2]
+
+
+def test_planes_are_read_once_however_many_threads_cut_windows_from_them():
+    """Batches that are computed at the same time are filled by several threads."""
+    pixels, reads = some_pixels("uint16", (1, 8, 4, 4)), []
+
+    def read(z0, z1):
+        reads.append((z0, z1))
+        time.sleep(0.05)
+        return pixels[:, z0:z1]
+
+    image = NormalisedImage(Volume(pixels.shape, pixels.dtype, read), [IntensityScaling(0, 1)])
+    box = (0, slice(None), slice(2, 6), slice(0, 4), slice(0, 4))
+    with ThreadPoolExecutor(4) as pool:
+        windows = list(pool.map(lambda _: image[box], range(4)))
+    assert reads == [(2, 6)]
+    assert all(torch.equal(window, torch.from_numpy(pixels[:, 2:6].astype(np.float32))) for window in windows)

@@ -1,0 +1,169 @@
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pixels import some_pixels, spec_of
+from torch.nn import functional
+
+from service.core.errors import BadFile, BadParameter
+from service.core.quantities import Diameter, VoxelSize
+from service.core.types import Objects, Segmentation, Volume
+from service.inference.preprocessing.resample import (
+    ResampledImage,
+    Resampling,
+    prepare,
+    resample_segmentation,
+    resampled_size,
+    working_size,
+)
+
+
+def test_a_column_of_single_pixels_is_no_stack(bands):
+    with pytest.raises(BadFile, match=r"40 planes are single pixels.*axes="):
+        prepare(Volume.from_array(np.ones((1, 40, 1, 1), np.uint8)), bands)
+    assert prepare(Volume.from_array(np.ones((1, 1, 1, 1), np.uint8)), bands).image.shape == (1, 1, 1, 1, 1)
+
+
+def test_resampling_only_where_both_voxel_sizes_are_known(bands):
+    pixels = some_pixels("uint16", (4, 6, 8))[None]
+    spec = spec_of(bands, voxel_size=(1.0, 0.5, 0.5))
+    assert working_size(Volume.from_array(pixels), spec) == (4, 6, 8)
+    assert working_size(Volume.from_array(pixels, VoxelSize(2, 0.5, 0.25)), bands) == (4, 6, 8)
+    image, notes = prepare(Volume.from_array(pixels, VoxelSize(2, 0.5, 0.25)), spec)
+    assert image.shape == (1, 1, 8, 6, 4)
+    assert notes == ("Resampled from 4 x 6 x 8 to 8 x 6 x 4 voxels for the model's voxel size.",)
+
+
+@pytest.mark.parametrize(
+    ("diameter", "voxel_size", "size"),
+    [
+        (Diameter((8,), "px"), None, (5, 13, 18)),
+        (Diameter((4, 8, 20), "px"), None, (10, 12, 7)),
+        (Diameter((2.0,), "um"), VoxelSize(1, 0.25, 0.25), (20, 13, 18)),
+        (Diameter((8,), "px"), VoxelSize(1, 0.25, 0.25), (20, 13, 18)),
+        (Diameter((4.0, 2.0, 2.0), "um"), VoxelSize(1, 0.25, 0.25), (10, 12, 18)),
+        (Diameter((10.05,), "px"), None, (4, 10, 14)),
+    ],
+)
+def test_objects_become_as_wide_as_the_model_wants_them(bands, diameter, voxel_size, size):
+    spec = spec_of(bands, diameter=10.0, voxel_size=(1.0, 1.0, 1.0), roi_size=(2, 4, 4))
+    volume = Volume.from_array(some_pixels("uint16", (4, 10, 14))[None], voxel_size)
+    assert working_size(volume, spec, diameter) == pytest.approx(size, abs=1)
+    image, notes = prepare(volume, spec, diameter)
+    assert image.shape[2:] == working_size(volume, spec, diameter)
+    assert bool(notes) == (size != (4, 10, 14))
+    assert all(note.endswith("for objects of 10 voxels.") for note in notes)
+
+
+def test_no_axis_shrinks_below_the_window_for_a_stated_diameter(bands):
+    spec = spec_of(bands, diameter=10.0, roi_size=(8, 8, 8))
+    volume = Volume.from_array(np.zeros((1, 4, 12, 40), np.uint8))
+    assert working_size(volume, spec, Diameter((20,), "px")) == (4, 8, 20)
+    assert working_size(volume, spec, Diameter((160,), "px")) == (4, 8, 8)
+    assert working_size(volume, spec, Diameter((5,), "px")) == (8, 24, 80)
+
+
+@pytest.mark.parametrize(
+    ("diameter", "wanted", "message"),
+    [
+        (Diameter((8,), "px"), None, "does not say"),
+        (Diameter((2,), "um"), 10.0, "voxel_size="),
+        (Diameter((1e-3,), "px"), 10.0, "too far"),
+        (Diameter((8, 8, 1e6), "px"), 10.0, "too far"),
+        (Diameter((1e-5,), "px"), 10.0, "too far"),
+    ],
+)
+def test_a_diameter_that_cannot_be_is_refused(bands, diameter, wanted, message):
+    with pytest.raises(BadParameter, match=message):
+        working_size(Volume.from_array(some_pixels("uint16")[None]), spec_of(bands, diameter=wanted), diameter)
+
+
+def test_resampled_sizes():
+    one = VoxelSize(1, 1, 1)
+    assert resampled_size((10, 10, 10), VoxelSize(1.005, 0.995, 1), one) == (10, 10, 10)
+    assert resampled_size((1, 3, 200), VoxelSize(0.1, 0.1, 0.1), one) == (1, 1, 20)
+
+
+@pytest.mark.parametrize("have", [VoxelSize(1000, 1, 1), VoxelSize(1, 1, 1e-5)])
+def test_absurd_voxel_sizes_are_refused(have):
+    with pytest.raises(BadParameter, match="voxel_size="):
+        resampled_size((10, 10, 10), have, VoxelSize(1, 1, 1))
+
+
+EDGES = st.tuples(*[st.integers(1, 12)] * 3)
+
+
+@given(before=EDGES, after=EDGES, data=st.data())
+def test_voxels_are_interpolated_alike_however_the_image_is_cut(before, after, data):
+    image = torch.from_numpy(np.random.default_rng(0).normal(size=(1, 2, *before)).astype(np.float32))
+    resampling = Resampling(before, after)
+    whole = ResampledImage(image, resampling).tensor()
+    expected = functional.interpolate(image, size=after, mode="trilinear", align_corners=False)
+    torch.testing.assert_close(whole, expected, rtol=0, atol=2e-5)
+    cuts = [sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=2))}) for n in after]
+    for z in pairwise(cuts[0]):
+        for y in pairwise(cuts[1]):
+            for x in pairwise(cuts[2]):
+                box = (range(*z), range(*y), range(*x))
+                there = tuple(slice(span.start, span.stop) for span in resampling.source(box))
+                part = ResampledImage(image[(slice(None), slice(None), *there)], resampling, box)
+                inside = tuple(slice(*span) for span in (z, y, x))
+                assert torch.equal(part.tensor(), whole[(slice(None), slice(None), *inside)])
+                assert part.shape == part.tensor().shape
+
+
+def test_a_segmentation_of_the_right_size_is_left_alone():
+    segmentation = Segmentation(np.ones((2, 3, 4), np.uint16), "labels", count=1)
+    assert resample_segmentation(segmentation, (2, 3, 4)) is segmentation
+
+
+def test_labels_come_back_by_nearest_voxel_and_gapless():
+    labels = np.zeros((4, 4, 4), np.uint16)
+    labels[:, :, 2:] = 5
+    labels[0, 0, 0] = 2
+    got = resample_segmentation(Segmentation(labels, "labels", VoxelSize(1, 1, 1), count=5), (2, 8, 4))
+    assert got.pixels.dtype == np.uint16
+    assert got.count == 1
+    assert got.voxel_size == VoxelSize(1, 1, 1)
+    np.testing.assert_array_equal(got.pixels, np.broadcast_to([0, 0, 1, 1], (2, 8, 4)))
+
+
+def test_labels_without_background_stay_without():
+    got = resample_segmentation(Segmentation(np.full((2, 2, 2), 3, np.uint16), "labels", count=3), (1, 1, 5))
+    assert got.pixels.tolist() == [[[1, 1, 1, 1, 1]]]
+    assert got.count == 1
+
+
+def test_objects_that_vanish_take_along_what_is_known_of_them() -> None:
+    labels = np.array([1, 0, 0, 0, 2, 2, 0, 3], np.uint16).reshape(1, 1, 8)
+    known = Objects(np.array([1, 2, 1]), np.array([0.6, 0.7, 0.8], np.float32), np.ones(3, np.float32))
+    got = resample_segmentation(Segmentation(labels, "labels", count=3, objects=known), (1, 1, 3))
+    assert got.objects is not None
+    assert got.count == len(got.objects) == got.pixels.max() == 1
+    assert got.objects.confidence.tolist() == pytest.approx([0.7])
+
+
+def test_enlarging_and_shrinking_by_whole_factors_gives_labels_back():
+    labels = np.random.default_rng(0).integers(0, 9, (3, 4, 5)).astype(np.uint16)
+    labels[0, 0, :] = np.arange(5)
+    labels[0, 1, :4] = np.arange(5, 9)
+    large = resample_segmentation(Segmentation(labels, "labels", count=8), (9, 4, 15))
+    small = resample_segmentation(large, (3, 4, 5))
+    np.testing.assert_array_equal(small.pixels, labels)
+    assert small.count == 8
+
+
+def test_classes_and_probabilities_come_back():
+    classes = np.array([[[0, 0, 2, 2]]], np.uint8)
+    assert resample_segmentation(Segmentation(classes, "classes"), (1, 1, 2)).pixels.tolist() == [[[0, 2]]]
+    whole = np.random.default_rng(0).random((2, 5, 9, 7), np.float32)
+    larger = resample_segmentation(Segmentation(whole, "probabilities"), (9, 6, 14)).pixels
+    same = functional.interpolate(torch.from_numpy(whole)[None], size=(9, 6, 14), mode="trilinear", align_corners=False)
+    np.testing.assert_allclose(larger, same[0].numpy(), rtol=0, atol=2e-5)
+    probabilities = np.array([0, 0, 1, 1], np.float32).reshape(1, 1, 1, 4)
+    got = resample_segmentation(Segmentation(probabilities, "probabilities"), (2, 1, 2)).pixels
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, np.broadcast_to([0, 1], (1, 2, 1, 2)))

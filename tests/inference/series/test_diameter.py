@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+
+from service.core.quantities import Diameter, VoxelSize
+from service.inference.diameter.estimation import Sizing
+from service.inference.series.diameter import choose_diameter, sample
+
+
+def sizing(width: float | None, *, fits: bool = False) -> Sizing:
+    return Sizing(None if width is None else Diameter((width,), "px"), fits, 9, 2)
+
+
+@pytest.mark.parametrize(("members", "count"), [(1, 3), (2, 3), (3, 3), (5, 3), (1000, 5)])
+def test_samples_are_spread_over_the_series(members: int, count: int) -> None:
+    sampled = sample(range(members), count)
+    assert len(set(sampled)) == min(members, count)
+    assert sampled[0] == 0
+    assert max(sampled) >= members * (1 - 1 / count) - 1
+
+
+def test_the_median_holds_for_the_series() -> None:
+    text, note = choose_diameter([(sizing(width), None) for width in (10, 30, None, 12)], "4 time points")
+    assert text == "12,12,12px"
+    assert "12,12,12px wide (3 of 4 time points looked at)" in note
+
+
+def test_stacks_of_other_sampling_are_compared_in_micrometres() -> None:
+    sizes = VoxelSize(1, 1, 1), VoxelSize(0.5, 0.5, 0.5)
+    text, _note = choose_diameter([(sizing(10 / size.z), size) for size in sizes], "2 stacks")
+    assert text == "10,10,10um"
+
+
+def test_a_series_is_used_as_sampled_where_that_fits_or_nothing_is_known() -> None:
+    assert choose_diameter([(sizing(15, fits=True), None)], "1 stack")[0] == "none"
+    text, note = choose_diameter([(sizing(None), None)], "1 stack")
+    assert text == "none"
+    assert "could not be told" in note

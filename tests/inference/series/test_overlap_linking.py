@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from label_series import Labels, boxes
+
+from service.inference.series.overlap_linking import link_by_overlap
+
+
+def tracks(labels: Labels) -> tuple[list[list[int]], list[int]]:
+    found = link_by_overlap(labels)
+    return [lookup[1:].tolist() for lookup in found.tracks], found.parents[1:].tolist()
+
+
+def test_objects_that_move_keep_their_numbers() -> None:
+    assert tracks(boxes([(0, 10), (20, 30)], [(22, 32), (2, 12)], [(4, 14), (24, 34)])) == (
+        [[1, 2], [2, 1], [1, 2]],
+        [0, 0],
+    )
+
+
+def test_the_better_overlap_wins() -> None:
+    assert tracks(boxes([(0, 10), (10, 20)], [(1, 11), (11, 21)]))[0] == [[1, 2], [1, 2]]
+    # The first one is gone, and the second one lies nearly where that was.
+    assert tracks(boxes([(0, 10), (12, 22)], [(6, 16)]))[0] == [[1, 2], [1]]
+
+
+def test_what_is_new_or_was_missed_begins_a_track() -> None:
+    assert tracks(boxes([(0, 10)], [(0, 10), (30, 40)], [(30, 40)], [(0, 10), (30, 40)])) == (
+        [[1], [1, 2], [2], [3, 2]],
+        [0, 0, 0],
+    )
+
+
+def test_daughters_have_their_mother_as_parent() -> None:
+    assert tracks(boxes([(0, 20)], [(0, 9), (11, 20)], [(0, 9), (11, 20)])) == ([[1], [2, 3], [2, 3]], [0, 1, 1])
+
+
+def test_a_fragment_is_no_daughter() -> None:
+    assert tracks(boxes([(0, 20)], [(0, 17), (18, 20)])) == ([[1], [1, 2]], [0, 0])
+
+
+def test_an_object_that_lies_mostly_elsewhere_is_no_daughter() -> None:
+    assert tracks(boxes([(0, 20)], [(8, 34), (0, 7)])) == ([[1], [1, 2]], [0, 0])
+
+
+def test_time_points_without_objects() -> None:
+    assert tracks(boxes([], [(0, 5)], [], [(0, 5)])) == ([[], [1], [], [2]], [0, 0])
+
+
+def test_numbers_that_no_voxel_has_are_no_tracks() -> None:
+    labels = boxes([(0, 5)], [(0, 5)])
+    found = link_by_overlap(np.where(labels == 1, 7, 0))
+    assert found.count == found.tracks[0].max() == 7
+    assert np.count_nonzero(found.tracks[0]) == 1
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(0, 12))
+def test_every_object_has_one_track_and_no_two_share_one(seed: int, points: int, largest: int) -> None:
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, largest + 1, (points, 2, 3, 5)).astype(np.uint16)
+    found = link_by_overlap(labels)
+    used: set[int] = set()
+    for volume, lookup in zip(labels, found.tracks, strict=True):
+        present = np.unique(volume[volume > 0])
+        numbers = lookup[present]
+        assert len(set(numbers.tolist())) == len(present)
+        assert (numbers > 0).all()
+        assert set(found.parents[numbers].tolist()) <= used | {0} | set(numbers.tolist())
+        used |= set(numbers.tolist())
+    assert used <= set(range(1, found.count + 1))
+    assert (found.parents < np.arange(found.count + 1).clip(1)).all()

@@ -1,0 +1,137 @@
+"""ONNX files of others: what is run of them, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from monai.networks.nets.basic_unet import BasicUNet
+from monai.networks.nets.segresnet import SegResNet
+from monai.networks.nets.swin_unetr import SwinUNETR
+from monai.networks.nets.unet import UNet
+from monai.networks.nets.unetr import UNETR
+from monai.networks.nets.vnet import VNet
+from onnx import TensorProto, helper, numpy_helper
+from onnx_export import export_onnx
+from torch import nn
+
+from service.core.config import Engine as EngineSettings
+from service.core.errors import BrokenModel
+from service.engine.openvino import OpenVinoBackend
+from service.engine.prepare import prepare
+from service.engine.tuning.plans import EngineConfig
+from service.models.architectures import ShuffleUNet
+from service.models.graphs.onnx.network import load_onnx
+
+SHAPE = (2, 1, 32, 32, 32)
+CPU = torch.device("cpu")
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "UNet": lambda: UNet(3, 1, 2, (4, 8, 8), (2, 2), num_res_units=1, norm="batch"),
+    "BasicUNet": lambda: BasicUNet(3, 1, 2, features=(4, 4, 8, 8, 8, 4)),
+    "SegResNet": lambda: SegResNet(3, 8, 1, 2, blocks_down=(1, 1), blocks_up=(1,)),
+    "ShuffleUNet": lambda: ShuffleUNet(1, 2, (4, 8)),
+}
+OF_ONE_WINDOW: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
+    "VNet": (lambda: VNet(3, 1, 2), (16, 16, 16)),
+    "UNETR": (lambda: UNETR(1, 2, (32, 16, 16), 4, 24, 32, 2), (32, 16, 16)),
+    "SwinUNETR": (
+        lambda: SwinUNETR(1, 2, depths=(2, 1, 1, 1), num_heads=(1, 1, 2, 2), feature_size=12),
+        (64, 32, 32),
+    ),
+}
+OPEN = {"x": {0: "b", 2: "depth", 3: "height", 4: "width"}}
+
+
+def graph(path: Path, shape: list[Any], nodes: list[onnx.NodeProto], weight: Any = None, **changed: Any) -> Path:
+    """A model from `x` to `y`, with a tensor `w`."""
+    image = helper.make_tensor_value_info("x", changed.get("dtype", TensorProto.FLOAT), shape)
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    tensors = [] if weight is None else [numpy_helper.from_array(np.asarray(weight, np.float32), "w")]
+    made = helper.make_graph(nodes, "g", [image, *changed.get("also", [])], [result], tensors)
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    return path
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_network_gives_what_it_gave_before(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    network = NETWORKS[name]()
+    loaded = load_onnx(export_onnx(network, tmp_path / "n.onnx", SHAPE, OPEN), SHAPE[1:])
+    for shape in (SHAPE, (1, 1, 32, 48, 64)):
+        image = torch.rand(shape)
+        with torch.inference_mode():
+            torch.testing.assert_close(loaded(image), network(image), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["VNet", "UNETR", pytest.param("SwinUNETR", marks=pytest.mark.thorough)])
+def test_a_network_of_one_window_gives_what_it_gave_before(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    make, size = OF_ONE_WINDOW[name]
+    network, image = make(), torch.rand(1, 1, *size)
+    loaded = load_onnx(export_onnx(network, tmp_path / "n.onnx", image.shape, {"x": {0: "b"}}), (1, *size))
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded(image), network(image), rtol=1e-4, atol=1e-4)
+
+
+def test_engines_run_it_like_any_other(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    loaded = load_onnx(export_onnx(NETWORKS["UNet"](), tmp_path / "n.onnx", SHAPE, OPEN), SHAPE[1:])
+    image = torch.rand(SHAPE)
+    with torch.inference_mode():
+        expected = loaded(image)
+        plain = prepare(loaded, CPU, torch.float32, torch.channels_last_3d)
+        torch.testing.assert_close(
+            plain(image.to(memory_format=torch.channels_last_3d)), expected, rtol=1e-4, atol=1e-4
+        )
+        narrow = prepare(loaded, CPU, torch.bfloat16, torch.contiguous_format)
+        torch.testing.assert_close(narrow(image.bfloat16()), expected, rtol=0.1, atol=0.1)
+        if OpenVinoBackend().explain_missing() is None:
+            module = prepare(loaded, CPU, torch.float32, torch.contiguous_format)
+            config = EngineConfig("openvino", "fp32", "contiguous", len(image))
+            other = OpenVinoBackend().build(module, image, config, EngineSettings())
+            torch.testing.assert_close(other(image), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_file_for_one_window_is_run_window_by_window(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    network = NETWORKS["ShuffleUNet"]()
+    loaded = load_onnx(export_onnx(network, tmp_path / "n.onnx", (1, *SHAPE[1:])), SHAPE[1:])
+    image = torch.rand(3, *SHAPE[1:])
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded(image), network(image), rtol=1e-4, atol=1e-4)
+        with pytest.raises(ValueError, match="fixes its input"):
+            loaded(torch.rand(1, 1, 32, 32, 16))
+
+
+RELU = [helper.make_node("Relu", ["x"], ["y"])]
+FLAT = helper.make_node("Conv", ["x", "w"], ["y"])
+VOLUME = ["b", 1, 8, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("shape", "nodes", "more", "word"),
+    [
+        (["b", 1, 8, 8], RELU, {}, "graph.input x: 4 axes"),
+        ([4, 1, 8, 8, 8], RELU, {}, "graph.input x: a batch of 4"),
+        (VOLUME, RELU, {"dtype": TensorProto.INT64}, "graph.input x: data type"),
+        (VOLUME, RELU, {"also": [helper.make_tensor_value_info("t", TensorProto.FLOAT, [1])]}, "takes 2 inputs"),
+        (VOLUME, [helper.make_node("Custom", ["x"], ["y"], domain="com.acme")], {}, "Custom of com.acme"),
+        (VOLUME, [helper.make_node("Loop", ["x"], ["y"])], {}, "Loop is not on the list"),
+        (VOLUME, [helper.make_node("Relu", ["z"], ["y"])], {}, "Relu: z: nothing makes it"),
+        (VOLUME, [helper.make_node("Relu", ["x"], ["z"])], {}, "graph.output y: nothing makes it"),
+        (VOLUME, [FLAT], {"weight": np.zeros((2, 1, 3, 3))}, "Conv: W: 2 axes"),
+        (VOLUME, [helper.make_node("Conv", ["x", "x"], ["y"])], {}, "Conv: input 1"),
+        (VOLUME, [helper.make_node("Resize", ["x", "", "w"], ["y"], mode="cubic")], {}, "Resize: mode: cubic"),
+        (VOLUME, [helper.make_node("Softmax", ["x"], ["y"], depth=3)], {}, "Softmax: depth"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(
+    tmp_path: Path, shape: list[Any], nodes: list[onnx.NodeProto], more: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(BrokenModel, match=word):
+        load_onnx(graph(tmp_path / "m.onnx", shape, nodes, **more), (1, 8, 8, 8))

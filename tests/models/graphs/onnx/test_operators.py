@@ -1,0 +1,280 @@
+"""Every operator against the specification's own reference implementation."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from service.core.errors import BrokenModel
+from service.models.graphs.onnx.elementwise import UnsupportedCall
+from service.models.graphs.onnx.network import load_onnx
+
+SHAPE = (2, 4, 6, 6, 8)
+INTS, FLOATS = np.int64, np.float32
+
+
+def model(path: Path, nodes: list[onnx.NodeProto], stored: dict[str, np.ndarray], opset: int = 18) -> Path:
+    """Nodes from `x` to `y`, with stored tensors."""
+    places = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["b", 4, 6, 6, 8]) for name in ("x",)]
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    tensors = [numpy_helper.from_array(np.array(array), name) for name, array in stored.items()]
+    graph = helper.make_graph(nodes, "g", places, [result], tensors)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=9), path)
+    return path
+
+
+def agrees(path: Path) -> None:
+    image = np.random.default_rng(0).normal(size=SHAPE).astype(FLOATS)
+    (expected,) = ReferenceEvaluator(onnx.load(path)).run(None, {"x": image})
+    with torch.inference_mode():
+        found = load_onnx(path, SHAPE[1:])(torch.from_numpy(image))
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+UNARY = (
+    "Relu Sigmoid Tanh Exp Abs Neg Floor Ceil Round Softplus HardSwish Mish Identity Dropout LeakyRelu Elu HardSigmoid"
+)
+
+
+@pytest.mark.parametrize("name", UNARY.split())
+def test_functions_of_every_voxel(name: str, tmp_path: Path) -> None:
+    agrees(model(tmp_path / "m.onnx", [helper.make_node(name, ["x"], ["y"])], {}))
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
+    "prelu": ("PRelu", {"slope": np.arange(4, dtype=FLOATS).reshape(4, 1, 1, 1)}, {}, 18),
+    "clip": ("Clip", {"low": FLOATS(-0.5), "high": FLOATS(0.25)}, {}, 18),
+    "clip from above": ("Clip", {"": None, "high": FLOATS(0.25)}, {}, 18),
+    "clip as before opset 11": ("Clip", {}, {"min": -0.1, "max": 0.2}, 10),
+    "softmax": ("Softmax", {}, {"axis": 1}, 18),
+    "add": ("Add", {"b": np.arange(8, dtype=FLOATS)}, {}, 18),
+    "divide": ("Div", {"b": FLOATS(3)}, {}, 18),
+    "power": ("Pow", {"b": FLOATS(2)}, {}, 18),
+    "largest": ("Max", {"b": FLOATS(0.3)}, {}, 18),
+    "smallest": ("Min", {"b": FLOATS(0.3)}, {}, 18),
+    "transposed": ("Transpose", {}, {"perm": [0, 4, 1, 3, 2]}, 18),
+    "flattened": ("Flatten", {}, {"axis": 2}, 18),
+    "reshaped": ("Reshape", {"s": np.array([0, 2, -1, 8], INTS)}, {}, 18),
+    "squeezed": ("Unsqueeze", {"a": np.array([1, -1], INTS)}, {}, 18),
+    "unsqueezed as before opset 13": ("Unsqueeze", {}, {"axes": [2]}, 11),
+    "sliced": (
+        "Slice",
+        {"s": np.array([1, -3], INTS), "e": np.array([2**62, -1], INTS), "a": np.array([2, -1], INTS)},
+        {},
+        18,
+    ),
+    "sliced backwards": (
+        "Slice",
+        {"s": np.array([-1], INTS), "e": np.array([-(2**62)], INTS), "a": np.array([3]), "t": np.array([-2])},
+        {},
+        18,
+    ),
+    "gathered": ("Gather", {"i": np.array([3, -4, 1], INTS)}, {"axis": 1}, 18),
+    "one gathered": ("Gather", {"i": np.array(-1, INTS)}, {"axis": 2}, 18),
+    "expanded": ("Expand", {"s": np.array([3, 1, 1, 1, 1, 1], INTS)}, {}, 18),
+    "tiled": ("Tile", {"r": np.array([1, 2, 1, 1, 3], INTS)}, {}, 18),
+    "products summed": (
+        "Einsum",
+        {"w": np.linspace(-1, 1, 24, dtype=FLOATS).reshape(8, 3)},
+        {"equation": "bczyx,xk->bkczy"},
+        18,
+    ),
+    "places": ("GatherND", {"i": np.array([[1, 3], [0, -1]], INTS)}, {}, 18),
+    "places overwritten": (
+        "ScatterND",
+        {"i": np.array([[1, 3], [0, 0]], INTS), "u": np.ones((2, 6, 6, 8), FLOATS)},
+        {},
+        18,
+    ),
+    "remainder": ("Mod", {"b": FLOATS(0.3)}, {"fmod": 1}, 18),
+    "gathered in two axes": ("Gather", {"i": np.array([[3, -4], [1, 0]], INTS)}, {"axis": -1}, 18),
+    "padded": ("Pad", {"p": np.array([0, 0, 1, 0, 2, 0, 1, 0, 3, 0], INTS), "v": FLOATS(0.5)}, {}, 18),
+    "mirrored": ("Pad", {"p": np.array([0, 0, 1, 0, 2, 0, 0, 0, 3, 0], INTS)}, {"mode": "reflect"}, 18),
+    "edges": ("Pad", {"p": np.array([0, 0, 1, 0, 2, 0, 0, 0, 3, 0], INTS)}, {"mode": "edge"}, 18),
+    "enlarged": (
+        "Resize",
+        {"": None, "s": np.array([1, 1, 2, 2, 3], FLOATS)},
+        {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"},
+        18,
+    ),
+    "interpolated": ("Resize", {"": None, "s": np.array([1, 1, 2, 0.5, 1.5], FLOATS)}, {"mode": "linear"}, 18),
+    "interpolated to a size": (
+        "Resize",
+        {"": None, " ": None, "s": np.array([2, 4, 11, 12, 15], INTS)},
+        {"mode": "linear", "coordinate_transformation_mode": "align_corners"},
+        18,
+    ),
+    "largest of windows": (
+        "MaxPool",
+        {},
+        {"kernel_shape": [2, 2, 3], "strides": [2, 1, 2], "pads": [1, 0, 0, 0, 0, 2]},
+        18,
+    ),
+    "means of windows": ("AveragePool", {}, {"kernel_shape": [3, 3, 3], "strides": [2, 2, 2], "pads": [1] * 6}, 18),
+    "means of the channels": ("GlobalAveragePool", {}, {}, 18),
+    "mean": ("ReduceMean", {"a": np.array([2, -1], INTS)}, {"keepdims": 0}, 18),
+    "mean as before opset 18": ("ReduceMean", {}, {"axes": [1]}, 13),
+    "instance norm": ("InstanceNormalization", {"s": np.arange(4, dtype=FLOATS), "b": np.ones(4, FLOATS)}, {}, 18),
+    "layer norm": ("LayerNormalization", {"s": np.arange(8, dtype=FLOATS), "b": np.ones(8, FLOATS)}, {}, 18),
+    "group norm": (
+        "GroupNormalization",
+        {"s": np.arange(4, dtype=FLOATS), "b": np.ones(4, FLOATS)},
+        {"num_groups": 2},
+        21,
+    ),
+    "batch norm": (
+        "BatchNormalization",
+        {name: np.arange(1, 5, dtype=FLOATS) * factor for name, factor in zip("sbmv", (1, 2, 0.1, 0.5), strict=True)},
+        {},
+        18,
+    ),
+    "convolution": (
+        "Conv",
+        {"w": np.linspace(-1, 1, 6 * 2 * 27, dtype=FLOATS).reshape(6, 2, 3, 3, 3), "b": np.arange(6, dtype=FLOATS)},
+        {"group": 2, "strides": [1, 2, 2], "pads": [1] * 6},
+        18,
+    ),
+    "convolution padded on one side": (
+        "Conv",
+        {"w": np.linspace(-1, 1, 4 * 8, dtype=FLOATS).reshape(1, 4, 2, 2, 2)},
+        {"auto_pad": "SAME_UPPER"},
+        18,
+    ),
+    "transposed convolution": (
+        "ConvTranspose",
+        {"w": np.linspace(-1, 1, 4 * 3 * 27, dtype=FLOATS).reshape(4, 3, 3, 3, 3)},
+        {"strides": [2, 2, 2], "pads": [1] * 6, "output_padding": [1, 1, 1]},
+        18,
+    ),
+    "matrix product": ("MatMul", {"w": np.linspace(-1, 1, 24, dtype=FLOATS).reshape(8, 3)}, {}, 18),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_operators_with_settings(case: str, tmp_path: Path) -> None:
+    name, inputs, attributes, opset = CASES[case]
+    stored = {key: np.asarray(value) for key, value in inputs.items() if value is not None}
+    node = helper.make_node(name, ["x", *(key.strip() for key in inputs)], ["y"], **attributes)
+    agrees(model(tmp_path / "m.onnx", [node], stored, opset))
+
+
+def test_softmax_went_over_all_further_axes_before_opset_13(tmp_path: Path) -> None:
+    loaded = load_onnx(
+        model(tmp_path / "m.onnx", [helper.make_node("Softmax", ["x"], ["y"], axis=2)], {}, 11), SHAPE[1:]
+    )
+    assert torch.allclose(loaded(torch.rand(SHAPE)).sum((2, 3, 4)), torch.ones(SHAPE[:2]))
+
+
+def test_sizes_are_computed(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Gather", ["shape", "last"], ["width"]),
+        helper.make_node("Div", ["width", "two"], ["half"]),
+        helper.make_node("Mul", ["half", "two"], ["even"]),
+        helper.make_node("Unsqueeze", ["even", "zero"], ["row"]),
+        helper.make_node("Slice", ["shape", "zero", "three"], ["head"]),
+        helper.make_node("Concat", ["head", "rest", "row"], ["sizes"], axis=0),
+        helper.make_node("Equal", ["sizes", "rest"], ["open"]),
+        helper.make_node("Where", ["open", "rest", "sizes"], ["asked"]),
+        helper.make_node("Reshape", ["x", "asked"], ["reshaped"]),
+        helper.make_node("Cast", ["half"], ["factor"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["reshaped", "factor"], ["y"]),
+    ]
+    stored = {
+        "last": np.array(4),
+        "two": np.array(2),
+        "zero": np.array([0]),
+        "three": np.array([3]),
+        "rest": np.array([-1]),
+    }
+    agrees(model(tmp_path / "m.onnx", nodes, stored))
+
+
+VAST = np.array([2**12] * 3, INTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "attributes"),
+    [
+        ("Tile", ["x", "t"], {}),
+        ("Expand", ["x", "s"], {}),
+        ("ConstantOfShape", ["s"], {}),
+        ("ConstantOfShape", ["l"], {}),
+        ("Range", ["0", "last", "1"], {}),
+        ("Einsum", ["w", "w", "w"], {"equation": "i,j,k->ijk"}),
+        ("Einsum", ["x", "w", "w", "w"], {"equation": "...,i,j,k->...ijk"}),
+    ],
+)
+def test_what_would_fill_the_memory_is_refused(
+    name: str, inputs: list[str], attributes: dict[str, Any], tmp_path: Path
+) -> None:
+    stored = {
+        "s": VAST,
+        "t": np.array([2**9, 2**9, 2**9, 1, 1], INTS),
+        "l": np.array([2**40], INTS),
+        "w": np.ones(2**12, FLOATS),
+        "0": np.array(0),
+        "last": np.array(2**40),
+        "1": np.array(1),
+    }
+    nodes = [helper.make_node(name, inputs, ["v"], **attributes), helper.make_node("Add", ["x", "v"], ["y"])]
+    with pytest.raises((BrokenModel, UnsupportedCall), match=r"more than \d+ elements|too large"):
+        load_onnx(model(tmp_path / "m.onnx", nodes, stored), SHAPE[1:])(torch.rand(SHAPE))
+
+
+@pytest.mark.parametrize("name", ["Pow", "Mul", "Concat"])
+def test_numbers_that_grow_without_end_are_refused(name: str, tmp_path: Path) -> None:
+    attributes = {"axis": 0} if name == "Concat" else {}
+    nodes = [helper.make_node(name, [f"s{i}", f"s{i}"], [f"s{i + 1}"], **attributes) for i in range(64)]
+    nodes += [helper.make_node("ReduceProd", ["s64"], ["p"]), helper.make_node("Add", ["x", "p"], ["y"])]
+    with pytest.raises((BrokenModel, UnsupportedCall), match=r"bits|elements"):
+        load_onnx(model(tmp_path / "m.onnx", nodes, {"s0": np.array([9, 9], INTS)}), SHAPE[1:])
+    nodes.insert(0, helper.make_node("Shape", ["x"], ["s0"]))
+    with pytest.raises((BrokenModel, UnsupportedCall, OverflowError), match=r"bits|elements"):
+        load_onnx(model(tmp_path / "m.onnx", nodes, {}), SHAPE[1:])(torch.rand(SHAPE))
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        helper.make_node("Div", ["one", "zero"], ["v"]),
+        helper.make_node("Cast", ["infinity"], ["v"], to=TensorProto.INT64),
+        helper.make_node("Transpose", [""], ["v"]),
+    ],
+    ids=lambda node: str(node.op_type),
+)
+def test_constants_that_cannot_be_computed_are_named(node: onnx.NodeProto, tmp_path: Path) -> None:
+    stored = {"one": np.array(1), "zero": np.array(0), "infinity": np.array(math.inf, FLOATS)}
+    nodes = [node, helper.make_node("Add", ["x", "v"], ["y"])]
+    with pytest.raises(BrokenModel, match="cannot be made a network of"):
+        load_onnx(model(tmp_path / "m.onnx", nodes, stored), SHAPE[1:])
+
+
+def test_no_text_of_a_file_becomes_code(tmp_path: Path) -> None:
+    code = "__import__('os').abort()"
+    nodes = [helper.make_node("Relu", ["x"], [code]), helper.make_node("Elu", [code], ["y"], alpha=-math.inf)]
+    image = torch.rand(SHAPE)
+    assert torch.equal(load_onnx(model(tmp_path / "m.onnx", nodes, {}), SHAPE[1:])(image), image)
+    for node in (
+        helper.make_node("Gemm", ["x", "x"], ["y"], **{f"alpha={code}, beta": 1.0}),
+        helper.make_node("Pad", ["x", "p"], ["y"], mode=f"'+{code}+'"),
+    ):
+        with pytest.raises((BrokenModel, ValueError)):
+            load_onnx(model(tmp_path / "m.onnx", [node], {"p": np.zeros(10, INTS)}), SHAPE[1:])(image)
+
+
+def test_one_tensor_becomes_several(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Split", ["x", "sizes"], ["a", "b"], axis=1),
+        helper.make_node("ReduceSum", ["b", "one"], ["c"]),
+        helper.make_node("Sub", ["a", "c"], ["y"]),
+    ]
+    agrees(model(tmp_path / "m.onnx", nodes, {"sizes": np.array([1, 3]), "one": np.array([1])}))

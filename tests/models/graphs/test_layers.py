@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from monai.networks.nets.basic_unet import BasicUNet
+from monai.networks.nets.dynunet import DynUNet
+from monai.networks.nets.segresnet import SegResNet
+from monai.networks.nets.unet import UNet
+from onnx import TensorProto, helper, numpy_helper
+from onnx_export import export_onnx
+from torch import Tensor, nn
+
+from service.engine.fusion import adjacent_modules
+from service.models.architectures import DepthToSpace, ShuffleUNet, SpaceToDepth
+from service.models.graphs.onnx.network import load_onnx
+from service.models.graphs.torch_export import load_torch_export
+from service.models.module_tree import observe_calls
+
+WINDOW = (1, 32, 32, 64)
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "UNet": lambda: UNet(3, 1, 2, (4, 8), (2,), num_res_units=1),
+    "BasicUNet": lambda: BasicUNet(3, 1, 2, features=(4, 4, 8, 8, 8, 4)),
+    "DynUNet": lambda: DynUNet(3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 8, 8]),
+    "SegResNet": lambda: SegResNet(3, 8, 1, 2, blocks_down=(1, 1), blocks_up=(1,)),
+    "ShuffleUNet": lambda: ShuffleUNet(1, 2, (4, 8)),
+}
+OPEN = {"x": {0: "b", 2: "depth", 3: "height", 4: "width"}}
+ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.PReLU)
+KINDS = {
+    "convolution": (nn.Conv3d, nn.ConvTranspose3d),
+    "norm": (nn.InstanceNorm3d, nn.GroupNorm),
+    "shuffle": (SpaceToDepth, DepthToSpace),
+}
+
+
+def as_onnx(network: nn.Module, path: Path) -> nn.Module:
+    return load_onnx(export_onnx(network, path, (1, *WINDOW)), WINDOW)
+
+
+def as_open_onnx(network: nn.Module, path: Path) -> nn.Module:
+    return load_onnx(export_onnx(network, path, (1, *WINDOW), OPEN), WINDOW)
+
+
+def as_torch_export(network: nn.Module, path: Path) -> nn.Module:
+    torch.export.save(torch.export.export(network.eval(), (torch.rand(1, *WINDOW),)), path.with_suffix(".pt2"))
+    return load_torch_export(path.with_suffix(".pt2"), WINDOW)
+
+
+def write_graph(path: Path, nodes: list[onnx.NodeProto], shape: list[int], stored: dict[str, np.ndarray]) -> Path:
+    """A graph from `x` to `y`, with stored tensors."""
+    image = helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    tensors = [numpy_helper.from_array(array, name) for name, array in stored.items()]
+    graph = helper.make_graph(nodes, "g", [image], [result], tensors)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    return path
+
+
+def count_layers(network: nn.Module) -> dict[str, int]:
+    return {name: sum(isinstance(each, kinds) for each in network.modules()) for name, kinds in KINDS.items()}
+
+
+def count_fusable_activations(network: nn.Module) -> int:
+    pairs = adjacent_modules(network)
+    return len({second.module for _, second in pairs if isinstance(second.module, ACTIVATIONS)})
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("reload", [as_onnx, as_open_onnx, as_torch_export])
+def test_the_layers_of_the_module_are_found(
+    name: str, reload: Callable[[nn.Module, Path], nn.Module], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    network, image = NETWORKS[name]().eval(), torch.rand(1, *WINDOW)
+    with torch.inference_mode():
+        loaded = reload(network, tmp_path / "n.onnx")
+        with observe_calls(network):
+            expected = network(image)
+        with observe_calls(loaded):
+            torch.testing.assert_close(loaded(image), expected, rtol=1e-4, atol=1e-4)
+    assert count_layers(loaded) == count_layers(network)
+    assert count_fusable_activations(loaded) >= max(count_fusable_activations(network), 1)
+
+
+def test_what_two_layers_read_is_kept(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv3d(1, 8, 3, padding=1), nn.Conv3d(8, 8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            features = self.first(x)
+            total = features + self.second(features)
+            return torch.relu(total) + total
+
+    network, image = Twice().eval(), torch.rand(1, *WINDOW)
+    for reload in (as_onnx, as_torch_export):
+        with torch.inference_mode():
+            torch.testing.assert_close(reload(network, tmp_path / "n.onnx")(image), network(image))
+
+
+def test_a_shuffle_that_moves_nothing_keeps_what_others_read(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Relu", ["x"], ["a"]),
+        helper.make_node("Reshape", ["a", "s"], ["b"]),
+        helper.make_node("Transpose", ["b"], ["c"], perm=[0, 1, 3, 5, 7, 2, 4, 6]),
+        helper.make_node("Reshape", ["c", "t"], ["d"]),
+        helper.make_node("Add", ["d", "x"], ["e"]),
+        helper.make_node("Add", ["e", "a"], ["y"]),
+    ]
+    sizes = {"s": np.array([1, 1, 32, 1, 32, 1, 64, 1]), "t": np.array([1, *WINDOW])}
+    loaded = load_onnx(write_graph(tmp_path / "m.onnx", nodes, [1, *WINDOW], sizes), WINDOW)
+    x = torch.rand(1, *WINDOW)
+    torch.testing.assert_close(loaded(x), 3 * x)
+
+
+def test_a_norm_of_groups_keeps_what_is_not_its_own_weight(tmp_path: Path) -> None:
+    """An instance norm between reshapes, with a product that belongs to no channel behind it."""
+    numbers = {
+        "one": np.ones(2, np.float32),
+        "zero": np.zeros(2, np.float32),
+        "s": np.array([0, 2, -1]),
+        "t": np.array([1, 4, 8, 8, 8]),
+        "w": np.arange(8, dtype=np.float32).reshape(8, 1, 1),
+    }
+    nodes = [
+        helper.make_node("Concat", ["x"] * 4, ["c"], axis=1),
+        helper.make_node("Reshape", ["c", "s"], ["a"]),
+        helper.make_node("InstanceNormalization", ["a", "one", "zero"], ["b"]),
+        helper.make_node("Reshape", ["b", "t"], ["d"]),
+        helper.make_node("Add", ["d", "w"], ["y"]),
+    ]
+    path = write_graph(tmp_path / "m.onnx", nodes, [1, 1, 8, 8, 8], numbers)
+    loaded, x = load_onnx(path, (1, 8, 8, 8)), torch.rand(1, 1, 8, 8, 8)
+    expected = nn.functional.group_norm(x.expand(1, 4, 8, 8, 8), 2) + torch.arange(8.0).reshape(8, 1, 1)
+    torch.testing.assert_close(loaded(x), expected)
+    assert count_layers(loaded)["norm"] == 1
+
+
+@pytest.mark.parametrize("order", [[0, 1, 3, 5, 7, 2, 6, 4], [0, 1, 7, 5, 3, 2, 4, 6]])
+def test_another_order_of_voxels_is_no_shuffle(order: list[int], tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Reshape", ["x", "s"], ["a"]),
+        helper.make_node("Transpose", ["a"], ["b"], perm=order),
+        helper.make_node("Reshape", ["b", "t"], ["y"]),
+    ]
+    sizes = {"s": np.array([1, 1, 16, 2, 16, 2, 32, 2]), "t": np.array([1, 8, 16, 16, 32])}
+    write_graph(tmp_path / "m.onnx", nodes, [1, *WINDOW], sizes)
+    loaded, x = load_onnx(tmp_path / "m.onnx", WINDOW), torch.rand(1, *WINDOW)
+    expected = x.reshape(1, 1, 16, 2, 16, 2, 32, 2).permute(order).reshape(1, 8, 16, 16, 32)
+    assert torch.equal(loaded(x), expected)

@@ -1,0 +1,290 @@
+"""Graphs of others: what is run of a file of torch.export, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from monai.networks.nets.basic_unet import BasicUNet
+from monai.networks.nets.dynunet import DynUNet
+from monai.networks.nets.segresnet import SegResNet
+from monai.networks.nets.unet import UNet
+from torch import Tensor, nn
+
+from service.core.errors import BrokenModel
+from service.engine.cpu import winograd
+from service.engine.prepare import prepare
+from service.inference.estimate import activation_bytes
+from service.models.graphs.torch_export import load_torch_export
+
+SHAPE = (2, 1, 32, 32, 32)
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "UNet": lambda: UNet(3, 1, 2, (8, 16, 32), (2, 2), num_res_units=1, norm="batch"),
+    "BasicUNet": lambda: BasicUNet(3, 1, 2, features=(8, 8, 16, 16, 32, 8)),
+    "SegResNet": lambda: SegResNet(3, 8, 1, 2),
+    "DynUNet": lambda: DynUNet(3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2]),
+}
+
+
+class Folds(nn.Module):
+    """Sizes that are computed, a constant, a buffer that is not saved, and several tensors from one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv3d(1, 4, 1)
+        self.register_buffer("gain", torch.tensor([1.0, 2.0]), persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = self.mix(x).split(2, dim=1)
+        flat = (first * self.gain.view(1, 2, 1, 1, 1) + second).reshape(x.shape[0], 2, -1)
+        return (flat + torch.tensor(0.5)).reshape(x.shape[0], 2, *x.shape[2:]), second
+
+
+def exported(network: nn.Module, path: Path, *, dynamic: bool = False) -> Path:
+    sizes = ({0: torch.export.Dim("batch", min=1, max=64)},) if dynamic else None
+    torch.export.save(torch.export.export(network.eval(), (torch.rand(SHAPE),), dynamic_shapes=sizes), path)
+    return path
+
+
+def rewritten(path: Path, name: str, change: Callable[[bytes], bytes]) -> Path:
+    """A copy with one of its files changed."""
+    other = path.with_stem("other")
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(other, "w") as new:
+        for entry in old.infolist():
+            content = old.read(entry)
+            new.writestr(entry, change(content) if entry.filename.endswith(name) else content)
+    return other
+
+
+def with_graph(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A copy with another graph."""
+
+    def edit(content: bytes) -> bytes:
+        program = json.loads(content)
+        change(program)
+        return json.dumps(program).encode()
+
+    return rewritten(path, "models/model.json", edit)
+
+
+@pytest.fixture(scope="module")
+def unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return exported(NETWORKS["UNet"](), tmp_path_factory.mktemp("exported") / "unet.pt2")
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_of_monai_compute_what_they_did(name: str, tmp_path: Path, dynamic: bool) -> None:
+    torch.manual_seed(0)
+    network = NETWORKS[name]()
+    loaded = load_torch_export(exported(network, tmp_path / "network.pt2", dynamic=dynamic), SHAPE[1:])
+    images = torch.rand(SHAPE)
+    with torch.inference_mode():
+        assert torch.allclose(loaded(images), network(images), atol=1e-5)
+        assert torch.allclose(loaded(images[:1]), network(images[:1]), atol=1e-5)
+
+
+def test_computed_sizes_constants_and_several_results(tmp_path: Path) -> None:
+    network = Folds()
+    loaded = load_torch_export(exported(network, tmp_path / "folds.pt2", dynamic=True), SHAPE[1:])
+    images = torch.rand(3, *SHAPE[1:])
+    assert torch.allclose(loaded(images), network(images)[0])
+
+
+def test_its_convolutions_can_be_replaced_and_watched(tmp_path: Path) -> None:
+    network = SegResNet(3, 16, 1, 2)
+    loaded = load_torch_export(exported(network, tmp_path / "network.pt2"), SHAPE[1:])
+    assert winograd.count_replaceable(loaded) == winograd.count_replaceable(network) > 0
+    assert sum(tensor.numel() for tensor in loaded.state_dict().values()) == sum(
+        p.numel() for p in network.parameters()
+    )
+    assert activation_bytes(loaded, SHAPE) >= 16 * 4 * 2 * 32**3
+
+
+def test_it_can_be_prepared_for_bfloat16(unet: Path) -> None:
+    loaded, images = load_torch_export(unet, SHAPE[1:]), torch.rand(SHAPE)
+    prepared = prepare(loaded, torch.device("cpu"), torch.bfloat16, torch.channels_last_3d)
+    with torch.inference_mode():
+        scores, expected = prepared(images.bfloat16()), loaded(images)
+    assert scores.dtype == torch.float32
+    assert torch.allclose(scores, expected, atol=0.1 * float(expected.std()))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "torch.ops.aten.from_file.default",
+        "torch.ops.aten.add.__class__",
+        "torch.ops.aten.add._schemas",
+        "torch.ops.aten.add.Tensor.__call__",
+        "torch.ops.prims.device_put.default",
+        "os.torch.ops.aten.add.Tensor",
+        "builtins.eval",
+        "torch.ops.aten.add.out",
+        "torch.ops.aten.add.str",
+        "torch.ops.aten.mul.left_t",
+        "torch.ops.aten.full.default",
+        "torch.ops.aten.item.default",
+        # Operators that read or write beyond their tensors, or end the process, for arguments that do not fit.
+        "torch.ops.aten._native_batch_norm_legit_no_training.default",
+        "torch.ops.aten.repeat_interleave.Tensor",
+        "torch.ops.aten._upsample_nearest_exact2d.default",
+        "torch.ops.aten.div.Tensor_mode",
+        "torch.ops.aten.div_.Scalar_mode",
+        # Changes what it shares memory with, which no count of changes tells.
+        "torch.ops.aten.view.dtype",
+    ],
+)
+def test_only_operators_of_the_list_are_called(unet: Path, target: str) -> None:
+    other = with_graph(unet, lambda program: program["graph_module"]["graph"]["nodes"][0].update(target=target))
+    with pytest.raises(BrokenModel, match=r"calls|cannot be read"):
+        load_torch_export(other, SHAPE[1:])
+
+
+def test_expressions_in_the_file_are_not_evaluated(unet: Path, tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    text = f"__import__('pathlib').Path({str(witness)!r}).touch()"
+
+    def plant(program: dict[str, Any]) -> None:
+        program["guards_code"] = [text]
+        values = program["graph_module"]["graph"]["tensor_values"]
+        next(iter(values.values()))["sizes"][0] = {"as_expr": {"expr_str": text, "hint": None}}
+
+    load_torch_export(with_graph(unet, plant), SHAPE[1:])
+    assert not witness.exists()
+
+
+def test_names_of_arguments_do_not_become_code(unet: Path, tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+
+    def plant(program: dict[str, Any]) -> None:
+        first = program["graph_module"]["graph"]["nodes"][0]["inputs"][0]
+        first["name"] = f"out=__import__('pathlib').Path({str(witness)!r}).touch(), {first['name']}"
+
+    with pytest.raises(BrokenModel, match="has no argument"):
+        load_torch_export(with_graph(unet, plant), SHAPE[1:])(torch.rand(SHAPE))
+    assert not witness.exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ({"as_string": "'); __import__('os').system('false')  #"}, "none that is a text"),
+        ({"as_int": {"__import__('os')": 1}}, "something else than numbers"),
+        ({"as_int": {}}, "something else than numbers"),
+        ({"as_ints": ["', __import__('os').system('false'), '"]}, "something else than numbers"),
+        ({"as_int": 10**50}, "something else than numbers"),
+        ({"as_custom_obj": {"name": "x", "class_fqn": "y"}}, "cannot be honoured"),
+        ({"as_graph": {"name": "x", "graph": {}}}, "cannot be honoured"),
+        ({"as_operator": "torch.ops.aten.save"}, "cannot be honoured"),
+        ({"as_tensor": {"name": "__import__('os')"}}, "cannot be read"),
+        ({"as_ints": [[[[]]]] * 3}, "cannot be read|does not take|called with"),
+    ],
+)
+def test_only_numbers_and_plain_texts_become_code(unet: Path, argument: dict[str, Any], reason: str) -> None:
+    def plant(program: dict[str, Any]) -> None:
+        call = program["graph_module"]["graph"]["nodes"][0]
+        next(entry for entry in call["inputs"] if entry["name"] == "stride")["arg"] = argument
+
+    with pytest.raises(BrokenModel, match=reason):
+        load_torch_export(with_graph(unet, plant), SHAPE[1:])(torch.rand(SHAPE))
+
+
+def test_texts_that_operators_take_are_plain(tmp_path: Path) -> None:
+    class Padded(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.pad(x, [1] * 6, mode="replicate")
+
+    path = exported(Padded(), tmp_path / "padded.pt2")
+    assert load_torch_export(path, SHAPE[1:])(torch.rand(SHAPE)).shape == (2, 1, 34, 34, 34)
+    text = "replicate'); __import__('os').system('false')  #"
+    hostile = rewritten(path, "models/model.json", lambda content: content.replace(b"replicate", text.encode()))
+    with pytest.raises(BrokenModel, match="something else than numbers, plain texts"):
+        load_torch_export(hostile, SHAPE[1:])
+
+
+def test_names_of_values_may_be_anything_and_are_only_names(unet: Path) -> None:
+    hostile = rewritten(
+        unet, "models/model.json", lambda text: text.replace(b'"conv3d', b'"__import__(\\"os\\")\\n;conv3d')
+    )
+    images = torch.rand(SHAPE)
+    assert b"__import__" in hostile.read_bytes()
+    assert torch.equal(load_torch_export(hostile, SHAPE[1:])(images), load_torch_export(unet, SHAPE[1:])(images))
+
+
+def test_a_stored_tensor_is_read_once_however_often_it_is_named(unet: Path) -> None:
+    def repeat(program: dict[str, Any]) -> None:
+        specs = program["graph_module"]["signature"]["input_specs"]
+        (weight, *_) = (spec for spec in specs if "parameter" in spec)
+        for number in range(10_000):
+            again = {**weight["parameter"], "arg": {"name": f"again_{number}"}}
+            specs.append({"parameter": again})
+
+    network = load_torch_export(with_graph(unet, repeat), SHAPE[1:])
+    plain = load_torch_export(unet, SHAPE[1:])
+    assert sum(t.nbytes for t in network.state_dict().values()) == sum(t.nbytes for t in plain.state_dict().values())
+
+
+def test_tensors_cannot_take_more_than_the_file(unet: Path) -> None:
+    """Many names of parts of one stored tensor, all different."""
+    parts = [f"part_{start}" for start in range(100)]
+
+    def shift(content: bytes) -> bytes:
+        stored = json.loads(content)
+        whole = next(entry for entry in stored["config"].values() if {"as_int": 32} in entry["tensor_meta"]["sizes"])
+        for start, name in enumerate(parts):
+            sizes = {"sizes": [{"as_int": 3000}], "strides": [{"as_int": 1}], "storage_offset": {"as_int": start}}
+            stored["config"][name] = whole | {"tensor_meta": whole["tensor_meta"] | sizes}
+        return json.dumps(stored).encode()
+
+    def name_all(program: dict[str, Any]) -> None:
+        specs = program["graph_module"]["signature"]["input_specs"]
+        specs += [{"parameter": {"parameter_name": name, "arg": {"name": name}}} for name in parts]
+
+    shifted = rewritten(unet, "weights_config.json", shift).rename(unet.with_stem("shifted"))
+    with pytest.raises(BrokenModel, match="its tensors are larger than the file"):
+        load_torch_export(with_graph(shifted, name_all), SHAPE[1:])
+
+
+def test_pickled_weights_are_refused_and_pickled_examples_not_read(unet: Path) -> None:
+    load_torch_export(rewritten(unet, "sample_inputs/model.pt", lambda _: b"cos\nsystem\n(S'false'\ntR."), SHAPE[1:])
+    pickled = rewritten(
+        unet, "weights_config.json", lambda text: text.replace(b'"use_pickle": false', b'"use_pickle": true')
+    )
+    with pytest.raises(BrokenModel, match="is pickled"):
+        load_torch_export(pickled, SHAPE[1:])
+
+
+@pytest.mark.parametrize("part", ["weight_0", "weights_config.json", "models/model.json"])
+def test_damage_is_named(unet: Path, part: str) -> None:
+    with pytest.raises(BrokenModel, match=r"cannot be read|is said to lie"):
+        load_torch_export(rewritten(unet, part, lambda content: content[: len(content) // 2]), SHAPE[1:])
+
+
+def test_a_tensor_cannot_be_larger_than_its_bytes(unet: Path) -> None:
+    grown = rewritten(
+        unet, "weights_config.json", lambda text: text.replace(b'{"as_int": 8}', b'{"as_int": 800000000}')
+    )
+    with pytest.raises(BrokenModel, match="is said to lie in"):
+        load_torch_export(grown, SHAPE[1:])
+
+
+def test_other_files_are_refused(bands_network: nn.Module, tmp_path: Path) -> None:
+    torch.jit.script(bands_network).save(str(tmp_path / "bands.pt2"))
+    with pytest.raises(BrokenModel, match="export the network again"):
+        load_torch_export(tmp_path / "bands.pt2", SHAPE[1:])
+    (tmp_path / "text.pt2").write_text("no archive")
+    with pytest.raises(BrokenModel, match="cannot be read"):
+        load_torch_export(tmp_path / "text.pt2", SHAPE[1:])
+
+
+def test_a_network_that_is_still_trained_is_refused(tmp_path: Path) -> None:
+    network = nn.Sequential(nn.Conv3d(1, 2, 1), nn.BatchNorm3d(2)).train()
+    torch.export.save(torch.export.export(network, (torch.rand(SHAPE),)), tmp_path / "trained.pt2")
+    with pytest.raises(BrokenModel, match="in eval mode"):
+        load_torch_export(tmp_path / "trained.pt2", SHAPE[1:])

@@ -1,0 +1,142 @@
+"""Programs of others: what is run, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from hostile_archives import with_two_directories
+from torch import Tensor, nn
+
+from service.core.errors import BrokenModel
+from service.engine.prepare import prepare
+from service.inference.estimate import activation_bytes
+from service.models.graphs.torchscript import load_torchscript
+
+
+class ReadsFile(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.from_file("/etc/hostname", shared=False, size=1, dtype=torch.uint8).float()
+
+
+class RunsOnLoading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.training_steps = 0
+
+    @torch.jit.export
+    def __getstate__(self) -> int:
+        return self.training_steps
+
+    @torch.jit.export
+    def __setstate__(self, state: int) -> None:
+        self.training_steps = state
+        self.training = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def saved(module: nn.Module, path: Path) -> Path:
+    torch.jit.script(module).save(str(path))
+    return path
+
+
+def members(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return {f"a/{name.partition('/')[2]}": archive.read(name) for name in archive.namelist()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_program_computes_what_its_module_does(bands_network: nn.Module, tmp_path: Path, dtype: torch.dtype) -> None:
+    program = load_torchscript(saved(bands_network, tmp_path / "bands.ts"))
+    prepared = prepare(program, torch.device("cpu"), dtype, torch.channels_last_3d)
+    images = torch.rand(2, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        scores, expected = prepared(images.to(dtype)), bands_network(images)
+    assert scores.dtype == torch.float32
+    assert torch.allclose(scores, expected, atol=1e-5 if dtype == torch.float32 else 0.1 * float(expected.std()))
+
+
+def test_the_memory_of_a_program_is_reckoned_with(bands_network: nn.Module, tmp_path: Path) -> None:
+    program = load_torchscript(saved(bands_network, tmp_path / "bands.ts"))
+    assert activation_bytes(program, (1, 1, 16, 16, 16)) >= activation_bytes(bands_network, (1, 1, 16, 16, 16)) > 0
+
+
+def test_a_program_that_reads_files_is_refused_by_the_operator(tmp_path: Path) -> None:
+    with pytest.raises(BrokenModel, match="aten::from_file"):
+        load_torchscript(saved(ReadsFile(), tmp_path / "reads.ts"))
+
+
+def test_a_program_that_would_run_while_it_is_loaded_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(RunsOnLoading(), tmp_path / "runs.ts")
+    monkeypatch.setattr(torch.jit, "load", lambda *_args, **_options: pytest.fail("it was loaded"))
+    with pytest.raises(BrokenModel, match=r"__[gs]etstate__, which is never run"):
+        load_torchscript(path)
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+@pytest.mark.parametrize("deep", [False, True])
+def test_hooks_are_refused_because_the_graph_does_not_show_them(tmp_path: Path, register: str, deep: bool) -> None:
+    def before(self: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+        torch.save(given[0], "witness")
+        return given
+
+    def after(self: nn.Module, given: tuple[Tensor], made: Tensor) -> Tensor:
+        torch.save(given[0], "witness")
+        return made
+
+    network = nn.Sequential(nn.ReLU())
+    hooked = network[0] if deep else network
+    getattr(hooked, register)(before if register == "register_forward_pre_hook" else after)
+    with pytest.raises(BrokenModel, match=r"__forward_(pre_)?hooks__"):
+        load_torchscript(saved(network, tmp_path / "hooked.ts"))
+
+
+def test_names_in_another_case_hide_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "hidden.ts"
+    with zipfile.ZipFile(saved(RunsOnLoading(), tmp_path / "runs.ts")) as plain, zipfile.ZipFile(path, "w") as hidden:
+        for entry in plain.infolist():
+            name = entry.filename.replace("__torch__.py", "__torch__.PY").replace("data.pkl", "data.PKL")
+            hidden.writestr(name, plain.read(entry))
+    with pytest.raises(BrokenModel, match="never run"):
+        load_torchscript(path)
+
+
+def test_an_archive_that_shows_another_program_than_it_loads_is_refused(tmp_path: Path) -> None:
+    shown = members(saved(nn.Sequential(nn.ReLU()), tmp_path / "shown.ts"))
+    loaded = members(saved(RunsOnLoading(), tmp_path / "loaded.ts"))
+    path = tmp_path / "two.ts"
+    path.write_bytes(with_two_directories(shown, loaded))
+    with pytest.raises(BrokenModel, match="directory is ambiguous"):
+        load_torchscript(path)
+
+
+@pytest.mark.parametrize("name", [b"torch.classes.x", b"torch . classes", b"torch\nclasses", b"torch.\\\n classes"])
+def test_classes_of_extensions_are_found_however_they_are_spelt(tmp_path: Path, name: bytes) -> None:
+    path = tmp_path / "named.ts"
+    with zipfile.ZipFile(path, "w") as archive:
+        for member, content in members(saved(nn.Sequential(nn.ReLU()), tmp_path / "plain.ts")).items():
+            archive.writestr(member, content + name if member.endswith(".py") else content)
+    with pytest.raises(BrokenModel, match="never run"):
+        load_torchscript(path)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weights.ts"
+    for content in (b"", b"no archive"):
+        path.write_bytes(content)
+        with pytest.raises(BrokenModel, match="cannot be read as TorchScript"):
+            load_torchscript(path)
+    torch.save({"a": torch.ones(2)}, path)
+    with pytest.raises(BrokenModel, match="not a TorchScript file"):
+        load_torchscript(path)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x/code/net.py", b"")
+        archive.writestr("x/data/0", bytes(2**26 + 1))
+    with pytest.raises(BrokenModel, match="is compressed"):
+        load_torchscript(path)

@@ -1,0 +1,57 @@
+"""Workers of a block-wise run that are actors in threads of the test."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import closing
+from typing import Any
+
+import pytest
+from thread_actors import ThreadActor
+
+from service.core.errors import BadParameter, InternalError
+from service.inference.blockwise.run_folder import BlockTask
+from service.inference.blockwise.workers import MOST_DEATHS
+from service.serving.devices.cluster.block_workers import ActorWorkers, BlockActor
+
+
+def task(number: int) -> BlockTask:
+    return BlockTask("/nowhere", "scores", number)
+
+
+def test_a_block_of_a_lost_actor_begins_again_on_another() -> None:
+    held, asked = threading.Event(), list[int]()
+
+    def work(block: BlockTask) -> dict[str, Any]:
+        asked.append(block.number)
+        if asked == [1]:
+            held.wait(20)
+        return {"number": block.number}
+
+    first, second = actors = [ThreadActor(lambda: BlockActor(work)) for _ in range(2)]
+    with closing(ActorWorkers(actors)) as workers:
+        waiting = workers.submit(task(1))
+        while not asked:
+            pass
+        (first if first.asked("run_block") else second).lose()
+        assert waiting.result(20) == {"number": 1}
+        assert [workers.submit(task(number)).result(20)["number"] for number in (2, 3)] == [2, 3]
+        held.set()
+    assert asked == [1, 1, 2, 3]
+
+
+def test_a_block_that_ends_every_actor_ends_the_run() -> None:
+    actor = ThreadActor(lambda: BlockActor(lambda _block: {}))
+    actor.lose_at = "run_block"
+    with closing(ActorWorkers([actor])) as workers, pytest.raises(InternalError, match=f"{MOST_DEATHS} workers"):
+        workers.submit(task(1)).result(20)
+
+
+def test_errors_of_the_work_are_handed_on() -> None:
+    def work(_block: BlockTask) -> dict[str, Any]:
+        raise BadParameter("not so")
+
+    with closing(ActorWorkers([ThreadActor(lambda: BlockActor(work))])) as workers:
+        for _ in range(2):
+            with pytest.raises(BadParameter, match="not so"):
+                workers.submit(task(1)).result(20)

@@ -1,0 +1,224 @@
+"""A server in front of a real Ray cluster of two nodes on this host, one of which is killed and comes back."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from http.client import HTTPConnection
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import until
+from live import Live, as_tiff, classes, eager, serve
+from ray_clusters import STARTING, ray_cluster, ray_environment, wait_ready
+
+from service.core.types import Options
+from service.serving.devices.cluster.block_workers import ActorWorkers, BlockActor
+from service.serving.devices.cluster.exchange import MARKER
+from service.serving.devices.cluster.ray_cluster import make_actors
+from service.serving.devices.cluster.remote_device import SILENT_SECONDS
+from service.serving.devices.job import Progress
+from tests.block_runs import begin, segment_blocks, segment_whole
+from tests.segmenters import settings_of
+from tests.zarr_files import write_zarr
+
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs stackseg[ray]"),
+]
+
+REQUESTS = 200
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head without a device, and two nodes with one each."""
+    with ray_environment(), ray_cluster() as made:
+        made.workers = [made.add_node(num_cpus=1, num_gpus=1) for _ in range(2)]
+        yield made
+
+
+@pytest.fixture(scope="module")
+def live(cluster: Any, bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    shared = tmp_path_factory.mktemp("shared")
+    settings = eager(
+        bands_repository,
+        cluster={"address": cluster.address, "workers": 2, "shared_folder": shared},
+        limits={"waiting": 2 * REQUESTS, "at_once": 4},
+    )
+    with serve(settings, wait=False) as running:
+        wait_ready(running)
+        until(lambda: all(worker.problem is None for worker in running.runtime.device_workers), STARTING)
+        yield running
+    assert list(shared.iterdir()) == []
+
+
+def test_every_request_is_answered_once_while_a_node_is_killed_and_comes_back(
+    live: Live, cluster: Any, bands_repository: Path, phantom_maker: Any
+) -> None:
+    stacks = [as_tiff(phantom_maker((16, 48, 48), seed=seed).image) for seed in range(4)]
+    with serve(eager(bands_repository)) as local:
+        expected = [classes(local.segment(stack).content) for stack in stacks]
+    ended = itertools.count()
+    so_far = [0]
+
+    def ask(number: int) -> Any:
+        answer = live.segment(stacks[number % len(stacks)])
+        so_far[0] = next(ended)
+        return answer
+
+    def problems() -> int:
+        return sum(worker.problem is not None for worker in live.runtime.device_workers)
+
+    with ThreadPoolExecutor(16) as pool:
+        asked = [pool.submit(ask, number) for number in range(REQUESTS)]
+        until(lambda: so_far[0] > REQUESTS // 10, STARTING)
+        cluster.remove_node(cluster.workers[1], allow_graceful=False)
+        until(lambda: problems() == 1, STARTING)
+        at_loss = so_far[0]
+        until(lambda: so_far[0] > at_loss + REQUESTS // 10, STARTING)
+        cluster.workers[1] = cluster.add_node(num_cpus=1, num_gpus=1)
+        answers = [request.result() for request in asked]
+    assert [answer.status_code for answer in answers] == [200] * REQUESTS
+    for number, answer in enumerate(answers):
+        assert np.array_equal(classes(answer.content), expected[number % len(stacks)])
+    until(lambda: not problems(), STARTING)
+    assert live.segment(stacks[0]).status_code == 200
+    assert live.leftovers() == []
+
+
+def test_a_hang_up_stops_remote_windows_within_two_seconds(live: Live, phantom_maker: Any) -> None:
+    stack = as_tiff(phantom_maker((256, 256, 256), seed=1).image)
+    workers: Any = live.runtime.device_workers
+
+    def progress() -> list[Progress]:
+        return [task for worker in workers for task in worker.status.progress.values()]
+
+    # An actor that has come back loads its model first.
+    until(lambda: not progress(), STARTING)
+    with closing(HTTPConnection(live.host, live.port)) as connection:
+        connection.request("POST", "/segment", stack, {"Content-Type": "image/tiff"})
+        until(lambda: any(task.done for task in progress()), STARTING)
+    hung_up = time.monotonic()
+    assert all(task.done < task.total / 2 for task in progress())
+    until(lambda: not progress(), 10)
+    assert time.monotonic() - hung_up < 2
+
+
+def test_requests_of_a_host_that_falls_silent_are_answered_by_another(
+    live: Live, cluster: Any, bands_repository: Path, phantom_maker: Any
+) -> None:
+    stack = as_tiff(phantom_maker((128, 256, 256), seed=2).image)
+    with serve(eager(bands_repository)) as local:
+        expected = classes(local.segment(stack).content)
+    workers: Any = live.runtime.device_workers
+    until(lambda: all(worker.problem is None for worker in workers), STARTING)
+    before = segmentations(live)
+    silent = cluster.workers[1]
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(live.segment, stack) for _ in workers]
+        until(lambda: all(any(task.done for task in worker.status.progress.values()) for worker in workers), STARTING)
+        with stopped(silent):
+            until(lambda: sum(worker.problem is not None for worker in workers) == 1, SILENT_SECONDS + 5)
+            answers = [request.result() for request in asked]
+            assert all(np.array_equal(classes(answer.content), expected) for answer in answers)
+    # Ray may have given the silent node up, and then wants another one.
+    spare = cluster.add_node(num_cpus=1, num_gpus=1)
+    until(lambda: all(worker.problem is None for worker in workers), STARTING)
+    until(lambda: not any(worker.status.progress for worker in workers), STARTING)
+    assert live.segment(stack).status_code == 200
+    # A request is counted once its answer has gone.
+    until(lambda: segmentations(live) >= before + len(workers) + 1)
+    assert segmentations(live) == before + len(workers) + 1
+    assert live.leftovers() == []
+    assert [entry.name for entry in live.runtime._cluster._exchange.path.iterdir()] == [MARKER]
+    if is_alive(silent):
+        cluster.remove_node(spare)
+    else:
+        cluster.workers[1] = spare
+
+
+def test_what_runs_in_the_cluster_is_finished_when_the_service_stops(
+    cluster: Any, bands_repository: Path, tmp_path: Path, phantom_maker: Any
+) -> None:
+    """On nodes of their own, as a service that stops gives its devices back."""
+    node = cluster.add_node(num_cpus=1, num_gpus=1)
+    stack = as_tiff(phantom_maker((64, 128, 128), seed=1).image)
+    settings = eager(
+        bands_repository,
+        cluster={"address": cluster.address, "workers": 1, "shared_folder": tmp_path},
+        server={"drain_seconds": 60},
+    )
+    with ThreadPoolExecutor(1) as pool:
+        with serve(settings, wait=False) as live:
+            wait_ready(live)
+            asked = pool.submit(live.segment, stack)
+            until(lambda: live.runtime.running, STARTING)
+            live.server.should_exit = True
+            assert asked.result().status_code == 200
+        assert list(tmp_path.iterdir()) == []
+    until(lambda: ray_gpus_free() >= 1, 30)
+    cluster.remove_node(node)
+
+
+def test_blocks_of_a_lost_node_are_done_again_elsewhere(
+    cluster: Any, bands: Any, tmp_path: Path, phantom_maker: Any
+) -> None:
+    source = write_zarr(tmp_path / "in.zarr", phantom_maker((48, 96, 96), seed=1).image, chunks=(16, 32, 32))
+    settings = settings_of()
+    whole = segment_whole(source, bands, Options(), settings).segmentation.pixels
+    folder = begin(tmp_path / "run", source, bands, Options(), settings, (1, 1, 1))
+    nodes = [cluster.add_node(num_cpus=1, num_gpus=1) for _ in range(2)]
+    actors = make_actors(cluster.address, settings.cluster, 2, BlockActor)
+    with closing(ActorWorkers(actors)) as workers, ThreadPoolExecutor(1) as pool:
+        labels = pool.submit(segment_blocks, folder, tmp_path / "out.zarr", workers)
+        until(lambda: len(folder.done("scores")) > 4, STARTING)
+        cluster.remove_node(nodes[1], allow_graceful=False)
+        assert not labels.done()
+        assert np.array_equal(labels.result(), whole)
+    cluster.remove_node(nodes[0])
+
+
+def ray_gpus_free() -> float:
+    import ray  # noqa: PLC0415
+
+    return float(ray.available_resources().get("GPU", 0))
+
+
+def segmentations(live: Live) -> int:
+    """How many requests were answered with labels."""
+    told = 'stackseg_requests_total{route="/segment",status="200"}'
+    lines = live.client.get("/metrics").text.splitlines()
+    return sum(int(float(line.split()[-1])) for line in lines if line.startswith(told))
+
+
+def is_alive(node: Any) -> bool:
+    import ray  # noqa: PLC0415
+
+    return any(known["NodeID"] == node.node_id and known["Alive"] for known in ray.nodes())
+
+
+@contextmanager
+def stopped(node: Any) -> Iterator[None]:
+    """Stop all processes of a node, actors included, and let them go on."""
+    pids = [info.process.pid for infos in node.all_processes.values() for info in infos]
+    for pid in pids:
+        pids += [
+            int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
+        ]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)

@@ -1,0 +1,225 @@
+"""A server whose devices are actors in threads of the test, which are lost and come back."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import FakeSegmenter, until
+from live import Live, as_tiff, classes, eager, serve
+from thread_actors import SilentActor, ThreadActor, make_device_actor, remote
+
+from service.core.config import Access, Cluster, References, Settings
+from service.core.errors import ConfigError
+from service.core.types import Volume
+from service.inference.segmenter import Segmenter
+from service.models.repository import read_spec
+from service.serving.devices.cluster.device_actor import actor_settings
+from service.serving.devices.cluster.exchange import ABANDONED_SECONDS, MARKER, Exchange, Task
+from service.serving.devices.cluster.remote_device import POLL_SECONDS, STATUS_SECONDS, Actor, MakeActor, RemoteDevices
+from service.serving.runtime import Runtime
+
+Service = tuple[Live, list[ThreadActor]]
+
+
+@contextmanager
+def two_workers(settings: Settings, load: Any = Segmenter) -> Iterator[Service]:
+    actors: list[ThreadActor] = []
+
+    def connect(chosen: Settings) -> MakeActor:
+        def make_actor() -> Actor:
+            actors.append(make_device_actor(chosen, load))
+            return actors[-1]
+
+        return make_actor
+
+    with serve(settings, connect=connect) as live:
+        until(lambda: all(worker.problem is None for worker in live.runtime.device_workers))
+        live.wait_loaded()
+        yield live, actors
+    assert all(actor.killed.is_set() for actor in actors)
+
+
+@pytest.fixture(scope="module")
+def service(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    shared = tmp_path_factory.mktemp("shared")
+    with two_workers(remote(bands_repository, shared)) as running:
+        yield running
+    assert list(shared.iterdir()) == []
+
+
+def test_labels_are_those_of_a_local_device(service: Service, bands_repository: Path, phantom_maker: Any) -> None:
+    live, _ = service
+    stacks = [as_tiff(phantom_maker((16, 40, 40), seed=seed).image) for seed in range(6)]
+    with serve(eager(bands_repository)) as local:
+        expected = [classes(local.segment(stack).content) for stack in stacks]
+    with ThreadPoolExecutor(12) as pool:
+        for labels, answer in zip(expected * 2, pool.map(live.segment, stacks * 2), strict=True):
+            assert np.array_equal(classes(answer.content), labels)
+            # It is known of the answer what has made it, so that it could be cached.
+            assert "etag" in answer.headers
+    metrics = live.client.get("/metrics").text
+    told = [line for line in metrics.splitlines() if line.startswith("stackseg_device_windows_total")]
+    assert {line.split('"')[1] for line in told} == {"ray-1", "ray-2"}
+    devices = live.client.get("/gpu").json()["devices"]
+    assert [(device["name"], device["models"]) for device in devices] == [("ray-1", ["bands"]), ("ray-2", ["bands"])]
+    assert all(device["host"] for device in devices)
+    assert len(live.client.get("/gpu").json()["hosts"]) == 1
+
+
+def test_requests_of_a_lost_worker_run_elsewhere_and_it_is_used_again(service: Service, phantom_maker: Any) -> None:
+    live, actors = service
+    stack = as_tiff(phantom_maker((32, 64, 64), seed=3).image)
+    expected = classes(live.segment(stack).content)
+    with ThreadPoolExecutor(12) as pool:
+        answers = [pool.submit(live.segment, stack) for _ in range(24)]
+        until(lambda: any(actor._waiting for actor in actors))
+        actors[0].lose()
+        assert all(np.array_equal(classes(answer.result().content), expected) for answer in answers)
+    assert "does not answer" in live.client.get("/gpu").json()["devices"][0]["problem"]
+    assert live.client.get("/health/ready").json() == {"status": "degraded"}
+    actors[1].lose()
+    until(lambda: live.client.get("/health/ready").status_code == 503)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(live.segment, stack)
+        actors[0].come_back()
+        assert np.array_equal(classes(answer.result().content), expected)
+    actors[1].come_back()
+    until(lambda: live.client.get("/health/ready").json() == {"status": "ready"})
+
+
+def test_a_request_whose_device_is_lost_runs_on_another(service: Service, phantom_maker: Any) -> None:
+    live, actors = service
+    actors[0].lost_devices = 1
+    stack = as_tiff(phantom_maker((16, 40, 40), seed=1).image)
+    assert live.segment(stack).status_code == 200
+    assert actors[0].lost_devices == 0
+
+
+def test_a_cancelled_request_stops_its_actor(bands_repository: Path, tmp_path: Path, phantom_maker: Any) -> None:
+    held: list[FakeSegmenter] = []
+
+    def load(*arguments: Any) -> FakeSegmenter:
+        held.append(FakeSegmenter(*arguments))
+        return held[-1]
+
+    with two_workers(remote(bands_repository, tmp_path), load) as (live, actors):
+        stack = as_tiff(phantom_maker((16, 40, 40), seed=1).image)
+        until(lambda: len(held) == 2)
+        for fake in held:
+            fake.gate.clear()
+        job = live.client.post("/jobs", content=stack).headers["location"]
+        until(lambda: any(actor.device._jobs for actor in actors))
+        until(lambda: live.client.get(job).json()["progress"]["total"] > 0)
+        assert live.client.delete(job).status_code == 204
+        until(lambda: not any(actor.device._jobs for actor in actors), 2)
+        for fake in held:
+            fake.gate.set()
+
+
+def test_a_request_whose_workers_die_again_and_again_is_given_up(service: Service, phantom_maker: Any) -> None:
+    live, actors = service
+    for actor in actors:
+        actor.lost_devices = 3
+    answer = live.segment(as_tiff(phantom_maker((16, 40, 40), seed=1).image))
+    assert (answer.status_code, answer.json()["type"]) == (503, "urn:stackseg:problem:interrupted")
+    for actor in actors:
+        actor.lost_devices = 0
+
+
+def test_a_request_that_every_worker_has_lost_begins_again_on_one_of_them(service: Service, phantom_maker: Any) -> None:
+    live, actors = service
+    for actor in actors:
+        actor.lost_devices = 1
+    assert live.segment(as_tiff(phantom_maker((16, 40, 40), seed=1).image)).status_code == 200
+
+
+def test_a_worker_whose_call_fails_is_lost_and_asked_again(
+    service: Service, monkeypatch: pytest.MonkeyPatch, phantom_maker: Any
+) -> None:
+    live, actors = service
+    worker = live.runtime.device_workers[0]
+    until(lambda: worker.problem is None)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("cannot schedule new calls")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(actors[0], "call", fail)
+        until(lambda: worker.problem is not None)
+    until(lambda: worker.problem is None)
+    assert live.segment(as_tiff(phantom_maker((16, 40, 40), seed=1).image)).status_code == 200
+
+
+def test_an_actor_keeps_the_model_of_a_task_that_its_service_did_not_know_of_yet(
+    bands_repository: Path, tmp_path: Path
+) -> None:
+    begun, known = threading.Event(), threading.Event()
+
+    def load(*arguments: Any) -> FakeSegmenter:
+        begun.set()
+        known.wait(20)
+        return FakeSegmenter(*arguments)
+
+    actor = make_device_actor(remote(bands_repository, tmp_path), load)
+    spec = read_spec(bands_repository / "bands")
+    blocking, loaded = (actor.call("load", Task(name, name, spec)) for name in ("first", "second"))
+    assert begun.wait(20)
+    until(lambda: len(actor.device._jobs) == 2)
+    actor.device.status(())
+    known.set()
+    assert [call.result(20).error for call in (blocking, loaded)] == [None, None]
+
+
+def test_a_service_whose_actors_are_silent_keeps_its_folder(tmp_path: Path) -> None:
+    exchange, asked = Exchange(tmp_path), SilentActor()
+    [device] = RemoteDevices(exchange, lambda: asked, Cluster(), 1).devices
+    device.start()
+    time.sleep(STATUS_SECONDS + 2 * POLL_SECONDS)
+    os.utime(exchange.path / MARKER, (0, 0))
+    exchange._renewed = -ABANDONED_SECONDS
+    until(lambda: (exchange.path / MARKER).stat().st_mtime > 0, 5)
+    device.close()
+    assert device.join(5)
+
+
+def test_a_folder_is_needed_and_one_of_a_killed_service_is_deleted(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a folder that this process may write to"):
+        Exchange(tmp_path / "missing")
+    killed, running = Exchange(tmp_path), Exchange(tmp_path)
+    os.utime(killed.path / MARKER, (0, 0))
+    Exchange(tmp_path)
+    assert (killed.path.exists(), running.path.exists()) == (False, True)
+
+
+def test_folders_are_for_the_user_of_the_service_alone_and_keys_stay_there(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        exchange = Exchange(tmp_path)
+        with exchange.lend(Volume.from_array(np.zeros((1, 2, 3, 4), np.uint8))) as stored:
+            folders = [exchange.path, stored.path.parent]
+            assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700, 0o700]
+    finally:
+        os.umask(umask)
+    settings = Settings.model_validate(
+        {"access": {"keys": {"ada": "sha256:" + 64 * "0"}}, "references": {"inputs": {"a": tmp_path}}}
+    )
+    sent = actor_settings(settings)
+    assert (sent.access, sent.references) == (Access(), References())
+
+
+def test_without_ray_the_service_says_what_to_install(
+    bands_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"pip install .stackseg\[ray\]"):
+        Runtime(remote(bands_repository, tmp_path))

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from service.core.errors import BadFile
+from service.serving.devices.job import Job, Progress
+
+
+def test_job_gives_its_result_and_its_times() -> None:
+    def work(job: Job[int]) -> int:
+        job.advance(1, 3)
+        time.sleep(0.02)
+        return 7
+
+    job = Job("answer", work)
+    assert (job.state, job.seconds_run) == ("waiting", 0.0)
+    job.run()
+    assert (job.state, job.future.result(), job.progress) == ("done", 7, Progress(1, 3))
+    assert job.seconds_run >= 0.02
+    ran, waited = job.seconds_run, job.seconds_waited
+    time.sleep(0.01)
+    assert (job.seconds_run, job.seconds_waited) == (ran, waited)
+
+
+def test_job_that_fails_raises_for_whoever_waits() -> None:
+    def work(_job: Job[int]) -> int:
+        raise BadFile("cut short")
+
+    job = Job("broken", work)
+    with pytest.raises(BadFile) as caught:
+        job.run()
+    job.fail(caught.value)
+    assert job.state == "failed"
+    with pytest.raises(BadFile, match="cut short"):
+        job.future.result()
+
+
+def test_job_cancelled_while_it_waits_never_runs() -> None:
+    ran = []
+    job = Job("late", ran.append)
+    job.cancel()
+    job.run()
+    assert (job.state, ran) == ("cancelled", [])
+
+
+def test_job_cancelled_while_it_runs_is_told() -> None:
+    def work(job: Job[bool]) -> bool:
+        job.cancel()
+        return job.cancelled()
+
+    job = Job("told", work)
+    job.run()
+    assert job.future.result() is True

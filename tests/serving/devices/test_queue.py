@@ -1,0 +1,490 @@
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.core.errors import BadFile, NotReady, QueueFull
+from service.serving.devices.job import FreeMemory, Job, Needs
+from service.serving.devices.queue import BATCHES_AHEAD, JobQueue
+
+
+def done(_job: Job[int]) -> int:
+    return 7
+
+
+def sized(windows: int, host: int = 0, batch: int = 1) -> Job[int]:
+    return Job("m", done, windows=windows, needs=lambda: Needs(host, batch=batch))
+
+
+def takes(queue: JobQueue, *jobs: Job[int]) -> bool:
+    """Whether these begin now, in this order, and then no other."""
+    for job in jobs:
+        if queue._next() is not job or queue.take() is not job:
+            return False
+    return queue._next() is None
+
+
+def test_queue_gives_jobs_in_order_and_counts_who_waits() -> None:
+    queue = JobQueue(limit=4)
+    jobs = [Job(str(number), done) for number in range(3)]
+    for job in jobs:
+        queue.offer(job)
+    assert queue.waiting == 3
+    assert [queue.take() for _ in jobs] == jobs
+    assert (queue.waiting, queue.running) == (0, tuple(jobs))
+
+
+def timed(queue: JobQueue, name: str, windows: int, seconds: float) -> float:
+    """Let the queue see how long jobs of this name take; gives the seconds that it really took, never less."""
+
+    def work(job: Job[None]) -> None:
+        job.advance(0, windows)
+        time.sleep(seconds)
+        job.advance(windows, windows)
+
+    job = Job(name, work, windows=windows)
+    queue.put(job)
+    assert queue.take() is job
+    job.run()
+    return job.seconds_run
+
+
+def test_small_job_passes_a_huge_one() -> None:
+    queue = JobQueue(limit=4)
+    huge, small = Job("m", done, windows=10_000), Job("m", done, windows=1)
+    queue.offer(huge)
+    queue.offer(small)
+    assert (queue.position(small), queue.position(huge)) == (1, 2)
+    assert [queue.take(), queue.take()] == [small, huge]
+    assert queue.position(small) is None
+
+
+def test_as_many_jobs_as_always_may_run_whatever_the_device_still_has_to_do() -> None:
+    queue = JobQueue(limit=30, always=3)
+    jobs = [sized(10_000) for _ in range(5)]
+    for job in jobs:
+        queue.offer(job)
+    assert takes(queue, *jobs[:3])
+
+
+def test_as_many_small_jobs_run_as_the_next_batches_have_room_for() -> None:
+    queue = JobQueue(limit=30)
+    jobs = [sized(1, batch=2) for _ in range(10)]
+    for job in jobs:
+        queue.offer(job)
+    room = BATCHES_AHEAD * 2
+    assert takes(queue, *jobs[:room])
+    # Its window is computed, so that another one may come, though it still is decoded.
+    jobs[0].advance(1, 1)
+    assert takes(queue, jobs[room])
+    jobs[1].run()
+    assert takes(queue, jobs[room + 1])
+
+
+def test_second_large_job_waits_until_the_first_is_nearly_done_and_small_ones_do_not() -> None:
+    queue = JobQueue(limit=30)
+    first, second, half, small = sized(1000), sized(1000), sized(400), sized(1)
+    queue.offer(first)
+    assert takes(queue, first)
+    queue.offer(second)
+    assert takes(queue)
+    queue.offer(small)
+    queue.offer(half)
+    assert takes(queue, small, half), "what will be done long before it gets in beside it"
+    first.advance(1000 - BATCHES_AHEAD, 1000)
+    assert takes(queue), "the half one has work for long enough"
+    half.run()
+    assert takes(queue)
+    first.advance(1000 - BATCHES_AHEAD + 1, 1000)
+    small.run()
+    assert takes(queue, second)
+
+
+def test_no_more_jobs_run_than_may() -> None:
+    queue = JobQueue(limit=30, at_once=2)
+    jobs = [sized(1, batch=100) for _ in range(3)]
+    for job in jobs:
+        queue.offer(job)
+    assert takes(queue, *jobs[:2])
+    jobs[1].run()
+    assert takes(queue, jobs[2])
+
+
+def test_job_that_does_not_fit_in_memory_waits_and_is_passed_by_those_that_fit_in_beside_it() -> None:
+    free = [100]
+    queue = JobQueue(limit=30, free=lambda: FreeMemory(free[0]))
+    large, next_large, small, beside = sized(1000, 60), sized(100, 90), sized(1, 15), sized(1, 5)
+    queue.offer(large)
+    assert takes(queue, large)
+    next_large.created -= 100
+    for job in (next_large, small, beside):
+        queue.offer(job)
+    assert queue.position(next_large) == 1
+    # The small one would fit in now, and then be in the way once the large one has ended: 90 + 15 > 100.
+    assert takes(queue, beside)
+    large.run()
+    assert takes(queue, next_large)
+    beside.run()
+    next_large.run()
+    assert takes(queue, small)
+
+
+def test_memory_that_others_have_taken_meanwhile_is_not_there() -> None:
+    free = [100]
+    queue = JobQueue(limit=30, free=lambda: FreeMemory(free[0]))
+    for job in (first := sized(1, 10), second := sized(1, 20)):
+        queue.offer(job)
+    free[0] = 15
+    assert takes(queue, first)
+    first.run()
+    assert takes(queue, second)
+
+
+def test_memory_that_a_job_has_given_back_counts_at_once() -> None:
+    free = [80]
+    queue = JobQueue(limit=30, free=lambda: FreeMemory(free[0]), fresh_seconds=60)
+    large, first, second = sized(1, 60), sized(1, 30), sized(1, 30)
+    queue.offer(large)
+    assert takes(queue, large)
+    free[0] = 20
+    for job in (first, second):
+        queue.offer(job)
+    assert queue._next() is None
+    free[0] = 80
+    large.run()
+    assert takes(queue, first, second)
+
+
+def test_job_too_large_for_the_memory_begins_when_it_is_on_its_own() -> None:
+    queue = JobQueue(limit=30, free=lambda: FreeMemory(10, 10))
+    impossible = sized(10, 1000)
+    queue.offer(impossible)
+    assert takes(queue, impossible)
+    device = Job("m", done, windows=1, needs=lambda: Needs(0, 11))
+    queue.offer(device)
+    assert takes(queue)
+
+
+def test_job_that_takes_more_than_was_thought_leaves_less_for_others() -> None:
+    queue = JobQueue(8, 4, lambda: FreeMemory(100, None))
+    jobs = [Job("nuclei", lambda _job: None, windows=1, needs=lambda: Needs(40, 0, 8)) for _ in range(3)]
+    for job in jobs:
+        queue.offer(job)
+    assert queue.take() is jobs[0]
+    queue.revise(jobs[0], Needs(70, 0, 8))
+    queue.revise(jobs[1], Needs(1, 0, 8))
+    assert queue._next() is None
+    queue.revise(jobs[0], Needs(20, 0, 8))
+    assert queue.take() is jobs[1]
+    assert queue.take() is jobs[2]
+
+
+def test_expected_work_is_time_and_not_windows() -> None:
+    queue = JobQueue(limit=4)
+    timed(queue, "slow", windows=1, seconds=0.2)
+    timed(queue, "quick", windows=1000, seconds=0.01)
+    slow, quick = Job("slow", done, windows=10), Job("quick", done, windows=100)
+    queue.offer(slow)
+    queue.offer(quick)
+    assert queue.take() is quick
+
+
+def test_pace_of_a_model_is_the_device_s_and_not_that_of_the_company_that_a_job_had() -> None:
+    queue = JobQueue(limit=4)
+
+    def work(job: Job[None]) -> None:
+        job.advance(10, 10)
+        job.device_seconds = 100.0
+
+    job = Job("m", work, windows=10)
+    queue.offer(job)
+    queue.take().run()
+    waiting = sized(5)
+    queue.offer(waiting)
+    assert queue.seconds_left(waiting) == pytest.approx(50)
+
+
+def test_decoding_counts_and_its_time_is_learnt() -> None:
+    queue = JobQueue(limit=4)
+
+    def work(job: Job[None]) -> None:
+        job.advance(0, 10)
+        time.sleep(0.1)
+        job.advance(10, 10)
+        time.sleep(0.3)
+
+    def advance_to(done: int, seconds: float) -> None:
+        running.advance(done, 10)
+        running._started = time.monotonic() - seconds
+
+    first = Job("m", work, windows=10)
+    queue.offer(first)
+    queue.take().run()
+    share = first.seconds_finishing / (first.seconds_run - first.seconds_finishing)
+    assert 2 < share <= 4
+    running: Job[int] = sized(10)
+    queue.offer(running)
+    assert queue.seconds_left(running) == pytest.approx(first.seconds_run / 10 * 10 * (1 + share))
+    assert queue.expect("m", 20) == pytest.approx(2 * first.seconds_run * (1 + share))
+    assert queue.take() is running
+    assert running.future.set_running_or_notify_cancel()
+    advance_to(5, 50)
+    assert queue.progress(running) == (5, 10 + math.ceil(10 * share))
+    assert queue.seconds_left(running) == pytest.approx(50 + 100 * share, rel=1e-3)
+    advance_to(10, 100)
+    running._windows_done = time.monotonic() - 50 * share
+    running._started = running._windows_done - 100
+    done, total = queue.progress(running)
+    assert 10 + 0.4 * (total - 10) <= done <= 10 + 0.5 * (total - 10)
+    assert queue.seconds_left(running) == pytest.approx(50 * share, rel=1e-3)
+    running._windows_done = time.monotonic() - 150 * share
+    running._started = running._windows_done - 100
+    assert queue.progress(running) == (total - 1, total)
+    assert queue.seconds_left(running) is None, "it takes longer than ever"
+
+
+def test_endless_small_jobs_do_not_starve_a_huge_one() -> None:
+    """Only those that come within the time that the huge one takes by itself may pass it."""
+    queue = JobQueue(limit=4)
+    seconds = timed(queue, "m", windows=100, seconds=0.1)
+    huge = Job("m", done, windows=300)
+    queue.offer(huge)
+    passed = 0
+    while True:
+        small = Job("m", done, windows=20)
+        # As if each came when the one before it was done.
+        small.created = huge.created + passed * 0.2 * seconds
+        queue.offer(small)
+        taken = queue.take()
+        if taken is huge:
+            break
+        passed += 1
+        taken.run()
+    assert 14 <= passed <= 15
+
+
+def test_job_that_is_not_ready_keeps_its_place_and_lets_others_pass() -> None:
+    queue = JobQueue(limit=2)
+    unready, other = Job("m", done, windows=1, ready=False), Job("m", done, windows=9)
+    queue.offer(unready)
+    queue.offer(other)
+    assert queue.position(unready) == 1
+    assert queue.take() is other
+    queue.release(unready)
+    assert queue.take() is unready
+
+
+def test_job_that_cannot_become_ready_fails_and_leaves() -> None:
+    queue = JobQueue(limit=2)
+    broken, given_up = Job("m", done, ready=False), Job("m", done, ready=False)
+    queue.offer(broken)
+    broken.refuse(BadFile("cut short"))
+    assert (queue.waiting, broken.state) == (0, "failed")
+    given_up.cancel()
+    given_up.refuse(BadFile("cut short"))
+    assert given_up.state == "cancelled"
+
+
+def test_closed_queue_waits_for_what_is_not_ready_and_ends_when_it_is_given_up() -> None:
+    queue, taken = JobQueue(limit=2), [object()]
+    unready = Job("m", done, ready=False)
+    queue.offer(unready)
+    queue.close()
+    thread = threading.Thread(target=lambda: taken.append(queue.take()))
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
+    unready.cancel()
+    thread.join(10)
+    assert taken[1] is None
+
+
+def test_time_left_counts_what_runs_and_what_comes_before() -> None:
+    queue = JobQueue(limit=4)
+    unknown = Job("m", done, windows=10)
+    queue.offer(unknown)
+    assert queue.seconds_left(unknown) is None, "a model that was never timed"
+    unknown.cancel()
+    seconds = timed(queue, "m", windows=10, seconds=0.1)
+    first, second = Job("m", done, windows=10), Job("m", done, windows=20)
+    queue.offer(first)
+    queue.offer(second)
+    assert queue.seconds_left(second) == pytest.approx(3 * seconds)
+    assert queue.take() is first
+    assert first.future.set_running_or_notify_cancel()
+    first._started = time.monotonic() - 3
+    first.advance(3, 10)
+    # Time passes meanwhile.
+    least = first.seconds_run * 7 / 3
+    left, left_of_second = queue.seconds_left(first), queue.seconds_left(second)
+    for _ in range(3):
+        queue.offer(Job("m", done))
+    with pytest.raises(QueueFull) as full:
+        queue.check()
+    most = first.seconds_run * 7 / 3
+    assert 7 <= least <= left <= most
+    assert least <= left_of_second - 2 * seconds <= most
+    assert math.ceil(least) <= full.value.retry_after <= math.ceil(most), "what the running one needs, rounded up"
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_limit_counts_those_beyond_the_one_that_runs(limit: int) -> None:
+    queue = JobQueue(limit)
+    queue.offer(Job("runs", done))
+    queue.take()
+    for _ in range(limit):
+        queue.offer(Job("waits", done))
+    with pytest.raises(QueueFull):
+        queue.offer(Job("too many", done))
+    with pytest.raises(QueueFull):
+        queue.check()
+    assert queue.waiting == limit
+
+
+def test_finished_job_makes_room() -> None:
+    queue = JobQueue(0)
+    first = Job("first", done)
+    queue.offer(first)
+    assert queue.take() is first
+    first.run()
+    assert queue.running == ()
+    queue.offer(Job("second", done))
+
+
+def test_cancelled_job_makes_room_at_once() -> None:
+    queue = JobQueue(1)
+    queue.offer(Job("runs", done))
+    queue.take()
+    waiting = Job("waits", done)
+    queue.offer(waiting)
+    waiting.cancel()
+    assert queue.waiting == 0
+    queue.offer(Job("next", done))
+
+
+def test_own_work_is_never_refused() -> None:
+    queue = JobQueue(0)
+    for _ in range(3):
+        queue.put(Job("load", done))
+    assert queue.waiting == 3
+
+
+def test_retry_after_follows_the_recent_durations() -> None:
+    queue = JobQueue(0)
+
+    def offered(seconds: float) -> Job[None]:
+        job = Job("timed", lambda _job: time.sleep(seconds))
+        queue.offer(job)
+        assert queue.take() is job
+        return job
+
+    unknown = offered(0)
+    with pytest.raises(QueueFull) as full:
+        queue.check()
+    assert full.value.retry_after == 5
+    unknown.run()
+    offered(1.2).run()
+    offered(1.3).run()
+    offered(0)
+    with pytest.raises(QueueFull) as full:
+        queue.check()
+    assert full.value.retry_after == 2
+
+
+def test_closed_queue_refuses_but_gives_away_what_waits() -> None:
+    queue = JobQueue(4)
+    waiting = Job("waits", done)
+    queue.offer(waiting)
+    queue.close()
+    with pytest.raises(NotReady):
+        queue.offer(Job("late", done))
+    assert queue.take() is waiting
+    assert queue.take() is None
+
+
+def test_take_waits_for_the_next_job() -> None:
+    queue, taken = JobQueue(4), []
+    thread = threading.Thread(target=lambda: taken.append(queue.take()))
+    thread.start()
+    job = Job("late", done)
+    queue.offer(job)
+    thread.join(10)
+    assert taken == [job]
+
+
+def owned(owner: str, windows: int = 1, batch: int = 1) -> Job[int]:
+    return Job("m", done, windows=windows, needs=lambda: Needs(batch=batch), owner=owner)
+
+
+def test_owners_take_turns_and_those_of_one_owner_come_as_they_are_due() -> None:
+    queue = JobQueue(limit=30)
+    many = [owned("ada", windows) for windows in (3, 1, 2)]
+    few = [owned("bob", 100), owned("cleo", 200)]
+    for job in (*many, *few):
+        queue.put(job)
+    assert [queue.take() for _ in range(2)] == [many[1], few[0]]
+    # Both run one; whose first it is comes before.
+    late = owned("dora", 1000)
+    queue.put(late)
+    expected = [few[1], late, many[2], many[0]]
+    assert [queue.position(job) for job in expected] == [1, 2, 3, 4]
+    many[1].run()
+    assert queue.position(many[2]) == 1, "nothing of hers runs any more"
+
+
+@given(st.lists(st.sampled_from("abcdef"), max_size=200), st.integers(0, 40))
+def test_no_owner_takes_more_places_than_are_left_for_the_others(owners: list[str], limit: int) -> None:
+    queue, held = JobQueue(limit, shared=True), Counter[str]()
+    for owner in owners:
+        left = limit + 1 - held.total()
+        assert queue.full(owner) == (held[owner] >= left)
+        try:
+            queue.offer(owned(owner))
+        except QueueFull:
+            assert held[owner] > 0 or left == 0
+        else:
+            held[owner] += 1
+    if held:
+        assert held.most_common(1)[0][1] <= limit // 2 + 1
+
+
+def test_owner_alone_with_the_queue_may_fill_it() -> None:
+    queue = JobQueue(3)
+    for _ in range(4):
+        queue.offer(owned("anonymous"))
+    with pytest.raises(QueueFull):
+        queue.offer(owned("anonymous"))
+
+
+def test_last_place_among_those_that_run_is_for_an_owner_who_has_none() -> None:
+    queue = JobQueue(30, at_once=2, shared=True)
+    first, second, other = owned("ada", batch=9), owned("ada", batch=9), owned("bob", batch=9)
+    for job in (first, second):
+        queue.offer(job)
+    assert takes(queue, first)
+    queue.offer(other)
+    assert takes(queue, other)
+    first.run()
+    assert takes(queue, second)
+    alone = JobQueue(30, at_once=1, shared=True)
+    alone.offer(only := owned("ada"))
+    assert takes(alone, only)
+
+
+def test_cancel_all_reaches_those_that_wait_and_the_one_that_runs() -> None:
+    queue = JobQueue(4)
+    running, waiting = Job("runs", done), Job("waits", done)
+    queue.offer(running)
+    queue.offer(waiting)
+    queue.take()
+    assert running.future.set_running_or_notify_cancel()
+    queue.cancel_all()
+    assert running.cancelled()
+    assert waiting.state == "cancelled"
+    assert queue.waiting == 0

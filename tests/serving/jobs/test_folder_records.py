@@ -1,0 +1,115 @@
+"""Records of a folder of stacks: whatever happens to the file, it is read, or named as damaged."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from service.core.errors import BadParameter
+from service.serving.jobs.folder_records import RECORDS, Records, StackRecord, write_report, write_table
+from service.serving.storage.open_folder import ResultFolder, open_results
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Iterator[ResultFolder]:
+    with open_results(tmp_path) as results:
+        yield results
+
+
+GOOD = {"stack": "a.tif", "key": "k", "size": 1, "mtime": 2, "notes": ["seen"], "seconds": 1}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "no JSON",
+        '{"stack": "a.tif", "later": 1}',
+        '{"later": 1}',
+        "[]",
+        "3",
+        *(
+            json.dumps(GOOD | wrong)
+            for wrong in (
+                {"stack": 3},
+                {"stack": ["a"]},
+                {"key": 1},
+                {"size": "1"},
+                {"mtime": 1.5},
+                {"result": None},
+                {"result": ["a"]},
+                {"objects": "2"},
+                {"seconds": "fast"},
+                {"notes": "seen"},
+                {"notes": [1]},
+                {"problem": {}},
+                {"doubtful": "no"},
+                {"later": 1},
+            )
+        ),
+        '{"series": "k", "diameter": 15, "note": ""}',
+        '{"series": ["k"], "diameter": "15px", "note": ""}',
+    ],
+)
+def test_damaged_records_are_named(results: ResultFolder, tmp_path: Path, line: str) -> None:
+    (tmp_path / RECORDS).write_text(f"{line}\n")
+    with pytest.raises(BadParameter, match=r"stacks\.jsonl .* is damaged, or of another version; delete it"):
+        Records(results)
+
+
+def test_records_are_read_as_they_were_written(results: ResultFolder, tmp_path: Path) -> None:
+    (tmp_path / RECORDS).write_text(f"{json.dumps(GOOD)}\n")
+    records = Records(results)
+    assert records == {"a.tif": StackRecord("k", 1, 2, notes=["seen"], seconds=1)}
+    records.add("b.tif", written := StackRecord("k", 1, 2, "b_labels.ome.tif", 3, 0.5, ("seen", "doubted"), "", True))
+    read = Records(results)["b.tif"]
+    assert read._replace(notes=tuple(read.notes)) == written
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    [
+        *((name, f"./{name}") for name in ("=1+1.tif", "+a.tif", "-a.tif", "@a.tif")),
+        ("\ta.tif", "\\ta.tif"),
+        ("\ra\n.tif", "\\ra\\n.tif"),
+    ],
+)
+def test_no_name_of_a_stack_is_a_formula_or_breaks_a_row(
+    results: ResultFolder, tmp_path: Path, name: str, cell: str
+) -> None:
+    (tmp_path / "a_objects.csv").write_text("label\n1\n")
+    write_table(results, [(name, "a"), ("inner/=b.tif", "a")])
+    with (tmp_path / "objects.csv").open(newline="") as file:
+        assert [row["stack"] for row in csv.DictReader(file)] == [cell, "inner/=b.tif"]
+
+
+def test_records_survive_an_end_in_the_middle_of_a_line(results: ResultFolder, tmp_path: Path) -> None:
+    records = Records(results)
+    records.set_series("key", ("15px", "seen"))
+    with (tmp_path / RECORDS).open("a") as file:
+        file.write('{"stack": "a.tif", "ke')
+    again = Records(results)
+    assert (again.series("key"), len(again)) == (("15px", "seen"), 0)
+    again.set_series("other", ("", ""))
+    assert Records(results).series("other") == ("", "")
+
+
+def test_records_that_are_a_link_are_not_followed(results: ResultFolder, tmp_path: Path) -> None:
+    secret = tmp_path.parent / "secret"
+    secret.write_text("nobody's business")
+    (tmp_path / RECORDS).symlink_to(secret)
+    with pytest.raises(BadParameter, match="damaged"):
+        Records(results)
+    assert secret.read_text() == "nobody's business"
+
+
+def test_names_that_are_no_text_can_be_reported(results: ResultFolder, tmp_path: Path) -> None:
+    name = "a\udcff<b>.tif"
+    write_report(results, "nuclei/1", [(name, "a\udcff<b>", StackRecord("key", 1, 1, "a\udcff.tif", 2))])
+    (tmp_path / "a_objects.csv").write_text("label\n1\n")
+    write_table(results, [(name, "a")])
+    assert "&lt;b&gt;" in (tmp_path / "report.html").read_text()
+    assert (tmp_path / "objects.csv").read_text() == "stack,label\na\\udcff<b>.tif,1\n"

@@ -1,0 +1,133 @@
+"""The work on a folder of stacks, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from live import as_tiff
+
+from service.core.errors import BadFile, BadParameter, DeviceLost, OutOfMemory
+from service.core.quantities import Diameter
+from service.core.types import Options, Segmentation, Volume
+from service.formats import stack_reader
+from service.inference.diameter.estimation import Sizing
+from service.inference.result import Result
+from service.inference.series.time_points import Series
+from service.models.spec import ModelSpec
+from service.serving.jobs.folder_records import RECORDS
+from service.serving.jobs.folder_work import Done, FolderWork, StackCalls, select_stacks
+from service.serving.parameters import Query
+from service.serving.results.answers import Pixels
+from service.serving.storage.open_folder import open_results
+
+NAMES = [f"{number}.tif" for number in range(8)]
+
+
+@pytest.fixture
+def stacks(tmp_path: Path) -> Path:
+    folder = tmp_path / "stacks"
+    folder.mkdir()
+    for name in NAMES:
+        (folder / name).write_bytes(as_tiff(np.zeros((2, 8, 8), np.uint8)))
+    return folder
+
+
+def work(
+    stacks: Path,
+    spec: ModelSpec,
+    fault: Exception | None = None,
+    broken: tuple[str, ...] = (),
+    used: list[str] | None = None,
+) -> Done:
+    """Segment with a model that finds one object; estimates raise `fault`, and so does reading `broken` stacks."""
+
+    @contextmanager
+    def open_stack(name: str) -> Iterator[Path]:
+        yield stacks / name
+
+    def read(path: Path, query: Query, scratch: Path) -> Pixels:
+        if path.name in broken:
+            raise BadFile("It is cut short.")
+        volume = stack_reader.read(path, query.selection, 2**20, scratch)
+        return Pixels(volume, volume)
+
+    def segment(volume: Volume | Series, options: Options) -> Result:
+        if used is not None:
+            used.append(str(options.diameter))
+        assert isinstance(volume, Volume)
+        labels = np.ones(volume.shape[1:], np.uint16)
+        return Result(Segmentation(labels, "labels", volume.voxel_size, count=1), {}, ())
+
+    def estimate(_volume: Volume, _options: Options) -> Sizing:
+        if fault is not None:
+            raise fault
+        return Sizing(next(widths, None), fits=False, objects=0, windows=1)
+
+    widths = iter([Diameter((width, width, width), "px") for width in (7.0, 9.0, 20.0)])
+
+    with open_results(stacks.parent / "out") as results:
+        calls = StackCalls(open_stack, read, segment, estimate)
+        return FolderWork(results, spec, calls, stacks.parent).run(NAMES, Query())
+
+
+def recorded(stacks: Path) -> str:
+    path = stacks.parent / "out" / RECORDS
+    return path.read_text() if path.exists() else ""
+
+
+def test_one_width_holds_for_all(stacks: Path, random_nuclei: ModelSpec) -> None:
+    used = list[str]()
+    done = work(stacks, random_nuclei, used=used)
+    assert used == [str(Diameter((9.0, 9.0, 9.0), "px"))] * len(NAMES)
+    (note,) = {note for record in done.records.values() for note in record.notes}
+    assert note.startswith("Objects seem to be 9,9,9px wide (3 of 5 stacks of the folder looked at)")
+
+
+def test_no_width_is_recorded_where_the_device_was_lost(stacks: Path, random_nuclei: ModelSpec) -> None:
+    with pytest.raises(DeviceLost):
+        work(stacks, random_nuclei, DeviceLost("The device is gone.", 5))
+    assert recorded(stacks) == ""
+
+
+def test_no_width_is_recorded_where_no_stack_could_be_looked_at(stacks: Path, random_nuclei: ModelSpec) -> None:
+    assert work(stacks, random_nuclei, OutOfMemory("There is no memory.", 1)).objects == len(NAMES)
+    assert '"series"' not in recorded(stacks)
+    # Another width may hold for all: nothing of this is done.
+    assert work(stacks, random_nuclei).skipped == 0
+    assert '"series"' in recorded(stacks)
+
+
+def test_others_are_looked_at_where_the_sampled_stacks_are_broken(stacks: Path, random_nuclei: ModelSpec) -> None:
+    done = work(stacks, random_nuclei, broken=tuple(name for name in NAMES if name != "2.tif"))
+    assert '"series"' in recorded(stacks)
+    assert [fault.partition(":")[0] for fault in done.faults] == [name for name in NAMES if name != "2.tif"]
+
+
+def test_a_link_among_the_results_is_replaced_and_a_folder_fails_its_stack(
+    stacks: Path, random_nuclei: ModelSpec
+) -> None:
+    secret, out = stacks.parent / "secret", stacks.parent / "out"
+    secret.write_text("nobody's business")
+    out.mkdir()
+    (out / "1_labels.ome.tif").symlink_to(secret)
+    (out / "2_labels.ome.tif").mkdir()
+    done = work(stacks, random_nuclei)
+    assert secret.read_text() == "nobody's business"
+    assert not (out / "1_labels.ome.tif").is_symlink()
+    assert [fault.partition(" ")[0] for fault in done.faults] == ["2.tif:"]
+    assert not [path for path in out.iterdir() if path.name.startswith(".")]
+
+
+def test_a_folder_of_results_has_one_run_at_a_time(tmp_path: Path) -> None:
+    with open_results(tmp_path), pytest.raises(BadParameter, match="in use"), open_results(tmp_path):
+        pass
+
+
+def test_two_stacks_with_one_result_are_refused() -> None:
+    assert select_stacks([".hidden.tif", "b.ome.tif", "a.TIFF", "notes.txt"], None) == ["a.TIFF", "b.ome.tif"]
+    with pytest.raises(BadParameter, match="one result"):
+        select_stacks(["a.tif", "a.ome.tif"], None)

@@ -1,0 +1,217 @@
+"""A store that is placed appears whole, is recognised after a crash, and follows no link."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.core.errors import BadFile, BadParameter, Cancelled, OutputExists
+from service.serving.storage import placed_folder
+
+MARK = ".stackseg-7.part"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A finished store, in a group that lists it."""
+    labels = tmp_path / "labels"
+    (labels / "new" / "0" / "c").mkdir(parents=True)
+    (labels / "zarr.json").write_text(
+        '{"node_type": "group", "attributes": {"ome": {"version": "0.5", "labels": ["new"]}}}'
+    )
+    (labels / "new" / "zarr.json").write_text("new")
+    (labels / "new" / "0" / "c" / "0").write_bytes(b"chunk")
+    return labels / "new"
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def folder(results: Path) -> Iterator[int]:
+    descriptor = os.open(results, os.O_RDONLY)
+    yield descriptor
+    os.close(descriptor)
+
+
+def put(store: Path, folder: int, **given: Any) -> None:
+    given = {"overwrite": False, "cancelled": lambda: False} | given
+    placed_folder.put(store, folder, "a.zarr", MARK, "results/a.zarr", **given)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def old_store(path: Path) -> Path:
+    path.mkdir()
+    (path / "zarr.json").write_text("old")
+    return path
+
+
+def test_a_store_is_copied_whole_and_recognised_until_it_is_settled(store: Path, results: Path, folder: int) -> None:
+    put(store, folder)
+    assert content(results / "a.zarr") == content(store) | {MARK: b""}
+    put(store, folder)
+    placed_folder.settle(folder, "a.zarr", MARK)
+    assert content(results) == {f"a.zarr/{name}": data for name, data in content(store).items()}
+    with pytest.raises(OutputExists, match=r"results/a\.zarr is there already"):
+        put(store, folder)
+    placed_folder.settle(folder, "a.zarr", MARK)
+
+
+def test_only_another_store_is_replaced(store: Path, results: Path, folder: int) -> None:
+    old_store(results / "a.zarr")
+    put(store, folder, overwrite=True)
+    placed_folder.settle(folder, "a.zarr", MARK)
+    assert content(results) == {f"a.zarr/{name}": data for name, data in content(store).items()}
+    for make in (Path.touch, Path.mkdir, lambda path: path.symlink_to(store)):
+        if (results / "a.zarr").is_symlink() or (results / "a.zarr").is_file():
+            (results / "a.zarr").unlink()
+        else:
+            (results / "a.zarr").rename(results.parent / f"moved{make}")
+        make(results / "a.zarr")
+        with pytest.raises(BadParameter, match="no folder of Zarr"):
+            put(store, folder, overwrite=True)
+        assert [path.name for path in results.iterdir()] == ["a.zarr"]
+
+
+def test_stores_that_replace_each_other_leave_one_of_them(store: Path, results: Path, folder: int) -> None:
+    def replace(mark: str) -> None:
+        for _ in range(15):
+            placed_folder.put(store, folder, "a.zarr", mark, "a", overwrite=True, cancelled=lambda: False)
+            placed_folder.settle(folder, "a.zarr", mark)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(replace, ("one", "two", "three", "four")))
+    assert content(results) == {f"a.zarr/{name}": data for name, data in content(store).items()}
+
+
+@pytest.mark.parametrize("other", ["file", "folder", "link"])
+def test_what_takes_the_name_of_a_store_meanwhile_is_kept(store: Path, results: Path, folder: int, other: str) -> None:
+    target, thesis = results / "a.zarr", results.parent / "thesis"
+
+    def swap() -> bool:
+        # It is asked between the check of the name and the renaming.
+        if (target / "zarr.json").exists():
+            target.rename(results.parent / "elsewhere")
+            if other == "folder":
+                target.mkdir()
+                (target / "thesis.doc").write_text("precious")
+            elif other == "link":
+                target.symlink_to(thesis)
+            else:
+                target.write_text("precious")
+        return False
+
+    old_store(target)
+    with pytest.raises(BadParameter, match="no folder of Zarr"):
+        put(store, folder, overwrite=True, cancelled=swap)
+    assert [path.name for path in results.iterdir()] == ["a.zarr"]
+    if other == "link":
+        assert target.readlink() == thesis
+    else:
+        assert (target / "thesis.doc" if other == "folder" else target).read_text() == "precious"
+
+
+def test_a_store_is_kept_beside_a_file_that_took_its_name_while_it_was_replaced(
+    store: Path, results: Path, folder: int
+) -> None:
+    # As a process leaves it that is killed between two names.
+    old_store(results / f"{MARK}.old")
+    (results / "a.zarr").write_text("precious")
+    with pytest.raises(BadParameter, match="no folder of Zarr"):
+        put(store, folder, overwrite=True)
+    assert content(results) == {"a.zarr": b"precious", f"{MARK}.old/zarr.json": b"old"}
+    (results / "a.zarr").unlink()
+    put(store, folder, overwrite=True)
+    placed_folder.settle(folder, "a.zarr", MARK)
+    assert content(results) == {f"a.zarr/{name}": data for name, data in content(store).items()}
+
+
+def test_labels_of_a_job_that_is_cancelled_are_not_listed_once_others_let_go(
+    store: Path, results: Path, folder: int
+) -> None:
+    holder = os.open(results, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(1) as pool:
+        cancelled = threading.Event()
+        listing = pool.submit(placed_folder.list_labels, store.parent, folder, cancelled.is_set)
+        with pytest.raises(TimeoutError):
+            listing.result(0.2)
+        cancelled.set()
+        with pytest.raises(Cancelled):
+            listing.result(5)
+    os.close(holder)
+    placed_folder.list_labels(store.parent, folder, lambda: True)
+    assert [path.name for path in results.iterdir()] == ["zarr.json"]
+
+
+@pytest.mark.parametrize("killed", ["while it copied", "between two names", "before it was settled"])
+def test_a_second_call_goes_on_where_the_process_was_killed(
+    store: Path, results: Path, folder: int, killed: str
+) -> None:
+    if killed == "while it copied":
+        old_store(results / "a.zarr")
+        (results / MARK / "0").mkdir(parents=True)
+    elif killed == "between two names":
+        old_store(results / f"{MARK}.old")
+        (results / MARK / "0").mkdir(parents=True)
+    else:
+        put(store, folder)
+        old_store(results / f"{MARK}.old")
+    put(store, folder, overwrite=True)
+    placed_folder.settle(folder, "a.zarr", MARK)
+    assert content(results) == {f"a.zarr/{name}": data for name, data in content(store).items()}
+    assert [path.name for path in results.iterdir()] == ["a.zarr"]
+
+
+def test_what_is_given_up_or_fails_leaves_what_was_there(store: Path, results: Path, folder: int) -> None:
+    old_store(results / "a.zarr")
+    with pytest.raises(Cancelled):
+        put(store, folder, overwrite=True, cancelled=lambda: True)
+    (store / "0" / "c" / "1").symlink_to("nothing")
+    with pytest.raises(FileNotFoundError):
+        put(store, folder, overwrite=True)
+    assert content(results) == {"a.zarr/zarr.json": b"old"}
+
+
+def test_labels_are_listed_beside_others(store: Path, results: Path, folder: int) -> None:
+    placed_folder.list_labels(store.parent, folder, lambda: False)
+    present = json.loads((results / "zarr.json").read_text())
+    assert present == json.loads((store.parent / "zarr.json").read_text())
+    present["attributes"] = {"mine": 1, "ome": {"version": "0.5", "labels": ["zoo", "a"], "more": 2}}
+    (results / "zarr.json").write_text(json.dumps(present))
+    placed_folder.list_labels(store.parent, folder, lambda: False)
+    present["attributes"]["ome"]["labels"] = ["a", "new", "zoo"]
+    assert json.loads((results / "zarr.json").read_text()) == present
+    assert [path.name for path in results.iterdir()] == ["zarr.json"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"attributes": 7}', '{"attributes": {"ome": {"labels": 7}}}'])
+def test_metadata_that_make_no_sense_are_left_as_they_are(store: Path, results: Path, folder: int, text: str) -> None:
+    (results / "zarr.json").write_text(text)
+    with pytest.raises(BadFile):
+        placed_folder.list_labels(store.parent, folder, lambda: False)
+    assert content(results) == {"zarr.json": text.encode()}
+
+
+def test_metadata_are_neither_read_nor_written_through_links(store: Path, results: Path, folder: int) -> None:
+    secret = results.parent / "secret.json"
+    secret.write_text("{}")
+    (results / "zarr.json").symlink_to(secret)
+    with pytest.raises(BadFile, match="link"):
+        placed_folder.list_labels(store.parent, folder, lambda: False)
+    assert secret.read_text() == "{}"

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from service.core.errors import OutOfStorage, UnknownStack
+from service.serving.storage.stack_store import RECORD, StackStore, StoredStack
+
+
+class Folder:
+    """A store, and uploads for it. `used` tells how many seconds ago a stack was last used."""
+
+    def __init__(self, path: Path, quota: int = 100) -> None:
+        self._path, self._number = path, 0
+        self.store = StackStore(path / "stacks", quota_bytes=quota, keep_seconds=60)
+
+    def keep(self, nbytes: int, owner: str | None = None, used: float = 0) -> StoredStack:
+        self._number += 1
+        folder = self._path / f"{self._number:032x}"
+        folder.mkdir()
+        (folder / "incoming").write_bytes(b"x" * nbytes)
+        stack = self.store.keep(folder / "incoming", f"{self._number}.tif", owner, "digest")
+        record = stack.path.parent / RECORD
+        os.utime(record, (time.time() - used,) * 2)
+        return stack
+
+    def ids(self) -> set[str]:
+        return {folder.name for folder in (self._path / "stacks").iterdir()}
+
+
+def test_stack_is_found_by_its_owner_alone_also_by_another_process(tmp_path: Path) -> None:
+    stack = Folder(tmp_path).keep(10, "ann")
+    store = StackStore(tmp_path / "stacks", quota_bytes=100, keep_seconds=60)
+    found = store.find(stack.id, "ann")
+    assert (found.path.read_bytes(), found.name, found.digest, found.nbytes) == (b"x" * 10, "1.tif", "digest", 10)
+    for owner in (None, "bob"):
+        with pytest.raises(UnknownStack):
+            store.find(stack.id, owner)
+    store.delete(stack.id, "ann")
+    with pytest.raises(UnknownStack):
+        store.find(stack.id, "ann")
+
+
+def test_what_is_used_is_kept(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    old, used = folder.keep(10, used=61), folder.keep(10, used=61)
+    folder.store.find(used.id, None)
+    folder.store.clean_up()
+    assert folder.ids() == {used.id}
+    assert not old.path.exists()
+
+
+def test_the_least_recently_used_stack_of_who_has_most_makes_room(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    small, older = folder.keep(20, "bob", used=9), folder.keep(30, "ann", used=5)
+    newer = folder.keep(40, "ann", used=3)
+    new = folder.keep(20, "bob")
+    assert folder.ids() == {small.id, newer.id, new.id}
+    assert not older.path.exists()
+
+
+@pytest.mark.parametrize("nbytes", [101, 60])
+def test_a_stack_that_gets_no_room_costs_nobody_a_stack(tmp_path: Path, nbytes: int) -> None:
+    folder = Folder(tmp_path)
+    kept = {folder.keep(50, "bob").id, folder.keep(10, "ann").id}
+    with pytest.raises(OutOfStorage, match="room that the operator allows"):
+        folder.keep(nbytes, "ann")
+    assert folder.ids() == kept
+
+
+def test_stacks_that_come_at_once_stay_within_the_quota(tmp_path: Path) -> None:
+    folder, uploads = Folder(tmp_path), list[Path]()
+    for number in range(16):
+        upload = tmp_path / f"{number + 100:032x}" / "incoming"
+        upload.parent.mkdir()
+        upload.write_bytes(b"x" * 30)
+        uploads.append(upload)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda upload: folder.store.keep(upload, "a.tif", None, "digest"), uploads))
+    assert len(folder.ids()) == 3
+
+
+def test_what_a_killed_process_has_deleted_by_half_goes(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    broken, kept = folder.keep(10), folder.keep(10)
+    (broken.path.parent / RECORD).unlink()
+    folder.store.clean_up()
+    assert folder.ids() == {kept.id}
+
+
+def test_damaged_records_are_no_stacks(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    stack = folder.keep(10)
+    (stack.path.parent / RECORD).write_text("[1]")
+    with pytest.raises(UnknownStack):
+        folder.store.find(stack.id, None)
+    folder.store.clean_up()
