@@ -17,7 +17,9 @@ from service.core.types import Options, Volume
 from service.inference.result import Result
 from service.serving.devices.job import Job
 from service.serving.devices.model_registry import ModelRegistry
+from service.serving.devices.worker import Reservation
 from service.serving.runtime import Runtime
+from service.serving.segmentation import DeviceRequest, queue_work
 
 
 def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:
@@ -38,7 +40,11 @@ def running(chosen: Settings, load: Any = FakeSegmenter, driver: Driver = hardwa
 
 def submitted(runtime: Runtime, spec: Any, volume: Volume, options: Options) -> Job[Result]:
     """A job whose result is what the segmenter gives."""
-    return runtime.submit(spec, volume, options, lambda result: result)
+
+    def segment(reservation: Reservation, job: Job[Result]) -> Result:
+        return reservation.segment(job, volume, options)
+
+    return queue_work(runtime, DeviceRequest(spec, volume, options, None), segment)
 
 
 def loaded_segmenter(models: ModelRegistry, name: str | None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -17,11 +18,12 @@ from service.api.http.uploads import STACK_PART, STACKS, BodyKinds, Upload, is_m
 from service.api.threads import HOST_FILE_THREADS, run_in_thread
 from service.core.errors import BadParameter
 from service.core.timing import Stages
+from service.core.types import Description
 from service.formats.sandbox.remote_store import RemoteStore
 from service.serving.jobs.jobs import AsyncJobs
 from service.serving.jobs.store import INPUT
 from service.serving.parameters import Query
-from service.serving.results.answers import ReceivedRequest
+from service.serving.results.answers import SegmentationRequest
 from service.serving.runtime import Runtime
 from service.serving.storage.host_files import HostFiles, RemoteSource, Source
 from service.serving.storage.scratch import ScratchFolder, path_exists, translate_disk_faults
@@ -75,7 +77,7 @@ class ReceivedFile:
 
     def __init__(
         self,
-        received: ReceivedRequest,
+        received: SegmentationRequest,
         named: Source | RemoteSource,
         upload: Upload,
         space: Hold,
@@ -152,10 +154,22 @@ async def receive_file(  # noqa: PLR0913
                 source = await run_in_thread(opening, HOST_FILE_THREADS)
                 name = source.name
             own = source.path if isinstance(source, Source) else upload.path
-            received = ReceivedRequest(query, own, path, caller, name=name)
+            received = SegmentationRequest(query, own, path, caller, name=name)
             file = ReceivedFile(received, source, upload, space, stack)
             file.stack = beside if beside.received else None
             yield file
+
+
+async def inspect_file(runtime: Runtime, file: ReceivedFile) -> Description:
+    """Complete the file and describe it, in a thread that reads. Raises what `Reader.inspect` raises."""
+    cancelled = threading.Event()
+
+    def complete_and_inspect() -> Description:
+        file.complete()
+        selection = file.received.query.selection
+        return runtime.reader.inspect(file.source, selection, shared=file.shared, cancelled=cancelled.is_set)
+
+    return await run_in_thread(complete_and_inspect, runtime.read_threads.of(file.space.client), cancelled)
 
 
 def _open_host_file(

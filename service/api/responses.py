@@ -8,7 +8,7 @@ import re
 import unicodedata
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Self
+from typing import Any, BinaryIO
 from urllib.parse import quote
 
 from starlette.responses import FileResponse
@@ -18,9 +18,6 @@ from service.serving.results.answers import Saved
 from service.serving.results.metadata import AnswerMetadata
 
 MAX_NOTE_LETTERS = 2000
-
-# The largest answer that is in memory while it is sent.
-SMALL_BYTES = 2**20
 
 
 def _document_header(meaning: str, **schema: Any) -> dict[str, Any]:
@@ -84,26 +81,6 @@ ANSWER: dict[int | str, dict[str, Any]] = {
 }
 
 
-class FileSnapshot(NamedTuple):
-    """A file as a thread found it: its status, None without a file, and its bytes, None where they are many."""
-
-    status: os.stat_result | None
-    content: bytes | None
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read the status of a file, and its content where it is small. Raises OSError."""
-        status = path.stat()
-        return cls(status, path.read_bytes() if status.st_size <= SMALL_BYTES else None)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the file."""
-        if self.content is not None:
-            return len(self.content)
-        return 0 if self.status is None else self.status.st_size
-
-
 class ResultResponse(FileResponse):
     """A response that sends a result and then, however that ended, closes `resources`.
 
@@ -114,13 +91,18 @@ class ResultResponse(FileResponse):
     chunk_size = 2**20
 
     def __init__(
-        self, path: Path, metadata: AnswerMetadata, snapshot: FileSnapshot | None = None, **options: Any
+        self,
+        path: Path,
+        metadata: AnswerMetadata,
+        content: bytes | None = None,
+        status: os.stat_result | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(path, stat_result=snapshot and snapshot.status, media_type=metadata.media_type, **options)
+        super().__init__(path, stat_result=status, media_type=metadata.media_type, headers=headers)
         self.metadata = metadata
-        self._content = snapshot and snapshot.content
-        if self._content is not None:
-            self.headers["content-length"] = str(len(self._content))
+        self._content = content
+        if content is not None:
+            self.headers["content-length"] = str(len(content))
         self.resources = AsyncExitStack()
 
     def open(self) -> BinaryIO:
@@ -141,16 +123,11 @@ class ResultResponse(FileResponse):
 
 
 def build_response(
-    path: Path, metadata: AnswerMetadata, snapshot: FileSnapshot | None = None, **headers: str
+    path: Path, metadata: AnswerMetadata, content: bytes | None = None, status: os.stat_result | None = None
 ) -> ResultResponse:
-    """Return the response with a file, its metadata and further headers; `snapshot` for answers to POST."""
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return ResultResponse(
-        path,
-        metadata,
-        snapshot,
-        headers=build_headers(metadata) | named | {"Content-Disposition": describe_attachment(metadata.file_name)},
-    )
+    """Return the response with a file and its metadata; for answers to POST, with its content and status if known."""
+    headers = build_headers(metadata) | {"Content-Disposition": describe_attachment(metadata.file_name)}
+    return ResultResponse(path, metadata, content, status, headers)
 
 
 def describe_attachment(name: str) -> str:

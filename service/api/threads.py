@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeVar
 
 from service.core.errors import Cancelled
+from service.serving.devices.job import Job
 from service.serving.fair_threads import begin_all
 
 T = TypeVar("T")
@@ -45,38 +45,58 @@ async def run_in_thread(
     When the caller is cancelled, work that has not begun never begins. Work that has begun is awaited, however often
     the caller is cancelled, since it may still use the request's folder; it can poll `cancelled`, which is set then.
     """
-    result: T = await run_and_follow(work, executor, cancelled)
+    result: T = await follow(executor.submit(work), cancelled)
     return result
 
 
-async def run_and_follow(begin: Callable[[], Any], executor: Executor, cancelled: threading.Event | None = None) -> Any:
-    """Run `begin` like `run_in_thread`; where it returns a future, return the result of that instead.
+async def follow(first: Future[Any], cancelled: threading.Event | None = None) -> Any:
+    """Return what a chain of steps ends with, or raise what a step raises.
 
-    The event loop is woken once, at the end. A cancelled caller awaits `begin`, but not the future that it returned.
-    Raises Cancelled where that future was cancelled.
+    A step is a call in a thread, or the job of a device. It returns the next step, or the result of all. The event loop
+    is woken once, at the end. When the caller is cancelled, a call that has begun is awaited, since it may still use
+    the request's folder; a job is cancelled, and left behind: a device that hangs keeps no request.
+    Raises Cancelled if a step was cancelled before it began.
     """
-    result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    beginning = executor.submit(begin)
-    beginning.add_done_callback(partial(_follow, result))
+    chain = _Chain(first)
     try:
-        return await result
+        return await chain.result
     except asyncio.CancelledError:
-        _retrieve_error(result)
+        _retrieve_error(chain.result)
         if cancelled is not None:
             cancelled.set()
-        if not beginning.cancel():
-            await _wait_until_done(beginning)
+        await chain.cancel()
         raise
 
 
-def _follow(result: asyncio.Future[Any], beginning: Future[Any]) -> None:
-    """Copy the end of the beginning, or of the future that it returned; called in the thread where it ended."""
-    if not beginning.cancelled() and beginning.exception() is None:
-        returned = beginning.result()
-        if isinstance(returned, Future):
-            returned.add_done_callback(partial(_copy_from_thread, result))
-            return
-    _copy_from_thread(result, beginning)
+class _Chain:
+    """The step that a chain is at, and its result."""
+
+    def __init__(self, first: Future[Any]) -> None:
+        self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._step: Future[Any] | Job[Any] = first
+        first.add_done_callback(self._advance)
+
+    def _advance(self, step: Future[Any]) -> None:
+        """Go on to the step that this one returned, or end; called in the thread where it ended."""
+        following = None if step.cancelled() or step.exception() is not None else step.result()
+        if isinstance(following, Job):
+            self._step = following
+            following.future.add_done_callback(self._advance)
+        elif isinstance(following, Future):
+            self._step = following
+            following.add_done_callback(self._advance)
+        else:
+            _copy_from_thread(self.result, step)
+
+    async def cancel(self) -> None:
+        """Cancel the step that has not begun, or wait for the calls in threads that have."""
+        while isinstance(step := self._step, Future):
+            if step.cancel():
+                return
+            await _wait_until_done(step)
+            if step is self._step:
+                return
+        step.cancel()
 
 
 def _copy_from_thread(result: asyncio.Future[Any], done: Future[Any]) -> None:

@@ -14,7 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from service.cli.progress import ProgressBar, show_progress
-from service.cli.segment import check_output, name_options
+from service.cli.segment_parameters import name_options
+from service.cli.segment_stack import check_output
 from service.core import host
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter, DoubtfulResult, StackSegError

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from service.cli import segment_series
 from service.cli.models import choose_model
 from service.cli.progress import ProgressBar, show_progress
-from service.cli.segment import check_output, name_options
+from service.cli.segment_parameters import name_options
+from service.cli.segment_stack import check_output, segment_pixels
 from service.core.config import Settings
 from service.core.errors import BadParameter
 from service.core.types import Options, Volume
@@ -24,7 +24,7 @@ from service.inference.series.time_points import Series
 from service.serving.jobs.folder_records import REPORT
 from service.serving.jobs.folder_work import FolderWork, StackCalls, is_free, select_stacks
 from service.serving.parameters import Query
-from service.serving.results.answers import Pixels
+from service.serving.reading import Pixels, PixelSource
 from service.serving.storage.open_folder import open_results
 
 
@@ -93,10 +93,10 @@ def _make_calls(  # noqa: PLR0913, PLR0917
         yield folder / name
 
     def read(path: Path, query: Query, scratch: Path) -> Pixels:
-        return segment_series.read_pixels(path, query, limit_bytes, scratch, measured=measured)
+        return PixelSource.local(path, query, limit_bytes, scratch, measured=measured).read_pixels()
 
     def segment(pixels: Volume | Series, options: Options) -> Result:
-        return segment_series.segment(pixels, options, segmenter, device, scratch, bar)
+        return segment_pixels(pixels, options, segmenter, device, scratch, bar)
 
     def begin(name: str, number: int, count: int) -> None:
         bar.begin(f"[{number}/{count}] {name}" if number else f"width of objects: {name}")

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeVar
 
 from service.core import hardware, host
@@ -16,13 +15,11 @@ from service.core.bundled import software_version
 from service.core.config import Settings
 from service.core.errors import NotReady, StackSegError
 from service.core.hardware import Driver
-from service.core.types import Extent, Options, Volume
+from service.core.types import Extent, Options
 from service.engine.compile import torch_compile
 from service.formats.sandbox.parent import Reader
 from service.inference.estimate import Estimate
-from service.inference.result import Result
 from service.inference.segmenter import Segmenter
-from service.inference.series.time_points import Series
 from service.models.spec import ModelSpec
 from service.serving.devices.cluster.exchange import Status
 from service.serving.devices.cluster.ray_cluster import connect_cluster
@@ -271,31 +268,6 @@ class Runtime:
         # With one device nothing has to be compared.
         chosen = min(self.device_workers, key=lambda worker: worker.routing_cost(model, caller)) if others else first
         return Reservation(chosen, model)
-
-    def submit(
-        self,
-        spec: ModelSpec,
-        volume: Volume | Series,
-        options: Options,
-        finish: Callable[[Result], T],
-        caller: str | None = None,
-    ) -> Job[T]:
-        """Queue a segmentation, which begins once the model is loaded. `finish` runs in the thread that segmented.
-
-        Raises BadParameter, TooLarge, QueueFull or NotReady.
-        """
-        points = len(volume.times) if isinstance(volume, Series) else 1
-        windows = points * self.estimate(spec, volume, options).windows
-        reservation = self.reserve(spec.name, caller)
-
-        def work(job: Job[T]) -> T:
-            return finish(reservation.segment(job, volume, options))
-
-        needs = partial(reservation.needs, volume, options)
-        job: Job[T] = Job(spec.name, work, windows=windows, needs=needs, ready=False, owner=caller)
-        reservation.device_worker.queue.offer(job)
-        reservation.take(job)
-        return job
 
     def _cancel_requests(self) -> None:
         for worker in self.device_workers:

@@ -7,8 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from service.api.threads import FILE_THREADS, run_and_follow, run_in_thread
+from service.api.threads import FILE_THREADS, follow, run_in_thread
 from service.core.errors import BadParameter, Cancelled
+from service.serving.devices.job import Job
 
 
 def test_thread_is_waited_for_however_often_its_caller_is_cancelled() -> None:
@@ -63,12 +64,12 @@ def test_what_a_thread_has_begun_is_followed_to_its_end() -> None:
     begun: Future[int] = Future()
 
     async def main() -> None:
-        following = asyncio.ensure_future(run_and_follow(lambda: begun, FILE_THREADS))
+        following = asyncio.ensure_future(follow(FILE_THREADS.submit(lambda: begun)))
         await asyncio.sleep(0.05)
         assert not following.done()
         threading.Thread(target=begun.set_result, args=(7,)).start()
         assert await following == 7
-        assert await run_and_follow(lambda: 8, FILE_THREADS) == 8
+        assert await follow(FILE_THREADS.submit(lambda: 8)) == 8
 
     asyncio.run(main())
 
@@ -81,26 +82,52 @@ def test_what_was_begun_fails_like_any_work_and_says_if_it_was_cancelled() -> No
 
     async def main() -> None:
         with pytest.raises(BadParameter, match="odd"):
-            await run_and_follow(lambda: broken, FILE_THREADS)
+            await follow(FILE_THREADS.submit(lambda: broken))
         with pytest.raises(Cancelled):
-            await run_and_follow(lambda: cancelled, FILE_THREADS)
+            await follow(FILE_THREADS.submit(lambda: cancelled))
 
     asyncio.run(main())
 
 
-def test_what_was_begun_is_not_waited_for_by_a_cancelled_caller() -> None:
-    begun: Future[int] = Future()
+def test_a_job_that_runs_is_cancelled_and_not_waited_for() -> None:
+    job: Job[int] = Job("bands", lambda _job: 7)
+    job.future.set_running_or_notify_cancel()
     complaints: list[str] = []
 
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
-        following = asyncio.ensure_future(run_and_follow(lambda: begun, FILE_THREADS))
+        following = asyncio.ensure_future(follow(FILE_THREADS.submit(lambda: job)))
         await asyncio.sleep(0.05)
         following.cancel()
         with pytest.raises(asyncio.CancelledError):
             await following
-        begun.set_result(7)
+        assert job.cancelled()
+        job.future.set_result(7)
         await asyncio.sleep(0.01)
 
     asyncio.run(main())
     assert complaints == []
+
+
+def test_a_step_that_another_one_began_is_waited_for() -> None:
+    begun, release = threading.Event(), threading.Event()
+    ended: list[str] = []
+
+    def second() -> int:
+        begun.set()
+        release.wait(20)
+        ended.append("second")
+        return 7
+
+    async def main() -> None:
+        following = asyncio.ensure_future(follow(FILE_THREADS.submit(lambda: FILE_THREADS.submit(second))))
+        await asyncio.to_thread(begun.wait, 20)
+        following.cancel()
+        await asyncio.sleep(0.01)
+        assert not following.done()
+        release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await following
+
+    asyncio.run(main())
+    assert ended == ["second"]

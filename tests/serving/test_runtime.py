@@ -26,7 +26,9 @@ from service.core.types import Options, Volume
 from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
+from service.serving.devices.worker import Reservation
 from service.serving.runtime import Runtime
+from service.serving.segmentation import DeviceRequest, queue_work
 from service.serving.storage.disk_usage import DiskUsage
 
 
@@ -90,10 +92,15 @@ def test_what_does_not_take_long_is_done_by_the_thread_that_segmented(
     with running(settings(bands_repository, tmp_path)) as runtime:
         until(lambda: runtime.unready_reasons() == ())
         spec = runtime.models.spec(None)
-        made = runtime.submit(spec, stack, Options(), lambda result: (result, threading.current_thread().name))
+
+        def name_thread(reservation: Reservation, job: Any) -> Any:
+            return reservation.segment(job, stack, Options()), threading.current_thread().name
+
+        request = DeviceRequest(spec, stack, Options(), None)
+        made = queue_work(runtime, request, name_thread)
         result, thread = made.future.result(10)
         assert (result.segmentation.pixels.shape, thread) == ((4, 5, 6), "request")
-        failed = runtime.submit(spec, stack, Options(), lambda _result: runtime.models.spec("nobody"))
+        failed = queue_work(runtime, request, lambda _reservation, _job: runtime.models.spec("nobody"))
         with pytest.raises(UnknownModel):
             failed.future.result(10)
 

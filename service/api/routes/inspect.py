@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-
 from fastapi import APIRouter, Request
 
 from service.api.admission import REQUEST, AdmittedQuery, select_model
 from service.api.cancellation import run_while_connected
 from service.api.dependencies import RuntimeDependency, get_caller
-from service.api.request_body import ReceivedFile, receive_file
+from service.api.request_body import inspect_file, receive_file
 from service.api.schemas import Inspection
-from service.api.threads import run_in_thread
 from service.core import host
 from service.core.errors import OutOfMemory, RequestError
 from service.core.timing import Stages
-from service.core.types import Description
 from service.inference.estimate import Estimator
 from service.inference.memory_errors import check_memory
-from service.serving.runtime import Runtime
 
 router = APIRouter(tags=["segmentation"])
-
-
-async def inspect_file(runtime: Runtime, file: ReceivedFile) -> Description:
-    """Complete the file and describe it, in a thread that reads. Raises what `Reader.inspect` raises."""
-    cancelled = threading.Event()
-
-    def complete_and_inspect() -> Description:
-        file.complete()
-        selection = file.received.query.selection
-        return runtime.reader.inspect(file.source, selection, shared=file.shared, cancelled=cancelled.is_set)
-
-    return await run_in_thread(complete_and_inspect, runtime.read_threads.of(file.space.client), cancelled)
 
 
 @router.post("/inspect", openapi_extra=REQUEST)

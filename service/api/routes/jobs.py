@@ -4,39 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path as Folder
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
-from starlette.responses import FileResponse, JSONResponse, StreamingResponse
+from starlette.responses import FileResponse, StreamingResponse
 
-from service.api.admission import REQUEST, AdmittedQuery, select_model
-from service.api.cancellation import run_while_connected
+from service.api.admission import REQUEST, AdmittedQuery
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_client
+from service.api.job_requests import ACCEPTED, accept_job, report_job
 from service.api.planes import PLANES, PlaneRangeQuery, answer_planes, open_volume
-from service.api.request_body import incoming_folder, receive_file
 from service.api.responses import ANSWER, ResultResponse, build_response
-from service.api.routes.inspect import inspect_file
-from service.api.schemas import JobList, JobProblem, JobProgress, JobReport
-from service.api.threads import HOST_FILE_THREADS, run_in_thread
-from service.core.errors import StackSegError, StorageUnavailable, UnknownJob
-from service.core.timing import Stages
+from service.api.results import send_part
+from service.api.schemas import JobList, JobReport
+from service.api.threads import run_in_thread
+from service.core.errors import StorageUnavailable, UnknownJob
 from service.core.types import Volume
 from service.formats.sandbox.parent import descriptor_path
 from service.formats.sandbox.process import Cancelling
 from service.serving.jobs.active_job import JobView
 from service.serving.jobs.jobs import AsyncJobs
-from service.serving.jobs.record import JobRecord, JobState
-from service.serving.parameters import Query as Parameters
-from service.serving.results.metadata import AnswerMetadata
-from service.serving.results.parts import choose_media_type, extract, read_labels
+from service.serving.results.parts import choose_media_type, read_labels
 from service.serving.runtime import Runtime
-from service.serving.storage.scratch import translate_disk_faults
 
 router = APIRouter(tags=["jobs"])
 
@@ -46,15 +38,6 @@ KEEPALIVE_SECONDS = 15.0
 
 JobId = Annotated[str, Path(description="The id of the job.", examples=["0f3c1d2ab4e94c1f8f0e6a7d5b9c3e21"])]
 
-LOCATION: dict[str, Any] = {
-    "Location": {
-        "description": "Where the job is found",
-        "schema": {"type": "string", "example": "/jobs/0f3c1d2ab4e94c1f8f0e6a7d5b9c3e21"},
-    }
-}
-ACCEPTED: dict[int | str, dict[str, Any]] = {
-    202: {"description": "The job was accepted and outlives a restart.", "model": JobReport, "headers": LOCATION}
-}
 EVENTS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The job, as GET /jobs/{id} gives it, whenever it changes; the last event has its final state.",
@@ -122,7 +105,7 @@ async def result(
     file, metadata = await run_in_thread(partial(async_jobs.result, job, get_caller(request)))
     media_type = choose_media_type(request.headers.get("accept", ""), metadata)
     if media_type != metadata.media_type:
-        return await answer_part(request, runtime, file, metadata, media_type)
+        return await send_part(request, runtime, file, metadata, media_type)
     # The file is open already, so that a result that has to make room meanwhile is still sent whole.
     with ExitStack() as opened:
         opened.callback(file.close)
@@ -163,107 +146,6 @@ async def cancel(request: Request, async_jobs: AsyncJobsDependency, job: JobId) 
     await run_in_thread(partial(async_jobs.cancel, job, get_caller(request)))
 
 
-async def answer_part(
-    request: Request, runtime: Runtime, file: BinaryIO, metadata: AnswerMetadata, media_type: str
-) -> ResultResponse:
-    """Answer with a part of a result, or with its labels in another form, from a file of its own."""
-    with translate_disk_faults(), ExitStack() as opened:
-        opened.callback(file.close)
-        space = opened.enter_context(runtime.scratch_space.hold(get_client(request)))
-        folder = runtime.scratch.make_request_folder()
-        opened.callback(partial(shutil.rmtree, folder, ignore_errors=True))
-        making = partial(extract, runtime.reader, file, metadata, media_type, folder)
-        path, described = await run_in_thread(making, runtime.decode_threads.of(space.client))
-        space.reserve(path.stat().st_size)
-        response = build_response(path, described)
-        response.resources.callback(opened.pop_all().close)
-        return response
-
-
-async def accept_job(request: Request, runtime: Runtime, async_jobs: AsyncJobs, query: Parameters) -> Response:
-    """Receive the file into the jobs folder, and answer with the job."""
-    stages = Stages()
-    async with receive_file(request, runtime, query, stages, incoming_folder(async_jobs), folders=True) as file:
-        select_model(runtime, file.received.query)
-
-        async def inspect_and_submit() -> JobView:
-            seconds = stages.seconds["receive"]
-            place, host_files = file.received.query.input, runtime.host_files
-            is_folder = partial(host_files.is_folder, place or "", file.received.caller)
-            if place is not None and await run_in_thread(is_folder, HOST_FILE_THREADS):
-                await run_in_thread(file.complete)
-                submit = partial(async_jobs.submit_folder, file.received, file.name, seconds)
-                return await run_in_thread(submit, HOST_FILE_THREADS)
-            description = await inspect_file(runtime, file)
-            # A thread for disk work: syncing a large file to disk takes a while.
-            return await run_in_thread(partial(async_jobs.submit, file.received, file.name, description, seconds))
-
-        view = await run_while_connected(request, inspect_and_submit())
-    report = report_job(async_jobs, view)
-    return JSONResponse(report.model_dump(mode="json"), 202, headers={"Location": f"/jobs/{report.id}"})
-
-
-def report_job(async_jobs: AsyncJobs, view: JobView) -> JobReport:
-    """Return a job as JSON shows it."""
-    record = view.record
-    return JobReport(
-        id=record.id,
-        state=_name_state(view),
-        name=record.request.name,
-        parameters=record.request.parameters,
-        created=_utc(record.created),
-        started=_utc_or_none(record.started),
-        ended=_utc_or_none(record.ended),
-        expires=None if record.ended is None else _utc(record.ended + async_jobs.keep_seconds),
-        stage=view.stage,
-        position=view.position,
-        progress=JobProgress(done=view.progress.done, total=view.progress.total),
-        **_report_parts(view),
-        seconds_left=None if view.seconds_left is None or record.ended is not None else round(view.seconds_left, 1),
-        seconds={stage: round(seconds, 3) for stage, seconds in view.seconds.items()},
-        result=f"/jobs/{record.id}/result" if record.state == "done" else None,
-        problem=_report_problem(record.failure),
-        **_report_result(record),
-    )
-
-
-def _name_state(view: JobView) -> JobState | Literal["loading"]:
-    """Return the state that the owner is told: a job of which a part is done has failed, with a result."""
-    state = view.record.state
-    if state == "waiting" and view.loading:
-        return "loading"
-    return "failed" if state == "done" and view.record.failure is not None else state
-
-
-def _report_parts(view: JobView) -> dict[str, Any]:
-    """Return how far a series or a folder has come, as members of a `JobReport`."""
-    parts = JobProgress(done=view.points.done, total=view.points.total) if view.points.total else None
-    is_folder = view.record.request.is_folder
-    return {"time_points": None if is_folder else parts, "stacks": parts if is_folder else None}
-
-
-def _report_result(record: JobRecord) -> dict[str, Any]:
-    """Return the members of a `JobReport` that are known of a result; the model is named before there is one."""
-    metadata = record.answer
-    if metadata is None:
-        return {"model": record.request.model, "warnings": []}
-    return {
-        "model": metadata.model,
-        "confidence": metadata.confidence,
-        "doubt": metadata.doubt,
-        "warnings": [*([metadata.doubt["detail"]] if metadata.doubt else []), *metadata.notes],
-        "diameter": metadata.diameter,
-        "skipped": metadata.skipped,
-        "objects": metadata.objects,
-    }
-
-
-def _report_problem(failure: StackSegError | None) -> JobProblem | None:
-    if failure is None:
-        return None
-    return JobProblem(type=f"urn:stackseg:problem:{failure.slug}", detail=str(failure))
-
-
 async def _stream_events(
     runtime: Runtime, async_jobs: AsyncJobs, view: JobView, caller: str | None
 ) -> AsyncIterator[str]:
@@ -287,12 +169,3 @@ async def _stream_events(
             return
         except StorageUnavailable:
             continue
-
-
-def _utc(seconds: float) -> datetime:
-    """Return seconds since 1970 as a time in UTC."""
-    return datetime.fromtimestamp(seconds, UTC)
-
-
-def _utc_or_none(seconds: float | None) -> datetime | None:
-    return None if seconds is None else _utc(seconds)

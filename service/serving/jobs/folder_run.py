@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -23,9 +24,11 @@ from service.serving.fair_threads import FairThreadPool
 from service.serving.jobs.folder_records import REPORT, TABLE
 from service.serving.jobs.folder_work import Done, FolderWork, StackCalls, is_free, select_stacks
 from service.serving.parameters import Query
-from service.serving.results.answers import LargePixels, Pixels, read_pixels
+from service.serving.reading import Pixels, PixelSource
+from service.serving.results.answers import SegmentationRequest
 from service.serving.results.metadata import AnswerMetadata
 from service.serving.runtime import Runtime
+from service.serving.segmentation import DeviceRequest, queue_work
 from service.serving.storage.host_files import HostFiles, Source
 from service.serving.storage.scratch_space import Hold
 
@@ -190,19 +193,15 @@ class FolderRun:
 
     def _read(self, path: Path, query: Query, scratch: Path, *, measured: bool) -> Pixels:
         """Read a stack in its turn; one that takes much room waits for that."""
-        extra = {"input": self._places.stacks} | ({"measurements": "zip"} if measured else {})
-        query = Query.model_validate(query.model_dump(exclude_none=True) | extra)
-        read = partial(read_pixels, self._runtime.reader, query, path, scratch, self._cancelled)
+        query = Query.model_validate(query.model_dump(exclude_none=True) | {"input": self._places.stacks})
+        request = SegmentationRequest(query, path, scratch, self._job.owner, self._job.cancelled)
+        source = replace(PixelSource.sandboxed(self._runtime.reader, request, path), measured=measured)
         self._space.add(-self._space.nbytes)
-        pixels = self._in_turn(self._runtime.read_threads, partial(read, large=False))
-        if isinstance(pixels, LargePixels):
-            self._reserve(pixels.nbytes)
-            pixels = self._in_turn(self._runtime.decode_threads, partial(read, large=True))
-        assert isinstance(pixels, Pixels)  # noqa: S101 - it was read as a large one
-        return pixels
-
-    def _cancelled(self) -> bool:
-        return self._job.cancelled()
+        pixels = self._in_turn(self._runtime.read_threads, source.read_small_pixels)
+        if isinstance(pixels, Pixels):
+            return pixels
+        self._reserve(pixels.nbytes)
+        return self._in_turn(self._runtime.decode_threads, source.read_pixels)
 
     def _in_turn(self, threads: FairThreadPool, call: Callable[[], T]) -> T:
         try:
@@ -237,14 +236,8 @@ class FolderRun:
 
     def _on_device(self, pixels: Volume | Series, options: Options, call: Callable[[Reservation, Job[T]], T]) -> T:
         """Queue work for a device, as a request of its own would be, and wait for it. Raises what it raises."""
-        runtime, name, owner = self._runtime, self._spec.name, self._job.owner
-        points = len(pixels.times) if isinstance(pixels, Series) else 1
-        windows = points * runtime.estimate(self._spec, pixels, options).windows
-        reservation = runtime.reserve(name, owner)
-        needs = partial(reservation.needs, pixels, options)
-        job: Job[T] = Job(name, partial(call, reservation), windows=windows, needs=needs, ready=False, owner=owner)
-        reservation.device_worker.queue.put(job)
-        reservation.take(job)
+        request = DeviceRequest(self._spec, pixels, options, self._job.owner)
+        job = queue_work(self._runtime, request, call, wait=True)
         self._part = job
         try:
             return self._wait(job)

@@ -24,18 +24,17 @@ from service.core.errors import (
 from service.core.quantities import VoxelSize
 from service.core.timing import Stages
 from service.core.types import Options, Volume
-from service.formats import thumbnail
-from service.formats.tiff import writer as tiff_writer
+from service.formats import thumbnail, writers
 from service.inference import measurements
 from service.inference.diameter.estimation import Sizing
-from service.inference.measurements import Table
 from service.inference.result import Result
 from service.inference.series.diameter import choose_diameter, sample
 from service.inference.series.time_points import Series
 from service.models.spec import ModelSpec
 from service.serving.jobs.folder_records import RECORDS, Records, StackRecord, printable, write_report, write_table
 from service.serving.parameters import Query
-from service.serving.results.answers import TIFF_SUFFIX, Pixels, answer_name
+from service.serving.reading import Pixels
+from service.serving.results.answers import TIFF_SUFFIX, answer_name, measure_objects
 from service.serving.results.provenance import describe_origin, hash_shared_file
 from service.serving.storage.open_folder import ResultFolder
 from service.serving.storage.scratch import translate_disk_faults
@@ -267,31 +266,18 @@ class FolderWork:
         segmentation, staging, place = result.segmentation, self._out.staging, _place(name)
         labels = f"{place}_{segmentation.kind}.ome.{'zarr' if self._as_zarr else 'tif'}"
         staged = Path(labels).name
-        if self._as_zarr:
-            from service.formats.zarr import writer as zarr_writer  # noqa: PLC0415 - it needs the extra `zarr`
-
-            zarr_writer.write(segmentation, staging / staged, origin)
-        else:
-            tiff_writer.write(segmentation, staging / staged, origin)
+        writers.write(segmentation, staging / staged, origin)
         volume = pixels.segmented
         if isinstance(volume, Series):
             volume = volume.read(volume.times[0])[0]
             segmentation = replace(segmentation, pixels=segmentation.pixels[0])
         (staging / "picture").write_bytes(thumbnail.draw(volume, segmentation))
-        if (table := self._measure(pixels, result)) is not None:
+        if (table := measure_objects(result, pixels.measured)) is not None:
             measurements.write_csv(table, staging / "table")
             self._out.put("table", f"{place}_objects.csv")
         self._out.put("picture", f"{place}.png")
         self._out.put(staged, labels)
         return labels
-
-    @staticmethod
-    def _measure(pixels: Pixels, result: Result) -> Table | None:
-        if result.series is not None:
-            return result.series.table
-        if pixels.measured is None or result.segmentation.kind != "labels":
-            return None
-        return measurements.measure(result.segmentation, pixels.measured)
 
 
 @contextmanager

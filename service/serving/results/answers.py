@@ -6,9 +6,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,15 +15,13 @@ from zipfile import ZIP_STORED, ZipFile
 from pydantic import BaseModel
 
 from service.core.errors import BadParameter, Cancelled, DoubtfulResult
-from service.core.quantities import TimeRange
 from service.core.timing import Stages
-from service.core.types import Description, Extent, Segmentation, Volume
-from service.formats.sandbox.parent import Reader, Source
+from service.core.types import Segmentation, Volume
 from service.formats.sandbox.process import Cancelling, never
 from service.formats.tiff import writer as tiff_writer
 from service.inference import measurements
+from service.inference.measurements import Table
 from service.inference.result import Result
-from service.inference.series.time_points import Series
 from service.serving.parameters import Query
 from service.serving.results.metadata import AnswerMetadata
 from service.serving.results.provenance import describe_origin
@@ -38,9 +34,6 @@ ARCHIVE = "labels.zip"
 RECEIPT = "saved.json"
 # Folder in which a store is written.
 IMAGE = "image.zarr"
-
-# Of one voxel of a series, as far as objects are numbered by 16 bits.
-_LABEL_BYTES = 2
 
 TIFF_SUFFIX = re.compile(r"(\.ome)?\.tiff?$", re.IGNORECASE)
 # What is cut off the name of a posted file.
@@ -63,7 +56,7 @@ class Saved(BaseModel):
     objects: int | None
 
 
-class ReceivedRequest(NamedTuple):
+class SegmentationRequest(NamedTuple):
     """A request whose file has arrived.
 
     source     the file, in `folder` unless the request names one of the host
@@ -82,28 +75,6 @@ class ReceivedRequest(NamedTuple):
     digest: str | None = None
 
 
-class Pixels(NamedTuple):
-    """The volumes that are read from a file.
-
-    segmented  the selected part, [C, Z, Y, X], or the time points of a series
-    measured   the same part with all channels, if objects are measured; None for a series, which measures them itself
-    """
-
-    segmented: Volume | Series
-    measured: Volume | None
-
-
-class LargePixels(NamedTuple):
-    """A file of which not much is decoded yet.
-
-    segmented  the selected part
-    nbytes     of all that is to be decoded
-    """
-
-    segmented: Extent
-    nbytes: int
-
-
 class Answer(NamedTuple):
     """The file of an answer, or its content. `suffix` follows the stem of the input's name.
 
@@ -117,54 +88,7 @@ class Answer(NamedTuple):
     content: bytes | None = None
 
 
-def read_pixels(  # noqa: PLR0913
-    reader: Reader, query: Query, source: Source, folder: Path, cancelled: Cancelling, *, large: bool
-) -> Pixels | LargePixels:
-    """Read all that the query needs before anything is computed: later the file may be gone, or another one.
-
-    Unless `large`, decode only what is small. Of several time points nothing is decoded before their turn: the source
-    has to be there until the series is over. Raises what `Reader.read` raises.
-    """
-    shared = query.input is not None
-    if isinstance(query.selection.time, TimeRange):
-        return _read_series(reader, query, source, folder, cancelled, large=large)
-    read: Callable[..., Volume | Description] = reader.read if large else reader.read_small
-    read = partial(read, source, scratch=folder, shared=shared, cancelled=cancelled)
-    segmented = measured = read(query.selection)
-    if query.measurements is not None and query.selection.channel is not None:
-        measured = read(replace(query.selection, channel=None))
-    if isinstance(segmented, Volume) and isinstance(measured, Volume):
-        return Pixels(segmented, measured)
-    return LargePixels(segmented, measured.nbytes + (0 if measured is segmented else segmented.nbytes))
-
-
-def _read_series(  # noqa: PLR0913
-    reader: Reader, query: Query, source: Source, folder: Path, cancelled: Cancelling, *, large: bool
-) -> Pixels | LargePixels:
-    """Return the time points of a file that the query asks for, or what they take on disk unless `large`."""
-    shared, selection = query.input is not None, query.selection
-    description = reader.inspect(source, selection, shared=shared, cancelled=cancelled)
-    every_channel = len(description.channels) if query.measurements is not None else 1
-    read = partial(reader.read, source, scratch=folder, shared=shared, cancelled=cancelled)
-
-    def read_point(time: int) -> tuple[Volume, Volume | None]:
-        try:
-            volume = measured = read(replace(selection, time=time))
-            if query.measurements is not None and selection.channel is not None:
-                measured = read(replace(selection, time=time, channel=None))
-            return volume, None if query.measurements is None else measured
-        finally:
-            # Whoever gave up may have deleted the folder before this has made it again.
-            if cancelled():
-                shutil.rmtree(folder, ignore_errors=True)
-
-    series = Series.of(description, read_point, query.link)
-    if large:
-        return Pixels(series, None)
-    return LargePixels(series, description.nbytes * every_channel + _LABEL_BYTES * series.voxels)
-
-
-def encode_small_answer(received: ReceivedRequest, result: Result) -> Answer | None:
+def encode_small_answer(received: SegmentationRequest, result: Result) -> Answer | None:
     """Encode the labels in memory; None if they are large, not all of the answer, or go to the host."""
     if received.query.measurements is not None or received.query.output_to is not None:
         return None
@@ -176,7 +100,9 @@ def encode_small_answer(received: ReceivedRequest, result: Result) -> Answer | N
     return _label_answer(received.folder / LABELS, result.segmentation, stages, content)
 
 
-def write_answer(host_files: HostFiles, received: ReceivedRequest, measured: Volume | None, result: Result) -> Answer:
+def write_answer(
+    host_files: HostFiles, received: SegmentationRequest, measured: Volume | None, result: Result
+) -> Answer:
     """Write the files that the query asks for into the request's folder, or where it says on the host.
 
     Objects are measured in every channel of `measured`, whichever was segmented. Raises Cancelled, and what
@@ -204,7 +130,7 @@ def write_answer(host_files: HostFiles, received: ReceivedRequest, measured: Vol
     return Answer(path, "application/json", f"_{RECEIPT}", answer.seconds | stages.seconds)
 
 
-def _save(host_files: HostFiles, received: ReceivedRequest, answer: Answer, place: str) -> int:
+def _save(host_files: HostFiles, received: SegmentationRequest, answer: Answer, place: str) -> int:
     """Put an answer in its place, delete it here, and return its bytes."""
     caller, ticket, overwrite = received.caller, received.folder.name, bool(received.query.overwrite)
     if answer.media_type != ZARR:
@@ -218,7 +144,7 @@ def _save(host_files: HostFiles, received: ReceivedRequest, answer: Answer, plac
     return size
 
 
-def settle(host_files: HostFiles, received: ReceivedRequest) -> None:
+def settle(host_files: HostFiles, received: SegmentationRequest) -> None:
     """Note that the answer of `write_answer` is on its way to the caller, or on record."""
     if received.query.output_to is not None:
         host_files.settle(received.query.output_to, received.caller, received.folder.name)
@@ -261,6 +187,18 @@ def check_zarr_extra(parameter: str) -> None:
     """Raise BadParameter where OME-Zarr cannot be written."""
     if find_spec("zarr") is None:
         raise BadParameter(f"{parameter}: writing OME-Zarr needs the extra: pip install 'stackseg[zarr]'.")
+
+
+def measure_objects(result: Result, measured: Volume | None) -> Table | None:
+    """Measure the objects of a result in every channel of `measured`; those of a series are measured already.
+
+    None if there are no labels, or nothing to measure them in.
+    """
+    if result.series is not None:
+        return result.series.table
+    if measured is None or result.segmentation.kind != "labels":
+        return None
+    return measurements.measure(result.segmentation, measured)
 
 
 def describe_answer(name: str, answer: Answer, result: Result, seconds: Mapping[str, float]) -> AnswerMetadata:
@@ -313,11 +251,11 @@ def answer_name(name: str, suffix: str) -> str:
     return (_STACK_SUFFIX.sub("", name) or "stack") + suffix
 
 
-def _origin(received: ReceivedRequest, result: Result) -> dict[str, str]:
+def _origin(received: SegmentationRequest, result: Result) -> dict[str, str]:
     return describe_origin(received.query, result, received.name, received.digest)
 
 
-def _write_zarr(host_files: HostFiles, received: ReceivedRequest, result: Result, place: str) -> Answer:
+def _write_zarr(host_files: HostFiles, received: SegmentationRequest, result: Result, place: str) -> Answer:
     """Write a store of OME-Zarr into the request's folder, as it will lie in its place."""
     from service.formats.zarr import writer as zarr_writer  # noqa: PLC0415 - it needs the extra `zarr`
 
@@ -334,17 +272,15 @@ def _write_zarr(host_files: HostFiles, received: ReceivedRequest, result: Result
     return Answer(path, ZARR, "", stages.seconds)
 
 
-def _write_files(received: ReceivedRequest, measured: Volume | None, result: Result) -> Answer:
+def _write_files(received: SegmentationRequest, measured: Volume | None, result: Result) -> Answer:
     segmentation = result.segmentation
     folder, wanted, stages = received.folder, received.query.measurements, Stages()
     folder.mkdir(mode=0o700, exist_ok=True)
     labels, table = folder / LABELS, folder / MEASUREMENTS
     if wanted is not None:
         with stages.measure("measure"):
-            rows = result.series.table if result.series else None
-            if rows is None:
-                assert measured is not None  # noqa: S101 - only a series has measured its objects already
-                rows = measurements.measure(segmentation, measured)
+            rows = measure_objects(result, measured)
+            assert rows is not None  # noqa: S101 - other outputs are refused
             measurements.write_csv(rows, table)
     if wanted == "csv":
         return Answer(table, MEDIA_TYPES[wanted], f"_{MEASUREMENTS}", stages.seconds)

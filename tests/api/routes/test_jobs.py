@@ -423,7 +423,7 @@ def test_cancelling_what_is_being_written_leaves_nothing_on_the_host(
     assert writing.wait(20)
     assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
     go_on.set()
-    until(lambda: job["id"] not in service.async_jobs._active)
+    until(lambda: service.async_jobs.runner.find(job["id"]) is None)
     assert service.show(job)["state"] == "cancelled"
     assert list(results.iterdir()) == []
     assert not service.async_jobs._store.input_path(job["id"]).parent.exists()
@@ -431,23 +431,23 @@ def test_cancelling_what_is_being_written_leaves_nothing_on_the_host(
 
 def test_cancelling_what_is_being_read_leaves_nothing(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, go_on, ended = threading.Event(), threading.Event(), threading.Event()
-    read = async_jobs.read_pixels
+    read = service.runtime.reader.read_small
 
     def slowly(*given: Any, **options: Any) -> Any:
         reading.set()
         go_on.wait(20)
         # As `Reader.read` does for what is decoded.
-        given[3].mkdir(exist_ok=True)
+        options["scratch"].mkdir(exist_ok=True)
         try:
             return read(*given, **options)
         finally:
             ended.set()
 
-    monkeypatch.setattr(async_jobs, "read_pixels", slowly)
+    monkeypatch.setattr(service.runtime.reader, "read_small", slowly)
     job = service.submit()
     assert reading.wait(20)
     assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
-    until(lambda: job["id"] not in service.async_jobs._active)
+    until(lambda: service.async_jobs.runner.find(job["id"]) is None)
     go_on.set()
     assert ended.wait(20)
     until(lambda: not list(service.runtime.scratch.requests.iterdir()))

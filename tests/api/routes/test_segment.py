@@ -245,7 +245,7 @@ def test_nothing_is_computed_for_a_client_that_left_while_its_file_was_read(
     with start(bands_repository, tmp_path, request_seconds=1) as client:
         runtime, submitted = runtime_of(client), []
         until(lambda: runtime.unready_reasons() == ())
-        read, submit = runtime.reader.read_small, runtime.submit
+        read, reserve = runtime.reader.read_small, runtime.reserve
 
         def slow(*arguments: Any, **options: Any) -> Any:
             volume = read(*arguments, **options)
@@ -254,10 +254,10 @@ def test_nothing_is_computed_for_a_client_that_left_while_its_file_was_read(
 
         def noting(*arguments: Any) -> Any:
             submitted.append(arguments)
-            return submit(*arguments)
+            return reserve(*arguments)
 
         monkeypatch.setattr(runtime.reader, "read_small", slow)
-        monkeypatch.setattr(runtime, "submit", noting)
+        monkeypatch.setattr(runtime, "reserve", noting)
         assert client.post("/segment", content=STACK, headers=TIFF).status_code == 504
         assert submitted == []
         assert list(runtime.scratch.requests.iterdir()) == []

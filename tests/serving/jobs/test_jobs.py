@@ -32,7 +32,7 @@ def service(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
 
 def hurry(service: Service) -> None:
     """Have a service wait for less long for a database that is locked, and for faults to pass."""
-    service.async_jobs.fault_seconds = 1
+    service.async_jobs.runner.fault_seconds = 1
     with service.async_jobs._store._database.transaction() as connection:
         connection.execute("PRAGMA busy_timeout = 50")
 
@@ -82,7 +82,7 @@ def files_on_disk(folder: Path) -> list[str]:
 def test_jobs_begin_and_end_as_they_should_once_a_fault_has_passed(
     service: Service, tmp_path: Path, fault: Fault, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service.async_jobs.fault_seconds = 60
+    service.async_jobs.runner.fault_seconds = 60
     jobs = submit_two(service)
     with fault(tmp_path):
         service.fake.gate.set()
@@ -114,7 +114,7 @@ def test_jobs_fail_with_the_reason_when_a_fault_lasts(
             assert service.result(job).status_code in {503, 507}
             assert state_on_disk(service, job) in {"waiting", "running"}
             assert f"job {job['id']} has failed: " in caplog.text
-        until(lambda: not service.async_jobs._active)
+        until(lambda: not service.async_jobs.runner.jobs)
     until(lambda: service.client.get("/health/ready").status_code == 200)
     for job in jobs:
         until(lambda job=job: state_on_disk(service, job) == "failed")
@@ -129,7 +129,7 @@ def test_service_that_ends_during_a_fault_does_the_jobs_after_it(
 ) -> None:
     with ExitStack() as faulty, start(bands_repository, tmp_path) as service:
         hurry(service)
-        service.async_jobs.fault_seconds = 60
+        service.async_jobs.runner.fault_seconds = 60
         jobs = submit_two(service)
         faulty.enter_context(fault(tmp_path))
         service.fake.gate.set()

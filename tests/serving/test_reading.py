@@ -1,4 +1,4 @@
-"""Tests of results, with files that are read in this process instead of the sandbox."""
+"""Tests of reading, with files that are read in this process instead of the sandbox."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from service.formats import stack_reader
 from service.formats.sandbox.parent import Reader
 from service.inference.series.time_points import Series
 from service.serving.parameters import Query
-from service.serving.results.answers import Pixels, read_pixels
+from service.serving.reading import PixelSource
+from service.serving.results.answers import SegmentationRequest
 
 
 class SlowReader:
@@ -25,6 +26,9 @@ class SlowReader:
     def inspect(self, source: Path, selection: Any, **_more: Any) -> Any:
         return stack_reader.inspect(source, selection, 2**20)
 
+    def read_small(self, *_file: Any, **_more: Any) -> Any:
+        raise AssertionError("a series is read point by point")
+
     def read(self, _source: Path, _selection: Any, *, scratch: Path, **_more: Any) -> Any:
         self.given_up = True
         scratch.mkdir()
@@ -34,9 +38,8 @@ class SlowReader:
 def test_a_series_that_is_given_up_leaves_no_folder(tmp_path: Path) -> None:
     stack, folder, reader = tmp_path / "series.tif", tmp_path / "request", SlowReader()
     stack.write_bytes(as_tiff(np.zeros((2, 3, 8, 8), np.uint8), metadata={"axes": "TZYX"}))
-    query = Query(time="all")
-    pixels = read_pixels(cast(Reader, reader), query, stack, folder, lambda: reader.given_up, large=True)
-    assert isinstance(pixels, Pixels)
+    request = SegmentationRequest(Query(time="all"), stack, folder, cancelled=lambda: reader.given_up)
+    pixels = PixelSource.sandboxed(cast(Reader, reader), request, stack).read_pixels()
     assert isinstance(pixels.segmented, Series)
     with pytest.raises(Cancelled):
         pixels.segmented.read(0)

@@ -1,0 +1,60 @@
+"""Send a result: as it is kept, or the part or form of it that the request prefers."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import ExitStack
+from functools import partial
+from typing import BinaryIO
+
+from fastapi import Request
+
+from service.api.dependencies import get_client
+from service.api.headers import get_header
+from service.api.responses import ResultResponse, build_response
+from service.api.threads import run_in_thread
+from service.serving.results.metadata import AnswerMetadata
+from service.serving.results.parts import choose_media_type, extract
+from service.serving.runtime import Runtime
+from service.serving.segmentation import SegmentedStack
+from service.serving.storage.scratch import translate_disk_faults
+
+
+async def send_segmented(request: Request, runtime: Runtime, stack: SegmentedStack) -> ResultResponse:
+    """Answer with a stack that was segmented, in the form that the request prefers."""
+    response = build_response(stack.path, stack.metadata, stack.content, stack.status)
+    if stack.file is not None:
+        response.resources.callback(stack.file.close)
+    media_type = choose_media_type(get_header(request.scope, b"accept"), stack.metadata)
+    if media_type == stack.metadata.media_type:
+        if stack.key is not None:
+            response.headers["ETag"] = make_etag(stack.key)
+    else:
+        async with response.resources:
+            file = await run_in_thread(response.open)
+            response = await send_part(request, runtime, file, stack.metadata, media_type)
+    if stack.cache is not None:
+        response.headers["X-Cache"] = stack.cache
+    return response
+
+
+async def send_part(
+    request: Request, runtime: Runtime, file: BinaryIO, metadata: AnswerMetadata, media_type: str
+) -> ResultResponse:
+    """Answer with a part of a result, or with its labels in another form, from a file of its own."""
+    with translate_disk_faults(), ExitStack() as opened:
+        opened.callback(file.close)
+        space = opened.enter_context(runtime.scratch_space.hold(get_client(request)))
+        folder = runtime.scratch.make_request_folder()
+        opened.callback(partial(shutil.rmtree, folder, ignore_errors=True))
+        making = partial(extract, runtime.reader, file, metadata, media_type, folder)
+        path, described = await run_in_thread(making, runtime.decode_threads.of(space.client))
+        space.reserve(path.stat().st_size)
+        response = build_response(path, described)
+        response.resources.callback(opened.pop_all().close)
+        return response
+
+
+def make_etag(key: str) -> str:
+    """Return a strong validator: equal keys mean equal labels, though not equal times in the headers."""
+    return f'"{key[:32]}"'

@@ -1,0 +1,146 @@
+"""Read, segment and write one stack in this process, for `stackseg segment`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from service.cli.progress import ProgressBar, show_progress
+from service.cli.segment_parameters import name_options
+from service.core.config import Settings
+from service.core.errors import BadParameter
+from service.core.quantities import TimeRange
+from service.core.timing import Stages
+from service.core.types import Options, OutputKind, Volume
+from service.formats import stack_reader, writers
+from service.inference.batching.batcher import WindowBatcher, open_batcher
+from service.inference.estimate import Estimator
+from service.inference.measurements import write_csv
+from service.inference.result import Result
+from service.inference.segmenter import Segmenter
+from service.inference.series.time_points import PointSegmenter, Progress, Series, segment_series
+from service.models.spec import ModelSpec
+from service.serving.parameters import Query
+from service.serving.reading import PixelSource
+from service.serving.results.answers import measure_objects
+from service.serving.results.provenance import describe_origin, hash_file
+
+
+def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Settings) -> int:
+    """Segment one file, or a store that is open."""
+    stages, limit = Stages(), settings.limits.decoded_bytes
+    with (
+        tempfile.TemporaryDirectory(prefix="segment-") as scratch,
+        open_batcher(settings) as device,
+        show_progress() as bar,
+    ):
+        bar.begin("reading")
+        with stages.measure("read"):
+            measured = options.measurements is not None
+            _check_header(options, query, Estimator(spec, settings), limit)
+            source = PixelSource.local(options.input, query, limit, Path(scratch), measured=measured)
+            pixels = source.read_pixels()
+        bar.begin(f"loading {spec.identifier}")
+        with stages.measure("load"):
+            segmenter = Segmenter(spec, settings)
+            device.call(segmenter.warm_up)
+        bar.begin("windows")
+        result = segment_pixels(pixels.segmented, query.options, segmenter, device, Path(scratch), bar)
+        stages.update(result.seconds)
+        bar.begin("writing")
+        with stages.measure("write"):
+            digest = hash_file(options.input) if isinstance(options.input, Path) else None
+            origin = describe_origin(query, result, options.input.name, digest)
+            writers.write(result.segmentation, options.result, origin)
+        if options.measurements is not None:
+            with stages.measure("measure"):
+                table = measure_objects(result, pixels.measured)
+                assert table is not None  # noqa: S101 - `_check_header` refuses other outputs
+                write_csv(table, options.measurements)
+    sys.stdout.writelines(f"{line}\n" for line in _summarise(str(options.result), spec, result, stages))
+    return _warn(result)
+
+
+def segment_pixels(  # noqa: PLR0913, PLR0917
+    series: Volume | Series,
+    options: Options,
+    segmenter: Segmenter,
+    device: WindowBatcher,
+    scratch: Path,
+    bar: ProgressBar,
+) -> Result:
+    """Segment a volume or a series, and show how far that is. Raises what `segment_series` raises."""
+    if isinstance(series, Volume):
+        return segmenter.segment(series, options, run=device.run, progress=bar.show)
+
+    def segment_point(volume: Volume, options: Options, progress: Progress) -> Result:
+        return segmenter.segment(volume, options, run=device.run, progress=progress)
+
+    is_estimated = segmenter.estimator.plan(options).estimated
+    estimate = partial(segmenter.estimate_diameter, run=device.run)
+    return segment_series(
+        series,
+        options,
+        PointSegmenter(segment_point, estimate if is_estimated else None),
+        scratch,
+        began=lambda number: bar.begin(f"time point {number + 1} of {len(series.times)}"),
+        progress=bar.show,
+    )
+
+
+def _check_header(options: argparse.Namespace, query: Query, estimator: Estimator, limit_bytes: int) -> None:
+    """Raise what the options and the header of the file tell already, which need not wait for pixels and weights."""
+    kind = estimator.output(query.options)
+    check_output(kind, query, measured=options.measurements is not None)
+    _check_form(kind, query, options.result)
+    description = stack_reader.inspect(options.input, query.selection, limit_bytes)
+    if not description.problem:
+        estimator.plan_request(description, query.options)
+
+
+def check_output(kind: OutputKind, query: Query, *, measured: bool) -> None:
+    """Raise BadParameter where the objects of a result would be asked for that has none."""
+    if kind != "labels" and measured:
+        raise BadParameter(f"--measurements: only labels can be measured, and the result would be {kind}.")
+    if kind != "labels" and query.link is not None:
+        raise BadParameter(f"--link: only labels have objects to link, and the result would be {kind}.")
+
+
+def _check_form(kind: OutputKind, query: Query, path: Path) -> None:
+    """Raise BadParameter for a result that the form which its name asks for cannot hold."""
+    if writers.is_tiff(path) or writers.is_zarr(path):
+        return
+    if kind == "probabilities" or isinstance(query.selection.time, TimeRange):
+        raise BadParameter(
+            f"{path}: only TIFF and OME-Zarr hold probabilities, or several time points; call it .tif or .zarr."
+        )
+
+
+def _summarise(path: str, spec: ModelSpec, result: Result, stages: Stages) -> Iterator[str]:
+    """Return the lines that tell what was found and the seconds of each stage."""
+    count = result.segmentation.count
+    objects = "" if count is None else f"{count} objects, "
+    if result.series is not None:
+        objects += f"{result.series.points} of {result.series.total} time points, "
+    times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in stages.seconds.items())
+    yield f"{path}: {objects}{spec.identifier} ({times})"
+    if result.skipped is not None:
+        yield f"skipped: {result.skipped}"
+    if result.confidence is not None:
+        yield f"confidence: {result.confidence:.2f}"
+    for note in result.notes:
+        yield f"note: {name_options(note)}"
+
+
+def _warn(result: Result) -> int:
+    """Say on stderr what is wrong with a result; return the exit status."""
+    if result.doubt is not None:
+        sys.stderr.write(f"stackseg: warning: {name_options(result.doubt.detail)}\n")
+    if result.series is None or result.series.fault is None:
+        return 0
+    sys.stderr.write(f"stackseg: {name_options(str(result.series.fault))}\n")
+    return 1
