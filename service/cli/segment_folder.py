@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from service.cli.local_source import local_source
 from service.cli.models import choose_model
 from service.cli.progress import ProgressBar, show_progress
 from service.cli.segment_parameters import name_options
@@ -24,7 +25,7 @@ from service.inference.series.time_points import Series
 from service.serving.jobs.folder_records import REPORT
 from service.serving.jobs.folder_work import FolderWork, StackCalls, is_free, select_stacks
 from service.serving.parameters import Query
-from service.serving.reading import Pixels, PixelSource
+from service.serving.reading import Pixels
 from service.serving.storage.open_folder import open_results
 
 
@@ -93,7 +94,7 @@ def _make_calls(  # noqa: PLR0913, PLR0917
         yield folder / name
 
     def read(path: Path, query: Query, scratch: Path) -> Pixels:
-        return PixelSource.local(path, query, limit_bytes, scratch, measured=measured).read_pixels()
+        return local_source(path, query, limit_bytes, scratch, measured=measured).read_pixels()
 
     def segment(pixels: Volume | Series, options: Options) -> Result:
         return segment_pixels(pixels, options, segmenter, device, scratch, bar)

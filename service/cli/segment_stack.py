@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from service.cli.local_source import local_source
 from service.cli.progress import ProgressBar, show_progress
 from service.cli.segment_parameters import name_options
 from service.core.config import Settings
@@ -25,7 +26,6 @@ from service.inference.segmenter import Segmenter
 from service.inference.series.time_points import PointSegmenter, Progress, Series, segment_series
 from service.models.spec import ModelSpec
 from service.serving.parameters import Query
-from service.serving.reading import PixelSource
 from service.serving.results.answers import measure_objects
 from service.serving.results.provenance import describe_origin, hash_file
 
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
         with stages.measure("read"):
             measured = options.measurements is not None
             _check_header(options, query, Estimator(spec, settings), limit)
-            source = PixelSource.local(options.input, query, limit, Path(scratch), measured=measured)
+            source = local_source(options.input, query, limit, Path(scratch), measured=measured)
             pixels = source.read_pixels()
         bar.begin(f"loading {spec.identifier}")
         with stages.measure("load"):

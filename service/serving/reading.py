@@ -6,16 +6,12 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from service.core.quantities import TimeRange
 from service.core.types import Description, Extent, Linking, Selection, Volume
-from service.formats import stack_reader
 from service.formats.sandbox.parent import Reader, Source
-from service.formats.zarr.store import Store
 from service.inference.series.time_points import Series
-from service.serving.parameters import Query
 from service.serving.results.answers import SegmentationRequest
 
 # Of one voxel of a series, as far as objects are numbered by 16 bits.
@@ -86,18 +82,6 @@ class PixelSource:
             query.measurements is not None,
             drop,
         )
-
-    @classmethod
-    def local(cls, path: Path | Store, query: Query, limit_bytes: int, scratch: Path, *, measured: bool) -> PixelSource:
-        """Return a file of the user's own, which this process reads. Decoded pixels go to the folder `scratch`."""
-
-        def read(selection: Selection) -> Volume:
-            return stack_reader.read(path, selection, limit_bytes, scratch)
-
-        def inspect(selection: Selection) -> Description:
-            return stack_reader.inspect(path, selection, limit_bytes)
-
-        return cls(read, read, inspect, query.selection, query.link, measured)
 
     def read_pixels(self) -> Pixels:
         """Read all that is needed before anything is computed: later the file may be gone, or another one.

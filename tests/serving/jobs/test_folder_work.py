@@ -21,7 +21,7 @@ from service.models.spec import ModelSpec
 from service.serving.jobs.folder_records import RECORDS
 from service.serving.jobs.folder_work import Done, FolderWork, StackCalls, select_stacks
 from service.serving.parameters import Query
-from service.serving.results.answers import Pixels
+from service.serving.reading import Pixels
 from service.serving.storage.open_folder import open_results
 
 NAMES = [f"{number}.tif" for number in range(8)]
