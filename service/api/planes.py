@@ -120,7 +120,9 @@ async def answer_planes(volume: Volume, wanted: PlaneRange, memory: MemoryBudget
     ranges = _find_ranges(volume, wanted)
     nbytes = math.prod(map(len, ranges)) * dtype.itemsize
     if nbytes > MAX_BYTES:
-        raise BadParameter(f"from, to, step: more than {MAX_BYTES:,} bytes; ask for fewer planes, or larger steps.")
+        raise BadParameter(
+            f"from, to, step: more than {MAX_BYTES:,} bytes; ask for fewer planes, or larger steps.", parameter="from"
+        )
     if not memory.reserve(nbytes):
         raise RateLimited("Too many planes are on their way already; ask for these again.", RETRY_SECONDS)
     release = partial(memory.release, nbytes)
@@ -137,7 +139,7 @@ def _find_ranges(volume: Volume, wanted: PlaneRange) -> tuple[range, range, rang
     count = volume.shape[1 + wanted.axis]
     stop = count if wanted.stop is None else wanted.stop
     if not wanted.start < stop <= count:
-        raise BadParameter(f"from, to: planes {wanted.start} to {stop} of {count} cannot be had.")
+        raise BadParameter(f"from, to: planes {wanted.start} to {stop} of {count} cannot be had.", parameter="from")
     whole = [range(0, size, step) for size, step in zip(volume.shape[1:], wanted.step, strict=True)]
     whole[wanted.axis] = range(wanted.start, stop, wanted.step[wanted.axis])
     z, y, x = whole

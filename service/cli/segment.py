@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from service.cli.models import choose_model
 from service.core.config import Settings
-from service.core.errors import BadParameter
+from service.core.errors import BadParameter, StackSegError
 from service.core.timing import Stages
 from service.core.whole_file import write_whole
 
@@ -111,9 +111,8 @@ PARAMETERS = {
 }
 # Ends of the names of results, in any case of letters.
 _LABEL_SUFFIXES, _TABLE_SUFFIXES = (".tif", ".tiff", ".npy", ".nii.gz", ".zarr"), (".csv",)
-_NAMES = "|".join(PARAMETERS)
-# A parameter as messages speak of it: with its value, or before what is wrong with it.
-_PARAMETER = re.compile(rf"\b({_NAMES})=([\w'\"-]?)|(?:^|(?<=\. ))({_NAMES})(?=: )")
+# A parameter with its value, as sentences mention it.
+_ASSIGNMENT = re.compile(rf"\b({'|'.join(PARAMETERS)})=([\w'\"-]?)")
 
 
 def add_arguments(segment: argparse.ArgumentParser) -> None:
@@ -178,11 +177,17 @@ def add_arguments(segment: argparse.ArgumentParser) -> None:
     segment.set_defaults(run=run, reword=name_options, extra="zarr")
 
 
-def name_options(text: str) -> str:
+def name_options(message: str | StackSegError) -> str:
     """Return a message with the options of the command in place of the parameters of a request."""
-    return _PARAMETER.sub(
-        lambda found: f"--{(found[1] or found[3]).replace('_', '-')}{' ' if found[2] else ''}{found[2] or ''}", text
-    )
+    text, parameter = str(message), message.parameter if isinstance(message, StackSegError) else None
+    if parameter is not None and text.startswith(f"{parameter}: "):
+        text = _spell_option(parameter) + text.removeprefix(parameter)
+    return _ASSIGNMENT.sub(lambda found: f"{_spell_option(found[1])}{' ' if found[2] else ''}{found[2]}", text)
+
+
+def _spell_option(parameter: str) -> str:
+    """Return the option that has a parameter; parameters that the command lacks keep their names."""
+    return f"--{parameter.replace('_', '-')}" if parameter in PARAMETERS else parameter
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
@@ -295,7 +300,7 @@ def _warn(result: Result) -> int:
         sys.stderr.write(f"stackseg: warning: {name_options(result.doubt.detail)}\n")
     if result.series is None or result.series.fault is None:
         return 0
-    sys.stderr.write(f"stackseg: {name_options(str(result.series.fault))}\n")
+    sys.stderr.write(f"stackseg: {name_options(result.series.fault)}\n")
     return 1
 
 
@@ -387,14 +392,14 @@ def _summarise(path: str, spec: ModelSpec, result: Result, stages: Stages) -> It
 
 def _parse_query(options: argparse.Namespace) -> Query:
     """Return the parameters that were given but the model, which may be a path here. Raises BadParameter."""
-    from service.serving.parameters import Query, explain  # noqa: PLC0415
+    from service.serving.parameters import Query, describe_faults  # noqa: PLC0415
 
     names = {*PARAMETERS, "format"} - {"model"}
     try:
         given = {name: value for name in names if (value := getattr(options, name)) is not None}
         return Query.model_validate(given | ({"strict": True} if options.strict else {}))
     except ValidationError as error:
-        raise BadParameter(explain(error.errors())) from error
+        raise describe_faults(error.errors(), spell=_spell_option) from error
 
 
 def check_results(stack: Path | Store, results: Mapping[Path, tuple[str, ...]], *, force: bool) -> None:

@@ -377,7 +377,9 @@ class Segmenter:
             if is_out_of_memory(error) or hardware.find_loss(self._device, error, self._driver) is not None:
                 raise
             size, reason = "x".join(map(str, spec.input.roi_size)), backends.first_line(error)
-            raise BadParameter(f"roi_size: {spec.name} does not run with windows of {size}: {reason}") from error
+            raise BadParameter(
+                f"roi_size: {spec.name} does not run with windows of {size}: {reason}", parameter="roi_size"
+            ) from error
         return other
 
     def _check_memory(self, needed: Estimate) -> None:

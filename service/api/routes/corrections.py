@@ -99,7 +99,7 @@ async def keep(  # noqa: PLR0913
     folder = incoming_folder(async_jobs)
     async with receive_file(request, runtime, Parameters(), Stages(), folder, kinds=LABELS) as file:
         if file.stack is not None and stored is not None:
-            raise BadParameter("stack: the form brings the stack itself; leave one of them out.")
+            raise BadParameter("stack: the form brings the stack itself; leave one of them out.", parameter="stack")
         source = file.stack or stored
         if source is None:
             source = await run_in_thread(find_stack)
@@ -187,7 +187,7 @@ def _one_time(parameters: Parameters) -> int | None:
     """Return the time point that is stated. Raises BadParameter for several."""
     time = parameters.selection.time
     if isinstance(time, TimeRange):
-        raise BadParameter("time: labels are those of one time point; say which, as in time=3.")
+        raise BadParameter("time: labels are those of one time point; say which, as in time=3.", parameter="time")
     return time
 
 
@@ -195,7 +195,8 @@ def _find_stack(request: Request, parameters: Parameters, caller: str | None) ->
     if parameters.stack is None:
         raise BadParameter(
             "stack: send a form with the stack, 'file', and the labels, 'labels'; or keep the stack with POST /stacks"
-            " first, and say here which one it is."
+            " first, and say here which one it is.",
+            parameter="stack",
         )
     return get_stacks(request).find(parameters.stack, caller)
 
@@ -217,7 +218,9 @@ def _keep(  # noqa: PLR0913, PLR0917
     description = reader.inspect(stack.path, selection, cancelled=cancelled.is_set)
     channels, *size = description.shape
     if channels != 1:
-        raise BadParameter(f"channel: the stack has {channels} channels, and labels belong to one; say which.")
+        raise BadParameter(
+            f"channel: the stack has {channels} channels, and labels belong to one; say which.", parameter="channel"
+        )
     shape = (size[0], size[1], size[2])
     corrected = None if region is None else Region.parse(region, shape)
     # Of the image and of the labels, as they are read and as they are written.
@@ -239,7 +242,9 @@ def _check_voxel_size(labels: VoxelSize | None, stack: VoxelSize | None) -> None
     stated = [",".join(f"{edge:g}" for edge in size) for size in (labels, stack)]
     raise BadParameter(
         f"voxel_size: the labels say {stated[0]} micrometres (Z,Y,X) and the stack says {stated[1]}; save the labels"
-        f" without one, or state which is right, as in voxel_size={stated[1]}."
+        f" without one, or state which is right, as in voxel_size={stated[1]}.",
+        parameter="voxel_size",
+        suggested={"voxel_size": stated[1]},
     )
 
 

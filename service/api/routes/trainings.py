@@ -14,10 +14,10 @@ from service.api.access.authentication import check_trainer, is_admin
 from service.api.dependencies import RuntimeDependency, get_caller, get_trainings
 from service.api.schemas import TrainingList, TrainingReport
 from service.api.threads import run_in_thread
-from service.core.errors import BadParameter, Cancelled, TooLarge, UnsupportedMedia
+from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
 from service.serving.learning.training_record import TrainingRecord
 from service.serving.learning.trainings import Trainings
-from service.serving.parameters import explain
+from service.serving.parameters import describe_faults
 
 router = APIRouter(tags=["learning"])
 
@@ -106,7 +106,7 @@ async def _read_body(request: Request) -> TrainingRequest:
         return TrainingRequest.model_validate_json(bytes(body))
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
-        raise BadParameter(explain(faults, TrainingRequest)) from error
+        raise describe_faults(faults, TrainingRequest) from error
 
 
 def _report(trainings: Trainings, record: TrainingRecord) -> TrainingReport:
