@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from starlette.datastructures import QueryParams
 
 from service.api.dependencies import RuntimeDependency, get_caller
-from service.api.headers import get_header
+from service.api.http.threads import HOST_FILE_THREADS, run_in_thread
 from service.api.http.uploads import is_multipart
-from service.api.threads import HOST_FILE_THREADS, run_in_thread
+from service.api.messages.headers import get_header
 from service.core.errors import BadParameter
 from service.inference.estimate import Estimator
 from service.models.spec import ModelSpec

@@ -11,10 +11,9 @@ from pathlib import Path
 from fastapi import Request
 
 from service.api.admission import admit_form
-from service.api.cancellation import time_limit
 from service.api.dependencies import get_caller, get_client, get_stacks
+from service.api.http.threads import HOST_FILE_THREADS, run_in_thread, time_limit
 from service.api.http.uploads import STACK_PART, STACKS, BodyKinds, Upload, is_multipart, receive
-from service.api.threads import HOST_FILE_THREADS, run_in_thread
 from service.core.errors import BadParameter
 from service.core.timing import Stages
 from service.formats.sandbox.remote_store import RemoteStore

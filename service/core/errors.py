@@ -43,7 +43,7 @@ StackSegError
 
 A message is one or two sentences for the person who can act on it: what was found, and what to do.
 `slug` is the stable last part of the problem type that clients may match on.
-HTTP status codes are not known here; `service.api.problems` has the one table.
+HTTP status codes are not known here; `service.api.messages.problems` has the one table.
 """
 
 import re

@@ -24,10 +24,9 @@ from starlette.types import Scope
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from service.api.access.middleware import SECURITY_HEADERS, choose_request_id
-from service.api.headers import get_header
 from service.api.http.data_rate import DataRate, Patience, count_acknowledged, count_unsent
-from service.api.problems import PROBLEM_TYPE, problem_document, status_of
+from service.api.messages.headers import SECURITY_HEADERS, choose_request_id, get_header
+from service.api.messages.problems import PROBLEM_TYPE, problem_document, status_of
 from service.core import logs
 from service.core.errors import Cancelled, NotReady, OutOfMemory, RequestError, TooSlow
 

@@ -16,9 +16,9 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 from starlette.types import Message
 
-from service.api.headers import get_header
 from service.api.http.multipart import MAX_FORM_BYTES, FormParser
-from service.api.threads import run_in_thread
+from service.api.http.threads import run_in_thread
+from service.api.messages.headers import get_header
 from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
 from service.serving.storage.scratch_space import Hold
 

@@ -16,13 +16,12 @@ from starlette.responses import FileResponse
 
 from service.api.access.authentication import is_admin
 from service.api.admission import merge_fields
-from service.api.cancellation import run_while_connected
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_annotations, get_caller, get_stacks
+from service.api.http.threads import run_in_thread, run_while_connected
 from service.api.http.uploads import LABELS, Upload, is_multipart, plain_name
+from service.api.messages.learning import AnnotationList, AnnotationReport
+from service.api.messages.results import describe_attachment
 from service.api.request_body import ReceivedFile, incoming_folder, receive_file
-from service.api.responses import describe_attachment
-from service.api.schemas import AnnotationList, AnnotationReport
-from service.api.threads import run_in_thread
 from service.core.errors import BadParameter
 from service.core.quantities import TimeRange, VoxelSize
 from service.core.timing import Stages

@@ -9,32 +9,27 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path as Folder
 from typing import Annotated, Any, BinaryIO, Literal
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from starlette.responses import FileResponse, JSONResponse, StreamingResponse
 
 from service.api.admission import REQUEST, AdmittedQuery, select_model
-from service.api.cancellation import run_while_connected
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_client
-from service.api.planes import PLANES, PlaneRangeQuery, answer_planes, open_volume
+from service.api.http.threads import HOST_FILE_THREADS, run_in_thread, run_while_connected
+from service.api.messages.jobs import JobList, JobProblem, JobProgress, JobReport
+from service.api.messages.results import ANSWER, ResultResponse, build_response
 from service.api.request_body import incoming_folder, receive_file
-from service.api.responses import ANSWER, ResultResponse, build_response
 from service.api.routes.inspect import inspect_file
-from service.api.schemas import JobList, JobProblem, JobProgress, JobReport
-from service.api.threads import HOST_FILE_THREADS, run_in_thread
 from service.core.errors import StackSegError, StorageUnavailable, UnknownJob
 from service.core.timing import Stages
-from service.core.types import Volume
 from service.formats.sandbox.parent import descriptor_path
-from service.formats.sandbox.process import Cancelling
 from service.serving.jobs.active_job import JobView
 from service.serving.jobs.jobs import AsyncJobs
 from service.serving.jobs.record import JobRecord, JobState
 from service.serving.parameters import Query as Parameters
 from service.serving.results.metadata import AnswerMetadata
-from service.serving.results.parts import choose_media_type, extract, read_labels
+from service.serving.results.parts import choose_media_type, extract
 from service.serving.runtime import Runtime
 from service.serving.storage.scratch import translate_disk_faults
 
@@ -132,29 +127,6 @@ async def result(
         response = build_response(descriptor_path(file.fileno()), metadata)
         response.resources.callback(opened.pop_all().close)
         return response
-
-
-@router.get("/jobs/{job}/planes", response_class=Response, responses=PLANES)
-async def planes(  # noqa: PLR0913
-    request: Request,
-    runtime: RuntimeDependency,
-    async_jobs: AsyncJobsDependency,
-    *,
-    job: JobId,
-    wanted: PlaneRangeQuery,
-    time: Annotated[
-        int | None, Query(ge=0, description="Of several time points the one, counted from the first of them.")
-    ] = None,
-) -> Response:
-    """Planes of the labels of a job that is done, as raw numbers, to be drawn. Those of its input: `/stacks`."""
-    file, metadata = await run_in_thread(partial(async_jobs.result, job, get_caller(request)))
-
-    def read(folder: Folder, cancelled: Cancelling) -> Volume:
-        return read_labels(runtime.reader, file, metadata, folder, time=time, cancelled=cancelled)
-
-    with file:
-        volume = await open_volume(request, runtime, (job, time), read)
-    return await answer_planes(volume, wanted)
 
 
 @router.delete("/jobs/{job}", status_code=204)

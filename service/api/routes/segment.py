@@ -16,14 +16,13 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse
 
 from service.api.admission import PREFER, REQUEST, RESPOND_ASYNC, admit, prefers_async, select_model
-from service.api.cancellation import run_while_connected
 from service.api.dependencies import get_async_jobs, get_runtime
-from service.api.direct_route import DirectRoute
-from service.api.headers import get_header
+from service.api.http.direct_route import DirectRoute
+from service.api.http.threads import FILE_THREADS, HOST_FILE_THREADS, run_and_follow, run_in_thread, run_while_connected
+from service.api.messages.headers import get_header
+from service.api.messages.results import ANSWER, FileSnapshot, ResultResponse, build_response
 from service.api.request_body import ReceivedFile, receive_file
-from service.api.responses import ANSWER, FileSnapshot, ResultResponse, build_response
 from service.api.routes.jobs import ACCEPTED, accept_job, answer_part
-from service.api.threads import FILE_THREADS, HOST_FILE_THREADS, run_and_follow, run_in_thread
 from service.core.errors import Cancelled, NotReady
 from service.core.timing import Stages
 from service.formats.sandbox.parent import descriptor_path

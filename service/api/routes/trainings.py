@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, Response
 
 from service.api.access.authentication import check_trainer, is_admin
 from service.api.dependencies import RuntimeDependency, get_caller, get_trainings
-from service.api.schemas import TrainingList, TrainingReport
-from service.api.threads import run_in_thread
+from service.api.http.threads import run_in_thread
+from service.api.messages.learning import TrainingList, TrainingReport
 from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
 from service.serving.learning.training_record import TrainingRecord
 from service.serving.learning.trainings import Trainings

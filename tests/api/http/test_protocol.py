@@ -46,7 +46,7 @@ from service.api.http.protocol import (
     READ_BYTES,
     Connection,
 )
-from service.api.problems import Problem
+from service.api.messages.problems import Problem
 from service.api.server import build_config
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from service.api.threads import FILE_THREADS, run_and_follow, run_in_thread
+from service.api.http.threads import FILE_THREADS, run_and_follow, run_in_thread
 from service.core.errors import BadParameter, Cancelled
 
 

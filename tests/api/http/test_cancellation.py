@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from service.api.cancellation import run_while_connected, time_limit
-from service.api.threads import run_in_thread
+from service.api.http.threads import run_in_thread, run_while_connected, time_limit
 from service.core.errors import BadParameter, Cancelled, TimedOut
 
 

@@ -16,7 +16,7 @@ from fakes import until
 from live import FakeService, as_tiff
 from runtimes import loaded_segmenter
 
-from service.api.problems import STATUS, status_of
+from service.api.messages.problems import STATUS, status_of
 from service.core import errors
 from service.formats.sandbox.parent import Reader
 

@@ -1,0 +1,113 @@
+"""Answers about annotated stacks and trainings."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from pydantic import BaseModel
+
+from service.api.messages.text import Text
+from service.serving.learning.training_record import TrainingStage, TrainingState
+
+
+class AnnotationReport(BaseModel):
+    """A stack that is kept with corrected labels, to train on.
+
+    shape       planes, rows and columns
+    voxel_size  Z, Y, X in micrometres, null where it is not known
+    region      the part that was corrected, as the parameter states it; null: all of it
+    objects     in the labels, of that part
+    base_model  that made the labels which were corrected, with its version; null where that is not known
+    diameter    of the objects, as the parameter `diameter` takes it, where the labels were made with one
+    changes     how many corrections there were, where the client says
+    time        the time point of the series that it was made of, from 0; null where there is one alone
+    stack, job  that it was made of, either of which may be gone
+    overlaps    ids of those of the caller's that have labels for the same place of the same image, newest first, 32
+                at most; of such only one can be trained on at a time
+    bytes       on disk
+    """
+
+    id: str
+    name: str
+    owner: str | None
+    shape: tuple[int, int, int]
+    voxel_size: tuple[float, float, float] | None
+    region: str | None
+    objects: int
+    base_model: str | None
+    diameter: str | None
+    changes: int | None
+    time: int | None
+    stack: str | None
+    job: str | None
+    overlaps: list[str]
+    created: datetime
+    bytes: int
+
+
+class AnnotationList(BaseModel):
+    """The caller's annotated stacks, those of all keys for an admin, newest first."""
+
+    annotations: list[AnnotationReport]
+
+
+class Abilities(BaseModel):
+    """Rights of the caller beyond segmenting.
+
+    corrections        whether annotated stacks are kept
+    annotations_bytes  that one key's may take on disk
+    training           whether the caller may train models on them
+    training_problem   why not
+    training_minutes   longest that a training may take
+    """
+
+    corrections: bool
+    annotations_bytes: int
+    training: bool
+    training_problem: str | None
+    training_minutes: float
+
+
+class TrainingReport(BaseModel):
+    """A training.
+
+    name          of the new model; `model` has it while it is served
+    base_model    that it goes on from, with its version
+    position      1 for the one whose turn is next, only while it waits
+    steps         planned, as many as the time allows; null before that is measured
+    stage         what it does while it runs: `scoring` measures the base model, `evaluating` the new one
+    seconds_left  while it runs, scoring included; null once it takes longer than was asked for
+    loss          [step, training loss]
+    validation    [step, loss on what is not trained on], the first before any step
+    before, after  F1 at an intersection over union of 0.5 on the held-out part of the annotated stacks
+    better        whether the new model is better there; `message` says it in words, or why the training failed
+    """
+
+    id: str
+    state: TrainingState
+    name: str
+    owner: str | None
+    base_model: str
+    annotations: list[str]
+    minutes: float
+    created: datetime
+    started: datetime | None
+    ended: datetime | None
+    position: int | None
+    stage: TrainingStage | None
+    step: int
+    steps: int | None
+    seconds_left: float | None
+    loss: list[tuple[int, float]]
+    validation: list[tuple[int, float]]
+    before: float | None
+    after: float | None
+    better: bool | None
+    message: Text
+    model: str | None
+
+
+class TrainingList(BaseModel):
+    """The caller's trainings, those of all keys for an admin, newest first."""
+
+    trainings: list[TrainingReport]
