@@ -38,17 +38,20 @@ def check_head(version: str, method: bytes, url: bytes, headers: Headers) -> Non
 
 def check_headers(version: str, headers: Headers) -> None:
     """Raise Refused for headers whose meaning another server might read differently."""
-    modern = version == "1.1"
-    hosts = sum(name == b"host" for name, _ in headers)
+    modern, hosts = version == "1.1", len(_find_all(headers, b"host"))
     if hosts > 1 or (not hosts and modern):
         # RFC 9112, 3.2: a proxy before this service might go by another host than the service does.
         raise Refused("The request must name one host.")
-    if any(name == b"content-length" and len(value) > MAX_LENGTH_DIGITS for name, value in headers):
+    if any(len(value) > MAX_LENGTH_DIGITS for value in _find_all(headers, b"content-length")):
         raise Refused(f"A Content-Length has {MAX_LENGTH_DIGITS} digits at most.")
-    codings = [value.lower() for name, value in headers if name == b"transfer-encoding"]
+    codings = [value.lower() for value in _find_all(headers, b"transfer-encoding")]
     if codings and (codings != [b"chunked"] or not modern):
         # The content of the chunks would be taken for the file. RFC 9112, 6.1: HTTP/1.0 has no chunks.
         raise Refused("A body comes as it is or, in HTTP/1.1, in chunks: no other Transfer-Encoding is read.")
+
+
+def _find_all(headers: Headers, name: bytes) -> list[bytes]:
+    return [value for known, value in headers if known == name]
 
 
 class Refusal(NamedTuple):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
 
 from pydantic import BaseModel
 
 from service.api.messages.text import Text
-from service.serving.learning.training_record import TrainingStage, TrainingState
+from service.serving.learning.annotations import Annotation
+from service.serving.learning.training_record import TrainingRecord, TrainingStage, TrainingState
+from service.serving.learning.trainings import Trainings
 
 
 class AnnotationReport(BaseModel):
@@ -111,3 +115,59 @@ class TrainingList(BaseModel):
     """The caller's trainings, those of all keys for an admin, newest first."""
 
     trainings: list[TrainingReport]
+
+
+def describe_annotation(annotation: Annotation, overlaps: Sequence[Annotation]) -> dict[str, Any]:
+    """Return the content of an `AnnotationReport`."""
+    origin, size = annotation.origin, annotation.voxel_size
+    return {
+        "id": annotation.id,
+        "name": annotation.name,
+        "owner": annotation.owner,
+        "shape": annotation.shape,
+        "voxel_size": None if size is None else (size.z, size.y, size.x),
+        "region": None if annotation.region is None else str(annotation.region),
+        "objects": annotation.objects,
+        "base_model": origin.model,
+        "diameter": origin.diameter,
+        "changes": origin.changes,
+        "time": origin.time,
+        "stack": origin.stack,
+        "job": origin.job,
+        "overlaps": [other.id for other in overlaps],
+        "created": datetime.fromtimestamp(annotation.created, UTC),
+        "bytes": annotation.nbytes,
+    }
+
+
+def report_training(trainings: Trainings, record: TrainingRecord) -> TrainingReport:
+    """Report a training, with the place of its new model while that is served. Blocks while folders are read."""
+    left = trainings.seconds_left(record)
+    return TrainingReport(
+        id=record.id,
+        state=record.state,
+        name=record.name,
+        owner=record.owner,
+        base_model=record.base_model,
+        annotations=record.annotations,
+        minutes=record.minutes,
+        created=datetime.fromtimestamp(record.created, UTC),
+        started=_utc(record.started),
+        ended=_utc(record.ended),
+        position=trainings.position(record),
+        stage=record.stage if record.state == "running" else None,
+        step=record.step,
+        steps=record.steps,
+        seconds_left=None if left is None else round(left, 1),
+        loss=list(record.loss),
+        validation=list(record.validation),
+        before=record.before,
+        after=record.after,
+        better=record.better,
+        message=record.message,
+        model=trainings.model_of(record),
+    )
+
+
+def _utc(seconds: float | None) -> datetime | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC)

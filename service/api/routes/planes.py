@@ -15,7 +15,6 @@ from starlette.responses import Response
 
 from service.api.dependencies import RuntimeDependency, get_async_jobs, get_caller, get_client, get_stacks
 from service.api.http.threads import run_in_thread, run_while_connected
-from service.api.http.uploads import MemoryBudget
 from service.api.messages.planes import PLANES, PlanesResponse
 from service.core.errors import RateLimited
 from service.core.types import Selection, Volume
@@ -23,6 +22,7 @@ from service.formats.sandbox.process import Cancelling
 from service.serving.results.parts import read_labels
 from service.serving.results.planes import MAX_BYTES, PlaneRange, Planes
 from service.serving.runtime import Runtime
+from service.serving.storage.memory_budget import MemoryBudget
 from service.serving.storage.scratch import translate_disk_faults
 
 router = APIRouter()

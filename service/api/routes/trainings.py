@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any
 
@@ -13,10 +12,8 @@ from starlette.responses import JSONResponse, Response
 from service.api.access.authentication import check_trainer, is_admin
 from service.api.dependencies import RuntimeDependency, get_caller, get_trainings
 from service.api.http.threads import run_in_thread
-from service.api.messages.learning import TrainingList, TrainingReport
+from service.api.messages.learning import TrainingList, TrainingReport, report_training
 from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
-from service.serving.learning.training_record import TrainingRecord
-from service.serving.learning.trainings import Trainings
 from service.serving.parameters import describe_faults
 
 router = APIRouter(tags=["learning"])
@@ -57,7 +54,7 @@ async def submit(request: Request, runtime: RuntimeDependency) -> Response:
     given = await _read_body(request)
     work = partial(trainings.submit, **given.model_dump(), owner=get_caller(request), admin=is_admin(request, access))
     record = await run_in_thread(work)
-    report = await run_in_thread(partial(_report, trainings, record))
+    report = await run_in_thread(partial(report_training, trainings, record))
     return JSONResponse(report.model_dump(mode="json"), 202, headers={"Location": f"/trainings/{report.id}"})
 
 
@@ -68,7 +65,7 @@ async def list_trainings(request: Request, runtime: RuntimeDependency) -> Traini
     caller = get_caller(request)
 
     def report_all() -> list[TrainingReport]:
-        return [_report(trainings, record) for record in trainings.newest(caller, everyone=everyone)]
+        return [report_training(trainings, record) for record in trainings.newest(caller, everyone=everyone)]
 
     return TrainingList(trainings=await run_in_thread(report_all))
 
@@ -78,7 +75,7 @@ async def show(request: Request, runtime: RuntimeDependency, training: TrainingI
     """State and progress of a training, its curves, and whether the new model is better."""
     trainings, everyone = get_trainings(request), is_admin(request, runtime.settings.access)
     record = trainings.find(training, get_caller(request), everyone=everyone)
-    return await run_in_thread(partial(_report, trainings, record))
+    return await run_in_thread(partial(report_training, trainings, record))
 
 
 @router.delete("/trainings/{training}", status_code=204)
@@ -107,35 +104,3 @@ async def _read_body(request: Request) -> TrainingRequest:
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
         raise describe_faults(faults, TrainingRequest) from error
-
-
-def _report(trainings: Trainings, record: TrainingRecord) -> TrainingReport:
-    left = trainings.seconds_left(record)
-    return TrainingReport(
-        id=record.id,
-        state=record.state,
-        name=record.name,
-        owner=record.owner,
-        base_model=record.base_model,
-        annotations=record.annotations,
-        minutes=record.minutes,
-        created=datetime.fromtimestamp(record.created, UTC),
-        started=_utc(record.started),
-        ended=_utc(record.ended),
-        position=trainings.position(record),
-        stage=record.stage if record.state == "running" else None,
-        step=record.step,
-        steps=record.steps,
-        seconds_left=None if left is None else round(left, 1),
-        loss=list(record.loss),
-        validation=list(record.validation),
-        before=record.before,
-        after=record.after,
-        better=record.better,
-        message=record.message,
-        model=trainings.model_of(record),
-    )
-
-
-def _utc(seconds: float | None) -> datetime | None:
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
