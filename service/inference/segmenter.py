@@ -235,7 +235,7 @@ class Segmenter:
                 segmentation = resample_segmentation(scored.consumer.finish(), volume.shape[1:], least)
                 confidence, doubt = self._judge(segmentation, volume, plan, sized.diameter, probe)
         if doubt is not None and options.strict:
-            raise DoubtfulResult(doubt.detail)
+            raise DoubtfulResult(doubt.detail, suggested=doubt.suggested)
         sizing_notes = (*sized.notes, *resampling_notes, *skipping_notes)
         notes = (*notes, *sizing_notes, *self._batch_notes(options), *scored.notes, *volume.notes)
         return Result(

@@ -1,17 +1,59 @@
-"""Answers about annotated stacks and trainings."""
+"""Requests and answers about annotated stacks and trainings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.messages.text import Text
 from service.serving.learning.annotations import Annotation
 from service.serving.learning.training_record import TrainingRecord, TrainingStage, TrainingState
 from service.serving.learning.trainings import Trainings
+
+ID_PATTERN = "^[0-9a-f]{32}$"
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+_CORRECTION_FORM = {
+    "schema": {
+        "type": "object",
+        "properties": {"file": _BINARY["schema"], "labels": _BINARY["schema"]},
+        "required": ["labels"],
+    }
+}
+CORRECTION_BODY: dict[str, Any] = {
+    "requestBody": {
+        "description": "Labels of the whole stack: a TIFF, or .npy [Z, Y, X], which may be within gzip; or a form with"
+        " `labels` and the stack itself, `file`.",
+        "required": True,
+        "content": {
+            "image/tiff": _BINARY,
+            "application/x-npy": _BINARY,
+            "application/gzip": _BINARY,
+            "multipart/form-data": _CORRECTION_FORM,
+        },
+    }
+}
+ANNOTATION_FILE: dict[int | str, dict[str, Any]] = {
+    200: {"description": "An OME-TIFF ZYX.", "content": {"image/tiff": _BINARY}}
+}
+
+
+class CorrectionQuery(BaseModel):
+    """Parameters of POST /annotations."""
+
+    stack: Annotated[str | None, Field(pattern=ID_PATTERN, description="The stack, of POST /stacks; the job's.")] = None
+    job: Annotated[str | None, Field(pattern=ID_PATTERN, description="The job whose labels were corrected.")] = None
+    name: Annotated[str, Field(max_length=200, description="The name of the stack if not given.")] = ""
+    region: Annotated[
+        str | None, Field(max_length=80, description="The corrected part, z0:z1,y0:y1,x0:x1; all if not given.")
+    ] = None
+    changes: Annotated[int | None, Field(ge=0, description="Number of corrections.")] = None
+    channel: Annotated[str | None, Field(max_length=256, description="As in /segment; the job's.")] = None
+    time: Annotated[str | None, Field(max_length=32, description="As in /segment; the job's.")] = None
+    axes: Annotated[str | None, Field(max_length=16, description="As in /segment; the job's.")] = None
+    voxel_size: Annotated[str | None, Field(max_length=64, description="As in /segment; the job's.")] = None
 
 
 class AnnotationReport(BaseModel):
@@ -70,6 +112,17 @@ class Abilities(BaseModel):
     training: bool
     training_problem: str | None
     training_minutes: float
+
+
+class TrainingRequest(BaseModel):
+    """A training to begin. `model`: to go on from, the default model if not given; `name`: of the new one."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Annotated[str | None, Field(max_length=64)] = None
+    annotations: Annotated[list[Annotated[str, Field(pattern=ID_PATTERN)]], Field(min_length=1, max_length=100)]
+    minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    name: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9_-]{0,63}$")]
 
 
 class TrainingReport(BaseModel):

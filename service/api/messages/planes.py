@@ -1,16 +1,17 @@
-"""Answer with planes of a volume as raw numbers, for canvases."""
+"""Requests for planes of a volume, and answers with them as raw numbers, for canvases."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from fastapi import Depends, Query
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from service.core.types import Array
-from service.serving.results.planes import MAX_BYTES, SENT_TYPES
+from service.core.types import Array, Selection
+from service.serving.results.planes import MAX_BYTES, SENT_TYPES, PlaneRange
 
 CHUNK_BYTES = 2**20
 
@@ -34,6 +35,40 @@ PLANES: dict[int | str, dict[str, Any]] = {
         },
     }
 }
+
+
+def parse_range(
+    start: Annotated[int, Query(alias="from", ge=0, description="The first plane.")] = 0,
+    stop: Annotated[int | None, Query(alias="to", ge=1, description="One beyond the last plane.")] = None,
+    step: Annotated[
+        str,
+        Query(
+            pattern=r"^[1-9][0-9]{0,4}(,[1-9][0-9]{0,4}){2}$",
+            description="Every n-th plane, row and column: Z,Y,X. Large stacks are looked at in coarse steps first.",
+        ),
+    ] = "1,1,1",
+    axis: Annotated[
+        Literal["z", "y", "x"], Query(description="The axis across the planes, along which `from` and `to` count.")
+    ] = "z",
+) -> PlaneRange:
+    """Return the range that a query states."""
+    z, y, x = map(int, step.split(","))
+    return PlaneRange(start, stop, (z, y, x), "zyx".index(axis))
+
+
+PlaneRangeQuery = Annotated[PlaneRange, Depends(parse_range)]
+
+
+def parse_selection(
+    channel: Annotated[int, Query(ge=0, description="Channel to look at.")] = 0,
+    time: Annotated[int | None, Query(ge=0, description="Time point; the only one if not given.")] = None,
+    axes: Annotated[str | None, Query(max_length=16, description="Overrides the axes of the file.")] = None,
+) -> Selection:
+    """Return the part of the file that a query states."""
+    return Selection(channel, time, axes.upper() if axes else None)
+
+
+SelectionQuery = Annotated[Selection, Depends(parse_selection)]
 
 
 class PlanesResponse(Response):

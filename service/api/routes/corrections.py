@@ -8,7 +8,7 @@ from pathlib import Path as Folder
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import TypeAdapter
 from starlette.responses import FileResponse
 
 from service.api.access.authentication import is_admin
@@ -16,7 +16,15 @@ from service.api.admission import merge_fields
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_annotations, get_caller, get_stacks
 from service.api.http.threads import run_in_thread, run_while_connected
 from service.api.http.uploads import LABELS, is_multipart, plain_name
-from service.api.messages.learning import AnnotationList, AnnotationReport, describe_annotation
+from service.api.messages.learning import (
+    ANNOTATION_FILE,
+    CORRECTION_BODY,
+    ID_PATTERN,
+    AnnotationList,
+    AnnotationReport,
+    CorrectionQuery,
+    describe_annotation,
+)
 from service.api.messages.results import describe_attachment
 from service.api.request_body import incoming_folder, receive_file
 from service.core.errors import BadParameter
@@ -31,52 +39,13 @@ from service.serving.storage.stack_store import StoredStack
 
 router = APIRouter(tags=["learning"])
 
-ID = "^[0-9a-f]{32}$"
-AnnotationId = Annotated[str, Path(pattern=ID, description="The id of the annotated stack.")]
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
-FORM = {
-    "schema": {
-        "type": "object",
-        "properties": {"file": _BINARY["schema"], "labels": _BINARY["schema"]},
-        "required": ["labels"],
-    }
-}
-BODY: dict[str, Any] = {
-    "requestBody": {
-        "description": "Labels of the whole stack: a TIFF, or .npy [Z, Y, X], which may be within gzip; or a form with"
-        " `labels` and the stack itself, `file`.",
-        "required": True,
-        "content": {
-            "image/tiff": _BINARY,
-            "application/x-npy": _BINARY,
-            "application/gzip": _BINARY,
-            "multipart/form-data": FORM,
-        },
-    }
-}
-TIFF: dict[int | str, dict[str, Any]] = {200: {"description": "An OME-TIFF ZYX.", "content": {"image/tiff": _BINARY}}}
+AnnotationId = Annotated[str, Path(pattern=ID_PATTERN, description="The id of the annotated stack.")]
 _JSON = TypeAdapter(dict[str, Any])
 # What a job's parameters say about the part of the stack that it has segmented.
 SELECTION = ("stack", "channel", "time", "axes", "voxel_size")
 
 
-class CorrectionQuery(BaseModel):
-    """Parameters of POST /annotations."""
-
-    stack: Annotated[str | None, Field(pattern=ID, description="The stack, of POST /stacks; the job's.")] = None
-    job: Annotated[str | None, Field(pattern=ID, description="The job whose labels were corrected.")] = None
-    name: Annotated[str, Field(max_length=200, description="The name of the stack if not given.")] = ""
-    region: Annotated[
-        str | None, Field(max_length=80, description="The corrected part, z0:z1,y0:y1,x0:x1; all if not given.")
-    ] = None
-    changes: Annotated[int | None, Field(ge=0, description="Number of corrections.")] = None
-    channel: Annotated[str | None, Field(max_length=256, description="As in /segment; the job's.")] = None
-    time: Annotated[str | None, Field(max_length=32, description="As in /segment; the job's.")] = None
-    axes: Annotated[str | None, Field(max_length=16, description="As in /segment; the job's.")] = None
-    voxel_size: Annotated[str | None, Field(max_length=64, description="As in /segment; the job's.")] = None
-
-
-@router.post("/annotations", status_code=201, openapi_extra=BODY)
+@router.post("/annotations", status_code=201, openapi_extra=CORRECTION_BODY)
 async def keep(
     request: Request,
     runtime: RuntimeDependency,
@@ -140,14 +109,14 @@ async def show(request: Request, runtime: RuntimeDependency, annotation: Annotat
     return await _report_one(request, runtime, await _find(request, runtime, annotation))
 
 
-@router.get("/annotations/{annotation}/image", response_class=FileResponse, responses=TIFF)
+@router.get("/annotations/{annotation}/image", response_class=FileResponse, responses=ANNOTATION_FILE)
 async def image(request: Request, runtime: RuntimeDependency, annotation: AnnotationId) -> FileResponse:
     """The image of an annotated stack: the channel and the time point that were segmented."""
     found = await _find(request, runtime, annotation)
     return _send(found.image, f"{_stem(found)}.ome.tif")
 
 
-@router.get("/annotations/{annotation}/labels", response_class=FileResponse, responses=TIFF)
+@router.get("/annotations/{annotation}/labels", response_class=FileResponse, responses=ANNOTATION_FILE)
 async def labels(request: Request, runtime: RuntimeDependency, annotation: AnnotationId) -> FileResponse:
     """The corrected labels of an annotated stack."""
     found = await _find(request, runtime, annotation)

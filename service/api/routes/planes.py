@@ -7,17 +7,17 @@ import threading
 from collections.abc import Callable, Hashable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from fastapi import Path as PathParameter
 from starlette.responses import Response
 
 from service.api.dependencies import RuntimeDependency, get_async_jobs, get_caller, get_client, get_stacks
 from service.api.http.threads import run_in_thread, run_while_connected
-from service.api.messages.planes import PLANES, PlanesResponse
+from service.api.messages.planes import PLANES, PlaneRangeQuery, PlanesResponse, SelectionQuery
 from service.core.errors import RateLimited
-from service.core.types import Selection, Volume
+from service.core.types import Volume
 from service.formats.sandbox.process import Cancelling
 from service.serving.results.parts import read_labels
 from service.serving.results.planes import MAX_BYTES, PlaneRange, Planes
@@ -35,38 +35,6 @@ StackId = Annotated[str, PathParameter(pattern="^[0-9a-f]{32}$", description="Th
 JobId = Annotated[str, PathParameter(description="The id of the job.", examples=["0f3c1d2ab4e94c1f8f0e6a7d5b9c3e21"])]
 
 
-def parse_range(
-    start: Annotated[int, Query(alias="from", ge=0, description="The first plane.")] = 0,
-    stop: Annotated[int | None, Query(alias="to", ge=1, description="One beyond the last plane.")] = None,
-    step: Annotated[
-        str,
-        Query(
-            pattern=r"^[1-9][0-9]{0,4}(,[1-9][0-9]{0,4}){2}$",
-            description="Every n-th plane, row and column: Z,Y,X. Large stacks are looked at in coarse steps first.",
-        ),
-    ] = "1,1,1",
-    axis: Annotated[
-        Literal["z", "y", "x"], Query(description="The axis across the planes, along which `from` and `to` count.")
-    ] = "z",
-) -> PlaneRange:
-    """Return the range that a query states."""
-    z, y, x = map(int, step.split(","))
-    return PlaneRange(start, stop, (z, y, x), "zyx".index(axis))
-
-
-PlaneRangeQuery = Annotated[PlaneRange, Depends(parse_range)]
-
-
-def parse_selection(
-    channel: Annotated[int, Query(ge=0, description="Channel to look at.")] = 0,
-    time: Annotated[int | None, Query(ge=0, description="Time point; the only one if not given.")] = None,
-    axes: Annotated[str | None, Query(max_length=16, description="Overrides the axes of the file.")] = None,
-) -> Selection:
-    """Return the part of the file that a query states."""
-    return Selection(channel, time, axes.upper() if axes else None)
-
-
-SelectionQuery = Annotated[Selection, Depends(parse_selection)]
 JobTime = Annotated[
     int | None, Query(ge=0, description="Of several time points the one, counted from the first of them.")
 ]

@@ -6,33 +6,20 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
 from service.api.access.authentication import check_trainer, is_admin
 from service.api.dependencies import RuntimeDependency, get_caller, get_trainings
 from service.api.http.threads import run_in_thread
-from service.api.messages.learning import TrainingList, TrainingReport, report_training
+from service.api.messages.learning import ID_PATTERN, TrainingList, TrainingReport, TrainingRequest, report_training
 from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
 from service.serving.parameters import describe_faults
 
 router = APIRouter(tags=["learning"])
 
 MAX_BODY_BYTES = 2**16
-ID = "^[0-9a-f]{32}$"
-TrainingId = Annotated[str, Path(pattern=ID, description="The id of the training.")]
-
-
-class TrainingRequest(BaseModel):
-    """A training to begin. `model`: to go on from, the default model if not given; `name`: of the new one."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    model: Annotated[str | None, Field(max_length=64)] = None
-    annotations: Annotated[list[Annotated[str, Field(pattern=ID)]], Field(min_length=1, max_length=100)]
-    minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    name: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9_-]{0,63}$")]
-
+TrainingId = Annotated[str, Path(pattern=ID_PATTERN, description="The id of the training.")]
 
 BODY = {
     "requestBody": {"required": True, "content": {"application/json": {"schema": TrainingRequest.model_json_schema()}}}
