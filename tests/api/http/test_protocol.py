@@ -37,7 +37,6 @@ from sockets import (
 from starlette.types import Receive, Scope, Send
 
 from service.api.access.middleware import RequestLog
-from service.api.http.joined_writes import JoiningConnection
 from service.api.http.protocol import MAX_UNANSWERED, PROBE_SECONDS, Connection
 from service.api.http.reading import READ_AHEAD_BYTES, READ_BYTES
 from service.api.http.refusals import MAX_HEAD_BYTES, MAX_HEADERS
@@ -306,7 +305,7 @@ def test_what_was_answered_or_closed_is_gone_at_once() -> None:
                 assert answer(client) == b"ok"
             # The connection has the latest.
             until(lambda: gone(requests[:-1]), SECONDS)
-            connections = [weakref.ref(one) for one in gc.get_objects() if type(one) is JoiningConnection]
+            connections = [weakref.ref(one) for one in gc.get_objects() if issubclass(type(one), Connection)]
             assert connections
             client.close()
             until(lambda: gone(requests) and gone(connections), SECONDS)
