@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (StackSegError, OSError) as error:
         # Python's own text begins with [Errno 2].
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
-        sys.stderr.write(f"stackseg: {options.reword(str(text))}\n")
+        sys.stderr.write(f"stackseg: {options.reword(text)}\n")
         return 2 if isinstance(error, ConfigError) else 1
     except ModuleNotFoundError as error:
         if options.extra is None:

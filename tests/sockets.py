@@ -145,3 +145,18 @@ def secured(address: tuple[str, int], files: dict[str, str], **options: Any) -> 
         plain.connect(address)
         with context.wrap_socket(plain, server_hostname="localhost") as client:
             yield client
+
+
+class Pieces:
+    """Answers with the pieces of a body; what it has of a length before the last is not told."""
+
+    def __init__(self, *pieces: bytes, length: int | None = None) -> None:
+        self.pieces, self.length = pieces, length
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        headers = [] if self.length is None else [(b"content-length", str(self.length).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for index, piece in enumerate(self.pieces):
+            more = index + 1 < len(self.pieces)
+            await send({"type": "http.response.body", "body": piece, "more_body": more})

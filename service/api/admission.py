@@ -14,13 +14,13 @@ from pydantic import ValidationError
 from starlette.datastructures import QueryParams
 
 from service.api.dependencies import RuntimeDependency, get_caller
-from service.api.headers import get_header
+from service.api.http.threads import HOST_FILE_THREADS, run_in_thread
 from service.api.http.uploads import is_multipart
-from service.api.threads import HOST_FILE_THREADS, run_in_thread
+from service.api.messages.headers import get_header
 from service.core.errors import BadParameter
 from service.inference.estimate import Estimator
 from service.models.spec import ModelSpec
-from service.serving.parameters import MAX_NAME_LETTERS, Query, explain
+from service.serving.parameters import MAX_NAME_LETTERS, Query, describe_faults
 from service.serving.results.answers import check_host_files
 from service.serving.runtime import Runtime
 
@@ -122,7 +122,9 @@ def merge_fields(query: Query, fields: Mapping[str, str]) -> Query:
         return query
     given = query.model_dump(exclude_unset=True)
     if twice := sorted(given.keys() & fields.keys()):
-        raise BadParameter(f"The parameter {twice[0]} is given twice, in the address and in the form.")
+        raise BadParameter(
+            f"The parameter {twice[0]} is given twice, in the address and in the form.", parameter=twice[0]
+        )
     return _validate({**fields, **given})
 
 
@@ -134,9 +136,12 @@ def select_model(runtime: Runtime, query: Query) -> ModelSpec:
     spec = runtime.models.spec(query.model)
     kind = Estimator(spec, runtime.settings).output(query.options)
     if query.measurements is not None and kind != "labels":
-        raise BadParameter(f"measurements: only labels have objects to measure, and the answer would be {kind}.")
+        raise BadParameter(
+            f"measurements: only labels have objects to measure, and the answer would be {kind}.",
+            parameter="measurements",
+        )
     if query.link is not None and kind != "labels":
-        raise BadParameter(f"link: only labels have objects to link, and the answer would be {kind}.")
+        raise BadParameter(f"link: only labels have objects to link, and the answer would be {kind}.", parameter="link")
     return spec
 
 
@@ -150,7 +155,9 @@ def _parse_query_string(query_string: bytes) -> Query:
     given: dict[str, str] = {}
     for name, value in QueryParams(query_string).multi_items():
         if name in given:
-            raise BadParameter(f"The parameter {name[:MAX_NAME_LETTERS]} is given twice.")
+            raise BadParameter(
+                f"The parameter {name[:MAX_NAME_LETTERS]} is given twice.", parameter=name[:MAX_NAME_LETTERS]
+            )
         given[name] = value
     return _validate(given)
 
@@ -161,7 +168,7 @@ def _validate(given: Mapping[str, Any]) -> Query:
         return Query.model_validate(given)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
-        raise BadParameter(explain(faults)) from error
+        raise describe_faults(faults) from error
 
 
 async def _check_host_files(request: Request, runtime: Runtime, query: Query) -> None:

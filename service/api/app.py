@@ -24,8 +24,9 @@ from service.api.access.authentication import (
     TrustedHosts,
 )
 from service.api.access.middleware import DrainBody, RequestLog, SecurityHeaders
-from service.api.direct_route import DirectDispatch
-from service.api.problems import (
+from service.api.http.direct_route import DirectDispatch
+from service.api.http.threads import begin_file_threads
+from service.api.messages.problems import (
     EXCEPTION_HANDLERS,
     KEY_SCHEMES,
     UNEXPECTED_HANDLER,
@@ -36,19 +37,16 @@ from service.api.problems import (
 from service.api.routes import (
     corrections,
     docs,
-    hardware,
-    health,
     inspect,
     jobs,
-    limits,
     models,
     page,
+    planes,
     segment,
     stacks,
     status,
     trainings,
 )
-from service.api.threads import begin_file_threads
 from service.core.bundled import software_version
 from service.core.config import Settings
 from service.serving.jobs.jobs import AsyncJobs
@@ -60,13 +58,11 @@ _ENDPOINTS = (
     segment,
     jobs,
     stacks,
+    planes,
     corrections,
     trainings,
-    limits,
     inspect,
     models,
-    health,
-    hardware,
     status,
     docs,
     page,

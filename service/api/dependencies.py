@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from service.api.access.rate_limit import ANONYMOUS
+from service.api.messages.headers import ANONYMOUS
 from service.serving.jobs.jobs import AsyncJobs
 from service.serving.learning.annotations import AnnotationStore
 from service.serving.learning.trainings import Trainings

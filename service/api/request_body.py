@@ -12,10 +12,9 @@ from pathlib import Path
 from fastapi import Request
 
 from service.api.admission import admit_form
-from service.api.cancellation import time_limit
 from service.api.dependencies import get_caller, get_client, get_stacks
+from service.api.http.threads import HOST_FILE_THREADS, run_in_thread, time_limit
 from service.api.http.uploads import STACK_PART, STACKS, BodyKinds, Upload, is_multipart, receive
-from service.api.threads import HOST_FILE_THREADS, run_in_thread
 from service.core.errors import BadParameter
 from service.core.timing import Stages
 from service.core.types import Description
@@ -192,7 +191,10 @@ def _adopt(upload: Upload, stacks: StackStore, stack: str, caller: str | None) -
 def _choose_stack(query: Query, upload: Upload) -> str | None:
     """Return the kept stack that stands for a body, None for a request without one. Raises BadParameter."""
     if query.stack is not None and (upload.received or query.input is not None):
-        raise BadParameter("stack: it stands for the file, and the request brings another one; leave one of them out.")
+        raise BadParameter(
+            "stack: it stands for the file, and the request brings another one; leave one of them out.",
+            parameter="stack",
+        )
     return query.stack
 
 
@@ -203,5 +205,7 @@ def _choose_host_file(query: Query, upload: Upload, kinds: BodyKinds) -> str | N
             f"The request carries no file: send {kinds.name} as the body, or as the form field {kinds.part!r}."
         )
     if query.input is not None and upload.received:
-        raise BadParameter("The request carries a file and names another with input; leave one of them out.")
+        raise BadParameter(
+            "The request carries a file and names another with input; leave one of them out.", parameter="input"
+        )
     return query.input

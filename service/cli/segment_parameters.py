@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from service.core.errors import StackSegError
+
 # Parameters that the command shares with POST /segment, under the names they have there: placeholder and help.
 PARAMETERS = {
     "model": (
@@ -85,13 +87,18 @@ PARAMETERS = {
         " configuration)",
     ),
 }
-_NAMES = "|".join(PARAMETERS)
-# A parameter as messages speak of it: with its value, or before what is wrong with it.
-_PARAMETER = re.compile(rf"\b({_NAMES})=([\w'\"-]?)|(?:^|(?<=\. ))({_NAMES})(?=: )")
+# A parameter with its value, as sentences mention it.
+_ASSIGNMENT = re.compile(rf"\b({'|'.join(PARAMETERS)})=([\w'\"-]?)")
 
 
-def name_options(text: str) -> str:
+def name_options(message: str | StackSegError) -> str:
     """Return a message with the options of the command in place of the parameters of a request."""
-    return _PARAMETER.sub(
-        lambda found: f"--{(found[1] or found[3]).replace('_', '-')}{' ' if found[2] else ''}{found[2] or ''}", text
-    )
+    text, parameter = str(message), message.parameter if isinstance(message, StackSegError) else None
+    if parameter is not None and text.startswith(f"{parameter}: "):
+        text = spell_option(parameter) + text.removeprefix(parameter)
+    return _ASSIGNMENT.sub(lambda found: f"{spell_option(found[1])}{' ' if found[2] else ''}{found[2]}", text)
+
+
+def spell_option(parameter: str) -> str:
+    """Return the option that has a parameter; parameters that the command lacks keep their names."""
+    return f"--{parameter.replace('_', '-')}" if parameter in PARAMETERS else parameter

@@ -11,13 +11,13 @@ from pydantic import ValidationError
 
 from service.cli import segment_folder, segment_stack
 from service.cli.models import choose_model
-from service.cli.segment_parameters import PARAMETERS
+from service.cli.segment_parameters import PARAMETERS, spell_option
 from service.core.config import Settings
 from service.core.errors import BadParameter
 from service.formats.sandbox.remote_store import RemoteStore
 from service.formats.writers import is_zarr
 from service.formats.zarr.store import Store, find_image, is_zarr_folder
-from service.serving.parameters import Query, explain
+from service.serving.parameters import Query, describe_faults
 
 # Ends of the names of results, in any case of letters.
 _LABEL_SUFFIXES, _TABLE_SUFFIXES = (".tif", ".tiff", ".npy", ".nii.gz", ".zarr"), (".csv",)
@@ -84,7 +84,7 @@ def _parse_query(options: argparse.Namespace) -> Query:
         given = {name: value for name in names if (value := getattr(options, name)) is not None}
         return Query.model_validate(given | ({"strict": True} if options.strict else {}))
     except ValidationError as error:
-        raise BadParameter(explain(error.errors())) from error
+        raise describe_faults(error.errors(), spell=spell_option) from error
 
 
 def check_results(stack: Path | Store, results: Mapping[Path, tuple[str, ...]], *, force: bool) -> None:

@@ -142,5 +142,5 @@ def _warn(result: Result) -> int:
         sys.stderr.write(f"stackseg: warning: {name_options(result.doubt.detail)}\n")
     if result.series is None or result.series.fault is None:
         return 0
-    sys.stderr.write(f"stackseg: {name_options(str(result.series.fault))}\n")
+    sys.stderr.write(f"stackseg: {name_options(result.series.fault)}\n")
     return 1

@@ -43,7 +43,7 @@ StackSegError
 
 A message is one or two sentences for the person who can act on it: what was found, and what to do.
 `slug` is the stable last part of the problem type that clients may match on.
-HTTP status codes are not known here; `service.api.problems` has the one table.
+HTTP status codes are not known here; `service.api.messages.problems` has the one table.
 """
 
 import re
@@ -52,9 +52,19 @@ from typing import Any, ClassVar
 
 
 class StackSegError(Exception):
-    """Root of the tree, never raised itself."""
+    """Root of the tree, never raised itself.
+
+    parameter  name of the request parameter that the error is about, the first of several; None if it is about none
+    suggested  values to try, by parameter, in the form in which a request states them.
+    """
 
     slug: ClassVar[str] = "error"
+
+    def __init__(
+        self, message: str, *, parameter: str | None = None, suggested: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.parameter, self.suggested = parameter, dict(suggested or {})
 
 
 class RequestError(StackSegError):

@@ -94,7 +94,11 @@ def _ambiguous(axes: str, shape: Sequence[int], doubt: str = "") -> AmbiguousAxe
     suggested = _suggest(axes, shape)
     if suggested is None:
         return AmbiguousAxes(f"{problem} Export one position with at most the dimensions {LETTERS}.")
-    return AmbiguousAxes(f"{problem} State one letter of {LETTERS} per dimension, for example axes={suggested}.")
+    return AmbiguousAxes(
+        f"{problem} State one letter of {LETTERS} per dimension, for example axes={suggested}.",
+        parameter="axes",
+        suggested={"axes": suggested},
+    )
 
 
 def squeeze(axes: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
@@ -105,14 +109,17 @@ def squeeze(axes: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
 
 def _apply_override(override: str, axes: str, shape: Sequence[int]) -> Layout:
     if not set(override) <= set(LETTERS) or not _has_plane(override):
-        raise BadParameter(f"axes={override!r}: use each letter of {LETTERS} at most once, Y and X always.")
+        raise BadParameter(
+            f"axes={override!r}: use each letter of {LETTERS} at most once, Y and X always.", parameter="axes"
+        )
     squeezed = squeeze(axes, shape)[1]
     for lengths in (squeezed, tuple(shape), tuple(n for n in shape if n > 1)):
         if len(lengths) == len(override):
             return Layout(override, lengths)
     raise BadParameter(
         f"axes={override!r} names {len(override)} dimensions, but the stored array has {len(squeezed)}:"
-        f" {_format_shape(squeezed)}."
+        f" {_format_shape(squeezed)}.",
+        parameter="axes",
     )
 
 
@@ -130,7 +137,9 @@ def select_times(layout: Layout, times: TimeRange) -> range:
     stop = count if times.stop is None else times.stop
     if not times.first < stop <= count:
         stated = f"{times.first}:{'' if times.stop is None else times.stop}"
-        raise BadParameter(f"time={stated}: the file has {_list_times(count)}.")
+        raise BadParameter(
+            f"time={stated}: the file has {_list_times(count)}.", parameter="time", suggested={"time": "all"}
+        )
     return range(times.first, stop)
 
 
@@ -152,7 +161,9 @@ def _select_time(layout: Layout, time: int | TimeRange | None) -> int | None:
     if time is None:
         return 0 if times == 1 else None
     if not 0 <= time < times:
-        raise BadParameter(f"time={time}: the file has {_list_times(times)}.")
+        raise BadParameter(
+            f"time={time}: the file has {_list_times(times)}.", parameter="time", suggested={"time": "0"}
+        )
     return time
 
 
@@ -166,10 +177,14 @@ def _select_channels(names: Sequence[str], channel: int | str | None) -> tuple[i
     wanted = str(channel).strip()
     named = _find_by_name(names, wanted)
     if len(named) > 1:
-        raise BadParameter(f"channel={channel!r}: {len(named)} channels have that name; choose one by its number.")
+        raise BadParameter(
+            f"channel={channel!r}: {len(named)} channels have that name; choose one by its number.",
+            parameter="channel",
+            suggested={"channel": str(named[0])},
+        )
     index = named[0] if named else _parse_index(wanted)
     if index is None or not 0 <= index < len(names):
-        raise BadParameter(f"channel={channel!r}: the file has {_list_channels(names)}.")
+        raise BadParameter(f"channel={channel!r}: the file has {_list_channels(names)}.", parameter="channel")
     return (index,)
 
 

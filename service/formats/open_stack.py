@@ -66,7 +66,7 @@ class OpenStack(ABC):
     def placement(self) -> Placement | None:
         """Location of uncompressed pixels at regular distances, None where there are none such. Raises BadParameter."""
         if self.part.time is None:
-            raise BadParameter(axes.explain_time_choice(self.layout))
+            raise BadParameter(axes.explain_time_choice(self.layout), parameter="time", suggested={"time": "all"})
         return self.locate()
 
     @abstractmethod

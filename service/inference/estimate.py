@@ -101,12 +101,17 @@ def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int 
     usual = max(windows.overlap, min(BEST_OVERLAP, limits.overlap)) if best else windows.overlap
     overlap = usual if options.overlap is None else options.overlap
     if not 1 <= batch_size <= limits.sw_batch_size:
-        raise BadParameter(f"sw_batch_size must be between 1 and {limits.sw_batch_size}, not {batch_size}.")
+        raise BadParameter(
+            f"sw_batch_size must be between 1 and {limits.sw_batch_size}, not {batch_size}.", parameter="sw_batch_size"
+        )
     if not 0 <= overlap <= limits.overlap:
-        raise BadParameter(f"overlap must be between 0 and {limits.overlap}, not {overlap}.")
+        raise BadParameter(f"overlap must be between 0 and {limits.overlap}, not {overlap}.", parameter="overlap")
     below = windows.skip_below if options.skip_below is None else options.skip_below
     if windows.inferer == "monai" and below != "none":
-        raise BadParameter("skip_below: this service leaves windows to MONAI, which computes all; leave it out.")
+        raise BadParameter(
+            "skip_below: this service leaves windows to MONAI, which computes all; leave it out.",
+            parameter="skip_below",
+        )
     output = _choose_output(spec, options.output)
     check_steering(spec, output, options.steering)
     return Plan(
@@ -127,9 +132,13 @@ def choose_window(spec: ModelSpec, roi_size: Size | None) -> ModelSpec:
     if roi_size is None or roi_size == own:
         return spec
     if steps is None:
-        raise BadParameter(f"roi_size: {spec.name} takes windows of {_edges(own)} alone; leave roi_size out.")
+        raise BadParameter(
+            f"roi_size: {spec.name} takes windows of {_edges(own)} alone; leave roi_size out.", parameter="roi_size"
+        )
     if any(edge % step for edge, step in zip(roi_size, steps, strict=True)):
-        raise BadParameter(f"roi_size: {spec.name} takes multiples of {_edges(steps)}, not {_edges(roi_size)}.")
+        raise BadParameter(
+            f"roi_size: {spec.name} takes multiples of {_edges(steps)}, not {_edges(roi_size)}.", parameter="roi_size"
+        )
     return spec.model_copy(update={"input": spec.input.model_copy(update={"roi_size": roi_size})})
 
 
@@ -146,7 +155,9 @@ def _choose_output(spec: ModelSpec, wanted: OutputKind | None) -> OutputKind:
     instances = spec.decoding.kind == "instances"
     if wanted == "labels" and not instances:
         raise BadParameter(
-            f"{spec.name} tells classes apart, not objects; ask for output=classes or output=probabilities."
+            f"{spec.name} tells classes apart, not objects; ask for output=classes or output=probabilities.",
+            parameter="output",
+            suggested={"output": "classes"},
         )
     return wanted or ("labels" if instances else "classes")
 
@@ -316,7 +327,8 @@ class Estimator:
         if needed.windows > (most := self.settings.limits.windows):
             raise TooLarge(
                 f"The volume would take {needed.windows} windows, and this service computes up to {most} for one"
-                f" volume. Crop it, or ask for less overlap{', quality=fast' * bool(plan.views)} or a larger diameter."
+                f" volume. Crop it, or ask for less overlap{', quality=fast' * bool(plan.views)} or a larger diameter.",
+                suggested={"quality": "fast"} if plan.views else None,
             )
         return PlannedRequest(plan, needed)
 
@@ -339,7 +351,8 @@ class Estimator:
         named = ", ".join(f"{index}{f' ({name})' if name else ''}" for index, name in enumerate(names))
         taken = f"{want} channel" + ("s" if want > 1 else "")
         raise BadParameter(
-            f"{self.spec.name} takes {taken}, the volume has {have}: {named}; choose with channel= (index or name)."
+            f"{self.spec.name} takes {taken}, the volume has {have}: {named}; choose with channel= (index or name).",
+            parameter="channel",
         )
 
 

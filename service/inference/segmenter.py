@@ -235,7 +235,7 @@ class Segmenter:
                 segmentation = resample_segmentation(scored.consumer.finish(), volume.shape[1:], least)
                 confidence, doubt = self._judge(segmentation, volume, plan, sized.diameter, probe)
         if doubt is not None and options.strict:
-            raise DoubtfulResult(doubt.detail)
+            raise DoubtfulResult(doubt.detail, suggested=doubt.suggested)
         sizing_notes = (*sized.notes, *resampling_notes, *skipping_notes)
         notes = (*notes, *sizing_notes, *self._batch_notes(options), *scored.notes, *volume.notes)
         return Result(
@@ -377,7 +377,9 @@ class Segmenter:
             if is_out_of_memory(error) or hardware.find_loss(self._device, error, self._driver) is not None:
                 raise
             size, reason = "x".join(map(str, spec.input.roi_size)), backends.first_line(error)
-            raise BadParameter(f"roi_size: {spec.name} does not run with windows of {size}: {reason}") from error
+            raise BadParameter(
+                f"roi_size: {spec.name} does not run with windows of {size}: {reason}", parameter="roi_size"
+            ) from error
         return other
 
     def _check_memory(self, needed: Estimate) -> None:

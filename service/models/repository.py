@@ -91,7 +91,7 @@ def select_model(models: Mapping[str, T], name: str | None, default: str | None)
     """Return the model called `name`, else `default`, else the one of `default_name`. Raise UnknownModel."""
     wanted = name or default or default_name(models)
     if wanted not in models:
-        raise UnknownModel(f"There is no model {wanted!r}; served are: {', '.join(models)}.")
+        raise UnknownModel(f"There is no model {wanted!r}; served are: {', '.join(models)}.", parameter="model")
     return models[wanted]
 
 

@@ -275,18 +275,32 @@ class Query(BaseModel):
         return Options(self.output, *windows, diameter, skip_below, steering, roi_size, bool(self.strict), self.quality)
 
 
-def explain(faults: Sequence[Mapping[str, Any]], known: type[BaseModel] = Query) -> str:
-    """Return pydantic's errors about parameters, the first few of them, as sentences that name them."""
+def describe_faults(
+    faults: Sequence[Mapping[str, Any]], known: type[BaseModel] = Query, spell: Callable[[str], str] = str
+) -> BadParameter:
+    """Return the error for pydantic's `errors()` about parameters: sentences that name the first few of them.
+
+    known  model of all parameters
+    spell  writes the name of a parameter in the form in which the client states it
+    """
     sentences = []
     for fault in faults[:MAX_FAULTS]:
         name = str(fault["loc"][-1])[:MAX_NAME_LETTERS] if fault["loc"] else "parameters"
         if fault["type"] == "extra_forbidden":
             sentences.append(f"There is no parameter {name!r}; there are {', '.join(known.model_fields)}.")
         else:
-            sentences.append(f"{name}: {validation_message(fault)}.")
+            sentences.append(f"{spell(name)}: {validation_message(fault)}.")
     if len(faults) > MAX_FAULTS:
         sentences.append(f"There are {len(faults) - MAX_FAULTS} more faults.")
-    return " ".join(sentences)
+    return BadParameter(" ".join(sentences), parameter=_find_parameter(faults[0]["loc"]) if faults else None)
+
+
+def _find_parameter(loc: Sequence[int | str]) -> str | None:
+    """Return the parameter at pydantic's or FastAPI's location of an error; None for the whole of a body."""
+    names = [part for part in loc if isinstance(part, str)]
+    # FastAPI states first where in the request the parameter is.
+    in_request = len(names) > 1 and names[0] in {"query", "path", "header", "body"}
+    return next(iter(names[in_request:]), "")[:MAX_NAME_LETTERS] or None
 
 
 def _voxel_size(text: str) -> VoxelSize:

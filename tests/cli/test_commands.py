@@ -18,8 +18,9 @@ from zarr_files import write_zarr
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.__main__ import main
 from service.cli.models import choose_model
-from service.cli.segment_parameters import PARAMETERS
+from service.cli.segment_parameters import PARAMETERS, name_options
 from service.core.config import Settings, read_settings
+from service.core.errors import BadParameter
 from service.core.quantities import VoxelSize
 from service.core.types import Segmentation, Selection
 from service.formats import stack_reader
@@ -347,3 +348,17 @@ def test_what_cannot_be_tuned_is_refused(
     path.write_text(f"models: {{folder: {base.folder.parent}}}\nengine: {{kind: {engine}}}\n")
     assert main(["tune", *options, "--config", str(path)]) == status
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (BadParameter("voxel_size: wrong.", parameter="voxel_size"), "--voxel-size: wrong."),
+        (BadParameter("time: say which, as time=0.", parameter="time"), "--time: say which, as --time 0."),
+        (BadParameter("input: is not there.", parameter="input"), "input: is not there."),
+        ("try diameter=4px, or choose with channel= (index)", "try --diameter 4px, or choose with --channel (index)"),
+        ("skip_below: of another kind", "skip_below: of another kind"),
+    ],
+)
+def test_parameters_are_named_as_options(message: str | BadParameter, told: str) -> None:
+    assert name_options(message) == told

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from service.core.quantities import Diameter, ObjectVolume, TimeRange, VoxelSize
 from service.core.types import Options, Selection, Steering
-from service.serving.parameters import Query, explain
+from service.serving.parameters import Query, describe_faults
 
 
 def test_query_becomes_a_selection_and_options() -> None:
@@ -68,7 +68,7 @@ def test_any_text_is_understood_or_refused_by_name(given: dict[str, str]) -> Non
     try:
         outcome = str(Query.model_validate(given).selection)
     except ValidationError as error:
-        outcome = explain(error.errors())
+        outcome = str(describe_faults(error.errors()))
     assert outcome.startswith("Selection(") or any(name in outcome for name in given)
 
 
@@ -78,8 +78,8 @@ def test_any_text_is_understood_or_refused_by_name(given: dict[str, str]) -> Non
 def test_voxel_size_is_three_positive_numbers(text: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Query(voxel_size=text)
-    assert "voxel_size" in explain(caught.value.errors())
-    assert "0.5,0.2,0.2" in explain(caught.value.errors())
+    assert "voxel_size" in str(describe_faults(caught.value.errors()))
+    assert "0.5,0.2,0.2" in str(describe_faults(caught.value.errors()))
 
 
 @pytest.mark.parametrize(("text", "meaning"), [("15px", ((15,), "px")), ("6.5UM", ((6.5,), "um"))])
@@ -103,7 +103,7 @@ def test_dark_windows_are_skipped_below_a_grey_value(text: str, meaning: Any) ->
 def test_a_grey_value_is_a_finite_number(text: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Query(skip_below=text)
-    assert explain(caught.value.errors()).startswith("skip_below: A grey value")
+    assert str(describe_faults(caught.value.errors())).startswith("skip_below: A grey value")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_grey_value_is_a_finite_number(text: str) -> None:
 def test_a_window_is_three_positive_numbers(text: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Query(roi_size=text)
-    assert explain(caught.value.errors()).startswith("roi_size: Three positive numbers")
+    assert str(describe_faults(caught.value.errors())).startswith("roi_size: Three positive numbers")
     assert Query(roi_size="32, 64,96").options.roi_size == (32, 64, 96)
 
 
@@ -128,7 +128,7 @@ def test_steering_is_left_to_the_model_unless_given() -> None:
 def test_a_minimum_size_is_a_number_of_voxels_or_micrometres(text: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Query(minimum_size=text)
-    assert explain(caught.value.errors()).startswith("minimum_size: A number of voxels")
+    assert str(describe_faults(caught.value.errors())).startswith("minimum_size: A number of voxels")
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_a_minimum_size_is_a_number_of_voxels_or_micrometres(text: str) -> None:
 def test_diameter_needs_a_unit_and_positive_lengths(text: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Query(diameter=text)
-    assert "diameter" in explain(caught.value.errors())
-    assert "15px" in explain(caught.value.errors())
+    assert "diameter" in str(describe_faults(caught.value.errors()))
+    assert "15px" in str(describe_faults(caught.value.errors()))
 
 
 @pytest.mark.parametrize(
@@ -148,6 +148,23 @@ def test_diameter_needs_a_unit_and_positive_lengths(text: str) -> None:
 def test_explanation_is_sentences(given: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as caught:
         Query.model_validate(given)
-    sentence = explain(caught.value.errors())
+    sentence = str(describe_faults(caught.value.errors()))
     assert next(iter(given)) in sentence
     assert sentence.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("loc", "parameter"),
+    [(("overlap",), "overlap"), (("query", "limit"), "limit"), (("annotations", 3), "annotations"), ((), None)],
+)
+def test_error_names_its_parameter(loc: tuple[str | int, ...], parameter: str | None) -> None:
+    error = describe_faults([{"loc": loc, "type": "value_error", "msg": "Value error, wrong"}])
+    assert error.parameter == parameter
+
+
+def test_names_are_spelt_as_the_client_states_them() -> None:
+    with pytest.raises(ValidationError) as caught:
+        Query.model_validate({"overlap": 1, "sw_batch_size": 0})
+    sentences = str(describe_faults(caught.value.errors(), spell=lambda name: f"<{name}>"))
+    assert "<sw_batch_size>: " in sentences
+    assert "<overlap>: " in sentences

@@ -6,13 +6,14 @@ import re
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from ipaddress import ip_address
+from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.api.access.rate_limit import ANONYMOUS, ApiKeys, RateLimit
-from service.api.headers import RawHeaders, find_header, get_header
+from service.api.access.rate_limit import ApiKeys, RateLimit
+from service.api.messages.headers import ANONYMOUS, RawHeaders, find_header, get_header
 from service.core.config import Access
 from service.core.errors import Misdirected, RateLimited, Unauthorized
 
@@ -111,6 +112,18 @@ def is_admin(request: Request, access: Access) -> bool:
     except Unauthorized:
         return False
     return True
+
+
+class Identity(NamedTuple):
+    """The caller as the owner of trained models, None without API keys; `everyone`: whether it may use those of all."""
+
+    owner: str | None
+    everyone: bool
+
+
+def identify(request: Request, access: Access) -> Identity:
+    """Return who the caller is to trained models."""
+    return Identity(request.scope["state"]["caller"] if access.keys else None, is_admin(request, access))
 
 
 def check_trainer(request: Request, access: Access) -> None:

@@ -4,38 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import re
 import time
-import uuid
 from contextlib import suppress
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.api.headers import RawHeaders, find_header, get_header
+from service.api.messages.headers import SECURITY_HEADERS, RawHeaders, choose_request_id, find_header, get_header
 from service.core import logs
 
 log = logging.getLogger("service.access")
 
 DRAIN_SECONDS = 20.0
-# Ids that a client may give its request: none can forge a line of the log, or fill it.
-REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
 # Of a path, in a line of the log.
 MAX_PATH_LETTERS = 256
 STAGE = re.compile(r"(\w+);dur=([0-9.]+)")
 
-# Content security policies for pages and for all other answers. Swagger UI has inline pictures and styles.
+# Swagger UI has inline pictures and styles.
 PAGE_POLICY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
-POLICY = "default-src 'none'; frame-ancestors 'none'"
-# For all answers but pages.
-SECURITY_HEADERS = {
-    "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-}
 PAGE_SECURITY_HEADERS = SECURITY_HEADERS | {"Content-Security-Policy": PAGE_POLICY}
 
 
@@ -73,14 +61,6 @@ class RequestLog:
             status = scope["state"].get("closed_status", status)
             _log_request(scope, request_id, status, time.perf_counter() - began, headers)
             logs.request_id.reset(token)
-
-
-def choose_request_id(proposed: str) -> str:
-    """Return the id that the client proposes where it is harmless in a log, else a new one."""
-    if REQUEST_ID.fullmatch(proposed):
-        return proposed
-    # It need not be hard to guess, which saves a system call.
-    return str(uuid.UUID(int=random.getrandbits(128), version=4))
 
 
 def _log_request(scope: Scope, request_id: str, status: int, seconds: float, headers: RawHeaders) -> None:

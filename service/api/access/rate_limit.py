@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from service.api.messages.headers import ANONYMOUS
 from service.core.errors import RateLimited, Unauthorized
 
-ANONYMOUS = "anonymous"
 PREFIX = "stackseg_"
 SCHEME = "sha256:"
 

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 # Of Linux's struct tcp_info: where the number of bytes lies that the other side's system has confirmed.
 _BYTES_ACKED = struct.Struct("120xQ")
+# Seconds of silence after which the system asks that of a client, which forgets a connection a minute after its end.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 15}
 
 
 class Patience(NamedTuple):
@@ -91,3 +93,10 @@ def count_acknowledged(transport: asyncio.Transport) -> int | None:
         return None
     # Zero as well where it is not counted: no client confirms nothing, be it slow.
     return int(number) or None
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Have the system ask whether a silent client is still there."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, seconds in _KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, seconds)

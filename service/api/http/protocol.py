@@ -1,115 +1,43 @@
 """An HTTP protocol for uvicorn that reads large bodies with few copies, limits unread bytes and drains at shutdown.
 
 asyncio otherwise reads 256 KiB at a time into new memory, and h11 and uvicorn copy each piece several times: a body of
-33 MB takes 37 ms of the event loop otherwise, and 14 ms here (docs/experiments.md). The file can be deleted: uvicorn
-then serves with its own protocol, without the limits, refusals and draining below, and `server.py` loses `Connection`
-and `Listener`.
+33 MB takes 37 ms of the event loop otherwise, and 14 ms here (docs/experiments.md). Without this file uvicorn serves
+with its own protocol, without the limits, refusals and draining below.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import socket
-import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from starlette.types import Scope
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from service.api.access.middleware import SECURITY_HEADERS, choose_request_id
-from service.api.headers import get_header
-from service.api.http.data_rate import DataRate, Patience, count_acknowledged, count_unsent
-from service.api.problems import PROBLEM_TYPE, problem_document, status_of
+from service.api.http.data_rate import DataRate, Patience, count_acknowledged, count_unsent, keep_alive
+from service.api.http.reading import READ_AHEAD_BYTES, READ_BUFFER, ReadFlow
+from service.api.http.refusals import MAX_HEAD_BYTES, Refusal, Refused, check_head, check_headers
+from service.api.messages.headers import choose_request_id, get_header
+from service.api.messages.problems import status_of
 from service.core import logs
 from service.core.errors import Cancelled, NotReady, OutOfMemory, RequestError, TooSlow
 
 log = logging.getLogger("service.access")
 
-# Bytes read at a time, and so the most that a request holds of its body before it asks for more.
-READ_BYTES = 2 * 2**20
-# Bytes read of a body that nobody has asked for: its request waits for its turn, or for admission.
-READ_AHEAD_BYTES = 2**16
-# Limit of a request line with headers, and of chunk headers and trailers.
-MAX_HEAD_BYTES = 2**16
-# Headers of a request, each of which is an object that all middleware looks at.
-MAX_HEADERS = 100
-# Digits of a Content-Length: leading zeros could be as many as fit into a head.
-MAX_LENGTH_DIGITS = 19
 # Requests that a client may send before the answer to the first.
 MAX_UNANSWERED = 16
-# After the client has ended its side, how often the system is asked whether it has hung up, and the seconds of silence
-# after which the system asks the client's. Linux forgets a connection a minute after its end.
+# How often the system is asked whether a client that has ended its side has hung up.
 PROBE_SECONDS = 0.2
-KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 15}
 # How long a connection that was just opened is kept by a service that stops.
 FIRST_REQUEST_SECONDS = 1.0
-# The largest piece of a body that is copied to be sent together with the head of its answer.
-MAX_JOINED_BYTES = 2**16
 
 
-class Refused(ValueError):
-    """Request head that the application shall not see; the message goes to the client."""
-
-
-class _ReadBuffer(threading.local):
-    """Memory that an event loop reads to, shared by all connections: bytes are taken out before the loop goes on."""
-
-    def __init__(self) -> None:
-        # A view, whose slices are the same memory: the TLS transport slices what `get_buffer` returns.
-        self.memory = memoryview(bytearray(READ_BYTES))
-
-
-_READ_BUFFER = _ReadBuffer()
-
-
-class _JoiningTransport:
-    """Transport of one answer that sends its head together with the beginning of its body.
-
-    This saves a system call, and the client wakes up once instead of twice.
-    """
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._transport = cycle.transport
-        # Weak, since the cycle refers to this: both, with a body, would stay until the garbage collector runs.
-        self._cycle = weakref.proxy(cycle)
-        self._head: bytes | None = None
-        self._begun = False
-
-    def write(self, data: bytes) -> None:
-        """Send a piece; the first one is the head of the answer and waits for the second."""
-        if self._cycle.response_started and not self._begun:
-            self._head, self._begun = data, True
-            return
-        head, self._head = self._head, None
-        if head is not None and len(data) <= MAX_JOINED_BYTES:
-            data = head + data
-        elif head is not None:
-            self._transport.write(head)
-        self._transport.write(data)
-
-    def flush(self) -> None:
-        """Send the head where nothing follows it."""
-        if self._head is not None:
-            self.write(b"")
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def close(self) -> None:
-        """Send the head if it still waits, and close the connection."""
-        self.flush()
-        _close(self._transport)
-
-
-def _close(transport: asyncio.Transport) -> None:
+def close(transport: asyncio.Transport) -> None:
     """Close a transport unless that was done: one of TLS that is closed twice can neither be asked nor aborted."""
     if not transport.is_closing():
         transport.close()
@@ -123,30 +51,10 @@ def _disconnect(cycle: RequestResponseCycle) -> None:
     cycle.message_event.set()
 
 
-class _ReadFlow(FlowControl):
-    """Flow control that resumes reading only while few bytes wait that nobody has asked for.
-
-    count_unread  returns bytes of bodies that were read and not received; a weak reference to the connection's method
-    body_asked    whether a request has asked for its body
-    """
-
-    def __init__(self, transport: asyncio.Transport, count_unread: weakref.WeakMethod[Callable[[], int]]) -> None:
-        super().__init__(transport)
-        self._count_unread, self.body_asked = count_unread, False
-
-    def resume_reading(self) -> None:
-        """Resume reading, unless too many bytes wait already."""
-        count_unread = self._count_unread()
-        unread = 0 if count_unread is None else count_unread()
-        if unread < READ_AHEAD_BYTES:
-            self.body_asked = not unread
-            super().resume_reading()
-
-
 class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     """Connection of a client; the event loop reads into one buffer, from where bytes go straight to the request."""
 
-    flow: _ReadFlow
+    flow: ReadFlow
     _framing_bytes = 0
     # Whether the client will send nothing more that is read.
     _input_ended = False
@@ -162,7 +70,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
         """Start reading."""
         super().connection_made(transport)
-        self.flow = _ReadFlow(transport, weakref.WeakMethod(self._count_unread))
+        self.flow = ReadFlow(transport, weakref.WeakMethod(self._count_unread))
         self._receiving, self._sending = DataRate(), DataRate()
         self._head_since = self._last_received = self.loop.time()
 
@@ -172,11 +80,11 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         opened = self.transport.get_extra_info("socket")
         return -1 if opened is None else int(opened.fileno())
 
-    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the loop's word for "as you like"
+    def get_buffer(self, _sizehint: int) -> memoryview:
         """Return the memory for the next bytes."""
         # Bytes that come belong to the newest request, but it is the oldest one that has asked for its body.
         wanted = self.flow.body_asked and not self.pipeline and self.cycle.more_body and not self._count_unread()
-        return _READ_BUFFER.memory if wanted else _READ_BUFFER.memory[:READ_AHEAD_BYTES]
+        return READ_BUFFER.memory if wanted else READ_BUFFER.memory[:READ_AHEAD_BYTES]
 
     def _count_unread(self) -> int:
         """Return bytes of bodies that were read and not received."""
@@ -189,7 +97,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._framing_bytes += nbytes
         self._received += nbytes
         self._last_received = self.loop.time()
-        with _READ_BUFFER.memory[:nbytes] as data:
+        with READ_BUFFER.memory[:nbytes] as data:
             self.data_received(data)  # type: ignore[arg-type] # the parser takes any buffer
         if self.cycle is not None and self.cycle.more_body and self._count_unread() >= READ_AHEAD_BYTES:
             # Until the request has received them. Fewer bytes are mostly received by the next turn of the loop, and the
@@ -208,7 +116,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             refused = error.__context__
             if isinstance(refused, MemoryError):
                 reason = "The service is short of memory; try again later."
-                self._refuse_rest(HTTPStatus.INSUFFICIENT_STORAGE, OutOfMemory.slug, reason)
+                self._refuse_rest(Refusal(HTTPStatus.INSUFFICIENT_STORAGE, OutOfMemory.slug, reason))
                 return
             self.send_400_response(str(refused) if isinstance(refused, Refused) else "Invalid HTTP request received.")
 
@@ -231,18 +139,18 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what cannot be read as a request."""
-        self._refuse_rest(HTTPStatus.BAD_REQUEST, RequestError.slug, msg)
+        self._refuse_rest(Refusal(HTTPStatus.BAD_REQUEST, RequestError.slug, msg))
 
-    def _refuse_rest(self, status: HTTPStatus, slug: str, reason: str) -> None:
+    def _refuse_rest(self, refusal: Refusal) -> None:
         """Refuse what follows, and close the connection; requests before it are answered first.
 
         The reason is sent only where it cannot be taken for the answer to one of them.
         """
         if not self._unanswered or self._awaits_body:
-            self.transport.write(self._refuse(status, slug, reason))
+            self._refuse(refusal)
         elif self._end_input():
             return
-        _close(self.transport)
+        close(self.transport)
 
     def eof_received(self) -> bool:  # type: ignore[override] # uvicorn closes every connection
         """Keep a connection whose client has ended its own side alone until its requests are answered."""
@@ -253,10 +161,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         # end when it is probed. Others skip an interim answer (RFC 9110, 15.2), which HTTP/1.0 does not know.
         if not self._unanswered[0].response_started and self._unanswered[0].scope["http_version"] == "1.1":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        connection: socket.socket = self.transport.get_extra_info("socket")
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEPALIVE.items():
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        keep_alive(self.transport.get_extra_info("socket"))
         self._abort_if_broken()
         return True
 
@@ -307,7 +212,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self._awaits_body and now - self._last_received >= seconds and not self.transport.is_closing():
             late = NotReady("The service is stopping, and the body has not come; send it again when it is back.")
             retry = {"Retry-After": str(late.retry_after)}
-            self.transport.write(self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, late.slug, str(late), retry))
+            self._refuse(Refusal(HTTPStatus.SERVICE_UNAVAILABLE, late.slug, str(late), retry))
             self.transport.close()
 
     def close_if_late(self, patience: Patience) -> None:
@@ -330,7 +235,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self.transport.is_closing():
             return
         if self._awaits_body or (not self._unanswered and self._framing_bytes):
-            self.transport.write(self._refuse(HTTPStatus.REQUEST_TIMEOUT, TooSlow.slug, reason))
+            self._refuse(Refusal(HTTPStatus.REQUEST_TIMEOUT, TooSlow.slug, reason))
         self.transport.close()
 
     @property
@@ -372,25 +277,14 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         cycle = self.cycle
         return cycle is not None and cycle.more_body and not cycle.response_started and not self.pipeline
 
-    def _refuse(self, status: HTTPStatus, slug: str, reason: str, more: Mapping[str, str] | None = None) -> bytes:
-        """Return the bytes of a last answer, a problem document as the application sends it, and log it."""
+    def _refuse(self, refusal: Refusal) -> None:
+        """Write a last answer, and log it."""
         request_id = self._request_id()
         if self._awaits_body:
-            self.cycle.scope["state"]["closed_status"] = int(status)
-        log.info(
-            "%d %s %s: %s", status, request_id, slug, reason, extra=logs.fields(request_id=request_id, problem=slug)
-        )
-        content = json.dumps(problem_document(slug, status, reason, request_id)).encode()
-        headers = {
-            **SECURITY_HEADERS,
-            **(more or {}),
-            "Content-Type": PROBLEM_TYPE,
-            "X-Request-ID": request_id,
-            "Connection": "close",
-        }
-        lines = [f"HTTP/1.1 {status} {status.phrase}", *(f"{name}: {value}" for name, value in headers.items())]
-        lines += [f"{name.decode()}: {value.decode()}" for name, value in self.server_state.default_headers]
-        return "\r\n".join([*lines, f"Content-Length: {len(content)}", "", ""]).encode() + content
+            self.cycle.scope["state"]["closed_status"] = int(refusal.status)
+        fields = logs.fields(request_id=request_id, problem=refusal.slug)
+        log.info("%d %s %s: %s", refusal.status, request_id, refusal.slug, refusal.reason, extra=fields)
+        self.transport.write(refusal.encode(request_id, self.server_state.default_headers))
 
     def _request_id(self) -> str:
         """Return the id of the request that is being read, the one that the application gave it if it knows it."""
@@ -413,48 +307,21 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
             # `_parse` feeds the head again, without the offer.
             return
-        self._check_head()
-        if self.parser.get_http_version() == "1.0":
+        version = self.parser.get_http_version()
+        check_head(version, self.parser.get_method(), self.url, self.headers)
+        if len(self._unanswered) >= MAX_UNANSWERED:
+            raise Refused("Too many requests were sent ahead.")
+        check_headers(version, self.headers)
+        if version == "1.0":
             # RFC 9110, 10.1.1: such a client knows no interim answer, and does not wait for one.
             self.expect_100_continue = False
             self.headers[:] = [header for header in self.headers if header[0] != b"expect"]
         super().on_headers_complete()
-        self.cycle.transport = _JoiningTransport(self.cycle)  # type: ignore[assignment] # all methods that are used
         self._unanswered += (self.cycle,)
         self.flow.body_asked = False
 
-    def _check_head(self) -> None:
-        """Raise Refused for a head that the application shall not see."""
-        if self.parser.get_http_version() not in {"1.0", "1.1"}:
-            raise Refused("This service speaks HTTP/1.1 and HTTP/1.0.")
-        if self.parser.get_method() == b"CONNECT":
-            raise Refused("This service is no proxy.")
-        if len(self.headers) > MAX_HEADERS:
-            raise Refused(f"The request has more than {MAX_HEADERS} headers.")
-        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
-            raise Refused("The head of the request is too long.")
-        if len(self._unanswered) >= MAX_UNANSWERED:
-            raise Refused("Too many requests were sent ahead.")
-        self._check_headers()
-
-    def _check_headers(self) -> None:
-        """Raise Refused for headers whose meaning another server might read differently."""
-        modern = self.parser.get_http_version() == "1.1"
-        hosts = sum(name == b"host" for name, _ in self.headers)
-        if hosts > 1 or (not hosts and modern):
-            # RFC 9112, 3.2: a proxy before this service might go by another host than the service does.
-            raise Refused("The request must name one host.")
-        if any(name == b"content-length" and len(value) > MAX_LENGTH_DIGITS for name, value in self.headers):
-            raise Refused(f"A Content-Length has {MAX_LENGTH_DIGITS} digits at most.")
-        codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
-        if codings and (codings != [b"chunked"] or not modern):
-            # The content of the chunks would be taken for the file. RFC 9112, 6.1: HTTP/1.0 has no chunks.
-            raise Refused("A body comes as it is or, in HTTP/1.1, in chunks: no other Transfer-Encoding is read.")
-
     def on_response_complete(self) -> None:
-        """Send a head that still waits, and forget answered requests; the rest of their bodies is dropped."""
-        for cycle in self._unanswered:
-            cast("_JoiningTransport", cycle.transport).flush()
+        """Forget answered requests; the rest of their bodies is dropped."""
         self._unanswered = tuple(cycle for cycle in self._unanswered if not cycle.response_complete)
         self._head_since = self.loop.time()
         super().on_response_complete()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePath
 from typing import BinaryIO, NamedTuple
@@ -16,10 +15,11 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 from starlette.types import Message
 
-from service.api.headers import get_header
 from service.api.http.multipart import MAX_FORM_BYTES, FormParser
-from service.api.threads import run_in_thread
+from service.api.http.threads import run_in_thread
+from service.api.messages.headers import get_header
 from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
+from service.serving.storage.memory_budget import MemoryBudget
 from service.serving.storage.scratch_space import Hold
 
 MULTIPART = "multipart/form-data"
@@ -68,29 +68,6 @@ NO_HARD_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK
 BLOCK_BYTES = 2 * 2**20
 # Memory of this process for uploads that are not on disk.
 UPLOAD_MEMORY_BYTES = 64 * 2**20
-
-
-class MemoryBudget:
-    """A number of bytes that uploads share. Safe to use from threads."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._free = nbytes
-        self._lock = threading.Lock()
-
-    def reserve(self, nbytes: int) -> bool:
-        """Take bytes from the budget, to be released later; return False, and take none, if there are fewer."""
-        with self._lock:
-            if nbytes > self._free:
-                return False
-            self._free -= nbytes
-            return True
-
-    def release(self, nbytes: int) -> None:
-        """Give reserved bytes back."""
-        with self._lock:
-            self._free += nbytes
-
-
 UPLOAD_MEMORY = MemoryBudget(UPLOAD_MEMORY_BYTES)
 
 
@@ -260,26 +237,31 @@ async def receive(
     """
     uploads = {**(beside or {}), kinds.part: upload}
     form = _make_form_parser(request, uploads, kinds)
-    feed = upload.add_data if form is None else form.feed
-    length = _stated_length(request, upload.limit_bytes * (len(uploads) if form is not None else 1))
+    files = list(uploads.values()) if form is not None else [upload]
+    length = _stated_length(request, upload.limit_bytes * len(files))
     # Which share of a form is whose is seen as they come.
-    upload.announce(length if len(uploads) == 1 or form is None else 0)
-    more = True
+    upload.announce(length if len(files) == 1 else 0)
     try:
-        while more:
-            # No local variable may refer to a chunk while the next one is awaited, as in `request.stream`: a stalled
-            # body would keep it in memory.
-            received = [each.received for each in uploads.values()]
-            nbytes, more = _feed(feed, await request.receive())
-            for each, before in zip(uploads.values(), received, strict=True):
-                # A chunk may hold the end of one file and the beginning of another.
-                if each.received > before:
-                    await each.flush(nbytes)
+        await _receive_chunks(request, upload.add_data if form is None else form.feed, files)
     finally:
-        for each in uploads.values():
-            await each.wait_written()
+        for file in files:
+            await file.wait_written()
     if form is not None:
         form.finish()
+
+
+async def _receive_chunks(request: Request, feed: Callable[[bytes], None], files: Sequence[Upload]) -> None:
+    """Pass on the chunks of a body, which adds their data to the files."""
+    more = True
+    while more:
+        # No local variable may refer to a chunk while the next one is awaited, as in `request.stream`: a stalled body
+        # would keep it in memory.
+        received = [file.received for file in files]
+        nbytes, more = _feed(feed, await request.receive())
+        for file, before in zip(files, received, strict=True):
+            # A chunk may hold the end of one file and the beginning of another.
+            if file.received > before:
+                await file.flush(nbytes)
 
 
 def _feed(feed: Callable[[bytes], None], message: Message) -> tuple[int, bool]:

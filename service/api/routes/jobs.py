@@ -7,27 +7,23 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path as Folder
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from starlette.responses import FileResponse, StreamingResponse
 
 from service.api.admission import REQUEST, AdmittedQuery
+from service.api.answers import send_part
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_client
-from service.api.job_requests import ACCEPTED, accept_job, report_job
-from service.api.planes import PLANES, PlaneRangeQuery, answer_planes, open_volume
-from service.api.responses import ANSWER, ResultResponse, build_response
-from service.api.results import send_part
-from service.api.schemas import JobList, JobReport
-from service.api.threads import run_in_thread
+from service.api.http.threads import run_in_thread
+from service.api.job_requests import ACCEPTED, accept_job
+from service.api.messages.jobs import JobList, JobReport, report_job
+from service.api.messages.results import ANSWER, ResultResponse, build_response
 from service.core.errors import StorageUnavailable, UnknownJob
-from service.core.types import Volume
 from service.formats.sandbox.parent import descriptor_path
-from service.formats.sandbox.process import Cancelling
 from service.serving.jobs.active_job import JobView
 from service.serving.jobs.jobs import AsyncJobs
-from service.serving.results.parts import choose_media_type, read_labels
+from service.serving.results.parts import choose_media_type
 from service.serving.runtime import Runtime
 
 router = APIRouter(tags=["jobs"])
@@ -70,13 +66,14 @@ async def list_jobs(
 ) -> JobList:
     """The caller's jobs, newest first."""
     views = await run_in_thread(partial(async_jobs.newest, get_caller(request), limit))
-    return JobList(jobs=[report_job(async_jobs, view) for view in views])
+    return JobList(jobs=[report_job(view, async_jobs.keep_seconds) for view in views])
 
 
 @router.get("/jobs/{job}")
 async def show(request: Request, async_jobs: AsyncJobsDependency, job: JobId) -> JobReport:
     """State, position in the queue, progress in windows, seconds left, stage times, warnings."""
-    return report_job(async_jobs, await run_in_thread(partial(async_jobs.view, job, get_caller(request))))
+    view = await run_in_thread(partial(async_jobs.view, job, get_caller(request)))
+    return report_job(view, async_jobs.keep_seconds)
 
 
 @router.get("/jobs/{job}/events", response_class=StreamingResponse, responses=EVENTS)
@@ -117,29 +114,6 @@ async def result(
         return response
 
 
-@router.get("/jobs/{job}/planes", response_class=Response, responses=PLANES)
-async def planes(  # noqa: PLR0913
-    request: Request,
-    runtime: RuntimeDependency,
-    async_jobs: AsyncJobsDependency,
-    *,
-    job: JobId,
-    wanted: PlaneRangeQuery,
-    time: Annotated[
-        int | None, Query(ge=0, description="Of several time points the one, counted from the first of them.")
-    ] = None,
-) -> Response:
-    """Planes of the labels of a job that is done, as raw numbers, to be drawn. Those of its input: `/stacks`."""
-    file, metadata = await run_in_thread(partial(async_jobs.result, job, get_caller(request)))
-
-    def read(folder: Folder, cancelled: Cancelling) -> Volume:
-        return read_labels(runtime.reader, file, metadata, folder, time=time, cancelled=cancelled)
-
-    with file:
-        volume = await open_volume(request, runtime, (job, time), read)
-    return await answer_planes(volume, wanted)
-
-
 @router.delete("/jobs/{job}", status_code=204)
 async def cancel(request: Request, async_jobs: AsyncJobsDependency, job: JobId) -> None:
     """Cancel a job that waits or runs: the device stops before its next batch of windows. Forget one that is over."""
@@ -152,7 +126,7 @@ async def _stream_events(
     """Yield a server-sent event whenever the job's report changes, until the job is over or the service stops."""
     sent, silent = "", 0.0
     while True:
-        text = report_job(async_jobs, view).model_dump_json()
+        text = report_job(view, async_jobs.keep_seconds).model_dump_json()
         if text != sent:
             yield f"data: {text}\n\n"
             sent, silent = text, 0.0

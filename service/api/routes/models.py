@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -10,39 +9,32 @@ from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse
 
-from service.api.access.authentication import check_admin, is_admin
-from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_trainings
-from service.api.schemas import Loaded, ModelInfo, ModelList, ModelReload
-from service.api.threads import run_in_thread
-from service.serving.devices.model_registry import ModelState
+from service.api.access.authentication import check_admin, identify
+from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_trainings
+from service.api.http.threads import run_in_thread
+from service.api.messages.models import PICTURE_FILE, ModelInfo, ModelList, ModelReload, report_model, report_models
 
 router = APIRouter(tags=["models"])
 
-SAMPLE: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "A TIFF.",
-        "content": {"image/tiff": {"schema": {"type": "string", "format": "binary"}}},
-    }
-}
-
-PICTURE: dict[int | str, dict[str, Any]] = {
-    200: {"description": "A PNG.", "content": {"image/png": {"schema": {"type": "string", "format": "binary"}}}}
-}
-# In the model's folder.
-PICTURE_FILE = "example.png"
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+SAMPLE: dict[int | str, dict[str, Any]] = {200: {"description": "A TIFF.", "content": {"image/tiff": _BINARY}}}
+PICTURE: dict[int | str, dict[str, Any]] = {200: {"description": "A PNG.", "content": {"image/png": _BINARY}}}
 
 
 @router.get("/models")
 async def list_models(request: Request, runtime: RuntimeDependency) -> ModelList:
     """Every model of the repository with its state; those that are not loaded are when they are first asked for."""
-    models = [_describe(request, model) for model in runtime.models.states()]
-    return ModelList(default=runtime.models.default, models=models)
+    caller = identify(request, runtime.settings.access)
+    return report_models(runtime, partial(get_trainings(request).may_remove, **caller._asdict()))
 
 
 @router.get("/models/{name}")
 async def show_model(request: Request, name: str, runtime: RuntimeDependency) -> ModelInfo:
     """One model: its facts, and the engine, precision and memory format in use, with warnings."""
-    return _describe(request, runtime.models.state(name))
+    caller, model = identify(request, runtime.settings.access), runtime.models.state(name)
+    return report_model(
+        model, removable=get_trainings(request).may_remove(model, caller.owner, everyone=caller.everyone)
+    )
 
 
 @router.delete("/models/{name}", status_code=204)
@@ -51,9 +43,10 @@ async def remove(request: Request, runtime: RuntimeDependency, async_jobs: Async
 
     Requests that compute with it finish. A model that a job, a training or the configuration needs is kept.
     """
-    owner, everyone = _identify(request)
-    if not runtime.settings.access.keys:
-        check_admin(request, runtime.settings.access)
+    access = runtime.settings.access
+    if not access.keys:
+        check_admin(request, access)
+    owner, everyone = identify(request, access)
     remove_model = get_trainings(request).remove_model
     await run_in_thread(partial(remove_model, name, owner, everyone=everyone, has_jobs=async_jobs.uses))
 
@@ -85,39 +78,3 @@ async def reload_models(request: Request, runtime: RuntimeDependency) -> ModelRe
     """
     check_admin(request, runtime.settings.access)
     return ModelReload(**(await run_in_thread(runtime.models.reload))._asdict())
-
-
-def _identify(request: Request) -> tuple[str | None, bool]:
-    """Return the caller as the owner of models, None without keys, and whether it is an admin."""
-    access = request.app.state.runtime.settings.access
-    return get_caller(request) if access.keys else None, is_admin(request, access)
-
-
-def _describe(request: Request, model: ModelState) -> ModelInfo:
-    owner, everyone = _identify(request)
-    removable = get_trainings(request).may_remove(model, owner, everyone=everyone)
-    spec, engine = model.spec, model.segmenter.report() if model.segmenter else None
-    if spec is None:
-        return ModelInfo(name=model.name, state=model.state, removable=removable, problem=model.problem)
-    return ModelInfo(
-        name=spec.name,
-        state=model.state,
-        version=spec.version,
-        summary=spec.summary,
-        picture=f"/models/{spec.name}/picture" if (spec.folder / PICTURE_FILE).is_file() else None,
-        licence=spec.licence,
-        training_data=spec.training_data,
-        architecture=spec.network,
-        input=spec.input,
-        outputs=spec.outputs,
-        decoding=spec.decoding.kind,
-        lineage=spec.lineage,
-        removable=removable,
-        engine=engine,
-        loaded=model.segmenter is not None,
-        devices=[
-            Loaded(device=device, bytes=loaded_model.nbytes, used=datetime.fromtimestamp(loaded_model.used, UTC))
-            for device, loaded_model in model.loaded.items()
-        ],
-        problem=model.problem,
-    )

@@ -6,14 +6,13 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse
 
 from service.api.admission import PREFER, REQUEST, RESPOND_ASYNC, admit, prefers_async, select_model
-from service.api.cancellation import run_while_connected
+from service.api.answers import send_segmented
 from service.api.dependencies import get_async_jobs, get_runtime
-from service.api.direct_route import DirectRoute
+from service.api.http.direct_route import DirectRoute
+from service.api.http.threads import FILE_THREADS, HOST_FILE_THREADS, follow, run_while_connected
 from service.api.job_requests import ACCEPTED, accept_job
+from service.api.messages.results import ANSWER, ResultResponse
 from service.api.request_body import receive_file
-from service.api.responses import ANSWER, ResultResponse
-from service.api.results import send_segmented
-from service.api.threads import FILE_THREADS, HOST_FILE_THREADS, follow
 from service.core.errors import Cancelled, NotReady
 from service.core.timing import Stages
 from service.serving.runtime import Runtime

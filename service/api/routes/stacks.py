@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path as Folder
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query, Request
-from starlette.responses import Response
+from fastapi import APIRouter, Path, Request
 
 from service.api.admission import REQUEST
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_stacks
-from service.api.planes import PLANES, PlaneRangeQuery, answer_planes, open_volume
+from service.api.http.threads import run_in_thread
+from service.api.messages.stacks import StackReport
 from service.api.request_body import incoming_folder, receive_file
-from service.api.schemas import StackReport
-from service.api.threads import run_in_thread
 from service.core.errors import BadParameter
 from service.core.timing import Stages
-from service.core.types import Selection, Volume
-from service.formats.sandbox.process import Cancelling
 from service.serving.parameters import Query as Parameters
 from service.serving.storage.stack_store import StoredStack
 
@@ -35,10 +30,12 @@ async def upload(request: Request, runtime: RuntimeDependency, async_jobs: Async
     The same body as `/segment`. Nothing of the file is read. It is kept as long as it is used now and then.
     """
     runtime.check_admission(get_caller(request))
-    _check_bare(not request.query_params)
+    if request.query_params:
+        raise _no_parameters()
     query = Parameters()
     async with receive_file(request, runtime, query, Stages(), incoming_folder(async_jobs)) as file:
-        _check_bare(file.received.query == query)
+        if file.received.query != query:
+            raise _no_parameters()
 
         def keep() -> StoredStack:
             digest = file.complete() or ""
@@ -60,33 +57,8 @@ async def delete(request: Request, stack: StackId) -> None:
     await run_in_thread(partial(get_stacks(request).delete, stack, get_caller(request)))
 
 
-@router.get("/stacks/{stack}/planes", response_class=Response, responses=PLANES)
-async def planes(  # noqa: PLR0913
-    request: Request,
-    runtime: RuntimeDependency,
-    *,
-    stack: StackId,
-    wanted: PlaneRangeQuery,
-    channel: Annotated[int, Query(ge=0, description="Channel to look at.")] = 0,
-    time: Annotated[int | None, Query(ge=0, description="Time point; the only one if not given.")] = None,
-    axes: Annotated[str | None, Query(max_length=16, description="Overrides the axes of the file.")] = None,
-) -> Response:
-    """Planes of a kept stack as raw numbers, to be drawn."""
-    caller = get_caller(request)
-    stored = await run_in_thread(partial(get_stacks(request).find, stack, caller))
-    selection = Selection(channel, time, axes.upper() if axes else None)
-
-    def read(folder: Folder, cancelled: Cancelling) -> Volume:
-        return runtime.reader.read(stored.path, selection, folder, cancelled=cancelled)
-
-    volume = await open_volume(request, runtime, (stack, selection), read)
-    return await answer_planes(volume, wanted)
-
-
-def _check_bare(bare: bool) -> None:  # noqa: FBT001
-    """Raise BadParameter unless an upload comes without parameters."""
-    if not bare:
-        raise BadParameter("A stack is kept without parameters; state them in the requests that name it.")
+def _no_parameters() -> BadParameter:
+    return BadParameter("A stack is kept without parameters; state them in the requests that name it.")
 
 
 def _report(stack: StoredStack) -> StackReport:

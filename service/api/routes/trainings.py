@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
 from service.api.access.authentication import check_trainer, is_admin
 from service.api.dependencies import RuntimeDependency, get_caller, get_trainings
-from service.api.schemas import TrainingList, TrainingReport
-from service.api.threads import run_in_thread
-from service.core.errors import BadParameter, Cancelled, TooLarge, UnsupportedMedia
-from service.serving.learning.training_record import TrainingRecord
-from service.serving.learning.trainings import Trainings
-from service.serving.parameters import explain
+from service.api.http.threads import run_in_thread
+from service.api.messages.learning import ID_PATTERN, TrainingList, TrainingReport, TrainingRequest, report_training
+from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
+from service.serving.parameters import describe_faults
 
 router = APIRouter(tags=["learning"])
 
 MAX_BODY_BYTES = 2**16
-ID = "^[0-9a-f]{32}$"
-TrainingId = Annotated[str, Path(pattern=ID, description="The id of the training.")]
-
-
-class TrainingRequest(BaseModel):
-    """A training to begin. `model`: to go on from, the default model if not given; `name`: of the new one."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    model: Annotated[str | None, Field(max_length=64)] = None
-    annotations: Annotated[list[Annotated[str, Field(pattern=ID)]], Field(min_length=1, max_length=100)]
-    minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    name: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9_-]{0,63}$")]
-
+TrainingId = Annotated[str, Path(pattern=ID_PATTERN, description="The id of the training.")]
 
 BODY = {
     "requestBody": {"required": True, "content": {"application/json": {"schema": TrainingRequest.model_json_schema()}}}
@@ -57,7 +41,7 @@ async def submit(request: Request, runtime: RuntimeDependency) -> Response:
     given = await _read_body(request)
     work = partial(trainings.submit, **given.model_dump(), owner=get_caller(request), admin=is_admin(request, access))
     record = await run_in_thread(work)
-    report = await run_in_thread(partial(_report, trainings, record))
+    report = await run_in_thread(partial(report_training, trainings, record))
     return JSONResponse(report.model_dump(mode="json"), 202, headers={"Location": f"/trainings/{report.id}"})
 
 
@@ -68,7 +52,7 @@ async def list_trainings(request: Request, runtime: RuntimeDependency) -> Traini
     caller = get_caller(request)
 
     def report_all() -> list[TrainingReport]:
-        return [_report(trainings, record) for record in trainings.newest(caller, everyone=everyone)]
+        return [report_training(trainings, record) for record in trainings.newest(caller, everyone=everyone)]
 
     return TrainingList(trainings=await run_in_thread(report_all))
 
@@ -78,7 +62,7 @@ async def show(request: Request, runtime: RuntimeDependency, training: TrainingI
     """State and progress of a training, its curves, and whether the new model is better."""
     trainings, everyone = get_trainings(request), is_admin(request, runtime.settings.access)
     record = trainings.find(training, get_caller(request), everyone=everyone)
-    return await run_in_thread(partial(_report, trainings, record))
+    return await run_in_thread(partial(report_training, trainings, record))
 
 
 @router.delete("/trainings/{training}", status_code=204)
@@ -106,36 +90,4 @@ async def _read_body(request: Request) -> TrainingRequest:
         return TrainingRequest.model_validate_json(bytes(body))
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
-        raise BadParameter(explain(faults, TrainingRequest)) from error
-
-
-def _report(trainings: Trainings, record: TrainingRecord) -> TrainingReport:
-    left = trainings.seconds_left(record)
-    return TrainingReport(
-        id=record.id,
-        state=record.state,
-        name=record.name,
-        owner=record.owner,
-        base_model=record.base_model,
-        annotations=record.annotations,
-        minutes=record.minutes,
-        created=datetime.fromtimestamp(record.created, UTC),
-        started=_utc(record.started),
-        ended=_utc(record.ended),
-        position=trainings.position(record),
-        stage=record.stage if record.state == "running" else None,
-        step=record.step,
-        steps=record.steps,
-        seconds_left=None if left is None else round(left, 1),
-        loss=list(record.loss),
-        validation=list(record.validation),
-        before=record.before,
-        after=record.after,
-        better=record.better,
-        message=record.message,
-        model=trainings.model_of(record),
-    )
-
-
-def _utc(seconds: float | None) -> datetime | None:
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
+        raise describe_faults(faults, TrainingRequest) from error

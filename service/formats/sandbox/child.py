@@ -54,7 +54,8 @@ def answer(request: dict[str, Any], file: Source, make_output: Callable[[int], i
         else:
             extract = stack_reader.extract(file, selection, limit_bytes, make_output, request["small_bytes"])
     except RequestError as error:
-        return {"error": error.slug, "message": str(error)}
+        advice = {"parameter": error.parameter, "suggested": error.suggested}
+        return {"error": error.slug, "message": str(error), **advice}
     except MemoryError:
         return {"error": TooLarge.slug, "message": "Reading the file needs more memory than one file may use."}
     except OSError as error:

@@ -21,7 +21,15 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from service.core.buffers import LARGE_BYTES
-from service.core.errors import AmbiguousAxes, BadFile, BadParameter, ReaderKilled, TooLarge, UnsupportedMedia
+from service.core.errors import (
+    AmbiguousAxes,
+    BadFile,
+    BadParameter,
+    ReaderKilled,
+    RequestError,
+    TooLarge,
+    UnsupportedMedia,
+)
 from service.core.quantities import Size
 from service.core.types import Description, Selection, Volume
 from service.formats.sandbox import child as sandbox_child
@@ -38,6 +46,8 @@ SMALL_BYTES = 2**25
 _ERRORS = {error.slug: error for error in (AmbiguousAxes, BadFile, BadParameter, TooLarge, UnsupportedMedia)}
 _DESCRIPTION, _EXTRACT = TypeAdapter(Description), TypeAdapter(Extract)
 _PARTS = TypeAdapter(list[Part])
+# The parameter that an error is about, and values to try.
+_ADVICE = TypeAdapter(tuple[str | None, dict[str, str]])
 
 T = TypeVar("T")
 
@@ -332,7 +342,14 @@ def _raise_error(reply: dict[str, Any]) -> None:
     if "errno" in reply:
         raise OSError(int(reply["errno"]), str(reply["message"]))
     if "error" in reply:
-        raise _ERRORS.get(str(reply["error"]), BadFile)(str(reply["message"]))
+        raise _parse_error(reply)
+
+
+def _parse_error(reply: dict[str, Any]) -> RequestError:
+    """Return the error in a child's reply. Raises ValueError where the reply makes no sense."""
+    parameter, suggested = _ADVICE.validate_python((reply.get("parameter"), reply.get("suggested", {})))
+    kind: type[RequestError] = _ERRORS.get(str(reply["error"]), BadFile)
+    return kind(str(reply["message"]), parameter=parameter, suggested=suggested)
 
 
 def _parse_extract(reply: dict[str, Any], limit_bytes: int) -> Extract:

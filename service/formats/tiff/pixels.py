@@ -195,7 +195,8 @@ def _check_axes(image: StoredImage, layout: Layout) -> None:
     if not {*"YX"} <= {*inner}:
         raise BadParameter(
             f"axes={layout.axes} has the pages of this file hold {inner or 'single pixels'}; each must hold Y and X."
-            " Correct axes, or save the stack uncompressed."
+            " Correct axes, or save the stack uncompressed.",
+            parameter="axes",
         )
 
 

@@ -34,15 +34,21 @@ def make_plan(  # noqa: PLR0913
     """
     source = source.resolve()
     if isinstance(selection.time, TimeRange):
-        raise BadParameter("time: one time point is segmented block by block; say which, as time=0.")
+        raise BadParameter(
+            "time: one time point is segmented block by block; say which, as time=0.",
+            parameter="time",
+            suggested={"time": "0"},
+        )
     if settings.windows.inferer != "own":
         raise BadParameter("windows.inferer: MONAI's has the scores of the whole volume in memory; leave it out.")
     if options.roi_size is not None:
-        raise BadParameter("roi_size: the model's own window is taken block by block; leave it out.")
+        raise BadParameter(
+            "roi_size: the model's own window is taken block by block; leave it out.", parameter="roi_size"
+        )
     with stack_reader.open_blocks(source, selection) as stack:
         description = stack.describe(selection)
     if description.problem:
-        raise BadParameter(description.problem)
+        raise BadParameter(description.problem, parameter="time", suggested={"time": "0"})
     plan = Estimator(spec, lift_limit(settings)).plan_request(description, options).plan
     size = working_size(description, spec, plan.diameter)
     decoding = steer(spec, plan.steering, description, size).decoding
@@ -70,11 +76,17 @@ def make_plan(  # noqa: PLR0913
 
 def _check_decoding(decoding: object, output: str) -> None:
     if output == "probabilities":
-        raise BadParameter("output: labels and classes are written block by block, probabilities are not.")
+        raise BadParameter(
+            "output: labels and classes are written block by block, probabilities are not.", parameter="output"
+        )
     if output != "labels" or not isinstance(decoding, Instances):
         return
     if decoding.holes == "fill":
-        raise BadParameter("fill_holes: holes of objects are not filled block by block; say fill_holes=false.")
+        raise BadParameter(
+            "fill_holes: holes of objects are not filled block by block; say fill_holes=false.",
+            parameter="fill_holes",
+            suggested={"fill_holes": "false"},
+        )
     if not block_kernel.ready:
         raise BadParameter(f"Labels are not decoded block by block: {block_kernel.problem}.")
 

@@ -17,10 +17,15 @@ def check_steering(spec: ModelSpec, output: OutputKind, steering: Steering) -> N
         if not isinstance(spec.decoding, Instances):
             raise BadParameter(
                 f"{name}: {spec.name} gives each voxel the class with the highest score and finds no objects; leave it"
-                " out."
+                " out.",
+                parameter=name,
             )
         if output == "probabilities" or (output == "classes" and name != "threshold"):
-            raise BadParameter(f"{name}: there are no objects in {output}; leave it out, or ask for output=labels.")
+            raise BadParameter(
+                f"{name}: there are no objects in {output}; leave it out, or ask for output=labels.",
+                parameter=name,
+                suggested={"output": "labels"},
+            )
 
 
 def minimum_voxels(steering: Steering, volume: Extent) -> int:
@@ -34,7 +39,8 @@ def minimum_voxels(steering: Steering, volume: Extent) -> int:
     if voxels is None:
         raise BadParameter(
             "minimum_size: the file states no voxel size, so um3 mean nothing; give voxel_size=Z,Y,X too, or a number"
-            " of voxels, such as 60."
+            " of voxels, such as 60.",
+            parameter="minimum_size",
         )
     # 2.7 um3 are 100 voxels of 0.3 um, of which floats make a little more.
     least = math.ceil(voxels * (1 - 1e-12))

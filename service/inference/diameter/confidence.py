@@ -80,6 +80,12 @@ class Doubt(NamedTuple):
     detail: str
     attempt: str
 
+    @property
+    def suggested(self) -> dict[str, str]:
+        """The attempt as a value by parameter; empty where none is known."""
+        parameter, _, value = self.attempt.partition("=")
+        return {parameter: value} if parameter else {}
+
 
 class Evidence(NamedTuple):
     """Facts about a doubtful result and its stack, from which the advice follows.

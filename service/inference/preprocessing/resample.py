@@ -215,7 +215,8 @@ def working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | None = No
     if z > 1 and y == x == 1:
         raise BadFile(
             f"The stack's {z} planes are single pixels, so there is nothing to segment. If its axes are other ones, say"
-            " so with axes=, slowest first."
+            " so with axes=, slowest first.",
+            parameter="axes",
         )
     if diameter is not None:
         scales = zip(_object_scale(volume, spec, diameter), spec.input.roi_size, (z, y, x), strict=True)
@@ -249,7 +250,8 @@ def resampled_size(size: Size, have: VoxelSize, want: VoxelSize) -> Size:
         stated, wanted = (", ".join(f"{edge:g}" for edge in edges) for edges in (have, want))
         raise BadParameter(
             f"The voxel size {stated} um is too far from the {wanted} um that the model works at; "
-            "correct it with voxel_size=Z,Y,X in micrometres."
+            "correct it with voxel_size=Z,Y,X in micrometres.",
+            parameter="voxel_size",
         )
     return _scale_size(size, factors)
 
@@ -264,18 +266,22 @@ def _object_scale(volume: Extent, spec: ModelSpec, diameter: Diameter) -> list[f
     """Return the factors along (z, y, x) that make objects of this diameter as wide as the model wants them."""
     wanted = spec.input.diameter
     if wanted is None:
-        raise BadParameter(f"{spec.name} does not say how wide it wants objects to be; leave diameter out.")
+        raise BadParameter(
+            f"{spec.name} does not say how wide it wants objects to be; leave diameter out.", parameter="diameter"
+        )
     have = diameter.in_voxels(volume.voxel_size)
     if have is None:
         raise BadParameter(
             "The file states no voxel size, so a diameter in um means nothing; give voxel_size=Z,Y,X too, or diameter "
-            "in voxels, such as 15px."
+            "in voxels, such as 15px.",
+            parameter="diameter",
         )
     factors = [wanted / length for length in have]
     if not all(1 / MAX_DIAMETER_RATIO <= factor <= MAX_DIAMETER_RATIO for factor in factors):
         widths = " x ".join(f"{length:.3g}" for length in have)
         raise BadParameter(
             f"Objects of {widths} voxels are too far from the {wanted:g} voxels that {spec.name} works at; correct "
-            "diameter, or voxel_size where it is in um."
+            "diameter, or voxel_size where it is in um.",
+            parameter="diameter",
         )
     return factors

@@ -19,6 +19,7 @@ from service.core.errors import (
     NonFiniteScores,
     OutOfStorage,
     RequestError,
+    StackSegError,
     StorageUnavailable,
 )
 from service.core.quantities import VoxelSize
@@ -65,7 +66,7 @@ class StackCalls(NamedTuple):
     estimate_diameter: Callable[[Volume, Options], Sizing | None] | None
     begin: Callable[[str, int, int], None] = lambda _name, _number, _count: None
     check: Callable[[], None] = lambda: None
-    reword: Callable[[str], str] = str
+    reword: Callable[[str | StackSegError], str] = str
 
 
 class Done(NamedTuple):
@@ -249,15 +250,15 @@ class FolderWork:
             if isinstance(error, DeviceLost) or (writing and isinstance(error, OutOfStorage | StorageUnavailable)):
                 raise
             self._calls.check()
-            text = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-            return record._replace(problem=self._calls.reword(text))
+            message = error if isinstance(error, StackSegError) else error.strerror or str(error)
+            return record._replace(problem=self._calls.reword(message))
         fault = result.series.fault if result.series else None
         return record._replace(
             result=labels,
             objects=result.segmentation.count,
             seconds=round(stages.total, 3),
             notes=tuple(map(self._calls.reword, result.warnings)),
-            problem="" if fault is None else self._calls.reword(str(fault)),
+            problem="" if fault is None else self._calls.reword(fault),
             doubtful=result.doubt is not None,
         )
 

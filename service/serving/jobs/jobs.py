@@ -126,7 +126,7 @@ class AsyncJobs:
         read of it, what `Runtime.estimate` raises, QueueFull and NotReady.
         """
         if description.problem:
-            raise BadParameter(description.problem)
+            raise BadParameter(description.problem, parameter="time", suggested={"time": "all"})
         query, runtime = received.query, self._runtime
         spec = runtime.models.spec(query.model)
         windows = description.volumes * runtime.estimate(spec, description, query.options).windows

@@ -128,8 +128,14 @@ def as_failure(error: BaseException) -> StackSegError:
 def encode_failure(error: BaseException) -> str:
     """Encode for the column `failure`."""
     known = as_failure(error)
-    needed = getattr(known, "needed_bytes", None)
-    return json.dumps({"slug": known.slug, "message": str(known), "needed_bytes": needed})
+    facts = {
+        "slug": known.slug,
+        "message": str(known),
+        "needed_bytes": known.needed_bytes if isinstance(known, errors.OutOfMemory) else None,
+        "parameter": known.parameter,
+        "suggested": known.suggested,
+    }
+    return json.dumps(facts)
 
 
 def _decode_failure(text: str | None) -> StackSegError | None:
@@ -141,9 +147,10 @@ def _decode_failure(text: str | None) -> StackSegError | None:
     kind = next(classes, errors.InternalError)
     if issubclass(kind, errors.OutOfMemory):
         return kind(failure["message"], failure["needed_bytes"])
-    if issubclass(kind, errors.QueueFull | errors.NotReady | errors.RateLimited | errors.DeviceLost):
+    if issubclass(kind, errors.QueueFull | errors.NotReady | errors.RateLimited):
         return kind(failure["message"], 5)
-    return kind(failure["message"])
+    # Earlier versions have not kept these.
+    return kind(failure["message"], parameter=failure.get("parameter"), suggested=failure.get("suggested"))
 
 
 def _subclasses(kind: type[StackSegError]) -> Iterator[type[StackSegError]]:

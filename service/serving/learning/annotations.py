@@ -61,7 +61,9 @@ class Region:
                 if all(a < b <= edge for (a, b), edge in zip(region.ranges, shape, strict=True)):
                     return region
         size = ",".join(f"0:{edge}" for edge in shape)
-        raise BadParameter(f"region: z0:z1,y0:y1,x0:x1 within {size} is expected, not {text[:80]!r}.")
+        raise BadParameter(
+            f"region: z0:z1,y0:y1,x0:x1 within {size} is expected, not {text[:80]!r}.", parameter="region"
+        )
 
     @property
     def ranges(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:

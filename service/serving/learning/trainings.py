@@ -142,7 +142,11 @@ class Trainings:
         spec = self._runtime.models.servable_spec(model)
         check_trainable(spec)
         if minutes > limits.minutes:
-            raise BadParameter(f"minutes: no more than {limits.minutes:g} are allowed here (trainings.minutes).")
+            raise BadParameter(
+                f"minutes: no more than {limits.minutes:g} are allowed here (trainings.minutes).",
+                parameter="minutes",
+                suggested={"minutes": f"{limits.minutes:g}"},
+            )
         unique = list(dict.fromkeys(annotations))
         _check_apart([self._annotations.find(annotation, owner, everyone=admin) for annotation in unique])
         record = TrainingRecord(uuid.uuid4().hex, owner, name, spec.identifier, unique, minutes, time.time())
@@ -284,7 +288,9 @@ class Trainings:
         taken |= {state.name for state in self._runtime.models.states()}
         taken |= {record.name for record in self._records.values() if not record.over}
         if name in taken or (self._settings.trained_folder / name).exists():
-            raise BadParameter(f"name: {name!r} is the name of a model, or kept for one; choose another name.")
+            raise BadParameter(
+                f"name: {name!r} is the name of a model, or kept for one; choose another name.", parameter="name"
+            )
 
     def _check_room(self, owner: str | None) -> None:
         if self._stopped or self._runtime.draining:
@@ -481,7 +487,8 @@ def _check_apart(stacks: Sequence[Annotation]) -> None:
             older, newer = sorted((stack, other), key=lambda each: each.created)
             raise BadParameter(
                 f"annotations: {older.id} ({older.name}) and the newer {newer.id} ({newer.name}) have labels for the"
-                " same place of one image; leave one of them out."
+                " same place of one image; leave one of them out.",
+                parameter="annotations",
             )
 
 

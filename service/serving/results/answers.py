@@ -157,16 +157,19 @@ def check_host_files(host_files: HostFiles, query: Query, caller: str | None) ->
         return
     for name in ("glob", "format"):
         if getattr(query, name) is not None:
-            raise BadParameter(f"{name}: it goes with an input that is a folder.")
+            raise BadParameter(f"{name}: it goes with an input that is a folder.", parameter=name)
     if query.output_to is None and query.overwrite is not None:
-        raise BadParameter("overwrite: it goes with output_to, which is not given.")
+        raise BadParameter("overwrite: it goes with output_to, which is not given.", parameter="overwrite")
     is_zarr = False
     if query.output_to is not None:
         suffixes = OUTPUT_SUFFIXES[MEDIA_TYPES[query.measurements]]
         is_zarr = query.measurements is None and host_files.is_zarr(query.output_to, caller)
         if not is_zarr and not query.output_to.lower().endswith(suffixes):
             host_files.check(query.input, None, caller)
-            raise BadParameter(f"output_to: the name must end with {' or '.join(suffixes)}, after what is written.")
+            raise BadParameter(
+                f"output_to: the name must end with {' or '.join(suffixes)}, after what is written.",
+                parameter="output_to",
+            )
         if is_zarr:
             check_zarr_extra("output_to")
     host_files.check(query.input, query.output_to, caller, overwrite=bool(query.overwrite), as_zarr=is_zarr)
@@ -175,10 +178,14 @@ def check_host_files(host_files: HostFiles, query: Query, caller: str | None) ->
 def _check_folder(query: Query) -> None:
     if query.output_to is None:
         raise BadParameter(
-            f"input: {query.input} is a folder; POST /jobs segments it, with output_to=, the folder for the results."
+            f"input: {query.input} is a folder; POST /jobs segments it, with output_to=, the folder for the results.",
+            parameter="input",
         )
     if query.measurements is not None:
-        raise BadParameter("measurements: the table of a folder is objects.csv among its results; leave it out.")
+        raise BadParameter(
+            "measurements: the table of a folder is objects.csv among its results; leave it out.",
+            parameter="measurements",
+        )
     if query.format == "zarr":
         check_zarr_extra("format")
 
@@ -186,7 +193,9 @@ def _check_folder(query: Query) -> None:
 def check_zarr_extra(parameter: str) -> None:
     """Raise BadParameter where OME-Zarr cannot be written."""
     if find_spec("zarr") is None:
-        raise BadParameter(f"{parameter}: writing OME-Zarr needs the extra: pip install 'stackseg[zarr]'.")
+        raise BadParameter(
+            f"{parameter}: writing OME-Zarr needs the extra: pip install 'stackseg[zarr]'.", parameter=parameter
+        )
 
 
 def measure_objects(result: Result, measured: Volume | None) -> Table | None:

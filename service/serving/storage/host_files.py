@@ -80,10 +80,14 @@ class HostFiles:
                 pass
         if output is not None:
             if as_zarr and not is_store_name(output.rpartition("/")[2]):
-                raise BadParameter(f"output_to: {output} is no name for a store of Zarr; choose another name.")
+                raise BadParameter(
+                    f"output_to: {output} is no name for a store of Zarr; choose another name.", parameter="output_to"
+                )
             with self._output_folder(output, caller) as (folder, name):
                 if not os.access(".", os.W_OK | os.X_OK, dir_fd=folder):
-                    raise BadParameter(f"output_to: the service lacks permission to write {output}.")
+                    raise BadParameter(
+                        f"output_to: the service lacks permission to write {output}.", parameter="output_to"
+                    )
                 check = placed_folder.check_target if as_zarr else _check_target
                 check(folder, name, output, overwrite=overwrite)
                 if os.fstatvfs(folder).f_bavail == 0:
@@ -106,7 +110,10 @@ class HostFiles:
             listed = next(((url, place[len(url) :]) for url in allowed.values() if place.startswith(f"{url}/")), None)
             if listed is None:
                 names = f" They are {', '.join(allowed.values())}." if allowed else ""
-                raise BadParameter(f"input: only stores below those may be named that the operator has listed.{names}")
+                raise BadParameter(
+                    f"input: only stores below those may be named that the operator has listed.{names}",
+                    parameter="input",
+                )
             check_url(place)
             url, rest = listed[0], unquote(listed[1])
         else:
@@ -116,7 +123,10 @@ class HostFiles:
             url, rest = allowed[name], slash + rest
         rest = rest.rstrip("/")
         if not rest or not all(_is_file_name(part) for part in rest.split("/")[1:]):
-            raise BadParameter(f"input: the way from {url} to the store must be names with single slashes in between.")
+            raise BadParameter(
+                f"input: the way from {url} to the store must be names with single slashes in between.",
+                parameter="input",
+            )
         return url + quote(rest)
 
     @contextmanager
@@ -131,7 +141,8 @@ class HostFiles:
                 if not stat.S_ISREG(mode) and not (stat.S_ISDIR(mode) and is_zarr_folder(descriptor_path(handle))):
                     raise BadParameter(
                         f"input: {place} is a folder, a link or a device, not a file; of folders, images of OME-Zarr"
-                        " are read, and POST /jobs takes folders of stacks."
+                        " are read, and POST /jobs takes folders of stacks.",
+                        parameter="input",
                     )
                 with _os_errors_as_bad_parameter("input", place):
                     file = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC)
@@ -178,7 +189,10 @@ class HostFiles:
             own = os.fstat(results)
         with self.open_folder(place, caller) as folder:
             if own is not None and os.path.samestat(folder.path.stat(), own):
-                raise BadParameter(f"output_to: {output} is the folder of the stacks; name another for the results.")
+                raise BadParameter(
+                    f"output_to: {output} is the folder of the stacks; name another for the results.",
+                    parameter="output_to",
+                )
             with _os_errors_as_bad_parameter("input", place):
                 return list_files(folder.path, glob or "*", own)
 
@@ -286,15 +300,20 @@ def _parse_place(
     allowed = {name: root for name, root in roots.items() if _may(caller, root.keys)}
     if not allowed:
         instead = "post the stack itself" if parameter == "input" else "the result comes back in the answer without it"
-        raise BadParameter(f"{parameter}: no folders of this service's host may be named; {instead}.")
+        raise BadParameter(
+            f"{parameter}: no folders of this service's host may be named; {instead}.", parameter=parameter
+        )
     name, *parts = place.split("/")
     if name not in allowed or not (parts or folder):
         raise BadParameter(
-            f"{parameter}: a place begins with one of {', '.join(allowed)}, as in {next(iter(allowed))}/2026/stack.tif."
+            f"{parameter}: a place begins with one of {', '.join(allowed)},"
+            f" as in {next(iter(allowed))}/2026/stack.tif.",
+            parameter=parameter,
         )
     if not all(_is_file_name(part) for part in parts):
         raise BadParameter(
-            f"{parameter}: the way from {name} to the file must be names with single slashes in between."
+            f"{parameter}: the way from {name} to the file must be names with single slashes in between.",
+            parameter=parameter,
         )
     return allowed[name], parts
 
@@ -347,7 +366,7 @@ def _os_errors_as_bad_parameter(parameter: str, place: str) -> Iterator[None]:
                 raise _disk_full(place) from error
             case _:
                 raise
-        raise BadParameter(f"{parameter}: {place} {problem}.") from None
+        raise BadParameter(f"{parameter}: {place} {problem}.", parameter=parameter) from None
 
 
 def _is_same_file(folder: int, one: str, other: str) -> bool:
@@ -359,17 +378,24 @@ def _is_same_file(folder: int, one: str, other: str) -> bool:
 
 
 def _disk_full(place: str) -> OutOfStorage:
-    return OutOfStorage(f"output_to: the disk that {place} lies on is full; try again later, or choose another folder.")
+    return OutOfStorage(
+        f"output_to: the disk that {place} lies on is full; try again later, or choose another folder.",
+        parameter="output_to",
+    )
 
 
 def _check_target(folder: int, name: str, place: str, *, overwrite: bool = False) -> None:
     """Raise BadParameter for a folder, and OutputExists for anything else that must not be overwritten."""
     with suppress(FileNotFoundError):
         if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-            raise BadParameter(f"output_to: {place} is a folder; add the name of a file.")
+            raise BadParameter(f"output_to: {place} is a folder; add the name of a file.", parameter="output_to")
         if overwrite:
             return
-        raise OutputExists(f"output_to: {place} is there already; choose another name, or say overwrite=true.")
+        raise OutputExists(
+            f"output_to: {place} is there already; choose another name, or say overwrite=true.",
+            parameter="output_to",
+            suggested={"overwrite": "true"},
+        )
 
 
 def _copy(file: Path, name: str, folder: int) -> None:

@@ -32,14 +32,19 @@ def check_target(folder: int, name: str, place: str, *, overwrite: bool) -> None
         while True:
             found = target.lstat()
             if not overwrite:
-                raise OutputExists(f"output_to: {place} is there already; choose another name, or say overwrite=true.")
+                raise OutputExists(
+                    f"output_to: {place} is there already; choose another name, or say overwrite=true.",
+                    parameter="output_to",
+                    suggested={"overwrite": "true"},
+                )
             if _is_store(target):
                 return
             # Where another call has replaced it meanwhile, it is looked at again.
             after = target.lstat()
             if (after.st_ino, after.st_ctime_ns) == (found.st_ino, found.st_ctime_ns):
                 raise BadParameter(
-                    f"output_to: {place} is no folder of Zarr, and is not replaced by one; choose another name."
+                    f"output_to: {place} is no folder of Zarr, and is not replaced by one; choose another name.",
+                    parameter="output_to",
                 )
 
 

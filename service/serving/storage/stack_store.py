@@ -72,7 +72,10 @@ class StackStore:
         """Return a stack of this owner, which is kept for longer then. Raises UnknownStack, for those of others too."""
         found = self._read(self._folder / stack)
         if found is None or found.owner != owner:
-            raise UnknownStack("There is no such stack: its id is wrong, or it was kept long enough. Upload it again.")
+            raise UnknownStack(
+                "There is no such stack: its id is wrong, or it was kept long enough. Upload it again.",
+                parameter="stack",
+            )
         with translate_disk_faults(), suppress(FileNotFoundError):
             (found.path.parent / RECORD).touch()
         return found

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from service.api.access.rate_limit import ANONYMOUS, ApiKeys, RateLimit, generate_key, hash_key
+from service.api.access.rate_limit import ApiKeys, RateLimit, generate_key, hash_key
+from service.api.messages.headers import ANONYMOUS
 from service.core.errors import RateLimited, Unauthorized
 
 

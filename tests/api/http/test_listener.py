@@ -191,7 +191,7 @@ def test_silent_handshakes_make_room_and_end(tmp_path: Path) -> None:
 def test_accepting_goes_on_where_files_have_taken_all_descriptors() -> None:
     """In a process of its own, whose limit is low."""
     program = (
-        "import resource, sys; sys.path[:0] = ['tests', 'tests/api']\n"
+        "import resource, sys; sys.path[:0] = ['tests', 'tests/api/http']\n"
         "from test_listener import *\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
         "server = stopping(Echo(), SECONDS, SECONDS)\n"

@@ -23,9 +23,9 @@ from starlette.testclient import TestClient
 from zarr_files import pack, write_zarr
 
 from service.api.app import create_app
+from service.api.http.threads import HOST_FILE_THREADS
 from service.api.http.uploads import BLOCK_BYTES
-from service.api.responses import MAX_NOTE_LETTERS, build_headers
-from service.api.threads import HOST_FILE_THREADS
+from service.api.messages.results import MAX_NOTE_LETTERS, build_headers
 from service.core.config import Settings
 from service.core.quantities import VoxelSize
 from service.models.spec import ModelSpec

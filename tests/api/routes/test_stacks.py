@@ -16,12 +16,13 @@ from fakes import until
 from job_service import TIFF, Service, start
 from live import as_tiff
 
-from service.api.http.uploads import MemoryBudget
-from service.api.planes import PlaneRange, answer_planes
+from service.api.routes.planes import answer_planes
 from service.core.errors import BadParameter, RateLimited
 from service.core.types import Volume
 from service.serving.results.metadata import AnswerMetadata
 from service.serving.results.parts import choose_media_type
+from service.serving.results.planes import PlaneRange
+from service.serving.storage.memory_budget import MemoryBudget
 
 PIXELS = np.arange(6 * 8 * 10, dtype=np.uint16).reshape(6, 8, 10)
 STACK = as_tiff(PIXELS)

@@ -194,6 +194,13 @@ def test_errors_keep_their_kind_and_their_words(reader: Reader, tmp_path: Path, 
             reader.read(path, selection, tmp_path)
 
 
+def test_errors_keep_their_parameter_and_what_to_try(reader: Reader, tmp_path: Path, stack: np.ndarray) -> None:
+    tifffile.imwrite(tmp_path / "unnamed.tif", stack, photometric="minisblack")
+    with pytest.raises(AmbiguousAxes) as caught:
+        reader.inspect(tmp_path / "unnamed.tif", Selection())
+    assert (caught.value.parameter, caught.value.suggested) == ("axes", {"axes": "CZYX"})
+
+
 def test_a_missing_file_is_the_callers_own_mistake(reader: Reader, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         reader.inspect(tmp_path / "nothing.tif", Selection())

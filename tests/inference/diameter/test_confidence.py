@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from service.core.quantities import Diameter
 from service.core.types import Objects
 from service.inference.diameter.confidence import (
+    Doubt,
     Evidence,
     count_sure,
     explain,
@@ -98,6 +99,11 @@ def attempt(*, calibration: Calibration = CALIBRATION, **evidence: Any) -> str:
     doubt = explain(0.1, Evidence(**given | evidence), calibration)
     assert doubt.attempt in doubt.detail
     return doubt.attempt
+
+
+def test_the_next_try_is_a_value_of_a_parameter() -> None:
+    assert Doubt(0.1, "It is odd.", "diameter=4,8,8px").suggested == {"diameter": "4,8,8px"}
+    assert Doubt(0.1, "It is odd.", "").suggested == {}
 
 
 def test_the_next_try_is_named() -> None:

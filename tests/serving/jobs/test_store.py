@@ -19,6 +19,7 @@ from paths import ROOT
 from service.core.errors import (
     BadFile,
     ConfigError,
+    DeviceLost,
     InternalError,
     Interrupted,
     NotReady,
@@ -111,7 +112,9 @@ def test_owner_sees_only_his_own(store: JobStore) -> None:
             store.find(hers, stranger)
 
 
-@pytest.mark.parametrize("error", [BadFile("cut short"), OutOfMemory("too much", 123), NotReady("loading")])
+@pytest.mark.parametrize(
+    "error", [BadFile("cut short"), OutOfMemory("too much", 123), NotReady("loading"), DeviceLost("gone")]
+)
 def test_failure_keeps_its_kind_and_its_words(store: JobStore, error: Any) -> None:
     job = accept(store)
     assert store.fail(job, error)
@@ -119,6 +122,14 @@ def test_failure_keeps_its_kind_and_its_words(store: JobStore, error: Any) -> No
     assert (type(failure), str(failure)) == (type(error), str(error))
     assert getattr(failure, "needed_bytes", None) == getattr(error, "needed_bytes", None)
     assert store.find(job, None).state == "failed"
+
+
+def test_failure_keeps_the_parameter_and_what_to_try(store: JobStore) -> None:
+    job = accept(store)
+    store.fail(job, BadFile("single pixels", parameter="axes", suggested={"axes": "ZYX"}))
+    failure = store.find(job, None).failure
+    assert failure is not None
+    assert (failure.parameter, failure.suggested) == ("axes", {"axes": "ZYX"})
 
 
 def test_unforeseen_failure_tells_no_secrets(store: JobStore) -> None:

@@ -6,12 +6,13 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import SkipJsonSchema
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
@@ -19,7 +20,7 @@ from starlette.routing import Match
 from service.core import errors
 from service.core.errors import without_folders
 from service.inference.memory_errors import translate_error
-from service.serving.parameters import explain
+from service.serving.parameters import describe_faults
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +30,24 @@ MAX_DETAIL_LETTERS = 2000
 MAX_PATH_LETTERS = 256
 
 
+T = TypeVar("T")
+
+
+def _drop_default(schema: dict[str, Any]) -> None:
+    schema.pop("default", None)
+
+
+# A member that is absent if it is unknown, and never null.
+Absent = Annotated[T | SkipJsonSchema[None], Field(json_schema_extra=_drop_default)]
+
+
 class Problem(BaseModel):
-    """An error as RFC 9457 has it. `type` is stable and may be matched; `detail` says what to do."""
+    """An error as RFC 9457 has it. `type` is stable and may be matched; `detail` says what to do.
+
+    parameter     name of the request parameter that the problem is about, the first of several
+    suggested     values to try, by parameter, in the form in which a request states them
+    needed_bytes  memory that would be enough
+    """
 
     model_config = ConfigDict(
         extra="allow",
@@ -41,6 +58,8 @@ class Problem(BaseModel):
                 "status": 422,
                 "detail": "The file has 4 axes, 7x5x167x439, and does not say what they are; state them, axes=TZYX.",
                 "instance": "urn:uuid:6d6c0b4e-6f0e-4c8e-9a54-1f0d0c3a7f11",
+                "parameter": "axes",
+                "suggested": {"axes": "TZYX"},
             }
         },
     )
@@ -50,6 +69,9 @@ class Problem(BaseModel):
     status: int
     detail: str
     instance: str
+    parameter: Absent[str] = None
+    suggested: Absent[dict[str, str]] = None
+    needed_bytes: Absent[int] = None
 
 
 def problem_document(slug: str, status: int, detail: str, request_id: str) -> dict[str, Any]:
@@ -132,14 +154,22 @@ def handle_error(request: Request, error: Exception) -> Response:
     status = status_of(type(error))
     if status == HTTPStatus.INTERNAL_SERVER_ERROR:
         log.error("%s: %s", type(error).__name__, error)
-    needed = getattr(error, "needed_bytes", None)
-    members = {} if needed is None else {"needed_bytes": needed}
-    response = problem_response(request, status, error.slug, without_folders(str(error)), **members)
+    response = problem_response(request, status, error.slug, without_folders(str(error)), **_find_members(error))
     if (retry_after := getattr(error, "retry_after", None)) is not None:
         response.headers["Retry-After"] = str(retry_after)
     if isinstance(error, errors.Unauthorized):
         response.headers["WWW-Authenticate"] = 'Bearer realm="stackseg"'
     return response
+
+
+def _find_members(error: errors.StackSegError) -> dict[str, Any]:
+    """Return the extension members of a problem document, those that are known."""
+    members = {
+        "needed_bytes": error.needed_bytes if isinstance(error, errors.OutOfMemory) else None,
+        "parameter": error.parameter,
+        "suggested": error.suggested or None,
+    }
+    return {name: value for name, value in members.items() if value is not None}
 
 
 def _handle_foreign_error(request: Request, error: Exception) -> Response:
@@ -153,7 +183,7 @@ def _handle_foreign_error(request: Request, error: Exception) -> Response:
 
 def _handle_validation_error(request: Request, error: Exception) -> Response:
     faults = error.errors() if isinstance(error, RequestValidationError) else []
-    return problem_response(request, 422, errors.BadParameter.slug, explain(faults))
+    return handle_error(request, describe_faults(faults))
 
 
 def _handle_http_exception(request: Request, error: Exception) -> Response:

@@ -16,7 +16,7 @@ from fakes import until
 from live import FakeService, as_tiff
 from runtimes import loaded_segmenter
 
-from service.api.problems import STATUS, status_of
+from service.api.messages.problems import STATUS, status_of
 from service.core import errors
 from service.formats.sandbox.parent import Reader
 
@@ -143,6 +143,33 @@ def test_wrong_path_and_method_are_problem_documents(service: FakeService) -> No
     assert (wrong.status_code, wrong.json()["type"]) == (405, "urn:stackseg:problem:method-not-allowed")
     assert wrong.headers["allow"] == "POST"
     assert service.client.put("/jobs").headers["allow"] == "GET, POST"
+
+
+@pytest.mark.parametrize(
+    ("address", "parameter", "suggested"),
+    [
+        ("/segment?overlap=2", "overlap", None),
+        ("/segment?zoom=2", "zoom", None),
+        ("/segment?measurements=csv&output=classes", "measurements", None),
+        ("/segment?diameter=15px&time=3", "time", {"time": "0"}),
+        ("/segment?model=unknown", "model", None),
+        ("/segment?output_to=a.tif", "output_to", None),
+    ],
+)
+def test_problem_names_its_parameter(
+    service: FakeService, address: str, parameter: str, suggested: dict[str, str] | None
+) -> None:
+    problem = service.client.post(address, content=STACK, headers=TIFF).json()
+    assert (problem["parameter"], problem.get("suggested")) == (parameter, suggested)
+
+
+def test_parameter_of_the_address_is_named_by_the_framework_too(service: FakeService) -> None:
+    assert service.client.get("/jobs?limit=0").json()["parameter"] == "limit"
+
+
+def test_unknown_members_are_absent(service: FakeService) -> None:
+    problem = service.client.post("/segment", content=b"no TIFF", headers=TIFF).json()
+    assert {"parameter", "suggested", "needed_bytes"}.isdisjoint(problem)
 
 
 def test_documented_errors_are_those_that_occur(service: FakeService) -> None:

@@ -10,9 +10,9 @@ from typing import BinaryIO
 from fastapi import Request
 
 from service.api.dependencies import get_client
-from service.api.headers import get_header
-from service.api.responses import ResultResponse, build_response
-from service.api.threads import run_in_thread
+from service.api.http.threads import run_in_thread
+from service.api.messages.headers import get_header
+from service.api.messages.results import ResultResponse, build_response
 from service.serving.results.metadata import AnswerMetadata
 from service.serving.results.parts import choose_media_type, extract
 from service.serving.runtime import Runtime

@@ -1,15 +1,21 @@
-"""Blocking work in threads, off the event loop, awaited to its end so that nothing it uses disappears meanwhile."""
+"""Blocking work of a request, in threads: ended by its time limit, or when its client disconnects.
+
+Work is awaited to its end, so that nothing it uses disappears meanwhile.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import suppress
-from typing import Any, TypeVar
+from contextlib import asynccontextmanager, suppress
+from functools import cache
+from typing import Any, TypeVar, cast
 
-from service.core.errors import Cancelled
+from starlette.requests import Request
+
+from service.core.errors import Cancelled, TimedOut
 from service.serving.devices.job import Job
 from service.serving.fair_threads import begin_all
 
@@ -24,17 +30,18 @@ HOST_FILE_THREAD_COUNT = 4
 HOST_FILE_THREADS = ThreadPoolExecutor(HOST_FILE_THREAD_COUNT, "named")
 
 _beginning = threading.Lock()
-_begun = False
 
 
 def begin_file_threads() -> None:
     """Begin the threads of this module, before there is work for them. Raises what `begin_all` raises."""
-    global _begun  # noqa: PLW0603 - they are of the process, not of an application
     with _beginning:
-        if not _begun:
-            begin_all(FILE_THREADS, FILE_THREAD_COUNT)
-            begin_all(HOST_FILE_THREADS, HOST_FILE_THREAD_COUNT)
-            _begun = True
+        _begin_file_threads()
+
+
+@cache
+def _begin_file_threads() -> None:
+    begin_all(FILE_THREADS, FILE_THREAD_COUNT)
+    begin_all(HOST_FILE_THREADS, HOST_FILE_THREAD_COUNT)
 
 
 async def run_in_thread(
@@ -129,3 +136,47 @@ def _retrieve_error(future: asyncio.Future[Any]) -> None:
     """Mark the error of a future as seen: asyncio logs errors that nobody has retrieved."""
     if future.done() and not future.cancelled():
         future.exception()
+
+
+@asynccontextmanager
+async def time_limit(seconds: float, explain: Callable[[], str | None] = lambda: None) -> AsyncIterator[None]:
+    """Cancel the block after `seconds` and raise TimedOut, with what `explain` then knows of the cause."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        advice = explain() or "Send a smaller part of the volume."
+        message = f"The request was not finished within {seconds:g} s. {advice}"
+        raise TimedOut(message) from None
+
+
+async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` returns; cancel it and raise Cancelled when the client disconnects.
+
+    The body must have been received. Never returns before `work` has ended.
+    """
+    task = cast("asyncio.Task[Any]", asyncio.current_task())
+    listening = asyncio.ensure_future(_wait_for_disconnect(request))
+    ended = cancelled = False
+
+    def cancel(_listening: asyncio.Future[None]) -> None:
+        # Called one turn of the loop after the client disconnected: the work may have ended since.
+        nonlocal cancelled
+        if not ended:
+            cancelled = task.cancel()
+
+    listening.add_done_callback(cancel)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if not cancelled or task.uncancel() > 0:
+            raise
+    finally:
+        ended = True
+        listening.cancel()
+    raise Cancelled("The client hung up.")
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,4 +1,4 @@
-"""Tests of service.api.responses: what is sent for a result."""
+"""Tests of service.api.messages.results: what is sent for a result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from service.api.responses import build_response
+from service.api.messages.results import build_response
 from service.serving.results.metadata import AnswerMetadata
 
 OUTCOME = AnswerMetadata("bands/1", "image/tiff", "stack_labels.ome.tif", "labels", {"total": 0.25})

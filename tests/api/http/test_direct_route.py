@@ -6,7 +6,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
-from service.api.direct_route import DirectDispatch, DirectRoute
+from service.api.http.direct_route import DirectDispatch, DirectRoute
 
 
 def test_only_direct_endpoints_are_asked_at_once() -> None:

@@ -1,0 +1,1 @@
+"""What requests and answers say: headers, problem documents, results, and the JSON of each resource."""

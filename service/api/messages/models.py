@@ -1,0 +1,115 @@
+"""Answers about models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel
+
+from service.api.messages.text import Text
+from service.core.errors import without_folders
+from service.inference.result import EngineReport
+from service.models.spec import Input, Lineage
+from service.serving.devices.model_registry import ModelState
+from service.serving.runtime import Runtime
+
+# In a model's folder.
+PICTURE_FILE = "example.png"
+
+
+def _report_without_folders(report: EngineReport) -> EngineReport:
+    trials = tuple(replace(trial, verdict=without_folders(trial.verdict)) for trial in report.trials)
+    return replace(report, warnings=tuple(map(without_folders, report.warnings)), trials=trials)
+
+
+Report = Annotated[EngineReport, AfterValidator(_report_without_folders)]
+
+
+class Loaded(BaseModel):
+    """A model on one device: the memory that it takes there, and when a request last began or ended to use it."""
+
+    device: str
+    bytes: int
+    used: datetime
+
+
+class ModelInfo(BaseModel):
+    """A model as it is served. `state`: unloaded until it is asked for, loading, ready, or failed, then with `problem`.
+
+    removable  whether the caller may delete it: a model that was trained here, by the caller's key or for an admin
+    picture  where what it finds in its sample is drawn; None without such a picture
+    lineage  of a model that was trained here: its parent, and scores before and after
+    devices  on which it is loaded
+    """
+
+    name: str
+    state: str
+    picture: str | None = None
+    version: str | None = None
+    summary: str | None = None
+    licence: str | None = None
+    training_data: str | None = None
+    architecture: str | None = None
+    input: Input | None = None
+    outputs: tuple[str, ...] = ()
+    decoding: str | None = None
+    lineage: Lineage | None = None
+    removable: bool = False
+    engine: Report | None = None
+    loaded: bool = False
+    devices: list[Loaded] = []
+    problem: Text | None = None
+
+
+class ModelList(BaseModel):
+    """All models; `default` answers requests that name none."""
+
+    default: str | None
+    models: list[ModelInfo]
+
+
+class ModelReload(BaseModel):
+    """Names of models that are new, changed or gone. `broken`: why one is not served as its folder has it, by name."""
+
+    added: list[str]
+    changed: list[str]
+    removed: list[str]
+    broken: dict[str, Text]
+
+
+def report_models(runtime: Runtime, may_remove: Callable[[ModelState], bool]) -> ModelList:
+    """Report every model of the repository, and whether the caller `may_remove` it."""
+    models = [report_model(model, removable=may_remove(model)) for model in runtime.models.states()]
+    return ModelList(default=runtime.models.default, models=models)
+
+
+def report_model(model: ModelState, *, removable: bool) -> ModelInfo:
+    """Report the facts, the state and the devices of a model."""
+    spec, engine = model.spec, model.segmenter.report() if model.segmenter else None
+    if spec is None:
+        return ModelInfo(name=model.name, state=model.state, removable=removable, problem=model.problem)
+    return ModelInfo(
+        name=spec.name,
+        state=model.state,
+        version=spec.version,
+        summary=spec.summary,
+        picture=f"/models/{spec.name}/picture" if (spec.folder / PICTURE_FILE).is_file() else None,
+        licence=spec.licence,
+        training_data=spec.training_data,
+        architecture=spec.network,
+        input=spec.input,
+        outputs=spec.outputs,
+        decoding=spec.decoding.kind,
+        lineage=spec.lineage,
+        removable=removable,
+        engine=engine,
+        loaded=model.segmenter is not None,
+        devices=[
+            Loaded(device=device, bytes=loaded_model.nbytes, used=datetime.fromtimestamp(loaded_model.used, UTC))
+            for device, loaded_model in model.loaded.items()
+        ],
+        problem=model.problem,
+    )

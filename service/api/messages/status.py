@@ -1,0 +1,265 @@
+"""Answers about the service itself: health, hardware, and what it does at the moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+
+from pydantic import BaseModel
+
+from service.api.messages.jobs import JobProgress
+from service.api.messages.models import ModelList, Report
+from service.api.messages.text import Text
+from service.core import hardware
+from service.core.bundled import software_version
+from service.core.errors import SwitchedOff
+from service.core.hardware import CpuStatus, GpuStatus
+from service.serving.devices.worker import DeviceWorker
+from service.serving.learning.annotations import AnnotationStore
+from service.serving.learning.training_record import TrainingRecord, TrainingStage, TrainingState
+from service.serving.learning.trainings import Trainings
+from service.serving.runtime import Runtime
+
+
+class Health(BaseModel):
+    """`status`: ok, unavailable with the `reasons`, or degraded: ready, though models or protection are missing."""
+
+    status: str
+    version: str
+    uptime_seconds: float
+    waiting: int
+    models: dict[str, str]
+    reasons: list[Text]
+    degraded: list[Text]
+
+
+class Liveness(BaseModel):
+    """The process answers."""
+
+    status: str = "alive"
+
+
+class DeviceReport(BaseModel):
+    """A device in use: requests that wait and run there, what is loaded, and the `problem` where it is unusable.
+
+    host        of a device of a cluster, that it was seen on last; null for one of this host
+    given_back  whether the cluster has it again, until there is work for it
+    starting    whether the cluster was asked for it, and it has not answered yet
+    """
+
+    name: str
+    host: str | None = None
+    waiting: int
+    running: int
+    models: list[str]
+    loaded_bytes: int
+    problem: Text | None
+    given_back: bool = False
+    starting: bool = False
+
+
+class HostReport(BaseModel):
+    """Another host with devices of a cluster: its GPUs and its processor."""
+
+    host: str
+    gpus: list[GpuStatus]
+    cpu: CpuStatus
+
+
+class GpuReport(BaseModel):
+    """The GPUs of the host (none is no error), its processor, the devices in use, and how each loaded model runs.
+
+    hosts  the other hosts that have some of these devices
+    """
+
+    message: str
+    gpus: list[GpuStatus]
+    cpu: CpuStatus
+    hosts: list[HostReport] = []
+    devices: list[DeviceReport]
+    models: dict[str, Report]
+
+
+class RequestReport(BaseModel):
+    """A request at a device. `state`: waiting, its file being read or its model loaded included, or running.
+
+    seconds       that it has been in this state
+    seconds_left  until it is done, those before it included; null where that cannot be told yet
+    """
+
+    device: str
+    model: str
+    state: str
+    progress: JobProgress
+    seconds: float
+    seconds_left: float | None
+
+
+class SegmentedReport(BaseModel):
+    """A segmentation that has ended; `seconds` by stage, in their order."""
+
+    ended: datetime
+    model: str
+    voxels: int
+    objects: int | None
+    seconds: dict[str, float]
+
+
+class TrainingProgress(BaseModel):
+    """A training that runs or waits. `name`: of the new model; `steps`: planned, null before that is measured."""
+
+    name: str
+    base_model: str
+    state: TrainingState
+    stage: TrainingStage | None
+    step: int
+    steps: int | None
+    seconds_left: float | None
+
+
+class LearningReport(BaseModel):
+    """Annotated stacks, trainings and trained models of all keys.
+
+    problem       why nobody can train here; null: those may who have the right
+    trainings     the one that runs, then those that wait, in their turn
+    annotations   number of annotated stacks
+    models        number of trained models, of which there may be `models_limit`
+    """
+
+    problem: str | None
+    trainings: list[TrainingProgress]
+    annotations: int
+    models: int
+    models_limit: int
+
+
+class DiskReport(BaseModel):
+    """Bytes that files of one kind take, may take (null: no limit for all keys together), and that the disk has free.
+
+    files  requests, results (kept for who asks again), jobs, stacks, annotations or trained-models
+    """
+
+    files: str
+    used: int
+    limit: int | None
+    free: int
+    total: int
+
+
+class Status(BaseModel):
+    """The service at this moment: what `/health`, `/gpu` and `/models` say, the requests, and the last results.
+
+    cpu_seconds  of the processor that the service has taken, without the processes that read files
+    requests     by device: those that run, then those that wait, in their turn
+    recent       the last segmentations, newest first
+    disk         by kind of files
+    """
+
+    health: Health
+    hardware: GpuReport
+    models: ModelList
+    cpu_seconds: float
+    requests: list[RequestReport]
+    recent: list[SegmentedReport]
+    learning: LearningReport
+    disk: list[DiskReport]
+
+
+def report_health(runtime: Runtime) -> Health:
+    """Report whether the service is ready, and the state of every model."""
+    reasons, degraded = list(runtime.unready_reasons()), list(runtime.degradations())
+    return Health(
+        status="unavailable" if reasons else "degraded" if degraded else "ok",
+        version=software_version(),
+        uptime_seconds=round(runtime.uptime_seconds, 1),
+        waiting=runtime.waiting,
+        models={model.name: model.state for model in runtime.models.states()},
+        reasons=reasons,
+        degraded=degraded,
+    )
+
+
+def report_hardware(runtime: Runtime, gpus: Sequence[GpuStatus]) -> GpuReport:
+    """Report the GPUs of this host, which `hardware.gpus` returns, its processor, devices, and loaded models."""
+    models = {model.name: model.segmenter.report() for model in runtime.models.states() if model.segmenter is not None}
+    message = (
+        f"{len(gpus)} NVIDIA GPU{'s' if len(gpus) > 1 else ''}." if gpus else "No NVIDIA GPU; models run on the CPU."
+    )
+    hosts = [HostReport(host=host.host, gpus=list(host.gpus), cpu=host.cpu) for host in runtime.hosts]
+    devices = [_report_device(worker) for worker in runtime.device_workers]
+    return GpuReport(message=message, gpus=list(gpus), cpu=hardware.cpu(), hosts=hosts, devices=devices, models=models)
+
+
+def _report_device(worker: DeviceWorker) -> DeviceReport:
+    return DeviceReport(
+        name=worker.name,
+        host=worker.host,
+        waiting=worker.queue.waiting,
+        running=len(worker.queue.running),
+        models=sorted(worker.loaded_models),
+        loaded_bytes=worker.loaded_bytes,
+        problem=worker.problem,
+        given_back=worker.given_back,
+        starting=worker.starting,
+    )
+
+
+def report_requests(runtime: Runtime) -> Iterator[RequestReport]:
+    """Report the requests at every device: those that run, then those that wait."""
+    for worker in runtime.device_workers:
+        queue = worker.queue
+        for job in queue.jobs:
+            state, progress = job.state, queue.progress(job)
+            # Others have ended meanwhile.
+            if state in {"waiting", "running"}:
+                yield RequestReport(
+                    device=worker.name,
+                    model=job.name,
+                    state=state,
+                    progress=JobProgress(done=progress.done, total=progress.total),
+                    seconds=job.seconds_waited if state == "waiting" else job.seconds_run,
+                    seconds_left=queue.seconds_left(job),
+                )
+
+
+def report_recent(runtime: Runtime) -> list[SegmentedReport]:
+    """Report the last segmentations, newest first."""
+    return [
+        SegmentedReport(**segmented._asdict() | {"ended": datetime.fromtimestamp(segmented.ended, UTC)})
+        for segmented in runtime.metrics.recent
+    ]
+
+
+def report_learning(trainings: Trainings, annotations: AnnotationStore) -> LearningReport:
+    """Report trainings, annotated stacks and trained models. Blocks while folders are read."""
+    try:
+        trainings.check_enabled()
+        problem = None
+    except SwitchedOff as error:
+        problem = str(error)
+    running, waiting = trainings.unfinished()
+    records = [*([] if running is None else [running]), *waiting]
+    return LearningReport(
+        problem=problem,
+        trainings=[_report_progress(trainings, record) for record in records],
+        annotations=annotations.measure().stacks,
+        models=trainings.count_models(),
+        models_limit=trainings.most_models,
+    )
+
+
+def _report_progress(trainings: Trainings, record: TrainingRecord) -> TrainingProgress:
+    return TrainingProgress(
+        name=record.name,
+        base_model=record.base_model,
+        state=record.state,
+        stage=record.stage if record.state == "running" else None,
+        step=record.step,
+        steps=record.steps,
+        seconds_left=trainings.seconds_left(record),
+    )
+
+
+def report_disks(runtime: Runtime) -> list[DiskReport]:
+    """Report the disk space that files of each kind take. Blocks while folders are read."""
+    return [DiskReport(files=kind, **usage._asdict()) for kind, usage in runtime.measure_disks().items()]
