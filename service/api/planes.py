@@ -20,8 +20,7 @@ from service.api.dependencies import get_client
 from service.api.http.uploads import MemoryBudget
 from service.api.threads import run_in_thread
 from service.core.errors import BadParameter, RateLimited
-from service.core.types import Array, Volume
-from service.formats.sandbox.process import Cancelling
+from service.core.types import Array, Cancelling, Volume
 from service.serving.runtime import Runtime
 from service.serving.storage.scratch import translate_disk_faults
 

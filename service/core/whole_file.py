@@ -1,4 +1,4 @@
-"""A file that is there whole or not at all."""
+"""Files that are there whole or not at all, and paths of open files."""
 
 from __future__ import annotations
 
@@ -39,3 +39,8 @@ def sync_to_disk(*paths: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def descriptor_path(descriptor: int) -> Path:
+    """Return a path by which another process can open a file that this one has open."""
+    return Path(f"/proc/{os.getpid()}/fd/{descriptor}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from service.core.errors import AmbiguousAxes, BadFile, BadParameter
 from service.core.quantities import TimeRange
-from service.core.types import Selection
+from service.core.types import Selection, StackShape
 
 LETTERS = "TZCYXS"
 _NAMELESS = "QI"  # tifffile's letters for dimensions that a file does not name
@@ -43,6 +43,11 @@ class Part:
 
     time: int | None
     channels: tuple[int, ...]
+
+
+def part_shape(layout: Layout, part: Part) -> StackShape:
+    """Return (C, Z, Y, X) of the selected part."""
+    return len(part.channels), layout.length("Z"), layout.length("Y"), layout.length("X")
 
 
 def resolve_axes(axes: str, shape: Sequence[int], override: str | None, doubt: str = "") -> Layout:

@@ -1,7 +1,7 @@
 """Read stacks: TIFFs (`tiff_reader`), and OME-Zarr in folders and zip archives (`zarr_reader`).
 
 Everything is checked before a pixel is decoded. Files that cannot be trusted are read through
-`service.formats.sandbox.parent`.
+`service.formats.sandbox.reader`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from service.core.errors import BadParameter
 from service.core.quantities import VoxelSize
 from service.core.types import Array, Description, Selection, Volume
 from service.formats.open_stack import OpenStack
-from service.formats.tiff import pixels
+from service.formats.placement import Placement, make_file, map_file
 from service.formats.tiff import reader as tiff_reader
-from service.formats.tiff.pixels import Placement
 from service.formats.zarr import reader as zarr_reader
 from service.formats.zarr.reader import ZarrStack
 from service.formats.zarr.store import FolderStore, Store, ZipStore, open_below
@@ -56,7 +55,7 @@ def read(path: Path | Store, selection: Selection, limit_bytes: int, scratch: Pa
     with _open(path, selection, limit_bytes) as stack:
         placement = stack.placement
         if placement is not None and isinstance(path, Path):
-            return placement.map_volume(pixels.map_file(path), *stack.facts(selection))
+            return placement.map_volume(map_file(path), *stack.facts(selection))
         decoded: Array = np.empty(stack.shape, stack.dtype)
 
         def store(channel: int, start: tuple[int, int, int], block: Array) -> None:
@@ -126,12 +125,12 @@ def _read_to_file(path: Path | Store, selection: Selection, limit_bytes: int, sc
         outputs = []
 
         def make_output(nbytes: int) -> int:
-            outputs.append(files.enter_context(pixels.make_file(scratch, nbytes)))
+            outputs.append(files.enter_context(make_file(scratch, nbytes)))
             return os.dup(outputs[0].fileno())
 
         with _open(path, selection, limit_bytes) as stack:
             found = _extract(stack, selection, make_output)
-        content = pixels.map_file(path if isinstance(path, Path) and not found.decoded else outputs[0].fileno())
+        content = map_file(path if isinstance(path, Path) and not found.decoded else outputs[0].fileno())
     return found.placement.map_volume(content, found.voxel_size, found.channels, found.notes)
 
 

@@ -18,7 +18,7 @@ from service.core.errors import NotReady, StackSegError
 from service.core.hardware import Driver
 from service.core.types import Extent, Options, Volume
 from service.engine.compile import torch_compile
-from service.formats.sandbox.parent import Reader
+from service.formats.sandbox.reader import Reader
 from service.inference.estimate import Estimate
 from service.inference.result import Result
 from service.inference.segmenter import Segmenter

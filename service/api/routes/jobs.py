@@ -26,9 +26,8 @@ from service.api.schemas import JobList, JobProblem, JobProgress, JobReport
 from service.api.threads import HOST_FILE_THREADS, run_in_thread
 from service.core.errors import StackSegError, StorageUnavailable, UnknownJob
 from service.core.timing import Stages
-from service.core.types import Volume
-from service.formats.sandbox.parent import descriptor_path
-from service.formats.sandbox.process import Cancelling
+from service.core.types import Cancelling, Volume
+from service.core.whole_file import descriptor_path
 from service.serving.jobs.active_job import JobView
 from service.serving.jobs.jobs import AsyncJobs
 from service.serving.jobs.record import JobRecord, JobState

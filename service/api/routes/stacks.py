@@ -17,8 +17,7 @@ from service.api.schemas import StackReport
 from service.api.threads import run_in_thread
 from service.core.errors import BadParameter
 from service.core.timing import Stages
-from service.core.types import Selection, Volume
-from service.formats.sandbox.process import Cancelling
+from service.core.types import Cancelling, Selection, Volume
 from service.serving.parameters import Query as Parameters
 from service.serving.storage.stack_store import StoredStack
 

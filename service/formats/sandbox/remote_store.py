@@ -22,7 +22,8 @@ from typing import Any, Protocol, Self
 from urllib.parse import quote, unquote, urlsplit
 
 from service.core.errors import BadFile, BadParameter, Cancelled, StackSegError, StorageUnavailable, TooLarge
-from service.formats.sandbox.process import POLL_SECONDS, Cancelling, never
+from service.core.types import Cancelling, never
+from service.formats.sandbox.child_process import POLL_SECONDS
 from service.formats.zarr.store import Part, place_part, split_key
 
 # For one object, and for a server to say anything at all.

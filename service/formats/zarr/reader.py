@@ -1,6 +1,6 @@
 """Read OME-Zarr 0.4 and 0.5, and earlier ones: the finest resolution, chunk by chunk, with what its metadata state.
 
-https://ngff.openmicroscopy.org. Stores that cannot be trusted are read through `service.formats.sandbox.parent`.
+https://ngff.openmicroscopy.org. Stores that cannot be trusted are read through `service.formats.sandbox.reader`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from service.core import host
 from service.core.errors import BadFile, TooLarge
 from service.core.quantities import TimeInterval
 from service.core.types import Array, Selection
-from service.formats import axes, time_interval, voxel_size
+from service.formats import axes, sampling
 from service.formats.axes import Layout
 from service.formats.open_stack import OpenStack
-from service.formats.tiff import pixels
-from service.formats.tiff.pixels import Placement
-from service.formats.tiff.pixels import Store as StorePixels
-from service.formats.voxel_size import Calibration
+from service.formats.placement import Placement, StoreBlock, check_size, native_dtype
+from service.formats.sampling import Calibration
 from service.formats.zarr import store as zarr_store
 from service.formats.zarr.array import ZarrArray, open_array, read_json, translate_errors
 from service.formats.zarr.store import Store
@@ -89,16 +88,16 @@ class ZarrStack(OpenStack):
     def check(self, limit_bytes: int) -> None:
         """Check what decoding takes. Raises TooLarge."""
         try:
-            pixels.check_size(math.prod(self.shape) * self.dtype.itemsize, limit_bytes)
+            check_size(math.prod(self.shape) * self.dtype.itemsize, limit_bytes)
         except TooLarge as error:
             raise TooLarge(f"{error} An OME-Zarr of any size: stackseg segment IN OUT --workers N.") from None
-        pixels.check_size(self.image.array.chunk_bytes, limit_bytes, "A chunk on the way to the selected volume")
+        check_size(self.image.array.chunk_bytes, limit_bytes, "A chunk on the way to the selected volume")
         chunks = math.prod(len(indices) for indices in self._grid)
         if chunks > _MAX_CHUNKS:
             size = "x".join(map(str, self.image.array.chunks))
             raise TooLarge(f"The selected volume is in {chunks} chunks of {size}; write it with larger ones.")
 
-    def decode(self, store: StorePixels) -> None:
+    def decode(self, store: StoreBlock) -> None:
         """Decode the selected part, rows of chunks along X at a time, or chunk by chunk where rows are large."""
         self._decode(self._whole, store)
 
@@ -107,7 +106,7 @@ class ZarrStack(OpenStack):
 
         `region` has the voxels along Z, Y and X. Raises BadFile.
         """
-        decoded: Array = np.empty((self.shape[0], *map(len, region)), pixels.native_dtype(self.dtype))
+        decoded: Array = np.empty((self.shape[0], *map(len, region)), native_dtype(self.dtype))
 
         def store(channel: int, start: tuple[int, int, int], block: Array) -> None:
             z, y, x = (slice(first, first + length) for first, length in zip(start, block.shape, strict=True))
@@ -121,7 +120,7 @@ class ZarrStack(OpenStack):
         z, y, x = map(range, self.shape[1:])
         return z, y, x
 
-    def _decode(self, region: Region, store: StorePixels) -> None:
+    def _decode(self, region: Region, store: StoreBlock) -> None:
         """Decode a part of the selection; places that `store` gets are relative to it."""
         array, x = self.image.array, self._axes.index("X")
         grid = self._grid_of(region)
@@ -142,7 +141,7 @@ class ZarrStack(OpenStack):
 
         # A thread holds a batch as it is stored, and a row of it.
         most = max(1, _DECODING_BYTES // ((step + 2) * count * array.chunk_bytes))
-        pixels.run_in_threads(decode_batch, batches, math.prod(map(len, region)) * self.dtype.itemsize, most)
+        host.run_in_threads(decode_batch, batches, math.prod(map(len, region)) * self.dtype.itemsize, most)
 
     @property
     def chunk_size(self) -> tuple[int, int, int]:
@@ -177,7 +176,7 @@ class ZarrStack(OpenStack):
         ]
 
     def _decode_row(
-        self, row: Sequence[Place], stored: Sequence[bytes | None], region: Region, store: StorePixels
+        self, row: Sequence[Place], stored: Sequence[bytes | None], region: Region, store: StoreBlock
     ) -> None:
         """Decode neighbours along X, and store what lies in the region."""
         blocks = [self._decode_chunk(place, data) for place, data in zip(row, stored, strict=True)]
@@ -257,8 +256,8 @@ def find_image(store: Store) -> ZarrImage:
             letters,
             tuple(str(channel.get("label") or "")[:200] for channel in channels),
             tuple(_parse_colour(channel.get("color")) for channel in channels),
-            voxel_size.from_lengths([size for size, _ in edges], [unit for _, unit in edges], "OME-Zarr"),
-            time_interval.parse(*sizes["T"]) if "T" in sizes else None,
+            sampling.from_lengths([size for size, _ in edges], [unit for _, unit in edges], "OME-Zarr"),
+            sampling.parse_time_interval(*sizes["T"]) if "T" in sizes else None,
             tuple(notes),
         )
 

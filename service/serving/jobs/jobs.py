@@ -28,7 +28,7 @@ from service.core.errors import (
     StorageUnavailable,
 )
 from service.core.types import Description
-from service.formats.sandbox.parent import Source
+from service.formats.sandbox.reader import Source
 from service.inference.result import Result
 from service.inference.series.time_points import Series
 from service.serving.devices.job import Job, Needs

@@ -19,9 +19,8 @@ from pydantic import BaseModel
 from service.core.errors import BadParameter, Cancelled, DoubtfulResult
 from service.core.quantities import TimeRange
 from service.core.timing import Stages
-from service.core.types import Description, Extent, Segmentation, Volume
-from service.formats.sandbox.parent import Reader, Source
-from service.formats.sandbox.process import Cancelling, never
+from service.core.types import Cancelling, Description, Extent, Segmentation, Volume, never
+from service.formats.sandbox.reader import Reader, Source
 from service.formats.tiff import writer as tiff_writer
 from service.inference import measurements
 from service.inference.result import Result

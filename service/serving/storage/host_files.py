@@ -18,8 +18,8 @@ from urllib.parse import quote, unquote
 from service.core import config
 from service.core.config import Root
 from service.core.errors import BadParameter, ConfigError, OutOfStorage, OutputExists
-from service.formats.sandbox.parent import descriptor_path
-from service.formats.sandbox.process import Cancelling, never
+from service.core.types import Cancelling, never
+from service.core.whole_file import descriptor_path
 from service.formats.sandbox.remote_store import RemoteStore, check_url, is_url
 from service.formats.zarr.store import is_store_name, is_zarr_folder
 from service.serving.storage import placed_folder

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from service.core.errors import BadParameter
-from service.formats.sandbox.parent import descriptor_path
+from service.core.whole_file import descriptor_path
 
 # Opens a folder to look names up in it.
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from service.core.errors import BadParameter, Cancelled, OutputExists
-from service.formats.sandbox.parent import descriptor_path
+from service.core.whole_file import descriptor_path
 from service.formats.zarr.array import read_json, translate_errors
 from service.formats.zarr.store import METADATA_NAMES, FolderStore, is_zarr_folder, open_below
 from service.serving.storage.open_folder import OPEN_FOLDER

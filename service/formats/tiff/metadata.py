@@ -10,8 +10,8 @@ from tifffile import TiffFile, TiffPage
 from tifffile.tifffile import shaped_description_metadata
 
 from service.core.quantities import TimeInterval
-from service.formats import time_interval, voxel_size
-from service.formats.voxel_size import Calibration, Resolution
+from service.formats import sampling
+from service.formats.sampling import Calibration, Resolution
 
 CONTAINERS = {
     "shaped": "TIFF written by tifffile",
@@ -51,9 +51,9 @@ def calibration(tiff: TiffFile, page: TiffPage, kind: str) -> Calibration:
     """Read the sampling that a container states, else that of the resolution tags."""
     match kind:
         case "imagej":
-            return voxel_size.from_spacing(tiff.imagej_metadata or {}, resolution(page), "ImageJ metadata")
+            return sampling.from_spacing(tiff.imagej_metadata or {}, resolution(page), "ImageJ metadata")
         case "shaped":
-            return voxel_size.from_spacing(_shaped_metadata(page), resolution(page), "tifffile metadata")
+            return sampling.from_spacing(_shaped_metadata(page), resolution(page), "tifffile metadata")
         case "lsm":
             return _read_zeiss(tiff)
         case "stk":
@@ -66,7 +66,7 @@ def calibration(tiff: TiffFile, page: TiffPage, kind: str) -> Calibration:
 
 def _read_zeiss(tiff: TiffFile) -> Calibration:
     header = tiff.lsm_metadata or {}
-    return voxel_size.from_lengths([header.get(f"VoxelSize{axis}") for axis in "ZYX"], "m", "LSM header")
+    return sampling.from_lengths([header.get(f"VoxelSize{axis}") for axis in "ZYX"], "m", "LSM header")
 
 
 def _read_metamorph(tiff: TiffFile) -> Calibration:
@@ -74,13 +74,13 @@ def _read_metamorph(tiff: TiffFile) -> Calibration:
     distances = header.get("ZDistance", ())
     z = float(distances[0]) if len(distances) else None
     sizes = [z, header.get("YCalibration"), header.get("XCalibration")]
-    return voxel_size.from_lengths(sizes, str(header.get("CalibrationUnits", "")), "MetaMorph header")
+    return sampling.from_lengths(sizes, str(header.get("CalibrationUnits", "")), "MetaMorph header")
 
 
 def _read_micromanager(tiff: TiffFile) -> Calibration:
     summary = (tiff.micromanager_metadata or {}).get("Summary", {})
     sizes = [summary.get(key) or None for key in ("z-step_um", "PixelSize_um", "PixelSize_um")]
-    return voxel_size.from_lengths(sizes, "um", "Micro-Manager metadata")
+    return sampling.from_lengths(sizes, "um", "Micro-Manager metadata")
 
 
 def find_time_interval(tiff: TiffFile, kind: str) -> TimeInterval | None:
@@ -88,12 +88,12 @@ def find_time_interval(tiff: TiffFile, kind: str) -> TimeInterval | None:
     match kind:
         case "imagej":
             header = tiff.imagej_metadata or {}
-            return time_interval.parse(header.get("finterval"), str(header.get("tunit", "s")))
+            return sampling.parse_time_interval(header.get("finterval"), str(header.get("tunit", "s")))
         case "lsm":
-            return time_interval.parse((tiff.lsm_metadata or {}).get("TimeIntervall"), "s")
+            return sampling.parse_time_interval((tiff.lsm_metadata or {}).get("TimeIntervall"), "s")
         case "mmstack":
             summary = (tiff.micromanager_metadata or {}).get("Summary", {})
-            return time_interval.parse(summary.get("Interval_ms"), "ms")
+            return sampling.parse_time_interval(summary.get("Interval_ms"), "ms")
         case _:
             return None
 

@@ -1,6 +1,6 @@
 """Child process that parses and decodes stacks: JSON and descriptors in, JSON out, with limits of memory and file size.
 
-`service.formats.sandbox.parent` starts it as `python -m`; it imports neither torch nor the rest of the service.
+`service.formats.sandbox.reader` starts it as `python -m`; it imports neither torch nor the rest of the service.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 from service.core.errors import RequestError, TooLarge
 from service.core.quantities import TimeRange, VoxelSize
 from service.core.types import Description, Selection
-from service.formats import label_reader, stack_reader
+from service.formats import stack_reader
+from service.formats.sandbox import label_reader
 from service.formats.sandbox.confinement import confine
 from service.formats.stack_reader import Extract, Source
 from service.formats.zarr.store import FetchedStore, FolderStore, Part

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
@@ -23,7 +22,8 @@ from typing import Any, Protocol
 
 import service
 from service.core.errors import BadFile, Cancelled, NotReady, ReaderKilled, StackSegError, TooLarge
-from service.formats.sandbox import child as sandbox_child
+from service.core.types import Cancelling, never
+from service.formats.sandbox import child_main
 
 STARTUP_SECONDS = 60.0
 # A process that has closed its end of the socket is about to end, unless it was taken over.
@@ -42,14 +42,6 @@ _CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGIL
 
 NONSENSE = "The file is damaged: what was read of it makes no sense."
 _log = logging.getLogger(__name__)
-
-Cancelling = Callable[[], bool]
-"""Whether nobody waits for the answer any more."""
-
-
-def never() -> bool:
-    """Return False: the work is not cancelled."""
-    return False
 
 
 class RequestFiles(Protocol):
@@ -178,7 +170,7 @@ class ReaderProcess:
             )
 
     def _send(self, message: dict[str, Any], file: int | None) -> None:
-        socket.send_fds(self._channel, [sandbox_child.encode(message)], [] if file is None else [file])
+        socket.send_fds(self._channel, [child_main.encode(message)], [] if file is None else [file])
 
     def _receive(self, deadline: float, cancelled: Cancelling = never) -> dict[str, Any]:
         """Receive the next line from the child.

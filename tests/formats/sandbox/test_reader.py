@@ -42,8 +42,8 @@ from service.core.errors import (
 from service.core.quantities import VoxelSize
 from service.core.types import Description, Selection, Volume
 from service.formats import stack_reader
-from service.formats.sandbox import child as sandbox_child
-from service.formats.sandbox.parent import Reader
+from service.formats.sandbox import child_main
+from service.formats.sandbox.reader import Reader
 
 DATA = SHARED_DATA / "hostile"
 LIMIT = 2**28
@@ -375,11 +375,13 @@ def test_a_child_that_cannot_start_is_not_the_files_fault(
 
 
 def test_the_child_ends_with_its_parent_and_imports_no_torch() -> None:
-    code = "import sys, service.formats.sandbox.child; sys.exit('torch' in sys.modules or 'fastapi' in sys.modules)"
+    code = (
+        "import sys, service.formats.sandbox.child_main; sys.exit('torch' in sys.modules or 'fastapi' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
     here, there = socket.socketpair()
-    lonely = [sys.executable, "-m", sandbox_child.__name__, str(2**29), str(LIMIT), "10"]
+    lonely = [sys.executable, "-m", child_main.__name__, str(2**29), str(LIMIT), "10"]
     child = subprocess.Popen(lonely, stdin=there.fileno(), stderr=subprocess.PIPE)
     there.close()
     with here:
@@ -396,8 +398,8 @@ def test_a_reply_that_points_outside_its_file_is_refused(reader: Reader, tmp_pat
         "limit_bytes": LIMIT,
         "small_bytes": LIMIT,
     }
-    reply = sandbox_child.answer(request, os.open(path, os.O_RDONLY), no_output)
-    good = json.loads(sandbox_child.encode(reply))["result"]
+    reply = child_main.answer(request, os.open(path, os.O_RDONLY), no_output)
+    good = json.loads(child_main.encode(reply))["result"]
 
     class Lying:
         """A child that was taken over."""
@@ -535,7 +537,7 @@ def test_replies_of_a_child_that_was_taken_over_are_refused(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "lying.py").write_text(
         "import socket\nchannel = socket.socket(fileno=0)\nchannel.sendall(b'{\"missing\": {}}\\n')\n"
-        f"while channel.recv(2**16):\n    channel.sendall({sandbox_child.encode(nonsense)!r})\n",
+        f"while channel.recv(2**16):\n    channel.sendall({child_main.encode(nonsense)!r})\n",
         encoding="ascii",
     )
     path = write(tmp_path / "stack.tif", stack)

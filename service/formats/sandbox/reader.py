@@ -23,12 +23,12 @@ from pydantic import TypeAdapter
 from service.core.buffers import LARGE_BYTES
 from service.core.errors import AmbiguousAxes, BadFile, BadParameter, ReaderKilled, TooLarge, UnsupportedMedia
 from service.core.quantities import Size
-from service.core.types import Description, Selection, Volume
-from service.formats.sandbox import child as sandbox_child
-from service.formats.sandbox.process import NONSENSE, Cancelling, ReaderProcess, never
+from service.core.types import Cancelling, Description, Selection, Volume, never
+from service.formats.placement import make_file, map_file
+from service.formats.sandbox import child_main
+from service.formats.sandbox.child_process import NONSENSE, ReaderProcess
 from service.formats.sandbox.remote_store import RemoteStore
 from service.formats.stack_reader import Extract
-from service.formats.tiff.pixels import make_file, map_file
 from service.formats.zarr.store import Part, open_below
 
 # Processes that start before a file comes. Each takes 20 MB, and a start 0.2 s.
@@ -54,7 +54,7 @@ class Reader:
         decoded_bytes: largest selection from an upload
         shared_bytes: largest selection from a shared file; None: `decoded_bytes`
         processes: number of files that are read at the same time; further callers wait
-        module: what the children run, with the arguments and the socket of `sandbox_child`
+        module: what the children run, with the arguments and the socket of `child_main`
 
     Where `cancelled` returns True while a file is read, its child is killed, and Cancelled is raised.
     """
@@ -67,7 +67,7 @@ class Reader:
         decoded_bytes: int,
         shared_bytes: int | None = None,
         processes: int = 2,
-        module: str = sandbox_child.__name__,
+        module: str = child_main.__name__,
     ) -> None:
         self._decoded_bytes, self._shared_bytes = decoded_bytes, shared_bytes or decoded_bytes
         max_bytes = max(self._decoded_bytes, self._shared_bytes)
@@ -228,11 +228,6 @@ class Reader:
                 raise BadFile(NONSENSE) from error
         finally:
             self._idle.put(child)
-
-
-def descriptor_path(descriptor: int) -> Path:
-    """Return a path by which another process can open a file that this one has open."""
-    return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
 
 
 @contextmanager
