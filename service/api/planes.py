@@ -22,7 +22,7 @@ from service.api.threads import run_in_thread
 from service.core.errors import BadParameter, RateLimited
 from service.core.types import Array, Cancelling, Volume
 from service.serving.runtime import Runtime
-from service.serving.storage.scratch import translate_disk_faults
+from service.serving.storage.disk import translate_disk_faults
 
 MAX_BYTES = 2**25
 # Memory of this process for planes that are being read and sent.

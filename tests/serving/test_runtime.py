@@ -27,7 +27,7 @@ from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
 from service.serving.runtime import Runtime
-from service.serving.storage.disk_usage import DiskUsage
+from service.serving.storage.disk import DiskUsage
 
 
 class Stuck(FakeSegmenter):

@@ -20,7 +20,7 @@ from service.api.headers import get_header
 from service.api.http.multipart import MAX_FORM_BYTES, FormParser
 from service.api.threads import run_in_thread
 from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
-from service.serving.storage.scratch_space import Hold
+from service.serving.storage.scratch import Hold
 
 MULTIPART = "multipart/form-data"
 RAW_TYPES = frozenset(

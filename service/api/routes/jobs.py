@@ -35,7 +35,7 @@ from service.serving.parameters import Query as Parameters
 from service.serving.results.metadata import AnswerMetadata
 from service.serving.results.parts import choose_media_type, extract, read_labels
 from service.serving.runtime import Runtime
-from service.serving.storage.scratch import translate_disk_faults
+from service.serving.storage.disk import translate_disk_faults
 
 router = APIRouter(tags=["jobs"])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from service.core.errors import ConfigError, OutOfStorage, StorageUnavailable
 from service.serving.jobs.record import INDEX, TABLE, JobRecord, decode_row
-from service.serving.storage.scratch import translate_disk_faults
+from service.serving.storage.disk import translate_disk_faults
 
 DATABASE = "jobs.sqlite3"
 VERSION = 1

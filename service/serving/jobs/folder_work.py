@@ -37,8 +37,8 @@ from service.serving.jobs.folder_records import RECORDS, Records, StackRecord, p
 from service.serving.parameters import Query
 from service.serving.results.answers import TIFF_SUFFIX, Pixels, answer_name
 from service.serving.results.provenance import describe_origin, hash_shared_file
+from service.serving.storage.disk import translate_disk_faults
 from service.serving.storage.result_folder import ResultFolder
-from service.serving.storage.scratch import translate_disk_faults
 
 # Stacks whose widths are estimated for all.
 SAMPLED_STACKS = 5

@@ -52,8 +52,7 @@ from service.serving.results.answers import (
 from service.serving.results.metadata import AnswerMetadata
 from service.serving.results.provenance import hash_file
 from service.serving.runtime import JOIN_SECONDS, Runtime
-from service.serving.storage.disk_usage import measure_disk
-from service.serving.storage.scratch import translate_disk_faults
+from service.serving.storage.disk import measure_disk, translate_disk_faults
 from service.serving.storage.stack_store import StackStore
 
 WRITE_THREADS = 2

@@ -34,7 +34,7 @@ from service.core.whole_file import sync_to_disk
 from service.serving.jobs.database import JobDatabase
 from service.serving.jobs.record import JobRecord, JobRequest, JobState, encode_answer, encode_failure
 from service.serving.results.metadata import AnswerMetadata
-from service.serving.storage.scratch import translate_disk_faults
+from service.serving.storage.disk import translate_disk_faults
 
 INPUT = "upload.tif"
 RESULT = "result"
