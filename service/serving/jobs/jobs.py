@@ -35,9 +35,10 @@ from service.serving.devices.job import Job, Needs
 from service.serving.devices.queue import JobQueue, JobThreads
 from service.serving.fair_threads import begin_threads
 from service.serving.jobs.active_job import ActiveJob, JobView, view_job, wait_until_over
+from service.serving.jobs.failure import as_failure
 from service.serving.jobs.folder_run import FolderPlaces, FolderRun
 from service.serving.jobs.folder_work import Done
-from service.serving.jobs.record import JobRecord, JobRequest, as_failure
+from service.serving.jobs.record import JobRecord, JobRequest
 from service.serving.jobs.store import INPUT, JobStore
 from service.serving.results.answers import (
     RECEIPT,
