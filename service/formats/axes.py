@@ -220,6 +220,12 @@ def _suggest(axes: str, shape: Sequence[int]) -> str | None:
         return None
     letters = [axis if axis in LETTERS and axis not in axes[:index] else "" for index, axis in enumerate(axes)]
     _name_plane(letters)
+    _name_rest(letters, shape)
+    return "".join(letters)
+
+
+def _name_rest(letters: list[str], shape: Sequence[int]) -> None:
+    """Name the dimensions without a letter: the shortest of several as channels, the innermost others first."""
     unnamed = [index for index, letter in enumerate(letters) if not letter]
     shortest = min(unnamed, key=lambda index: shape[index], default=0)
     if len(unnamed) > 1 and "C" not in letters and shape[shortest] <= _MOST_CHANNELS:
@@ -228,4 +234,3 @@ def _suggest(axes: str, shape: Sequence[int]) -> str | None:
     spare = [letter for letter in "ZTCS" if letter not in letters]
     for index, letter in zip(reversed(unnamed), spare, strict=False):
         letters[index] = letter
-    return "".join(letters)

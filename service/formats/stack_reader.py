@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -70,10 +71,9 @@ def read(path: Path | Store, selection: Selection, limit_bytes: int, scratch: Pa
 def open_blocks(path: Path, selection: Selection) -> Iterator[ZarrStack]:
     """Open the selected part of an OME-Zarr image of any size, to read it box by box. Raises what `inspect` raises."""
     with ExitStack() as files:
-        store = _open_folder(path, files)
-        if store is None:
+        if not path.is_dir():
             raise BadParameter(f"{path} is no folder of OME-Zarr, which alone is read block by block.")
-        yield zarr_reader.open_stack(store, selection, sys.maxsize)
+        yield zarr_reader.open_stack(_open_folder(path, files), selection, sys.maxsize)
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,12 @@ def extract(
     with _open(file, selection, limit_bytes) as stack:
         if stack.placement is None and stack.decoded_bytes > small_bytes:
             return stack.describe(selection)
+        return _extract(stack, selection, make_output)
+
+
+def extract_all(file: Source, selection: Selection, limit_bytes: int, make_output: Callable[[int], int]) -> Extract:
+    """Locate or decode the selected pixels, as `extract` does, however many there are to decode."""
+    with _open(file, selection, limit_bytes) as stack:
         return _extract(stack, selection, make_output)
 
 
@@ -145,24 +151,25 @@ def _write_all(descriptor: int, block: Array, offset: int) -> None:
 def _open(file: Source, selection: Selection, limit_bytes: int, *, keep: bool = False) -> Iterator[OpenStack]:
     """Open a file or a folder as what its content says that it is."""
     with ExitStack() as files:
-        store = _open_folder(file, files)
-        if store is None:
-            assert isinstance(file, Path | int)  # noqa: S101 - it is neither a store nor a folder
-            opened = os.fdopen(file, "rb", closefd=not keep) if isinstance(file, int) else file.open("rb")
-            stream = files.enter_context(opened)
-            store = _open_archive(stream)
-            if store is None:
-                yield tiff_reader.open_stack(stream, selection, limit_bytes)
-                return
-        yield zarr_reader.open_stack(store, selection, limit_bytes)
+        opened = _open_source(file, files, keep=keep)
+        store = _open_archive(opened) if isinstance(opened, BufferedReader) else opened
+        if store is not None:
+            yield zarr_reader.open_stack(store, selection, limit_bytes)
+        elif isinstance(opened, BufferedReader):
+            yield tiff_reader.open_stack(opened, selection, limit_bytes)
 
 
-def _open_folder(file: Source, files: ExitStack) -> Store | None:
-    """Return the store in a folder, None for a file."""
+def _open_source(file: Source, files: ExitStack, *, keep: bool) -> Store | BufferedReader:
+    """Return a store, also that in a folder, or else an open file."""
+    if isinstance(file, int):
+        return files.enter_context(os.fdopen(file, "rb", closefd=not keep))
     if not isinstance(file, Path):
-        return None if isinstance(file, int) else file
-    if not file.is_dir():
-        return None
+        return file
+    return _open_folder(file, files) if file.is_dir() else files.enter_context(file.open("rb"))
+
+
+def _open_folder(file: Path, files: ExitStack) -> Store:
+    """Return the store in a folder."""
     folder = os.open(file, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     files.callback(os.close, folder)
     return files.enter_context(FolderStore(partial(open_below, folder)))

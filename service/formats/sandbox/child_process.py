@@ -195,10 +195,10 @@ class ReaderProcess:
             line += chunk
             if len(line) > MAX_REPLY_BYTES or time.monotonic() >= deadline + EXIT_SECONDS:
                 raise ValueError("a reply without end")
-        reply = json.loads(line)
-        if not isinstance(reply, dict):
-            raise ValueError("a reply without fields")  # noqa: TRY004 - of the same kind as broken JSON
-        return reply
+        match json.loads(line):
+            case dict() as reply:
+                return reply
+        raise ValueError("a reply without fields")
 
     def _explain_death(self) -> StackSegError:
         status = self._log_death()
@@ -212,12 +212,14 @@ class ReaderProcess:
 
     def _log_death(self) -> int:
         """Log and return the exit status, after killing a process that does not end."""
-        assert self._process is not None  # noqa: S101 - it has been asked
+        process = self._process
+        if process is None:
+            raise RuntimeError("no process was started")
         try:
-            status = self._process.wait(EXIT_SECONDS)
+            status = process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            status = self._process.wait()
+            process.kill()
+            status = process.wait()
         self._complaints.seek(0)
         complaints = self._complaints.read()[-2000:].decode(errors="replace")
         _log.warning("A process that reads TIFFs ended with status %d. %s", status, complaints)

@@ -56,6 +56,7 @@ class Reader:
         processes: number of files that are read at the same time; further callers wait
         module: what the children run, with the arguments and the socket of `child_main`
 
+    small_bytes  what decodes to no more than this is decoded by `read_small`
     Where `cancelled` returns True while a file is read, its child is killed, and Cancelled is raised.
     """
 
@@ -69,6 +70,7 @@ class Reader:
         processes: int = 2,
         module: str = child_main.__name__,
     ) -> None:
+        self.small_bytes = SMALL_BYTES
         self._decoded_bytes, self._shared_bytes = decoded_bytes, shared_bytes or decoded_bytes
         max_bytes = max(self._decoded_bytes, self._shared_bytes)
         self._children = [ReaderProcess(module, memory_bytes, max_bytes, seconds) for _ in range(processes)]
@@ -114,7 +116,7 @@ class Reader:
             raise BadFile(NONSENSE)
         return volume
 
-    def read_small(  # noqa: PLR0913
+    def read_small(
         self,
         source: Source,
         selection: Selection,
@@ -122,10 +124,9 @@ class Reader:
         *,
         shared: bool = False,
         cancelled: Cancelling = never,
-        small_bytes: int = SMALL_BYTES,
     ) -> Volume | Description:
-        """Read like `read` where at most `small_bytes` have to be decoded, else describe it and decode nothing."""
-        request = self._request("extract", selection, source, shared=shared, small_bytes=small_bytes)
+        """Read like `read` where at most `self.small_bytes` have to be decoded, else describe it and decode nothing."""
+        request = self._request("extract", selection, source, shared=shared, small_bytes=self.small_bytes)
         return self._extract(request, source, scratch, cancelled, shared=shared)
 
     def read_labels(self, source: Source, shape: Size, scratch: Path, *, cancelled: Cancelling = never) -> Volume:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tifffile import TiffFile, TiffPage
@@ -78,9 +78,19 @@ def _read_metamorph(tiff: TiffFile) -> Calibration:
 
 
 def _read_micromanager(tiff: TiffFile) -> Calibration:
-    summary = (tiff.micromanager_metadata or {}).get("Summary", {})
+    summary = _micromanager_summary(tiff)
     sizes = [summary.get(key) or None for key in ("z-step_um", "PixelSize_um", "PixelSize_um")]
     return sampling.from_lengths(sizes, "um", "Micro-Manager metadata")
+
+
+def _micromanager_summary(tiff: TiffFile) -> Mapping[str, Any]:
+    summary: Mapping[str, Any] = (tiff.micromanager_metadata or {}).get("Summary", {})
+    return summary
+
+
+def _zeiss_channels(tiff: TiffFile) -> Mapping[str, Any]:
+    """Return names and colours of the channels from the header of LSM."""
+    return (tiff.lsm_metadata or {}).get("ChannelColors") or {}
 
 
 def find_time_interval(tiff: TiffFile, kind: str) -> TimeInterval | None:
@@ -92,7 +102,7 @@ def find_time_interval(tiff: TiffFile, kind: str) -> TimeInterval | None:
         case "lsm":
             return sampling.parse_time_interval((tiff.lsm_metadata or {}).get("TimeIntervall"), "s")
         case "mmstack":
-            summary = (tiff.micromanager_metadata or {}).get("Summary", {})
+            summary = _micromanager_summary(tiff)
             return sampling.parse_time_interval(summary.get("Interval_ms"), "ms")
         case _:
             return None
@@ -102,9 +112,9 @@ def channel_names(tiff: TiffFile, kind: str) -> tuple[str, ...]:
     """Read channel names from a vendor's header; () where it has none."""
     names: Any = ()
     if kind == "lsm":
-        names = ((tiff.lsm_metadata or {}).get("ChannelColors") or {}).get("ColorNames", ())
+        names = _zeiss_channels(tiff).get("ColorNames", ())
     if kind == "mmstack":
-        names = (tiff.micromanager_metadata or {}).get("Summary", {}).get("ChNames", ())
+        names = _micromanager_summary(tiff).get("ChNames", ())
     return tuple(str(name) for name in names) if isinstance(names, list | tuple) else ()
 
 
@@ -123,11 +133,10 @@ def _read_colours(tiff: TiffFile, kind: str) -> tuple[str, ...]:
             tables = (tiff.imagej_metadata or {}).get("LUTs", ())
             return tuple(_format_colour([row[-1] for row in table]) for table in tables)
         case "lsm":
-            colours = ((tiff.lsm_metadata or {}).get("ChannelColors") or {}).get("Colors", ())
-            return tuple(_format_colour(colour[:3]) for colour in colours)
+            return tuple(_format_colour(colour[:3]) for colour in _zeiss_channels(tiff).get("Colors", ()))
         case "mmstack":
             # Signed numbers, from high to low: alpha, red, green, blue.
-            colours = (tiff.micromanager_metadata or {}).get("Summary", {}).get("ChColors", ())
+            colours = _micromanager_summary(tiff).get("ChColors", ())
             return tuple(f"#{int(colour) & 0xFFFFFF:06x}" for colour in colours)
         case _:
             return ()

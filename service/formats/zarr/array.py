@@ -128,15 +128,12 @@ class ZarrArray:
         """Read the chunks at these places of the grid as they are stored, None for each that is not. Raises BadFile."""
         if self.sharding is None:
             return self.store.read([Part(self.key(place), self.most_stored_bytes) for place in places])
-        sharding, shards = self.sharding, [self._shard(place) for place in places]
+        sharding = self.sharding
+        shards = [self.key(tuple(map(floordiv, place, sharding.parts))) for place in places]
         indices = self._read_indices(set(shards), sharding)
         located = [self._locate(place, key, indices[key]) for place, key in zip(places, shards, strict=True)]
         stored = iter(self.store.read([part for part in located if part is not None]))
         return [None if part is None else next(stored) for part in located]
-
-    def _shard(self, place: Sequence[int]) -> str:
-        assert self.sharding is not None  # noqa: S101 - only shards hold several chunks
-        return self.key(tuple(map(floordiv, place, self.sharding.parts)))
 
     def _read_indices(self, keys: set[str], sharding: Sharding) -> dict[str, Array]:
         """Return the indices of shards, those that are known without reading; an empty one where there is no shard."""
@@ -338,8 +335,9 @@ def _separator(text: str) -> str:
 
 def _fill(value: Any, dtype: np.dtype[Any]) -> Any:
     """Return the value of voxels whose chunks are missing. Raises ValueError for what is no number."""
-    if isinstance(value, list):
-        raise ValueError(value)  # noqa: TRY004 - of the same kind as text that is no number
-    if isinstance(value, str) and value.startswith("0x"):
-        return np.frombuffer(int(value, 16).to_bytes(dtype.itemsize, "big"), dtype.newbyteorder(">"))[0]
+    match value:
+        case list():
+            raise ValueError(value)
+        case str() if value.startswith("0x"):
+            return np.frombuffer(int(value, 16).to_bytes(dtype.itemsize, "big"), dtype.newbyteorder(">"))[0]
     return np.array(0 if value is None else value).astype(dtype.newbyteorder("="))[()]

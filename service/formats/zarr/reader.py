@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,11 +125,7 @@ class ZarrStack(OpenStack):
         array, x = self.image.array, self._axes.index("X")
         grid = self._grid_of(region)
         count = len(grid[x]) if len(grid[x]) * array.chunk_bytes <= _ROW_BYTES else 1
-        rows = [
-            [(*place[:x], index, *place[x + 1 :]) for index in grid[x][first : first + count]]
-            for place in itertools.product(*(indices if axis != x else range(1) for axis, indices in enumerate(grid)))
-            for first in range(0, len(grid[x]), count)
-        ]
+        rows = _split_rows(grid, x, count)
         # Stores that are far away are asked for many chunks at a time.
         step = max(1, min(_BATCH_BYTES // array.chunk_bytes, _BATCH_CHUNKS) // count)
         batches = [rows[first : first + step] for first in range(0, len(rows), step)]
@@ -206,10 +202,7 @@ class ZarrStack(OpenStack):
             if letters[axis] in ".T":
                 time = (self.part.time or 0) - place[axis] * array.chunks[axis] if letters[axis] == "T" else 0
                 chunk = chunk.take(time, axis)
-        kept = letters.replace(".", "").replace("T", "")
-        missing = [axis for axis in "CSZYX" if axis not in kept]
-        chunk = chunk[(np.newaxis,) * len(missing)]
-        return chunk.transpose([("".join(missing) + kept).index(axis) for axis in "CSZYX"])
+        return _expand(chunk, letters.replace(".", "").replace("T", ""))
 
     def _wanted(self, first: dict[str, int], shape: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
         """Yield the selected channels in a block: number among the selected, and place in it."""
@@ -245,19 +238,19 @@ def find_image(store: Store) -> ZarrImage:
         path = zarr_store.join(folder, dataset["path"])
     array = open_array(store, path)
     with translate_errors("its OME metadata"):
+        version = attributes.get("version") or described.get("version") or ""
         letters, units = _parse_axes(described.get("axes"), len(array.shape))
         scale = _parse_scale(dataset, described, len(array.shape))
-        sizes = dict(zip(letters, zip(scale, units, strict=True), strict=True)) if scale else {}
-        edges = [sizes.get(axis, (None, "")) for axis in "ZYX"]
-        channels = (attributes.get("omero") or {}).get("channels") or ()
+        steps = dict(zip(letters, zip(scale, units, strict=True), strict=True)) if scale else {}
+        names, colours = _parse_channels(attributes)
         return ZarrImage(
-            f"OME-Zarr {attributes.get('version') or described.get('version') or ''}".strip(),
+            f"OME-Zarr {version}".strip(),
             array,
             letters,
-            tuple(str(channel.get("label") or "")[:200] for channel in channels),
-            tuple(_parse_colour(channel.get("color")) for channel in channels),
-            sampling.from_lengths([size for size, _ in edges], [unit for _, unit in edges], "OME-Zarr"),
-            sampling.parse_time_interval(*sizes["T"]) if "T" in sizes else None,
+            names,
+            colours,
+            _parse_calibration(steps),
+            sampling.parse_time_interval(*steps["T"]) if "T" in steps else None,
             tuple(notes),
         )
 
@@ -314,10 +307,39 @@ def _parse_scale(dataset: dict[str, Any], described: dict[str, Any], dimensions:
     return steps
 
 
+def _parse_calibration(steps: Mapping[str, tuple[float, str]]) -> Calibration:
+    """Return the voxel size from the step along each axis and its unit."""
+    edges = [steps.get(axis, (None, "")) for axis in "ZYX"]
+    return sampling.from_lengths([size for size, _ in edges], [unit for _, unit in edges], "OME-Zarr")
+
+
+def _parse_channels(attributes: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return a name and a colour per channel, () where there are none."""
+    channels = (attributes.get("omero") or {}).get("channels") or ()
+    names = tuple(str(channel.get("label") or "")[:200] for channel in channels)
+    return names, tuple(_parse_colour(channel.get("color")) for channel in channels)
+
+
 def _parse_colour(stated: Any) -> str:
     """Return a colour as #rrggbb, "" where none is stated."""
     is_colour = isinstance(stated, str) and re.fullmatch("[0-9a-fA-F]{6}", stated)
     return f"#{stated.lower()}" if is_colour else ""
+
+
+def _expand(chunk: Array, letters: str) -> Array:
+    """Return pixels with these axes as [C, S, Z, Y, X]."""
+    missing = "".join(axis for axis in "CSZYX" if axis not in letters)
+    chunk = chunk[(np.newaxis,) * len(missing)]
+    return chunk.transpose([(missing + letters).index(axis) for axis in "CSZYX"])
+
+
+def _split_rows(grid: Sequence[Sequence[int]], x: int, count: int) -> list[list[Place]]:
+    """Return the places of chunks in rows of up to `count` along the dimension `x`."""
+    return [
+        [(*place[:x], index, *place[x + 1 :]) for index in grid[x][first : first + count]]
+        for place in itertools.product(*(indices if axis != x else range(1) for axis, indices in enumerate(grid)))
+        for first in range(0, len(grid[x]), count)
+    ]
 
 
 def _spread(layout: Layout, shape: Sequence[int]) -> str:

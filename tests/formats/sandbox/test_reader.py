@@ -469,12 +469,15 @@ def test_what_is_large_once_decoded_is_described_and_not_decoded(
     assert isinstance(described, Description)
     assert (described.shape, described.nbytes) == ((1, 64, 1024, 2048), 2**27)
     assert not scratch.exists()
-    volume = reader.read_small(bomb, selection, scratch, small_bytes=2**27)
+    monkeypatch.setattr(reader, "small_bytes", 2**27)
+    volume = reader.read_small(bomb, selection, scratch)
     assert isinstance(volume, Volume)
     assert not volume.read(63, 64).any()
 
 
-def test_whole_tiles_and_pages_count_as_decoded(reader: Reader, tmp_path: Path) -> None:
+def test_whole_tiles_and_pages_count_as_decoded(
+    reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiled, inner, plain = (tmp_path / f"{name}.tif" for name in ("tiled", "inner", "plain"))
     tifffile.imwrite(tiled, np.zeros((8, 8), np.uint8), photometric="minisblack", tile=(4096, 4096), compression="zlib")
     colour = {"photometric": "rgb", "compression": "zlib", "metadata": {"axes": "ZYXS"}}
@@ -485,9 +488,11 @@ def test_whole_tiles_and_pages_count_as_decoded(reader: Reader, tmp_path: Path) 
         (inner, Selection(axes="ZYXS", channel=0), 3 * 2**20),
         (plain, Selection(axes="ZYX"), 0),
     ):
-        assert isinstance(reader.read_small(path, selection, tmp_path, small_bytes=nbytes), Volume)
+        monkeypatch.setattr(reader, "small_bytes", nbytes)
+        assert isinstance(reader.read_small(path, selection, tmp_path), Volume)
         if nbytes:
-            assert isinstance(reader.read_small(path, selection, tmp_path, small_bytes=nbytes - 1), Description)
+            monkeypatch.setattr(reader, "small_bytes", nbytes - 1)
+            assert isinstance(reader.read_small(path, selection, tmp_path), Description)
 
 
 def test_cancelled_reading_kills_its_child_and_the_next_file_is_read(tmp_path: Path, stack: np.ndarray) -> None:
