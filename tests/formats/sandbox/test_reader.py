@@ -457,7 +457,7 @@ def test_every_hostile_file_is_refused_or_read(reader: Reader, tmp_path: Path, e
 
 @pytest.mark.parametrize("compression", ["zlib", "lzw", "zstd", "packbits", "jpeg"])
 def test_what_is_large_once_decoded_is_described_and_not_decoded(
-    reader: Reader, tmp_path: Path, compression: str
+    reader: Reader, tmp_path: Path, compression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bomb, scratch = tmp_path / "bomb.tif", tmp_path / "scratch"
     bomb.write_bytes(make_bomb(64, (1024, 2048), compression))
