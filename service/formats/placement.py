@@ -126,6 +126,17 @@ class Placement:
         return sum((length - 1) * stride for length, stride in steps) + np.dtype(self.dtype).itemsize
 
 
+@dataclass(frozen=True)
+class Extract:
+    """Location of a volume in the file that was read, or in the one that it was decoded to, in plain values."""
+
+    placement: Placement
+    voxel_size: VoxelSize | None
+    channels: tuple[str, ...]
+    notes: tuple[str, ...]
+    decoded: bool
+
+
 def _read_all(file: int, into: Array, offset: int) -> None:
     rest = memoryview(into.data).cast("B")
     while rest:

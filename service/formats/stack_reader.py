@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
@@ -19,10 +18,9 @@ from typing import BinaryIO
 import numpy as np
 
 from service.core.errors import BadParameter
-from service.core.quantities import VoxelSize
 from service.core.types import Array, Description, Selection, Volume
 from service.formats.open_stack import OpenStack
-from service.formats.placement import Placement, make_file, map_file
+from service.formats.placement import Extract, Placement, make_file, map_file
 from service.formats.tiff import reader as tiff_reader
 from service.formats.zarr import reader as zarr_reader
 from service.formats.zarr.reader import ZarrStack
@@ -74,17 +72,6 @@ def open_blocks(path: Path, selection: Selection) -> Iterator[ZarrStack]:
         if not path.is_dir():
             raise BadParameter(f"{path} is no folder of OME-Zarr, which alone is read block by block.")
         yield zarr_reader.open_stack(_open_folder(path, files), selection, sys.maxsize)
-
-
-@dataclass(frozen=True)
-class Extract:
-    """Location of a volume in the file that was read, or in the one that it was decoded to, in plain values."""
-
-    placement: Placement
-    voxel_size: VoxelSize | None
-    channels: tuple[str, ...]
-    notes: tuple[str, ...]
-    decoded: bool
 
 
 def extract(

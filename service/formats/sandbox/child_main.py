@@ -19,9 +19,10 @@ from service.core.errors import RequestError, TooLarge
 from service.core.quantities import TimeRange, VoxelSize
 from service.core.types import Description, Selection
 from service.formats import stack_reader
+from service.formats.placement import Extract
 from service.formats.sandbox import label_reader
 from service.formats.sandbox.confinement import confine
-from service.formats.stack_reader import Extract, Source
+from service.formats.stack_reader import Source
 from service.formats.zarr.store import FetchedStore, FolderStore, Part
 
 

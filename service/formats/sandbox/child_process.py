@@ -15,15 +15,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import service
 from service.core.errors import BadFile, Cancelled, NotReady, ReaderKilled, StackSegError, TooLarge
 from service.core.types import Cancelling, never
-from service.formats.sandbox import child_main
+from service.formats.sandbox.remote_store import POLL_SECONDS
+from service.formats.sandbox.request_files import NONSENSE, RequestFiles
 
 STARTUP_SECONDS = 60.0
 # A process that has closed its end of the socket is about to end, unless it was taken over.
@@ -31,37 +31,13 @@ EXIT_SECONDS = 1.0
 # Far beyond the reply about any file, and little enough to hold.
 MAX_REPLY_BYTES = 2**26
 
-# How often it is asked whether the caller still waits for an answer.
-POLL_SECONDS = 0.2
-
 # Variables that Python and its libraries may need; secrets in the environment are not passed on.
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TMPDIR")
 
 # Signals that a fault of a process's own raises. Others come from the kernel or a person, whatever the file holds.
 _CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
 
-NONSENSE = "The file is damaged: what was read of it makes no sense."
 _log = logging.getLogger(__name__)
-
-
-class RequestFiles(Protocol):
-    """Open files that a process may ask for while it answers one request."""
-
-    input: int | None
-    """Descriptor of the file that the request is about, None for a folder or a store elsewhere."""
-
-    def make_output(self, nbytes: int) -> int:
-        """Return the descriptor of a file of this length to decode to. Raises BadFile."""
-
-    def open_part(self, key: str) -> AbstractContextManager[int | None]:
-        """Open the file of the folder with this key until the end of the block, None where there is none."""
-
-    def fetch(self, parts: Any, cancelled: Cancelling) -> AbstractContextManager[tuple[list[int], int]]:
-        """Fetch parts of objects of a store elsewhere, until the end of the block.
-
-        Returns their sizes, -1 for each whose object is not there, and the descriptor of a file that holds them one
-        after the other.
-        """
 
 
 class ReaderProcess:
@@ -170,7 +146,9 @@ class ReaderProcess:
             )
 
     def _send(self, message: dict[str, Any], file: int | None) -> None:
-        socket.send_fds(self._channel, [child_main.encode(message)], [] if file is None else [file])
+        socket.send_fds(
+            self._channel, [json.dumps(message, default=vars).encode() + b"\n"], [] if file is None else [file]
+        )
 
     def _receive(self, deadline: float, cancelled: Cancelling = never) -> dict[str, Any]:
         """Receive the next line from the child.

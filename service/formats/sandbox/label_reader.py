@@ -16,8 +16,7 @@ from service.core.errors import BadFile, BadParameter, RequestError, TooLarge
 from service.core.quantities import Size
 from service.core.types import Selection
 from service.formats import stack_reader
-from service.formats.placement import Placement
-from service.formats.stack_reader import Extract
+from service.formats.placement import Extract, Placement
 
 _GZIP, _NPY = b"\x1f\x8b", b"\x93NUMPY"
 _TYPES = {"uint8", "uint16", "uint32", "int32"}

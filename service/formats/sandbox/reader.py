@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import os
 import queue
-import stat
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -24,20 +22,19 @@ from service.core.buffers import LARGE_BYTES
 from service.core.errors import AmbiguousAxes, BadFile, BadParameter, ReaderKilled, TooLarge, UnsupportedMedia
 from service.core.quantities import Size
 from service.core.types import Cancelling, Description, Selection, Volume, never
-from service.formats.placement import make_file, map_file
-from service.formats.sandbox import child_main
-from service.formats.sandbox.child_process import NONSENSE, ReaderProcess
+from service.formats.placement import Extract, map_file
+from service.formats.sandbox.child_process import ReaderProcess
 from service.formats.sandbox.remote_store import RemoteStore
-from service.formats.stack_reader import Extract
-from service.formats.zarr.store import Part, open_below
+from service.formats.sandbox.request_files import NONSENSE, RequestFiles, make_unnamed_file
 
+# It is not imported here: what parses files runs in the child alone.
+CHILD_MODULE = "service.formats.sandbox.child_main"
 # Processes that start before a file comes. Each takes 20 MB, and a start 0.2 s.
 STARTED_EARLY = 2
 # What decodes to no more than this is decoded at once: mostly in less than a second.
 SMALL_BYTES = 2**25
 _ERRORS = {error.slug: error for error in (AmbiguousAxes, BadFile, BadParameter, TooLarge, UnsupportedMedia)}
 _DESCRIPTION, _EXTRACT = TypeAdapter(Description), TypeAdapter(Extract)
-_PARTS = TypeAdapter(list[Part])
 
 T = TypeVar("T")
 
@@ -54,7 +51,7 @@ class Reader:
         decoded_bytes: largest selection from an upload
         shared_bytes: largest selection from a shared file; None: `decoded_bytes`
         processes: number of files that are read at the same time; further callers wait
-        module: what the children run, with the arguments and the socket of `child_main`
+        module: what the children run, with the arguments and the socket of `CHILD_MODULE`
 
     small_bytes  what decodes to no more than this is decoded by `read_small`
     Where `cancelled` returns True while a file is read, its child is killed, and Cancelled is raised.
@@ -68,7 +65,7 @@ class Reader:
         decoded_bytes: int,
         shared_bytes: int | None = None,
         processes: int = 2,
-        module: str = child_main.__name__,
+        module: str = CHILD_MODULE,
     ) -> None:
         self.small_bytes = SMALL_BYTES
         self._decoded_bytes, self._shared_bytes = decoded_bytes, shared_bytes or decoded_bytes
@@ -90,7 +87,7 @@ class Reader:
         """
         request = self._request("inspect", selection, source, shared=shared)
         with _open(source) as file:
-            return self._call(request, _Files(file), cancelled, _DESCRIPTION.validate_python)
+            return self._call(request, RequestFiles(file), cancelled, _DESCRIPTION.validate_python)
 
     def read(
         self,
@@ -176,7 +173,7 @@ class Reader:
         self, request: dict[str, Any], source: Source, scratch: Path, cancelled: Cancelling, *, shared: bool
     ) -> Volume | Description:
         limit = request["limit_bytes"]
-        with _open(source) as file, _Files(file, scratch, limit) as files:
+        with _open(source) as file, RequestFiles(file, scratch, limit) as files:
 
             def parse(result: dict[str, Any]) -> Description | tuple[Extract, bytearray | int]:
                 if "description" in result:
@@ -207,7 +204,7 @@ class Reader:
     def _call(
         self,
         request: dict[str, Any],
-        files: _Files,
+        files: RequestFiles,
         cancelled: Cancelling,
         parse: Callable[[Any], T],
     ) -> T:
@@ -244,83 +241,10 @@ def _open(source: Source) -> Iterator[int | RemoteStore]:
         finally:
             os.close(descriptor)
         return
-    with _unnamed_file() as file:
+    with make_unnamed_file() as file:
         file.write(source)
         file.flush()
         yield file.fileno()
-
-
-def _unnamed_file() -> IO[bytes]:
-    """Make a file in memory, or a temporary one on systems without memfd."""
-    try:
-        return os.fdopen(os.memfd_create("upload"), "wb")
-    except (OSError, AttributeError):
-        return tempfile.TemporaryFile()
-
-
-class _Files:
-    """The open source of a request, and the file that its pixels are decoded to, made when a child asks for it.
-
-    A child gets a file, of a folder only the regular files in it that it asks for, and of a store elsewhere copies of
-    such parts.
-    """
-
-    def __init__(self, source: int | RemoteStore, scratch: Path | None = None, limit_bytes: int = 0) -> None:
-        self._folder: int | None = None
-        self._store: RemoteStore | None = None
-        self.input: int | None = None
-        if isinstance(source, RemoteStore):
-            self._store = source
-        elif stat.S_ISDIR(os.fstat(source).st_mode):
-            self._folder = source
-        else:
-            self.input = source
-        self._scratch, self._limit_bytes = scratch, limit_bytes
-        self._files = ExitStack()
-        self._file: IO[bytes] | None = None
-
-    def make_output(self, nbytes: int) -> int:
-        """Make the file to decode to and return its descriptor. Raises BadFile for more than the limit."""
-        if self._scratch is None or not isinstance(nbytes, int) or not 0 <= nbytes <= self._limit_bytes:
-            raise BadFile(NONSENSE)
-        self._file = self._files.enter_context(make_file(self._scratch, nbytes))
-        return self._file.fileno()
-
-    @contextmanager
-    def open_part(self, key: str) -> Iterator[int | None]:
-        """Open a file of the folder until the end of the block, None where there is none. Raises BadFile."""
-        if self._folder is None or not isinstance(key, str):
-            raise BadFile(NONSENSE)
-        part = open_below(self._folder, key)
-        try:
-            yield part
-        finally:
-            if part is not None:
-                os.close(part)
-
-    @contextmanager
-    def fetch(self, parts: Any, cancelled: Cancelling) -> Iterator[tuple[list[int], int]]:
-        """Fetch parts of a store elsewhere, until the end of the block, as `RequestFiles` says."""
-        if self._store is None:
-            raise BadFile(NONSENSE)
-        contents = self._store.fetch(_PARTS.validate_python(parts, strict=True), cancelled)
-        with _unnamed_file() as file:
-            file.writelines(content for content in contents if content)
-            file.flush()
-            yield [-1 if content is None else len(content) for content in contents], file.fileno()
-
-    @property
-    def output(self) -> int:
-        """The descriptor of the file to decode to. Raises ValueError where none was asked for."""
-        if self._file is None:
-            raise ValueError(NONSENSE)
-        return self._file.fileno()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
 
 
 def _raise_error(reply: dict[str, Any]) -> None:

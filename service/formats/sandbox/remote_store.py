@@ -23,11 +23,12 @@ from urllib.parse import quote, unquote, urlsplit
 
 from service.core.errors import BadFile, BadParameter, Cancelled, StackSegError, StorageUnavailable, TooLarge
 from service.core.types import Cancelling, never
-from service.formats.sandbox.child_process import POLL_SECONDS
 from service.formats.zarr.store import Part, place_part, split_key
 
 # For one object, and for a server to say anything at all.
 OBJECT_SECONDS, SILENT_SECONDS = 60.0, 10.0
+# How often it is asked whether the caller still waits for an answer.
+POLL_SECONDS = 0.2
 # Objects that one reader asks for at the same time.
 _AT_ONCE = 16
 # Of all that is asked for at a time and held in memory, such as one large chunk.
