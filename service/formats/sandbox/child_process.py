@@ -146,9 +146,8 @@ class ReaderProcess:
             )
 
     def _send(self, message: dict[str, Any], file: int | None) -> None:
-        socket.send_fds(
-            self._channel, [json.dumps(message, default=vars).encode() + b"\n"], [] if file is None else [file]
-        )
+        line = json.dumps(message, default=vars).encode() + b"\n"
+        socket.send_fds(self._channel, [line], [] if file is None else [file])
 
     def _receive(self, deadline: float, cancelled: Cancelling = never) -> dict[str, Any]:
         """Receive the next line from the child.

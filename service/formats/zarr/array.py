@@ -7,10 +7,8 @@ confined process with little memory.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import starmap
@@ -23,10 +21,8 @@ import numpy as np
 
 from service.core.errors import BadFile, TooLarge
 from service.core.types import Array
-from service.formats.zarr.store import Part, Store
+from service.formats.zarr.store import Part, Store, read_json, translate_errors
 
-# Of one file of metadata; consolidated metadata of a large plate have a few MB.
-MAX_JSON_BYTES = 2**24
 _MAX_DIMENSIONS = 16
 # Along one dimension; beyond all that is stored, and the product of all dimensions is still a float.
 _MAX_LENGTH = 2**60
@@ -174,27 +170,6 @@ def _verify(data: bytes, what: str) -> bytes:
     content, stated = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
     if google_crc32c.value(content).to_bytes(_CHECKSUM_BYTES, "little") != stated:
         raise BadFile(f"{what} of the Zarr array has changed since it was written (CRC-32C). Copy or export it again.")
-    return content
-
-
-@contextmanager
-def translate_errors(what: str) -> Iterator[None]:
-    """Raise BadFile for metadata that are not what the specification says."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-        raise BadFile(f"The Zarr store is damaged: {what} makes no sense ({repr(error)[:120]}).") from error
-
-
-def read_json(store: Store, key: str) -> dict[str, Any] | None:
-    """Read a file of metadata, None where there is none. Raises BadFile."""
-    (text,) = store.read([Part(key, MAX_JSON_BYTES)])
-    if text is None:
-        return None
-    with translate_errors(key):
-        content = json.loads(text)
-    if not isinstance(content, dict):
-        raise BadFile(f"The Zarr store is damaged: {key} holds no object.")
     return content
 
 

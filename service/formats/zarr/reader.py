@@ -24,8 +24,8 @@ from service.formats.open_stack import OpenStack
 from service.formats.placement import Placement, StoreBlock, check_size, native_dtype
 from service.formats.sampling import Calibration
 from service.formats.zarr import store as zarr_store
-from service.formats.zarr.array import ZarrArray, open_array, read_json, translate_errors
-from service.formats.zarr.store import Store
+from service.formats.zarr.array import ZarrArray, open_array
+from service.formats.zarr.store import Store, read_json, translate_errors
 
 # Chunks of a selection; each is a file to open, or a part of one.
 _MAX_CHUNKS = 2**21

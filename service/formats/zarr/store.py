@@ -1,7 +1,8 @@
-"""Files of a Zarr store by their keys: in a folder, or in a zip archive."""
+"""Files of a Zarr store by their keys: in a folder, or in a zip archive; and JSON among them."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -11,12 +12,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol, Self
+from typing import IO, Any, NamedTuple, Protocol, Self
 from zipfile import ZIP_STORED, BadZipFile
 
 from service.core.errors import BadFile
 from service.core.zip_archive import ZipLimits, locate_stored, open_archive
 
+# Of one file of metadata; consolidated metadata of a large plate have a few MB.
+MAX_JSON_BYTES = 2**24
 METADATA_NAMES = frozenset((".zgroup", ".zattrs", ".zarray", "zarr.json"))
 
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -135,6 +138,27 @@ def open_below(folder: int, key: str) -> int | None:
         os.close(file)
         raise BadFile(f"{key[:80]} of the Zarr store is a folder or a device, not a file.")
     return file
+
+
+@contextmanager
+def translate_errors(what: str) -> Iterator[None]:
+    """Raise BadFile for metadata that are not what the specification says."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        raise BadFile(f"The Zarr store is damaged: {what} makes no sense ({repr(error)[:120]}).") from error
+
+
+def read_json(store: Store, key: str) -> dict[str, Any] | None:
+    """Read a file of metadata, None where there is none. Raises BadFile."""
+    (text,) = store.read([Part(key, MAX_JSON_BYTES)])
+    if text is None:
+        return None
+    with translate_errors(key):
+        content = json.loads(text)
+    if not isinstance(content, dict):
+        raise BadFile(f"The Zarr store is damaged: {key} holds no object.")
+    return content
 
 
 class FolderStore:

@@ -19,8 +19,14 @@ from typing import Any, NamedTuple
 from service.core.errors import BadParameter, Cancelled, OutputExists
 from service.core.types import Cancelling, never
 from service.core.whole_file import descriptor_path
-from service.formats.zarr.array import read_json, translate_errors
-from service.formats.zarr.store import METADATA_NAMES, FolderStore, is_zarr_folder, open_below
+from service.formats.zarr.store import (
+    METADATA_NAMES,
+    FolderStore,
+    is_zarr_folder,
+    open_below,
+    read_json,
+    translate_errors,
+)
 from service.serving.storage.host_folder import (
     copy_file,
     copy_folder,
