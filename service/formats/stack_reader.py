@@ -24,7 +24,7 @@ from service.formats.placement import Extract, Placement, make_file, map_file
 from service.formats.tiff import reader as tiff_reader
 from service.formats.zarr import reader as zarr_reader
 from service.formats.zarr.reader import ZarrStack
-from service.formats.zarr.store import FolderStore, Store, ZipStore, open_below
+from service.formats.zarr.store import FolderStore, Store, ZipStore, open_file
 
 _ZIP = b"PK\x03\x04"
 
@@ -159,7 +159,7 @@ def _open_folder(file: Path, files: ExitStack) -> Store:
     """Return the store in a folder."""
     folder = os.open(file, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     files.callback(os.close, folder)
-    return files.enter_context(FolderStore(partial(open_below, folder)))
+    return files.enter_context(FolderStore(partial(open_file, folder)))
 
 
 def _open_archive(stream: BinaryIO) -> Store | None:

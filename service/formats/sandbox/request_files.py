@@ -16,7 +16,7 @@ from service.core.errors import BadFile
 from service.core.types import Cancelling
 from service.formats.placement import make_file
 from service.formats.sandbox.remote_store import RemoteStore
-from service.formats.zarr.store import Part, open_below
+from service.formats.zarr.store import Part, open_file
 
 NONSENSE = "The file is damaged: what was read of it makes no sense."
 _PARTS = TypeAdapter(list[Part])
@@ -65,7 +65,7 @@ class RequestFiles:
         """Open a file of the folder until the end of the block, None where there is none. Raises BadFile."""
         if self._folder is None or not isinstance(key, str):
             raise BadFile(NONSENSE)
-        part = open_below(self._folder, key)
+        part = open_file(self._folder, key)
         try:
             yield part
         finally:

@@ -23,7 +23,7 @@ from service.formats.zarr.store import (
     METADATA_NAMES,
     FolderStore,
     is_zarr_folder,
-    open_below,
+    open_file,
     read_json,
     translate_errors,
 )
@@ -237,7 +237,7 @@ def list_labels(labels: Path, folder: int, cancelled: Cancelling) -> None:
     with _locked(folder, cancelled):
         for path in sorted(labels.iterdir()):
             if path.name in METADATA_NAMES:
-                with FolderStore(partial(open_below, folder)) as store:
+                with FolderStore(partial(open_file, folder)) as store:
                     present = read_json(store, path.name)
                 with translate_errors(f"labels/{path.name}"):
                     merged = _merge(present or {}, json.loads(path.read_bytes()))

@@ -19,12 +19,12 @@ from service.core import config
 from service.core.config import Root
 from service.core.errors import BadParameter, ConfigError, OutOfStorage
 from service.core.types import Cancelling, never
-from service.core.whole_file import descriptor_path
+from service.core.whole_file import descriptor_path, open_below, open_root
 from service.formats.sandbox.remote_store import RemoteStore, check_url, is_url
 from service.formats.zarr.store import is_store_name, is_zarr_folder
 from service.serving.storage import delivery
 from service.serving.storage.delivery import Target
-from service.serving.storage.host_folder import list_files, open_below, open_root
+from service.serving.storage.host_folder import list_files
 from service.serving.storage.result_folder import ResultFolder, hold_results
 
 

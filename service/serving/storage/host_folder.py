@@ -5,12 +5,11 @@ A folder is a descriptor. The file that was checked is the one that is used, who
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import cache
@@ -19,46 +18,13 @@ from typing import IO
 
 from service.core.errors import BadParameter, Cancelled
 from service.core.types import Cancelling
+from service.core.whole_file import open_below
 
 COPY_BYTES = 2**26
-# Opens a folder to look names up in it.
-OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Makes a file that does not exist.
 _MAKE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Files and folders that are looked at below one folder.
 MAX_ENTRIES = 200_000
-
-
-@contextmanager
-def open_root(path: Path) -> Iterator[int]:
-    """Open a folder by its path, which may lead over links, until the end of the block. Raises OSError."""
-    folder = os.open(path, OPEN_FOLDER & ~os.O_NOFOLLOW)
-    try:
-        yield folder
-    finally:
-        os.close(folder)
-
-
-@contextmanager
-def open_below(folder: int, parts: Sequence[str], *, make: bool = False) -> Iterator[int]:
-    """Open the folder that names lead to from an open one, until the end of the block; `make` those that are missing.
-
-    Raises OSError, also for a name that leads out of a folder.
-    """
-    if ".." in parts:
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-    opened = os.dup(folder)
-    try:
-        for part in parts:
-            if make:
-                with suppress(FileExistsError):
-                    os.mkdir(part, dir_fd=opened)
-            inner = os.open(part, OPEN_FOLDER, dir_fd=opened)
-            os.close(opened)
-            opened = inner
-        yield opened
-    finally:
-        os.close(opened)
 
 
 def is_file(folder: int, name: str) -> bool:

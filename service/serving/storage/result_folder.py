@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import IO
 
 from service.core.errors import BadParameter
-from service.core.whole_file import descriptor_path
-from service.serving.storage.host_folder import is_file, lock, open_below, open_root, remove_folder
+from service.core.whole_file import descriptor_path, open_below, open_root
+from service.serving.storage.host_folder import is_file, lock, remove_folder
 
 # Of the folder in which files are written before they get their names.
 STAGING = ".stackseg-run-"
