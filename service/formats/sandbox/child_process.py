@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ class ReaderProcess:
         self.missing: dict[str, str] | None = None
         self.kills = 0
         self._process: subprocess.Popen[bytes] | None = None
+        # They live as long as the process.
+        self._files = ExitStack()
         self._ready = False
 
     def begin(self) -> None:
@@ -90,8 +93,7 @@ class ReaderProcess:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            self._channel.close()
-            self._complaints.close()
+        self._files.close()
 
     def _converse(self, request: dict[str, Any], files: RequestFiles, cancelled: Cancelling) -> dict[str, Any]:
         deadline = time.monotonic() + self._seconds
@@ -133,17 +135,21 @@ class ReaderProcess:
             _warn_of_missing(layer, reason)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        self._channel, remote = socket.socketpair()
-        with remote:
-            return subprocess.Popen(  # noqa: S603 - this interpreter, with the module beside this one
-                # -P: not the modules of the working folder, which others may write to.
-                [sys.executable, "-P", "-m", *self._arguments],
-                stdin=remote.fileno(),
-                stdout=self._complaints,
-                stderr=self._complaints,
-                env=child_environment(),
-            )
+        with ExitStack() as opened:
+            self._complaints = opened.enter_context(tempfile.TemporaryFile())
+            self._channel, remote = socket.socketpair()
+            opened.enter_context(self._channel)
+            with remote:
+                process = subprocess.Popen(  # noqa: S603 - this interpreter, with the module beside this one
+                    # -P: not the modules of the working folder, which others may write to.
+                    [sys.executable, "-P", "-m", *self._arguments],
+                    stdin=remote.fileno(),
+                    stdout=self._complaints,
+                    stderr=self._complaints,
+                    env=child_environment(),
+                )
+            self._files = opened.pop_all()
+        return process
 
     def _send(self, message: dict[str, Any], file: int | None) -> None:
         line = json.dumps(message, default=vars).encode() + b"\n"

@@ -222,15 +222,13 @@ class _Cloud:
 
     def __init__(self, url: str) -> None:
         try:
-            import obstore  # noqa: PLC0415
-            from obstore.exceptions import BaseError  # noqa: PLC0415
-            from obstore.store import from_url  # noqa: PLC0415
+            import obstore  # noqa: PLC0415 - optional
         except ImportError:
             raise BadParameter(
                 "Stores of S3, Google and Azure need the extra: pip install 'stackseg[remote]'."
             ) from None
-        open_url: Callable[..., Any] = from_url
-        self._library, self._error = obstore, BaseError
+        open_url: Callable[..., Any] = obstore.store.from_url
+        self._library, self._error = obstore, obstore.exceptions.BaseError
         variables = _CLOUDS[urlsplit(url).scheme]
         is_known = any(name.startswith(variables) and value for name, value in os.environ.items())
         # Options of the client replace all that the environment says of it, as AWS_ALLOW_HTTP does.
@@ -241,7 +239,7 @@ class _Cloud:
         try:
             # The library reads the variables of the environment, such as AWS_ENDPOINT.
             self._store: Any = open_url(url, client_options=limits, retry_config=retries, **options)
-        except (BaseError, ValueError) as error:
+        except (self._error, ValueError) as error:
             reason = str(error).partition("\n")[0][:160]
             raise BadParameter(f"The store cannot be opened with the service's environment: {reason}") from error
 
