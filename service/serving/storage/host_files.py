@@ -99,7 +99,7 @@ class HostFiles:
 
     def _find_url(self, place: str, caller: str | None) -> str | None:
         """Return the URL of a store that a place names, None for other places. Raises BadParameter."""
-        allowed = {name: store.url.rstrip("/") for name, store in self._stores.items() if _may(caller, store.keys)}
+        allowed = self._list_urls(caller)
         if is_url(place):
             url = next((url for url in allowed.values() if place.startswith(f"{url}/")), None)
             if url is None:
@@ -116,6 +116,10 @@ class HostFiles:
         if not rest or not _are_file_names(rest.split("/")[1:]):
             raise BadParameter(f"input: the way from {url} to the store must be names with single slashes in between.")
         return url + quote(rest)
+
+    def _list_urls(self, caller: str | None) -> dict[str, str]:
+        """Return the URLs of the stores that a caller may use, by name."""
+        return {name: store.url.rstrip("/") for name, store in self._stores.items() if _may(caller, store.keys)}
 
     @contextmanager
     def _open_file(self, place: str, caller: str | None) -> Iterator[Source]:
