@@ -25,9 +25,8 @@ import numpy as np
 import tifffile
 
 from service.core.types import Selection
-from service.formats.sandbox import child as sandbox_child
-from service.formats.sandbox import confinement
-from service.formats.sandbox.parent import Reader
+from service.formats.sandbox import child_main, confinement
+from service.formats.sandbox.reader import Reader
 
 PACKBITS = 32773
 SIDE = 128
@@ -204,4 +203,4 @@ if __name__ == "__main__":
             # tifffile takes codecs of this package alone.
             taken_over.__module__ = imagecodecs.__name__
             imagecodecs.packbits_decode = taken_over
-            sandbox_child.main(int(memory_bytes), int(decoded_bytes), float(seconds))
+            child_main.main(int(memory_bytes), int(decoded_bytes), float(seconds))

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import imagecodecs
 
-from service.formats.sandbox import child as sandbox_child
+from service.formats.sandbox import child_main
 
 
 def never_end(*_: object, **__: object) -> NoReturn:
@@ -24,4 +24,4 @@ if __name__ == "__main__":
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = int(used.ru_utime + used.ru_stime) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    sandbox_child.main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    child_main.main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from service.api.app import create_app
 from service.core.config import Settings
-from service.formats.sandbox.process import STARTUP_SECONDS
+from service.formats.sandbox.child_process import STARTUP_SECONDS
 from service.serving.runtime import Runtime
 
 TIFF = {"Content-Type": "image/tiff"}

@@ -17,7 +17,7 @@ from service.serving.results.metadata import AnswerMetadata
 from service.serving.results.parts import choose_media_type, extract
 from service.serving.runtime import Runtime
 from service.serving.segmentation import SegmentedStack
-from service.serving.storage.scratch import translate_disk_faults
+from service.serving.storage.disk import translate_disk_faults
 
 
 async def send_segmented(request: Request, runtime: Runtime, stack: SegmentedStack) -> ResultResponse:

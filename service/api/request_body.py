@@ -24,9 +24,9 @@ from service.serving.jobs.store import INPUT
 from service.serving.parameters import Query
 from service.serving.results.answers import SegmentationRequest
 from service.serving.runtime import Runtime
+from service.serving.storage.disk import path_exists, translate_disk_faults
 from service.serving.storage.host_files import HostFiles, RemoteSource, Source
-from service.serving.storage.scratch import ScratchFolder, path_exists, translate_disk_faults
-from service.serving.storage.scratch_space import Hold
+from service.serving.storage.scratch import Hold, ScratchFolder
 from service.serving.storage.stack_store import StackStore, StoredStack
 
 # Name of a stack that a form has beside another file.

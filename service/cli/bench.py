@@ -39,18 +39,12 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
 
     Returns 1 if the network did not run as the settings of `engine` say.
     """
-    if min(options.repeats, *options.shape, *options.batch_sizes) < 1:
-        raise BadParameter("--repeats, --shape and --batch-sizes: positive numbers are expected.")
+    _check(options)
     if options.device is not None:
         settings = override_settings(settings, "device", {"name": options.device})
     if options.hosts:
-        if options.plot is not None:
-            raise BadParameter("--plot draws the stages of one host, so it does not go with --hosts.")
         return _run_hosts(options, settings)
-    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise BadParameter("--plot: matplotlib is not installed; add it with pip install 'stackseg[demo]'.")
-    from service.cli.benchmark import report, session  # noqa: PLC0415
-    from service.cli.benchmark.deviations import find_deviations  # noqa: PLC0415
+    from service.cli.benchmark import deviations, report, session  # noqa: PLC0415
 
     plan = session.BenchPlan(
         shape=tuple(options.shape),
@@ -63,14 +57,24 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         profile=options.profile,
     )
     measured = session.run(choose_model(options.model, settings), settings, plan, _show)
-    deviations = find_deviations(settings.engine, measured.engine)
-    for line in ("", *deviations) if deviations else ():
+    found = deviations.find_deviations(settings.engine, measured.engine)
+    for line in ("", *found) if found else ():
         _show(line)
     if options.json is not None:
         options.json.write_text(report.to_json(measured), encoding="utf-8")
     if options.plot is not None:
         report.plot(measured, options.plot)
-    return 1 if deviations else 0
+    return 1 if found else 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise BadParameter for options that make no sense, before anything is measured."""
+    if min(options.repeats, *options.shape, *options.batch_sizes) < 1:
+        raise BadParameter("--repeats, --shape and --batch-sizes: positive numbers are expected.")
+    if options.plot is not None and options.hosts:
+        raise BadParameter("--plot draws the stages of one host, so it does not go with --hosts.")
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise BadParameter("--plot: matplotlib is not installed; add it with pip install 'stackseg[demo]'.")
 
 
 def _run_hosts(options: argparse.Namespace, settings: Settings) -> int:

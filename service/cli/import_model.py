@@ -6,7 +6,7 @@ import argparse
 import ast
 import shlex
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -233,16 +233,24 @@ def _explain(
 ) -> str:
     """Return what is missing, and one command that states it."""
     missing = [question for question in QUESTIONS if question.key in problems]
-    extra = [question for question in QUESTIONS if question.optional and question not in missing]
+    extra = [question.option for question in QUESTIONS if question.optional and question not in missing]
     command = _command(options, folder, {**given, **{question.option: question.example for question in missing}})
-    lines = [f"{what}. This is missing:"]
-    lines += [f"  {question.option} ({question.key}): {question.meaning}" for question in missing]
-    lines += [
-        f"    {problems[question.key]}" for question in missing if "files do not say it" not in problems[question.key]
+    lines = [
+        f"{what}. This is missing:",
+        *_explain_problems(missing, problems),
+        f"and where it matters {', '.join(extra)}. Correct these examples:",
+        f"  {command}",
     ]
-    lines += [f"  {key}: {problem}" for key, problem in problems.items() if key not in {q.key for q in QUESTIONS}]
-    lines.append(f"and where it matters {', '.join(question.option for question in extra)}. Correct these examples:")
-    return "\n".join([*lines, f"  {command}"])
+    return "\n".join(lines)
+
+
+def _explain_problems(missing: Collection[Question], problems: Mapping[str, str]) -> Iterator[str]:
+    """Yield lines about the missing options, and about keys that no option states."""
+    yield from (f"  {question.option} ({question.key}): {question.meaning}" for question in missing)
+    stated = [problems[question.key] for question in missing]
+    yield from (f"    {problem}" for problem in stated if "files do not say it" not in problem)
+    others = problems.keys() - {question.key for question in QUESTIONS}
+    yield from (f"  {key}: {problem}" for key, problem in problems.items() if key in others)
 
 
 def _command(options: argparse.Namespace, folder: Path, given: Mapping[str, str]) -> str:

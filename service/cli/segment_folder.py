@@ -26,7 +26,7 @@ from service.serving.jobs.folder_records import REPORT
 from service.serving.jobs.folder_work import FolderWork, StackCalls, is_free, select_stacks
 from service.serving.parameters import Query
 from service.serving.reading import Pixels
-from service.serving.storage.open_folder import open_results
+from service.serving.storage.result_folder import open_results
 
 
 def run(options: argparse.Namespace, query: Query, settings: Settings) -> int:

@@ -5,16 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING
 
 from service.cli.models import choose_model
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter, ConfigError
 from service.models.repository import read_repository
-
-if TYPE_CHECKING:
-    from service.engine.tuning.plans import EngineConfig, EnginePlan
-    from service.models.spec import ModelSpec
 
 
 def add_arguments(tune: argparse.ArgumentParser) -> None:
@@ -44,35 +39,8 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     if options.all:
         specs = list(read_repository(settings.models.folder, settings.models.serve).values())
     seconds = settings.engine.tune_seconds if options.minutes is None else 60 * options.minutes
-    for device_settings in _list_devices(settings):
-        for spec in specs:
-            plan = _tune(spec, device_settings, seconds)
-            sys.stdout.write(f"{spec.identifier}\n" + "".join(f"  {line}\n" for line in plan.lines()))
+    from service.cli.benchmark.tuning import tune_models  # noqa: PLC0415
+
+    for spec, plan in tune_models(specs, settings, seconds):
+        sys.stdout.write(f"{spec.identifier}\n" + "".join(f"  {line}\n" for line in plan.lines()))
     return 0
-
-
-def _list_devices(settings: Settings) -> list[Settings]:
-    """Return the settings of each device that `stackseg serve` would use, one of those that are alike."""
-    from service.core import hardware  # noqa: PLC0415
-    from service.serving.devices.worker import device_worker_settings  # noqa: PLC0415
-
-    alike: dict[tuple[str, int], Settings] = {}
-    for _name, each in device_worker_settings(settings):
-        alike.setdefault((hardware.device_name(hardware.choose_device(each.device.name)), each.device.threads), each)
-    return list(alike.values())
-
-
-def _tune(spec: ModelSpec, settings: Settings, seconds: float) -> EnginePlan:
-    from tqdm import tqdm  # noqa: PLC0415
-    from tqdm.contrib.logging import logging_redirect_tqdm  # noqa: PLC0415
-
-    from service.inference.segmenter import Segmenter  # noqa: PLC0415
-
-    with tqdm(desc=spec.identifier, unit="way", disable=None) as bar, logging_redirect_tqdm():
-
-        def announce(config: EngineConfig, total: int) -> None:
-            bar.total = total
-            bar.set_postfix_str(str(config))
-            bar.update()
-
-        return Segmenter(spec, settings).tune(seconds, announce)

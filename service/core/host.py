@@ -5,14 +5,20 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 # Limits of the container that this process runs in (control groups, version 2); the files are missing outside of one.
 CGROUP = Path("/sys/fs/cgroup")
 
 MEMINFO = "/proc/meminfo"
+# Volumes up to this size are processed by one thread.
+SINGLE_THREAD_BYTES = 2**20
 # Larger than /proc/meminfo and the memory files of a control group.
 MAX_FILE_BYTES = 2**14
 
@@ -97,3 +103,19 @@ def _read(path: Path) -> str:
             return file.readall().decode("ascii", "replace")
     except OSError:
         return ""
+
+
+# Counted before any file is parsed: a process that is confined then cannot count any more.
+CORES = usable_cores()
+
+
+def run_in_threads(process: Callable[[T], None], parts: Sequence[T], nbytes: int, most: int = CORES) -> None:
+    """Process the parts of a volume of this size, in as many threads as there are cores, or at `most`."""
+    if min(len(parts), most) == 1 or nbytes <= SINGLE_THREAD_BYTES:
+        # Handing over the GIL takes longer than processing such small parts.
+        for part in parts:
+            process(part)
+        return
+    with ThreadPoolExecutor(min(CORES, most)) as pool:
+        for _ in pool.map(process, parts):
+            pass

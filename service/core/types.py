@@ -22,6 +22,15 @@ Linking = Literal["overlap", "laptrack"]
 """The rule by which objects get one number through time: the overlap of their labels at neighbouring time points."""
 
 
+Cancelling = Callable[[], bool]
+"""Whether nobody waits for the answer any more."""
+
+
+def never() -> bool:
+    """Return False: the work is not cancelled."""
+    return False
+
+
 @dataclass(frozen=True)
 class Selection:
     """Part of a file to read, and facts that the caller states instead of the file.

@@ -1,11 +1,15 @@
-"""A file that is there whole or not at all."""
+"""Files that are there whole or not at all, and folders that are held open."""
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+# Opens a folder to look names up in it.
+OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextmanager
@@ -39,3 +43,40 @@ def sync_to_disk(*paths: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def descriptor_path(descriptor: int) -> Path:
+    """Return a path by which another process can open a file that this one has open."""
+    return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+
+
+@contextmanager
+def open_root(path: Path) -> Iterator[int]:
+    """Open a folder by its path, which may lead over links, until the end of the block. Raises OSError."""
+    folder = os.open(path, OPEN_FOLDER & ~os.O_NOFOLLOW)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def open_below(folder: int, parts: Sequence[str], *, make: bool = False) -> Iterator[int]:
+    """Open the folder that names lead to from an open one, until the end of the block; `make` those that are missing.
+
+    Raises OSError, also for a name that leads out of a folder.
+    """
+    if ".." in parts:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    opened = os.dup(folder)
+    try:
+        for part in parts:
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=opened)
+            inner = os.open(part, OPEN_FOLDER, dir_fd=opened)
+            os.close(opened)
+            opened = inner
+        yield opened
+    finally:
+        os.close(opened)

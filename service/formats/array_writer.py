@@ -1,13 +1,15 @@
-"""Write a volume as NumPy's .npy, and as NIfTI-1 for viewers of medical images."""
+"""Arrays as bytes: NumPy's .npy, NIfTI-1 for viewers of medical images, and a compressed form between processes."""
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from isal import isal_zlib
+from numpy.typing import DTypeLike
 
 from service.core.errors import BadParameter
 from service.core.types import Array, Volume
@@ -78,3 +80,14 @@ def nifti_header(volume: Volume) -> bytes:
 def _read_slabs(volume: Volume) -> Iterator[Array]:
     for z in range(0, volume.shape[1], SLAB_PLANES):
         yield volume.read(z, min(z + SLAB_PLANES, volume.shape[1]))[0]
+
+
+def pack(array: Array) -> bytes:
+    """Compress an array of labels, quickly: to a few percent."""
+    return isal_zlib.compress(np.ascontiguousarray(array).data, 1)
+
+
+def unpack(data: bytes, shape: Sequence[int], dtype: DTypeLike) -> Array:
+    """Invert `pack`."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    return np.frombuffer(isal_zlib.decompress(data, bufsize=max(nbytes, 1)), dtype).reshape(shape)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from service.core.errors import AmbiguousAxes, BadFile, BadParameter
 from service.core.quantities import TimeRange
-from service.core.types import Selection
+from service.core.types import Selection, StackShape
 
 LETTERS = "TZCYXS"
 _NAMELESS = "QI"  # tifffile's letters for dimensions that a file does not name
@@ -43,6 +43,11 @@ class Part:
 
     time: int | None
     channels: tuple[int, ...]
+
+
+def part_shape(layout: Layout, part: Part) -> StackShape:
+    """Return (C, Z, Y, X) of the selected part."""
+    return len(part.channels), layout.length("Z"), layout.length("Y"), layout.length("X")
 
 
 def resolve_axes(axes: str, shape: Sequence[int], override: str | None, doubt: str = "") -> Layout:
@@ -230,6 +235,12 @@ def _suggest(axes: str, shape: Sequence[int]) -> str | None:
         return None
     letters = [axis if axis in LETTERS and axis not in axes[:index] else "" for index, axis in enumerate(axes)]
     _name_plane(letters)
+    _name_rest(letters, shape)
+    return "".join(letters)
+
+
+def _name_rest(letters: list[str], shape: Sequence[int]) -> None:
+    """Name the dimensions without a letter: the shortest of several as channels, the innermost others first."""
     unnamed = [index for index, letter in enumerate(letters) if not letter]
     shortest = min(unnamed, key=lambda index: shape[index], default=0)
     if len(unnamed) > 1 and "C" not in letters and shape[shortest] <= _MOST_CHANNELS:
@@ -238,4 +249,3 @@ def _suggest(axes: str, shape: Sequence[int]) -> str | None:
     spare = [letter for letter in "ZTCS" if letter not in letters]
     for index, letter in zip(reversed(unnamed), spare, strict=False):
         letters[index] = letter
-    return "".join(letters)

@@ -14,9 +14,8 @@ from service.core.quantities import TimeInterval, TimeRange, VoxelSize
 from service.core.types import Description, Selection, StackShape
 from service.formats import axes
 from service.formats.axes import Layout, Part
-from service.formats.tiff import pixels
-from service.formats.tiff.pixels import Placement, Store
-from service.formats.voxel_size import Calibration
+from service.formats.placement import Placement, StoreBlock, native_dtype
+from service.formats.sampling import Calibration
 
 
 class Image(Protocol):
@@ -74,7 +73,7 @@ class OpenStack(ABC):
         """Return the place of uncompressed pixels at regular distances, None where there are none such."""
 
     @abstractmethod
-    def decode(self, store: Store) -> None:
+    def decode(self, store: StoreBlock) -> None:
         """Decode the selected part, each voxel once, and pass it to `store` in blocks, from several threads.
 
         Raises BadFile, BadParameter, TooLarge.
@@ -83,12 +82,12 @@ class OpenStack(ABC):
     @property
     def dtype(self) -> np.dtype[Any]:
         """Dtype of a volume, in native byte order."""
-        return pixels.native_dtype(self.image.dtype)
+        return native_dtype(self.image.dtype)
 
     @property
     def shape(self) -> StackShape:
         """(C, Z, Y, X) of the selected part."""
-        return pixels.part_shape(self.layout, self.part)
+        return axes.part_shape(self.layout, self.part)
 
     @property
     def channels(self) -> tuple[str, ...]:

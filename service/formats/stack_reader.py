@@ -1,7 +1,7 @@
 """Read stacks: TIFFs (`tiff_reader`), and OME-Zarr in folders and zip archives (`zarr_reader`).
 
 Everything is checked before a pixel is decoded. Files that cannot be trusted are read through
-`service.formats.sandbox.parent`.
+`service.formats.sandbox.reader`.
 """
 
 from __future__ import annotations
@@ -10,23 +10,21 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from service.core.errors import BadParameter
-from service.core.quantities import VoxelSize
 from service.core.types import Array, Description, Selection, Volume
 from service.formats.open_stack import OpenStack
-from service.formats.tiff import pixels
+from service.formats.placement import Extract, Placement, make_file, map_file
 from service.formats.tiff import reader as tiff_reader
-from service.formats.tiff.pixels import Placement
 from service.formats.zarr import reader as zarr_reader
 from service.formats.zarr.reader import ZarrStack
-from service.formats.zarr.store import FolderStore, Store, ZipStore, open_below
+from service.formats.zarr.store import FolderStore, Store, ZipStore, open_file
 
 _ZIP = b"PK\x03\x04"
 
@@ -56,7 +54,7 @@ def read(path: Path | Store, selection: Selection, limit_bytes: int, scratch: Pa
     with _open(path, selection, limit_bytes) as stack:
         placement = stack.placement
         if placement is not None and isinstance(path, Path):
-            return placement.map_volume(pixels.map_file(path), *stack.facts(selection))
+            return placement.map_volume(map_file(path), *stack.facts(selection))
         decoded: Array = np.empty(stack.shape, stack.dtype)
 
         def store(channel: int, start: tuple[int, int, int], block: Array) -> None:
@@ -71,21 +69,9 @@ def read(path: Path | Store, selection: Selection, limit_bytes: int, scratch: Pa
 def open_blocks(path: Path, selection: Selection) -> Iterator[ZarrStack]:
     """Open the selected part of an OME-Zarr image of any size, to read it box by box. Raises what `inspect` raises."""
     with ExitStack() as files:
-        store = _open_folder(path, files)
-        if store is None:
+        if not path.is_dir():
             raise BadParameter(f"{path} is no folder of OME-Zarr, which alone is read block by block.")
-        yield zarr_reader.open_stack(store, selection, sys.maxsize)
-
-
-@dataclass(frozen=True)
-class Extract:
-    """Location of a volume in the file that was read, or in the one that it was decoded to, in plain values."""
-
-    placement: Placement
-    voxel_size: VoxelSize | None
-    channels: tuple[str, ...]
-    notes: tuple[str, ...]
-    decoded: bool
+        yield zarr_reader.open_stack(_open_folder(path, files), selection, sys.maxsize)
 
 
 def extract(
@@ -100,6 +86,12 @@ def extract(
     with _open(file, selection, limit_bytes) as stack:
         if stack.placement is None and stack.decoded_bytes > small_bytes:
             return stack.describe(selection)
+        return _extract(stack, selection, make_output)
+
+
+def extract_all(file: Source, selection: Selection, limit_bytes: int, make_output: Callable[[int], int]) -> Extract:
+    """Locate or decode the selected pixels, as `extract` does, however many there are to decode."""
+    with _open(file, selection, limit_bytes) as stack:
         return _extract(stack, selection, make_output)
 
 
@@ -126,12 +118,12 @@ def _read_to_file(path: Path | Store, selection: Selection, limit_bytes: int, sc
         outputs = []
 
         def make_output(nbytes: int) -> int:
-            outputs.append(files.enter_context(pixels.make_file(scratch, nbytes)))
+            outputs.append(files.enter_context(make_file(scratch, nbytes)))
             return os.dup(outputs[0].fileno())
 
         with _open(path, selection, limit_bytes) as stack:
             found = _extract(stack, selection, make_output)
-        content = pixels.map_file(path if isinstance(path, Path) and not found.decoded else outputs[0].fileno())
+        content = map_file(path if isinstance(path, Path) and not found.decoded else outputs[0].fileno())
     return found.placement.map_volume(content, found.voxel_size, found.channels, found.notes)
 
 
@@ -146,27 +138,28 @@ def _write_all(descriptor: int, block: Array, offset: int) -> None:
 def _open(file: Source, selection: Selection, limit_bytes: int, *, keep: bool = False) -> Iterator[OpenStack]:
     """Open a file or a folder as what its content says that it is."""
     with ExitStack() as files:
-        store = _open_folder(file, files)
-        if store is None:
-            assert isinstance(file, Path | int)  # noqa: S101 - it is neither a store nor a folder
-            opened = os.fdopen(file, "rb", closefd=not keep) if isinstance(file, int) else file.open("rb")
-            stream = files.enter_context(opened)
-            store = _open_archive(stream)
-            if store is None:
-                yield tiff_reader.open_stack(stream, selection, limit_bytes)
-                return
-        yield zarr_reader.open_stack(store, selection, limit_bytes)
+        opened = _open_source(file, files, keep=keep)
+        store = _open_archive(opened) if isinstance(opened, BufferedReader) else opened
+        if store is not None:
+            yield zarr_reader.open_stack(store, selection, limit_bytes)
+        elif isinstance(opened, BufferedReader):
+            yield tiff_reader.open_stack(opened, selection, limit_bytes)
 
 
-def _open_folder(file: Source, files: ExitStack) -> Store | None:
-    """Return the store in a folder, None for a file."""
+def _open_source(file: Source, files: ExitStack, *, keep: bool) -> Store | BufferedReader:
+    """Return a store, also that in a folder, or else an open file."""
+    if isinstance(file, int):
+        return files.enter_context(os.fdopen(file, "rb", closefd=not keep))
     if not isinstance(file, Path):
-        return None if isinstance(file, int) else file
-    if not file.is_dir():
-        return None
+        return file
+    return _open_folder(file, files) if file.is_dir() else files.enter_context(file.open("rb"))
+
+
+def _open_folder(file: Path, files: ExitStack) -> Store:
+    """Return the store in a folder."""
     folder = os.open(file, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     files.callback(os.close, folder)
-    return files.enter_context(FolderStore(partial(open_below, folder)))
+    return files.enter_context(FolderStore(partial(open_file, folder)))
 
 
 def _open_archive(stream: BinaryIO) -> Store | None:

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from service.core.quantities import TimeRange
 from service.core.types import Description, Extent, Linking, Selection, Volume
-from service.formats.sandbox.parent import Reader, Source
+from service.formats.sandbox.reader import Reader, Source
 from service.inference.series.time_points import Series
 from service.serving.results.answers import SegmentationRequest
 

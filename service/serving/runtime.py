@@ -17,7 +17,7 @@ from service.core.errors import NotReady, StackSegError
 from service.core.hardware import Driver
 from service.core.types import Extent, Options
 from service.engine.compile import torch_compile
-from service.formats.sandbox.parent import Reader
+from service.formats.sandbox.reader import Reader
 from service.inference.estimate import Estimate
 from service.inference.segmenter import Segmenter
 from service.models.spec import ModelSpec
@@ -32,10 +32,9 @@ from service.serving.fair_threads import FairThreadPool
 from service.serving.metrics import Metrics
 from service.serving.results.cache import ResultCache
 from service.serving.results.metadata import AnswerMetadata
-from service.serving.storage.disk_usage import DiskUsage, measure_disk
+from service.serving.storage.disk import DiskUsage, measure_disk
 from service.serving.storage.host_files import HostFiles
-from service.serving.storage.scratch import ScratchFolder
-from service.serving.storage.scratch_space import ScratchSpace
+from service.serving.storage.scratch import ScratchFolder, ScratchSpace
 from service.serving.storage.volume_cache import VolumeCache
 
 # Beyond its share of the decoded volume, a child that reads a file may need codec tables and one decoded page.

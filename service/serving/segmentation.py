@@ -21,7 +21,8 @@ from typing import BinaryIO, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 from service.core.errors import Cancelled
 from service.core.timing import Stages
 from service.core.types import Options, Volume
-from service.formats.sandbox.parent import Source, descriptor_path
+from service.core.whole_file import descriptor_path
+from service.formats.sandbox.reader import Source
 from service.inference.result import Result
 from service.inference.series.time_points import Series
 from service.models.spec import ModelSpec
@@ -41,7 +42,7 @@ from service.serving.results.answers import (
 )
 from service.serving.results.metadata import AnswerMetadata
 from service.serving.runtime import Runtime
-from service.serving.storage.scratch_space import Hold
+from service.serving.storage.scratch import Hold
 
 log = logging.getLogger(__name__)
 

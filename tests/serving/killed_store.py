@@ -2,7 +2,7 @@
 
 python tests/serving/killed_store.py FOLDER [EVERY]
 
-Lines of `job_store.py` and `job_database.py` are counted as they run, and the process is killed at the first, at the
+Lines of `store.py` and `database.py` are counted as they run, and the process is killed at the first, at the
 next of `EVERY` lines, and so on to the last. What it had been told by then must hold for whoever opens the folder next.
 """
 

@@ -11,7 +11,7 @@ from live import as_tiff
 
 from service.core.errors import Cancelled
 from service.formats import stack_reader
-from service.formats.sandbox.parent import Reader
+from service.formats.sandbox.reader import Reader
 from service.inference.series.time_points import Series
 from service.serving.parameters import Query
 from service.serving.reading import PixelSource

@@ -29,7 +29,7 @@ from service.inference.windows.sliding_window import SlidingWindow
 from service.serving.devices.worker import Reservation
 from service.serving.runtime import Runtime
 from service.serving.segmentation import DeviceRequest, queue_work
-from service.serving.storage.disk_usage import DiskUsage
+from service.serving.storage.disk import DiskUsage
 
 
 class Stuck(FakeSegmenter):

@@ -20,7 +20,7 @@ from service.api.http.threads import run_in_thread
 from service.api.messages.headers import get_header
 from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
 from service.serving.storage.memory_budget import MemoryBudget
-from service.serving.storage.scratch_space import Hold
+from service.serving.storage.scratch import Hold
 
 MULTIPART = "multipart/form-data"
 RAW_TYPES = frozenset(

@@ -17,13 +17,12 @@ from service.api.dependencies import RuntimeDependency, get_async_jobs, get_call
 from service.api.http.threads import run_in_thread, run_while_connected
 from service.api.messages.planes import PLANES, PlaneRangeQuery, PlanesResponse, SelectionQuery
 from service.core.errors import RateLimited
-from service.core.types import Volume
-from service.formats.sandbox.process import Cancelling
+from service.core.types import Cancelling, Volume
 from service.serving.results.parts import read_labels
 from service.serving.results.planes import MAX_BYTES, PlaneRange, Planes
 from service.serving.runtime import Runtime
+from service.serving.storage.disk import translate_disk_faults
 from service.serving.storage.memory_budget import MemoryBudget
-from service.serving.storage.scratch import translate_disk_faults
 
 router = APIRouter()
 

@@ -1,1 +1,1 @@
-"""Measurements of `stackseg bench`."""
+"""Measurements of `stackseg bench`, `tune` and `evaluate`, which import torch."""

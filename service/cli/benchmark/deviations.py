@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from service.core.config import Engine as EngineSettings
@@ -21,22 +23,23 @@ def find_deviations(settings: EngineSettings, report: EngineReport) -> list[str]
     """
     on_gpu = torch.device(report.device).type == "cuda"
     deviations = [
-        f"engine.{key} is {configured}, but the network ran with {used}"
-        for key, configured, used in (
-            ("kind", settings.kind, report.engine),
-            ("precision", settings.precision, report.precision),
-        )
-        if configured not in {"auto", used}
+        f"engine.{name} is {configured}, but the network ran with {used}"
+        for name, configured, wanted, used in _list_settings(settings, report, on_gpu=on_gpu)
+        if wanted not in {"auto", used}
     ]
-    memory_format = "channels_last_3d" if settings.channels_last else "contiguous"
-    ignores_format = backends.BACKENDS[report.engine].float32_batch
-    if settings.channels_last != "auto" and not ignores_format and memory_format != report.memory_format:
-        configured = str(settings.channels_last).lower()
-        deviations.append(f"engine.channels_last is {configured}, but the network ran with {report.memory_format}")
-    is_compiled = settings.kind in COMPILED_KINDS or (settings.kind == "auto" and on_gpu)
-    if is_compiled and settings.compile_mode not in {"auto", report.compile_mode}:
-        used = report.compile_mode or "none"
-        deviations.append(f"engine.compile_mode is {settings.compile_mode}, but the network ran with {used}")
     if on_gpu and settings.kind != "auto":
         deviations += [f"engine.kind is {settings.kind}, but there is a warning: {text}" for text in report.warnings]
     return deviations
+
+
+def _list_settings(
+    settings: EngineSettings, report: EngineReport, *, on_gpu: bool
+) -> Iterator[tuple[str, str, str, str]]:
+    """Yield each setting that the engine uses: name, value, and the wanted and the used property of the network."""
+    yield "kind", settings.kind, settings.kind, report.engine
+    yield "precision", settings.precision, settings.precision, report.precision
+    if settings.channels_last != "auto" and not backends.BACKENDS[report.engine].float32_batch:
+        wanted = "channels_last_3d" if settings.channels_last else "contiguous"
+        yield "channels_last", str(settings.channels_last).lower(), wanted, report.memory_format
+    if settings.kind in COMPILED_KINDS or (settings.kind == "auto" and on_gpu):
+        yield "compile_mode", settings.compile_mode, settings.compile_mode, report.compile_mode or "none"

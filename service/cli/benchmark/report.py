@@ -136,10 +136,14 @@ def plot(report: Report, path: Path) -> None:
     _draw_bars(first, list(stages), list(stages.values()))
     first.set(title=f"{report.model}, {'x'.join(map(str, report.shape))}", xlabel="seconds, median")
     for axes in others:
-        _draw_bars(axes, [f"{row.name} x{row.windows}" for row in rows], [row.windows_per_second or 0 for row in rows])
-        axes.set(title="engine", xlabel="windows per second, median")
+        _draw_engines(axes, rows)
     figure.suptitle(f"{report.device}, {report.threads} threads")
     figure.savefig(path, dpi=100)
+
+
+def _draw_engines(axes: Any, rows: list[Row]) -> None:
+    _draw_bars(axes, [f"{row.name} x{row.windows}" for row in rows], [row.windows_per_second or 0 for row in rows])
+    axes.set(title="engine", xlabel="windows per second, median")
 
 
 def _draw_bars(axes: Any, names: list[str], values: list[float]) -> None:

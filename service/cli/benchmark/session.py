@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -69,8 +70,7 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, show: Show) -> Rep
 
     Raises what `Segmenter` raises, and BadParameter.
     """
-    if plan.baseline and not requests.PLAIN.exists():
-        raise BadParameter(f"--baseline needs benchmarks/{requests.PLAIN.name} of a clone, and there is none here.")
+    _check(plan)
     torch_device = hardware.choose_device(settings.device.name)
     threads = settings.device.threads or host.usable_cores()
     show(report.format_device(hardware.device_name(torch_device), threads))
@@ -88,9 +88,7 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, show: Show) -> Rep
         answered = _time_requests(runner, plan, show)
         if runner.fallback_notes:
             _show_all(show, ("", *report.format_warnings(runner.fallback_notes)))
-        shape = (spec.input.channels, *spec.input.roi_size)
-        peak = DevicePeak(torch_device, flop_of_window(load_network(spec), shape) / 1e9)
-        peak.measure(engine.precision)
+        peak = _measure_peak(spec, torch_device, engine.precision)
         measured = Report(
             model=spec.identifier,
             shape=plan.shape,
@@ -112,9 +110,22 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, show: Show) -> Rep
             in_use = _make_runner_in_use(runner, measured)
             builders = list_engines(spec, settings, torch_device, plan.batch_sizes or (in_use.windows,))
             rows = compare_with(in_use, builders, peak, build_seconds=plan.build_seconds)
-            show("")
-            _show_all(show, report.format_table("engine", collect_rows(rows, measured.rows)))
+            _show_all(show, chain([""], report.format_table("engine", collect_rows(rows, measured.rows))))
         return measured
+
+
+def _check(plan: BenchPlan) -> None:
+    """Raise BadParameter for a plan that needs a clone where there is none."""
+    if plan.baseline and not requests.PLAIN.exists():
+        raise BadParameter(f"--baseline needs benchmarks/{requests.PLAIN.name} of a clone, and there is none here.")
+
+
+def _measure_peak(spec: ModelSpec, device: torch.device, precision: str) -> DevicePeak:
+    """Measure the device's rate of a large matrix product, for the operations of one window."""
+    shape = (spec.input.channels, *spec.input.roi_size)
+    peak = DevicePeak(device, flop_of_window(load_network(spec), shape) / 1e9)
+    peak.measure(precision)
+    return peak
 
 
 def _show_all(show: Show, lines: Iterable[str]) -> None:

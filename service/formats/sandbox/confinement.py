@@ -98,13 +98,21 @@ def _restrict_files() -> Iterator[None]:
 
 def _library_folders() -> set[Path]:
     """Return the folders of Python, of the packages and libraries in use, and of all packages that were installed."""
+    installed = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return {folder for folder in _package_folders() | _linked_folders() | installed if folder.is_dir()}
+
+
+def _package_folders() -> set[Path]:
+    """Return the folders of the packages that are imported."""
     packages = [module for name, module in sys.modules.items() if name != "__main__" and "." not in name]
-    imported = {Path(file).parent for package in packages if (file := getattr(package, "__file__", None))}
+    return {Path(file).parent for package in packages if (file := getattr(package, "__file__", None))}
+
+
+def _linked_folders() -> set[Path]:
+    """Return the folders of the shared libraries that are in memory."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     mapped = (Path(line[line.index("/") :]) for line in maps if "/" in line)
-    linked = {path.parent for path in mapped if ".so" in path.suffixes}
-    installed = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return {folder for folder in imported | linked | installed if folder.is_dir()}
+    return {path.parent for path in mapped if ".so" in path.suffixes}
 
 
 def _filter_system_calls() -> Iterator[None]:

@@ -22,11 +22,13 @@ from typing import Any, Protocol, Self
 from urllib.parse import quote, unquote, urlsplit
 
 from service.core.errors import BadFile, BadParameter, Cancelled, StackSegError, StorageUnavailable, TooLarge
-from service.formats.sandbox.process import POLL_SECONDS, Cancelling, never
+from service.core.types import Cancelling, never
 from service.formats.zarr.store import Part, place_part, split_key
 
 # For one object, and for a server to say anything at all.
 OBJECT_SECONDS, SILENT_SECONDS = 60.0, 10.0
+# How often it is asked whether the caller still waits for an answer.
+POLL_SECONDS = 0.2
 # Objects that one reader asks for at the same time.
 _AT_ONCE = 16
 # Of all that is asked for at a time and held in memory, such as one large chunk.
@@ -220,15 +222,13 @@ class _Cloud:
 
     def __init__(self, url: str) -> None:
         try:
-            import obstore  # noqa: PLC0415
-            from obstore.exceptions import BaseError  # noqa: PLC0415
-            from obstore.store import from_url  # noqa: PLC0415
+            import obstore  # noqa: PLC0415 - optional
         except ImportError:
             raise BadParameter(
                 "Stores of S3, Google and Azure need the extra: pip install 'stackseg[remote]'."
             ) from None
-        open_url: Callable[..., Any] = from_url
-        self._library, self._error = obstore, BaseError
+        open_url: Callable[..., Any] = obstore.store.from_url
+        self._library, self._error = obstore, obstore.exceptions.BaseError
         variables = _CLOUDS[urlsplit(url).scheme]
         is_known = any(name.startswith(variables) and value for name, value in os.environ.items())
         # Options of the client replace all that the environment says of it, as AWS_ALLOW_HTTP does.
@@ -239,7 +239,7 @@ class _Cloud:
         try:
             # The library reads the variables of the environment, such as AWS_ENDPOINT.
             self._store: Any = open_url(url, client_options=limits, retry_config=retries, **options)
-        except (BaseError, ValueError) as error:
+        except (self._error, ValueError) as error:
             reason = str(error).partition("\n")[0][:160]
             raise BadParameter(f"The store cannot be opened with the service's environment: {reason}") from error
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
 from service.core.errors import BadFile, TooLarge, UnsupportedMedia
-from service.formats import foreign
+from service.formats.tiff import foreign_formats
 
 MAX_PAGES = 1_000_000
 MAX_TAGS = 4096
@@ -86,7 +86,7 @@ def read_header(stream: BinaryIO) -> tuple[Packing, int]:
         if len(header) >= 2 * width:
             return packing, packing.offset.unpack_from(header, width)[0]
         raise BadFile(f"The file is cut short: a TIFF header and nothing else, {len(header)} bytes.")
-    raise UnsupportedMedia(foreign.explain(header + stream.read(foreign.HEAD_BYTES - len(header))))
+    raise UnsupportedMedia(foreign_formats.explain(header + stream.read(foreign_formats.HEAD_BYTES - len(header))))
 
 
 class _Pattern(NamedTuple):

@@ -1,163 +1,29 @@
-"""Location of the selected pixels in a file, and decoding of those that are compressed or scattered.
+"""Location of the selected pixels in a TIFF, and decoding of those that are compressed or scattered.
 
-Uncompressed pixels at regular distances are never copied: a `Placement` locates them, and the volume maps the file.
-Others are decoded page by page, in as many threads as there are cores, with no more pages than threads in memory.
+Pixels are decoded page by page, in as many threads as there are cores, with no more pages than threads in memory.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import mmap
-import os
-import tempfile
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import IO, Any, TypeVar
 
 import numpy as np
 from tifffile import TiffFile, TiffPage
 
 from service.core import host
-from service.core.errors import BadFile, BadParameter, TooLarge
-from service.core.quantities import VoxelSize
-from service.core.types import Array, StackShape, Volume
+from service.core.errors import BadFile, BadParameter
+from service.core.types import Array
+from service.formats import axes
 from service.formats.axes import Layout, Part
+from service.formats.placement import Placement, StoreBlock, check_size, native_dtype
 from service.formats.tiff.ifd import Structure
 from service.formats.tiff.series import Page, StoredImage, translate_errors
 
-T = TypeVar("T")
-
-# Volumes up to this size are decoded by one thread.
-_SINGLE_THREAD_BYTES = 2**20
-# Asked before any file is parsed: a process that is confined then cannot ask any more.
-_WORKERS = host.usable_cores()
-
-Store = Callable[[int, tuple[int, int, int], Array], None]
-"""store(channel, (z0, y0, x0), block): take over a block [z, y, x] of a channel, by its number among the selected ones.
-
-Several threads call it.
-"""
-
 _STRIP_BYTE_COUNTS, _TILE_BYTE_COUNTS = 279, 325
-
-
-def make_file(folder: Path, nbytes: int) -> IO[bytes]:
-    """Make a file without a name in a folder, which is made where it is missing; nothing is left of it once closed."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - the caller's
-    file.truncate(nbytes)
-    return file
-
-
-def map_file(file: Path | int) -> mmap.mmap:
-    """Map a whole file, copy-on-write, several times as fast as `numpy.memmap`. Raises ValueError for an empty one.
-
-    `file` is a path, or a descriptor, which stays open.
-    """
-    if isinstance(file, int):
-        return mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
-    with file.open("rb", buffering=0) as stream:
-        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Location of pixels [C, Z, Y, X] in a file: offset and strides in bytes, dtype with its byte order."""
-
-    dtype: str
-    offset: int
-    shape: StackShape
-    strides: StackShape
-
-    @classmethod
-    def dense(cls, dtype: np.dtype[Any], shape: StackShape) -> Placement:
-        """Locate pixels that fill a whole file in C order."""
-        _, z, y, x = shape
-        size = dtype.itemsize
-        return cls(dtype.str, 0, shape, (z * y * x * size, y * x * size, x * size, size))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the pixels."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
-
-    def map_volume(
-        self,
-        content: mmap.mmap | bytearray,
-        voxel_size: VoxelSize | None,
-        channels: tuple[str, ...],
-        notes: tuple[str, ...],
-    ) -> Volume:
-        """Return the volume in the content of a whole file, mapped or in memory.
-
-        Slabs are views, or copies where the stored byte order is not native or pixels are not aligned.
-        Raises ValueError where the placement reaches beyond the file.
-        """
-        pixels: Array = np.ndarray(self.shape, np.dtype(self.dtype), content, self.offset, self.strides)
-        native = pixels.dtype.newbyteorder("=")
-
-        def read(z0: int, z1: int) -> Array:
-            return np.require(pixels[:, z0:z1], native, ["ALIGNED"])
-
-        return Volume(self.shape, native, read, voxel_size, channels, notes)
-
-    def stream_volume(
-        self, file: int, voxel_size: VoxelSize | None, channels: tuple[str, ...], notes: tuple[str, ...]
-    ) -> Volume:
-        """Return a volume that reads each slab from an open file into new memory, through a descriptor of its own.
-
-        Reading a slab raises BadFile where the file has become shorter. Raises ValueError where the placement reaches
-        beyond the file.
-        """
-        stored = np.dtype(self.dtype)
-        native = stored.newbyteorder("=")
-        if min(self.offset, *self.strides) < 0 or self.offset + self._extent(0) > os.fstat(file).st_size:
-            raise ValueError("the pixels lie outside of the file")
-        file = os.dup(file)
-        is_direct = stored == native and self.strides[2:] == Placement.dense(native, self.shape).strides[2:]
-
-        def read(z0: int, z1: int) -> Array:
-            slab = np.empty((self.shape[0], z1 - z0, *self.shape[2:]), native)
-            block = np.empty(0 if is_direct else self._extent(2), np.uint8)
-            for channel, z in np.ndindex(slab.shape[:2]):
-                start = self.offset + channel * self.strides[0] + (z0 + z) * self.strides[1]
-                _read_all(file, slab[channel, z] if is_direct else block, start)
-                if not is_direct:
-                    slab[channel, z] = np.ndarray(self.shape[2:], stored, block, 0, self.strides[2:])
-            return slab
-
-        weakref.finalize(read, os.close, file)
-        return Volume(self.shape, native, read, voxel_size, channels, notes)
-
-    def _extent(self, axis: int) -> int:
-        """Return the bytes from the first to the end of the last pixel, over the axes from this one on."""
-        steps = zip(self.shape[axis:], self.strides[axis:], strict=True)
-        return sum((length - 1) * stride for length, stride in steps) + np.dtype(self.dtype).itemsize
-
-
-def _read_all(file: int, into: Array, offset: int) -> None:
-    rest = memoryview(into.data).cast("B")
-    while rest:
-        count = os.preadv(file, [rest], offset)
-        if not count:
-            raise BadFile("The file became shorter while it was read; send the request again once it is complete.")
-        rest, offset = rest[count:], offset + count
-
-
-def native_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype of a volume: as stored, in native byte order, uint8 (0 and 1) for 1-bit pixels."""
-    native = stored.newbyteorder("=")
-    return np.dtype(np.uint8) if native.kind == "b" else native
-
-
-def part_shape(layout: Layout, part: Part) -> StackShape:
-    """Return (C, Z, Y, X) of the selected part."""
-    return len(part.channels), layout.length("Z"), layout.length("Y"), layout.length("X")
 
 
 def check(image: StoredImage, structure: Structure, layout: Layout, part: Part, limit_bytes: int) -> None:
@@ -166,7 +32,7 @@ def check(image: StoredImage, structure: Structure, layout: Layout, part: Part, 
     Raises TooLarge where the selection, or one page on the way to it, decodes to more than `limit_bytes`, and BadFile
     where a plane lies outside the file or has no pixels in it, and BadParameter where Y and X are not within a page.
     """
-    needed = math.prod(part_shape(layout, part)) * native_dtype(image.dtype).itemsize
+    needed = math.prod(axes.part_shape(layout, part)) * native_dtype(image.dtype).itemsize
     check_size(max(needed, 0 if image.whole else image.page.nbytes), limit_bytes)
     if image.whole:
         _check_inside(image.page.dataoffsets[0] + math.prod(image.shape) * image.dtype.itemsize, structure, 0)
@@ -178,15 +44,6 @@ def check(image: StoredImage, structure: Structure, layout: Layout, part: Part, 
     # What holds for one time point holds for all.
     if locate(image, layout, replace(part, time=part.time or 0)) is None:
         _check_axes(image, layout)
-
-
-def check_size(nbytes: int, limit_bytes: int, what: str = "The selected volume") -> None:
-    """Raise TooLarge where `what` decodes to more than the limit."""
-    if nbytes > limit_bytes:
-        raise TooLarge(
-            f"{what} decodes to {_format_bytes(nbytes)}; this service reads up to {_format_bytes(limit_bytes)}. Select"
-            " a channel or a time point, crop it, or reduce it."
-        )
 
 
 def _check_axes(image: StoredImage, layout: Layout) -> None:
@@ -229,10 +86,6 @@ def _check_inside(end: int, structure: Structure, index: int) -> None:
         )
 
 
-def _format_bytes(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count} bytes"
-
-
 def locate(image: StoredImage, layout: Layout, part: Part) -> Placement | None:
     """Locate the selected pixels in the file, None where they are compressed or not at regular distances."""
     if part.time is None or not image.page.is_final or image.dtype.kind not in "uif":
@@ -249,7 +102,7 @@ def locate(image: StoredImage, layout: Layout, part: Part) -> Placement | None:
     first = {"T": part.time, "C": c, "S": s}
     offset = starts[0] + sum(index * stride.get(axis, 0) for axis, index in first.items())
     strides = (channel, stride.get("Z", 0), stride["Y"], stride["X"])
-    return Placement(image.dtype.str, offset, part_shape(layout, part), strides)
+    return Placement(image.dtype.str, offset, axes.part_shape(layout, part), strides)
 
 
 def count_decoded_bytes(image: StoredImage, layout: Layout, part: Part) -> int:
@@ -303,7 +156,7 @@ def _count_outer(image: StoredImage, layout: Layout) -> int:
     raise BadFile("The axes of the stack run across the borders of its pages, which is not supported.")
 
 
-def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: Part, store: Store) -> None:
+def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: Part, store: StoreBlock) -> None:
     """Decode the selected part, each voxel once, and pass it to `store` in blocks [z, Y, X] of `native_dtype`.
 
     Raises BadFile, BadParameter, TooLarge.
@@ -320,24 +173,12 @@ def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: Part, store
             if image.whole:
                 pixels = tiff.filehandle.read_array(image.dtype, math.prod(layout.shape), image.page.dataoffsets[0])
             else:
-                pixels = image.pages[frame.index].asarray(lock=lock, maxworkers=_WORKERS if is_single else 1)
+                pixels = image.pages[frame.index].asarray(lock=lock, maxworkers=host.CORES if is_single else 1)
             pixels = pixels.reshape(layout.shape[outer:]).astype(dtype, copy=False)
         for channel, block in _blocks(pixels, layout, part, frame):
             store(channel, (frame.z, 0, 0), block)
 
-    run_in_threads(decode_frame, frames, math.prod(part_shape(layout, part)) * dtype.itemsize)
-
-
-def run_in_threads(decode: Callable[[T], None], parts: Sequence[T], nbytes: int, most: int = _WORKERS) -> None:
-    """Decode the parts of a volume of this size, in as many threads as there are cores, or at `most`."""
-    if min(len(parts), most) == 1 or nbytes <= _SINGLE_THREAD_BYTES:
-        # Handing over the GIL takes longer than decoding such small planes.
-        for part in parts:
-            decode(part)
-        return
-    with ThreadPoolExecutor(min(_WORKERS, most)) as pool:
-        for _ in pool.map(decode, parts):
-            pass
+    host.run_in_threads(decode_frame, frames, math.prod(axes.part_shape(layout, part)) * dtype.itemsize)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from typing import BinaryIO
 from tifffile import TiffFile
 
 from service.core.types import Selection
-from service.formats import axes, metadata
+from service.formats import axes
 from service.formats.axes import Layout
 from service.formats.open_stack import OpenStack
-from service.formats.tiff import ifd, pixels, series
-from service.formats.tiff.pixels import Placement, Store
+from service.formats.placement import Placement, StoreBlock
+from service.formats.tiff import ifd, metadata, pixels, series
 from service.formats.tiff.series import StoredImage
 
 
@@ -40,7 +40,7 @@ class TiffStack(OpenStack):
         """Locate uncompressed pixels at regular distances."""
         return pixels.locate(self.image, self.layout, self.part)
 
-    def decode(self, store: Store) -> None:
+    def decode(self, store: StoreBlock) -> None:
         """Decode page by page."""
         pixels.decode(self.tiff, self.image, self.layout, self.part, store)
 

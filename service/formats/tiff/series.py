@@ -19,10 +19,10 @@ from tifffile import TIFF, TiffFile, TiffFrame, TiffPage, TiffPageSeries
 
 from service.core.errors import BadFile, TooLarge
 from service.core.quantities import TimeInterval
-from service.formats import metadata, time_interval, voxel_size
-from service.formats.tiff import ome
+from service.formats import sampling
+from service.formats.sampling import Calibration
+from service.formats.tiff import metadata, ome
 from service.formats.tiff.ifd import Structure
-from service.formats.voxel_size import Calibration
 
 Page = TiffPage | TiffFrame
 
@@ -63,7 +63,7 @@ class StoredImage:
     doubt: str = ""
     channels: tuple[str, ...] = ()
     colours: tuple[str, ...] = ()
-    calibration: Calibration = voxel_size.NOTHING
+    calibration: Calibration = sampling.NOTHING
     time_interval: TimeInterval | None = None
     notes: tuple[str, ...] = ()
 
@@ -149,8 +149,8 @@ def _from_ome(tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImag
         pages=pages,
         channels=image.channels,
         colours=tuple(map(metadata.parse_ome_colour, image.colours)),
-        calibration=voxel_size.from_lengths(image.sizes, image.units, "OME-XML"),
-        time_interval=time_interval.parse(*image.time_increment),
+        calibration=sampling.from_lengths(image.sizes, image.units, "OME-XML"),
+        time_interval=sampling.parse_time_interval(*image.time_increment),
         notes=_note_choice(len(images), image.name),
     )
 

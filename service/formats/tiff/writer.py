@@ -106,7 +106,7 @@ def write(
         if form.has_template and not bigtiff:
             _fill_template(file, segmentation, pages, origin)
         else:
-            _write_pages(file, form, pages, _make_uuid(), _clean(origin), bigtiff=bigtiff)
+            _write_pages(file, form, pages, _describe(form, _make_uuid(), _clean(origin)), bigtiff=bigtiff)
             description = imagej_writer.describe(segmentation) + imagej_writer.describe_origin(origin)
             imagej_writer.append_description(file, description)
 
@@ -119,7 +119,7 @@ def write_image(volume: Volume, path: Path) -> None:
     form = _Form(shape, volume.dtype, "image", (), volume.voxel_size, counted=False, axes="ZYX", time_interval=None)
     pages = _compress_planes((volume.read(z, z + 1)[0, 0] for z in range(shape[0])), form)
     bigtiff = form.nbytes > _CLASSIC_BYTES
-    _write_whole(path, lambda file: _write_pages(file, form, pages, _make_uuid(), {}, bigtiff=bigtiff))
+    _write_whole(path, lambda file: _write_pages(file, form, pages, _describe(form, _make_uuid(), {}), bigtiff=bigtiff))
 
 
 def write_uncompressed(pixels: Array, path: Path) -> None:
@@ -165,7 +165,8 @@ def _make_uuid() -> str:
 
 @lru_cache(maxsize=32)
 def _template(form: _Form) -> TiffTemplate:
-    assert form.kind != "image"  # noqa: S101 - images have no template
+    if form.kind == "image":
+        raise ValueError("images have no template")
     segmentation = Segmentation(
         # The template needs only the shape of the pixels.
         np.broadcast_to(np.zeros((), form.dtype), form.shape),
@@ -178,8 +179,8 @@ def _template(form: _Form) -> TiffTemplate:
 
     def write(stream: BinaryIO) -> None:
         pages = itertools.repeat(b"\0", form.pages)
-        origin = tiff_template.origin_placeholder(form.room)
-        _write_pages(stream, form, pages, tiff_template.UUID_PLACEHOLDER, origin, bigtiff=False)
+        metadata = _describe(form, tiff_template.UUID_PLACEHOLDER, tiff_template.origin_placeholder(form.room))
+        _write_pages(stream, form, pages, metadata, bigtiff=False)
 
     return TiffTemplate.prepare(write, imagej_writer.describe(segmentation) + "\n" * form.room, form.room)
 
@@ -189,11 +190,8 @@ def _clean(origin: Mapping[str, str]) -> dict[str, str]:
     return {name: "".join(filter(str.isprintable, fact)) for name, fact in origin.items()}
 
 
-def _write_pages(  # noqa: PLR0913
-    file: BinaryIO, form: _Form, pages: Iterator[bytes], number: str, origin: Mapping[str, str], *, bigtiff: bool
-) -> None:
-    """Write a TIFF with this UUID from pages that are compressed already."""
-    has_channels = "C" in form.axes
+def _describe(form: _Form, number: str, origin: Mapping[str, str]) -> dict[str, object]:
+    """Return tifffile's metadata for the OME-XML of a file with this UUID."""
     # XML cannot carry control characters.
     names = ["".join(filter(str.isprintable, name)) for name in form.names]
     metadata: dict[str, object] = {
@@ -201,18 +199,23 @@ def _write_pages(  # noqa: PLR0913
         "Creator": "StackSeg",
         "axes": form.axes,
         "Name": form.kind,
-        "Channel": {"Name": names if has_channels else form.kind},
+        "Channel": {"Name": names if "C" in form.axes else form.kind},
     }
     if origin:
         metadata["MapAnnotation"] = {"Namespace": ORIGIN_NAMESPACE, "Value": dict(origin)}
     if form.time_interval is not None:
         metadata |= {"TimeIncrement": form.time_interval.length, "TimeIncrementUnit": form.time_interval.unit}
+    for axis, edge in zip("ZYX", form.voxel_size or (), strict=False):
+        metadata |= {f"PhysicalSize{axis}": edge, f"PhysicalSize{axis}Unit": "µm"}
+    return metadata
+
+
+def _write_pages(
+    file: BinaryIO, form: _Form, pages: Iterator[bytes], metadata: dict[str, object], *, bigtiff: bool
+) -> None:
+    """Write a TIFF from pages that are compressed already, and what `_describe` returns."""
     colours = imagej_writer.label_colours() if form.kind in {"labels", "classes"} else ()
-    resolution = None
-    if form.voxel_size is not None:
-        for axis, edge in zip("ZYX", form.voxel_size, strict=True):
-            metadata |= {f"PhysicalSize{axis}": edge, f"PhysicalSize{axis}Unit": "µm"}
-        resolution = (1e4 / form.voxel_size.x, 1e4 / form.voxel_size.y)
+    size = form.voxel_size
     with TiffWriter(file, ome=True, bigtiff=bigtiff) as writer:
         writer.write(
             pages,
@@ -221,8 +224,8 @@ def _write_pages(  # noqa: PLR0913
             photometric="minisblack",
             compression="adobe_deflate",
             rowsperstrip=form.shape[-2],
-            resolution=resolution,
-            resolutionunit="CENTIMETER" if resolution else None,
+            resolution=None if size is None else (1e4 / size.x, 1e4 / size.y),
+            resolutionunit=None if size is None else "CENTIMETER",
             metadata=metadata,
             software="StackSeg",
             extratags=[(imagej_writer.COLOR_MAP, "H", len(colours), colours, True)] if colours else (),

@@ -7,10 +7,8 @@ confined process with little memory.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import starmap
@@ -23,10 +21,8 @@ import numpy as np
 
 from service.core.errors import BadFile, TooLarge
 from service.core.types import Array
-from service.formats.zarr.store import Part, Store
+from service.formats.zarr.store import Part, Store, read_json, translate_errors
 
-# Of one file of metadata; consolidated metadata of a large plate have a few MB.
-MAX_JSON_BYTES = 2**24
 _MAX_DIMENSIONS = 16
 # Along one dimension; beyond all that is stored, and the product of all dimensions is still a float.
 _MAX_LENGTH = 2**60
@@ -128,15 +124,12 @@ class ZarrArray:
         """Read the chunks at these places of the grid as they are stored, None for each that is not. Raises BadFile."""
         if self.sharding is None:
             return self.store.read([Part(self.key(place), self.most_stored_bytes) for place in places])
-        sharding, shards = self.sharding, [self._shard(place) for place in places]
+        sharding = self.sharding
+        shards = [self.key(tuple(map(floordiv, place, sharding.parts))) for place in places]
         indices = self._read_indices(set(shards), sharding)
         located = [self._locate(place, key, indices[key]) for place, key in zip(places, shards, strict=True)]
         stored = iter(self.store.read([part for part in located if part is not None]))
         return [None if part is None else next(stored) for part in located]
-
-    def _shard(self, place: Sequence[int]) -> str:
-        assert self.sharding is not None  # noqa: S101 - only shards hold several chunks
-        return self.key(tuple(map(floordiv, place, self.sharding.parts)))
 
     def _read_indices(self, keys: set[str], sharding: Sharding) -> dict[str, Array]:
         """Return the indices of shards, those that are known without reading; an empty one where there is no shard."""
@@ -177,27 +170,6 @@ def _verify(data: bytes, what: str) -> bytes:
     content, stated = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
     if google_crc32c.value(content).to_bytes(_CHECKSUM_BYTES, "little") != stated:
         raise BadFile(f"{what} of the Zarr array has changed since it was written (CRC-32C). Copy or export it again.")
-    return content
-
-
-@contextmanager
-def translate_errors(what: str) -> Iterator[None]:
-    """Raise BadFile for metadata that are not what the specification says."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-        raise BadFile(f"The Zarr store is damaged: {what} makes no sense ({repr(error)[:120]}).") from error
-
-
-def read_json(store: Store, key: str) -> dict[str, Any] | None:
-    """Read a file of metadata, None where there is none. Raises BadFile."""
-    (text,) = store.read([Part(key, MAX_JSON_BYTES)])
-    if text is None:
-        return None
-    with translate_errors(key):
-        content = json.loads(text)
-    if not isinstance(content, dict):
-        raise BadFile(f"The Zarr store is damaged: {key} holds no object.")
     return content
 
 
@@ -338,8 +310,9 @@ def _separator(text: str) -> str:
 
 def _fill(value: Any, dtype: np.dtype[Any]) -> Any:
     """Return the value of voxels whose chunks are missing. Raises ValueError for what is no number."""
-    if isinstance(value, list):
-        raise ValueError(value)  # noqa: TRY004 - of the same kind as text that is no number
-    if isinstance(value, str) and value.startswith("0x"):
-        return np.frombuffer(int(value, 16).to_bytes(dtype.itemsize, "big"), dtype.newbyteorder(">"))[0]
+    match value:
+        case list():
+            raise ValueError(value)
+        case str() if value.startswith("0x"):
+            return np.frombuffer(int(value, 16).to_bytes(dtype.itemsize, "big"), dtype.newbyteorder(">"))[0]
     return np.array(0 if value is None else value).astype(dtype.newbyteorder("="))[()]

@@ -1,6 +1,6 @@
 """Read OME-Zarr 0.4 and 0.5, and earlier ones: the finest resolution, chunk by chunk, with what its metadata state.
 
-https://ngff.openmicroscopy.org. Stores that cannot be trusted are read through `service.formats.sandbox.parent`.
+https://ngff.openmicroscopy.org. Stores that cannot be trusted are read through `service.formats.sandbox.reader`.
 """
 
 from __future__ import annotations
@@ -8,25 +8,24 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from service.core import host
 from service.core.errors import BadFile, TooLarge
 from service.core.quantities import TimeInterval
 from service.core.types import Array, Selection
-from service.formats import axes, time_interval, voxel_size
+from service.formats import axes, sampling
 from service.formats.axes import Layout
 from service.formats.open_stack import OpenStack
-from service.formats.tiff import pixels
-from service.formats.tiff.pixels import Placement
-from service.formats.tiff.pixels import Store as StorePixels
-from service.formats.voxel_size import Calibration
+from service.formats.placement import Placement, StoreBlock, check_size, native_dtype
+from service.formats.sampling import Calibration
 from service.formats.zarr import store as zarr_store
-from service.formats.zarr.array import ZarrArray, open_array, read_json, translate_errors
-from service.formats.zarr.store import Store
+from service.formats.zarr.array import ZarrArray, open_array
+from service.formats.zarr.store import Store, read_json, translate_errors
 
 # Chunks of a selection; each is a file to open, or a part of one.
 _MAX_CHUNKS = 2**21
@@ -89,16 +88,16 @@ class ZarrStack(OpenStack):
     def check(self, limit_bytes: int) -> None:
         """Check what decoding takes. Raises TooLarge."""
         try:
-            pixels.check_size(math.prod(self.shape) * self.dtype.itemsize, limit_bytes)
+            check_size(math.prod(self.shape) * self.dtype.itemsize, limit_bytes)
         except TooLarge as error:
             raise TooLarge(f"{error} An OME-Zarr of any size: stackseg segment IN OUT --workers N.") from None
-        pixels.check_size(self.image.array.chunk_bytes, limit_bytes, "A chunk on the way to the selected volume")
+        check_size(self.image.array.chunk_bytes, limit_bytes, "A chunk on the way to the selected volume")
         chunks = math.prod(len(indices) for indices in self._grid)
         if chunks > _MAX_CHUNKS:
             size = "x".join(map(str, self.image.array.chunks))
             raise TooLarge(f"The selected volume is in {chunks} chunks of {size}; write it with larger ones.")
 
-    def decode(self, store: StorePixels) -> None:
+    def decode(self, store: StoreBlock) -> None:
         """Decode the selected part, rows of chunks along X at a time, or chunk by chunk where rows are large."""
         self._decode(self._whole, store)
 
@@ -107,7 +106,7 @@ class ZarrStack(OpenStack):
 
         `region` has the voxels along Z, Y and X. Raises BadFile.
         """
-        decoded: Array = np.empty((self.shape[0], *map(len, region)), pixels.native_dtype(self.dtype))
+        decoded: Array = np.empty((self.shape[0], *map(len, region)), native_dtype(self.dtype))
 
         def store(channel: int, start: tuple[int, int, int], block: Array) -> None:
             z, y, x = (slice(first, first + length) for first, length in zip(start, block.shape, strict=True))
@@ -121,16 +120,12 @@ class ZarrStack(OpenStack):
         z, y, x = map(range, self.shape[1:])
         return z, y, x
 
-    def _decode(self, region: Region, store: StorePixels) -> None:
+    def _decode(self, region: Region, store: StoreBlock) -> None:
         """Decode a part of the selection; places that `store` gets are relative to it."""
         array, x = self.image.array, self._axes.index("X")
         grid = self._grid_of(region)
         count = len(grid[x]) if len(grid[x]) * array.chunk_bytes <= _ROW_BYTES else 1
-        rows = [
-            [(*place[:x], index, *place[x + 1 :]) for index in grid[x][first : first + count]]
-            for place in itertools.product(*(indices if axis != x else range(1) for axis, indices in enumerate(grid)))
-            for first in range(0, len(grid[x]), count)
-        ]
+        rows = _split_rows(grid, x, count)
         # Stores that are far away are asked for many chunks at a time.
         step = max(1, min(_BATCH_BYTES // array.chunk_bytes, _BATCH_CHUNKS) // count)
         batches = [rows[first : first + step] for first in range(0, len(rows), step)]
@@ -142,7 +137,7 @@ class ZarrStack(OpenStack):
 
         # A thread holds a batch as it is stored, and a row of it.
         most = max(1, _DECODING_BYTES // ((step + 2) * count * array.chunk_bytes))
-        pixels.run_in_threads(decode_batch, batches, math.prod(map(len, region)) * self.dtype.itemsize, most)
+        host.run_in_threads(decode_batch, batches, math.prod(map(len, region)) * self.dtype.itemsize, most)
 
     @property
     def chunk_size(self) -> tuple[int, int, int]:
@@ -177,7 +172,7 @@ class ZarrStack(OpenStack):
         ]
 
     def _decode_row(
-        self, row: Sequence[Place], stored: Sequence[bytes | None], region: Region, store: StorePixels
+        self, row: Sequence[Place], stored: Sequence[bytes | None], region: Region, store: StoreBlock
     ) -> None:
         """Decode neighbours along X, and store what lies in the region."""
         blocks = [self._decode_chunk(place, data) for place, data in zip(row, stored, strict=True)]
@@ -207,10 +202,7 @@ class ZarrStack(OpenStack):
             if letters[axis] in ".T":
                 time = (self.part.time or 0) - place[axis] * array.chunks[axis] if letters[axis] == "T" else 0
                 chunk = chunk.take(time, axis)
-        kept = letters.replace(".", "").replace("T", "")
-        missing = [axis for axis in "CSZYX" if axis not in kept]
-        chunk = chunk[(np.newaxis,) * len(missing)]
-        return chunk.transpose([("".join(missing) + kept).index(axis) for axis in "CSZYX"])
+        return _expand(chunk, letters.replace(".", "").replace("T", ""))
 
     def _wanted(self, first: dict[str, int], shape: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
         """Yield the selected channels in a block: number among the selected, and place in it."""
@@ -246,19 +238,19 @@ def find_image(store: Store) -> ZarrImage:
         path = zarr_store.join(folder, dataset["path"])
     array = open_array(store, path)
     with translate_errors("its OME metadata"):
+        version = attributes.get("version") or described.get("version") or ""
         letters, units = _parse_axes(described.get("axes"), len(array.shape))
         scale = _parse_scale(dataset, described, len(array.shape))
-        sizes = dict(zip(letters, zip(scale, units, strict=True), strict=True)) if scale else {}
-        edges = [sizes.get(axis, (None, "")) for axis in "ZYX"]
-        channels = (attributes.get("omero") or {}).get("channels") or ()
+        steps = dict(zip(letters, zip(scale, units, strict=True), strict=True)) if scale else {}
+        names, colours = _parse_channels(attributes)
         return ZarrImage(
-            f"OME-Zarr {attributes.get('version') or described.get('version') or ''}".strip(),
+            f"OME-Zarr {version}".strip(),
             array,
             letters,
-            tuple(str(channel.get("label") or "")[:200] for channel in channels),
-            tuple(_parse_colour(channel.get("color")) for channel in channels),
-            voxel_size.from_lengths([size for size, _ in edges], [unit for _, unit in edges], "OME-Zarr"),
-            time_interval.parse(*sizes["T"]) if "T" in sizes else None,
+            names,
+            colours,
+            _parse_calibration(steps),
+            sampling.parse_time_interval(*steps["T"]) if "T" in steps else None,
             tuple(notes),
         )
 
@@ -315,10 +307,39 @@ def _parse_scale(dataset: dict[str, Any], described: dict[str, Any], dimensions:
     return steps
 
 
+def _parse_calibration(steps: Mapping[str, tuple[float, str]]) -> Calibration:
+    """Return the voxel size from the step along each axis and its unit."""
+    edges = [steps.get(axis, (None, "")) for axis in "ZYX"]
+    return sampling.from_lengths([size for size, _ in edges], [unit for _, unit in edges], "OME-Zarr")
+
+
+def _parse_channels(attributes: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return a name and a colour per channel, () where there are none."""
+    channels = (attributes.get("omero") or {}).get("channels") or ()
+    names = tuple(str(channel.get("label") or "")[:200] for channel in channels)
+    return names, tuple(_parse_colour(channel.get("color")) for channel in channels)
+
+
 def _parse_colour(stated: Any) -> str:
     """Return a colour as #rrggbb, "" where none is stated."""
     is_colour = isinstance(stated, str) and re.fullmatch("[0-9a-fA-F]{6}", stated)
     return f"#{stated.lower()}" if is_colour else ""
+
+
+def _expand(chunk: Array, letters: str) -> Array:
+    """Return pixels with these axes as [C, S, Z, Y, X]."""
+    missing = "".join(axis for axis in "CSZYX" if axis not in letters)
+    chunk = chunk[(np.newaxis,) * len(missing)]
+    return chunk.transpose([(missing + letters).index(axis) for axis in "CSZYX"])
+
+
+def _split_rows(grid: Sequence[Sequence[int]], x: int, count: int) -> list[list[Place]]:
+    """Return the places of chunks in rows of up to `count` along the dimension `x`."""
+    return [
+        [(*place[:x], index, *place[x + 1 :]) for index in grid[x][first : first + count]]
+        for place in itertools.product(*(indices if axis != x else range(1) for axis, indices in enumerate(grid)))
+        for first in range(0, len(grid[x]), count)
+    ]
 
 
 def _spread(layout: Layout, shape: Sequence[int]) -> str:

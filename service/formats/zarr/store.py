@@ -1,7 +1,8 @@
-"""Files of a Zarr store by their keys: in a folder, or in a zip archive."""
+"""Files of a Zarr store by their keys: in a folder, or in a zip archive; and JSON among them."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -11,15 +12,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol, Self
+from typing import IO, Any, NamedTuple, Protocol, Self
 from zipfile import ZIP_STORED, BadZipFile
 
 from service.core.errors import BadFile
+from service.core.whole_file import open_below
 from service.core.zip_archive import ZipLimits, locate_stored, open_archive
 
+# Of one file of metadata; consolidated metadata of a large plate have a few MB.
+MAX_JSON_BYTES = 2**24
 METADATA_NAMES = frozenset((".zgroup", ".zattrs", ".zarray", "zarr.json"))
 
-_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: a pipe that lies in the place of a chunk would wait for its writer.
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # What a path in metadata may be made of, without control characters and halves of characters; no part begins with a
@@ -112,33 +115,48 @@ def split_key(key: str) -> tuple[list[str], str]:
     return folders, name
 
 
-def open_below(folder: int, key: str) -> int | None:
+def open_file(folder: int, key: str) -> int | None:
     """Open a regular file below an open folder for reading, without following links; None where there is none.
 
     Raises BadFile for links, folders and devices, and for keys that could lead elsewhere.
     """
     folders, name = split_key(key)
-    opened = os.dup(folder)
     try:
-        for part in folders:
-            inner = os.open(part, _OPEN_FOLDER, dir_fd=opened)
-            os.close(opened)
-            opened = inner
-        file = os.open(name, _OPEN_FILE, dir_fd=opened)
+        with open_below(folder, folders) as opened:
+            file = os.open(name, _OPEN_FILE, dir_fd=opened)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise BadFile(f"{key[:80]} of the Zarr store is a link, or cannot be opened ({error.strerror}).") from error
-    finally:
-        os.close(opened)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise BadFile(f"{key[:80]} of the Zarr store is a folder or a device, not a file.")
     return file
 
 
+@contextmanager
+def translate_errors(what: str) -> Iterator[None]:
+    """Raise BadFile for metadata that are not what the specification says."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        raise BadFile(f"The Zarr store is damaged: {what} makes no sense ({repr(error)[:120]}).") from error
+
+
+def read_json(store: Store, key: str) -> dict[str, Any] | None:
+    """Read a file of metadata, None where there is none. Raises BadFile."""
+    (text,) = store.read([Part(key, MAX_JSON_BYTES)])
+    if text is None:
+        return None
+    with translate_errors(key):
+        content = json.loads(text)
+    if not isinstance(content, dict):
+        raise BadFile(f"The Zarr store is damaged: {key} holds no object.")
+    return content
+
+
 class FolderStore:
-    """A folder. `open_file` returns the descriptor of the file with a key, or None, as `open_below` does.
+    """A folder. `open_file` returns the descriptor of the file with a key, or None, as `open_file` does.
 
     Files of which parts are read, such as shards, stay open for further parts, the last ones that were used.
     """

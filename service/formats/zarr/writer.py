@@ -188,15 +188,8 @@ def _describe(
     segmentation: Segmentation, datasets: list[dict[str, Any]], version: int, name: str, *, in_image: bool
 ) -> dict[str, Any]:
     """Return the attributes of the group."""
-    units = dict.fromkeys("ZYX", "micrometer") if segmentation.voxel_size else {}
-    interval = segmentation.time_interval
-    if interval is not None and interval.unit in _TIME_UNITS:
-        units["T"] = _TIME_UNITS[interval.unit]
-    axes = [
-        {"name": axis.lower(), "type": _TYPES.get(axis, "space")} | ({"unit": units[axis]} if axis in units else {})
-        for axis in segmentation.axes
-    ]
     number = {"version": VERSIONS[version]}
+    axes = _describe_axes(segmentation)
     multiscales = {"name": name, "axes": axes, "datasets": datasets, "type": "nearest"}
     ome: dict[str, Any] = {"multiscales": [multiscales | (number if version == 2 else {})]}
     if segmentation.kind == "probabilities":
@@ -208,6 +201,18 @@ def _describe(
                 {"label-value": value, "name": label} for value, label in enumerate(segmentation.names)
             ]
     return ome if version == 2 else {"ome": number | ome}
+
+
+def _describe_axes(segmentation: Segmentation) -> list[dict[str, str]]:
+    """Return what the metadata say of each axis."""
+    units = dict.fromkeys("ZYX", "micrometer") if segmentation.voxel_size else {}
+    interval = segmentation.time_interval
+    if interval is not None and interval.unit in _TIME_UNITS:
+        units["T"] = _TIME_UNITS[interval.unit]
+    return [
+        {"name": axis.lower(), "type": _TYPES.get(axis, "space")} | ({"unit": units[axis]} if axis in units else {})
+        for axis in segmentation.axes
+    ]
 
 
 def _channel(label: str) -> dict[str, Any]:

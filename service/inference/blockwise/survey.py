@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.buffers import make_allocator, release_pages
+from service.core.host import run_in_threads
 from service.core.quantities import Size
 from service.core.types import Array, Volume
 from service.formats import stack_reader
-from service.formats.tiff.pixels import run_in_threads
 from service.formats.zarr.reader import ZarrStack
 from service.inference.blockwise.layout import Blocks, Box, Layout, lengths, ranges
 from service.inference.blockwise.run_folder import OpenRun, Survey

@@ -13,7 +13,7 @@ from torch import Tensor
 from service.core.quantities import Size
 from service.core.timing import Stages
 from service.core.types import Array
-from service.formats.tiff.packing import pack, unpack
+from service.formats.array_writer import pack, unpack
 from service.inference.blockwise.layout import Box, firsts, lengths, slices
 from service.inference.blockwise.run_folder import BlockTask, OpenRun
 from service.inference.blockwise.window_scores import GroupScores, window_places

@@ -22,7 +22,7 @@ from service.serving.jobs.folder_work import Done
 from service.serving.jobs.record import JobRecord, JobRequest
 from service.serving.parameters import Query
 from service.serving.reading import Pixels
-from service.serving.storage.scratch_space import Hold
+from service.serving.storage.scratch import Hold
 
 log = logging.getLogger(__name__)
 

@@ -1,19 +1,42 @@
-"""The SQLite database with the rows of jobs: opening and checking it, what its faults mean, making it again."""
+"""The folder of jobs with its SQLite database: locked, opened, checked, and made again where somebody deletes it."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from service.core.errors import ConfigError, OutOfStorage, StorageUnavailable
-from service.serving.jobs.record import INDEX, TABLE, JobRecord, decode_row
-from service.serving.storage.scratch import translate_disk_faults
+from service.core.errors import ConfigError, OutOfStorage, StackSegError, StorageUnavailable
+from service.serving.storage.disk import translate_disk_faults
 
 DATABASE = "jobs.sqlite3"
 VERSION = 1
+TABLE = """
+CREATE TABLE jobs (
+  number INTEGER PRIMARY KEY AUTOINCREMENT,
+  id TEXT NOT NULL UNIQUE,
+  owner TEXT,
+  state TEXT NOT NULL CHECK (state IN ('waiting', 'running', 'done', 'failed', 'cancelled', 'expired')),
+  model TEXT NOT NULL,
+  parameters TEXT NOT NULL,
+  name TEXT NOT NULL,
+  windows INTEGER NOT NULL,
+  receive_seconds REAL NOT NULL,
+  created REAL NOT NULL,
+  started REAL,
+  ended REAL,
+  attempts INTEGER NOT NULL DEFAULT 0,
+  input_bytes INTEGER NOT NULL,
+  result_bytes INTEGER NOT NULL DEFAULT 0,
+  outcome TEXT,
+  failure TEXT
+) STRICT
+"""
+INDEX = "CREATE INDEX jobs_by_state ON jobs (state, ended)"
 # How long another program may hold the database before a call fails. All calls wait for that one meanwhile.
 BUSY_SECONDS = 1.0
 DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
@@ -22,62 +45,111 @@ PASSING_FAULTS = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKE
 
 
 class JobDatabase:
-    """The database in the folder of jobs. Safe to use from several threads.
+    """The folder of jobs, its inner folders and its database. Safe to use from several threads of one process.
 
     lock   held by every call; whoever holds it sees no change by others
-    Methods raise OutOfStorage and StorageUnavailable. Raises ConfigError for a database that cannot be used.
+    Methods raise OutOfStorage and StorageUnavailable. Raises ConfigError for a folder or a database that cannot be
+    used, and for a folder that another process holds.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, inner: Sequence[Path]) -> None:
+        self._folder, self._inner = folder, inner
         self._path, self.lock = folder / DATABASE, threading.RLock()
         self._fault: str | None = None
         # Whether all rows are in a new file that could not be opened yet; the connection is closed then.
         self._copied = False
         try:
+            self._folder_lock: int | None = self._make_folders()
+        except BlockingIOError as error:
+            raise ConfigError(f"jobs.folder: {folder}: is in use by another service; give each its own.") from error
+        except OSError as error:
+            raise ConfigError(f"jobs.folder: {folder} cannot be used: {error.strerror}.") from error
+        try:
             self._connection = _open(self._path)
+            self._inodes = self._find_inodes()
         except (OSError, sqlite3.Error) as error:
+            self._unlock_folder()
             raise ConfigError(_explain(self._path, error)) from error
-        self._inodes = self._find_inodes()
+        except BaseException:
+            self._unlock_folder()
+            raise
 
     def close(self) -> None:
-        """Write the log into the database. May be called twice."""
+        """Write the log into the database, and let another process use the folder. May be called twice."""
         with self.lock:
             self._connection.close()
-
-    def select(self, condition: str, *values: object) -> list[JobRecord]:
-        """Return the jobs for which a condition holds."""
-        return [decode_row(row) for row in self.query(f"SELECT * FROM jobs WHERE {condition}", *values)]  # noqa: S608
+            self._unlock_folder()
 
     def query(self, statement: str, *values: object) -> list[sqlite3.Row]:
         """Return the rows of a statement that only reads."""
         with self.lock, self._faults():
             return self._connection.execute(statement, values).fetchall()
 
-    @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Commit to disk at the end."""
+    def change(self, statement: str, *values: object) -> int:
+        """Commit a statement to disk; return the number of rows that it has changed."""
         with self.lock:
             with self._faults(), self._connection:
-                yield self._connection
+                changed = self._connection.execute(statement, values).rowcount
             self._fault = None
+        return changed
+
+    def mend(self) -> str | None:
+        """Make again what somebody has deleted; return what is wrong, in one sentence.
+
+        The rows survive, since the deleted database is still open. What is in inner folders does not.
+        """
+        with self.lock:
+            try:
+                if all(inner.is_dir() for inner in self._inner) and self._in_place:
+                    return self._check()
+                # The descriptor of a deleted folder locks nothing any more.
+                self._unlock_folder()
+                self._folder_lock = self._make_folders()
+                self._make_again()
+            except PermissionError as error:
+                return f"The folder of jobs cannot be used: {error.strerror}."
+            except (StackSegError, OSError) as error:
+                return f"The folder of jobs was deleted, and cannot be made again: {error}"
+            return "The folder of jobs was deleted, and is made again; inputs and results in it are lost."
+
+    def _make_folders(self) -> int:
+        """Make the folders that do not exist; return an open descriptor that locks the outer one. Raises OSError."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            # The operator may have made the folder itself, and left it open to others.
+            for inner in self._inner:
+                inner.mkdir(mode=0o700, exist_ok=True)
+                inner.chmod(0o700)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(lock)
+            raise
+        return lock
+
+    def _unlock_folder(self) -> None:
+        if self._folder_lock is not None:
+            os.close(self._folder_lock)
+            self._folder_lock = None
 
     @property
-    def in_place(self) -> bool:
+    def _in_place(self) -> bool:
         """Whether the files are still those that were opened, under their names."""
         try:
             return self._find_inodes() == self._inodes
         except StorageUnavailable:
             return False
 
-    def check(self) -> str | None:
+    def _check(self) -> str | None:
         """Return why the database cannot be used, in one sentence; None while it can."""
         if self._fault is not None:
-            with suppress(OutOfStorage, StorageUnavailable), self.transaction() as connection:
-                connection.execute(f"PRAGMA user_version = {VERSION}")
-                _check_pages(connection)
+            with suppress(OutOfStorage, StorageUnavailable):
+                with self.lock, self._faults():
+                    _check_pages(self._connection)
+                self.change(f"PRAGMA user_version = {VERSION}")
         return self._fault
 
-    def make_again(self) -> None:
+    def _make_again(self) -> None:
         """Write all rows into a new file: the connection still reads the deleted one.
 
         Raises StorageUnavailable if another database has its name.

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from pydantic import ConfigDict, TypeAdapter
 
 from service.core.errors import BadParameter
-from service.serving.storage.open_folder import ResultFolder
+from service.serving.storage.result_folder import ResultFolder
 
 RECORDS, TABLE, REPORT = "stacks.jsonl", "objects.csv", "report.html"
 

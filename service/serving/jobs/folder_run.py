@@ -30,7 +30,7 @@ from service.serving.results.metadata import AnswerMetadata
 from service.serving.runtime import Runtime
 from service.serving.segmentation import DeviceRequest, queue_work
 from service.serving.storage.host_files import HostFiles, Source
-from service.serving.storage.scratch_space import Hold
+from service.serving.storage.scratch import Hold
 
 # How often a stack that is read or segmented is asked after, to see whether it is still wanted.
 POLL_SECONDS = 0.2

@@ -37,8 +37,8 @@ from service.serving.parameters import Query
 from service.serving.reading import Pixels
 from service.serving.results.answers import TIFF_SUFFIX, answer_name, measure_objects
 from service.serving.results.provenance import describe_origin, hash_shared_file
-from service.serving.storage.open_folder import ResultFolder
-from service.serving.storage.scratch import translate_disk_faults
+from service.serving.storage.disk import translate_disk_faults
+from service.serving.storage.result_folder import ResultFolder
 
 # Stacks whose widths are estimated for all.
 SAMPLED_STACKS = 5

@@ -22,7 +22,7 @@ from service.serving.jobs.store import INPUT, JobStore
 from service.serving.results.answers import SegmentationRequest
 from service.serving.results.metadata import AnswerMetadata
 from service.serving.runtime import JOIN_SECONDS, Runtime
-from service.serving.storage.disk_usage import measure_disk
+from service.serving.storage.disk import measure_disk
 from service.serving.storage.stack_store import StackStore
 
 WRITE_THREADS = 2

@@ -21,21 +21,22 @@ from service.core.errors import (
     StackSegError,
     StorageUnavailable,
 )
-from service.formats.sandbox.parent import Source
+from service.formats.sandbox.reader import Source
 from service.inference.result import Result
 from service.inference.series.time_points import Series
 from service.serving.devices.job import Job, Needs
 from service.serving.devices.queue import JobQueue
 from service.serving.jobs.active_job import ActiveJob
+from service.serving.jobs.failure import as_failure
 from service.serving.jobs.folder_run import FolderRun
 from service.serving.jobs.folder_work import Done
-from service.serving.jobs.record import JobRequest, as_failure
+from service.serving.jobs.record import JobRequest
 from service.serving.jobs.store import JobStore
 from service.serving.reading import LargePixels, Pixels, PixelSource
 from service.serving.results.answers import RECEIPT, SegmentationRequest, describe_answer, settle, write_answer
 from service.serving.results.provenance import hash_file
 from service.serving.runtime import Runtime
-from service.serving.storage.scratch import translate_disk_faults
+from service.serving.storage.disk import translate_disk_faults
 
 # How long a step that the storage fails is tried again.
 FAULT_SECONDS = 60.0

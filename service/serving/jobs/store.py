@@ -11,18 +11,19 @@ used otherwise: locked by another program, damaged, deleted. Nothing has changed
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
+import sqlite3
 import time
 import uuid
 from collections import Counter, deque
 from contextlib import suppress
+from dataclasses import asdict, fields
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from service.core.errors import (
-    ConfigError,
     InternalError,
     Interrupted,
     OutOfStorage,
@@ -32,15 +33,17 @@ from service.core.errors import (
 )
 from service.core.whole_file import sync_to_disk
 from service.serving.jobs.database import JobDatabase
-from service.serving.jobs.record import JobRecord, JobRequest, JobState, encode_answer, encode_failure
+from service.serving.jobs.failure import decode_failure, encode_failure
+from service.serving.jobs.record import JobRecord, JobRequest
 from service.serving.results.metadata import AnswerMetadata
-from service.serving.storage.scratch import translate_disk_faults
+from service.serving.storage.disk import translate_disk_faults
 
 INPUT = "upload.tif"
 RESULT = "result"
 # Jobs that failed, were cancelled or lost their result are kept for as long as others, yet no more than this of each
 # owner: they are in nobody's way but the list's, and cost their owner nothing.
 MAX_WITHOUT_RESULT = 1000
+_ANSWER = TypeAdapter(AnswerMetadata)
 
 
 class JobStore:
@@ -62,63 +65,19 @@ class JobStore:
         self._folder, self._quota, self._shared = folder, quota_bytes, shared
         self._keep, self._attempts = keep_seconds, attempts
         self._jobs, self._incoming = folder / "jobs", folder / "incoming"
-        try:
-            self._folder_lock: int | None = self._make_folders()
-        except BlockingIOError as error:
-            raise ConfigError(f"jobs.folder: {folder}: is in use by another service; give each its own.") from error
-        except OSError as error:
-            raise ConfigError(f"jobs.folder: {folder} cannot be used: {error.strerror}.") from error
-        try:
-            self._database = JobDatabase(folder)
-        except BaseException:
-            os.close(self._folder_lock)
-            raise
-        self._lock, self._select = self._database.lock, self._database.select
-
-    def _make_folders(self) -> int:
-        """Make the folders that do not exist; return an open descriptor that locks the outer one. Raises OSError."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            # The operator may have made the folder itself, and left it open to others.
-            for inner in (self._jobs, self._incoming):
-                inner.mkdir(mode=0o700, exist_ok=True)
-                inner.chmod(0o700)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BaseException:
-            os.close(lock)
-            raise
-        return lock
+        self._database = JobDatabase(folder, (self._jobs, self._incoming))
+        self._lock = self._database.lock
 
     def mend(self) -> str | None:
         """Make again what somebody has deleted of the folders; return what is wrong with the store, in one sentence.
 
         The rows survive, since the deleted database is still open. Inputs and results do not: their jobs say so.
         """
-        with self._lock:
-            try:
-                if self._jobs.is_dir() and self._incoming.is_dir() and self._database.in_place:
-                    return self._database.check()
-                # The descriptor of a deleted folder locks nothing any more.
-                self._unlock_folder()
-                self._folder_lock = self._make_folders()
-                self._database.make_again()
-            except PermissionError as error:
-                return f"The folder of jobs cannot be used: {error.strerror}."
-            except (StackSegError, OSError) as error:
-                return f"The folder of jobs was deleted, and cannot be made again: {error}"
-            return "The folder of jobs was deleted, and is made again; inputs and results in it are lost."
+        return self._database.mend()
 
     def close(self) -> None:
         """Let another process use the folder. May be called twice."""
-        with self._lock:
-            self._database.close()
-            self._unlock_folder()
-
-    def _unlock_folder(self) -> None:
-        if self._folder_lock is not None:
-            os.close(self._folder_lock)
-            self._folder_lock = None
+        self._database.close()
 
     def make_incoming(self) -> Path:
         """Make a folder for a file that arrives. Its size does not count until `accept`."""
@@ -146,30 +105,33 @@ class JobStore:
                 with translate_disk_faults():
                     upload.parent.rename(folder)
                     sync_to_disk(self._jobs)
-                with self._database.transaction() as database:
-                    database.execute(
-                        "INSERT INTO jobs (state, id, owner, model, parameters, name, windows, receive_seconds,"
-                        " created, input_bytes) VALUES ('waiting', ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                        (*values, request.receive_seconds, time.time(), size),
-                    )
+                self._database.change(
+                    "INSERT INTO jobs (state, id, owner, model, parameters, name, windows, receive_seconds,"
+                    " created, input_bytes) VALUES ('waiting', ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    *values,
+                    request.receive_seconds,
+                    time.time(),
+                    size,
+                )
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
 
     def find(self, job: str, owner: str | None) -> JobRecord:
         """Return a job of this owner. Raises UnknownJob, for jobs of others as well."""
-        records = self._select("id = ? AND owner IS ?", job, owner)
+        records = self._select("SELECT * FROM jobs WHERE id = ? AND owner IS ?", job, owner)
         if not records:
             raise UnknownJob("There is no such job: its id is wrong, it was deleted, or it was kept long enough.")
         return records[0]
 
     def newest(self, owner: str | None, limit: int) -> list[JobRecord]:
         """Return the newest jobs of an owner, newest first."""
-        return self._select("owner IS ? ORDER BY number DESC LIMIT ?", owner, limit)
+        statement = "SELECT * FROM jobs WHERE owner IS ? ORDER BY number DESC LIMIT ?"
+        return self._select(statement, owner, limit)
 
     def pending(self) -> list[JobRecord]:
         """Return the jobs that wait or run, oldest first."""
-        return self._select("state IN ('waiting', 'running') ORDER BY number")
+        return self._select("SELECT * FROM jobs WHERE state IN ('waiting', 'running') ORDER BY number")
 
     def input_path(self, job: str) -> Path:
         """Return the path of the posted file. Results may be written beside it before `finish`."""
@@ -181,16 +143,22 @@ class JobStore:
 
     def begin(self, job: str) -> bool:
         """Change waiting to running; return False if the job is not waiting."""
-        change = "state = 'running', started = ?, attempts = attempts + 1"
-        return self._change(job, ("waiting",), change, time.time())
+        statement = (
+            "UPDATE jobs SET state = 'running', started = ?, attempts = attempts + 1 WHERE id = ? AND state = 'waiting'"
+        )
+        return self._database.change(statement, time.time(), job) == 1
 
     def credit(self, job: str) -> bool:
         """Count the attempts of a running job anew: it has got further than before."""
-        return self._change(job, ("running",), "attempts = 1")
+        return self._database.change("UPDATE jobs SET attempts = 1 WHERE id = ? AND state = 'running'", job) == 1
 
     def requeue(self, job: str) -> bool:
         """Change running to waiting without counting the attempt: the service stops, which is not the job's fault."""
-        return self._change(job, ("running",), "state = 'waiting', started = NULL, attempts = attempts - 1")
+        statement = (
+            "UPDATE jobs SET state = 'waiting', started = NULL, attempts = attempts - 1"
+            " WHERE id = ? AND state = 'running'"
+        )
+        return self._database.change(statement, job) == 1
 
     def finish(self, job: str, written: Path, answer: AnswerMetadata, fault: StackSegError | None = None) -> bool:
         """Change waiting or running to done with a result in the job's folder; return False if the job is over.
@@ -203,36 +171,41 @@ class JobStore:
             written.rename(result)
             sync_to_disk(result.parent)
             size = result.stat().st_size
-        change = "state = 'done', ended = ?, result_bytes = ?, outcome = ?, failure = ?"
-        values = time.time(), size, encode_answer(answer), None if fault is None else encode_failure(fault)
-        done = self._change(job, ("waiting", "running"), change, *values)
+        statement = (
+            "UPDATE jobs SET state = 'done', ended = ?, result_bytes = ?, outcome = ?, failure = ?"
+            " WHERE id = ? AND state IN ('waiting', 'running')"
+        )
+        outcome, failure = json.dumps(asdict(answer)), None if fault is None else encode_failure(fault)
+        done = self._database.change(statement, time.time(), size, outcome, failure, job) == 1
         # Whatever fails from here, the job is done: the next one makes room, and `clean_up` deletes files.
         with suppress(OutOfStorage, StorageUnavailable):
             # Its owner may have deleted it meanwhile.
-            for record in self._select("id = ? AND state = 'done'", job) if done else ():
+            for record in self._select("SELECT * FROM jobs WHERE id = ? AND state = 'done'", job) if done else ():
                 self.delete_unneeded_files(job)
                 self._evict(0, record.owner, spare=job)
         return done
 
     def fail(self, job: str, error: BaseException) -> bool:
         """Change waiting or running to failed; return False if the job is over."""
-        change = "state = 'failed', ended = ?, failure = ?"
-        return self._change(job, ("waiting", "running"), change, time.time(), encode_failure(error))
+        statement = (
+            "UPDATE jobs SET state = 'failed', ended = ?, failure = ? WHERE id = ? AND state IN ('waiting', 'running')"
+        )
+        return self._database.change(statement, time.time(), encode_failure(error), job) == 1
 
     def cancel(self, job: str) -> bool:
         """Change waiting or running to cancelled; return False if the job is over."""
-        return self._change(job, ("waiting", "running"), "state = 'cancelled', ended = ?", time.time())
+        statement = "UPDATE jobs SET state = 'cancelled', ended = ? WHERE id = ? AND state IN ('waiting', 'running')"
+        return self._database.change(statement, time.time(), job) == 1
 
     def delete(self, job: str) -> None:
         """Delete a job that is over."""
-        with self._database.transaction() as database:
-            database.execute("DELETE FROM jobs WHERE id = ? AND state NOT IN ('waiting', 'running')", (job,))
+        self._database.change("DELETE FROM jobs WHERE id = ? AND state NOT IN ('waiting', 'running')", job)
         self.delete_unneeded_files(job)
 
     def delete_unneeded_files(self, job: str) -> None:
         """Delete the files that a job in its present state does not need."""
         folder = self._jobs / job
-        records = self._select("id = ?", job)
+        records = self._select("SELECT * FROM jobs WHERE id = ?", job)
         with translate_disk_faults(), suppress(FileNotFoundError):
             if not records or records[0].state in {"failed", "cancelled", "expired"}:
                 shutil.rmtree(folder)
@@ -249,9 +222,9 @@ class JobStore:
         with translate_disk_faults():
             shutil.rmtree(self._incoming)
             self._incoming.mkdir(mode=0o700)
-        for record in self._select("state = 'done'"):
+        for record in self._select("SELECT * FROM jobs WHERE state = 'done'"):
             if _size(self.result_path(record.id)) != record.result_bytes:
-                self._change(record.id, ("done",), "state = 'expired'")
+                self._expire(record.id)
         for record in self.pending():
             if _size(self.input_path(record.id)) != record.input_bytes:
                 self.fail(record.id, InternalError("The input of the job is lost; post it again."))
@@ -259,7 +232,8 @@ class JobStore:
                 times = "once" if record.attempts == 1 else f"{record.attempts} times"
                 self.fail(record.id, Interrupted(f"The service died {times} while it ran; post a smaller part of it."))
             else:
-                self._change(record.id, ("running",), "state = 'waiting', started = NULL")
+                statement = "UPDATE jobs SET state = 'waiting', started = NULL WHERE id = ? AND state = 'running'"
+                self._database.change(statement, record.id)
         for job in self._list_folders():
             self.delete_unneeded_files(job)
         return self.pending()
@@ -269,17 +243,22 @@ class JobStore:
 
         Of those without a result, only the newest are kept, `most` of each owner.
         """
-        without = "SELECT id, ROW_NUMBER() OVER (PARTITION BY owner ORDER BY number DESC) AS place FROM jobs"
-        without += " WHERE state IN ('failed', 'cancelled', 'expired')"
-        for (job,) in self._database.query(f"SELECT id FROM ({without}) WHERE place > ?", most):  # noqa: S608
+        statement = (
+            "SELECT id FROM ("
+            "SELECT id, ROW_NUMBER() OVER (PARTITION BY owner ORDER BY number DESC) AS place FROM jobs"
+            " WHERE state IN ('failed', 'cancelled', 'expired')"
+            ") WHERE place > ?"
+        )
+        for (job,) in self._database.query(statement, most):
             self.delete(job)
-        for record in self._select("ended < ?", time.time() - self._keep):
+        for record in self._select("SELECT * FROM jobs WHERE ended < ?", time.time() - self._keep):
             if record.over:
                 self.delete(record.id)
         for job in self._list_folders():
             # A job is accepted with the lock: its row is not there yet when its folder is.
             with self._lock:
-                if not self._select("id = ? AND state IN ('waiting', 'running')", job):
+                statement = "SELECT * FROM jobs WHERE id = ? AND state IN ('waiting', 'running')"
+                if not self._select(statement, job):
                     self.delete_unneeded_files(job)
 
     def _list_folders(self) -> list[str]:
@@ -296,23 +275,27 @@ class JobStore:
                 )
 
     def _inputs_fit(self, size: int, owner: str | None) -> bool:
-        inputs = self._bytes_by_owner("input_bytes", "waiting", "running")
+        inputs = self._sum_inputs()
         left = self._quota - inputs.total() - size
         return left >= (inputs[owner] + size if self._shared else 0)
-
-    def _bytes_by_owner(self, column: str, *states: JobState) -> Counter[str | None]:
-        """Return the sums of `column`, input_bytes or result_bytes, over the jobs in these states."""
-        places = ", ".join("?" * len(states))
-        statement = f"SELECT owner, SUM({column}) FROM jobs WHERE state IN ({places}) GROUP BY owner"  # noqa: S608
-        return Counter({owner: int(used) for owner, used in self._database.query(statement, *states)})
 
     @property
     def nbytes(self) -> int:
         """Bytes of the inputs that are needed, and of the results."""
-        return self._used().total()
+        return (self._sum_inputs() + self._sum_results()).total()
 
-    def _used(self) -> Counter[str | None]:
-        return self._bytes_by_owner("input_bytes", "waiting", "running") + self._bytes_by_owner("result_bytes", "done")
+    def _sum_inputs(self) -> Counter[str | None]:
+        """Return by owner the bytes of the inputs that are needed."""
+        return self._sum(
+            "SELECT owner, SUM(input_bytes) FROM jobs WHERE state IN ('waiting', 'running') GROUP BY owner"
+        )
+
+    def _sum_results(self) -> Counter[str | None]:
+        """Return by owner the bytes of the results."""
+        return self._sum("SELECT owner, SUM(result_bytes) FROM jobs WHERE state = 'done' GROUP BY owner")
+
+    def _sum(self, statement: str) -> Counter[str | None]:
+        return Counter({owner: int(used) for owner, used in self._database.query(statement)})
 
     def _evict(self, size: int, owner: str | None, spare: str = "") -> bool:
         """Delete results but that of `spare` until `size` bytes of this owner fit; False, and none, if they never do.
@@ -320,11 +303,11 @@ class JobStore:
         The oldest results of the owner who has most go first, and none of an owner who has less than this one would.
         So nobody's results go for another's while they take less than an equal share.
         """
-        used = self._used()
+        used = self._sum_inputs() + self._sum_results()
         used[owner] += size
         results: dict[str | None, deque[JobRecord]] = {}
         if used.total() > self._quota:
-            for record in self._select("state = 'done' AND id != ? ORDER BY ended", spare):
+            for record in self._select("SELECT * FROM jobs WHERE state = 'done' AND id != ? ORDER BY ended", spare):
                 results.setdefault(record.owner, deque()).append(record)
         chosen: list[JobRecord] = []
         while used.total() > self._quota:
@@ -334,16 +317,16 @@ class JobStore:
             chosen.append(results[most].popleft())
             used[most] -= chosen[-1].result_bytes
         for record in chosen:
-            self._change(record.id, ("done",), "state = 'expired'")
+            self._expire(record.id)
             self.delete_unneeded_files(record.id)
         return True
 
-    def _change(self, job: str, states: tuple[JobState, ...], change: str, *values: object) -> bool:
-        """Change a job that is in one of these states; return whether it was."""
-        places = ", ".join("?" * len(states))
-        with self._database.transaction() as database:
-            statement = f"UPDATE jobs SET {change} WHERE id = ? AND state IN ({places})"  # noqa: S608 - our own words
-            return database.execute(statement, (*values, job, *states)).rowcount == 1
+    def _expire(self, job: str) -> None:
+        """Change done to expired: the result is gone or has to go."""
+        self._database.change("UPDATE jobs SET state = 'expired' WHERE id = ? AND state = 'done'", job)
+
+    def _select(self, statement: str, *values: object) -> list[JobRecord]:
+        return [_decode_row(row) for row in self._database.query(statement, *values)]
 
 
 def _size(path: Path) -> int:
@@ -353,3 +336,14 @@ def _size(path: Path) -> int:
             return path.stat().st_size
         except FileNotFoundError:
             return -1
+
+
+def _decode_row(row: sqlite3.Row) -> JobRecord:
+    """Decode a row of the table."""
+    request = JobRequest(
+        row["model"], json.loads(row["parameters"]), row["name"], row["windows"], row["receive_seconds"]
+    )
+    columns = {field.name for field in fields(JobRecord)} - {"request", "answer", "failure"}
+    plain = {name: row[name] for name in columns}
+    answer = None if row["outcome"] is None else _ANSWER.validate_json(row["outcome"])
+    return JobRecord(**plain, request=request, answer=answer, failure=decode_failure(row["failure"]))

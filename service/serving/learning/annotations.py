@@ -27,7 +27,8 @@ from service.core.quantities import Size, VoxelSize
 from service.core.types import Segmentation, Volume, label_dtype
 from service.core.whole_file import sync_to_disk
 from service.formats.tiff import writer as tiff_writer
-from service.serving.storage.scratch import MARKER, make_locked_folder, sweep, translate_disk_faults
+from service.serving.storage.disk import translate_disk_faults
+from service.serving.storage.scratch import MARKER, make_locked_folder, sweep
 
 IMAGE, LABELS, RECORD = "image.ome.tif", "labels.ome.tif", "annotation.json"
 # Of a folder that is being written.

@@ -9,11 +9,10 @@ import numpy as np
 
 from service.core.errors import BadParameter
 from service.core.quantities import VoxelSize
-from service.core.types import Selection
-from service.formats.sandbox.parent import Reader, Source
-from service.formats.sandbox.process import Cancelling
+from service.core.types import Cancelling, Selection
+from service.formats.sandbox.reader import Reader, Source
 from service.serving.learning.annotations import Annotation, AnnotationStore, Origin, Region
-from service.serving.storage.scratch_space import Hold
+from service.serving.storage.scratch import Hold
 
 
 class Correction(NamedTuple):

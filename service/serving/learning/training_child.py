@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from service.core.errors import without_folders as shorten
-from service.formats.sandbox.process import child_environment
+from service.formats.sandbox.child_process import child_environment
 
 MODULE = "service.training.child"
 # Variables of the environment that choose devices and caches.

@@ -44,8 +44,8 @@ from service.serving.learning.training_record import (
     read_records,
 )
 from service.serving.runtime import Runtime
-from service.serving.storage.disk_usage import count_bytes, measure_disk
-from service.serving.storage.scratch import make_locked_folder, sweep, translate_disk_faults
+from service.serving.storage.disk import count_bytes, measure_disk, translate_disk_faults
+from service.serving.storage.scratch import make_locked_folder, sweep
 
 WORK_PREFIX = ".training-"
 # Beside the model file: whose key has trained the model, which is nobody else's business.

@@ -16,8 +16,7 @@ from pydantic import BaseModel
 
 from service.core.errors import BadParameter, Cancelled, DoubtfulResult
 from service.core.timing import Stages
-from service.core.types import Segmentation, Volume
-from service.formats.sandbox.process import Cancelling, never
+from service.core.types import Cancelling, Segmentation, Volume, never
 from service.formats.tiff import writer as tiff_writer
 from service.inference import measurements
 from service.inference.measurements import Table

@@ -11,10 +11,10 @@ from typing import BinaryIO, NamedTuple
 from zipfile import ZipFile
 
 from service.core.errors import BadParameter
-from service.core.types import Segmentation, Selection, Volume
+from service.core.types import Cancelling, Segmentation, Selection, Volume, never
+from service.core.whole_file import descriptor_path
 from service.formats import array_writer
-from service.formats.sandbox.parent import Reader, descriptor_path
-from service.formats.sandbox.process import Cancelling, never
+from service.formats.sandbox.reader import Reader
 from service.serving.results.answers import LABELS, MEASUREMENTS, MEDIA_TYPES, check_zarr_extra
 from service.serving.results.metadata import AnswerMetadata
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -17,17 +17,15 @@ from urllib.parse import quote, unquote
 
 from service.core import config
 from service.core.config import Root
-from service.core.errors import BadParameter, ConfigError, OutOfStorage, OutputExists
-from service.formats.sandbox.parent import descriptor_path
-from service.formats.sandbox.process import Cancelling, never
+from service.core.errors import BadParameter, ConfigError, OutOfStorage
+from service.core.types import Cancelling, never
+from service.core.whole_file import descriptor_path, open_below, open_root
 from service.formats.sandbox.remote_store import RemoteStore, check_url, is_url
 from service.formats.zarr.store import is_store_name, is_zarr_folder
-from service.serving.storage import placed_folder
-from service.serving.storage.open_folder import OPEN_FOLDER, ResultFolder, hold_results, list_files, open_below
-
-COPY_BYTES = 2**26
-# Errors of file systems without hard links.
-_NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
+from service.serving.storage import delivery
+from service.serving.storage.delivery import Target
+from service.serving.storage.host_folder import list_files
+from service.serving.storage.result_folder import ResultFolder, hold_results
 
 
 class Source(NamedTuple):
@@ -83,14 +81,14 @@ class HostFiles:
                 raise BadParameter(
                     f"output_to: {output} is no name for a store of Zarr; choose another name.", parameter="output_to"
                 )
-            with self._output_folder(output, caller) as (folder, name):
-                if not os.access(".", os.W_OK | os.X_OK, dir_fd=folder):
+            with self._open_target(output, caller, overwrite=overwrite) as target:
+                if not os.access(".", os.W_OK | os.X_OK, dir_fd=target.folder):
                     raise BadParameter(
                         f"output_to: the service lacks permission to write {output}.", parameter="output_to"
                     )
-                check = placed_folder.check_target if as_zarr else _check_target
-                check(folder, name, output, overwrite=overwrite)
-                if os.fstatvfs(folder).f_bavail == 0:
+                check = delivery.check_store if as_zarr else delivery.check_file
+                check(target)
+                if os.fstatvfs(target.folder).f_bavail == 0:
                     raise _disk_full(output)
 
     @contextmanager
@@ -105,36 +103,40 @@ class HostFiles:
 
     def _find_url(self, place: str, caller: str | None) -> str | None:
         """Return the URL of a store that a place names, None for other places. Raises BadParameter."""
-        allowed = {name: store.url.rstrip("/") for name, store in self._stores.items() if _may(caller, store.keys)}
+        allowed = self._list_urls(caller)
         if is_url(place):
-            listed = next(((url, place[len(url) :]) for url in allowed.values() if place.startswith(f"{url}/")), None)
-            if listed is None:
+            url = next((url for url in allowed.values() if place.startswith(f"{url}/")), None)
+            if url is None:
                 names = f" They are {', '.join(allowed.values())}." if allowed else ""
                 raise BadParameter(
                     f"input: only stores below those may be named that the operator has listed.{names}",
                     parameter="input",
                 )
             check_url(place)
-            url, rest = listed[0], unquote(listed[1])
+            rest = unquote(place[len(url) :])
         else:
             name, slash, rest = place.partition("/")
             if name not in allowed:
                 return None
             url, rest = allowed[name], slash + rest
         rest = rest.rstrip("/")
-        if not rest or not all(_is_file_name(part) for part in rest.split("/")[1:]):
+        if not rest or not _are_file_names(rest.split("/")[1:]):
             raise BadParameter(
                 f"input: the way from {url} to the store must be names with single slashes in between.",
                 parameter="input",
             )
         return url + quote(rest)
 
+    def _list_urls(self, caller: str | None) -> dict[str, str]:
+        """Return the URLs of the stores that a caller may use, by name."""
+        return {name: store.url.rstrip("/") for name, store in self._stores.items() if _may(caller, store.keys)}
+
     @contextmanager
     def _open_file(self, place: str, caller: str | None) -> Iterator[Source]:
         root, parts = _parse_place("input", place, self._inputs, caller)
         with _open_below("input", root, parts[:-1], place) as folder:
             # O_PATH first: opening a pipe or a device for reading has side effects.
-            with _os_errors_as_bad_parameter("input", place):
+            with _translate_os_errors("input", place):
                 handle = os.open(parts[-1], os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
             try:
                 mode = os.fstat(handle).st_mode
@@ -144,7 +146,7 @@ class HostFiles:
                         " are read, and POST /jobs takes folders of stacks.",
                         parameter="input",
                     )
-                with _os_errors_as_bad_parameter("input", place):
+                with _translate_os_errors("input", place):
                     file = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC)
             finally:
                 os.close(handle)
@@ -170,11 +172,9 @@ class HostFiles:
     def open_results(self, place: str, caller: str | None) -> Iterator[ResultFolder]:
         """Use the folder at `place` for results until the end of the block; it is made in one that is there."""
         root, parts = _parse_place("output_to", place.removesuffix("/"), self._outputs, caller, folder=True)
-        with ExitStack() as stack:
-            parent = stack.enter_context(_open_below("output_to", root, parts[:-1], place))
-            with _os_errors_as_bad_parameter("output_to", place):
-                folder = open_below(parent, parts[-1:], make=True)
-                stack.callback(os.close, folder)
+        with _open_below("output_to", root, parts[:-1], place) as parent, ExitStack() as stack:
+            with _translate_os_errors("output_to", place):
+                folder = stack.enter_context(open_below(parent, parts[-1:], make=True))
                 results = stack.enter_context(hold_results(folder))
             yield results
 
@@ -193,7 +193,7 @@ class HostFiles:
                     f"output_to: {output} is the folder of the stacks; name another for the results.",
                     parameter="output_to",
                 )
-            with _os_errors_as_bad_parameter("input", place):
+            with _translate_os_errors("input", place):
                 return list_files(folder.path, glob or "*", own)
 
     def put(self, file: Path, place: str, caller: str | None, ticket: str, *, overwrite: bool = False) -> None:
@@ -202,24 +202,9 @@ class HostFiles:
         A second call with the same `ticket`, as after a crash, recognises its own file until `settle`. Raises OSError,
         OutOfStorage, and OutputExists for a file of others unless `overwrite`.
         """
-        with self._output_folder(place, caller) as (folder, name):
-            partial = _partial_name(ticket)
-            if _is_same_file(folder, partial, name):
-                return
-            with suppress(FileNotFoundError):
-                os.unlink(partial, dir_fd=folder)
-            try:
-                with _os_errors_as_bad_parameter("output_to", place):
-                    _copy(file, partial, folder)
-                    if overwrite:
-                        os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
-                    else:
-                        _rename_new(folder, partial, name, place)
-                    os.fsync(folder)
-            except BaseException:
-                with suppress(FileNotFoundError):
-                    os.unlink(partial, dir_fd=folder)
-                raise
+        opening = self._open_target(place, caller, ticket, overwrite=overwrite)
+        with opening as target, _translate_os_errors("output_to", place):
+            delivery.put_file(file, target)
 
     def is_zarr(self, place: str, caller: str | None) -> bool:
         """Return whether a result at `place` is OME-Zarr, by its name or as one of the labels of an image."""
@@ -252,38 +237,33 @@ class HostFiles:
         Cancelled, and BadFile for an image whose metadata make no sense.
         """
         in_image = self.find_image(place, caller) is not None
-        with self._output_folder(place, caller) as (folder, name), _os_errors_as_bad_parameter("output_to", place):
-            placed_folder.put(
-                store, folder, name, _partial_name(ticket), place, overwrite=overwrite, cancelled=cancelled
-            )
+        opening = self._open_target(place, caller, ticket, overwrite=overwrite)
+        with opening as target, _translate_os_errors("output_to", place):
+            delivery.put_store(store, target, cancelled)
             try:
                 if in_image:
-                    placed_folder.list_labels(store.parent, folder, cancelled)
+                    delivery.list_labels(store.parent, target.folder, cancelled)
             except BaseException:
                 # What has replaced another is kept: there is nothing else.
                 if not overwrite:
-                    placed_folder.take_back(folder, name, _partial_name(ticket))
+                    delivery.take_back(target)
                 raise
 
     def settle(self, place: str, caller: str | None, ticket: str) -> None:
         """Forget the ticket of a result that is on record."""
-        with self._output_folder(place, caller) as (folder, name):
-            placed_folder.settle(folder, name, _partial_name(ticket))
-            with suppress(FileNotFoundError):
-                os.unlink(_partial_name(ticket), dir_fd=folder)
+        with self._open_target(place, caller, ticket) as target:
+            delivery.settle(target)
 
     @contextmanager
-    def _output_folder(self, place: str, caller: str | None) -> Iterator[tuple[int, str]]:
+    def _open_target(
+        self, place: str, caller: str | None, ticket: str = "", *, overwrite: bool = False
+    ) -> Iterator[Target]:
         root, parts = _parse_place("output_to", place, self._outputs, caller)
         if self.find_image(place, caller) is not None:
             with _open_below("output_to", root, parts[:-2], place) as image, suppress(FileExistsError):
                 os.mkdir("labels", dir_fd=image)
         with _open_below("output_to", root, parts[:-1], place) as folder:
-            yield folder, parts[-1]
-
-
-def _partial_name(ticket: str) -> str:
-    return f".stackseg-{ticket}.part"
+            yield Target(folder, parts[-1], place, ticket, overwrite)
 
 
 def _check_roots(kind: str, roots: Mapping[str, Root], mode: int) -> None:
@@ -310,7 +290,7 @@ def _parse_place(
             f" as in {next(iter(allowed))}/2026/stack.tif.",
             parameter=parameter,
         )
-    if not all(_is_file_name(part) for part in parts):
+    if not _are_file_names(parts):
         raise BadParameter(
             f"{parameter}: the way from {name} to the file must be names with single slashes in between.",
             parameter=parameter,
@@ -323,6 +303,11 @@ def _may(caller: str | None, keys: tuple[str, ...]) -> bool:
     return not keys or caller in keys
 
 
+def _are_file_names(parts: Sequence[str]) -> bool:
+    """Return whether all parts of a place are names of files or folders."""
+    return all(_is_file_name(part) for part in parts)
+
+
 def _is_file_name(part: str) -> bool:
     """Return whether a part of a place is the name of a file or a folder."""
     encoded = part.encode(errors="replace")
@@ -330,23 +315,17 @@ def _is_file_name(part: str) -> bool:
 
 
 @contextmanager
-def _open_below(parameter: str, root: Root, parts: list[str], place: str) -> Iterator[int]:
+def _open_below(parameter: str, root: Root, parts: Sequence[str], place: str) -> Iterator[int]:
     """Open the folder that the names lead to."""
-    with _os_errors_as_bad_parameter(parameter, place):
+    with ExitStack() as stack:
         # The operator may have listed a link.
-        top = os.open(root.folder, OPEN_FOLDER & ~os.O_NOFOLLOW)
-        try:
-            folder = open_below(top, parts)
-        finally:
-            os.close(top)
-    try:
+        with _translate_os_errors(parameter, place), open_root(root.folder) as top:
+            folder = stack.enter_context(open_below(top, parts))
         yield folder
-    finally:
-        os.close(folder)
 
 
 @contextmanager
-def _os_errors_as_bad_parameter(parameter: str, place: str) -> Iterator[None]:
+def _translate_os_errors(parameter: str, place: str) -> Iterator[None]:
     """Raise BadParameter or OutOfStorage for OSError, without the system's message, which may tell of paths."""
     try:
         yield
@@ -369,59 +348,8 @@ def _os_errors_as_bad_parameter(parameter: str, place: str) -> Iterator[None]:
         raise BadParameter(f"{parameter}: {place} {problem}.", parameter=parameter) from None
 
 
-def _is_same_file(folder: int, one: str, other: str) -> bool:
-    try:
-        first, second = (os.stat(name, dir_fd=folder, follow_symlinks=False) for name in (one, other))
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(first, second)
-
-
 def _disk_full(place: str) -> OutOfStorage:
     return OutOfStorage(
         f"output_to: the disk that {place} lies on is full; try again later, or choose another folder.",
         parameter="output_to",
     )
-
-
-def _check_target(folder: int, name: str, place: str, *, overwrite: bool = False) -> None:
-    """Raise BadParameter for a folder, and OutputExists for anything else that must not be overwritten."""
-    with suppress(FileNotFoundError):
-        if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-            raise BadParameter(f"output_to: {place} is a folder; add the name of a file.", parameter="output_to")
-        if overwrite:
-            return
-        raise OutputExists(
-            f"output_to: {place} is there already; choose another name, or say overwrite=true.",
-            parameter="output_to",
-            suggested={"overwrite": "true"},
-        )
-
-
-def _copy(file: Path, name: str, folder: int) -> None:
-    """Copy into a new file of the folder, and write it to the disk."""
-    target = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=folder)
-    try:
-        with file.open("rb") as source:
-            while block := source.read(COPY_BYTES):
-                view = memoryview(block)
-                while view:
-                    view = view[os.write(target, view) :]
-        os.fsync(target)
-    finally:
-        os.close(target)
-
-
-def _rename_new(folder: int, partial: str, name: str, place: str) -> None:
-    """Link a finished file to its name. Raises OutputExists if a file has that name."""
-    try:
-        os.link(partial, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
-    except FileExistsError:
-        _check_target(folder, name, place)
-        raise
-    except OSError as error:
-        if error.errno not in _NO_HARD_LINKS:
-            raise
-        # A file that appears between these two lines is overwritten; without hard links nothing prevents that.
-        _check_target(folder, name, place)
-        os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)

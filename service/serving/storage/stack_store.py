@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from service.core.errors import OutOfStorage, UnknownStack
-from service.serving.storage.scratch import translate_disk_faults
+from service.serving.storage.disk import translate_disk_faults
 
 STACK, RECORD = "upload.tif", "stack.json"
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from service.core.types import Volume
-from service.serving.storage.scratch_space import Hold, ScratchSpace
+from service.serving.storage.scratch import Hold, ScratchSpace
 
 # Of all volumes together, as if all of them were decoded to disk. One volume alone may be larger.
 CACHE_BYTES = 4 * 2**30

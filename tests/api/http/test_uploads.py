@@ -18,7 +18,7 @@ from service.api.http.multipart import MAX_FIELD_BYTES, MAX_FIELDS
 from service.api.http.uploads import BLOCK_BYTES, UPLOAD_MEMORY, Upload, plain_name, receive
 from service.core.errors import BadParameter, Cancelled, RateLimited, StackSegError, TooLarge, UnsupportedMedia
 from service.serving.storage.memory_budget import MemoryBudget
-from service.serving.storage.scratch_space import Hold, ScratchSpace
+from service.serving.storage.scratch import Hold, ScratchSpace
 
 TIFF = {"content-type": "image/tiff"}
 FORM = {"content-type": "multipart/form-data; boundary=frontier"}

@@ -18,7 +18,7 @@ from runtimes import loaded_segmenter
 
 from service.api.messages.problems import STATUS, status_of
 from service.core import errors
-from service.formats.sandbox.parent import Reader
+from service.formats.sandbox.reader import Reader
 
 TIFF = {"Content-Type": "image/tiff"}
 STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))

@@ -15,9 +15,8 @@ import pytest
 import tifffile
 
 from service.core.types import Selection
-from service.formats.sandbox import confinement
-from service.formats.sandbox import process as sandbox_process
-from service.formats.sandbox.parent import Reader
+from service.formats.sandbox import child_process, confinement
+from service.formats.sandbox.reader import Reader
 
 # Those that nothing but a layer of confinement stops, whoever runs the tests, and that do no harm.
 ALWAYS_POSSIBLE = (
@@ -52,7 +51,7 @@ def attack_alone(layers: list[str], attempts: list[str], folder: Path) -> tuple[
     with attacks.targets_in(folder) as targets:
         arguments = [",".join(layers), json.dumps(targets | {"attempts": attempts})]
         command = [sys.executable, "-P", attacks.__file__, "alone", *arguments]
-        environment = sandbox_process.child_environment()
+        environment = child_process.child_environment()
         done = subprocess.run(command, capture_output=True, check=True, timeout=60, env=environment)
     missing, outcomes = json.loads(done.stdout)
     return missing, outcomes
@@ -97,7 +96,7 @@ def test_process_says_what_holds(tmp_path: Path) -> None:
 def test_layer_that_the_host_lacks_is_told_and_no_hindrance(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, stack = tmp_path / "stack.tif", np.arange(60, dtype=np.uint8).reshape(3, 4, 5)
     tifffile.imwrite(path, stack, photometric="minisblack", compression="zlib", metadata={"axes": "ZYX"})
-    sandbox_process._warn_of_missing.cache_clear()
+    child_process._warn_of_missing.cache_clear()
     with (
         caplog.at_level(logging.WARNING),
         Reader(memory_bytes=2**29, seconds=10, decoded_bytes=2**20, module=doomed_reader.__name__) as reader,

@@ -21,7 +21,7 @@ from service.core.errors import BadFile, BadParameter, Cancelled, StackSegError,
 from service.core.quantities import VoxelSize
 from service.core.types import Selection
 from service.formats import stack_reader
-from service.formats.sandbox.parent import Reader
+from service.formats.sandbox.reader import Reader
 from service.formats.sandbox.remote_store import RemoteStore, check_url
 from service.formats.zarr import reader as zarr_reader
 from service.formats.zarr.store import Part

@@ -32,7 +32,7 @@ from service.core.errors import (
 from service.core.quantities import TimeInterval, VoxelSize
 from service.core.types import Selection
 from service.formats import stack_reader
-from service.formats.sandbox.parent import Reader
+from service.formats.sandbox.reader import Reader
 from service.formats.zarr import reader as zarr_reader
 from service.formats.zarr import store as zarr_store
 

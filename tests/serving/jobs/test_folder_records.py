@@ -11,7 +11,7 @@ import pytest
 
 from service.core.errors import BadParameter
 from service.serving.jobs.folder_records import RECORDS, Records, StackRecord, write_report, write_table
-from service.serving.storage.open_folder import ResultFolder, open_results
+from service.serving.storage.result_folder import ResultFolder, open_results
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from service.serving.jobs.folder_records import RECORDS
 from service.serving.jobs.folder_work import Done, FolderWork, StackCalls, select_stacks
 from service.serving.parameters import Query
 from service.serving.reading import Pixels
-from service.serving.storage.open_folder import open_results
+from service.serving.storage.result_folder import open_results
 
 NAMES = [f"{number}.tif" for number in range(8)]
 

@@ -33,8 +33,7 @@ def service(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
 def hurry(service: Service) -> None:
     """Have a service wait for less long for a database that is locked, and for faults to pass."""
     service.async_jobs.runner.fault_seconds = 1
-    with service.async_jobs._store._database.transaction() as connection:
-        connection.execute("PRAGMA busy_timeout = 50")
+    service.async_jobs._store._database.query("PRAGMA busy_timeout = 50")
 
 
 @contextmanager

@@ -261,7 +261,7 @@ def test_oldest_results_make_room(store: JobStore) -> None:
     jobs = [accept(store) for _ in range(3)]
     for job in jobs:
         finish(store, job, size=300)
-    assert store._bytes_by_owner("result_bytes", "done").total() == 900
+    assert store._sum_results().total() == 900
     newest = accept(store, size=350)
     assert [store.find(job, None).state for job in jobs] == ["expired", "done", "done"]
     assert not store.result_path(jobs[0]).exists()

@@ -5,7 +5,7 @@ import pytest
 
 from service.core.errors import TooLarge
 from service.core.types import Volume
-from service.serving.storage.scratch_space import ScratchSpace
+from service.serving.storage.scratch import ScratchSpace
 from service.serving.storage.volume_cache import VolumeCache
 
 

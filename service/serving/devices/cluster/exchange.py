@@ -30,7 +30,7 @@ from service.inference.estimate import Estimator
 from service.inference.result import EngineReport, Result
 from service.models.spec import ModelSpec
 from service.serving.devices.job import Progress
-from service.serving.storage.scratch import DISK_FULL
+from service.serving.storage.disk import DISK_FULL
 
 FOLDER_PREFIX = "stackseg-cluster-"
 # Its time of change tells that the service runs; beyond so many seconds another one deletes the folder. Clocks of hosts

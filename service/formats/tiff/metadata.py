@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tifffile import TiffFile, TiffPage
 from tifffile.tifffile import shaped_description_metadata
 
 from service.core.quantities import TimeInterval
-from service.formats import time_interval, voxel_size
-from service.formats.voxel_size import Calibration, Resolution
+from service.formats import sampling
+from service.formats.sampling import Calibration, Resolution
 
 CONTAINERS = {
     "shaped": "TIFF written by tifffile",
@@ -51,9 +51,9 @@ def calibration(tiff: TiffFile, page: TiffPage, kind: str) -> Calibration:
     """Read the sampling that a container states, else that of the resolution tags."""
     match kind:
         case "imagej":
-            return voxel_size.from_spacing(tiff.imagej_metadata or {}, resolution(page), "ImageJ metadata")
+            return sampling.from_spacing(tiff.imagej_metadata or {}, resolution(page), "ImageJ metadata")
         case "shaped":
-            return voxel_size.from_spacing(_shaped_metadata(page), resolution(page), "tifffile metadata")
+            return sampling.from_spacing(_shaped_metadata(page), resolution(page), "tifffile metadata")
         case "lsm":
             return _read_zeiss(tiff)
         case "stk":
@@ -66,7 +66,7 @@ def calibration(tiff: TiffFile, page: TiffPage, kind: str) -> Calibration:
 
 def _read_zeiss(tiff: TiffFile) -> Calibration:
     header = tiff.lsm_metadata or {}
-    return voxel_size.from_lengths([header.get(f"VoxelSize{axis}") for axis in "ZYX"], "m", "LSM header")
+    return sampling.from_lengths([header.get(f"VoxelSize{axis}") for axis in "ZYX"], "m", "LSM header")
 
 
 def _read_metamorph(tiff: TiffFile) -> Calibration:
@@ -74,13 +74,23 @@ def _read_metamorph(tiff: TiffFile) -> Calibration:
     distances = header.get("ZDistance", ())
     z = float(distances[0]) if len(distances) else None
     sizes = [z, header.get("YCalibration"), header.get("XCalibration")]
-    return voxel_size.from_lengths(sizes, str(header.get("CalibrationUnits", "")), "MetaMorph header")
+    return sampling.from_lengths(sizes, str(header.get("CalibrationUnits", "")), "MetaMorph header")
 
 
 def _read_micromanager(tiff: TiffFile) -> Calibration:
-    summary = (tiff.micromanager_metadata or {}).get("Summary", {})
+    summary = _micromanager_summary(tiff)
     sizes = [summary.get(key) or None for key in ("z-step_um", "PixelSize_um", "PixelSize_um")]
-    return voxel_size.from_lengths(sizes, "um", "Micro-Manager metadata")
+    return sampling.from_lengths(sizes, "um", "Micro-Manager metadata")
+
+
+def _micromanager_summary(tiff: TiffFile) -> Mapping[str, Any]:
+    summary: Mapping[str, Any] = (tiff.micromanager_metadata or {}).get("Summary", {})
+    return summary
+
+
+def _zeiss_channels(tiff: TiffFile) -> Mapping[str, Any]:
+    """Return names and colours of the channels from the header of LSM."""
+    return (tiff.lsm_metadata or {}).get("ChannelColors") or {}
 
 
 def find_time_interval(tiff: TiffFile, kind: str) -> TimeInterval | None:
@@ -88,12 +98,12 @@ def find_time_interval(tiff: TiffFile, kind: str) -> TimeInterval | None:
     match kind:
         case "imagej":
             header = tiff.imagej_metadata or {}
-            return time_interval.parse(header.get("finterval"), str(header.get("tunit", "s")))
+            return sampling.parse_time_interval(header.get("finterval"), str(header.get("tunit", "s")))
         case "lsm":
-            return time_interval.parse((tiff.lsm_metadata or {}).get("TimeIntervall"), "s")
+            return sampling.parse_time_interval((tiff.lsm_metadata or {}).get("TimeIntervall"), "s")
         case "mmstack":
-            summary = (tiff.micromanager_metadata or {}).get("Summary", {})
-            return time_interval.parse(summary.get("Interval_ms"), "ms")
+            summary = _micromanager_summary(tiff)
+            return sampling.parse_time_interval(summary.get("Interval_ms"), "ms")
         case _:
             return None
 
@@ -102,9 +112,9 @@ def channel_names(tiff: TiffFile, kind: str) -> tuple[str, ...]:
     """Read channel names from a vendor's header; () where it has none."""
     names: Any = ()
     if kind == "lsm":
-        names = ((tiff.lsm_metadata or {}).get("ChannelColors") or {}).get("ColorNames", ())
+        names = _zeiss_channels(tiff).get("ColorNames", ())
     if kind == "mmstack":
-        names = (tiff.micromanager_metadata or {}).get("Summary", {}).get("ChNames", ())
+        names = _micromanager_summary(tiff).get("ChNames", ())
     return tuple(str(name) for name in names) if isinstance(names, list | tuple) else ()
 
 
@@ -123,11 +133,10 @@ def _read_colours(tiff: TiffFile, kind: str) -> tuple[str, ...]:
             tables = (tiff.imagej_metadata or {}).get("LUTs", ())
             return tuple(_format_colour([row[-1] for row in table]) for table in tables)
         case "lsm":
-            colours = ((tiff.lsm_metadata or {}).get("ChannelColors") or {}).get("Colors", ())
-            return tuple(_format_colour(colour[:3]) for colour in colours)
+            return tuple(_format_colour(colour[:3]) for colour in _zeiss_channels(tiff).get("Colors", ()))
         case "mmstack":
             # Signed numbers, from high to low: alpha, red, green, blue.
-            colours = (tiff.micromanager_metadata or {}).get("Summary", {}).get("ChColors", ())
+            colours = _micromanager_summary(tiff).get("ChColors", ())
             return tuple(f"#{int(colour) & 0xFFFFFF:06x}" for colour in colours)
         case _:
             return ()

@@ -15,15 +15,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import service
 from service.core.errors import BadFile, Cancelled, NotReady, ReaderKilled, StackSegError, TooLarge
-from service.formats.sandbox import child as sandbox_child
+from service.core.types import Cancelling, never
+from service.formats.sandbox.remote_store import POLL_SECONDS
+from service.formats.sandbox.request_files import NONSENSE, RequestFiles
 
 STARTUP_SECONDS = 60.0
 # A process that has closed its end of the socket is about to end, unless it was taken over.
@@ -31,45 +32,13 @@ EXIT_SECONDS = 1.0
 # Far beyond the reply about any file, and little enough to hold.
 MAX_REPLY_BYTES = 2**26
 
-# How often it is asked whether the caller still waits for an answer.
-POLL_SECONDS = 0.2
-
 # Variables that Python and its libraries may need; secrets in the environment are not passed on.
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TMPDIR")
 
 # Signals that a fault of a process's own raises. Others come from the kernel or a person, whatever the file holds.
 _CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
 
-NONSENSE = "The file is damaged: what was read of it makes no sense."
 _log = logging.getLogger(__name__)
-
-Cancelling = Callable[[], bool]
-"""Whether nobody waits for the answer any more."""
-
-
-def never() -> bool:
-    """Return False: the work is not cancelled."""
-    return False
-
-
-class RequestFiles(Protocol):
-    """Open files that a process may ask for while it answers one request."""
-
-    input: int | None
-    """Descriptor of the file that the request is about, None for a folder or a store elsewhere."""
-
-    def make_output(self, nbytes: int) -> int:
-        """Return the descriptor of a file of this length to decode to. Raises BadFile."""
-
-    def open_part(self, key: str) -> AbstractContextManager[int | None]:
-        """Open the file of the folder with this key until the end of the block, None where there is none."""
-
-    def fetch(self, parts: Any, cancelled: Cancelling) -> AbstractContextManager[tuple[list[int], int]]:
-        """Fetch parts of objects of a store elsewhere, until the end of the block.
-
-        Returns their sizes, -1 for each whose object is not there, and the descriptor of a file that holds them one
-        after the other.
-        """
 
 
 class ReaderProcess:
@@ -83,6 +52,8 @@ class ReaderProcess:
         self.missing: dict[str, str] | None = None
         self.kills = 0
         self._process: subprocess.Popen[bytes] | None = None
+        # They live as long as the process.
+        self._files = ExitStack()
         self._ready = False
 
     def begin(self) -> None:
@@ -122,8 +93,7 @@ class ReaderProcess:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            self._channel.close()
-            self._complaints.close()
+        self._files.close()
 
     def _converse(self, request: dict[str, Any], files: RequestFiles, cancelled: Cancelling) -> dict[str, Any]:
         deadline = time.monotonic() + self._seconds
@@ -165,20 +135,25 @@ class ReaderProcess:
             _warn_of_missing(layer, reason)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        self._channel, remote = socket.socketpair()
-        with remote:
-            return subprocess.Popen(  # noqa: S603 - this interpreter, with the module beside this one
-                # -P: not the modules of the working folder, which others may write to.
-                [sys.executable, "-P", "-m", *self._arguments],
-                stdin=remote.fileno(),
-                stdout=self._complaints,
-                stderr=self._complaints,
-                env=child_environment(),
-            )
+        with ExitStack() as opened:
+            self._complaints = opened.enter_context(tempfile.TemporaryFile())
+            self._channel, remote = socket.socketpair()
+            opened.enter_context(self._channel)
+            with remote:
+                process = subprocess.Popen(  # noqa: S603 - this interpreter, with the module beside this one
+                    # -P: not the modules of the working folder, which others may write to.
+                    [sys.executable, "-P", "-m", *self._arguments],
+                    stdin=remote.fileno(),
+                    stdout=self._complaints,
+                    stderr=self._complaints,
+                    env=child_environment(),
+                )
+            self._files = opened.pop_all()
+        return process
 
     def _send(self, message: dict[str, Any], file: int | None) -> None:
-        socket.send_fds(self._channel, [sandbox_child.encode(message)], [] if file is None else [file])
+        line = json.dumps(message, default=vars).encode() + b"\n"
+        socket.send_fds(self._channel, [line], [] if file is None else [file])
 
     def _receive(self, deadline: float, cancelled: Cancelling = never) -> dict[str, Any]:
         """Receive the next line from the child.
@@ -203,10 +178,10 @@ class ReaderProcess:
             line += chunk
             if len(line) > MAX_REPLY_BYTES or time.monotonic() >= deadline + EXIT_SECONDS:
                 raise ValueError("a reply without end")
-        reply = json.loads(line)
-        if not isinstance(reply, dict):
-            raise ValueError("a reply without fields")  # noqa: TRY004 - of the same kind as broken JSON
-        return reply
+        match json.loads(line):
+            case dict() as reply:
+                return reply
+        raise ValueError("a reply without fields")
 
     def _explain_death(self) -> StackSegError:
         status = self._log_death()
@@ -220,12 +195,14 @@ class ReaderProcess:
 
     def _log_death(self) -> int:
         """Log and return the exit status, after killing a process that does not end."""
-        assert self._process is not None  # noqa: S101 - it has been asked
+        process = self._process
+        if process is None:
+            raise RuntimeError("no process was started")
         try:
-            status = self._process.wait(EXIT_SECONDS)
+            status = process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            status = self._process.wait()
+            process.kill()
+            status = process.wait()
         self._complaints.seek(0)
         complaints = self._complaints.read()[-2000:].decode(errors="replace")
         _log.warning("A process that reads TIFFs ended with status %d. %s", status, complaints)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from service.core.errors import BadParameter
-from service.serving.storage.open_folder import STAGING, hold_results, open_results
+from service.serving.storage.result_folder import STAGING, hold_results, open_results
 
 
 @pytest.mark.parametrize("place", ["../secret", "inner/../../secret", "inner/..", "link/secret"])

@@ -1,7 +1,7 @@
-"""Voxel sizes from files: numbers in many units, under many names, often missing or wrong.
+"""Voxel sizes and time intervals from files: numbers in many units, under many names, often missing or wrong.
 
-Every size becomes micrometres or None. A file never fails for its voxel size: a value that is not a positive length in
-a known unit counts as unknown, and leaves a note.
+Every voxel size becomes micrometres or None. A file never fails for its sampling: a value that is not a positive number
+of a known unit counts as unknown, and an unknown voxel size leaves a note.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.core.quantities import PLAUSIBLE_LENGTHS, VoxelSize
+from service.core.quantities import PLAUSIBLE_LENGTHS, TimeInterval, VoxelSize
 
 _SI = {
     "Y": 24, "Z": 21, "E": 18, "P": 15, "T": 12, "G": 9, "M": 6, "k": 3, "h": 2, "da": 1, "": 0, "d": -1, "c": -2,
@@ -43,6 +43,21 @@ for _word, _metres in (("meter", 1e6), ("metre", 1e6), ("micron", 1.0)):
     for _name, _factor in (("", 1.0), ("milli", 1e-3), ("centi", 1e-2), ("micro", 1e-6), ("nano", 1e-9)):
         if _word != "micron" or not _name:
             MICROMETRES[f"{_name}{_word}"] = MICROMETRES[f"{_name}{_word}s"] = _metres * _factor
+
+# UnitsTime of the OME schema as far as microscopes need it, by its spellings there and in ImageJ.
+TIME_UNITS = {
+    spelling: unit
+    for unit, spellings in {
+        "s": ("s", "sec", "second", "seconds"),
+        "ms": ("ms", "msec", "millisecond", "milliseconds"),
+        "µs": ("µs", "us", "usec", "microsecond", "microseconds"),
+        "ns": ("ns", "nsec"),
+        "min": ("min", "minute", "minutes"),
+        "h": ("h", "hr", "hour", "hours"),
+        "d": ("d", "day", "days"),
+    }.items()
+    for spelling in spellings
+}
 
 
 @dataclass(frozen=True)
@@ -169,3 +184,15 @@ def from_lengths(sizes: Sequence[Any], units: str | Sequence[str], source: str) 
     of_axes = (units,) * 3 if isinstance(units, str) else units
     z, y, x = (_convert_edge(a, s, u, notes) for a, s, u in zip("zyx", sizes, of_axes, strict=True))
     return Calibration(z, y, x, source, tuple(notes))
+
+
+def parse_time_interval(value: Any, unit: str) -> TimeInterval | None:
+    """Return the interval of `value` units, None where that is no positive number of a known unit."""
+    name = normalise_unit(unit)
+    # OME's Ms are 10**6 seconds.
+    known = None if name == "Ms" else TIME_UNITS.get(name.lower())
+    try:
+        length = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return TimeInterval(length, known) if known and math.isfinite(length) and length > 0 else None

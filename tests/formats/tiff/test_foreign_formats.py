@@ -17,8 +17,7 @@ from live import eager, serve
 
 from service.__main__ import main
 from service.core.errors import UnsupportedMedia
-from service.formats import foreign
-from service.formats.tiff import ifd
+from service.formats.tiff import foreign_formats, ifd
 
 PLANE = np.zeros((8, 9), np.uint8)
 
@@ -85,12 +84,12 @@ def test_server_and_command_line_say_the_same_whatever_the_file_is_called(
         answer = live.segment(content)
         assert answer.status_code == 415
         assert told == f"stackseg: {answer.json()['detail']}"
-        assert answer.json()["detail"] == foreign.explain(content)
+        assert answer.json()["detail"] == foreign_formats.explain(content)
 
 
 @pytest.mark.parametrize("name", ["HDF5", "NumPy", "NIfTI"])
 def test_python_lines_can_be_run_where_their_libraries_are(name: str, tmp_path: Path, monkeypatch: Any) -> None:
-    line = re.findall(r"in Python: (import .*?\)); and", foreign.explain(FILES[name][0]))[0]
+    line = re.findall(r"in Python: (import .*?\)); and", foreign_formats.explain(FILES[name][0]))[0]
     compile(line, name, "exec")
     if name == "NumPy":
         monkeypatch.chdir(tmp_path)

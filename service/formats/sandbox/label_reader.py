@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import math
 import os
-import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,8 +16,7 @@ from service.core.errors import BadFile, BadParameter, RequestError, TooLarge
 from service.core.quantities import Size
 from service.core.types import Selection
 from service.formats import stack_reader
-from service.formats.stack_reader import Extract
-from service.formats.tiff.pixels import Placement
+from service.formats.placement import Extract, Placement
 
 _GZIP, _NPY = b"\x1f\x8b", b"\x93NUMPY"
 _TYPES = {"uint8", "uint16", "uint32", "int32"}
@@ -47,13 +45,12 @@ def _extract_tiff(file: int, shape: Size, make_output: Callable[[int], int]) -> 
     limit = 4 * math.prod(shape)
     try:
         selection = _choose_axes(file, shape, limit)
-        located = stack_reader.extract(file, selection, limit, make_output, sys.maxsize)
+        located = stack_reader.extract_all(file, selection, limit, make_output)
     except TooLarge as error:
         raise BadParameter(
             f"The labels are larger than the stack, {'x'.join(map(str, shape))} (ZYX), or have more than 32 bits;"
             f" {_SAVE}"
         ) from error
-    assert isinstance(located, Extract)  # noqa: S101 - only what is larger than the last number is described instead
     placement = located.placement
     if placement.shape[0] > 1:
         raise BadParameter(f"The labels have {placement.shape[0]} channels; send one.")

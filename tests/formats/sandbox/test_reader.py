@@ -42,8 +42,8 @@ from service.core.errors import (
 from service.core.quantities import VoxelSize
 from service.core.types import Description, Selection, Volume
 from service.formats import stack_reader
-from service.formats.sandbox import child as sandbox_child
-from service.formats.sandbox.parent import Reader
+from service.formats.sandbox import child_main
+from service.formats.sandbox.reader import Reader
 
 DATA = SHARED_DATA / "hostile"
 LIMIT = 2**28
@@ -382,11 +382,13 @@ def test_a_child_that_cannot_start_is_not_the_files_fault(
 
 
 def test_the_child_ends_with_its_parent_and_imports_no_torch() -> None:
-    code = "import sys, service.formats.sandbox.child; sys.exit('torch' in sys.modules or 'fastapi' in sys.modules)"
+    code = (
+        "import sys, service.formats.sandbox.child_main; sys.exit('torch' in sys.modules or 'fastapi' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
     here, there = socket.socketpair()
-    lonely = [sys.executable, "-m", sandbox_child.__name__, str(2**29), str(LIMIT), "10"]
+    lonely = [sys.executable, "-m", child_main.__name__, str(2**29), str(LIMIT), "10"]
     child = subprocess.Popen(lonely, stdin=there.fileno(), stderr=subprocess.PIPE)
     there.close()
     with here:
@@ -403,8 +405,8 @@ def test_a_reply_that_points_outside_its_file_is_refused(reader: Reader, tmp_pat
         "limit_bytes": LIMIT,
         "small_bytes": LIMIT,
     }
-    reply = sandbox_child.answer(request, os.open(path, os.O_RDONLY), no_output)
-    good = json.loads(sandbox_child.encode(reply))["result"]
+    reply = child_main.answer(request, os.open(path, os.O_RDONLY), no_output)
+    good = json.loads(child_main.encode(reply))["result"]
 
     class Lying:
         """A child that was taken over."""
@@ -462,7 +464,7 @@ def test_every_hostile_file_is_refused_or_read(reader: Reader, tmp_path: Path, e
 
 @pytest.mark.parametrize("compression", ["zlib", "lzw", "zstd", "packbits", "jpeg"])
 def test_what_is_large_once_decoded_is_described_and_not_decoded(
-    reader: Reader, tmp_path: Path, compression: str
+    reader: Reader, tmp_path: Path, compression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bomb, scratch = tmp_path / "bomb.tif", tmp_path / "scratch"
     bomb.write_bytes(make_bomb(64, (1024, 2048), compression))
@@ -474,12 +476,15 @@ def test_what_is_large_once_decoded_is_described_and_not_decoded(
     assert isinstance(described, Description)
     assert (described.shape, described.nbytes) == ((1, 64, 1024, 2048), 2**27)
     assert not scratch.exists()
-    volume = reader.read_small(bomb, selection, scratch, small_bytes=2**27)
+    monkeypatch.setattr(reader, "small_bytes", 2**27)
+    volume = reader.read_small(bomb, selection, scratch)
     assert isinstance(volume, Volume)
     assert not volume.read(63, 64).any()
 
 
-def test_whole_tiles_and_pages_count_as_decoded(reader: Reader, tmp_path: Path) -> None:
+def test_whole_tiles_and_pages_count_as_decoded(
+    reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiled, inner, plain = (tmp_path / f"{name}.tif" for name in ("tiled", "inner", "plain"))
     tifffile.imwrite(tiled, np.zeros((8, 8), np.uint8), photometric="minisblack", tile=(4096, 4096), compression="zlib")
     colour = {"photometric": "rgb", "compression": "zlib", "metadata": {"axes": "ZYXS"}}
@@ -490,9 +495,11 @@ def test_whole_tiles_and_pages_count_as_decoded(reader: Reader, tmp_path: Path) 
         (inner, Selection(axes="ZYXS", channel=0), 3 * 2**20),
         (plain, Selection(axes="ZYX"), 0),
     ):
-        assert isinstance(reader.read_small(path, selection, tmp_path, small_bytes=nbytes), Volume)
+        monkeypatch.setattr(reader, "small_bytes", nbytes)
+        assert isinstance(reader.read_small(path, selection, tmp_path), Volume)
         if nbytes:
-            assert isinstance(reader.read_small(path, selection, tmp_path, small_bytes=nbytes - 1), Description)
+            monkeypatch.setattr(reader, "small_bytes", nbytes - 1)
+            assert isinstance(reader.read_small(path, selection, tmp_path), Description)
 
 
 def test_cancelled_reading_kills_its_child_and_the_next_file_is_read(tmp_path: Path, stack: np.ndarray) -> None:
@@ -542,7 +549,7 @@ def test_replies_of_a_child_that_was_taken_over_are_refused(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "lying.py").write_text(
         "import socket\nchannel = socket.socket(fileno=0)\nchannel.sendall(b'{\"missing\": {}}\\n')\n"
-        f"while channel.recv(2**16):\n    channel.sendall({sandbox_child.encode(nonsense)!r})\n",
+        f"while channel.recv(2**16):\n    channel.sendall({child_main.encode(nonsense)!r})\n",
         encoding="ascii",
     )
     path = write(tmp_path / "stack.tif", stack)

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import os
 import queue
-import stat
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -31,21 +29,20 @@ from service.core.errors import (
     UnsupportedMedia,
 )
 from service.core.quantities import Size
-from service.core.types import Description, Selection, Volume
-from service.formats.sandbox import child as sandbox_child
-from service.formats.sandbox.process import NONSENSE, Cancelling, ReaderProcess, never
+from service.core.types import Cancelling, Description, Selection, Volume, never
+from service.formats.placement import Extract, map_file
+from service.formats.sandbox.child_process import ReaderProcess
 from service.formats.sandbox.remote_store import RemoteStore
-from service.formats.stack_reader import Extract
-from service.formats.tiff.pixels import make_file, map_file
-from service.formats.zarr.store import Part, open_below
+from service.formats.sandbox.request_files import NONSENSE, RequestFiles, make_unnamed_file
 
+# It is not imported here: what parses files runs in the child alone.
+CHILD_MODULE = "service.formats.sandbox.child_main"
 # Processes that start before a file comes. Each takes 20 MB, and a start 0.2 s.
 STARTED_EARLY = 2
 # What decodes to no more than this is decoded at once: mostly in less than a second.
 SMALL_BYTES = 2**25
 _ERRORS = {error.slug: error for error in (AmbiguousAxes, BadFile, BadParameter, TooLarge, UnsupportedMedia)}
 _DESCRIPTION, _EXTRACT = TypeAdapter(Description), TypeAdapter(Extract)
-_PARTS = TypeAdapter(list[Part])
 # The parameter that an error is about, and values to try.
 _ADVICE = TypeAdapter(tuple[str | None, dict[str, str]])
 
@@ -64,8 +61,9 @@ class Reader:
         decoded_bytes: largest selection from an upload
         shared_bytes: largest selection from a shared file; None: `decoded_bytes`
         processes: number of files that are read at the same time; further callers wait
-        module: what the children run, with the arguments and the socket of `sandbox_child`
+        module: what the children run, with the arguments and the socket of `CHILD_MODULE`
 
+    small_bytes  what decodes to no more than this is decoded by `read_small`
     Where `cancelled` returns True while a file is read, its child is killed, and Cancelled is raised.
     """
 
@@ -77,8 +75,9 @@ class Reader:
         decoded_bytes: int,
         shared_bytes: int | None = None,
         processes: int = 2,
-        module: str = sandbox_child.__name__,
+        module: str = CHILD_MODULE,
     ) -> None:
+        self.small_bytes = SMALL_BYTES
         self._decoded_bytes, self._shared_bytes = decoded_bytes, shared_bytes or decoded_bytes
         max_bytes = max(self._decoded_bytes, self._shared_bytes)
         self._children = [ReaderProcess(module, memory_bytes, max_bytes, seconds) for _ in range(processes)]
@@ -98,7 +97,7 @@ class Reader:
         """
         request = self._request("inspect", selection, source, shared=shared)
         with _open(source) as file:
-            return self._call(request, _Files(file), cancelled, _DESCRIPTION.validate_python)
+            return self._call(request, RequestFiles(file), cancelled, _DESCRIPTION.validate_python)
 
     def read(
         self,
@@ -124,7 +123,7 @@ class Reader:
             raise BadFile(NONSENSE)
         return volume
 
-    def read_small(  # noqa: PLR0913
+    def read_small(
         self,
         source: Source,
         selection: Selection,
@@ -132,10 +131,9 @@ class Reader:
         *,
         shared: bool = False,
         cancelled: Cancelling = never,
-        small_bytes: int = SMALL_BYTES,
     ) -> Volume | Description:
-        """Read like `read` where at most `small_bytes` have to be decoded, else describe it and decode nothing."""
-        request = self._request("extract", selection, source, shared=shared, small_bytes=small_bytes)
+        """Read like `read` where at most `self.small_bytes` have to be decoded, else describe it and decode nothing."""
+        request = self._request("extract", selection, source, shared=shared, small_bytes=self.small_bytes)
         return self._extract(request, source, scratch, cancelled, shared=shared)
 
     def read_labels(self, source: Source, shape: Size, scratch: Path, *, cancelled: Cancelling = never) -> Volume:
@@ -185,7 +183,7 @@ class Reader:
         self, request: dict[str, Any], source: Source, scratch: Path, cancelled: Cancelling, *, shared: bool
     ) -> Volume | Description:
         limit = request["limit_bytes"]
-        with _open(source) as file, _Files(file, scratch, limit) as files:
+        with _open(source) as file, RequestFiles(file, scratch, limit) as files:
 
             def parse(result: dict[str, Any]) -> Description | tuple[Extract, bytearray | int]:
                 if "description" in result:
@@ -216,7 +214,7 @@ class Reader:
     def _call(
         self,
         request: dict[str, Any],
-        files: _Files,
+        files: RequestFiles,
         cancelled: Cancelling,
         parse: Callable[[Any], T],
     ) -> T:
@@ -240,11 +238,6 @@ class Reader:
             self._idle.put(child)
 
 
-def descriptor_path(descriptor: int) -> Path:
-    """Return a path by which another process can open a file that this one has open."""
-    return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
-
-
 @contextmanager
 def _open(source: Source) -> Iterator[int | RemoteStore]:
     """Open a file, a folder, or a copy in memory of its content, until the end of the block; a store is open."""
@@ -258,83 +251,10 @@ def _open(source: Source) -> Iterator[int | RemoteStore]:
         finally:
             os.close(descriptor)
         return
-    with _unnamed_file() as file:
+    with make_unnamed_file() as file:
         file.write(source)
         file.flush()
         yield file.fileno()
-
-
-def _unnamed_file() -> IO[bytes]:
-    """Make a file in memory, or a temporary one on systems without memfd."""
-    try:
-        return os.fdopen(os.memfd_create("upload"), "wb")
-    except (OSError, AttributeError):
-        return tempfile.TemporaryFile()
-
-
-class _Files:
-    """The open source of a request, and the file that its pixels are decoded to, made when a child asks for it.
-
-    A child gets a file, of a folder only the regular files in it that it asks for, and of a store elsewhere copies of
-    such parts.
-    """
-
-    def __init__(self, source: int | RemoteStore, scratch: Path | None = None, limit_bytes: int = 0) -> None:
-        self._folder: int | None = None
-        self._store: RemoteStore | None = None
-        self.input: int | None = None
-        if isinstance(source, RemoteStore):
-            self._store = source
-        elif stat.S_ISDIR(os.fstat(source).st_mode):
-            self._folder = source
-        else:
-            self.input = source
-        self._scratch, self._limit_bytes = scratch, limit_bytes
-        self._files = ExitStack()
-        self._file: IO[bytes] | None = None
-
-    def make_output(self, nbytes: int) -> int:
-        """Make the file to decode to and return its descriptor. Raises BadFile for more than the limit."""
-        if self._scratch is None or not isinstance(nbytes, int) or not 0 <= nbytes <= self._limit_bytes:
-            raise BadFile(NONSENSE)
-        self._file = self._files.enter_context(make_file(self._scratch, nbytes))
-        return self._file.fileno()
-
-    @contextmanager
-    def open_part(self, key: str) -> Iterator[int | None]:
-        """Open a file of the folder until the end of the block, None where there is none. Raises BadFile."""
-        if self._folder is None or not isinstance(key, str):
-            raise BadFile(NONSENSE)
-        part = open_below(self._folder, key)
-        try:
-            yield part
-        finally:
-            if part is not None:
-                os.close(part)
-
-    @contextmanager
-    def fetch(self, parts: Any, cancelled: Cancelling) -> Iterator[tuple[list[int], int]]:
-        """Fetch parts of a store elsewhere, until the end of the block, as `RequestFiles` says."""
-        if self._store is None:
-            raise BadFile(NONSENSE)
-        contents = self._store.fetch(_PARTS.validate_python(parts, strict=True), cancelled)
-        with _unnamed_file() as file:
-            file.writelines(content for content in contents if content)
-            file.flush()
-            yield [-1 if content is None else len(content) for content in contents], file.fileno()
-
-    @property
-    def output(self) -> int:
-        """The descriptor of the file to decode to. Raises ValueError where none was asked for."""
-        if self._file is None:
-            raise ValueError(NONSENSE)
-        return self._file.fileno()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
 
 
 def _raise_error(reply: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Child process that parses and decodes stacks: JSON and descriptors in, JSON out, with limits of memory and file size.
 
-`service.formats.sandbox.parent` starts it as `python -m`; it imports neither torch nor the rest of the service.
+`service.formats.sandbox.reader` starts it as `python -m`; it imports neither torch nor the rest of the service.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from typing import Any
 from service.core.errors import RequestError, TooLarge
 from service.core.quantities import TimeRange, VoxelSize
 from service.core.types import Description, Selection
-from service.formats import label_reader, stack_reader
+from service.formats import stack_reader
+from service.formats.placement import Extract
+from service.formats.sandbox import label_reader
 from service.formats.sandbox.confinement import confine
-from service.formats.stack_reader import Extract, Source
+from service.formats.stack_reader import Source
 from service.formats.zarr.store import FetchedStore, FolderStore, Part
 
 
@@ -49,7 +51,8 @@ def answer(request: dict[str, Any], file: Source, make_output: Callable[[int], i
         extract: Extract | Description
         if request["call"] == "labels":
             z, y, x = request["shape"]
-            assert isinstance(file, int)  # noqa: S101 - labels are one file
+            if not isinstance(file, int):
+                raise TypeError("labels are one file")
             extract = label_reader.extract(file, (z, y, x), make_output)
         else:
             extract = stack_reader.extract(file, selection, limit_bytes, make_output, request["small_bytes"])
@@ -86,14 +89,17 @@ def main(memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
                 _send(channel, question)
                 return next(messages)
 
+        def ask_for_file(question: dict[str, Any]) -> tuple[dict[str, Any], int]:
+            reply, file = ask(question)
+            if file is None:
+                raise EOFError("the parent sends a file, or ends this process")
+            return reply, file
+
         def make_output(nbytes: int) -> int:
-            _, output = ask({"output_bytes": nbytes})
-            assert output is not None  # noqa: S101 - the parent sends it, or ends this process
-            return output
+            return ask_for_file({"output_bytes": nbytes})[1]
 
         def fetch(parts: Sequence[Part]) -> tuple[list[int], int]:
-            reply, content = ask({"fetch": parts})
-            assert content is not None  # noqa: S101 - the parent sends it, or ends this process
+            reply, content = ask_for_file({"fetch": parts})
             signal.setitimer(signal.ITIMER_REAL, seconds + 5)
             return reply["sizes"], content
 

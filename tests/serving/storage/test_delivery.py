@@ -9,12 +9,13 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from service.core.errors import BadFile, BadParameter, Cancelled, OutputExists
-from service.serving.storage import placed_folder
+from service.core.types import Cancelling, never
+from service.serving.storage import delivery
+from service.serving.storage.delivery import Target
 
 MARK = ".stackseg-7.part"
 
@@ -46,9 +47,12 @@ def folder(results: Path) -> Iterator[int]:
     os.close(descriptor)
 
 
-def put(store: Path, folder: int, **given: Any) -> None:
-    given = {"overwrite": False, "cancelled": lambda: False} | given
-    placed_folder.put(store, folder, "a.zarr", MARK, "results/a.zarr", **given)
+def put(store: Path, folder: int, *, overwrite: bool = False, cancelled: Cancelling = never) -> None:
+    delivery.put_store(store, Target(folder, "a.zarr", "results/a.zarr", "7", overwrite), cancelled)
+
+
+def settle(folder: int, ticket: str = "7") -> None:
+    delivery.settle(Target(folder, "a.zarr", "results/a.zarr", ticket))
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -65,17 +69,17 @@ def test_a_store_is_copied_whole_and_recognised_until_it_is_settled(store: Path,
     put(store, folder)
     assert content(results / "a.zarr") == content(store) | {MARK: b""}
     put(store, folder)
-    placed_folder.settle(folder, "a.zarr", MARK)
+    settle(folder)
     assert content(results) == {f"a.zarr/{name}": data for name, data in content(store).items()}
     with pytest.raises(OutputExists, match=r"results/a\.zarr is there already"):
         put(store, folder)
-    placed_folder.settle(folder, "a.zarr", MARK)
+    settle(folder)
 
 
 def test_only_another_store_is_replaced(store: Path, results: Path, folder: int) -> None:
     old_store(results / "a.zarr")
     put(store, folder, overwrite=True)
-    placed_folder.settle(folder, "a.zarr", MARK)
+    settle(folder)
     assert content(results) == {f"a.zarr/{name}": data for name, data in content(store).items()}
     for make in (Path.touch, Path.mkdir, lambda path: path.symlink_to(store)):
         if (results / "a.zarr").is_symlink() or (results / "a.zarr").is_file():
@@ -89,10 +93,10 @@ def test_only_another_store_is_replaced(store: Path, results: Path, folder: int)
 
 
 def test_stores_that_replace_each_other_leave_one_of_them(store: Path, results: Path, folder: int) -> None:
-    def replace(mark: str) -> None:
+    def replace(ticket: str) -> None:
         for _ in range(15):
-            placed_folder.put(store, folder, "a.zarr", mark, "a", overwrite=True, cancelled=lambda: False)
-            placed_folder.settle(folder, "a.zarr", mark)
+            delivery.put_store(store, Target(folder, "a.zarr", "a", ticket, overwrite=True))
+            settle(folder, ticket)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(replace, ("one", "two", "three", "four")))
@@ -137,7 +141,7 @@ def test_a_store_is_kept_beside_a_file_that_took_its_name_while_it_was_replaced(
     assert content(results) == {"a.zarr": b"precious", f"{MARK}.old/zarr.json": b"old"}
     (results / "a.zarr").unlink()
     put(store, folder, overwrite=True)
-    placed_folder.settle(folder, "a.zarr", MARK)
+    settle(folder)
     assert content(results) == {f"a.zarr/{name}": data for name, data in content(store).items()}
 
 
@@ -148,14 +152,14 @@ def test_labels_of_a_job_that_is_cancelled_are_not_listed_once_others_let_go(
     fcntl.flock(holder, fcntl.LOCK_EX)
     with ThreadPoolExecutor(1) as pool:
         cancelled = threading.Event()
-        listing = pool.submit(placed_folder.list_labels, store.parent, folder, cancelled.is_set)
+        listing = pool.submit(delivery.list_labels, store.parent, folder, cancelled.is_set)
         with pytest.raises(TimeoutError):
             listing.result(0.2)
         cancelled.set()
         with pytest.raises(Cancelled):
             listing.result(5)
     os.close(holder)
-    placed_folder.list_labels(store.parent, folder, lambda: True)
+    delivery.list_labels(store.parent, folder, lambda: True)
     assert [path.name for path in results.iterdir()] == ["zarr.json"]
 
 
@@ -173,7 +177,7 @@ def test_a_second_call_goes_on_where_the_process_was_killed(
         put(store, folder)
         old_store(results / f"{MARK}.old")
     put(store, folder, overwrite=True)
-    placed_folder.settle(folder, "a.zarr", MARK)
+    settle(folder)
     assert content(results) == {f"a.zarr/{name}": data for name, data in content(store).items()}
     assert [path.name for path in results.iterdir()] == ["a.zarr"]
 
@@ -189,12 +193,12 @@ def test_what_is_given_up_or_fails_leaves_what_was_there(store: Path, results: P
 
 
 def test_labels_are_listed_beside_others(store: Path, results: Path, folder: int) -> None:
-    placed_folder.list_labels(store.parent, folder, lambda: False)
+    delivery.list_labels(store.parent, folder, lambda: False)
     present = json.loads((results / "zarr.json").read_text())
     assert present == json.loads((store.parent / "zarr.json").read_text())
     present["attributes"] = {"mine": 1, "ome": {"version": "0.5", "labels": ["zoo", "a"], "more": 2}}
     (results / "zarr.json").write_text(json.dumps(present))
-    placed_folder.list_labels(store.parent, folder, lambda: False)
+    delivery.list_labels(store.parent, folder, lambda: False)
     present["attributes"]["ome"]["labels"] = ["a", "new", "zoo"]
     assert json.loads((results / "zarr.json").read_text()) == present
     assert [path.name for path in results.iterdir()] == ["zarr.json"]
@@ -204,7 +208,7 @@ def test_labels_are_listed_beside_others(store: Path, results: Path, folder: int
 def test_metadata_that_make_no_sense_are_left_as_they_are(store: Path, results: Path, folder: int, text: str) -> None:
     (results / "zarr.json").write_text(text)
     with pytest.raises(BadFile):
-        placed_folder.list_labels(store.parent, folder, lambda: False)
+        delivery.list_labels(store.parent, folder, lambda: False)
     assert content(results) == {"zarr.json": text.encode()}
 
 
@@ -213,5 +217,5 @@ def test_metadata_are_neither_read_nor_written_through_links(store: Path, result
     secret.write_text("{}")
     (results / "zarr.json").symlink_to(secret)
     with pytest.raises(BadFile, match="link"):
-        placed_folder.list_labels(store.parent, folder, lambda: False)
+        delivery.list_labels(store.parent, folder, lambda: False)
     assert secret.read_text() == "{}"

@@ -1,0 +1,73 @@
+"""Scores of a model on annotated stacks, beside those of a classical method, as a table or as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from service.cli.models import choose_model
+from service.core.config import Settings
+from service.core.errors import BadParameter
+from service.core.quantities import is_index
+from service.core.types import Selection, Volume
+from service.formats import stack_reader
+from service.inference.segmenter import Segmenter
+from service.training.evaluate import HEADER, Line, format_row, score_classical, score_model, stack_name
+
+
+def run(options: argparse.Namespace, settings: Settings) -> None:
+    """Print the scores of each stack, line by line unless they are printed as JSON. Raises BadParameter."""
+    results: list[dict[str, Any]] = []
+    for stack, line in _score_all(options, settings):
+        if not results and not options.json:
+            sys.stdout.write(HEADER + "\n")
+        results.append({"stack": stack, "method": line.method, "diameter": line.diameter, **line.scores._asdict()})
+        if not options.json:
+            sys.stdout.write(format_row(stack, line) + "\n")
+            sys.stdout.flush()
+    if options.json:
+        sys.stdout.write(json.dumps(results, indent=2) + "\n")
+
+
+def _score_all(options: argparse.Namespace, settings: Settings) -> Iterator[tuple[str, Line]]:
+    """Yield the scores of each stack by each method."""
+    pairs = _list_pairs(options)
+    segmenter = Segmenter(choose_model(options.model, settings), settings)
+    if segmenter.spec.decoding.kind != "instances":
+        raise BadParameter(f"{segmenter.spec.name} tells classes apart, not objects, so there is nothing to match.")
+    segmenter.warm_up()
+    for path, truth_path in pairs:
+        volume, truth = _read(path, truth_path, options.channel, settings)
+        methods: list[Callable[[], Line]] = [
+            partial(score_model, segmenter, volume, truth, diameter) for diameter in options.diameter or [None]
+        ]
+        if not options.no_floor:
+            methods.append(partial(score_classical, volume, truth))
+        yield from ((stack_name(path), score()) for score in methods)
+
+
+def _list_pairs(options: argparse.Namespace) -> list[tuple[Path, Path]]:
+    """Return the files of stacks, each with that of its labels. Raises BadParameter."""
+    images = [*options.images, *(folder / "image.tif" for folder in options.folders)]
+    labels = [*options.labels, *(folder / "mask.tif" for folder in options.folders)]
+    if len(images) != len(labels) or not images:
+        raise BadParameter(f"Every image needs its labels: there are {len(images)} images and {len(labels)} labels.")
+    return list(zip(images, labels, strict=True))
+
+
+def _read(image: Path, labels: Path, channel: str | None, settings: Settings) -> tuple[Volume, NDArray[Any]]:
+    """Read one channel of a stack, and its labels [Z, Y, X]. Raises BadFile, and BadParameter for unequal shapes."""
+    selected = int(channel) if channel and is_index(channel) else channel
+    limit = settings.limits.decoded_bytes
+    volume = stack_reader.read(image, Selection(channel=selected), limit)
+    truth = stack_reader.read(labels, Selection(), limit)
+    if truth.shape != (1, *volume.shape[1:]):
+        raise BadParameter(f"{image} and {labels} differ in shape: {volume.shape[1:]} and {truth.shape}.")
+    return volume, truth.array()[0]

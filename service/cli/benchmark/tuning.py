@@ -1,0 +1,41 @@
+"""The race of the ways to run a model, on each kind of device that the service would use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from service.core import hardware
+from service.core.config import Settings
+from service.engine.tuning.plans import EngineConfig, EnginePlan
+from service.inference.segmenter import Segmenter
+from service.models.spec import ModelSpec
+from service.serving.devices.worker import device_worker_settings
+
+
+def tune_models(specs: list[ModelSpec], settings: Settings, seconds: float) -> Iterator[tuple[ModelSpec, EnginePlan]]:
+    """Race the ways to run each model on each kind of device, and yield the plan that wins and is kept."""
+    for device_settings in _list_devices(settings):
+        for spec in specs:
+            yield spec, _tune(spec, device_settings, seconds)
+
+
+def _list_devices(settings: Settings) -> list[Settings]:
+    """Return the settings of each device that `stackseg serve` would use, one of those that are alike."""
+    alike: dict[tuple[str, int], Settings] = {}
+    for _name, each in device_worker_settings(settings):
+        alike.setdefault((hardware.device_name(hardware.choose_device(each.device.name)), each.device.threads), each)
+    return list(alike.values())
+
+
+def _tune(spec: ModelSpec, settings: Settings, seconds: float) -> EnginePlan:
+    with tqdm(desc=spec.identifier, unit="way", disable=None) as bar, logging_redirect_tqdm():
+
+        def announce(config: EngineConfig, total: int) -> None:
+            bar.total = total
+            bar.set_postfix_str(str(config))
+            bar.update()
+
+        return Segmenter(spec, settings).tune(seconds, announce)

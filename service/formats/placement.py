@@ -1,0 +1,165 @@
+"""Location of the pixels of a volume in a file, and the volume that reads them there.
+
+Uncompressed pixels at regular distances are never copied: a `Placement` locates them, and the volume maps the file.
+Decoded pixels go to a file of their own, which is read in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from service.core.errors import BadFile, TooLarge
+from service.core.quantities import VoxelSize
+from service.core.types import Array, StackShape, Volume
+
+StoreBlock = Callable[[int, tuple[int, int, int], Array], None]
+"""store_block(channel, (z0, y0, x0), block): store a block [z, y, x] of a channel, by its number among those selected.
+
+Several threads call it.
+"""
+
+
+def make_file(folder: Path, nbytes: int) -> IO[bytes]:
+    """Make a file without a name in a folder, which is made where it is missing; nothing is left of it once closed."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with ExitStack() as undo:
+        file = undo.enter_context(tempfile.TemporaryFile(dir=folder))
+        file.truncate(nbytes)
+        undo.pop_all()
+    return file
+
+
+def map_file(file: Path | int) -> mmap.mmap:
+    """Map a whole file, copy-on-write, several times as fast as `numpy.memmap`. Raises ValueError for an empty one.
+
+    `file` is a path, or a descriptor, which stays open.
+    """
+    if isinstance(file, int):
+        return mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
+    with file.open("rb", buffering=0) as stream:
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Location of pixels [C, Z, Y, X] in a file: offset and strides in bytes, dtype with its byte order."""
+
+    dtype: str
+    offset: int
+    shape: StackShape
+    strides: StackShape
+
+    @classmethod
+    def dense(cls, dtype: np.dtype[Any], shape: StackShape) -> Placement:
+        """Locate pixels that fill a whole file in C order."""
+        _, z, y, x = shape
+        size = dtype.itemsize
+        return cls(dtype.str, 0, shape, (z * y * x * size, y * x * size, x * size, size))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pixels."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    def map_volume(
+        self,
+        content: mmap.mmap | bytearray,
+        voxel_size: VoxelSize | None,
+        channels: tuple[str, ...],
+        notes: tuple[str, ...],
+    ) -> Volume:
+        """Return the volume in the content of a whole file, mapped or in memory.
+
+        Slabs are views, or copies where the stored byte order is not native or pixels are not aligned.
+        Raises ValueError where the placement reaches beyond the file.
+        """
+        pixels: Array = np.ndarray(self.shape, np.dtype(self.dtype), content, self.offset, self.strides)
+        native = pixels.dtype.newbyteorder("=")
+
+        def read(z0: int, z1: int) -> Array:
+            return np.require(pixels[:, z0:z1], native, ["ALIGNED"])
+
+        return Volume(self.shape, native, read, voxel_size, channels, notes)
+
+    def stream_volume(
+        self, file: int, voxel_size: VoxelSize | None, channels: tuple[str, ...], notes: tuple[str, ...]
+    ) -> Volume:
+        """Return a volume that reads each slab from an open file into new memory, through a descriptor of its own.
+
+        Reading a slab raises BadFile where the file has become shorter. Raises ValueError where the placement reaches
+        beyond the file.
+        """
+        stored = np.dtype(self.dtype)
+        native = stored.newbyteorder("=")
+        if min(self.offset, *self.strides) < 0 or self.offset + self._extent(0) > os.fstat(file).st_size:
+            raise ValueError("the pixels lie outside of the file")
+        file = os.dup(file)
+        is_direct = stored == native and self.strides[2:] == Placement.dense(native, self.shape).strides[2:]
+
+        def read(z0: int, z1: int) -> Array:
+            slab = np.empty((self.shape[0], z1 - z0, *self.shape[2:]), native)
+            block = np.empty(0 if is_direct else self._extent(2), np.uint8)
+            for channel, z in np.ndindex(slab.shape[:2]):
+                start = self.offset + channel * self.strides[0] + (z0 + z) * self.strides[1]
+                _read_all(file, slab[channel, z] if is_direct else block, start)
+                if not is_direct:
+                    slab[channel, z] = np.ndarray(self.shape[2:], stored, block, 0, self.strides[2:])
+            return slab
+
+        weakref.finalize(read, os.close, file)
+        return Volume(self.shape, native, read, voxel_size, channels, notes)
+
+    def _extent(self, axis: int) -> int:
+        """Return the bytes from the first to the end of the last pixel, over the axes from this one on."""
+        steps = zip(self.shape[axis:], self.strides[axis:], strict=True)
+        return sum((length - 1) * stride for length, stride in steps) + np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Extract:
+    """Location of a volume in the file that was read, or in the one that it was decoded to, in plain values."""
+
+    placement: Placement
+    voxel_size: VoxelSize | None
+    channels: tuple[str, ...]
+    notes: tuple[str, ...]
+    decoded: bool
+
+
+def _read_all(file: int, into: Array, offset: int) -> None:
+    rest = memoryview(into.data).cast("B")
+    while rest:
+        count = os.preadv(file, [rest], offset)
+        if not count:
+            raise BadFile("The file became shorter while it was read; send the request again once it is complete.")
+        rest, offset = rest[count:], offset + count
+
+
+def native_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of a volume: as stored, in native byte order, uint8 (0 and 1) for 1-bit pixels."""
+    native = stored.newbyteorder("=")
+    return np.dtype(np.uint8) if native.kind == "b" else native
+
+
+def check_size(nbytes: int, limit_bytes: int, what: str = "The selected volume") -> None:
+    """Raise TooLarge where `what` decodes to more than the limit."""
+    if nbytes > limit_bytes:
+        raise TooLarge(
+            f"{what} decodes to {_format_bytes(nbytes)}; this service reads up to {_format_bytes(limit_bytes)}. Select"
+            " a channel or a time point, crop it, or reduce it."
+        )
+
+
+def _format_bytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count} bytes"
