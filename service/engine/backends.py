@@ -21,7 +21,7 @@ from service.engine.cuda.graph import CudaGraphBackend, graph_bytes
 from service.engine.openvino import OpenVinoBackend
 from service.engine.precision import DTYPES
 from service.engine.tuning.plans import EngineConfig
-from service.models.loader import Network, weight_bytes
+from service.models.network import Network, weight_bytes
 
 # Errors of an engine that cannot run a network; inductor's CUDA graphs check themselves with assertions.
 ENGINE_FAILURES = (RuntimeError, OSError, ImportError, AssertionError)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from service.core.config import Engine as EngineSettings
 from service.engine.precision import DTYPES
 from service.engine.tuning.plans import EngineConfig
-from service.models.loader import Network
+from service.models.network import Network
 
 # The first call compiles, the second records CUDA graphs, the third is the first that runs as all later ones do.
 WARM_UP_CALLS = 3

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from service.core.errors import BadParameter
 from service.engine.base import Backend
 from service.engine.tuning.plans import EngineConfig
-from service.models.loader import Network
+from service.models.network import Network
 
 # On import openvino reports to its vendor, unless the user has opted out or the reporter cannot be imported. A service
 # for other people's images has nothing to report.

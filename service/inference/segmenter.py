@@ -69,7 +69,8 @@ from service.inference.result import EngineReport, Result
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import Image, SlidingWindow
-from service.models.loader import Network, load_network, weight_bytes
+from service.models.loader import load_network
+from service.models.network import Network, weight_bytes
 from service.models.spec import ModelSpec
 
 MONAI_INFERER = "service.inference.windows.monai_inferer"

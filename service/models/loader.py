@@ -5,7 +5,6 @@ Every network maps float [B, C, z, y, x] to raw scores [B, K, z, y, x]; activati
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,12 +20,9 @@ from service.models.architectures import build_network, count_parameters
 from service.models.graphs.onnx.network import load_onnx
 from service.models.graphs.torch_export import load_torch_export
 from service.models.graphs.torchscript import load_torchscript
-from service.models.module_tree import observe_calls
+from service.models.network import observe_calls
 from service.models.size_limit import MAX_ELEMENTS
 from service.models.spec import Architecture, ModelSpec
-
-Network = Callable[[Tensor], Tensor]
-"""A network ready to run: windows [B, C, z, y, x] -> scores [B, K, z, y, x], of one fixed shape."""
 
 # Weights that bring their own network, by `weights.kind`; each for windows [C, z, y, x].
 _LOADERS: dict[str, Callable[[Path, Sequence[int]], nn.Module]] = {
@@ -64,13 +60,6 @@ def _load(spec: ModelSpec) -> nn.Module:
             "weights.trusted: true in model.yaml if you trust its author like one of a program that you install."
         )
     return _LOADERS[spec.weights.kind](spec.weights_path, (spec.input.channels, *spec.input.roi_size))
-
-
-def weight_bytes(network: nn.Module) -> int:
-    """Return the bytes of parameters and buffers of `network`; tensors that share memory count once."""
-    tensors = itertools.chain(network.parameters(), network.buffers())
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _build_with_weights(architecture: Architecture, spec: ModelSpec) -> nn.Module:

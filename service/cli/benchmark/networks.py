@@ -25,7 +25,8 @@ from service.engine.precision import DTYPES
 from service.engine.tuning.plans import EngineConfig
 from service.inference.engines.selector import EngineSelector
 from service.inference.estimate import activation_bytes
-from service.models.loader import Network, load_network
+from service.models.loader import load_network
+from service.models.network import Network
 from service.models.spec import ModelSpec
 
 ROUNDS, SECONDS = 12, 60.0

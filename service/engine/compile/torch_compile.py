@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from service.core.config import Engine as EngineSettings
 from service.engine.base import ANY_FORMAT, Backend
 from service.engine.tuning.plans import EngineConfig
-from service.models.loader import Network
+from service.models.network import Network
 
 
 class TorchCompileBackend(Backend):

@@ -14,7 +14,7 @@ from service.engine.cpu import graph as cpu_graph
 from service.engine.cpu import onednn, winograd
 from service.engine.prepare import Float32Scores
 from service.engine.tuning.plans import EngineConfig
-from service.models.loader import Network
+from service.models.network import Network
 
 
 class WinogradBackend(Backend):

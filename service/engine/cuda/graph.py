@@ -21,7 +21,7 @@ from service.core.errors import BadParameter
 from service.engine.base import ANY_FORMAT, WARM_UP_CALLS, Backend
 from service.engine.compile.torch_compile import compile_module
 from service.engine.tuning.plans import EngineConfig
-from service.models.loader import Network
+from service.models.network import Network
 
 # What these modes add are CUDA graphs by torch, which cannot be recorded within one of ours.
 MODES_WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from service.core import config
-from service.models.loader import Network
+from service.models.network import Network
 
 # Switches are process-wide: a second caller would take the first one's temporary values for the operator's.
 _lock = threading.RLock()

@@ -30,7 +30,7 @@ from service.inference.engines.label_agreement import MAX_SHARE_BEYOND_ROUNDING,
 from service.inference.windows.blending import Blending
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import SlidingWindow
-from service.models.loader import Network
+from service.models.network import Network
 from service.models.spec import ModelSpec
 
 # Windows per call. On a CPU one at a time is the slowest, since ATen has a slow path for small batches. A GPU needs

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from service.core import hardware
 from service.core.errors import BadParameter
 from service.engine.compile import torch_compile
-from service.models.loader import Network
+from service.models.network import Network
 
 X = torch.rand(2, 2, 8, 8, 8)
 

@@ -11,7 +11,7 @@ from service.engine.precision import DTYPES
 from service.engine.prepare import prepare
 from service.engine.tuning.plans import EngineConfig
 from service.models.architectures import ShuffleUNet
-from service.models.loader import weight_bytes
+from service.models.network import weight_bytes
 
 EXAMPLE = torch.zeros(2, 1, 8, 8, 8)
 CPU = torch.device("cpu")

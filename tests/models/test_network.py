@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from service.models.module_tree import is_sequence, iter_children, observe_calls
+from service.models.network import is_sequence, iter_children, observe_calls
 
 
 class Owner(nn.Module):

@@ -1,16 +1,27 @@
-"""Modules and children of a torch network, and which `nn.Sequential` of it really run their children in sequence."""
+"""A torch network: its type once it runs, its size, its modules, and which `nn.Sequential` run in sequence."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+Network = Callable[[Tensor], Tensor]
+"""A network ready to run: windows [B, C, z, y, x] -> scores [B, K, z, y, x], of one fixed shape."""
 
 # Set on an `nn.Sequential` that `is_sequence` must not count as one; copies have it too.
 _BYPASSED = "_stackseg_bypassed"
+
+
+def weight_bytes(network: nn.Module) -> int:
+    """Return the bytes of parameters and buffers of `network`; tensors that share memory count once."""
+    tensors = itertools.chain(network.parameters(), network.buffers())
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def is_sequence(module: nn.Module) -> bool:
