@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from service.cli.models import choose_model
 from service.core.config import Settings
 from service.core.errors import BadParameter
-from service.core.timing import Stages
-from service.core.whole_file import write_whole
+from service.core.files.whole_file import write_whole
+from service.core.telemetry import Stages
 
 if TYPE_CHECKING:
     from service.core.types import OutputKind, Segmentation

@@ -20,8 +20,8 @@ from pydantic import (
     model_validator,
 )
 
-from service.core.bundled import bundled_folder
 from service.core.errors import ConfigError, validation_message
+from service.core.files.bundled import bundled_folder
 
 PREFIX = "STACKSEG_"
 

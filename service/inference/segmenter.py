@@ -14,14 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from service.core import errors, hardware, host
+from service.core import errors, hardware
 from service.core.buffers import make_allocator
 from service.core.config import Settings
 from service.core.errors import BadParameter, DoubtfulResult, OutOfMemory, StackSegError, TooLarge
-from service.core.hardware import Driver, is_out_of_memory
-from service.core.progress import step
+from service.core.hardware import Driver, host, is_out_of_memory
 from service.core.quantities import Diameter, Size
-from service.core.timing import Stages
+from service.core.telemetry import Stages, step
 from service.core.types import Extent, Options, Segmentation, Steering, Volume
 from service.engine import backends
 from service.engine.compile import torch_compile

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from service.core.bundled import bundled_folder
 from service.core.errors import BrokenModel, ConfigError, UnknownModel, validation_message
+from service.core.files.bundled import bundled_folder
 from service.models.documents import read_document
 from service.models.spec import ModelSpec
 

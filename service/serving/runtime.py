@@ -11,11 +11,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from service.core import hardware, host
-from service.core.bundled import software_version
+from service.core import hardware
 from service.core.config import Settings
 from service.core.errors import NotReady, StackSegError
-from service.core.hardware import Driver
+from service.core.files.bundled import software_version
+from service.core.hardware import Driver, host
 from service.core.types import Extent, Options, Volume
 from service.engine.compile import torch_compile
 from service.formats.sandbox.parent import Reader

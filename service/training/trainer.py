@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from service.core.config import Training
 from service.core.errors import BadParameter
-from service.core.whole_file import write_whole
+from service.core.files.whole_file import write_whole
 from service.training.averaging import measure_statistics, update_average
 from service.training.examples import ExampleDataset, ExamplePool, Normalise, Pair, RecordedStacks, draw_batch
 from service.training.gradient_checkpointing import checkpoint_blocks

@@ -28,7 +28,7 @@ from service.api.access.middleware import SECURITY_HEADERS, choose_request_id
 from service.api.headers import get_header
 from service.api.http.data_rate import DataRate, Patience, count_acknowledged, count_unsent
 from service.api.problems import PROBLEM_TYPE, problem_document, status_of
-from service.core import logs
+from service.core import telemetry
 from service.core.errors import Cancelled, NotReady, OutOfMemory, RequestError, TooSlow
 
 log = logging.getLogger("service.access")
@@ -378,7 +378,12 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self._awaits_body:
             self.cycle.scope["state"]["closed_status"] = int(status)
         log.info(
-            "%d %s %s: %s", status, request_id, slug, reason, extra=logs.fields(request_id=request_id, problem=slug)
+            "%d %s %s: %s",
+            status,
+            request_id,
+            slug,
+            reason,
+            extra=telemetry.fields(request_id=request_id, problem=slug),
         )
         content = json.dumps(problem_document(slug, status, reason, request_id)).encode()
         headers = {

@@ -25,7 +25,7 @@ from service.api.schemas import AnnotationList, AnnotationReport
 from service.api.threads import run_in_thread
 from service.core.errors import BadParameter
 from service.core.quantities import TimeRange, VoxelSize
-from service.core.timing import Stages
+from service.core.telemetry import Stages
 from service.serving.jobs.jobs import AsyncJobs
 from service.serving.learning.annotations import Annotation, AnnotationStore, Origin, Region, find_overlaps
 from service.serving.parameters import Query as Parameters

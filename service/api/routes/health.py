@@ -6,8 +6,8 @@ from fastapi import APIRouter, Response
 
 from service.api.dependencies import RuntimeDependency
 from service.api.schemas import Health, Liveness
-from service.core.bundled import software_version
 from service.core.errors import NotReady
+from service.core.files.bundled import software_version
 
 router = APIRouter(tags=["health"])
 

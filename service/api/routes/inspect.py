@@ -12,9 +12,9 @@ from service.api.dependencies import RuntimeDependency, get_caller
 from service.api.request_body import ReceivedFile, receive_file
 from service.api.schemas import Inspection
 from service.api.threads import run_in_thread
-from service.core import host
 from service.core.errors import OutOfMemory, RequestError
-from service.core.timing import Stages
+from service.core.hardware import host
+from service.core.telemetry import Stages
 from service.core.types import Description
 from service.inference.estimate import Estimator
 from service.inference.memory_errors import check_memory

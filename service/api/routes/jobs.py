@@ -25,7 +25,7 @@ from service.api.routes.inspect import inspect_file
 from service.api.schemas import JobList, JobProblem, JobProgress, JobReport
 from service.api.threads import HOST_FILE_THREADS, run_in_thread
 from service.core.errors import StackSegError, StorageUnavailable, UnknownJob
-from service.core.timing import Stages
+from service.core.telemetry import Stages
 from service.core.types import Volume
 from service.formats.sandbox.parent import descriptor_path
 from service.formats.sandbox.process import Cancelling

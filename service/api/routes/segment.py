@@ -25,7 +25,7 @@ from service.api.responses import ANSWER, FileSnapshot, ResultResponse, build_re
 from service.api.routes.jobs import ACCEPTED, accept_job, answer_part
 from service.api.threads import FILE_THREADS, HOST_FILE_THREADS, run_and_follow, run_in_thread
 from service.core.errors import Cancelled, NotReady
-from service.core.timing import Stages
+from service.core.telemetry import Stages
 from service.formats.sandbox.parent import descriptor_path
 from service.inference.result import Result
 from service.models.spec import ModelSpec

@@ -16,7 +16,7 @@ from service.api.request_body import incoming_folder, receive_file
 from service.api.schemas import StackReport
 from service.api.threads import run_in_thread
 from service.core.errors import BadParameter
-from service.core.timing import Stages
+from service.core.telemetry import Stages
 from service.core.types import Selection, Volume
 from service.formats.sandbox.process import Cancelling
 from service.serving.parameters import Query as Parameters

@@ -21,7 +21,7 @@ from service.cli.benchmark.timing import synchronise
 from service.core import hardware
 from service.core.errors import BadParameter
 from service.core.quantities import Size
-from service.core.timing import Stages
+from service.core.telemetry import Stages
 from service.core.types import Array, Options, Selection
 from service.formats import stack_reader
 from service.formats.tiff import writer as tiff_writer

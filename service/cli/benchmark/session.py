@@ -24,9 +24,10 @@ from service.cli.benchmark.networks import (
 from service.cli.benchmark.requests import PlainRun, RequestRunner
 from service.cli.benchmark.results import Repeat, Report, RequestTimes, Seconds, WindowSeconds
 from service.cli.benchmark.timing import flop_of_window, peak_bytes
-from service.core import hardware, host
+from service.core import hardware
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
+from service.core.hardware import host
 from service.core.quantities import Size
 from service.engine.tuning.plans import EngineConfig
 from service.inference.batching.batcher import open_batcher

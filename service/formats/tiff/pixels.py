@@ -22,8 +22,8 @@ from typing import IO, Any, TypeVar
 import numpy as np
 from tifffile import TiffFile, TiffPage
 
-from service.core import host
 from service.core.errors import BadFile, BadParameter, TooLarge
+from service.core.hardware import host
 from service.core.quantities import VoxelSize
 from service.core.types import Array, StackShape, Volume
 from service.formats.axes import Layout, Part

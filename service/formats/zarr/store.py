@@ -15,7 +15,7 @@ from typing import IO, NamedTuple, Protocol, Self
 from zipfile import ZIP_STORED, BadZipFile
 
 from service.core.errors import BadFile
-from service.core.zip_archive import ZipLimits, locate_stored, open_archive
+from service.core.files.zip_archive import ZipLimits, locate_stored, open_archive
 
 METADATA_NAMES = frozenset((".zgroup", ".zattrs", ".zarray", "zarr.json"))
 

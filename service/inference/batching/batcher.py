@@ -21,9 +21,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from service.core import hardware, host
+from service.core import hardware
 from service.core.config import MAX_STREAMS, Settings
 from service.core.errors import Cancelled
+from service.core.hardware import host
 from service.inference.batching.launch import Launch, Mark, Timer
 from service.inference.batching.window_request import (
     BatchSlice,

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from service.core import hardware, host
+from service.core import hardware
 from service.core.config import MAX_STREAMS, Settings
-from service.core.hardware import Driver
-from service.core.progress import step
+from service.core.hardware import Driver, host
+from service.core.telemetry import step
 from service.engine import backends, precision
 from service.engine.cuda import tf32
 from service.engine.prepare import prepare

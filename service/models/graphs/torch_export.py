@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from service.core.errors import BrokenModel
+from service.core.files.zip_archive import open_torch_archive
 from service.models.convolution import make_convolution
 from service.models.graphs.allowed_operators import ATEN, UNCHECKED
 from service.models.graphs.layers import (
@@ -37,7 +38,6 @@ from service.models.graphs.layers import (
     multiply,
     read_constant,
 )
-from service.models.zip_archive import open_archive
 
 SCHEMA_VERSION = 8
 MAX_GRAPH_BYTES = 2**26
@@ -82,7 +82,7 @@ def load_torch_export(path: Path, window: Sequence[int]) -> nn.Module:
     BrokenModel, naming what is refused.
     """
     try:
-        with open_archive(path) as archive:
+        with open_torch_archive(path) as archive:
             network = add_layers(_GraphReader(_Archive(archive)).read(), window, FINDERS, {_ATEN.add.Tensor})
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from service.core.errors import BrokenModel, UnsupportedPackage
+from service.core.files.zip_archive import copy_members, open_torch_archive
 from service.models.architectures import describe_tensors
 from service.models.importers.draft import MAX_PACKAGE_BYTES
 from service.models.spec import Architecture
-from service.models.zip_archive import copy_members, open_archive
 
 # How files of torch before 1.6 begin.
 OLD_TORCH = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
@@ -59,7 +59,7 @@ def is_torchscript(path: Path) -> bool:
     if not zipfile.is_zipfile(path):
         return False
     try:
-        with open_archive(path) as archive:
+        with open_torch_archive(path) as archive:
             return any(name.endswith("/constants.pkl") for name in archive.namelist())
     except _UNREADABLE as error:
         raise _unreadable(path, str(error)) from error
@@ -97,7 +97,7 @@ def _load(path: Path) -> Any:
     if not zipfile.is_zipfile(path):
         raise _unreadable(path, "neither torch nor safetensors wrote it.")
     try:
-        with open_archive(path) as archive:
+        with open_torch_archive(path) as archive:
             copy = copy_members(archive)
     except _UNREADABLE as error:
         raise _unreadable(path, str(error)) from error

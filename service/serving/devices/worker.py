@@ -14,11 +14,11 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from service.core import hardware, host
+from service.core import hardware
 from service.core.config import Settings
 from service.core.errors import BrokenModel, OutOfMemory, UnknownModel
-from service.core.hardware import Driver, is_out_of_memory
-from service.core.progress import Progress as LoadingProgress
+from service.core.hardware import Driver, host, is_out_of_memory
+from service.core.telemetry import Progress as LoadingProgress
 from service.core.types import Extent, Options, Volume
 from service.engine.compile import torch_compile
 from service.inference.batching.batcher import WindowBatcher, make_batcher

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from service.core.errors import BadParameter, Cancelled, DoubtfulResult
 from service.core.quantities import TimeRange
-from service.core.timing import Stages
+from service.core.telemetry import Stages
 from service.core.types import Description, Extent, Segmentation, Volume
 from service.formats.sandbox.parent import Reader, Source
 from service.formats.sandbox.process import Cancelling, never

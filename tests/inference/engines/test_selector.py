@@ -12,9 +12,10 @@ from fakes import SeparateDevice
 from paths import ROOT
 from torch import nn
 
-from service.core import hardware, host
+from service.core import hardware
 from service.core.config import Settings
-from service.core.progress import Progress
+from service.core.hardware import host
+from service.core.telemetry import Progress
 from service.core.types import Segmentation
 from service.engine import backends
 from service.engine.tuning.plans import EngineConfig

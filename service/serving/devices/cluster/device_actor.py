@@ -14,7 +14,7 @@ from typing import Any
 from service.core import hardware
 from service.core.config import Access, Cluster, References, Settings
 from service.core.errors import Cancelled, StackSegError
-from service.core.logs import configure_logging
+from service.core.telemetry import configure_logging
 from service.engine.compile import torch_compile
 from service.inference.batching.window_request import Share
 from service.inference.segmenter import Segmenter

@@ -2,7 +2,7 @@ import tomllib
 
 from paths import ROOT
 
-from service.core.bundled import software_version
+from service.core.files.bundled import software_version
 
 
 def test_a_clone_that_is_not_installed_has_the_version_that_it_states():

@@ -11,10 +11,14 @@ import os
 import stat
 import struct
 import zipfile
-from pathlib import PurePosixPath
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple
 
 MAX_DEPTH = 32
+# torch compresses code only, which is small.
+MAX_COMPRESSED_BYTES = 2**26
 
 HEADER_BYTES, END_BYTES, LOCATOR_BYTES, END64_BYTES = 30, 22, 20, 56
 HAS_DESCRIPTOR, ENCRYPTED = 8, 1
@@ -34,6 +38,10 @@ class ZipLimits(NamedTuple):
     comment: bool = False
 
 
+# More members than any model has; the directory has room for that many long names.
+TORCH_LIMITS = ZipLimits(entries=10_000, directory_bytes=2**22)
+
+
 def open_archive(file: IO[bytes], limits: ZipLimits) -> zipfile.ZipFile:
     """Open an archive that consists of its members, one after the other, and their directory, and of nothing else.
 
@@ -51,6 +59,35 @@ def open_archive(file: IO[bytes], limits: ZipLimits) -> zipfile.ZipFile:
         raise zipfile.BadZipFile("several of its entries have the same name.")
     _check_layout(file, sorted(entries, key=lambda entry: entry.header_offset), start)
     return archive
+
+
+@contextmanager
+def open_torch_archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    """Open an archive of a model or its weights until the end of the block. Raise zipfile.BadZipFile."""
+    with path.open("rb") as file, open_archive(file, TORCH_LIMITS) as archive:
+        yield archive
+
+
+def copy_members(archive: zipfile.ZipFile) -> io.BytesIO:
+    """Return an archive of the same members, not compressed, so that torch reads the bytes that were checked.
+
+    Raise zipfile.BadZipFile where compressed members are larger than the code of a network.
+    """
+    _check_compressed(archive)
+    copy = io.BytesIO()
+    with zipfile.ZipFile(copy, "w") as other:
+        for entry in archive.infolist():
+            other.writestr(entry.filename, archive.read(entry))
+    copy.seek(0)
+    return copy
+
+
+def _check_compressed(archive: zipfile.ZipFile) -> None:
+    """Raise zipfile.BadZipFile where compressed members are too large. No member unpacks to more than it states."""
+    compressed = [entry for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+    if sum(entry.file_size for entry in compressed) > MAX_COMPRESSED_BYTES:
+        largest = max(compressed, key=lambda entry: entry.file_size)
+        raise zipfile.BadZipFile(f"{largest.filename} is compressed, which torch does with code only.")
 
 
 def locate_stored(descriptor: int, entry: zipfile.ZipInfo) -> int:

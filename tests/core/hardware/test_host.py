@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from service.core import host
+from service.core.hardware import host
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ import pynvml
 import pytest
 import torch
 
-from service.core import hardware, host
+from service.core import hardware
 from service.core.errors import ConfigError
+from service.core.hardware import host
 
 NO_GPU = not torch.cuda.is_available()
 

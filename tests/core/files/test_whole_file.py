@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from service.core.whole_file import write_whole
+from service.core.files.whole_file import write_whole
 
 
 @pytest.mark.parametrize("sync", [False, True])

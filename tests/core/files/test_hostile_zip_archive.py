@@ -14,8 +14,13 @@ import torch
 from hostile_archives import lay_out, with_two_directories
 from torch import nn
 
-from service.core.zip_archive import MAX_DEPTH
-from service.models.zip_archive import LIMITS, MAX_COMPRESSED_BYTES, copy_members, open_archive
+from service.core.files.zip_archive import (
+    MAX_COMPRESSED_BYTES,
+    MAX_DEPTH,
+    TORCH_LIMITS,
+    copy_members,
+    open_torch_archive,
+)
 
 MEMBERS = {"a/code/net.py": b"first", "a/data.pkl": b"second"}
 
@@ -57,7 +62,7 @@ def of_kind(kind: int) -> Callable[[zipfile.ZipInfo], object]:
 
 def opened(path: Path, content: bytes) -> dict[str, bytes]:
     path.write_bytes(content)
-    with open_archive(path) as archive, zipfile.ZipFile(copy_members(archive)) as copy:
+    with open_torch_archive(path) as archive, zipfile.ZipFile(copy_members(archive)) as copy:
         return {name: copy.read(name) for name in copy.namelist()}
 
 
@@ -83,11 +88,11 @@ HOSTILE = {
     "other method": (packed({"a": b"x"}, zipfile.ZIP_LZMA), "another method than deflate"),
     "folders": (packed({"d/" * MAX_DEPTH + "f": b""}), "folders deep"),
     "many members": (
-        packed({f"{number}": b"" for number in range(LIMITS.entries + 1)}),
+        packed({f"{number}": b"" for number in range(TORCH_LIMITS.entries + 1)}),
         "10001 entries; no more than 10000 are read",
     ),
     "long directory": (
-        packed({f"{number}".rjust(60_000, "n"): b"" for number in range(LIMITS.directory_bytes // 60_000 + 1)}),
+        packed({f"{number}".rjust(60_000, "n"): b"" for number in range(TORCH_LIMITS.directory_bytes // 60_000 + 1)}),
         "its directory is longer",
     ),
     "bomb": (packed({"a/code/net.py": bytes(MAX_COMPRESSED_BYTES + 1)}, zipfile.ZIP_DEFLATED), "is compressed"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from service.core.zip_archive import ZipLimits, locate_stored, open_archive
+from service.core.files.zip_archive import ZipLimits, locate_stored, open_archive
 
 LIMITS = ZipLimits(entries=10, directory_bytes=1000, comment=True)
 

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import pynvml
 import torch
 
-from service.core import host
 from service.core.errors import ConfigError, DeviceLost, StackSegError
+from service.core.hardware import host
 
 log = logging.getLogger(__name__)
 
