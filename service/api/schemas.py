@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from service.core.errors import without_folders
-from service.core.hardware import CpuStatus, GpuStatus
+from service.core.hardware.gpus import GpuStatus
+from service.core.hardware.host import CpuStatus
 from service.core.types import Description, OutputKind
 from service.inference.estimate import Estimate
 from service.inference.result import EngineReport

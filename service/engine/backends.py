@@ -11,8 +11,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from service.core import hardware
 from service.core.config import Engine as EngineSettings
+from service.core.hardware import devices
 from service.engine.base import ANY_FORMAT, WARM_UP_CALLS, Backend
 from service.engine.compile.torch_compile import TorchCompileBackend, explain_missing_compiler
 from service.engine.cpu import graph as cpu_graph
@@ -91,7 +91,7 @@ def list_known_order(configs: Sequence[EngineConfig], features: Sequence[str]) -
     """Return those of `configs` that are built within seconds and known to be fast, the fastest first.
 
     configs   as from `list_configs`
-    features  of the processor, as in `hardware.FEATURES`
+    features  of the processor, as in `host.FEATURES`
     """
     quick = [config for config in configs if config.engine not in {"compiled", "eager"}]
     # The first configuration of a precision is the most promising one.
@@ -131,7 +131,7 @@ def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: En
     if (reason := explain_missing(config, example.device)) is not None:
         raise ImportError(reason)
     start = time.perf_counter()
-    pools = hardware.count_pools(example.device)
+    pools = devices.count_pools(example.device)
     with torch.inference_mode():
         transformed = backend.transform(module)
         # Counted before building: engines may move weights into a layout whose size cannot be read.
@@ -145,7 +145,7 @@ def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: En
     frozen = config.compile_mode is not None and settings.freeze and example.device.type == "cpu"
     copies = (transformed is not module) + (backend.packs_weights or frozen)
     kept = config.streams * cpu_graph.arena_bytes(network) + graph_bytes(
-        network, hardware.count_pools(example.device) - pools
+        network, devices.count_pools(example.device) - pools
     )
     nbytes = copies * module_bytes + kept
     seconds = time.perf_counter() - start
@@ -162,7 +162,7 @@ def takes_any_batch_size(network: Network, example: Tensor, streams: int) -> boo
     cores = torch.get_num_threads()
 
     def check(threads: int) -> bool:
-        hardware.use_threads(threads)
+        devices.use_threads(threads)
         return _scores_smaller_batches(network, example)
 
     # All cores come last: threads that have not asked yet take the number that was set last.

@@ -33,7 +33,7 @@ def choose(
 
     An explicit setting is honoured, with a warning if the device does not have it, or not without faults.
 
-    faulty  as from `hardware.faulty_precisions`
+    faulty  as from `devices.faulty_precisions`
     """
     if setting == "auto":
         name = next(name for name in ("bf16", "fp16", "fp32") if DTYPES[name] in native)

@@ -14,11 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from service.core import errors, hardware
+from service.core import errors
 from service.core.buffers import make_allocator
 from service.core.config import Settings
 from service.core.errors import BadParameter, DoubtfulResult, OutOfMemory, StackSegError, TooLarge
-from service.core.hardware import Driver, host, is_out_of_memory
+from service.core.hardware import devices, host
+from service.core.hardware.devices import Driver, is_out_of_memory
 from service.core.quantities import Diameter, Size
 from service.core.telemetry import Stages, step
 from service.core.types import Extent, Options, Segmentation, Steering, Volume
@@ -94,14 +95,14 @@ class Segmenter:
     Raises ConfigError for a device that is not there, BrokenModel for a model that does not load.
     """
 
-    def __init__(self, spec: ModelSpec, settings: Settings, driver: Driver = hardware) -> None:
+    def __init__(self, spec: ModelSpec, settings: Settings, driver: Driver = devices) -> None:
         self.spec = spec
         self._settings = settings
-        self._device = hardware.choose_device(settings.device.name)
+        self._device = devices.choose_device(settings.device.name)
         self._driver, self._on_host = driver, driver.is_on_host(self._device)
         self._allocate = make_allocator(settings.server.scratch_folder)
         if self._device.type == "cpu":
-            hardware.use_threads(settings.device.threads)
+            devices.use_threads(settings.device.threads)
         if settings.engine.cache_folder is not None:
             torch_compile.set_cache_folder(settings.engine.cache_folder)
         with step("reading weights"):
@@ -344,7 +345,7 @@ class Segmenter:
             guess = self._measure_diameter(image, volume, plan, compute).guess if is_wanted else None
             return guess, strongest_windows(image, self.spec.input.roi_size)
         except (RuntimeError, MemoryError, OSError, StackSegError) as error:
-            if isinstance(error, errors.Cancelled) or hardware.find_loss(self._device, error, self._driver) is not None:
+            if isinstance(error, errors.Cancelled) or devices.find_loss(self._device, error, self._driver) is not None:
                 raise
             log.warning("%s: why a result is doubtful cannot be told: %s", self.spec.identifier, error)
             return None, ()
@@ -374,7 +375,7 @@ class Segmenter:
         try:
             other._use(None if self._ready is None else other._selector.rebuild(self._config, batch_size))
         except backends.ENGINE_FAILURES as error:
-            if is_out_of_memory(error) or hardware.find_loss(self._device, error, self._driver) is not None:
+            if is_out_of_memory(error) or devices.find_loss(self._device, error, self._driver) is not None:
                 raise
             size, reason = "x".join(map(str, spec.input.roi_size)), backends.first_line(error)
             raise BadParameter(f"roi_size: {spec.name} does not run with windows of {size}: {reason}") from error
@@ -486,7 +487,7 @@ class Segmenter:
         ready, config, windows = self._ready, self._config, self._settings.windows
         return EngineReport(
             device=str(self._device),
-            device_name=hardware.device_name(self._device),
+            device_name=devices.device_name(self._device),
             engine=config.engine if ready else "starting",
             precision=config.precision,
             memory_format=config.memory_format,

@@ -14,9 +14,9 @@ import torch
 import yaml
 from numpy.typing import NDArray
 
-from service.core import hardware
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
+from service.core.hardware import devices
 from service.core.quantities import Diameter, VoxelSize
 from service.core.types import Options, Selection, Volume
 from service.engine import precision
@@ -227,8 +227,8 @@ def _train(  # noqa: PLR0913, PLR0917
     content = draft_content(base, out.name, [part.name for part in parts])
     # Everybody may see it, and names of stacks are their owners' own.
     content["training_data"] = f"{base.training_data} Then: {describe_stacks(len(parts))}."
-    device = hardware.choose_device(settings.device.name)
-    chosen = precision.choose(settings.engine.precision, hardware.native_precisions(device))
+    device = devices.choose_device(settings.device.name)
+    chosen = precision.choose(settings.engine.precision, devices.native_precisions(device))
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     pace = _measure_pace(prepare_training(pairs, settings, content, base)(out, chosen.dtype), device)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from service.core import hardware
+from service.core.hardware import devices
 from service.engine.precision import DTYPES
 from service.training.trainer import Trainer
 
@@ -99,7 +99,7 @@ def _measure_peak(trainer: Trainer, device: torch.device) -> int | None:
 
 def _reset_peak() -> int | None:
     """Give free memory back to the system and reset the kernel's peak; return the resident bytes, None: not known."""
-    hardware.return_pages()
+    devices.return_pages()
     try:
         CLEAR.write_text("5", encoding="ascii")
     except OSError:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from service.core import hardware
 from service.core.config import Settings
 from service.core.errors import BadParameter
+from service.core.hardware import devices
 from service.engine import precision
 from service.inference.preprocessing.normalize import normalise
 from service.models.architectures import build_network
@@ -39,10 +39,10 @@ def prepare_training(
     """
     draft = ModelSpec.model_validate({**content, "weights": {"sha256": "0" * 64}, "folder": Path()})
     check_trainable(draft)
-    device = hardware.choose_device(settings.device.name)
+    device = devices.choose_device(settings.device.name)
     plan = Plan(**settings.training.model_dump())
     if device.type == "cpu":
-        hardware.use_threads(settings.device.threads)
+        devices.use_threads(settings.device.threads)
     else:
         torch.backends.cudnn.deterministic = True
     training, validation = split(pairs, settings.training.validation)
@@ -95,8 +95,8 @@ def train_model(
     content = draft_content(base, out.name, [path.name for path in paths[0]])
     pairs = read_pairs(*paths)
     make_trainer = prepare_training(pairs, settings, content, base)
-    device = hardware.choose_device(settings.device.name)
-    chosen = precision.choose(settings.engine.precision, hardware.native_precisions(device))
+    device = devices.choose_device(settings.device.name)
+    chosen = precision.choose(settings.engine.precision, devices.native_precisions(device))
     out.mkdir(parents=True, exist_ok=True)
     trainer = make_trainer(out, chosen.dtype)
     if resume:
@@ -111,7 +111,7 @@ def measure_steps(
     paths: Paths, settings: Settings, base: ModelSpec | None = None, steps: int = 10
 ) -> list[throughput.StepCost]:
     """Measure steps of a training in FP32 and in mixed precision; writes nothing. Raises what `train_model` raises."""
-    device = hardware.choose_device(settings.device.name)
-    names = throughput.compared_precisions(settings.engine.precision, hardware.native_precisions(device))
+    device = devices.choose_device(settings.device.name)
+    names = throughput.compared_precisions(settings.engine.precision, devices.native_precisions(device))
     make_trainer = prepare_training(read_pairs(*paths), settings, draft_content(base, "mine", []), base)
     return throughput.compare(make_trainer, names, device, steps)

@@ -6,7 +6,8 @@ import torch
 from fake_backends import FakeBackend
 from torch import Tensor, nn
 
-from service.core import config, hardware
+from service.core import config
+from service.core.hardware import devices
 from service.engine import backends, base
 from service.engine.backends import BACKENDS, build, list_configs
 from service.engine.tuning.plans import EngineConfig
@@ -96,13 +97,13 @@ def test_fewer_windows_must_give_the_same_scores_in_any_stream(monkeypatch, stre
 
     monkeypatch.setitem(BACKENDS, "other", FakeBackend(lambda _: network, varying_batch=True))
     before = torch.get_num_threads()
-    hardware.use_threads(2)
+    devices.use_threads(2)
     try:
         engine_config = replace(make_config("other"), streams=streams)
         assert build(Counting(), EXAMPLE, engine_config, config.Engine()).any_batch_size == any_batch_size
         assert torch.get_num_threads() == 2
     finally:
-        hardware.use_threads(before)
+        devices.use_threads(before)
 
 
 BUFFER = torch.empty(EXAMPLE.shape)

@@ -8,7 +8,8 @@ from fastapi import APIRouter, Response
 
 from service.api.dependencies import RuntimeDependency
 from service.api.schemas import DeviceReport, GpuReport, HostReport
-from service.core import hardware
+from service.core.hardware.gpus import query_gpus
+from service.core.hardware.host import query_cpu
 from service.serving.metrics import CONTENT_TYPE
 
 router = APIRouter(tags=["operation"])
@@ -17,7 +18,7 @@ router = APIRouter(tags=["operation"])
 @router.get("/gpu")
 async def gpu(runtime: RuntimeDependency) -> GpuReport:
     """Every GPU with its memory, load and temperature, the processor, the devices in use, and each loaded model."""
-    gpus = await asyncio.to_thread(hardware.gpus)
+    gpus = await asyncio.to_thread(query_gpus)
     models = {model.name: model.segmenter.report() for model in runtime.models.states() if model.segmenter is not None}
     devices = [
         DeviceReport(
@@ -37,7 +38,7 @@ async def gpu(runtime: RuntimeDependency) -> GpuReport:
         f"{len(gpus)} NVIDIA GPU{'s' if len(gpus) > 1 else ''}." if gpus else "No NVIDIA GPU; models run on the CPU."
     )
     hosts = [HostReport(host=host.host, gpus=list(host.gpus), cpu=host.cpu) for host in runtime.hosts]
-    return GpuReport(message=message, gpus=list(gpus), cpu=hardware.cpu(), hosts=hosts, devices=devices, models=models)
+    return GpuReport(message=message, gpus=list(gpus), cpu=query_cpu(), hosts=hosts, devices=devices, models=models)
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})

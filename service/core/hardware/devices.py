@@ -1,28 +1,23 @@
-"""Devices: which one to use, what it computes natively, its memory, load and health."""
+"""Devices: which one to use, what it computes natively, its threads, memory and health."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import logging
-import platform
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any, Protocol
 
-import pynvml
 import torch
 
 from service.core.errors import ConfigError, DeviceLost, StackSegError
 from service.core.hardware import host
+from service.core.hardware.gpus import explain_no_cuda, query_gpus
 
 log = logging.getLogger(__name__)
-
-FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")
-
 
 # How often a device is asked whether it works, and the seconds in between.
 PROBES, PROBE_SECONDS = 3, 0.5
@@ -48,40 +43,6 @@ _EXHAUSTED = (
     "_ALLOC_FAILED",
     "_ALLOCATION_FAILED",
 )
-
-
-@dataclass(frozen=True)
-class GpuStatus:
-    """State of one GPU, None where the driver does not tell. Memory in bytes, power in watts.
-
-    reserved_bytes  held by this process, in use or cached for later
-    """
-
-    index: int
-    name: str
-    driver: str | None
-    compute_capability: str | None
-    memory_total: int | None
-    memory_used: int | None
-    reserved_bytes: int
-    utilisation_percent: int | None
-    temperature_celsius: int | None
-    power_watts: float | None
-
-
-@dataclass(frozen=True)
-class CpuStatus:
-    """State of the processor and its memory in bytes.
-
-    cores     number that this process may use
-    features  instruction sets that decide about speed, those of `FEATURES` that it has
-    """
-
-    name: str
-    cores: int
-    memory_total: int | None
-    memory_available: int | None
-    features: tuple[str, ...]
 
 
 class Driver(Protocol):
@@ -114,35 +75,10 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def explain_no_cuda(built: str | None = torch.version.cuda, nvml: Any = pynvml) -> str:
-    """Return why torch, built for CUDA version `built` (None: for CPUs only), sees no CUDA device, and what to do."""
-    if built is None:
-        return "this torch is a build for CPUs; install one for CUDA, in an image with the build argument VARIANT=gpu"
-    try:
-        nvml.nvmlInit()
-    except pynvml.NVMLError:
-        return (
-            "there is no NVIDIA driver here; install it, and give a container its GPU (the NVIDIA container toolkit,"
-            " --gpus all)"
-        )
-    try:
-        driver, number = _query(nvml.nvmlSystemGetDriverVersion), _query(nvml.nvmlSystemGetCudaDriverVersion_v2) or 0
-    finally:
-        nvml.nvmlShutdown()
-    supported = f"{number // 1000}.{number % 1000 // 10}"
-    # A driver runs every minor version of its major one.
-    if number and number // 1000 < int(built.partition(".")[0]):
-        return (
-            f"the NVIDIA driver {driver} is too old: it runs CUDA up to {supported}, and this torch is built for"
-            f" {built}; update the driver, or install a torch for an older CUDA (build argument CUDA of the image)"
-        )
-    return f"the NVIDIA driver {driver} shows this process no GPU; see nvidia-smi and CUDA_VISIBLE_DEVICES"
-
-
 @cache
 def _warn_of_unused_gpus() -> None:
     """Log once that there are GPUs which torch cannot use, where the CPU takes their place."""
-    if found := gpus():
+    if found := query_gpus():
         log.warning("%s is not used: %s", found[0].name, explain_no_cuda())
 
 
@@ -212,35 +148,9 @@ def explain_faulty_cudnn(version: int | None) -> str | None:
     )
 
 
-def gpus(nvml: Any = pynvml) -> tuple[GpuStatus, ...]:
-    """Query every NVIDIA GPU of the host through NVML; empty without a driver."""
-    try:
-        nvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
-    try:
-        driver = _query(nvml.nvmlSystemGetDriverVersion)
-        return tuple(_gpu(nvml, index, driver) for index in range(nvml.nvmlDeviceGetCount()))
-    except pynvml.NVMLError:
-        return ()
-    finally:
-        nvml.nvmlShutdown()
-
-
-def cpu() -> CpuStatus:
-    """Query the processor of this host and its memory."""
-    return CpuStatus(
-        name=host.cpu_field("model name") or platform.processor() or platform.machine(),
-        cores=host.usable_cores(),
-        memory_total=host.read_meminfo("MemTotal"),
-        memory_available=host.available_memory(),
-        features=tuple(flag for flag in FEATURES if flag in host.cpu_field("flags").split()),
-    )
-
-
 def device_name(device: torch.device) -> str:
     """Return the name that the maker gives the device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu().name
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else host.query_cpu().name
 
 
 def is_on_host(device: torch.device) -> bool:
@@ -285,42 +195,6 @@ def find_loss(device: torch.device, error: BaseException, driver: Driver) -> Dev
     if driver.is_working(device):
         return None
     return DeviceLost(f"{device} has failed and must be started anew with the service.")
-
-
-def mark_end(device: torch.device) -> Callable[[], object]:
-    """Mark the end of the work on the device's current stream; what is returned sleeps until that is done."""
-    if device.type != "cuda":
-        return lambda: None
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event.synchronize
-
-
-class CudaTimer:
-    """Seconds that a CUDA device takes for parts of the work of its current stream.
-
-    The host's time is left out as long as each part is one launch, such as the replay of a graph.
-    """
-
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        self._device, self._cuda = device, cuda
-        self._parts: list[tuple[Any, Any]] = []
-
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        """Measure the work that is launched in the meantime."""
-        start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
-        stream = self._cuda.current_stream(self._device)
-        start.record(stream)
-        yield
-        end.record(stream)
-        self._parts.append((start, end))
-
-    @property
-    def seconds(self) -> float:
-        """Sum of all parts, once the device has finished them."""
-        milliseconds: float = sum(start.elapsed_time(end) for start, end in self._parts)
-        return milliseconds / 1000
 
 
 def use_threads(count: int) -> None:
@@ -387,41 +261,3 @@ def return_pages() -> None:
     # Only glibc has it, and only glibc keeps so much.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _gpu(nvml: Any, index: int, driver: str | None) -> GpuStatus:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    memory = _query(nvml.nvmlDeviceGetMemoryInfo, handle)
-    capability = _query(nvml.nvmlDeviceGetCudaComputeCapability, handle)
-    utilisation = _query(nvml.nvmlDeviceGetUtilizationRates, handle)
-    milliwatts = _query(nvml.nvmlDeviceGetPowerUsage, handle)
-    return GpuStatus(
-        index=index,
-        name=_query(nvml.nvmlDeviceGetName, handle) or "unknown",
-        driver=driver,
-        compute_capability=".".join(map(str, capability)) if capability else None,
-        memory_total=int(memory.total) if memory else None,
-        memory_used=int(memory.used) if memory else None,
-        reserved_bytes=_reserved(_query(nvml.nvmlDeviceGetUUID, handle)),
-        utilisation_percent=int(utilisation.gpu) if utilisation else None,
-        temperature_celsius=_query(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-        power_watts=milliwatts / 1000 if milliwatts is not None else None,
-    )
-
-
-def _query(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the driver's answer, or None where this GPU does not support the query."""
-    try:
-        return function(*arguments)
-    except pynvml.NVMLError:
-        return None
-
-
-def _reserved(uuid: str | None) -> int:
-    """Return the bytes that torch holds on the GPU with this UUID; indices of NVML ignore CUDA_VISIBLE_DEVICES."""
-    if uuid is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return 0
-    for index in range(torch.cuda.device_count()):
-        if str(torch.cuda.get_device_properties(index).uuid) in uuid:
-            return torch.cuda.memory_reserved(index)
-    return 0

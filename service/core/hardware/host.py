@@ -1,11 +1,13 @@
-"""Cores and memory that the host, or the container that this process runs in, has for it. Needs no torch."""
+"""The processor, and the cores and memory that the host or its container has for this process. Needs no torch."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +17,35 @@ CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = "/proc/meminfo"
 # Larger than /proc/meminfo and the memory files of a control group.
 MAX_FILE_BYTES = 2**14
+
+# Instruction sets that decide about the speed of networks.
+FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")
+
+
+@dataclass(frozen=True)
+class CpuStatus:
+    """State of the processor and its memory in bytes.
+
+    cores     number that this process may use
+    features  instruction sets that decide about speed, those of `FEATURES` that it has
+    """
+
+    name: str
+    cores: int
+    memory_total: int | None
+    memory_available: int | None
+    features: tuple[str, ...]
+
+
+def query_cpu() -> CpuStatus:
+    """Query the processor of this host and its memory."""
+    return CpuStatus(
+        name=cpu_field("model name") or platform.processor() or platform.machine(),
+        cores=usable_cores(),
+        memory_total=read_meminfo("MemTotal"),
+        memory_available=available_memory(),
+        features=tuple(flag for flag in FEATURES if flag in cpu_field("flags").split()),
+    )
 
 
 def usable_cores(cgroup: Path = CGROUP) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from service.core.errors import NonFiniteScores
-from service.core.hardware import is_out_of_memory
+from service.core.hardware.devices import is_out_of_memory
 from service.core.telemetry import Stages
 from service.engine.tuning.plans import EngineConfig
 from service.inference.engines.selector import EngineSelector, ReadyEngine

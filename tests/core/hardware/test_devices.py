@@ -3,19 +3,15 @@ from __future__ import annotations
 import errno
 import os
 import platform
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pynvml
 import pytest
 import torch
 
-from service.core import hardware
 from service.core.errors import ConfigError
-from service.core.hardware import host
+from service.core.hardware import devices, gpus, host
 
 NO_GPU = not torch.cuda.is_available()
 
@@ -23,14 +19,14 @@ NO_GPU = not torch.cuda.is_available()
 @pytest.mark.parametrize("name", ["cpu", "auto"])
 @pytest.mark.skipif(not NO_GPU, reason="describes a machine without a GPU")
 def test_without_a_gpu_the_cpu_is_chosen(name: str) -> None:
-    assert hardware.choose_device(name) == torch.device("cpu")
+    assert devices.choose_device(name) == torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:7"])
 @pytest.mark.skipif(not NO_GPU, reason="describes a machine without a GPU")
 def test_a_gpu_that_is_not_there_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"device.name is {name}.*cpu or auto"):
-        hardware.choose_device(name)
+        devices.choose_device(name)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +40,7 @@ def test_a_gpu_that_is_not_there_is_refused_by_name(name: str) -> None:
     ],
 )
 def test_cuda_precisions_follow_the_compute_capability(capability: tuple[int, int], fastest: set[torch.dtype]) -> None:
-    assert hardware.cuda_precisions(capability) == fastest
+    assert devices.cuda_precisions(capability) == fastest
 
 
 PASCAL = (6, 1)
@@ -76,15 +72,15 @@ BOTH = {torch.float16, torch.bfloat16}
 def test_16_bit_precisions_are_faulty_by_the_version_of_cudnn(
     capability: tuple[int, int], cudnn_version: int | None, faulty: set[torch.dtype]
 ) -> None:
-    assert hardware.faulty_cuda_precisions(capability, cudnn_version).keys() == faulty
+    assert devices.faulty_cuda_precisions(capability, cudnn_version).keys() == faulty
 
 
 def test_the_cpu_has_no_faulty_precisions() -> None:
-    assert hardware.faulty_precisions(torch.device("cpu")) == {}
+    assert devices.faulty_precisions(torch.device("cpu")) == {}
 
 
 def test_a_faulty_cudnn_is_named_with_what_to_install() -> None:
-    found, missing = hardware.explain_faulty_cudnn(91002), hardware.explain_faulty_cudnn(None)
+    found, missing = devices.explain_faulty_cudnn(91002), devices.explain_faulty_cudnn(None)
     assert found is not None
     assert found.startswith("cuDNN 9.10.2 is installed.")
     assert missing is not None
@@ -96,118 +92,19 @@ def test_a_faulty_cudnn_is_named_with_what_to_install() -> None:
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs Linux")
 def test_the_cpu_computes_bf16_where_its_flags_say_so() -> None:
     flags = Path("/proc/cpuinfo").read_text().split()
-    native = hardware.native_precisions(torch.device("cpu"))
+    native = devices.native_precisions(torch.device("cpu"))
     assert torch.float32 in native
     assert (torch.bfloat16 in native) == ("avx512_bf16" in flags or "amx_tile" in flags)
 
 
 def test_cpu_describes_this_machine() -> None:
-    cpu = hardware.cpu()
+    cpu = host.query_cpu()
     assert cpu.name
     assert 1 <= cpu.cores <= (os.cpu_count() or 1)
     if cpu.memory_total is not None and cpu.memory_available is not None:
         assert 0 < cpu.memory_available <= cpu.memory_total
-    assert set(cpu.features) <= set(hardware.FEATURES)
-    assert hardware.device_name(torch.device("cpu")) == cpu.name
-
-
-@pytest.mark.skipif(not NO_GPU, reason="describes a machine without a GPU")
-def test_without_a_driver_there_are_no_gpus() -> None:
-    assert hardware.gpus() == ()
-
-
-ANSWERS: dict[str, Any] = {
-    "SystemGetDriverVersion": "580.65",
-    "SystemGetCudaDriverVersion_v2": 12040,
-    "DeviceGetCount": 2,
-    "DeviceGetMemoryInfo": SimpleNamespace(total=80, used=30),
-    "DeviceGetCudaComputeCapability": (9, 0),
-    "DeviceGetUtilizationRates": SimpleNamespace(gpu=0, memory=7),
-    "DeviceGetTemperature": 41,
-    "DeviceGetPowerUsage": 123456,
-}
-
-
-class FakeDriver:
-    """NVML with two GPUs; the questions named in `unsupported` raise what NVML raises for old or virtual GPUs."""
-
-    NVML_TEMPERATURE_GPU = 0
-
-    def __init__(self, *unsupported: str) -> None:
-        self.unsupported = unsupported
-        self.open = 0
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *arguments: self._answer(name.removeprefix("nvml"), *arguments)
-
-    def _answer(self, question: str, *arguments: Any) -> Any:
-        if question in self.unsupported:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        match question:
-            case "Init":
-                self.open += 1
-            case "Shutdown":
-                self.open -= 1
-            case "DeviceGetHandleByIndex":
-                return arguments[0]
-            case "DeviceGetName" | "DeviceGetUUID":
-                return f"Fake {arguments[0]}"
-        return ANSWERS.get(question)
-
-
-def test_gpus_are_described_by_the_driver() -> None:
-    driver = FakeDriver()
-    first, second = hardware.gpus(driver)
-    assert second == hardware.GpuStatus(
-        index=1,
-        name="Fake 1",
-        driver="580.65",
-        compute_capability="9.0",
-        memory_total=80,
-        memory_used=30,
-        reserved_bytes=0,
-        utilisation_percent=0,
-        temperature_celsius=41,
-        power_watts=123.456,
-    )
-    assert first.name == "Fake 0"
-    assert driver.open == 0
-
-
-def test_what_a_gpu_does_not_support_is_none() -> None:
-    driver = FakeDriver(
-        "SystemGetDriverVersion",
-        "DeviceGetName",
-        "DeviceGetUUID",
-        "DeviceGetMemoryInfo",
-        "DeviceGetCudaComputeCapability",
-        "DeviceGetUtilizationRates",
-        "DeviceGetTemperature",
-        "DeviceGetPowerUsage",
-    )
-    assert hardware.gpus(driver)[0] == hardware.GpuStatus(0, "unknown", None, None, None, None, 0, None, None, None)
-
-
-@pytest.mark.parametrize(
-    ("built", "driver", "reason"),
-    [
-        (None, FakeDriver(), "build for CPUs"),
-        ("13.0", FakeDriver("Init"), "no NVIDIA driver"),
-        ("13.0", FakeDriver(), "driver 580.65 is too old: it runs CUDA up to 12.4, and this torch is built for 13.0"),
-        ("12.6", FakeDriver(), "driver 580.65 shows this process no GPU"),
-        ("13.0", FakeDriver("SystemGetCudaDriverVersion_v2"), "driver 580.65 shows this process no GPU"),
-    ],
-    ids=["no CUDA", "no driver", "old driver", "no device", "unknown"],
-)
-def test_why_there_is_no_cuda_device_says_what_to_do(built: str | None, driver: FakeDriver, reason: str) -> None:
-    assert reason in hardware.explain_no_cuda(built, driver)
-    assert driver.open == 0
-
-
-@pytest.mark.parametrize("driver", [FakeDriver("Init"), FakeDriver("DeviceGetCount")], ids=["start", "count"])
-def test_a_driver_that_fails_means_no_gpus(driver: FakeDriver) -> None:
-    assert hardware.gpus(driver) == ()
-    assert driver.open == 0
+    assert set(cpu.features) <= set(host.FEATURES)
+    assert devices.device_name(torch.device("cpu")) == cpu.name
 
 
 class CudaMemory:
@@ -234,22 +131,22 @@ class CudaMemory:
 
 def test_memory_that_graphs_keep_between_replays_is_not_free() -> None:
     cuda, device = CudaMemory(), torch.device("cuda", 6)
-    assert hardware.free_bytes(device, cuda) == 100 + 60, "before any was recorded"
-    assert hardware.count_pools(device, cuda) == 60
-    assert hardware.free_bytes(device, cuda) == 100 + 30
-    assert hardware.count_pools(torch.device("cuda", 7), cuda) == 30
+    assert devices.free_bytes(device, cuda) == 100 + 60, "before any was recorded"
+    assert devices.count_pools(device, cuda) == 60
+    assert devices.free_bytes(device, cuda) == 100 + 30
+    assert devices.count_pools(torch.device("cuda", 7), cuda) == 30
     cuda.segments = cuda.segments[:1]
-    assert hardware.count_pools(device, cuda) == 0
-    assert hardware.free_bytes(device, cuda) == 100 + 30
-    assert hardware.count_pools(torch.device("cpu")) == 0
+    assert devices.count_pools(device, cuda) == 0
+    assert devices.free_bytes(device, cuda) == 100 + 30
+    assert devices.count_pools(torch.device("cpu")) == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(NO_GPU, reason="needs a CUDA GPU")
 def test_a_real_gpu_reports_what_this_process_holds() -> None:
     held = torch.zeros(64 * 2**20, dtype=torch.uint8, device="cuda")
-    assert max(status.reserved_bytes for status in hardware.gpus()) >= held.numel()
-    assert hardware.choose_device("auto").type == "cuda"
+    assert max(status.reserved_bytes for status in gpus.query_gpus()) >= held.numel()
+    assert devices.choose_device("auto").type == "cuda"
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps what was freed")
@@ -266,12 +163,12 @@ def test_a_real_gpu_reports_what_this_process_holds() -> None:
     ],
 )
 def test_memory_runs_out_in_many_words(error: BaseException) -> None:
-    assert hardware.is_out_of_memory(error)
+    assert devices.is_out_of_memory(error)
 
 
 def test_any_allocation_that_is_mentioned_is_not_exhausted_memory() -> None:
-    assert not hardware.is_out_of_memory(RuntimeError("allocation"))
-    assert not hardware.is_out_of_memory(OSError(errno.EACCES, "Cannot allocate memory"))
+    assert not devices.is_out_of_memory(RuntimeError("allocation"))
+    assert not devices.is_out_of_memory(OSError(errno.EACCES, "Cannot allocate memory"))
 
 
 class Probed:
@@ -289,10 +186,10 @@ class Probed:
 def test_a_device_is_lost_only_if_it_fails_again_and_again() -> None:
     device = torch.device("cpu")
     capturing = RuntimeError("CUDA error: operation would make the legacy stream depend on a capturing stream")
-    assert hardware.is_working(device)
-    assert hardware.is_working(device, Probed(capturing, capturing), pause=0)
-    assert not hardware.is_working(device, Probed(*[capturing] * 3), pause=0)
-    assert hardware.is_working(device, Probed(*[torch.OutOfMemoryError("no")] * 3), pause=0)
+    assert devices.is_working(device)
+    assert devices.is_working(device, Probed(capturing, capturing), pause=0)
+    assert not devices.is_working(device, Probed(*[capturing] * 3), pause=0)
+    assert devices.is_working(device, Probed(*[torch.OutOfMemoryError("no")] * 3), pause=0)
 
 
 def test_memory_that_was_freed_is_returned() -> None:
@@ -303,7 +200,7 @@ def test_memory_that_was_freed_is_returned() -> None:
     last = blocks[-1]
     del blocks
     before = resident()
-    hardware.release_memory(torch.device("cpu"))
+    devices.release_memory(torch.device("cpu"))
     assert before - resident() > 50_000_000
     assert len(last) == 2000
 
@@ -311,10 +208,10 @@ def test_memory_that_was_freed_is_returned() -> None:
 def test_a_thread_keeps_its_number_of_threads_whatever_others_set_later():
     before = torch.get_num_threads()
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        one.submit(hardware.use_threads, 2).result()
-        other.submit(hardware.use_threads, 1).result()
+        one.submit(devices.use_threads, 2).result()
+        other.submit(devices.use_threads, 1).result()
         assert one.submit(torch.get_num_threads).result() == 2
         assert other.submit(torch.get_num_threads).result() == 1
-        one.submit(hardware.use_threads, 0).result()
+        one.submit(devices.use_threads, 0).result()
         assert one.submit(torch.get_num_threads).result() == host.usable_cores()
-        one.submit(hardware.use_threads, before).result()
+        one.submit(devices.use_threads, before).result()

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from service.core import hardware
 from service.core.errors import BadParameter
+from service.core.hardware import devices
 from service.engine.compile import torch_compile
 from service.models.network import Network
 
@@ -56,7 +56,7 @@ def test_a_frozen_network_runs_with_any_number_of_threads_and_in_several(module)
     expected, graphs = network(X), torch_compile.count_graphs()
 
     def call(threads):
-        hardware.use_threads(threads)
+        devices.use_threads(threads)
         with torch.inference_mode():
             return network(X)
 
