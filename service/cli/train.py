@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 from service.cli.models import choose_model
-from service.core.config import Settings, Training, override_settings
+from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
+from service.core.sections.computing import Training
 
 
 def add_arguments(train: argparse.ArgumentParser) -> None:

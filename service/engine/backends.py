@@ -11,8 +11,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from service.core.config import Engine as EngineSettings
 from service.core.hardware import devices
+from service.core.sections.computing import Engine as EngineSettings
 from service.engine.base import ANY_FORMAT, WARM_UP_CALLS, Backend
 from service.engine.compile.torch_compile import TorchCompileBackend, explain_missing_compiler
 from service.engine.cpu import graph as cpu_graph

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from service.core.config import Engine as EngineSettings
+from service.core.sections.computing import Engine as EngineSettings
 from service.engine.precision import DTYPES
 from service.engine.tuning.plans import EngineConfig
 from service.models.network import Network

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from service.core.config import Precision
+from service.core.sections.computing import Precision
 
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -21,9 +21,9 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from service.core.config import Training
 from service.core.errors import BadParameter
 from service.core.files.whole_file import write_whole
+from service.core.sections.computing import Training
 from service.training.averaging import measure_statistics, update_average
 from service.training.examples import ExampleDataset, ExamplePool, Normalise, Pair, RecordedStacks, draw_batch
 from service.training.gradient_checkpointing import checkpoint_blocks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from service.core.config import Engine as EngineSettings
+from service.core.sections.computing import Engine as EngineSettings
 from service.engine import backends
 from service.inference.result import EngineReport
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from service.cli.benchmark.timing import Spread, matrix_peak, synchronised, time_in_turn
-from service.core.config import Engine as EngineSettings
 from service.core.config import Settings
 from service.core.hardware import devices
+from service.core.sections.computing import Engine as EngineSettings
 from service.engine import backends, precision
 from service.engine.base import WARM_UP_CALLS
 from service.engine.cuda import tf32

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from service.core.config import Engine as EngineSettings
+from service.core.sections.computing import Engine as EngineSettings
 from service.engine.base import Backend
 from service.engine.compile.torch_compile import TorchCompileBackend
 from service.engine.cpu import graph as cpu_graph

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from service.core.config import Engine as EngineSettings
 from service.core.errors import BadParameter
+from service.core.sections.computing import Engine as EngineSettings
 from service.engine.base import ANY_FORMAT, WARM_UP_CALLS, Backend
 from service.engine.compile.torch_compile import compile_module
 from service.engine.tuning.plans import EngineConfig

@@ -21,9 +21,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from service.core.config import MAX_STREAMS, Settings
+from service.core.config import Settings
 from service.core.errors import Cancelled
 from service.core.hardware import devices, host
+from service.core.sections.computing import MAX_STREAMS
 from service.engine.cuda.events import CudaTimer, mark_end
 from service.inference.batching.launch import Launch, Mark, Timer
 from service.inference.batching.window_request import (

@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from service.core.config import MAX_STREAMS, Settings
+from service.core.config import Settings
 from service.core.hardware import devices, host
 from service.core.hardware.devices import Driver
+from service.core.sections.computing import MAX_STREAMS
 from service.core.telemetry import step
 from service.engine import backends, precision
 from service.engine.cuda import tf32

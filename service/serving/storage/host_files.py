@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import quote, unquote
 
-from service.core import config
-from service.core.config import Root
 from service.core.errors import BadParameter, ConfigError, OutOfStorage, OutputExists
+from service.core.sections.serving import References, Root
 from service.formats.sandbox.parent import descriptor_path
 from service.formats.sandbox.process import Cancelling, never
 from service.formats.sandbox.remote_store import RemoteStore, check_url, is_url
@@ -51,7 +50,7 @@ class HostFiles:
     exist or is not for this caller, with a message that has no path but the caller's own.
     """
 
-    def __init__(self, settings: config.References) -> None:
+    def __init__(self, settings: References) -> None:
         self._inputs, self._outputs = settings.inputs, settings.outputs
         self._stores = settings.stores
         for name, store in self._stores.items():

@@ -14,8 +14,9 @@ from service.cli.benchmark.networks import (
     format_config,
     split_builders,
 )
-from service.core.config import Engine, Settings
+from service.core.config import Settings
 from service.core.hardware import devices
+from service.core.sections.computing import Engine
 from service.engine import backends
 from service.engine.cuda import tf32
 from service.engine.tuning.plans import EngineConfig

@@ -11,9 +11,11 @@ from concurrent.futures import CancelledError
 from functools import partial
 from typing import Any
 
-from service.core.config import Access, Cluster, References, Settings
+from service.core.config import Settings
 from service.core.errors import Cancelled, StackSegError
 from service.core.hardware import gpus, host
+from service.core.sections.computing import Cluster
+from service.core.sections.serving import Access, References
 from service.core.telemetry import configure_logging
 from service.engine.compile import torch_compile
 from service.inference.batching.window_request import Share
