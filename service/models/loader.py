@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from service.core.errors import BrokenModel
 from service.models.architectures import build_network, count_parameters
 from service.models.graphs.onnx.network import load_onnx
+from service.models.graphs.size_limit import MAX_ELEMENTS
 from service.models.graphs.torch_export import load_torch_export
 from service.models.graphs.torchscript import load_torchscript
 from service.models.network import observe_calls
-from service.models.size_limit import MAX_ELEMENTS
 from service.models.spec import Architecture, ModelSpec
 
 # Weights that bring their own network, by `weights.kind`; each for windows [C, z, y, x].

@@ -22,22 +22,22 @@ from torch.fx import Graph, GraphModule, Node
 
 from service.core.errors import BrokenModel
 from service.core.files.zip_archive import open_torch_archive
-from service.models.convolution import make_convolution
 from service.models.graphs.allowed_operators import ATEN, UNCHECKED
+from service.models.graphs.graph_module import Shapes, make_graph_module
 from service.models.graphs.layers import (
     FindLayer,
     Layer,
-    Shapes,
     add_layers,
-    find_shuffle,
+    find_activation,
+    find_norm,
+    find_prelu,
     first_input,
     is_volume,
-    make_graph_module,
-    make_norm,
-    make_prelu,
-    multiply,
-    read_constant,
+    make_convolution,
+    make_shuffle_finder,
+    read_arguments,
 )
+from service.models.graphs.size_limit import multiply
 
 SCHEMA_VERSION = 8
 MAX_GRAPH_BYTES = 2**26
@@ -251,16 +251,8 @@ class _GraphReader:
         return self._read_argument(item, target)
 
 
-def _read_arguments(network: GraphModule, node: Node) -> dict[str, Any]:
-    """Return the arguments of a call by name, stored tensors as tensors, defaults included."""
-    assert isinstance(node.target, OpOverload)  # noqa: S101
-    defaults = {each.name: each.default_value for each in node.target._schema.arguments if each.has_default_value()}
-    stored = {name: read_constant(network, value) for name, value in node.kwargs.items()}
-    return defaults | {name: value if stored[name] is None else stored[name] for name, value in node.kwargs.items()}
-
-
 def _find_convolution(network: GraphModule, node: Node, _shapes: Shapes) -> Layer | None:
-    settings = _read_arguments(network, node)
+    settings = read_arguments(network, node)
     source, weight, bias = (settings.pop(name) for name in ("input", "weight", "bias"))
     if not isinstance(weight, Tensor) or isinstance(bias, Node):
         return None
@@ -270,34 +262,8 @@ def _find_convolution(network: GraphModule, node: Node, _shapes: Shapes) -> Laye
     return Layer(make_convolution(weight, bias, groups=groups, transposed=transposed, **shared), source, node)
 
 
-def _find_activation(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
-    settings, source = _read_arguments(network, node), first_input(node)
-    # Others read what a call in place leaves behind, in the source or in what it is a view of.
-    in_place = str(node.target).partition(".")[2].partition(".")[0].endswith("_")
-    alone = source.op == "call_module" and len(source.users) == 1
-    if not is_volume(source, shapes) or (in_place and not alone):
-        return None
-    if node.target is _ATEN.prelu.default:
-        slope = settings["weight"]
-        return Layer(make_prelu(slope), source, node) if isinstance(slope, Tensor) else None
-    slope = settings.get("negative_slope")
-    return Layer(nn.ReLU() if slope is None else nn.LeakyReLU(slope), source, node)
-
-
-def _find_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
-    settings, source = _read_arguments(network, node), first_input(node)
-    weight, bias = settings["weight"], settings["bias"]
-    if not is_volume(source, shapes) or isinstance(weight, Node) or isinstance(bias, Node):
-        return None
-    channels = shapes[source][1]
-    if settings.get("running_mean") is not None:
-        return None
-    groups = settings.get("num_groups", channels)
-    return Layer(make_norm(groups, channels, weight, bias, eps=settings["eps"]), source, node)
-
-
 def _find_batch_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
-    settings, source = _read_arguments(network, node), first_input(node)
+    settings, source = read_arguments(network, node), first_input(node)
     if not is_volume(source, shapes):
         return None
     tensors = {name: settings[name] for name in ("weight", "bias", "running_mean", "running_var")}
@@ -308,23 +274,19 @@ def _find_batch_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer 
     return Layer(module, source, node)
 
 
-def _find_shuffle(_network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
-    return find_shuffle(shapes, node, node.kwargs.get("dims", ()), {_ATEN.view.default, _ATEN.reshape.default})
-
-
 _ATEN = torch.ops.aten
 FINDERS: dict[Any, FindLayer] = {
     _ATEN.conv3d.default: _find_convolution,
     _ATEN.conv_transpose3d.input: _find_convolution,
-    _ATEN.relu.default: _find_activation,
-    _ATEN.relu_.default: _find_activation,
-    _ATEN.leaky_relu.default: _find_activation,
-    _ATEN.leaky_relu_.default: _find_activation,
-    _ATEN.prelu.default: _find_activation,
-    _ATEN.instance_norm.default: _find_norm,
-    _ATEN.group_norm.default: _find_norm,
+    _ATEN.relu.default: find_activation,
+    _ATEN.relu_.default: find_activation,
+    _ATEN.leaky_relu.default: find_activation,
+    _ATEN.leaky_relu_.default: find_activation,
+    _ATEN.prelu.default: find_prelu,
+    _ATEN.instance_norm.default: find_norm,
+    _ATEN.group_norm.default: find_norm,
     _ATEN.batch_norm.default: _find_batch_norm,
-    _ATEN.permute.default: _find_shuffle,
+    _ATEN.permute.default: make_shuffle_finder({_ATEN.view.default, _ATEN.reshape.default}),
 }
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from service.models.graphs.layers import multiply
+from service.models.graphs.size_limit import multiply
 
 Value = Any
 """A tensor, a number or a tuple of numbers; None for an input that is left out."""

@@ -18,14 +18,14 @@ from torch import Tensor, fx, nn
 
 from service.core.errors import BrokenModel
 from service.core.types import Array
-from service.models.convolution import make_convolution
-from service.models.graphs.layers import INPUT_RANK, add_layers, make_graph_module
+from service.models.graphs.graph_module import make_graph_module
+from service.models.graphs.layers import INPUT_RANK, add_layers, make_convolution
 from service.models.graphs.onnx import file
 from service.models.graphs.onnx.elementwise import UnsupportedCall, Value
 from service.models.graphs.onnx.file import Model, Node, TensorInfo
 from service.models.graphs.onnx.layers import ADDITIONS, FINDERS
 from service.models.graphs.onnx.operators import OPERATORS, flatten_padding, resize, softmax_flattened
-from service.models.size_limit import check_elements, limit_sizes
+from service.models.graphs.size_limit import check_elements, limit_sizes
 
 STANDARD_DOMAINS = {"", "ai.onnx"}
 # Operators whose stored inputs with one axis are numbers for the call, not tensors of the network.

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from service.models.graphs.layers import multiply
 from service.models.graphs.onnx.elementwise import ELEMENTWISE, UnsupportedCall, Value, to_ints, to_number
-from service.models.size_limit import MAX_ELEMENTS
+from service.models.graphs.size_limit import MAX_ELEMENTS, multiply
 
 Ints = Sequence[int]
 

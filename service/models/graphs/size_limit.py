@@ -1,4 +1,4 @@
-"""A limit to the size of tensors, for what files of others compute."""
+"""Limits to the sizes of tensors and of whole numbers, for what files of others compute."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ def check_elements(shape: Sequence[int]) -> None:
     """Raise BrokenModel where a value of this shape has more than `MAX_ELEMENTS`."""
     if math.prod(shape) > MAX_ELEMENTS:
         raise BrokenModel(f"makes a value of {tuple(shape)}, too large for a part of a network.")
+
+
+def multiply(a: Any, b: Any) -> Any:
+    """Return `a * b`. Raise OverflowError for a whole number that no size can be: a few products make it endless."""
+    product = a * b
+    if isinstance(product, int) and product.bit_length() > 64:
+        raise OverflowError("a size of more than 64 bits")
+    return product
 
 
 @contextmanager
