@@ -19,8 +19,7 @@ from service.inference.preprocessing.normalize import normalise
 from service.models.architectures import build_network
 from service.models.loader import load_network
 from service.models.repository import FILE_NAME
-from service.models.spec import Architecture, ModelSpec
-from service.models.trainable import check_trainable
+from service.models.spec import Architecture, ModelSpec, check_trainable
 from service.training import throughput
 from service.training.examples import Pair, read_pairs
 from service.training.model_folder import draft_content, write_model

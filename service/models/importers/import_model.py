@@ -46,14 +46,8 @@ class Imported(NamedTuple):
     notes: tuple[str, ...]
 
 
-def import_model(  # noqa: PLR0913
-    path: Path,
-    models: Path,
-    stated: Mapping[str, Any],
-    name: str | None = None,
-    *,
-    prepare: PrepareImage,
-    trust: bool = False,
+def import_model(
+    path: Path, models: Path, stated: Mapping[str, Any], *, prepare: PrepareImage, trust: bool = False
 ) -> Imported:
     """Make `models/<name>` of a package, a folder or a file.
 
@@ -72,7 +66,7 @@ def import_model(  # noqa: PLR0913
                 "network as ONNX or with torch.export; or, where you trust its author like one of a program that you "
                 "install, import it with --trust."
             )
-        return _write(draft, models, stated, name, prepare)
+        return _write(draft, models, stated, prepare)
 
 
 @contextmanager
@@ -98,10 +92,10 @@ def _read_draft(path: Path) -> Iterator[Draft]:
         yield draft
 
 
-def _write(draft: Draft, models: Path, stated: Mapping[str, Any], name: str | None, prepare: PrepareImage) -> Imported:
+def _write(draft: Draft, models: Path, stated: Mapping[str, Any], prepare: PrepareImage) -> Imported:
     """Write a model folder beside `models/<name>`, check it, and move it there."""
     content = _override(draft.content, stated)
-    content["name"] = name or stated.get("name") or _make_slug(str(content["name"]))
+    content["name"] = stated.get("name") or _make_slug(str(content["name"]))
     for key in {"summary", "licence", "training_data"} & content.keys():
         if isinstance(content[key], str):
             content[key] = CONTROL_CHARACTERS.sub("", content[key])

@@ -229,16 +229,24 @@ def _read_normalisation(config: Fields, channels: Any) -> dict[str, Any]:
     return translators[name](Fields(_check_plain(step.as_dict(), step.location()), step.location()))
 
 
-def _read_spacing(config: Fields) -> list[float] | None:
-    """Return the voxel size to which images are resampled, along the axes of the network, None where they are not."""
+def _find_spacing(config: Fields) -> Fields | None:
+    """Return the only transform that resamples, None where none does. Raise UnsupportedPackage for several."""
     steps = [step for name, step in _read_transforms(config, "preprocessing") if name == SPACING]
     if not steps:
         return None
-    step = steps[0]
+    step, *others = steps
     _check_plain(step.as_dict(), step.location())
-    modes = step.get("mode") or "bilinear"
-    if len(steps) > 1 or "min_pixdim" in step or "max_pixdim" in step:
+    if others or "min_pixdim" in step or "max_pixdim" in step:
         raise UnsupportedPackage(f"{step.location()}: only one {SPACING} with a pixdim alone can be honoured.")
+    return step
+
+
+def _read_spacing(config: Fields) -> list[float] | None:
+    """Return the voxel size to which images are resampled, along the axes of the network, None where they are not."""
+    step = _find_spacing(config)
+    if step is None:
+        return None
+    modes = step.get("mode") or "bilinear"
     if (modes[0] if isinstance(modes, list) else modes) != "bilinear":
         raise UnsupportedPackage(
             f"{step.location('mode')}: {modes!r} cannot be honoured; images are resampled bilinear."
@@ -246,9 +254,14 @@ def _read_spacing(config: Fields) -> list[float] | None:
     pixdim = step.get("pixdim")
     # As MONAI does, the last edge stands for those that are not stated.
     edges = [*pixdim, *pixdim[-1:] * 3][:3] if isinstance(pixdim, list) else [pixdim] * 3
-    if not all(isinstance(edge, int | float) and not isinstance(edge, bool) and 0 < edge < math.inf for edge in edges):
+    if not all(map(_is_length, edges)):
         raise UnsupportedPackage(f"{step.location('pixdim')}: three edges of a voxel are expected, not {pixdim!r:.80}.")
     return [float(edge) for edge in edges]
+
+
+def _is_length(value: object) -> bool:
+    """Return whether a value is a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _read_number(step: Fields, key: str, default: float | None = None) -> float:
