@@ -39,15 +39,15 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     base = None if options.base is None else choose_model(options.base, settings)
     pairs = (options.images, options.labels)
     if options.benchmark:
+        from service.training.from_files import measure_steps  # noqa: PLC0415
         from service.training.throughput import HEADER  # noqa: PLC0415
-        from service.training.train import measure_steps  # noqa: PLC0415
 
         rows = [cost.row() for cost in measure_steps(pairs, settings, base)]
         sys.stdout.write("\n".join([HEADER, *rows]) + "\n")
         return 0
     if options.out is None:
         raise BadParameter("--out: say which model folder to make, such as models/mine.")
-    from service.training.train import train_model  # noqa: PLC0415
+    from service.training.from_files import train_model  # noqa: PLC0415
 
     spec, state = train_model(pairs, options.out, settings, base=base, resume=options.resume)
     sys.stdout.write(f"{options.out}: {spec.identifier}, {state.summarise()}\n")

@@ -24,7 +24,7 @@ from service.core.errors import OutOfMemory, OutOfStorage, StackSegError
 from service.core.hardware import devices
 from service.inference.memory_errors import translate_error
 from service.models.repository import read_spec
-from service.training.fine_tune import Report, Stack, fine_tune
+from service.training.fine_tune import FineTuning, Report, Stack, fine_tune
 
 DISK_FULL = (
     "The disk of the trained models (models.trained_folder) is full, and nothing is left of the training; have room"
@@ -70,8 +70,8 @@ def train(request: dict[str, Any], report: Report) -> None:
     if _is_full(request):
         raise OutOfStorage(DISK_FULL)
     stacks = [_parse_stack(stack) for stack in request["stacks"]]
-    base, out = read_spec(Path(request["base"])), Path(request["out"])
-    outcome = fine_tune(stacks, base, out, settings, minutes=request["minutes"], report=report)
+    task = FineTuning(read_spec(Path(request["base"])), Path(request["out"]), settings, report)
+    outcome = fine_tune(stacks, task, minutes=request["minutes"])
     lineage = outcome.lineage
     report({"done": {"after": lineage.after, "better": lineage.better, "message": outcome.message}})
 

@@ -1,4 +1,4 @@
-"""Fine-tuning of a model on annotated stacks: as `train`, scored before and after on what it was not trained on."""
+"""Fine-tuning of a model on annotated stacks: as from files, scored before and after on what it was not trained on."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ from service.inference.segmenter import Segmenter
 from service.models.repository import FILE_NAME, read_spec
 from service.models.spec import Lineage, ModelSpec
 from service.training.evaluate import Scores, score
-from service.training.examples import LIMIT_BYTES, Pair, zoom_pair
+from service.training.examples import LIMIT_BYTES, Pair, median_extents, zoom_pair
+from service.training.from_files import prepare_training
 from service.training.model_folder import describe_stacks, draft_content, write_model
-from service.training.object_size import median_extents
-from service.training.train import prepare_training
-from service.training.trainer import CHECKPOINT, Trainer
+from service.training.training_loop import CHECKPOINT, Trainer
 
 Widths = tuple[float, float, float]
 Report = Callable[[dict[str, Any]], None]
@@ -75,6 +74,21 @@ class Annotated:
         return int(np.count_nonzero(np.unique(labels)))
 
 
+class FineTuning(NamedTuple):
+    """What a training begins with, and where its results go.
+
+    base      model whose weights it begins with
+    out       folder of the new model
+    settings  device, threads, precision and training options
+    report    called with the news of the training
+    """
+
+    base: ModelSpec
+    out: Path
+    settings: Settings
+    report: Report
+
+
 class Outcome(NamedTuple):
     """A new model, and in a sentence or two whether it is better."""
 
@@ -83,16 +97,15 @@ class Outcome(NamedTuple):
     message: str
 
 
-def fine_tune(  # noqa: PLR0913
-    stacks: Sequence[Stack], base: ModelSpec, out: Path, settings: Settings, *, minutes: float, report: Report
-) -> Outcome:
-    """Train for so many minutes, scoring included, and make `out` a model folder of that name.
+def fine_tune(stacks: Sequence[Stack], task: FineTuning, *, minutes: float) -> Outcome:
+    """Train for a number of minutes, scoring included, and make `task.out` a model folder of that name.
 
     No two stacks may have labels for the same place of one image: one would teach what the other holds out.
     Stacks are resampled to the width of objects that the model works at, as requests are. Device, threads and training
     options are those of the settings, but for the number of steps, which is what the time allows. Raises BadParameter,
     BadFile, BrokenModel, ConfigError.
     """
+    base, out, settings, report = task
     began = time.monotonic()
     annotated = [read_stack(stack) for stack in stacks]
     parts, held_out, unseen = _hold_out(annotated, settings.training.validation, base.input.diameter)
@@ -101,9 +114,7 @@ def fine_tune(  # noqa: PLR0913
     before = score_model(base, held_out, eager)
     report({"before": round(before.f1, 4)})
     scoring = time.monotonic() - began
-    trained, content = _train(
-        parts, base, out, settings, max(60 * minutes - 2 * scoring, LEAST_SHARE * 60 * minutes), report
-    )
+    trained, content = _train(parts, task, max(60 * minutes - 2 * scoring, LEAST_SHARE * 60 * minutes))
     spec = write_model(trained.network, content, out, _read_sample(base), settings)
     report({"stage": "evaluating"})
     after = score_model(spec, held_out, eager)
@@ -219,10 +230,9 @@ class _Trained(NamedTuple):
     failure: str | None
 
 
-def _train(  # noqa: PLR0913, PLR0917
-    parts: Sequence[Annotated], base: ModelSpec, out: Path, settings: Settings, seconds: float, report: Report
-) -> tuple[_Trained, dict[str, Any]]:
+def _train(parts: Sequence[Annotated], task: FineTuning, seconds: float) -> tuple[_Trained, dict[str, Any]]:
     """Train; return the network and the keys of its model file."""
+    base, out, settings, report = task
     pairs = [resample(part, base.input.diameter) for part in parts]
     content = draft_content(base, out.name, [part.name for part in parts])
     # Everybody may see it, and names of stacks are their owners' own.

@@ -13,7 +13,7 @@ import torch
 
 from service.core.hardware import devices
 from service.engine.precision import DTYPES
-from service.training.trainer import Trainer
+from service.training.training_loop import Trainer
 
 HEADER = "| precision | crops per second | milliseconds per step | peak memory of a step |\n|---|---|---|---|"
 WARM_UP = 2

@@ -21,9 +21,9 @@ from service.models.loader import load_network
 from service.models.repository import FILE_NAME
 from service.models.spec import Architecture, ModelSpec, check_trainable
 from service.training import throughput
-from service.training.examples import Pair, read_pairs
+from service.training.examples import Pair, read_pairs, split_pairs
 from service.training.model_folder import draft_content, write_model
-from service.training.trainer import CHECKPOINT, Plan, State, Trainer, split
+from service.training.training_loop import CHECKPOINT, Placement, Plan, State, Trainer, TrainingData
 
 Paths = tuple[Sequence[Path], Sequence[Path]]
 """Files of stacks, and of their labels in the same order."""
@@ -44,7 +44,8 @@ def prepare_training(
         devices.use_threads(settings.device.threads)
     else:
         torch.backends.cudnn.deterministic = True
-    training, validation = split(pairs, settings.training.validation)
+    normalise_image = partial(normalise, normalisation=draft.input.normalisation)
+    data = TrainingData(*split_pairs(pairs, settings.training.validation), normalise_image)
 
     def make_trainer(folder: Path, dtype: torch.dtype) -> Trainer:
         torch.manual_seed(plan.seed)
@@ -54,8 +55,7 @@ def prepare_training(
             else build_network(Architecture.model_validate(content["architecture"]))
         )
         _check_edge(network, plan.edge)
-        data = (training, validation, partial(normalise, normalisation=draft.input.normalisation))
-        return Trainer(network, *data, plan, folder, device, dtype)
+        return Trainer(network, data, plan, folder, Placement(device, dtype))
 
     return make_trainer
 

@@ -1,4 +1,4 @@
-"""Train a model of instances on annotated stacks: from another model or from nothing, resumable to the same result."""
+"""The training loop: steps, validation, checkpoints; resumable to the same result."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import math
 import pickle
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,18 +23,24 @@ from tqdm import tqdm
 from service.core.errors import BadParameter
 from service.core.files.whole_file import write_whole
 from service.core.sections.computing import Training
-from service.training.averaging import measure_statistics, update_average
-from service.training.examples import ExampleDataset, ExamplePool, Normalise, Pair, RecordedStacks, draw_batch
-from service.training.gradient_checkpointing import checkpoint_blocks
+from service.training.examples import (
+    STEPS_PER_VOLUME,
+    BatchPrefetcher,
+    ExampleDataset,
+    ExamplePool,
+    Normalise,
+    Pair,
+    RecordedStacks,
+    draw_batch,
+)
 from service.training.instance_targets import instance_loss, instance_targets
-from service.training.safe_convolution import make_convolutions_safe
+from service.training.techniques import checkpoint_blocks, make_convolutions_safe, measure_statistics, update_average
 
 log = logging.getLogger("service.train")
 
 CHECKPOINT = "checkpoint.pt"
 CURVE = "training.csv"
 COLUMNS = ("step", "learning_rate", "loss", "validation", "skipped", "dice")
-STEPS_PER_VOLUME = 2
 
 
 class Plan(Training):
@@ -96,72 +101,27 @@ class State:
         )
 
 
-def split(pairs: Sequence[Pair], share: float) -> tuple[list[Pair], list[Pair]]:
-    """Split every stack along its longest axis: the last `share` is for validation, the rest for training.
+class TrainingData(NamedTuple):
+    """Stacks and their labels to train on and to validate with, and how images are normalised."""
 
-    Raises BadParameter where a part has no object.
-    """
-    training: list[Pair] = []
-    validation: list[Pair] = []
-    for number, (image, labels) in enumerate(pairs):
-        axis = int(np.argmax(image.shape))
-        cut = round(image.shape[axis] * (1 - share))
-        parts = [np.split(volume, [cut], axis) for volume in (image, labels)]
-        for kept, index, name in ((training, 0, "training"), (validation, 1, "validation")):
-            if not parts[1][index].any():
-                raise BadParameter(f"Stack {number + 1}: the part for {name} has no object; change --validation.")
-            kept.append((parts[0][index], parts[1][index]))
-    return training, validation
+    training: Sequence[Pair]
+    validation: Sequence[Pair]
+    normalise: Normalise
 
 
-class BatchPrefetcher:
-    """Batches of steps `first`, `first + 1`, ...; the next one is made while the device trains on the current one.
+class Placement(NamedTuple):
+    """The device that trains, and the dtype of mixed precision; float32 is none."""
 
-    The pool is refreshed before a step, so that a resumed training begins that step with an equal pool.
-    """
-
-    def __init__(self, pool: ExamplePool, plan: Plan, first: int, *, pinned: bool) -> None:
-        self._pool, self._plan, self._pinned = pool, plan, pinned
-        self._first = self._step = first
-        self._executor = ThreadPoolExecutor(1)
-        self._next = self._executor.submit(self._make, first)
-
-    def __next__(self) -> tuple[Tensor, Tensor]:
-        batch = self._next.result()
-        self._step += 1
-        self._next = self._executor.submit(self._make, self._step)
-        return batch
-
-    def close(self) -> None:
-        self._executor.shutdown(wait=True)
-
-    def _make(self, step: int) -> tuple[Tensor, Tensor]:
-        """Draw the images and targets of a step, in page-locked memory if `pinned`."""
-        if step > self._first and step % STEPS_PER_VOLUME == 0:
-            self._pool.refresh()
-        plan = self._plan
-        images, targets = draw_batch(
-            self._pool, np.random.default_rng([plan.seed, 2, step]), plan.batch_size, plan.edge
-        )
-        return (images.pin_memory(), targets.pin_memory()) if self._pinned else (images, targets)
+    device: torch.device
+    dtype: torch.dtype
 
 
 class Trainer:
     """Training on one device; `folder` gets the curve and the checkpoint from which a training is resumed."""
 
-    def __init__(  # noqa: PLR0913, PLR0917
-        self,
-        network: nn.Module,
-        pairs: Sequence[Pair],
-        validation: Sequence[Pair],
-        normalise: Normalise,
-        plan: Plan,
-        folder: Path,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, network: nn.Module, data: TrainingData, plan: Plan, folder: Path, place: Placement) -> None:
         self.plan, self.folder, self.state = plan, folder, State()
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype = device, dtype = place
         self._network = network.to(device).train().requires_grad_(requires_grad=True)
         self._average = copy.deepcopy(network).eval()
         self._best = copy.deepcopy(self._average.state_dict())
@@ -175,8 +135,8 @@ class Trainer:
             network.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay, fused=device.type == "cuda"
         )
         self._scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        self._dataset = ExampleDataset(RecordedStacks(pairs), normalise, plan.seed)
-        self._validation = [_cut_tiles(pair, normalise, plan.edge) for pair in validation]
+        self._dataset = ExampleDataset(RecordedStacks(data.training), data.normalise, plan.seed)
+        self._validation = [_cut_tiles(pair, data.normalise, plan.edge) for pair in data.validation]
 
     def run(self) -> nn.Module:
         """Train to the end of the plan; return the averaged network of the lowest validation loss, on the CPU."""

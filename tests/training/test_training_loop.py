@@ -17,10 +17,10 @@ from scripts.recipes.sources import Percentiles
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.core.errors import BadParameter
 from service.models.architectures import ShuffleUNet
-from service.training import trainer as trainer_module
-from service.training.examples import Pair
+from service.training import training_loop as trainer_module
+from service.training.examples import Pair, split_pairs
 from service.training.model_folder import save_weights
-from service.training.trainer import CHECKPOINT, COLUMNS, CURVE, Plan, State, Trainer, split
+from service.training.training_loop import CHECKPOINT, COLUMNS, CURVE, Placement, Plan, State, Trainer, TrainingData
 
 CPU = torch.device("cpu")
 PLAN = Plan(steps=6, batch_size=1, edge=16, every=2, pool=2, statistics=2, learning_rate=3e-3)
@@ -34,8 +34,8 @@ def pair() -> Pair:
 def trainer(pair: Pair, folder: Path, plan: Plan = PLAN, dtype: torch.dtype = torch.float32) -> Trainer:
     torch.manual_seed(0)
     folder.mkdir(exist_ok=True)
-    training, validation = split([pair], 0.25)
-    return Trainer(ShuffleUNet(1, 2, (4, 8)), training, validation, Percentiles(), plan, folder, CPU, dtype)
+    data = TrainingData(*split_pairs([pair], 0.25), Percentiles())
+    return Trainer(ShuffleUNet(1, 2, (4, 8)), data, plan, folder, Placement(CPU, dtype))
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
@@ -143,13 +143,13 @@ def test_a_compiled_network_takes_the_same_steps(pair: Pair, tmp_path: Path, mon
         return compiling(network, backend="aot_eager", **options)
 
     monkeypatch.setattr(torch, "compile", compile_quickly)
-    training, validation = split([pair], 0.25)
+    data = TrainingData(*split_pairs([pair], 0.25), Percentiles())
     losses = []
     for compiled in (False, True):
         torch.manual_seed(0)
         network = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.BatchNorm3d(2))
         plan = Plan(**{**PLAN.model_dump(), "compile": compiled})
-        made = Trainer(network, training, validation, Percentiles(), plan, tmp_path, CPU, torch.float32)
+        made = Trainer(network, data, plan, tmp_path, Placement(CPU, torch.float32))
         taken = []
         for _ in range(3):
             made.step(*made.example())
@@ -188,9 +188,9 @@ def test_a_network_with_shared_layers_trains_and_is_saved(pair: Pair, tmp_path: 
     torch.manual_seed(0)
     network = DynUNet(3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 6, 8])
     before = copy.deepcopy(network)
-    training, validation = split([pair], 0.25)
+    data = TrainingData(*split_pairs([pair], 0.25), Percentiles())
     plan = Plan(**{**PLAN.model_dump(), "steps": 2, "checkpointing": True})
-    trained = Trainer(network, training, validation, Percentiles(), plan, tmp_path, CPU, torch.float32).run()
+    trained = Trainer(network, data, plan, tmp_path, Placement(CPU, torch.float32)).run()
     save_weights(trained, tmp_path)
     assert not same(before, trained)
     before.load_state_dict(load_file(tmp_path / "weights.safetensors"))
@@ -203,8 +203,8 @@ def test_a_small_training_gets_better_and_says_so(pair: Pair, tmp_path: Path, dt
     torch.manual_seed(0)
     # The lowest level has two planes, of which oneDNN's gradients in BF16 are wrong.
     network = ShuffleUNet(1, 2, (4, 16, 16))
-    training, validation = split([pair], 0.25)
-    made = Trainer(network, training, validation, Percentiles(), plan, tmp_path, CPU, dtype)
+    data = TrainingData(*split_pairs([pair], 0.25), Percentiles())
+    made = Trainer(network, data, plan, tmp_path, Placement(CPU, dtype))
     assert all(value.isfinite().all() for value in made.run().state_dict().values())
     assert made.state.skipped == 0
     assert made.state.describe_failure() is None
@@ -254,8 +254,8 @@ def test_checkpoints_without_a_scaler_still_load_and_others_are_refused(pair: Pa
 
 def test_the_end_of_every_stack_is_kept_for_validation() -> None:
     image = np.arange(4 * 5 * 10).reshape(4, 5, 10)
-    ((first, _),), ((last, labels),) = split([(image, np.ones_like(image))], 0.2)
+    ((first, _),), ((last, labels),) = split_pairs([(image, np.ones_like(image))], 0.2)
     assert (first.shape, last.shape, labels.shape) == ((4, 5, 8), (4, 5, 2), (4, 5, 2))
     assert np.array_equal(np.concatenate([first, last], axis=2), image)
     with pytest.raises(BadParameter, match="Stack 1: the part for validation has no object"):
-        split([(image, (image % 10 < 8) & (image >= 0))], 0.2)
+        split_pairs([(image, (image % 10 < 8) & (image >= 0))], 0.2)

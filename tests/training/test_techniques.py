@@ -3,13 +3,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from service.models.architectures import build_network
 from service.models.spec import Architecture
-from service.training.gradient_checkpointing import checkpoint_blocks, find_blocks
+from service.training.techniques import checkpoint_blocks, find_blocks, make_convolutions_safe, measure_statistics
 
 TINY: dict[str, dict[str, Any]] = {
     "ShuffleUNet": {"in_channels": 1, "out_channels": 2, "widths": [4, 8]},
@@ -71,3 +72,34 @@ def test_a_shared_block_is_found_once() -> None:
     network = build_network(Architecture(name="DynUNet", arguments=TINY["DynUNet"]))
     found = find_blocks(network)
     assert len({id(block) for block in found}) == len(found)
+
+
+def test_batch_statistics_are_plain_means_over_the_batches() -> None:
+    norm = torch.nn.BatchNorm3d(1).eval()
+    norm.running_mean.fill_(7)
+    batches = torch.rand(5, 2, 1, 16, 16, 16, generator=torch.Generator().manual_seed(3)).unbind()
+    measure_statistics(norm, batches)
+    assert float(norm.running_mean) == pytest.approx(np.mean([float(images.mean()) for images in batches]), abs=1e-5)
+    assert not norm.training
+    assert norm.momentum == torch.nn.BatchNorm3d(1).momentum
+
+
+@pytest.mark.parametrize(("planes", "kernel"), [(1, 3), (2, 3), (3, 3), (4, 5), (8, 3)])
+def test_gradients_in_bfloat16_are_those_of_float32(planes: int, kernel: int) -> None:
+    torch.manual_seed(0)
+    layer = nn.Conv3d(32, 32, kernel, padding=kernel // 2, bias=False)
+    usual = nn.Conv3d(32, 32, kernel, padding=kernel // 2, bias=False)
+    usual.load_state_dict(layer.state_dict())
+    make_convolutions_safe(layer)
+    for _ in range(5):
+        image = torch.randn(2, 32, planes, 4, 4)
+        upper = torch.randn(2, 32, planes, 4, 4)
+        for module, enabled in ((layer, True), (usual, False)):
+            module.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                scores = module(image)
+            scores.float().backward(upper)
+        assert layer.weight.grad is not None
+        assert usual.weight.grad is not None
+        error = (layer.weight.grad - usual.weight.grad).abs().max()
+        assert error < 0.02 * usual.weight.grad.abs().max()
