@@ -13,6 +13,8 @@ from torch import Tensor, nn
 Network = Callable[[Tensor], Tensor]
 """A network ready to run: windows [B, C, z, y, x] -> scores [B, K, z, y, x], of one fixed shape."""
 
+# Most elements of a value: as float32 they take 8 GiB, and a file asks for any number in a few bytes.
+MAX_ELEMENTS = 2**31
 # Set on an `nn.Sequential` that `is_sequence` must not count as one; copies have it too.
 _BYPASSED = "_stackseg_bypassed"
 

@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from service.core.errors import BrokenModel
 from service.core.files.zip_archive import open_torch_archive
 from service.models.graphs.allowed_operators import ATEN, UNCHECKED
-from service.models.graphs.graph_module import Shapes, make_graph_module
+from service.models.graphs.graph_module import Shapes, make_graph_module, multiply
 from service.models.graphs.layers import (
     FindLayer,
     Layer,
@@ -37,7 +37,6 @@ from service.models.graphs.layers import (
     make_shuffle_finder,
     read_arguments,
 )
-from service.models.graphs.size_limit import multiply
 
 SCHEMA_VERSION = 8
 MAX_GRAPH_BYTES = 2**26

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
 
@@ -43,8 +43,8 @@ class TorchScriptNetwork(nn.Module):
         return first
 
 
-def load_torchscript(path: Path) -> TorchScriptNetwork:
-    """Load and check a TorchScript file. Raise BrokenModel, naming what is refused."""
+def load_torchscript(path: Path, _window: Sequence[int] = ()) -> TorchScriptNetwork:
+    """Load and check a TorchScript file, for any window. Raise BrokenModel, naming what is refused."""
     try:
         script = torch.jit.load(_read_checked(path), map_location="cpu")  # type: ignore[no-untyped-call]
         refused = sorted({*_iter_operators(script.inlined_graph)} - ALLOWED)

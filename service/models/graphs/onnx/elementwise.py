@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from service.models.graphs.size_limit import MAX_ELEMENTS, multiply
+from service.models.graphs.graph_module import multiply
+from service.models.network import MAX_ELEMENTS
 
 Value = Any
 """A tensor, a number or a tuple of numbers; None for an input that is left out."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from service.core.errors import BrokenModel
-from service.models.graphs.graph_module import make_graph_module
+from service.models.graphs.graph_module import check_elements, limit_sizes, make_graph_module
 from service.models.graphs.layers import INPUT_RANK, add_layers, make_convolution
 from service.models.graphs.onnx import file
 from service.models.graphs.onnx.attributes import read_constant, read_settings, read_torch_mode, read_window
@@ -24,7 +24,6 @@ from service.models.graphs.onnx.elementwise import UnsupportedCall, Value, flatt
 from service.models.graphs.onnx.file import Model, Node, TensorInfo
 from service.models.graphs.onnx.layers import ADDITIONS, FINDERS
 from service.models.graphs.onnx.operators import OPERATORS, resize, softmax_flattened
-from service.models.graphs.size_limit import check_elements, limit_sizes
 
 STANDARD_DOMAINS = {"", "ai.onnx"}
 # Operators whose stored inputs with one axis are numbers for the call, not tensors of the network.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from service.models.graphs.graph_module import multiply
 from service.models.graphs.onnx.elementwise import (
     ELEMENTWISE,
     MAX_NUMBERS,
@@ -28,7 +29,7 @@ from service.models.graphs.onnx.elementwise import (
     to_number,
     to_tensor,
 )
-from service.models.graphs.size_limit import MAX_ELEMENTS, multiply
+from service.models.network import MAX_ELEMENTS
 
 Ints = Sequence[int]
 
