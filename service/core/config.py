@@ -60,8 +60,7 @@ class Settings(Section):
     def _data_folder(self, name: str) -> Path:
         if self.jobs.folder is not None:
             return self.jobs.folder / name
-        data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")  # noqa: PTH111 - without a home, too
-        return Path(data) / "stackseg" / name
+        return _find_user_data() / "stackseg" / name
 
     @model_validator(mode="after")
     def _within_own_limits(self) -> Self:
@@ -79,6 +78,17 @@ class Settings(Section):
                 if unknown := sorted(set(root.keys) - self.access.keys.keys()):
                     raise ValueError(f"references: {name} is for the key {unknown[0]}, which is not in access.keys")
         return self
+
+
+def _find_user_data() -> Path:
+    """Return the user's own data folder; users without a home have one in the working directory."""
+    if configured := os.environ.get("XDG_DATA_HOME"):
+        return Path(configured)
+    data = Path("~/.local/share")
+    try:
+        return data.expanduser()
+    except RuntimeError:
+        return data
 
 
 def read_settings(path: Path | None = None, environment: Mapping[str, str] | None = None) -> Settings:

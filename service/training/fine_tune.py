@@ -164,18 +164,23 @@ def _hold_out(
     Where too few objects are annotated, the part of validation is scored: of stacks that are resampled to `diameter`,
     the last `share` along the axis that is the longest then. Raises BadParameter without any object there.
     """
+    usable = _select_usable(stacks, share, diameter)
+    rest, held_out = map(list, zip(*(_cut(stack, HELD_OUT, diameter) for stack in usable), strict=True))
+    enough = sum(part.objects for part in held_out) >= LEAST_OBJECTS
+    if enough and all(_can_split(part, share, diameter) for part in rest):
+        return rest, held_out, True
+    return usable, [_cut(stack, share, diameter)[1] for stack in usable], False
+
+
+def _select_usable(stacks: Sequence[Annotated], share: float, diameter: float | None) -> list[Annotated]:
+    """Return the stacks that can be split. Raise BadParameter if there is none."""
     usable = [stack for stack in stacks if _can_split(stack, share, diameter)]
     if not usable:
         raise BadParameter(
             f"The annotated stacks have too few objects: some are needed in the first {1 - share:.0%} of a stack along"
             " its longest axis, and some in the rest. Annotate more."
         )
-    cut = [_cut(stack, HELD_OUT, diameter) for stack in usable]
-    rest, held_out = [first for first, _ in cut], [last for _, last in cut]
-    enough = sum(part.objects for part in held_out) >= LEAST_OBJECTS
-    if enough and all(_can_split(part, share, diameter) for part in rest):
-        return rest, held_out, True
-    return usable, [_cut(stack, share, diameter)[1] for stack in usable], False
+    return usable
 
 
 def _can_split(stack: Annotated, share: float, diameter: float | None) -> bool:

@@ -132,9 +132,8 @@ def _measure_comment(file: IO[bytes], size: int) -> int:
 
 
 def _check_entry(entry: zipfile.ZipInfo) -> None:
-    path, kind = PurePosixPath(entry.filename), stat.S_IFMT(entry.external_attr >> 16)
-    escapes = path.is_absolute() or ".." in path.parts or "\\" in entry.orig_filename or "\0" in entry.orig_filename
-    if escapes or kind not in {0, stat.S_IFREG, stat.S_IFDIR}:
+    path = PurePosixPath(entry.filename)
+    if _escapes(entry, path):
         raise zipfile.BadZipFile(f"{entry.orig_filename!r}: the archive wants to write outside of its own folder.")
     if len(path.parts) > MAX_DEPTH:
         raise zipfile.BadZipFile(f"{entry.filename[:80]!r}...: lies more than {MAX_DEPTH} folders deep.")
@@ -142,6 +141,13 @@ def _check_entry(entry: zipfile.ZipInfo) -> None:
         raise zipfile.BadZipFile(f"{entry.filename!r}: is encrypted, or compressed by another method than deflate.")
     if entry.compress_type == zipfile.ZIP_STORED and entry.compress_size != entry.file_size:
         raise zipfile.BadZipFile(f"{entry.filename!r}: is not compressed, and states two sizes.")
+
+
+def _escapes(entry: zipfile.ZipInfo, path: PurePosixPath) -> bool:
+    """Return whether an entry would be written outside of a folder, or is a link or a device."""
+    kind = stat.S_IFMT(entry.external_attr >> 16)
+    escapes = path.is_absolute() or ".." in path.parts or "\\" in entry.orig_filename or "\0" in entry.orig_filename
+    return escapes or kind not in {0, stat.S_IFREG, stat.S_IFDIR}
 
 
 def _check_layout(file: IO[bytes], entries: list[zipfile.ZipInfo], start: int) -> None:

@@ -158,11 +158,15 @@ def _choose_key(path: Path, content: dict[Any, Any]) -> Any:
         # `model` may also be the configuration that a script keeps beside the tensors.
         return next((key for key in usual if _is_state_dict(content[key])), usual[0])
     networks = [key for key, value in content.items() if _is_state_dict(value)]
-    if len(networks) == 1:
-        return networks[0]
+    if len(networks) != 1:
+        raise UnsupportedPackage(f"{path.name}: holds {_describe_content(networks, content)}.")
+    return networks[0]
+
+
+def _describe_content(networks: list[Any], content: dict[Any, Any]) -> str:
     names = ", ".join(map(str, list(networks or content)[:6])) or "nothing"
     found = "several networks" if networks else "something else than the tensors of one network"
-    raise UnsupportedPackage(f"{path.name}: holds {found} ({names}).")
+    return f"{found} ({names})"
 
 
 def _is_state_dict(value: object) -> bool:

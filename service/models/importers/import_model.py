@@ -94,15 +94,7 @@ def _read_draft(path: Path) -> Iterator[Draft]:
 
 def _write(draft: Draft, models: Path, stated: Mapping[str, Any], prepare: PrepareImage) -> Imported:
     """Write a model folder beside `models/<name>`, check it, and move it there."""
-    content = _override(draft.content, stated)
-    content["name"] = stated.get("name") or _make_slug(str(content["name"]))
-    for key in {"summary", "licence", "training_data"} & content.keys():
-        if isinstance(content[key], str):
-            content[key] = CONTROL_CHARACTERS.sub("", content[key])
-    if draft.kind == "state dict" and isinstance(content.get("architecture"), dict):
-        arguments = content["architecture"].get("arguments") or {}
-        content["input"] = {"channels": arguments.get("in_channels", 1), **content["input"]}
-    content["version"] = re.sub(r"[^A-Za-z0-9._-]", "-", str(content["version"]))[:32]
+    content = _make_content(draft, stated)
     problems = dict.fromkeys(draft.missing, f"{FORMATS[draft.kind]} files do not say it") | draft.problems
     unsettled = {key: problem for key, problem in problems.items() if not _has_key(stated, key)}
     if unsettled:
@@ -124,6 +116,20 @@ def _write(draft: Draft, models: Path, stated: Mapping[str, Any], prepare: Prepa
         notes = _check_and_document(draft, folder, prepare, settled)
         folder.rename(target)
     return Imported(read_spec(target), notes)
+
+
+def _make_content(draft: Draft, stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the model file but `weights`, in the form that a model file demands."""
+    content = _override(draft.content, stated)
+    content["name"] = stated.get("name") or _make_slug(str(content["name"]))
+    for key in {"summary", "licence", "training_data"} & content.keys():
+        if isinstance(content[key], str):
+            content[key] = CONTROL_CHARACTERS.sub("", content[key])
+    if draft.kind == "state dict" and isinstance(content.get("architecture"), dict):
+        arguments = content["architecture"].get("arguments") or {}
+        content["input"] = {"channels": arguments.get("in_channels", 1), **content["input"]}
+    content["version"] = re.sub(r"[^A-Za-z0-9._-]", "-", str(content["version"]))[:32]
+    return content
 
 
 def _check_and_document(draft: Draft, folder: Path, prepare: PrepareImage, settled: Sequence[str]) -> tuple[str, ...]:

@@ -34,17 +34,14 @@ def read_settings(function: Callable[..., Value], attributes: Mapping[str, Any])
     Raise UnsupportedCall for one that is no parameter: the graph becomes Python code, with these names.
     """
     parameters = inspect.signature(function).parameters
-    known = {name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD}
-    given = {
-        name: value.item() if isinstance(value, np.ndarray) else value
-        for name, value in attributes.items()
-        if name not in IGNORED_ATTRIBUTES
-    }
-    unknown = {name for name in given if PARAMETERS.get(name, name) not in known}
-    if unknown:
-        raise UnsupportedCall(f"{min(unknown)}: cannot be honoured.")
-    numbers = {name: value.item() if isinstance(value, np.ndarray) else value for name, value in given.items()}
-    return {PARAMETERS.get(name, name): value for name, value in numbers.items()}
+    settings = dict[str, Any]()
+    for attribute in sorted(attributes.keys() - IGNORED_ATTRIBUTES):
+        name = PARAMETERS.get(attribute, attribute)
+        if name not in parameters or parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            raise UnsupportedCall(f"{attribute}: cannot be honoured.")
+        value = attributes[attribute]
+        settings[name] = value.item() if isinstance(value, np.ndarray) else value
+    return settings
 
 
 def read_window(attributes: Mapping[str, Any], kernel: Sequence[int]) -> dict[str, Any]:
