@@ -302,7 +302,7 @@ import sys
 from pathlib import Path
 import torch
 from service.core.config import Settings
-from service.core.progress import Progress
+from service.core.telemetry import Progress
 from service.models.loader import load_network
 from service.models.repository import read_spec
 from service.inference.engines.selector import EngineSelector
