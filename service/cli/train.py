@@ -39,8 +39,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     base = None if options.base is None else choose_model(options.base, settings)
     pairs = (options.images, options.labels)
     if options.benchmark:
-        from service.training.from_files import measure_steps  # noqa: PLC0415
-        from service.training.throughput import HEADER  # noqa: PLC0415
+        from service.training.throughput import HEADER, measure_steps  # noqa: PLC0415
 
         rows = [cost.row() for cost in measure_steps(pairs, settings, base)]
         sys.stdout.write("\n".join([HEADER, *rows]) + "\n")

@@ -20,7 +20,6 @@ from service.models.architectures import build_network
 from service.models.loader import load_network
 from service.models.repository import FILE_NAME
 from service.models.spec import Architecture, ModelSpec, check_trainable
-from service.training import throughput
 from service.training.examples import Pair, read_pairs, split_pairs
 from service.training.model_folder import draft_content, write_model
 from service.training.training_loop import CHECKPOINT, Placement, Plan, State, Trainer, TrainingData
@@ -104,13 +103,3 @@ def train_model(
     spec = write_model(trained, content, out, pairs[0][0], settings)
     (out / CHECKPOINT).unlink(missing_ok=True)
     return spec, trainer.state
-
-
-def measure_steps(
-    paths: Paths, settings: Settings, base: ModelSpec | None = None, steps: int = 10
-) -> list[throughput.StepCost]:
-    """Measure steps of a training in FP32 and in mixed precision; writes nothing. Raises what `train_model` raises."""
-    device = devices.choose_device(settings.device.name)
-    names = throughput.compared_precisions(settings.engine.precision, devices.native_precisions(device))
-    make_trainer = prepare_training(read_pairs(*paths), settings, draft_content(base, "mine", []), base)
-    return throughput.compare(make_trainer, names, device, steps)
