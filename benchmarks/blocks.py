@@ -51,7 +51,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from service.cli.segment_blocks import share_threads
-from service.core.config import Device, Engine, Settings, Windows
+from service.core.config import Settings
+from service.core.sections.computing import Device, Engine, Windows
 from service.core.types import Options, Selection
 from service.formats import stack_reader
 from service.formats.zarr import writer as zarr_writer

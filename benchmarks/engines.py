@@ -52,14 +52,14 @@ from service.cli.benchmark.networks import (
 )
 from service.cli.benchmark.report import format_table
 from service.cli.benchmark.timing import flop_of_window
-from service.core import hardware
 from service.core.config import Settings
+from service.core.hardware import devices
 from service.engine import backends, base
 from service.engine.compile import torch_compile
 from service.engine.precision import DTYPES
 from service.engine.tuning.plans import EngineConfig
 from service.inference.engines.selector import ReadyEngine
-from service.models.loader import Network
+from service.models.network import Network
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec
 
@@ -184,7 +184,7 @@ def bare_loops(
 
 def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, list[Row]]:
     """Tune one network, then compare; return a summary and the rows, the first of which that ran is what was tuned."""
-    device = hardware.choose_device(options.device)
+    device = devices.choose_device(options.device)
     engine = {"cache_folder": str(folder / "cache"), "precision": options.precision}
     settings = Settings.model_validate({"device": {"name": options.device}, "engine": engine})
     spec = make_spec(name, options.roi, folder)
@@ -204,7 +204,7 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, 
     peak = DevicePeak(
         device, flop_of_window(network, shape) / 1e9, clock=time.process_time if cpu_seconds else time.perf_counter
     )
-    native = hardware.native_precisions(device)
+    native = devices.native_precisions(device)
     precisions = [kind for kind in ("fp32", "bf16") if DTYPES[kind] in native]
     loops = list(bare_loops(network.to(device), spec, sizes, device, precisions))
     left_out = {
@@ -268,7 +268,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
-    device = hardware.device_name(hardware.choose_device(options.device))
+    device = devices.device_name(devices.choose_device(options.device))
     print(f"{device}, {options.threads} threads, torch {torch.__version__}")
     found: dict[str, Any] = {}
     began = time.monotonic()

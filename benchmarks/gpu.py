@@ -56,8 +56,8 @@ from service.cli.benchmark.report import format_table
 from service.cli.benchmark.requests import AS_SAMPLED, LIMIT_BYTES, write_stack
 from service.cli.benchmark.timing import flop_of_window
 from service.cli.models import choose_model
-from service.core import hardware
 from service.core.config import Settings, override_settings
+from service.core.hardware import devices, gpus, host
 from service.core.types import Selection
 from service.formats import stack_reader
 from service.models.loader import load_network
@@ -108,9 +108,9 @@ def show_machine(_options: argparse.Namespace) -> int:
             show(name, version(name))
         except PackageNotFoundError:
             show(name, "missing")
-    cpu = hardware.cpu()
+    cpu = host.query_cpu()
     show("processor", f"{cpu.name}, {cpu.cores} cores, {' '.join(cpu.features)}")
-    for gpu in hardware.gpus():
+    for gpu in gpus.query_gpus():
         memory = (gpu.memory_total or 0) / 2**30
         show(f"GPU {gpu.index}", f"{gpu.name}, {memory:.0f} GiB, driver {gpu.driver}, {gpu.compute_capability}")
     return 0
@@ -128,7 +128,7 @@ def check(options: argparse.Namespace) -> int:
 
 def compare_graphs(options: argparse.Namespace) -> int:
     """Time the network without compilation at each batch size, in turn with the eager FP32 network."""
-    is_cuda = hardware.choose_device(options.device).type == "cuda"
+    is_cuda = devices.choose_device(options.device).type == "cuda"
     fixed = {"kind": "cudagraph", "precision": "bf16", "channels_last": True} if is_cuda else {"kind": "eager"}
     settings = settings_of(options.device, **fixed)
     return compare(options, settings, compiled_too=False)
@@ -137,7 +137,7 @@ def compare_graphs(options: argparse.Namespace) -> int:
 def compare_engines(options: argparse.Namespace) -> int:
     """Time the network by each engine at each batch size, and compiled at the best of them."""
     settings = settings_of(options.device)
-    native = hardware.native_precisions(hardware.choose_device(options.device))
+    native = devices.native_precisions(devices.choose_device(options.device))
     if settings.engine.precision == "auto" and torch.bfloat16 in native:
         settings = override_settings(settings, "engine", {"precision": "bf16"})
     return compare(options, settings, compiled_too=True)
@@ -145,7 +145,7 @@ def compare_engines(options: argparse.Namespace) -> int:
 
 def compare(options: argparse.Namespace, settings: Settings, *, compiled_too: bool) -> int:
     """Print a row for each way to run the network. Returns 1 if one of them does not run."""
-    device = hardware.choose_device(options.device)
+    device = devices.choose_device(options.device)
     spec = choose_model(None, settings)
     peak = DevicePeak(device, flop_of_window(load_network(spec), (spec.input.channels, *spec.input.roi_size)) / 1e9)
     first = build_reference(spec, settings, device, options.batch_sizes[0])
@@ -237,7 +237,7 @@ def measure_clients(port: int, body: bytes, clients: int, seconds: float) -> Seq
     with threads(post, clients, over):
         while time.perf_counter() - began < seconds:
             time.sleep(0.2)
-            used += [gpu.utilisation_percent for gpu in hardware.gpus()[:1] if gpu.utilisation_percent is not None]
+            used += [gpu.utilisation_percent for gpu in gpus.query_gpus()[:1] if gpu.utilisation_percent is not None]
     wall = time.perf_counter() - began
     share = (busy_seconds(port) - before) / wall
     driver = f"{statistics.mean(used):.0f} %" if used else "unknown"
@@ -313,7 +313,7 @@ def describe_loads(port: int, statuses: Counter[int]) -> Sequence[object]:
         int(sum(value for name, value in metrics.items() if name.startswith(f"stackseg_model_{what}_total")))
         for what in ("loads", "unloads")
     )
-    used = sum(gpu.memory_used or 0 for gpu in hardware.gpus())
+    used = sum(gpu.memory_used or 0 for gpu in gpus.query_gpus())
     return loads, unloads, statuses.total(), failures(statuses), f"{used / 2**30:.2f}"
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from service.cli.benchmark.networks import load_selector
 from service.cli.benchmark.timing import matrix_peak, synchronise, time_in_turn
 from service.cli.models import choose_model
-from service.core import hardware
 from service.core.config import Settings, override_settings, read_settings
+from service.core.hardware import devices
 from service.core.types import Options, Segmentation, Selection
 from service.engine.compile.torch_compile import explain_missing_compiler
 from service.engine.tuning.plans import EngineConfig
@@ -61,7 +61,7 @@ class Bench:
     """The bundled model on one device, made as the checks need it."""
 
     def __init__(self, device_name: str) -> None:
-        self.device = hardware.choose_device(device_name)
+        self.device = devices.choose_device(device_name)
         self.on_cuda = self.device.type == "cuda"
         self.settings = plain_settings(device_name)
         self.spec = choose_model(None, self.settings)
@@ -89,7 +89,7 @@ def settings_of(device_name: str, **engine: object) -> Settings:
 
 def plain_settings(device_name: str) -> Settings:
     """Return settings that compile nothing: on a GPU a CUDA graph in BF16."""
-    is_cuda = hardware.choose_device(device_name).type == "cuda"
+    is_cuda = devices.choose_device(device_name).type == "cuda"
     return settings_of(device_name, **({"kind": "cudagraph", "precision": "bf16"} if is_cuda else {}))
 
 
@@ -110,7 +110,7 @@ def attempt(name: str, check: Callable[[], Iterator[Check]]) -> Iterator[Check]:
 
 def check_cudnn(_bench: Bench) -> Iterator[Check]:
     version = torch.backends.cudnn.version()
-    yield Check("cuDNN", str(version), None if version is None else version >= hardware.FAULTY_CUDNN.stop)
+    yield Check("cuDNN", str(version), None if version is None else version >= devices.FAULTY_CUDNN.stop)
 
 
 @torch.inference_mode()
@@ -231,7 +231,7 @@ def count_segments(device: torch.device) -> tuple[int, int]:
 @torch.inference_mode()
 def check_rates(bench: Bench) -> Iterator[Check]:
     """Measure the limits of the device: copies on it and to it, and a large matrix product."""
-    expects = bench.on_cuda and any(card in hardware.device_name(bench.device) for card in ("H100", "H200"))
+    expects = bench.on_cuda and any(card in devices.device_name(bench.device) for card in ("H100", "H200"))
     nbytes = 2**30 if bench.on_cuda else 2**24
     upload = Upload(bench.device, 2**23)
     pinned = all(buffer.is_pinned() for buffer in upload._buffers) if bench.on_cuda else None

@@ -152,7 +152,7 @@ check_segmentation() {
   grep -q '^HTTP/1.1 200' "$work/headers" || fail "$(cat "$work/headers" "$work/labels.tif")"
   in_container python -c '
 import io, sys, tifffile
-from service.core.bundled import bundled_folder
+from service.core.files.bundled import bundled_folder
 labels = tifffile.imread(io.BytesIO(sys.stdin.buffer.read()))
 expected = tifffile.imread(bundled_folder("models") / "nuclei" / "expected.tif")
 agreement = ((labels > 0) == (expected > 0)).mean()
@@ -191,10 +191,10 @@ check_libraries() {
   run_without_gpu --entrypoint python "$image" - \
     >"$work/libraries" <<'EOF' || fail "Wrong user or version: $(cat "$work/libraries")"
 import os, sys, torch
-from service.core import hardware
+from service.core.hardware import devices
 cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
 print(f"uid {os.getuid()}, torch {torch.__version__} for CUDA {cuda}, cuDNN {cudnn}")
-sys.exit(not (os.getuid() and cuda and cuda.startswith("13.") and hardware.explain_faulty_cudnn(cudnn) is None))
+sys.exit(not (os.getuid() and cuda and cuda.startswith("13.") and devices.explain_faulty_cudnn(cudnn) is None))
 EOF
   say libraries "$(cat "$work/libraries")"
 }

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from service.cli import bench, evaluate, keys, models, segment, serve, train, tune
 from service.cli.options import CommandParser, add_settings, settings_of
-from service.core import logs
-from service.core.bundled import software_version
+from service.core import telemetry
 from service.core.errors import ConfigError, StackSegError
+from service.core.files.bundled import software_version
 
 COMMANDS = (
     ("serve", serve, "run the HTTP service"),
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
     try:
         settings = settings_of(options)
-        logs.configure_logging(settings.logging.level, settings.logging.format)
+        telemetry.configure_logging(settings.logging.level, settings.logging.format)
         status: int = options.run(options, settings)
     except (StackSegError, OSError) as error:
         # Python's own text begins with [Errno 2].

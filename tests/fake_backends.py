@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from service.engine.base import Backend
-from service.models.loader import Network
+from service.models.network import Network
 
 
 class FakeBackend(Backend):

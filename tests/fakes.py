@@ -13,7 +13,7 @@ import torch
 from service.core.errors import Cancelled
 from service.core.native.library import CppFunctions, load_library
 from service.core.native.variants import Variant
-from service.core.progress import step
+from service.core.telemetry import step
 from service.core.types import Segmentation
 from service.inference.estimate import Estimate, Estimator, PlannedRequest
 from service.inference.result import EngineReport, Result

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from service.api.app import create_app
 from service.api.server import build_config, listen
-from service.core import hardware
 from service.core.config import Settings
-from service.core.hardware import Driver
+from service.core.hardware import devices
+from service.core.hardware.devices import Driver
 from service.inference.segmenter import Segmenter
 from service.models.spec import ModelSpec
 from service.serving.runtime import Runtime
@@ -55,7 +55,7 @@ class FaultyDevice(SeparateDevice):
             self.check()
             return True
 
-        return hardware.is_working(device, compute, pause=0.01)
+        return devices.is_working(device, compute, pause=0.01)
 
     def free_bytes(self, device: torch.device) -> int:
         self.check()

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from service.inference.preprocessing.resample import prepare_tensor
-from service.models.importers.import_model import import_model as import_with
+from service.models.importers import import_model as importer
+from service.models.importers.import_model import Imported
 
-import_model = partial(import_with, prepare=prepare_tensor)
+
+def import_model(
+    path: Path, models: Path, stated: Mapping[str, Any], name: str | None = None, *, trust: bool = False
+) -> Imported:
+    keys = {**stated, **({} if name is None else {"name": name})}
+    return importer.import_model(path, models, keys, prepare=prepare_tensor, trust=trust)

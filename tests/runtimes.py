@@ -9,10 +9,10 @@ from typing import Any
 
 from fakes import FakeSegmenter
 
-from service.core import hardware
 from service.core.config import Settings
 from service.core.errors import NotReady
-from service.core.hardware import Driver
+from service.core.hardware import devices
+from service.core.hardware.devices import Driver
 from service.core.types import Options, Volume
 from service.inference.result import Result
 from service.serving.devices.job import Job
@@ -29,7 +29,7 @@ def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:
 
 
 @contextmanager
-def running(chosen: Settings, load: Any = FakeSegmenter, driver: Driver = hardware) -> Iterator[Runtime]:
+def running(chosen: Settings, load: Any = FakeSegmenter, driver: Driver = devices) -> Iterator[Runtime]:
     runtime = Runtime(chosen, load, lambda _name: driver)
     runtime.start()
     try:

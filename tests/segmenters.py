@@ -1,6 +1,7 @@
 """Segmenters for tests: on one thread of the CPU, eager in float32 unless a test says otherwise."""
 
-from service.core.config import Device, Engine, Settings, Windows
+from service.core.config import Settings
+from service.core.sections.computing import Device, Engine, Windows
 from service.inference.segmenter import Segmenter
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from service.core.errors import DeviceLost
 from service.inference.segmenter import Segmenter
-from service.models.loader import Network
+from service.models.network import Network
 
 SECONDS = 0.05
 

@@ -17,7 +17,7 @@ from runtimes import loaded_segmenter
 from torch import Tensor
 
 from service.inference.segmenter import Segmenter
-from service.models.loader import Network
+from service.models.network import Network
 
 ROOM = 4
 SECONDS = 0.1

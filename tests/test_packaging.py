@@ -102,7 +102,7 @@ def test_package_carries_models_and_presets_to_where_they_are_looked_up(tmp_path
 
 def test_service_runs_without_the_rest_of_the_clone(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "service", tmp_path / "service")
-    code = "import service.training.evaluate, service.training.train; print(service.__file__)"
+    code = "import service.training.evaluate, service.training.from_files; print(service.__file__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()).is_relative_to(tmp_path)
 

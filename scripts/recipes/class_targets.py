@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from service.training.examples import median_extents
 from service.training.instance_targets import Floats
-from service.training.object_size import median_extents
 
 CLASSES = ("background", "cell", "membrane")
 

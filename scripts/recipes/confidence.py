@@ -25,8 +25,8 @@ from scipy.ndimage import find_objects, gaussian_filter
 
 from scripts.recipes.synthetic_nuclei import Scene, synthesise
 from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue
-from service.core.bundled import bundled_folder
 from service.core.config import Settings
+from service.core.files.bundled import bundled_folder
 from service.core.quantities import Diameter, DiameterSetting, Size
 from service.core.types import Options, Selection, Volume
 from service.formats import stack_reader

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from scipy.ndimage import rotate
 
 from service.core.quantities import Size
-from service.training.examples import Floats, Pair, Source, draw_zoom, zoom_pair
-from service.training.object_size import median_extents
+from service.training.examples import Floats, Pair, Source, draw_zoom, median_extents, zoom_pair
 
 # Largest shape (Z, Y, X) of a resampled volume. A larger one only takes time, as crops have an edge of 48 voxels.
 LARGEST = (72, 88, 88)

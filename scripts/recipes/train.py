@@ -25,11 +25,10 @@ from scripts.recipes import synthetic_nuclei, synthetic_tissue
 from scripts.recipes.class_targets import CLASSES, class_loss, class_targets
 from scripts.recipes.sources import Percentiles, TurnedStacks, mix, random_size, resample_to_diameter
 from service.models.architectures import ShuffleUNet
-from service.training.averaging import measure_statistics, update_average
 from service.training.examples import ExampleDataset, ExamplePool, Source, Targets, draw_batch, read_pairs
 from service.training.instance_targets import instance_loss, instance_targets
 from service.training.model_folder import save_weights
-from service.training.safe_convolution import make_convolutions_safe
+from service.training.techniques import make_convolutions_safe, measure_statistics, update_average
 
 log = logging.getLogger(__name__)
 

@@ -47,8 +47,8 @@ from service.api.routes import (
     status,
     trainings,
 )
-from service.core.bundled import software_version
 from service.core.config import Settings
+from service.core.files.bundled import software_version
 from service.serving.jobs.jobs import AsyncJobs
 from service.serving.learning.annotations import AnnotationStore
 from service.serving.learning.trainings import Trainings

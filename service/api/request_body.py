@@ -16,7 +16,7 @@ from service.api.dependencies import get_caller, get_client, get_stacks
 from service.api.http.threads import HOST_FILE_THREADS, run_in_thread, time_limit
 from service.api.http.uploads import STACK_PART, STACKS, BodyKinds, Upload, is_multipart, receive
 from service.core.errors import BadParameter
-from service.core.timing import Stages
+from service.core.telemetry import Stages
 from service.core.types import Description
 from service.formats.sandbox.remote_store import RemoteStore
 from service.serving.jobs.jobs import AsyncJobs

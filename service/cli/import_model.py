@@ -175,10 +175,8 @@ def run_import(options: argparse.Namespace, settings: Settings) -> int:
     given = {question.option: text for question in QUESTIONS if (text := getattr(options, question.key)) is not None}
 
     def run() -> None:
-        keys = _merge(stated, given)
-        spec, notes = import_model(
-            options.package, folder, keys, options.name, prepare=prepare_tensor, trust=options.trust
-        )
+        keys = _merge(stated, given) | ({} if options.name is None else {"name": options.name})
+        spec, notes = import_model(options.package, folder, keys, prepare=prepare_tensor, trust=options.trust)
         sys.stdout.write(f"{spec.folder}: {spec.identifier}, {spec.network}\n")
         for note in notes:
             sys.stdout.write(f"note: {note}\n")

@@ -7,8 +7,9 @@ import re
 import sys
 
 from service.api.access import rate_limit as api_keys
-from service.core.config import KEY_NAME, Settings
+from service.core.config import Settings
 from service.core.errors import BadParameter
+from service.core.sections.serving import KEY_NAME
 
 
 def add_arguments(key: argparse.ArgumentParser) -> None:

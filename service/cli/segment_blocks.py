@@ -16,9 +16,9 @@ from torch import Tensor
 from service.cli.progress import ProgressBar, show_progress
 from service.cli.segment_parameters import name_options
 from service.cli.segment_stack import check_output
-from service.core import host
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter, DoubtfulResult, StackSegError
+from service.core.hardware import host
 from service.core.types import Objects, Segmentation, Steering
 from service.formats.zarr import writer as zarr_writer  # noqa: F401 (An extra may be missing, which is told before anything is computed.)
 from service.inference.blockwise import output

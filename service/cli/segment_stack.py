@@ -15,7 +15,7 @@ from service.cli.segment_parameters import name_options
 from service.core.config import Settings
 from service.core.errors import BadParameter
 from service.core.quantities import TimeRange
-from service.core.timing import Stages
+from service.core.telemetry import Stages
 from service.core.types import Options, OutputKind, Volume
 from service.formats import stack_reader, writers
 from service.inference.batching.batcher import WindowBatcher, open_batcher

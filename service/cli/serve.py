@@ -8,7 +8,8 @@ import logging
 import os
 from pathlib import Path
 
-from service.core.config import Server, Settings, override_settings
+from service.core.config import Settings, override_settings
+from service.core.sections.serving import Server
 
 log = logging.getLogger(__name__)
 

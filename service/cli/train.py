@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 from service.cli.models import choose_model
-from service.core.config import Settings, Training, override_settings
+from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
+from service.core.sections.computing import Training
 
 
 def add_arguments(train: argparse.ArgumentParser) -> None:
@@ -37,15 +38,17 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     settings = override_settings(settings, "training", given)
     base = None if options.base is None else choose_model(options.base, settings)
     pairs = (options.images, options.labels)
-    if options.out is None and not options.benchmark:
-        raise BadParameter("--out: say which model folder to make, such as models/mine.")
-    from service.training import throughput, train  # noqa: PLC0415
-
     if options.benchmark:
-        rows = [cost.row() for cost in train.measure_steps(pairs, settings, base)]
-        sys.stdout.write("\n".join([throughput.HEADER, *rows]) + "\n")
+        from service.training.throughput import HEADER, measure_steps  # noqa: PLC0415
+
+        rows = [cost.row() for cost in measure_steps(pairs, settings, base)]
+        sys.stdout.write("\n".join([HEADER, *rows]) + "\n")
         return 0
-    spec, state = train.train_model(pairs, options.out, settings, base=base, resume=options.resume)
+    if options.out is None:
+        raise BadParameter("--out: say which model folder to make, such as models/mine.")
+    from service.training.from_files import train_model  # noqa: PLC0415
+
+    spec, state = train_model(pairs, options.out, settings, base=base, resume=options.resume)
     sys.stdout.write(f"{options.out}: {spec.identifier}, {state.summarise()}\n")
     failure = state.describe_failure()
     if failure is not None:

@@ -78,16 +78,23 @@ def parse_time(text: str) -> int | TimeRange:
     given = text.strip().lower()
     if given == "all":
         return TimeRange()
-    first, colon, stop = given.partition(":")
-    if {first, stop} - {""} and all(is_index(part) for part in (first, stop) if part):
-        if not colon:
-            return int(first)
-        times = TimeRange(int(first or 0), int(stop) if stop else None)
-        if times.stop is None or times.first < times.stop:
-            return times
-    raise BadParameter(
-        f"An index from 0, all, or a range without its end is expected, as 2:5 for 2, 3 and 4, not {text!r}"
-    )
+    if is_index(given):
+        return int(given)
+    times = _parse_range(given)
+    if times is None or (times.stop is not None and times.first >= times.stop):
+        raise BadParameter(
+            f"An index from 0, all, or a range without its end is expected, as 2:5 for 2, 3 and 4, not {text!r}"
+        )
+    return times
+
+
+def _parse_range(text: str) -> TimeRange | None:
+    """Return a range with one index at least, None for any other text."""
+    first, colon, stop = text.partition(":")
+    given = [part for part in (first, stop) if part]
+    if not colon or not given or not all(map(is_index, given)):
+        return None
+    return TimeRange(int(first or 0), int(stop) if stop else None)
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,16 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from service.core import hardware
-from service.core.config import Engine as EngineSettings
-from service.engine.base import ANY_FORMAT, WARM_UP_CALLS, Backend
+from service.core.hardware import devices
+from service.core.sections.computing import Engine as EngineSettings
+from service.engine.base import ANY_FORMAT, Backend, DeviceBuild
 from service.engine.compile.torch_compile import TorchCompileBackend, explain_missing_compiler
-from service.engine.cpu import graph as cpu_graph
-from service.engine.cpu.backend import WinogradBackend
-from service.engine.cuda.graph import CudaGraphBackend, graph_bytes
+from service.engine.cpu.backend import CpuBuild, WinogradBackend
+from service.engine.cuda.graph import CudaBuild, CudaGraphBackend
 from service.engine.openvino import OpenVinoBackend
 from service.engine.precision import DTYPES
 from service.engine.tuning.plans import EngineConfig
-from service.models.loader import Network, weight_bytes
+from service.models.network import Network, weight_bytes
 
 # Errors of an engine that cannot run a network; inductor's CUDA graphs check themselves with assertions.
 ENGINE_FAILURES = (RuntimeError, OSError, ImportError, AssertionError)
@@ -91,7 +90,7 @@ def list_known_order(configs: Sequence[EngineConfig], features: Sequence[str]) -
     """Return those of `configs` that are built within seconds and known to be fast, the fastest first.
 
     configs   as from `list_configs`
-    features  of the processor, as in `hardware.FEATURES`
+    features  of the processor, as in `host.FEATURES`
     """
     quick = [config for config in configs if config.engine not in {"compiled", "eager"}]
     # The first configuration of a precision is the most promising one.
@@ -131,25 +130,21 @@ def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: En
     if (reason := explain_missing(config, example.device)) is not None:
         raise ImportError(reason)
     start = time.perf_counter()
-    pools = hardware.count_pools(example.device)
+    on_device: DeviceBuild = CudaBuild(example.device) if example.device.type == "cuda" else CpuBuild()
     with torch.inference_mode():
         transformed = backend.transform(module)
         # Counted before building: engines may move weights into a layout whose size cannot be read.
         module_bytes = weight_bytes(transformed)
         network = backend.build(transformed, example, config, settings)
-        owns_scores = _warm_up(network, example)
+        owns_scores = on_device.warm_up(network, example)
         varying = backend.varying_batch and config.compile_mode is None
         any_batch_size = varying and takes_any_batch_size(network, example, config.streams)
-    if example.device.type == "cuda":
-        torch.cuda.synchronize(example.device)
     frozen = config.compile_mode is not None and settings.freeze and example.device.type == "cpu"
     copies = (transformed is not module) + (backend.packs_weights or frozen)
-    kept = config.streams * cpu_graph.arena_bytes(network) + graph_bytes(
-        network, hardware.count_pools(example.device) - pools
-    )
-    nbytes = copies * module_bytes + kept
+    nbytes = copies * module_bytes + on_device.count_kept_bytes(network, config.streams)
+    score_bytes = on_device.count_score_bytes(network)
     seconds = time.perf_counter() - start
-    return BuiltNetwork(network, seconds, nbytes, any_batch_size, owns_scores, cpu_graph.score_bytes(network))
+    return BuiltNetwork(network, seconds, nbytes, any_batch_size, owns_scores, score_bytes)
 
 
 def takes_any_batch_size(network: Network, example: Tensor, streams: int) -> bool:
@@ -162,7 +157,7 @@ def takes_any_batch_size(network: Network, example: Tensor, streams: int) -> boo
     cores = torch.get_num_threads()
 
     def check(threads: int) -> bool:
-        hardware.use_threads(threads)
+        devices.use_threads(threads)
         return _scores_smaller_batches(network, example)
 
     # All cores come last: threads that have not asked yet take the number that was set last.
@@ -178,17 +173,6 @@ def _scores_smaller_batches(network: Network, example: Tensor) -> bool:
     batch = torch.empty_like(example).uniform_(generator=generator)
     scores = network(batch).clone()
     return all(torch.equal(network(batch[:length]), scores[:length]) for length in range(1, len(batch)))
-
-
-def _warm_up(network: Network, example: Tensor) -> bool:
-    """Make the first calls, and return whether every call gives scores in memory of their own."""
-    if example.device.type != "cpu":
-        # Scores that are still held would be in the way of graphs that are recorded.
-        for _ in range(WARM_UP_CALLS):
-            network(example)
-        return False
-    tensors = [example, *(network(example) for _ in range(WARM_UP_CALLS))]
-    return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
 
 
 def first_line(error: BaseException) -> str:

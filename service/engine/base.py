@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from service.core.config import Engine as EngineSettings
+from service.core.sections.computing import Engine as EngineSettings
 from service.engine.precision import DTYPES
 from service.engine.tuning.plans import EngineConfig
-from service.models.loader import Network
+from service.models.network import Network
 
 # The first call compiles, the second records CUDA graphs, the third is the first that runs as all later ones do.
 WARM_UP_CALLS = 3
@@ -73,3 +73,16 @@ class Backend(ABC):
         if precision not in self.precisions:
             return f"does not compute in {precision}"
         return None if self.suits(network) else "changes nothing in this network"
+
+
+class DeviceBuild(Protocol):
+    """The part of building a network that differs between a CPU and a CUDA device."""
+
+    def warm_up(self, network: Network, example: Tensor) -> bool:
+        """Make the first calls, and return whether every call gives scores in memory of their own."""
+
+    def count_kept_bytes(self, network: Network, streams: int) -> int:
+        """Return the bytes that the network keeps beside its weights, once its first calls are done."""
+
+    def count_score_bytes(self, network: Network) -> int | None:
+        """Return the bytes of one window's scores, where a forward allocates nothing else; None where it does."""

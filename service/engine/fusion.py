@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeGuard, TypeVar
 import torch
 from torch import nn
 
-from service.models.module_tree import is_sequence, iter_children, iter_modules
+from service.models.network import is_sequence, iter_children, iter_modules
 
 Kind = TypeVar("Kind", bound=nn.Module)
 

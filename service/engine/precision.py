@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from service.core.config import Precision
+from service.core.sections.computing import Precision
 
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -33,7 +33,7 @@ def choose(
 
     An explicit setting is honoured, with a warning if the device does not have it, or not without faults.
 
-    faulty  as from `hardware.faulty_precisions`
+    faulty  as from `devices.faulty_precisions`
     """
     if setting == "auto":
         name = next(name for name in ("bf16", "fp16", "fp32") if DTYPES[name] in native)

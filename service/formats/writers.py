@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from service.core.files.whole_file import write_whole
 from service.core.types import Segmentation, Volume
-from service.core.whole_file import write_whole
 from service.formats import array_writer
 from service.formats.tiff import writer as tiff_writer
 from service.formats.zarr.store import find_image

@@ -24,7 +24,7 @@ from service.inference.windows.blending import count_buffered_floats
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.kernels import WindowKernels, window_kernels
 from service.inference.windows.views import BEST, Views, views_bytes
-from service.models.module_tree import iter_modules
+from service.models.network import iter_modules
 from service.models.spec import Instances, ModelSpec
 
 # Share of a device's memory that one request may take before its scores are decoded on the host; models, other requests

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
-from service.core import hardware
 from service.core.errors import OutOfMemory, StackSegError
-from service.core.hardware import Driver, find_loss, is_out_of_memory
+from service.core.hardware import devices
+from service.core.hardware.devices import Driver, find_loss, is_out_of_memory
 from service.inference.estimate import Estimate
 
 
@@ -36,7 +36,7 @@ def translate_error(error: BaseException) -> BaseException:
 
 
 @contextmanager
-def translate_errors(estimate: Estimate, device: torch.device, driver: Driver = hardware) -> Iterator[None]:
+def translate_errors(estimate: Estimate, device: torch.device, driver: Driver = devices) -> Iterator[None]:
     """Translate foreign errors of exhausted memory to OutOfMemory, and of a device that is gone to DeviceLost."""
     try:
         yield

@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from service.core import errors, hardware, host
+from service.core import errors
 from service.core.buffers import make_allocator
 from service.core.config import Settings
 from service.core.errors import BadParameter, DoubtfulResult, OutOfMemory, StackSegError, TooLarge
-from service.core.hardware import Driver, is_out_of_memory
-from service.core.progress import step
+from service.core.hardware import devices, host
+from service.core.hardware.devices import Driver, is_out_of_memory
 from service.core.quantities import Diameter, Size
-from service.core.timing import Stages
+from service.core.telemetry import Stages, step
 from service.core.types import Extent, Options, Segmentation, Steering, Volume
 from service.engine import backends
 from service.engine.compile import torch_compile
@@ -69,7 +69,8 @@ from service.inference.result import EngineReport, Result
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import Image, SlidingWindow
-from service.models.loader import Network, load_network, weight_bytes
+from service.models.loader import load_network
+from service.models.network import Network, weight_bytes
 from service.models.spec import ModelSpec
 
 MONAI_INFERER = "service.inference.windows.monai_inferer"
@@ -94,14 +95,14 @@ class Segmenter:
     Raises ConfigError for a device that is not there, BrokenModel for a model that does not load.
     """
 
-    def __init__(self, spec: ModelSpec, settings: Settings, driver: Driver = hardware) -> None:
+    def __init__(self, spec: ModelSpec, settings: Settings, driver: Driver = devices) -> None:
         self.spec = spec
         self._settings = settings
-        self._device = hardware.choose_device(settings.device.name)
+        self._device = devices.choose_device(settings.device.name)
         self._driver, self._on_host = driver, driver.is_on_host(self._device)
         self._allocate = make_allocator(settings.server.scratch_folder)
         if self._device.type == "cpu":
-            hardware.use_threads(settings.device.threads)
+            devices.use_threads(settings.device.threads)
         if settings.engine.cache_folder is not None:
             torch_compile.set_cache_folder(settings.engine.cache_folder)
         with step("reading weights"):
@@ -344,7 +345,7 @@ class Segmenter:
             guess = self._measure_diameter(image, volume, plan, compute).guess if is_wanted else None
             return guess, strongest_windows(image, self.spec.input.roi_size)
         except (RuntimeError, MemoryError, OSError, StackSegError) as error:
-            if isinstance(error, errors.Cancelled) or hardware.find_loss(self._device, error, self._driver) is not None:
+            if isinstance(error, errors.Cancelled) or devices.find_loss(self._device, error, self._driver) is not None:
                 raise
             log.warning("%s: why a result is doubtful cannot be told: %s", self.spec.identifier, error)
             return None, ()
@@ -374,7 +375,7 @@ class Segmenter:
         try:
             other._use(None if self._ready is None else other._selector.rebuild(self._config, batch_size))
         except backends.ENGINE_FAILURES as error:
-            if is_out_of_memory(error) or hardware.find_loss(self._device, error, self._driver) is not None:
+            if is_out_of_memory(error) or devices.find_loss(self._device, error, self._driver) is not None:
                 raise
             size, reason = "x".join(map(str, spec.input.roi_size)), backends.first_line(error)
             raise BadParameter(
@@ -488,7 +489,7 @@ class Segmenter:
         ready, config, windows = self._ready, self._config, self._settings.windows
         return EngineReport(
             device=str(self._device),
-            device_name=hardware.device_name(self._device),
+            device_name=devices.device_name(self._device),
             engine=config.engine if ready else "starting",
             precision=config.precision,
             memory_format=config.memory_format,

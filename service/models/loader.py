@@ -5,9 +5,9 @@ Every network maps float [B, C, z, y, x] to raw scores [B, K, z, y, x]; activati
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,16 @@ from torch import Tensor, nn
 
 from service.core.errors import BrokenModel
 from service.models.architectures import build_network, count_parameters
-from service.models.graphs.onnx.network import load_onnx
-from service.models.graphs.torch_export import load_torch_export
-from service.models.graphs.torchscript import load_torchscript
-from service.models.module_tree import observe_calls
-from service.models.size_limit import MAX_ELEMENTS
+from service.models.network import MAX_ELEMENTS, observe_calls
 from service.models.spec import Architecture, ModelSpec
 
-Network = Callable[[Tensor], Tensor]
-"""A network ready to run: windows [B, C, z, y, x] -> scores [B, K, z, y, x], of one fixed shape."""
-
-# Weights that bring their own network, by `weights.kind`; each for windows [C, z, y, x].
-_LOADERS: dict[str, Callable[[Path, Sequence[int]], nn.Module]] = {
-    "torchscript": lambda path, _window: load_torchscript(path),
-    "exported": load_torch_export,
-    "onnx": load_onnx,
+_GRAPHS = "service.models.graphs"
+# Module and function that read weights which bring their own network, by `weights.kind`. Each is imported when a model
+# needs it: most services serve no such model.
+_READERS = {
+    "torchscript": ("torchscript", "load_torchscript"),
+    "exported": ("torch_export", "load_torch_export"),
+    "onnx": ("onnx.network", "load_onnx"),
 }
 
 
@@ -63,14 +58,9 @@ def _load(spec: ModelSpec) -> nn.Module:
             f"{spec.weights_path}: TorchScript is a program, which can do whatever this process can; say "
             "weights.trusted: true in model.yaml if you trust its author like one of a program that you install."
         )
-    return _LOADERS[spec.weights.kind](spec.weights_path, (spec.input.channels, *spec.input.roi_size))
-
-
-def weight_bytes(network: nn.Module) -> int:
-    """Return the bytes of parameters and buffers of `network`; tensors that share memory count once."""
-    tensors = itertools.chain(network.parameters(), network.buffers())
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    module, function = _READERS[spec.weights.kind]
+    read: Callable[[Path, Sequence[int]], nn.Module] = getattr(import_module(f"{_GRAPHS}.{module}"), function)
+    return read(spec.weights_path, (spec.input.channels, *spec.input.roi_size))
 
 
 def _build_with_weights(architecture: Architecture, spec: ModelSpec) -> nn.Module:

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from service.core.bundled import bundled_folder
 from service.core.errors import BrokenModel, ConfigError, UnknownModel, validation_message
+from service.core.files.bundled import bundled_folder
 from service.models.documents import read_document
 from service.models.spec import ModelSpec
 
@@ -52,14 +52,26 @@ def find_model_folders(root: Path | None, names: tuple[str, ...] = (), trained: 
     if not root.is_dir():
         where = "" if root.is_absolute() else " of the working directory"
         raise ConfigError(f"The model repository {root} is not a folder{where}; {CORRECTION}.")
-    folders = [root / name for name in names] or sorted(file.parent for file in root.glob(f"*/{FILE_NAME}"))
-    if not folders and (root / FILE_NAME).is_file():
-        raise ConfigError(f"{root} is a model; name the folder that holds it, {root.resolve().parent}.")
+    folders = [root / name for name in names] or _list_folders(root)
     if not folders:
-        raise ConfigError(f"The model repository {root} holds no */{FILE_NAME}; {CORRECTION}.")
+        is_model = (root / FILE_NAME).is_file()
+        raise ConfigError(
+            f"{root} is a model; name the folder that holds it, {root.resolve().parent}."
+            if is_model
+            else f"The model repository {root} holds no */{FILE_NAME}; {CORRECTION}."
+        )
+    return folders if trained is None else _join(folders, _list_folders(trained))
+
+
+def _join(folders: list[Path], others: list[Path]) -> list[Path]:
+    """Return folders, and those of others that are not among them."""
     known = {folder.resolve() for folder in folders}
-    more = sorted(file.parent for file in trained.glob(f"*/{FILE_NAME}")) if trained is not None else []
-    return [*folders, *(folder for folder in more if folder.resolve() not in known)]
+    return [*folders, *(folder for folder in others if folder.resolve() not in known)]
+
+
+def _list_folders(root: Path) -> list[Path]:
+    """Return the folders in `root` that have a model file, by name; none where `root` is missing."""
+    return sorted(file.parent for file in root.glob(f"*/{FILE_NAME}"))
 
 
 def read_repository(

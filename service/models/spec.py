@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+from service.core.errors import BadParameter
+
 # Nothing that a terminal, a header or OME-XML would take for more than text.
 Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
 Text = Annotated[str, Field(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f]*$")]
@@ -258,3 +260,17 @@ class ModelSpec(_FrozenModel):
             if Path(file).name != file or file in {"", ".."} or "\0" in file:
                 raise ValueError(f"{file!r} must be a plain file name inside the model folder")
         return self
+
+
+def check_trainable(spec: ModelSpec) -> None:
+    """Raise BadParameter for a model that `service.training` has no targets for."""
+    decoding = spec.decoding
+    roles = (decoding.foreground, decoding.distance) if isinstance(decoding, Instances) else ()
+    if spec.outputs != roles or spec.activation != "sigmoid" or spec.input.channels != 1 or spec.architecture is None:
+        raise BadParameter(
+            f"{spec.name}: only models of one channel with the sigmoid outputs foreground and distance can be trained."
+        )
+    if spec.architecture.arguments.get("deep_supervision"):
+        raise BadParameter(f"{spec.name}: deep_supervision has no targets here; only its last output can be trained.")
+    if spec.input.voxel_size is not None:
+        raise BadParameter(f"{spec.name}: works at a voxel size of its own, to which training does not resample yet.")

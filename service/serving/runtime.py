@@ -10,11 +10,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from service.core import hardware, host
-from service.core.bundled import software_version
 from service.core.config import Settings
 from service.core.errors import NotReady, StackSegError
-from service.core.hardware import Driver
+from service.core.files.bundled import software_version
+from service.core.hardware import devices, gpus, host
+from service.core.hardware.devices import Driver
 from service.core.types import Extent, Options
 from service.engine.compile import torch_compile
 from service.formats.sandbox.reader import Reader
@@ -65,7 +65,7 @@ class Runtime:
         self,
         settings: Settings,
         load_segmenter: LoadSegmenter = Segmenter,
-        choose_driver: Callable[[str | None], Driver] = lambda _name: hardware,
+        choose_driver: Callable[[str | None], Driver] = lambda _name: devices,
         connect: ConnectCluster = connect_cluster,
     ) -> None:
         self.settings = settings
@@ -334,7 +334,7 @@ class Runtime:
 
     def _gpu_bytes(self, field: str) -> dict[str, float]:
         """Return the bytes in this field of every GPU that reports it, by index, on other hosts after their name."""
-        values = {str(gpu.index): getattr(gpu, field) for gpu in hardware.gpus()}
+        values = {str(gpu.index): getattr(gpu, field) for gpu in gpus.query_gpus()}
         for other in self.hosts:
             values |= {f"{other.host}:{gpu.index}": getattr(gpu, field) for gpu in other.gpus}
         return {index: float(value) for index, value in values.items() if value is not None}

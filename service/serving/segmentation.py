@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from service.core.errors import Cancelled
-from service.core.timing import Stages
+from service.core.files.whole_file import descriptor_path
+from service.core.telemetry import Stages
 from service.core.types import Options, Volume
-from service.core.whole_file import descriptor_path
 from service.formats.sandbox.reader import Source
 from service.inference.result import Result
 from service.inference.series.time_points import Series

@@ -19,12 +19,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from service.core import hardware
 from service.core.config import Settings
 from service.core.errors import OutOfMemory, OutOfStorage, StackSegError
+from service.core.hardware import devices
 from service.inference.memory_errors import translate_error
 from service.models.repository import read_spec
-from service.training.fine_tune import Report, Stack, fine_tune
+from service.training.fine_tune import FineTuning, Report, Stack, fine_tune
 
 DISK_FULL = (
     "The disk of the trained models (models.trained_folder) is full, and nothing is left of the training; have room"
@@ -70,8 +70,8 @@ def train(request: dict[str, Any], report: Report) -> None:
     if _is_full(request):
         raise OutOfStorage(DISK_FULL)
     stacks = [_parse_stack(stack) for stack in request["stacks"]]
-    base, out = read_spec(Path(request["base"])), Path(request["out"])
-    outcome = fine_tune(stacks, base, out, settings, minutes=request["minutes"], report=report)
+    task = FineTuning(read_spec(Path(request["base"])), Path(request["out"]), settings, report)
+    outcome = fine_tune(stacks, task, minutes=request["minutes"])
     lineage = outcome.lineage
     report({"done": {"after": lineage.after, "better": lineage.better, "message": outcome.message}})
 
@@ -117,8 +117,8 @@ def _step_back(niceness: int) -> None:
 
 def _limit_memory(nbytes: int, settings: Settings) -> None:
     """Limit what this process may take beyond the libraries that it has loaded, also of a GPU."""
-    device = hardware.choose_device(settings.device.name)
-    hardware.limit_memory(device, nbytes)
+    device = devices.choose_device(settings.device.name)
+    devices.limit_memory(device, nbytes)
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     used = next((1024 * int(line.split()[1]) for line in status if line.startswith("VmData:")), 0)
     resource.setrlimit(resource.RLIMIT_DATA, (used + nbytes, used + nbytes))

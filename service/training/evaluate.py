@@ -15,7 +15,7 @@ from skimage.segmentation import watershed
 from service.core.quantities import Diameter, DiameterSetting, VoxelSize, parse_diameter
 from service.core.types import Options, Volume
 from service.inference.segmenter import Segmenter
-from service.training.object_size import mean_diameter, median_extents
+from service.training.examples import mean_diameter, median_extents
 
 Labels = NDArray[Any]
 

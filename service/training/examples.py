@@ -1,4 +1,4 @@
-"""Examples for training: volumes with their targets, kept in a pool from which augmented crops are drawn."""
+"""Examples for training: stacks and sizes of their objects, volumes with targets, and augmented crops in batches."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from numpy.random import Generator
 from numpy.typing import NDArray
-from scipy.ndimage import gaussian_filter, zoom
+from scipy.ndimage import find_objects, gaussian_filter, zoom
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from service.core.errors import BadParameter
+from service.core.sections.computing import Training
 from service.core.types import Selection
 from service.formats import stack_reader
 from service.training.instance_targets import instance_targets
@@ -30,6 +31,7 @@ Normalise = Callable[[NDArray[Any]], Floats]
 Targets = Callable[[NDArray[Any]], Floats]
 
 LIMIT_BYTES = 4 * 2**30
+STEPS_PER_VOLUME = 2
 
 
 def read_pairs(images: Sequence[Path], labels: Sequence[Path]) -> list[Pair]:
@@ -45,6 +47,49 @@ def read_pairs(images: Sequence[Path], labels: Sequence[Path]) -> list[Pair]:
             raise BadParameter(f"{image} and {truth} differ in shape: {pixels.shape} and {numbers.shape}.")
         pairs.append((pixels, numbers))
     return pairs
+
+
+def split_pairs(pairs: Sequence[Pair], share: float) -> tuple[list[Pair], list[Pair]]:
+    """Split every stack along its longest axis: the last `share` is for validation, the rest for training.
+
+    Raises BadParameter where a part has no object.
+    """
+    training: list[Pair] = []
+    validation: list[Pair] = []
+    for number, (image, labels) in enumerate(pairs):
+        axis = int(np.argmax(image.shape))
+        cut = round(image.shape[axis] * (1 - share))
+        parts = [np.split(volume, [cut], axis) for volume in (image, labels)]
+        for kept, index, name in ((training, 0, "training"), (validation, 1, "validation")):
+            if not parts[1][index].any():
+                raise BadParameter(f"Stack {number + 1}: the part for {name} has no object; change --validation.")
+            kept.append((parts[0][index], parts[1][index]))
+    return training, validation
+
+
+def median_extents(labels: NDArray[Any]) -> NDArray[np.float64] | None:
+    """Return the median extents of the objects in labels [Z, Y, X] along z, y and x in voxels, [3]; None without any.
+
+    Objects at the border, of which only a part is known, count only where there are fewer than three others.
+    """
+    if labels.max(initial=0) > labels.size:
+        # `find_objects` has a place in memory for every number up to the largest.
+        labels = np.searchsorted(np.union1d([0], labels), labels)
+    boxes = [box for box in find_objects(labels) if box is not None]
+    whole = [box for box in boxes if _is_inside(box, labels.shape)]
+    extents = [[s.stop - s.start for s in box] for box in (whole if len(whole) > 2 else boxes)]
+    return np.asarray(np.median(extents, axis=0), np.float64) if extents else None
+
+
+def _is_inside(box: Sequence[slice], shape: Sequence[int]) -> bool:
+    """Return whether a box touches no border."""
+    return all(side.start > 0 and side.stop < length for side, length in zip(box, shape, strict=True))
+
+
+def mean_diameter(labels: NDArray[Any]) -> float:
+    """Return the mean diameter in voxels of spheres of the objects' volumes; 1 without any object."""
+    volumes = np.unique(labels[labels > 0], return_counts=True)[1]
+    return float(np.mean(np.cbrt(6 * volumes / np.pi))) if len(volumes) else 1.0
 
 
 class Example(NamedTuple):
@@ -200,3 +245,33 @@ def _augment(crop: Floats, rng: Generator) -> Floats:
         image = image + np.float32(rng.uniform(0.01, 0.12)) * rng.standard_normal(image.shape, dtype=np.float32)
     crop[0] = image * np.float32(np.exp(rng.uniform(-0.35, 0.35))) + np.float32(rng.uniform(-0.06, 0.06))
     return crop
+
+
+class BatchPrefetcher:
+    """Batches of steps `first`, `first + 1`, ...; the next one is made while the device trains on the current one.
+
+    The pool is refreshed before a step, so that a resumed training begins that step with an equal pool.
+    """
+
+    def __init__(self, pool: ExamplePool, plan: Training, first: int, *, pinned: bool) -> None:
+        self._pool, self._plan, self._pinned = pool, plan, pinned
+        self._first = self._step = first
+        self._executor = ThreadPoolExecutor(1)
+        self._next = self._executor.submit(self._make, first)
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        batch = self._next.result()
+        self._step += 1
+        self._next = self._executor.submit(self._make, self._step)
+        return batch
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True)
+
+    def _make(self, step: int) -> tuple[Tensor, Tensor]:
+        """Draw the images and targets of a step, in page-locked memory if `pinned`."""
+        if step > self._first and step % STEPS_PER_VOLUME == 0:
+            self._pool.refresh()
+        rng = np.random.default_rng([self._plan.seed, 2, step])
+        images, targets = draw_batch(self._pool, rng, self._plan.batch_size, self._plan.edge)
+        return (images.pin_memory(), targets.pin_memory()) if self._pinned else (images, targets)

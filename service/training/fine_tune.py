@@ -1,4 +1,4 @@
-"""Fine-tuning of a model on annotated stacks: as `train`, scored before and after on what it was not trained on."""
+"""Fine-tuning of a model on annotated stacks: as from files, scored before and after on what it was not trained on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 import yaml
 from numpy.typing import NDArray
 
-from service.core import hardware
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
+from service.core.hardware import devices
 from service.core.quantities import Diameter, VoxelSize
 from service.core.types import Options, Selection, Volume
 from service.engine import precision
@@ -25,11 +25,10 @@ from service.inference.segmenter import Segmenter
 from service.models.repository import FILE_NAME, read_spec
 from service.models.spec import Lineage, ModelSpec
 from service.training.evaluate import Scores, score
-from service.training.examples import LIMIT_BYTES, Pair, zoom_pair
+from service.training.examples import LIMIT_BYTES, Pair, median_extents, zoom_pair
+from service.training.from_files import prepare_training
 from service.training.model_folder import describe_stacks, draft_content, write_model
-from service.training.object_size import median_extents
-from service.training.train import prepare_training
-from service.training.trainer import CHECKPOINT, Trainer
+from service.training.training_loop import CHECKPOINT, Trainer
 
 Widths = tuple[float, float, float]
 Report = Callable[[dict[str, Any]], None]
@@ -75,6 +74,21 @@ class Annotated:
         return int(np.count_nonzero(np.unique(labels)))
 
 
+class FineTuning(NamedTuple):
+    """What a training begins with, and where its results go.
+
+    base      model whose weights it begins with
+    out       folder of the new model
+    settings  device, threads, precision and training options
+    report    called with the news of the training
+    """
+
+    base: ModelSpec
+    out: Path
+    settings: Settings
+    report: Report
+
+
 class Outcome(NamedTuple):
     """A new model, and in a sentence or two whether it is better."""
 
@@ -83,16 +97,15 @@ class Outcome(NamedTuple):
     message: str
 
 
-def fine_tune(  # noqa: PLR0913
-    stacks: Sequence[Stack], base: ModelSpec, out: Path, settings: Settings, *, minutes: float, report: Report
-) -> Outcome:
-    """Train for so many minutes, scoring included, and make `out` a model folder of that name.
+def fine_tune(stacks: Sequence[Stack], task: FineTuning, *, minutes: float) -> Outcome:
+    """Train for a number of minutes, scoring included, and make `task.out` a model folder of that name.
 
     No two stacks may have labels for the same place of one image: one would teach what the other holds out.
     Stacks are resampled to the width of objects that the model works at, as requests are. Device, threads and training
     options are those of the settings, but for the number of steps, which is what the time allows. Raises BadParameter,
     BadFile, BrokenModel, ConfigError.
     """
+    base, out, settings, report = task
     began = time.monotonic()
     annotated = [read_stack(stack) for stack in stacks]
     parts, held_out, unseen = _hold_out(annotated, settings.training.validation, base.input.diameter)
@@ -101,9 +114,7 @@ def fine_tune(  # noqa: PLR0913
     before = score_model(base, held_out, eager)
     report({"before": round(before.f1, 4)})
     scoring = time.monotonic() - began
-    trained, content = _train(
-        parts, base, out, settings, max(60 * minutes - 2 * scoring, LEAST_SHARE * 60 * minutes), report
-    )
+    trained, content = _train(parts, task, max(60 * minutes - 2 * scoring, LEAST_SHARE * 60 * minutes))
     spec = write_model(trained.network, content, out, _read_sample(base), settings)
     report({"stage": "evaluating"})
     after = score_model(spec, held_out, eager)
@@ -153,18 +164,23 @@ def _hold_out(
     Where too few objects are annotated, the part of validation is scored: of stacks that are resampled to `diameter`,
     the last `share` along the axis that is the longest then. Raises BadParameter without any object there.
     """
+    usable = _select_usable(stacks, share, diameter)
+    rest, held_out = map(list, zip(*(_cut(stack, HELD_OUT, diameter) for stack in usable), strict=True))
+    enough = sum(part.objects for part in held_out) >= LEAST_OBJECTS
+    if enough and all(_can_split(part, share, diameter) for part in rest):
+        return rest, held_out, True
+    return usable, [_cut(stack, share, diameter)[1] for stack in usable], False
+
+
+def _select_usable(stacks: Sequence[Annotated], share: float, diameter: float | None) -> list[Annotated]:
+    """Return the stacks that can be split. Raise BadParameter if there is none."""
     usable = [stack for stack in stacks if _can_split(stack, share, diameter)]
     if not usable:
         raise BadParameter(
             f"The annotated stacks have too few objects: some are needed in the first {1 - share:.0%} of a stack along"
             " its longest axis, and some in the rest. Annotate more."
         )
-    cut = [_cut(stack, HELD_OUT, diameter) for stack in usable]
-    rest, held_out = [first for first, _ in cut], [last for _, last in cut]
-    enough = sum(part.objects for part in held_out) >= LEAST_OBJECTS
-    if enough and all(_can_split(part, share, diameter) for part in rest):
-        return rest, held_out, True
-    return usable, [_cut(stack, share, diameter)[1] for stack in usable], False
+    return usable
 
 
 def _can_split(stack: Annotated, share: float, diameter: float | None) -> bool:
@@ -219,16 +235,15 @@ class _Trained(NamedTuple):
     failure: str | None
 
 
-def _train(  # noqa: PLR0913, PLR0917
-    parts: Sequence[Annotated], base: ModelSpec, out: Path, settings: Settings, seconds: float, report: Report
-) -> tuple[_Trained, dict[str, Any]]:
+def _train(parts: Sequence[Annotated], task: FineTuning, seconds: float) -> tuple[_Trained, dict[str, Any]]:
     """Train; return the network and the keys of its model file."""
+    base, out, settings, report = task
     pairs = [resample(part, base.input.diameter) for part in parts]
     content = draft_content(base, out.name, [part.name for part in parts])
     # Everybody may see it, and names of stacks are their owners' own.
     content["training_data"] = f"{base.training_data} Then: {describe_stacks(len(parts))}."
-    device = hardware.choose_device(settings.device.name)
-    chosen = precision.choose(settings.engine.precision, hardware.native_precisions(device))
+    device = devices.choose_device(settings.device.name)
+    chosen = precision.choose(settings.engine.precision, devices.native_precisions(device))
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     pace = _measure_pace(prepare_training(pairs, settings, content, base)(out, chosen.dtype), device)

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from service.core.config import Settings, override_settings
+from service.core.files.whole_file import write_whole
 from service.core.types import Options, Segmentation, Volume
-from service.core.whole_file import write_whole
 from service.formats.tiff import writer as tiff_writer
 from service.inference.segmenter import Segmenter
 from service.models.repository import FILE_NAME, read_spec

@@ -11,9 +11,14 @@ from pathlib import Path
 
 import torch
 
-from service.core import hardware
+from service.core.config import Settings
+from service.core.hardware import devices
 from service.engine.precision import DTYPES
-from service.training.trainer import Trainer
+from service.models.spec import ModelSpec
+from service.training.examples import read_pairs
+from service.training.from_files import Paths, prepare_training
+from service.training.model_folder import draft_content
+from service.training.training_loop import Trainer
 
 HEADER = "| precision | crops per second | milliseconds per step | peak memory of a step |\n|---|---|---|---|"
 WARM_UP = 2
@@ -40,6 +45,14 @@ class StepCost:
         memory = "not known" if self.peak_bytes is None else f"{self.peak_bytes / 2**20:.0f} MiB"
         rate = self.batch_size / self.seconds
         return f"| {self.precision} | {rate:.2f} | {1000 * self.seconds:.0f} | {memory} |"
+
+
+def measure_steps(paths: Paths, settings: Settings, base: ModelSpec | None = None, steps: int = 10) -> list[StepCost]:
+    """Measure steps of a training in FP32 and in mixed precision; write nothing. Raise what `train_model` raises."""
+    device = devices.choose_device(settings.device.name)
+    names = compared_precisions(settings.engine.precision, devices.native_precisions(device))
+    make_trainer = prepare_training(read_pairs(*paths), settings, draft_content(base, "mine", []), base)
+    return compare(make_trainer, names, device, steps)
 
 
 def compared_precisions(setting: str, native: frozenset[torch.dtype]) -> tuple[str, str]:
@@ -99,7 +112,7 @@ def _measure_peak(trainer: Trainer, device: torch.device) -> int | None:
 
 def _reset_peak() -> int | None:
     """Give free memory back to the system and reset the kernel's peak; return the resident bytes, None: not known."""
-    hardware.return_pages()
+    devices.return_pages()
     try:
         CLEAR.write_text("5", encoding="ascii")
     except OSError:

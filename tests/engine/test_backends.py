@@ -6,7 +6,8 @@ import torch
 from fake_backends import FakeBackend
 from torch import Tensor, nn
 
-from service.core import config, hardware
+from service.core.hardware import devices
+from service.core.sections.computing import Engine
 from service.engine import backends, base
 from service.engine.backends import BACKENDS, build, list_configs
 from service.engine.tuning.plans import EngineConfig
@@ -42,7 +43,7 @@ class Uncompilable(nn.Module):
 
 def test_eager_runs_the_module_itself():
     module = Counting()
-    built = build(module, EXAMPLE, make_config("eager"), config.Engine())
+    built = build(module, EXAMPLE, make_config("eager"), Engine())
     assert module.calls == base.WARM_UP_CALLS
     assert built.seconds > 0
     assert torch.equal(built.network(EXAMPLE + 1), EXAMPLE + 2)
@@ -50,14 +51,14 @@ def test_eager_runs_the_module_itself():
 
 def test_a_module_that_cannot_be_compiled_is_an_error():
     with pytest.raises(RuntimeError, match="cannot be compiled") as caught:
-        build(Uncompilable(), EXAMPLE, make_config("compiled", mode="default"), config.Engine())
+        build(Uncompilable(), EXAMPLE, make_config("compiled", mode="default"), Engine())
     assert "\n" not in backends.first_line(caught.value)
 
 
 def test_more_modules_of_one_kind_are_compiled_than_torch_has_variants_of_a_function():
     for width in range(9):
         module = nn.Sequential(nn.Conv3d(1, 1 + width, 1)).eval().requires_grad_(requires_grad=False)
-        built = build(module, EXAMPLE, make_config("compiled", mode="default"), config.Engine(freeze=False))
+        built = build(module, EXAMPLE, make_config("compiled", mode="default"), Engine(freeze=False))
         assert built.network(EXAMPLE).shape[1] == 1 + width
 
 
@@ -68,7 +69,7 @@ def test_an_error_without_words_is_called_by_its_name():
 def test_a_module_is_transformed_before_the_engine_is_made(monkeypatch):
     backend = FakeBackend(lambda module: module, transform=lambda module: nn.ReLU())
     monkeypatch.setitem(BACKENDS, "other", backend)
-    assert isinstance(build(Counting(), EXAMPLE, make_config("other"), config.Engine()).network, nn.ReLU)
+    assert isinstance(build(Counting(), EXAMPLE, make_config("other"), Engine()).network, nn.ReLU)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_what_takes_fewer_windows_must_give_the_same_scores_for_them(
 ):
     backend = FakeBackend(lambda _: network, varying_batch=varying_batch)
     monkeypatch.setitem(BACKENDS, "other", backend)
-    assert build(Counting(), EXAMPLE, make_config("other"), config.Engine()).any_batch_size == any_batch_size
+    assert build(Counting(), EXAMPLE, make_config("other"), Engine()).any_batch_size == any_batch_size
 
 
 @pytest.mark.parametrize(("streams", "any_batch_size"), [(1, True), (2, False)])
@@ -96,13 +97,13 @@ def test_fewer_windows_must_give_the_same_scores_in_any_stream(monkeypatch, stre
 
     monkeypatch.setitem(BACKENDS, "other", FakeBackend(lambda _: network, varying_batch=True))
     before = torch.get_num_threads()
-    hardware.use_threads(2)
+    devices.use_threads(2)
     try:
         engine_config = replace(make_config("other"), streams=streams)
-        assert build(Counting(), EXAMPLE, engine_config, config.Engine()).any_batch_size == any_batch_size
+        assert build(Counting(), EXAMPLE, engine_config, Engine()).any_batch_size == any_batch_size
         assert torch.get_num_threads() == 2
     finally:
-        hardware.use_threads(before)
+        devices.use_threads(before)
 
 
 BUFFER = torch.empty(EXAMPLE.shape)
@@ -115,11 +116,11 @@ BUFFER = torch.empty(EXAMPLE.shape)
 )
 def test_scores_last_where_each_call_gives_new_ones(monkeypatch, network, owns_scores):
     monkeypatch.setitem(BACKENDS, "other", FakeBackend(lambda _: network))
-    assert build(Counting(), EXAMPLE, make_config("other"), config.Engine()).owns_scores == owns_scores
+    assert build(Counting(), EXAMPLE, make_config("other"), Engine()).owns_scores == owns_scores
 
 
 def test_winograd_is_what_is_tried_first_in_the_narrowest_precision_that_it_computes():
-    configs = list_configs(config.Engine(), CPU, ("bf16", "fp32"), 2)
+    configs = list_configs(Engine(), CPU, ("bf16", "fp32"), 2)
     assert configs[0] == make_config("winograd", "bf16", "channels_last_3d")
     assert {engine_config.precision for engine_config in configs if engine_config.engine == "winograd"} == {
         "bf16",
@@ -136,7 +137,7 @@ def test_an_engine_that_is_missing_says_how_to_get_it(monkeypatch):
     backend = FakeBackend(lambda module: module, explain_missing=lambda: "install it")
     monkeypatch.setitem(BACKENDS, "other", backend)
     with pytest.raises(ImportError, match="install it"):
-        build(Counting(), EXAMPLE, make_config("other"), config.Engine())
+        build(Counting(), EXAMPLE, make_config("other"), Engine())
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_an_engine_that_is_missing_says_how_to_get_it(monkeypatch):
     ids=["CPU", "CPU with BF16", "CPU with AMX", "GPU"],
 )
 def test_the_known_order_is_that_of_the_hardware_without_what_compiles(device, precisions, features, expected):
-    configs = backends.list_known_order(list_configs(config.Engine(), device, precisions, 2), features)
+    configs = backends.list_known_order(list_configs(Engine(), device, precisions, 2), features)
     assert [f"{each.engine} {each.precision}" for each in configs] == expected
     assert {each.compile_mode for each in configs} == {None}
 
@@ -171,17 +172,17 @@ def test_what_compiles_on_a_cpu_says_what_it_lacks(monkeypatch, tmp_path, lackin
         assert re.search("/nowhere/g|Python.h", backends.explain_missing(compiling, CPU) or "")
         assert backends.explain_missing(compiling, CUDA) is None
         with pytest.raises(ImportError, match="needs"):
-            build(Counting(), EXAMPLE, compiling, config.Engine())
+            build(Counting(), EXAMPLE, compiling, Engine())
     assert backends.explain_missing(make_config("eager"), CPU) is None
 
 
 def test_every_engine_that_can_be_configured_is_known():
-    literal = config.Engine.model_fields["kind"].annotation
+    literal = Engine.model_fields["kind"].annotation
     assert set(literal.__args__) == {"auto", *BACKENDS}
 
 
 def test_a_cpu_tries_its_own_engines_in_every_open_format():
-    configs = list_configs(config.Engine(), CPU, ("fp32",), 2)
+    configs = list_configs(Engine(), CPU, ("fp32",), 2)
     assert set(configs) >= {
         make_config("eager"),
         make_config("eager", memory_format="channels_last_3d"),
@@ -193,7 +194,7 @@ def test_a_cpu_tries_its_own_engines_in_every_open_format():
 
 
 def test_a_gpu_tries_graphs_and_modes_but_no_engine_of_a_cpu():
-    configs = list_configs(config.Engine(), CUDA, ("bf16", "fp32"), 8)
+    configs = list_configs(Engine(), CUDA, ("bf16", "fp32"), 8)
     assert {engine_config.engine for engine_config in configs} == {"cudagraph", "compiled", "eager"}
     assert {engine_config.compile_mode for engine_config in configs} == {None, "reduce-overhead", "max-autotune"}
     assert {engine_config.sw_batch_size for engine_config in configs} == {8}
@@ -202,7 +203,7 @@ def test_a_gpu_tries_graphs_and_modes_but_no_engine_of_a_cpu():
 
 
 def test_what_is_fixed_is_not_varied():
-    settings = config.Engine(channels_last=False, compile_mode="max-autotune", precision="bf16")
+    settings = Engine(channels_last=False, compile_mode="max-autotune", precision="bf16")
     configs = list_configs(settings, CPU, ("bf16",), 2)
     assert {engine_config.memory_format for engine_config in configs} == {"contiguous"}
     assert {engine_config.precision for engine_config in configs} == {"bf16"}
@@ -219,7 +220,7 @@ def test_what_is_fixed_is_not_varied():
     ],
 )
 def test_compile_modes(setting, device, kind, expected):
-    settings = config.Engine(compile_mode=setting, kind=kind)
+    settings = Engine(compile_mode=setting, kind=kind)
     assert BACKENDS["compiled"].compile_modes(settings, device) == expected
     assert BACKENDS["eager"].compile_modes(settings, device) == (None,)
 

@@ -9,7 +9,7 @@ from torch import nn
 from service.engine.cpu import onednn, winograd
 from service.engine.fusion import adjacent_modules
 from service.engine.prepare import prepare
-from service.models.module_tree import observe_calls
+from service.models.network import observe_calls
 
 FORMAT = torch.channels_last_3d
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from service.core.config import Engine as EngineSettings
 from service.core.errors import BadParameter
+from service.core.sections.computing import Engine as EngineSettings
 from service.engine.openvino import OpenVinoBackend
 from service.engine.tuning.plans import EngineConfig
 

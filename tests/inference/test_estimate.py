@@ -12,9 +12,11 @@ from fakes import with_library
 from paths import ROOT
 from torch import nn
 
-from service.core.config import Limits, Settings, Windows
+from service.core.config import Settings
 from service.core.errors import BadParameter, TooLarge
 from service.core.quantities import Diameter, VoxelSize
+from service.core.sections.computing import Windows
+from service.core.sections.serving import Limits
 from service.core.types import Description, Options, Volume
 from service.inference.cuda import device_image
 from service.inference.estimate import Estimator, Plan, activation_bytes, estimate, make_plan

@@ -10,9 +10,11 @@ import torch
 from fakes import SeparateDevice, until
 from segmenters import settings_of, started, with_network
 
-from service.core.config import Device, Limits, Settings, Windows
+from service.core.config import Settings
 from service.core.errors import BadParameter, Cancelled, ConfigError, OutOfMemory, TooLarge
 from service.core.quantities import VoxelSize
+from service.core.sections.computing import Device, Windows
+from service.core.sections.serving import Limits
 from service.core.types import Options, Volume
 from service.engine.compile.torch_compile import count_graphs
 from service.inference.batching import batcher as device_module

@@ -24,7 +24,8 @@ from service.inference.engines.label_agreement import LabelAgreement
 from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
-from service.models.loader import Network, load_network
+from service.models.loader import load_network
+from service.models.network import Network
 from service.models.repository import read_repository, select_model
 from service.models.spec import ModelSpec
 from service.training.evaluate import score

@@ -16,7 +16,7 @@ from service.core.errors import BrokenModel
 from service.inference.estimate import activation_bytes, measure_activations
 from service.models.architectures import build_network
 from service.models.loader import compute_scores, load_network
-from service.models.module_tree import is_sequence
+from service.models.network import is_sequence
 from service.models.spec import Architecture, ModelSpec, Weights
 
 WriteModel = Callable[..., ModelSpec]

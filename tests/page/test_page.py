@@ -20,7 +20,7 @@ from playwright.sync_api import Page, Route, expect
 from runtimes import loaded_segmenter
 
 from service.api.access.rate_limit import generate_key, hash_key
-from service.core.host import usable_cores
+from service.core.hardware.host import usable_cores
 
 
 def fake_segmenter(live: Live) -> FakeSegmenter:

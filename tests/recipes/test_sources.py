@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from scripts.recipes.sources import Percentiles, TurnedStacks, mix, resample_to_diameter
-from service.training.examples import Pair, Source
-from service.training.object_size import median_extents
+from service.training.examples import Pair, Source, median_extents
 
 
 def test_normalisation_is_the_one_of_the_model_file() -> None:

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from service.core.timing import Stages
+from service.core.telemetry import Stages
 from service.serving.metrics import Metrics
 
 

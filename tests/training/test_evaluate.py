@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from service.core.quantities import Diameter, VoxelSize
 from service.training.evaluate import score, segment_classically, state_size
-from service.training.object_size import mean_diameter
+from service.training.examples import mean_diameter
 
 
 def boxes(*spans: tuple[int, int]) -> NDArray[np.uint16]:

@@ -18,8 +18,8 @@ from service.formats import stack_reader
 from service.formats.tiff import writer as tiff_writer
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec, Sample
-from service.training.fine_tune import Annotated, Stack, _hold_out, fine_tune, read_stack, resample
-from service.training.trainer import split
+from service.training.examples import split_pairs
+from service.training.fine_tune import Annotated, FineTuning, Stack, _hold_out, fine_tune, read_stack, resample
 
 SIZE = VoxelSize(0.5, 0.25, 0.25)
 
@@ -52,7 +52,7 @@ def grid(shape: tuple[int, int, int], pitch: int = 6, edge: int = 4) -> NDArray[
 def test_a_model_is_made_and_says_what_came_of_it(base: ModelSpec, tmp_path: Path) -> None:
     stack = write_stack(tmp_path / "stack", *synthesise(np.random.default_rng(0), (16, 32, 64)))
     news: list[dict[str, Any]] = []
-    outcome = fine_tune([stack], base, tmp_path / "mine", settings(base), minutes=0.03, report=news.append)
+    outcome = fine_tune([stack], FineTuning(base, tmp_path / "mine", settings(base), news.append), minutes=0.03)
     spec = read_spec(tmp_path / "mine")
     assert (spec, spec.lineage) == (outcome.spec, outcome.lineage)
     assert (outcome.lineage.parent, outcome.lineage.annotations) == ("random-nuclei/1", 1)
@@ -77,7 +77,8 @@ def test_the_sample_is_the_parents(base: ModelSpec, tmp_path: Path) -> None:
     tiff_writer.write(Segmentation(image, "labels"), base.folder / "sample.tif")
     parent = base.model_copy(update={"sample": Sample()})
     stack = write_stack(tmp_path / "stack", *synthesise(np.random.default_rng(0), (16, 32, 64)))
-    spec = fine_tune([stack], parent, tmp_path / "mine", settings(base), minutes=0.01, report=lambda _: None).spec
+    task = FineTuning(parent, tmp_path / "mine", settings(base), lambda _: None)
+    spec = fine_tune([stack], task, minutes=0.01).spec
     assert spec.sample is not None
     sample = stack_reader.read(spec.folder / spec.sample.input, Selection(), 2**20).array()[0]
     assert np.array_equal(sample, image)
@@ -117,7 +118,7 @@ def test_what_is_scored_of_few_objects_is_what_the_training_validates_on_and_doe
     stack = Annotated("a", (labels, labels), (2.0, 4.0, 4.0))
     parts, scored, unseen = _hold_out([stack], 0.5, 4.0)
     assert not unseen
-    training, validation = split([resample(parts[0], 4.0)], 0.5)
+    training, validation = split_pairs([resample(parts[0], 4.0)], 0.5)
     learned, validated, judged = (
         set(np.unique(labels)) - {0} for labels in (training[0][1], validation[0][1], scored[0].pair[1])
     )

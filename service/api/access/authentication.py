@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api.access.rate_limit import ApiKeys, RateLimit
 from service.api.messages.headers import ANONYMOUS, RawHeaders, find_header, get_header
-from service.core.config import Access
 from service.core.errors import Misdirected, RateLimited, Unauthorized
+from service.core.sections.serving import Access
 
 # Open without a key and under any host name: probes know neither.
 HEALTH_PATH = re.compile(r"(/v[12])?/health(/live|/ready)?")

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.messages.headers import SECURITY_HEADERS, RawHeaders, choose_request_id, find_header, get_header
-from service.core import logs
+from service.core import telemetry
 
 log = logging.getLogger("service.access")
 
@@ -53,14 +53,14 @@ class RequestLog:
                 message["headers"] = headers = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
-        token = logs.request_id.set(request_id)
+        token = telemetry.request_id.set(request_id)
         try:
             await self._app(scope, receive, send_with_id)
         finally:
             # What the connection itself has answered, or would have answered to a client that has hung up.
             status = scope["state"].get("closed_status", status)
             _log_request(scope, request_id, status, time.perf_counter() - began, headers)
-            logs.request_id.reset(token)
+            telemetry.request_id.reset(token)
 
 
 def _log_request(scope: Scope, request_id: str, status: int, seconds: float, headers: RawHeaders) -> None:
@@ -88,7 +88,7 @@ def _log_request(scope: Scope, request_id: str, status: int, seconds: float, hea
     }
     known = {name: value for name, value in members.items() if value is not None}
     arguments = (scope["method"], path, status, seconds, request_id, extras)
-    log.log(level, "%s %s %d %.3fs %s %s", *arguments, extra=logs.fields(**known))
+    log.log(level, "%s %s %d %.3fs %s %s", *arguments, extra=telemetry.fields(**known))
 
 
 def _count_request(scope: Scope, route: str, status: int, caller: str, problem: str | None) -> None:

@@ -24,7 +24,7 @@ from service.api.http.reading import READ_AHEAD_BYTES, READ_BUFFER, ReadFlow
 from service.api.http.refusals import MAX_HEAD_BYTES, Refusal, Refused, check_head, check_headers
 from service.api.messages.headers import choose_request_id, get_header
 from service.api.messages.problems import status_of
-from service.core import logs
+from service.core import telemetry
 from service.core.errors import Cancelled, NotReady, OutOfMemory, RequestError, TooSlow
 
 log = logging.getLogger("service.access")
@@ -282,7 +282,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         request_id = self._request_id()
         if self._awaits_body:
             self.cycle.scope["state"]["closed_status"] = int(refusal.status)
-        fields = logs.fields(request_id=request_id, problem=refusal.slug)
+        fields = telemetry.fields(request_id=request_id, problem=refusal.slug)
         log.info("%d %s %s: %s", refusal.status, request_id, refusal.slug, refusal.reason, extra=fields)
         self.transport.write(refusal.encode(request_id, self.server_state.default_headers))
 

@@ -10,10 +10,11 @@ from pydantic import BaseModel
 from service.api.messages.jobs import JobProgress
 from service.api.messages.models import ModelList, Report
 from service.api.messages.text import Text
-from service.core import hardware
-from service.core.bundled import software_version
 from service.core.errors import SwitchedOff
-from service.core.hardware import CpuStatus, GpuStatus
+from service.core.files.bundled import software_version
+from service.core.hardware import host
+from service.core.hardware.gpus import GpuStatus
+from service.core.hardware.host import CpuStatus
 from service.serving.devices.worker import DeviceWorker
 from service.serving.learning.annotations import AnnotationStore
 from service.serving.learning.training_record import TrainingRecord, TrainingStage, TrainingState
@@ -180,14 +181,16 @@ def report_health(runtime: Runtime) -> Health:
 
 
 def report_hardware(runtime: Runtime, gpus: Sequence[GpuStatus]) -> GpuReport:
-    """Report the GPUs of this host, which `hardware.gpus` returns, its processor, devices, and loaded models."""
+    """Report the GPUs of this host, which `gpus.query_gpus` returns, its processor, devices, and loaded models."""
     models = {model.name: model.segmenter.report() for model in runtime.models.states() if model.segmenter is not None}
     message = (
         f"{len(gpus)} NVIDIA GPU{'s' if len(gpus) > 1 else ''}." if gpus else "No NVIDIA GPU; models run on the CPU."
     )
     hosts = [HostReport(host=host.host, gpus=list(host.gpus), cpu=host.cpu) for host in runtime.hosts]
     devices = [_report_device(worker) for worker in runtime.device_workers]
-    return GpuReport(message=message, gpus=list(gpus), cpu=hardware.cpu(), hosts=hosts, devices=devices, models=models)
+    return GpuReport(
+        message=message, gpus=list(gpus), cpu=host.query_cpu(), hosts=hosts, devices=devices, models=models
+    )
 
 
 def _report_device(worker: DeviceWorker) -> DeviceReport:

@@ -29,7 +29,7 @@ from service.api.messages.results import describe_attachment
 from service.api.request_body import incoming_folder, receive_file
 from service.core.errors import BadParameter
 from service.core.quantities import TimeRange
-from service.core.timing import Stages
+from service.core.telemetry import Stages
 from service.serving.jobs.jobs import AsyncJobs
 from service.serving.learning.annotations import Annotation, Origin, find_overlaps
 from service.serving.learning.corrections import Correction, keep_correction

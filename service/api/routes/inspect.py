@@ -9,9 +9,9 @@ from service.api.dependencies import RuntimeDependency, get_caller
 from service.api.http.threads import run_while_connected
 from service.api.messages.stacks import Inspection
 from service.api.request_body import inspect_file, receive_file
-from service.core import host
 from service.core.errors import OutOfMemory, RequestError
-from service.core.timing import Stages
+from service.core.hardware import host
+from service.core.telemetry import Stages
 from service.inference.estimate import Estimator
 from service.inference.memory_errors import check_memory
 

@@ -20,7 +20,7 @@ from service.api.job_requests import ACCEPTED, accept_job
 from service.api.messages.jobs import JobList, JobReport, report_job
 from service.api.messages.results import ANSWER, ResultResponse, build_response
 from service.core.errors import StorageUnavailable, UnknownJob
-from service.core.whole_file import descriptor_path
+from service.core.files.whole_file import descriptor_path
 from service.serving.jobs.active_job import JobView
 from service.serving.jobs.jobs import AsyncJobs
 from service.serving.results.parts import choose_media_type

@@ -14,7 +14,7 @@ from service.api.job_requests import ACCEPTED, accept_job
 from service.api.messages.results import ANSWER, ResultResponse
 from service.api.request_body import receive_file
 from service.core.errors import Cancelled, NotReady
-from service.core.timing import Stages
+from service.core.telemetry import Stages
 from service.serving.runtime import Runtime
 from service.serving.segmentation import SegmentationTask
 

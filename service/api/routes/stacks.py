@@ -13,7 +13,7 @@ from service.api.http.threads import run_in_thread
 from service.api.messages.stacks import StackReport
 from service.api.request_body import incoming_folder, receive_file
 from service.core.errors import BadParameter
-from service.core.timing import Stages
+from service.core.telemetry import Stages
 from service.serving.parameters import Query as Parameters
 from service.serving.storage.stack_store import StoredStack
 

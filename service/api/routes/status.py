@@ -25,8 +25,8 @@ from service.api.messages.status import (
     report_recent,
     report_requests,
 )
-from service.core import hardware
 from service.core.errors import NotReady, SwitchedOff, Unauthorized
+from service.core.hardware import gpus
 from service.serving.metrics import CONTENT_TYPE
 
 router = APIRouter()
@@ -92,7 +92,7 @@ router.add_api_route("/health", health, methods=["HEAD"], include_in_schema=Fals
 @router.get("/gpu", tags=["operation"])
 async def gpu(runtime: RuntimeDependency) -> GpuReport:
     """Every GPU with its memory, load and temperature, the processor, the devices in use, and each loaded model."""
-    return report_hardware(runtime, await asyncio.to_thread(hardware.gpus))
+    return report_hardware(runtime, await asyncio.to_thread(gpus.query_gpus))
 
 
 @router.get("/metrics", tags=["operation"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
@@ -113,7 +113,7 @@ async def status(request: Request, runtime: RuntimeDependency) -> Status:
     trainings = get_trainings(request)
     return Status(
         health=report_health(runtime),
-        hardware=report_hardware(runtime, await asyncio.to_thread(hardware.gpus)),
+        hardware=report_hardware(runtime, await asyncio.to_thread(gpus.query_gpus)),
         models=report_models(runtime, partial(trainings.may_remove, **identify(request, access)._asdict())),
         cpu_seconds=time.process_time(),
         requests=list(report_requests(runtime)),

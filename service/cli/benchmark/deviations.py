@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from service.core.config import Engine as EngineSettings
+from service.core.sections.computing import Engine as EngineSettings
 from service.engine import backends
 from service.inference.result import EngineReport
 

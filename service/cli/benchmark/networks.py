@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from service.cli.benchmark.timing import Spread, matrix_peak, synchronised, time_in_turn
-from service.core import hardware
-from service.core.config import Engine as EngineSettings
 from service.core.config import Settings
+from service.core.hardware import devices
+from service.core.sections.computing import Engine as EngineSettings
 from service.engine import backends, precision
 from service.engine.base import WARM_UP_CALLS
 from service.engine.cuda import tf32
@@ -25,7 +25,8 @@ from service.engine.precision import DTYPES
 from service.engine.tuning.plans import EngineConfig
 from service.inference.engines.selector import EngineSelector
 from service.inference.estimate import activation_bytes
-from service.models.loader import Network, load_network
+from service.models.loader import load_network
+from service.models.network import Network
 from service.models.spec import ModelSpec
 
 ROUNDS, SECONDS = 12, 60.0
@@ -210,7 +211,7 @@ def list_engines(
 ) -> Iterator[RunnerBuilder]:
     """List every engine that the settings allow and that suits the network, at every batch size."""
     network, selector = load_selector(spec, settings, device)
-    names = precision.list_precisions(settings.engine.precision, hardware.native_precisions(device))
+    names = precision.list_precisions(settings.engine.precision, devices.native_precisions(device))
     with_tf32 = allows_tf32(settings.engine, device)
 
     def build(choice: EngineConfig) -> Runner:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from service.cli.benchmark.timing import synchronise
-from service.core import hardware
 from service.core.errors import BadParameter
+from service.core.hardware import devices
 from service.core.quantities import Size
-from service.core.timing import Stages
+from service.core.telemetry import Stages
 from service.core.types import Array, Options, Selection
 from service.formats import stack_reader
 from service.formats.tiff import writer as tiff_writer
@@ -128,12 +128,12 @@ class RequestRunner:
 
         def work() -> None:
             before = torch.get_num_threads()
-            hardware.use_threads(self._threads)
+            devices.use_threads(self._threads)
             try:
                 self._forwards(0, times, windows)
             finally:
                 # The device relies on the number of threads that it has set.
-                hardware.use_threads(before)
+                devices.use_threads(before)
 
         self._device.call(work)
 
@@ -154,7 +154,7 @@ class RequestRunner:
         if self._stream_pool is None:
             streams = self._latest[0].streams
             self._stream_pool = ThreadPoolExecutor(
-                streams, "bare", partial(hardware.use_threads, max(self._threads // streams, 1))
+                streams, "bare", partial(devices.use_threads, max(self._threads // streams, 1))
             )
         return self._stream_pool
 

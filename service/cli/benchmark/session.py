@@ -25,9 +25,9 @@ from service.cli.benchmark.networks import (
 from service.cli.benchmark.requests import PlainRun, RequestRunner
 from service.cli.benchmark.results import Repeat, Report, RequestTimes, Seconds, WindowSeconds
 from service.cli.benchmark.timing import flop_of_window, peak_bytes
-from service.core import hardware, host
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
+from service.core.hardware import devices, host
 from service.core.quantities import Size
 from service.engine.tuning.plans import EngineConfig
 from service.inference.batching.batcher import open_batcher
@@ -71,9 +71,9 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, show: Show) -> Rep
     Raises what `Segmenter` raises, and BadParameter.
     """
     _check(plan)
-    torch_device = hardware.choose_device(settings.device.name)
+    torch_device = devices.choose_device(settings.device.name)
     threads = settings.device.threads or host.usable_cores()
-    show(report.format_device(hardware.device_name(torch_device), threads))
+    show(report.format_device(devices.device_name(torch_device), threads))
     with tempfile.TemporaryDirectory(prefix="bench-") as name, open_batcher(settings) as device:
         folder = Path(name)
         requests.write_stack(spec, plan.shape, folder / "stack.tif")
@@ -83,7 +83,7 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, show: Show) -> Rep
         engine, with_tf32 = segmenter.report(), allows_tf32(settings.engine, torch_device)
         _show_all(show, report.format_engine(spec.identifier, engine, with_tf32=with_tf32))
         # The thread that normalises and decodes here may use all cores, as nothing runs beside it.
-        hardware.use_threads(threads)
+        devices.use_threads(threads)
         runner = RequestRunner(segmenter, folder / "stack.tif", folder, device, threads)
         answered = _time_requests(runner, plan, show)
         if runner.fallback_notes:
@@ -92,7 +92,7 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, show: Show) -> Rep
         measured = Report(
             model=spec.identifier,
             shape=plan.shape,
-            device=hardware.device_name(torch_device),
+            device=devices.device_name(torch_device),
             threads=threads,
             engine=replace(engine, warnings=(*engine.warnings, *runner.fallback_notes)),
             starts=starts,

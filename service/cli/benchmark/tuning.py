@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from service.core import hardware
 from service.core.config import Settings
+from service.core.hardware import devices
 from service.engine.tuning.plans import EngineConfig, EnginePlan
 from service.inference.segmenter import Segmenter
 from service.models.spec import ModelSpec
@@ -26,7 +26,7 @@ def _list_devices(settings: Settings) -> list[Settings]:
     """Return the settings of each device that `stackseg serve` would use, one of those that are alike."""
     alike: dict[tuple[str, int], Settings] = {}
     for _name, each in device_worker_settings(settings):
-        alike.setdefault((hardware.device_name(hardware.choose_device(each.device.name)), each.device.threads), each)
+        alike.setdefault((devices.device_name(devices.choose_device(each.device.name)), each.device.threads), each)
     return list(alike.values())
 
 

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from torch.nn import functional
 
 from service.core.errors import BadParameter
-from service.models.loader import Network
+from service.models.network import Network
 
 # All modules are entered through the same function, of which torch would compile eight variants and no more.
 dynamo.recompile_limit = 1024

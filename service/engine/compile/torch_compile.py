@@ -13,10 +13,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from service.core.config import Engine as EngineSettings
+from service.core.sections.computing import Engine as EngineSettings
 from service.engine.base import ANY_FORMAT, Backend
 from service.engine.tuning.plans import EngineConfig
-from service.models.loader import Network
+from service.models.network import Network
 
 
 class TorchCompileBackend(Backend):

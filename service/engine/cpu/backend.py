@@ -7,14 +7,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from service.core.config import Engine as EngineSettings
-from service.engine.base import Backend
+from service.core.sections.computing import Engine as EngineSettings
+from service.engine.base import WARM_UP_CALLS, Backend
 from service.engine.compile.torch_compile import TorchCompileBackend
 from service.engine.cpu import graph as cpu_graph
 from service.engine.cpu import onednn, winograd
 from service.engine.prepare import Float32Scores
 from service.engine.tuning.plans import EngineConfig
-from service.models.loader import Network
+from service.models.network import Network
 
 
 class WinogradBackend(Backend):
@@ -46,3 +46,20 @@ class WinogradBackend(Backend):
         # Blending widens scores where it reads them: a float32 copy of them would be written and read for nothing.
         network = module.network if isinstance(module, Float32Scores) else module
         return cpu_graph.capture(onednn.pack(network, gives_scores=True), example)
+
+
+class CpuBuild:
+    """First calls and memory of a network on a CPU; a `DeviceBuild`."""
+
+    def warm_up(self, network: Network, example: Tensor) -> bool:
+        """Make the first calls, and return whether every call gives scores in memory of their own."""
+        tensors = [example, *(network(example) for _ in range(WARM_UP_CALLS))]
+        return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+
+    def count_kept_bytes(self, network: Network, streams: int) -> int:
+        """Return the bytes that all streams keep between calls."""
+        return streams * cpu_graph.arena_bytes(network)
+
+    def count_score_bytes(self, network: Network) -> int | None:
+        """Return the bytes of one window's scores, where a forward allocates nothing else; None where it does."""
+        return cpu_graph.score_bytes(network)

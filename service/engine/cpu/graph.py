@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from service.core.buffers import ALIGNMENT, BufferPool
 from service.engine.cpu import strided_conv
 from service.engine.cpu.kernel_call import DTYPES, NO_MEMORY, KernelCall, Kernels, observe_calls
-from service.models.loader import Network
+from service.models.network import Network
 
 # Most memory that is kept for later scores.
 IDLE_BYTES = 2**24

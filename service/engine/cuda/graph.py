@@ -16,12 +16,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from service.core.config import Engine as EngineSettings
 from service.core.errors import BadParameter
+from service.core.hardware import devices
+from service.core.sections.computing import Engine as EngineSettings
 from service.engine.base import ANY_FORMAT, WARM_UP_CALLS, Backend
 from service.engine.compile.torch_compile import compile_module
 from service.engine.tuning.plans import EngineConfig
-from service.models.loader import Network
+from service.models.network import Network
 
 # What these modes add are CUDA graphs by torch, which cannot be recorded within one of ours.
 MODES_WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
@@ -151,6 +152,28 @@ class GraphedNetwork:
         self._input.copy_(x)
         self._recorder.replay()
         return self._output
+
+
+class CudaBuild:
+    """First calls and memory of a network on a CUDA device; a `DeviceBuild`. Make one before the network."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pools_before = device, devices.count_pools(device)
+
+    def warm_up(self, network: Network, example: Tensor) -> bool:
+        """Make the first calls, and return False: recorded graphs write the same memory again."""
+        # Scores that are still held would be in the way of graphs that are recorded.
+        for _ in range(WARM_UP_CALLS):
+            network(example)
+        return False
+
+    def count_kept_bytes(self, network: Network, _streams: int) -> int:
+        """Return the bytes of buffers and memory pools that came with the network, once its calls are done."""
+        torch.cuda.synchronize(self._device)
+        return graph_bytes(network, devices.count_pools(self._device) - self._pools_before)
+
+    def count_score_bytes(self, _network: Network) -> None:
+        """Return None: a forward allocates more than scores."""
 
 
 def graph_bytes(network: Network, pools: int) -> int:

@@ -14,14 +14,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from service.core import config
-from service.models.loader import Network
+from service.core.sections.computing import Engine
+from service.models.network import Network
 
 # Switches are process-wide: a second caller would take the first one's temporary values for the operator's.
 _lock = threading.RLock()
 
 
-def use(settings: config.Engine, device: torch.device) -> None:
+def use(settings: Engine, device: torch.device) -> None:
     """Set matrix precision, and whether cuDNN times its algorithms; do nothing on a CPU, which has neither."""
     if device.type != "cuda":
         return

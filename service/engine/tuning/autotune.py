@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from service.core.errors import NonFiniteScores
-from service.core.progress import step
+from service.core.telemetry import step
 from service.engine.backends import ENGINE_FAILURES, first_line
 from service.engine.tuning.plans import EngineConfig, Trial
 

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
 
-from service.core.config import MAX_STREAMS
+from service.core.sections.computing import MAX_STREAMS
 
 FOLDER = "plans"
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from tifffile import TiffFile, TiffPage
 
-from service.core import host
 from service.core.errors import BadFile, BadParameter
+from service.core.hardware import host
 from service.core.types import Array
 from service.formats import axes
 from service.formats.axes import Layout, Part

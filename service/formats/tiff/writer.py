@@ -20,11 +20,11 @@ import numpy as np
 from isal import isal_zlib
 from tifffile import TiffWriter, imwrite
 
-from service.core import host
 from service.core.buffers import release_pages
+from service.core.files.whole_file import write_whole
+from service.core.hardware import host
 from service.core.quantities import TimeInterval, VoxelSize
 from service.core.types import Array, OutputKind, Segmentation, Volume
-from service.core.whole_file import write_whole
 from service.formats.tiff import imagej_writer
 from service.formats.tiff import template as tiff_template
 from service.formats.tiff.template import TiffTemplate

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from service.core import host
 from service.core.errors import BadFile, TooLarge
+from service.core.hardware import host
 from service.core.quantities import TimeInterval
 from service.core.types import Array, Selection
 from service.formats import axes, sampling

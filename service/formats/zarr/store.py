@@ -16,8 +16,8 @@ from typing import IO, Any, NamedTuple, Protocol, Self
 from zipfile import ZIP_STORED, BadZipFile
 
 from service.core.errors import BadFile
-from service.core.whole_file import open_below
-from service.core.zip_archive import ZipLimits, locate_stored, open_archive
+from service.core.files.whole_file import open_below
+from service.core.files.zip_archive import ZipLimits, locate_stored, open_archive
 
 # Of one file of metadata; consolidated metadata of a large plate have a few MB.
 MAX_JSON_BYTES = 2**24

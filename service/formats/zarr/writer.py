@@ -16,8 +16,8 @@ from zipfile import ZIP_STORED, ZipFile
 import numpy as np
 import zarr
 
+from service.core.files.whole_file import write_whole
 from service.core.types import Array, Segmentation
-from service.core.whole_file import write_whole
 from service.formats.tiff.writer import NOTHING, ORIGIN_NAMESPACE
 from service.formats.zarr.store import find_image
 

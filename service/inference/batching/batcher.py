@@ -21,9 +21,11 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from service.core import hardware, host
-from service.core.config import MAX_STREAMS, Settings
+from service.core.config import Settings
 from service.core.errors import Cancelled
+from service.core.hardware import devices, host
+from service.core.sections.computing import MAX_STREAMS
+from service.engine.cuda.events import CudaTimer, mark_end
 from service.inference.batching.launch import Launch, Mark, Timer
 from service.inference.batching.window_request import (
     BatchSlice,
@@ -407,7 +409,7 @@ class WindowBatcher:
 @contextmanager
 def open_batcher(settings: Settings) -> Iterator[WindowBatcher]:
     """Start a batcher for `settings.device.name` where no service runs, and close it at the end. Raises ConfigError."""
-    device = hardware.choose_device(settings.device.name)
+    device = devices.choose_device(settings.device.name)
     batcher = make_batcher(settings, device, on_host=device.type == "cpu")
     batcher.start()
     try:
@@ -425,7 +427,7 @@ def make_batcher(settings: Settings, device: torch.device, *, on_host: bool) -> 
     return WindowBatcher(
         "device",
         most if on_host else 1,
-        lambda streams: hardware.use_threads(max(cores // streams, 1)),
-        None if on_host else partial(hardware.mark_end, device),
-        start_timer=partial(hardware.CudaTimer, device) if device.type == "cuda" else lambda: None,
+        lambda streams: devices.use_threads(max(cores // streams, 1)),
+        None if on_host else partial(mark_end, device),
+        start_timer=partial(CudaTimer, device) if device.type == "cuda" else lambda: None,
     )

@@ -24,9 +24,9 @@ from pydantic import TypeAdapter
 
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
+from service.core.files.whole_file import write_whole
 from service.core.quantities import Diameter, Size, VoxelSize, is_index
 from service.core.types import Array, Options, OutputKind, Selection, StackShape
-from service.core.whole_file import write_whole
 from service.inference.blockwise.layout import Layout, choose_windows
 from service.inference.diameter.estimation import Sizing
 from service.inference.preprocessing.empty_windows import Skipped

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.buffers import make_allocator, release_pages
-from service.core.host import run_in_threads
+from service.core.hardware.host import run_in_threads
 from service.core.quantities import Size
 from service.core.types import Array, Volume
 from service.formats import stack_reader

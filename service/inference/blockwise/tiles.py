@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.quantities import Size
-from service.core.timing import Stages
+from service.core.telemetry import Stages
 from service.core.types import Array
 from service.formats.array_writer import pack, unpack
 from service.inference.blockwise.layout import Box, firsts, lengths, slices

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from service.core.quantities import Size
-from service.core.timing import Stages
+from service.core.telemetry import Stages
 from service.core.types import Array, Volume
 from service.formats import stack_reader
 from service.inference.blockwise.layout import Box, Layout, lengths, ranges

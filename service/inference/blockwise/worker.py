@@ -6,7 +6,7 @@ import time
 from functools import lru_cache
 from typing import Any
 
-from service.core.timing import Stages
+from service.core.telemetry import Stages
 from service.inference.blockwise import join, links, output, survey, tiles, window_scores
 from service.inference.blockwise.run_folder import BlockTask, OpenRun, open_run
 from service.inference.segmenter import Segmenter

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.core.hardware import mark_end
 from service.core.quantities import Size
 from service.core.types import Array, Volume
+from service.engine.cuda.events import mark_end
 from service.inference.preprocessing.normalize import NormalisedImage
 from service.inference.windows.grid import Box, as_size
 

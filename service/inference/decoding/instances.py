@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.core.hardware import mark_end
 from service.core.quantities import Size, VoxelSize
 from service.core.types import Objects, Segmentation, label_dtype
+from service.engine.cuda.events import mark_end
 from service.inference.decoding.basin_joining import merge_basins_on_device
 from service.inference.decoding.basin_merging import Persistence, merge_shallow_basins
 from service.inference.decoding.fill_holes import fill_holes

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from service.core.errors import NonFiniteScores, StackSegError
-from service.core.progress import step
+from service.core.telemetry import step
 from service.core.types import Array, OutputKind, Segmentation, Selection
 from service.formats import stack_reader
 from service.inference.decoding.decoders import make_decoder

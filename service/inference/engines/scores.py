@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from service.core.errors import NonFiniteScores
-from service.core.hardware import is_out_of_memory
-from service.core.timing import Stages
+from service.core.hardware.devices import is_out_of_memory
+from service.core.telemetry import Stages
 from service.engine.tuning.plans import EngineConfig
 from service.inference.engines.selector import EngineSelector, ReadyEngine
 from service.inference.estimate import Plan

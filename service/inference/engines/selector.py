@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from service.core import hardware, host
-from service.core.config import MAX_STREAMS, Settings
-from service.core.hardware import Driver
-from service.core.progress import step
+from service.core.config import Settings
+from service.core.hardware import devices, host
+from service.core.hardware.devices import Driver
+from service.core.sections.computing import MAX_STREAMS
+from service.core.telemetry import step
 from service.engine import backends, precision
 from service.engine.cuda import tf32
 from service.engine.prepare import prepare
@@ -30,7 +31,7 @@ from service.inference.engines.label_agreement import MAX_SHARE_BEYOND_ROUNDING,
 from service.inference.windows.blending import Blending
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import SlidingWindow
-from service.models.loader import Network
+from service.models.network import Network
 from service.models.spec import ModelSpec
 
 # Windows per call. On a CPU one at a time is the slowest, since ATen has a slow path for small batches. A GPU needs
@@ -90,13 +91,13 @@ class EngineSelector:
         network: nn.Module,
         window_bytes: int,
         native: frozenset[torch.dtype] | None = None,
-        driver: Driver = hardware,
+        driver: Driver = devices,
         faulty: Mapping[torch.dtype, str] | None = None,
     ) -> None:
         self._spec, self._settings, self._device = spec, settings, device
         self._network, self._window_bytes, self._driver = network, window_bytes, driver
-        self._native = hardware.native_precisions(device) if native is None else native
-        self._faulty = hardware.faulty_precisions(device) if faulty is None else faulty
+        self._native = devices.native_precisions(device) if native is None else native
+        self._faulty = devices.faulty_precisions(device) if faulty is None else faulty
         self._batch_size, self._streams = batch_size(settings, device), streams(settings, device)
         tf32.use(settings.engine, device)
 
@@ -286,7 +287,7 @@ class EngineSelector:
             "architecture": spec.architecture.model_dump_json() if spec.architecture else spec.network,
             "input": f"{spec.input.channels} x {'x'.join(map(str, spec.input.roi_size))}",
             "decoding": spec.decoding.model_dump_json(),
-            "device": hardware.device_name(self._device),
+            "device": devices.device_name(self._device),
             "python": platform.python_version(),
             "engine": settings.engine.model_dump_json(exclude={"cache_folder", "tune", "tune_seconds"}),
             "engines": plans.digest_sources(Path(__file__).parents[1]),
@@ -294,7 +295,7 @@ class EngineSelector:
         }
         facts |= {name: _version(name) for name in LIBRARIES}
         if self._device.type == "cpu":
-            facts |= {"threads": torch.get_num_threads(), "features": " ".join(hardware.cpu().features)}
+            facts |= {"threads": torch.get_num_threads(), "features": " ".join(host.query_cpu().features)}
             facts["kernels"] = window_kernels.ready
         else:
             facts |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
@@ -338,7 +339,7 @@ class EngineSelector:
         ]
 
     def _known_order(self) -> list[EngineConfig]:
-        features = hardware.cpu().features if self._device.type == "cpu" else ()
+        features = host.query_cpu().features if self._device.type == "cpu" else ()
         return backends.list_known_order(self._candidates(), features)
 
     def _make_tuner(
@@ -364,7 +365,7 @@ class EngineSelector:
             seconds,
             explain_skip=explain_skip or self._explain_skip,
             announce=announce,
-            find_loss=lambda error: hardware.find_loss(self._device, error, self._driver),
+            find_loss=lambda error: devices.find_loss(self._device, error, self._driver),
         )
 
     def _make_agreement(self) -> LabelAgreement:
@@ -439,7 +440,7 @@ def _run_in_all_streams(window: SlidingWindow, run: Callable[..., object]) -> Ca
         return run
     cores = max(torch.get_num_threads() // window.streams, 1)
     # Its threads end with the candidate that holds this function.
-    threads = ThreadPoolExecutor(window.streams, "stream", partial(hardware.use_threads, cores))
+    threads = ThreadPoolExecutor(window.streams, "stream", partial(devices.use_threads, cores))
     return lambda: list(threads.map(run, range(window.streams)))
 
 

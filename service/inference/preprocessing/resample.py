@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.errors import BadFile, BadParameter
-from service.core.host import run_in_threads
+from service.core.hardware.host import run_in_threads
 from service.core.quantities import Diameter, Size, VoxelSize
 from service.core.types import Extent, Segmentation, Volume
 from service.inference.decoding.instances import keep_objects

@@ -22,7 +22,7 @@ from service.core.errors import (
     StackSegError,
 )
 from service.core.quantities import TimeInterval, VoxelSize, parse_diameter
-from service.core.timing import Stages
+from service.core.telemetry import Stages
 from service.core.types import Array, Description, Linking, Options, Segmentation, StackShape, Volume, label_dtype
 from service.inference.diameter.confidence import Doubt
 from service.inference.diameter.estimation import Sizing

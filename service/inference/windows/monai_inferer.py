@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from service.core.config import Windows
+from service.core.sections.computing import Windows
 from service.inference.windows.blending import Slab
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.sliding_window import SlidingWindow, score_stack

@@ -22,7 +22,7 @@ from service.core.quantities import Size
 from service.inference.windows.blending import Blender, Blending, CheckFinite, Slab, make_blender, require_finite
 from service.inference.windows.grid import Box, Grid, as_size, split_runs
 from service.inference.windows.kernels import WindowKernels, window_kernels
-from service.models.loader import Network
+from service.models.network import Network
 
 # Windows [N, C, *roi], float32 -> raw scores [N, K, *roi].
 ScoreWindows = Callable[[Tensor], Tensor]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from service.models.loader import Network
+from service.models.network import Network
 
 Views = tuple[tuple[int, ...], ...]
 """For each view the axes, of 2 to 4 (z, y, x), along which the window is mirrored."""

@@ -1,39 +1,28 @@
-"""Layers of a network that was read as a graph of functions, as modules: engines replace and fuse these.
+"""Layers of a network that was read as a graph of calls, as modules: engines replace and fuse these.
 
-Layers whose values only the next one reads become an `nn.Sequential`, which tells engines the order of calls.
+A finder recognises one kind of layer by a call, whether of an operator of ATen or of a function for one of ONNX. Layers
+whose values only the next one reads become an `nn.Sequential`, which tells engines the order of calls.
 """
 
 from __future__ import annotations
 
-import keyword
-import math
-import re
+import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
 
-from service.core.errors import BrokenModel
 from service.models.architectures import DepthToSpace, SpaceToDepth
-from service.models.size_limit import check_elements, limit_sizes
-
-Shape = tuple[int, ...]
-Shapes = Mapping[Node, Shape]
+from service.models.graphs.graph_module import Shape, Shapes, infer_shapes
 
 INPUT_RANK = 5
-# What else than nodes may become Python code: torch writes the code of a graph and runs it.
-PLAIN = (bool, int, float, torch.dtype, type(None))
-TEXT = re.compile(r"[A-Za-z0-9_ .,>-]*")
 # Axes [B, C, z, bz, y, by, x, bx] and [B, K, bz, by, bx, z, y, x] in the order of the result of a pixel shuffle.
 INTO_CHANNELS, OUT_OF_CHANNELS = (0, 1, 3, 5, 7, 2, 4, 6), (0, 1, 5, 2, 6, 3, 7, 4)
-# Most elements of all values that exist at a time for one window: as float32 they take 32 GiB.
-MAX_LIVE_ELEMENTS = 2**33
-# What a graph may raise that does not fit its image.
-_MISFIT = (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, AttributeError)
+# ATen's names for arguments that ONNX calls otherwise.
+ATEN_NAMES = {"alpha": "negative_slope", "scale": "weight", "slope": "weight", "epsilon": "eps", "perm": "dims"}
 
 
 class Layer(NamedTuple):
@@ -46,29 +35,6 @@ class Layer(NamedTuple):
 
 FindLayer = Callable[[GraphModule, Node, Shapes], Layer | None]
 """Network, a call in it, and shapes of values as far as they are known -> the layer that the call is a part of."""
-
-
-def make_graph_module(root: nn.Module, graph: Graph) -> GraphModule:
-    """Return a graph as a module, which runs Python code that torch writes of the graph.
-
-    Raise BrokenModel where anything but identifiers, numbers, plain texts and nodes would get into that code.
-    """
-    for node in graph.nodes:
-        names = [node.name, *node.kwargs, *(node.target.split(".") if isinstance(node.target, str) else ())]
-        if not all(name.isidentifier() and not keyword.iskeyword(name) for name in names):
-            raise BrokenModel(f"a call has a name that is none: {max(names, key=len)[:80]!r}.")
-        if not _is_plain([*node.args, *node.kwargs.values()]):
-            raise BrokenModel(f"{node.name} is called with something else than numbers, plain texts and values.")
-    return GraphModule(root, graph)
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether the code of a value is nothing but nodes, numbers, plain texts and lists of these."""
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    if type(value) is str:
-        return TEXT.fullmatch(value) is not None
-    return isinstance(value, Node) or (type(value) in PLAIN and not (type(value) is int and value.bit_length() > 64))
 
 
 def add_layers(
@@ -96,30 +62,6 @@ def add_layers(
     return GraphModule(network, graph)
 
 
-def infer_shapes(network: GraphModule, shape: Shape) -> dict[Node, Shape]:
-    """Return the shapes of all tensors of a forward of an image of `shape`.
-
-    Raise BrokenModel where it does not run, or a value is larger than a part of a network can be.
-    """
-    with torch.no_grad(), suppress(*_MISFIT):
-        return _ShapeInterpreter(network, "meta").find(shape)
-    try:
-        # Some graphs run with numbers only.
-        with torch.no_grad(), limit_sizes():
-            return _ShapeInterpreter(network, "cpu").find(shape)
-    except _MISFIT as error:
-        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise BrokenModel(f"it does not take a window of shape {shape}: {reason[0]}") from error
-
-
-def multiply(a: Any, b: Any) -> Any:
-    """Return `a * b`. Raise OverflowError for a whole number that no size can be: a few products make it endless."""
-    product = a * b
-    if isinstance(product, int) and product.bit_length() > 64:
-        raise OverflowError("a size of more than 64 bits")
-    return product
-
-
 def read_constant(network: GraphModule, argument: Any) -> Tensor | None:
     """Return the stored tensor that an argument names, None for anything else."""
     if isinstance(argument, Node) and argument.op == "get_attr":
@@ -144,74 +86,115 @@ def follow(node: Node, functions: Set[Any]) -> Node | None:
     return users[0] if len(users) == 1 and users[0].target in functions else None
 
 
-def make_prelu(slope: Tensor) -> nn.PReLU:
-    """Return a PReLU with one slope, or one for each channel."""
-    module = nn.PReLU(slope.numel())
-    module.weight = nn.Parameter(slope.flatten(), requires_grad=False)
+def read_arguments(network: GraphModule, node: Node) -> dict[str, Any]:
+    """Return the arguments of a call by ATen's names, stored tensors as tensors, defaults included."""
+    if isinstance(node.target, OpOverload):
+        schema = node.target._schema.arguments
+        arguments = {each.name: each.default_value for each in schema if each.has_default_value()} | node.kwargs
+    elif callable(node.target):
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+        bound.apply_defaults()
+        arguments = {ATEN_NAMES.get(name, name): value for name, value in bound.arguments.items()}
+    else:
+        raise TypeError(f"{node.target} is not a call")
+    stored = {name: read_constant(network, value) for name, value in arguments.items()}
+    return {name: value if stored[name] is None else stored[name] for name, value in arguments.items()}
+
+
+def make_convolution(
+    weight: Tensor, bias: Tensor | None, *, groups: int, transposed: bool = False, **settings: Any
+) -> nn.Conv3d | nn.ConvTranspose3d:
+    """Return an `nn.Conv3d`, or an `nn.ConvTranspose3d`, whose parameters are `weight` and `bias`.
+
+    `weight` is [out, in / groups, z, y, x], of a transposed convolution [in, out / groups, z, y, x]. `settings` are
+    further keyword arguments of the module.
+    """
+    module_type: Any = nn.ConvTranspose3d if transposed else nn.Conv3d
+    channels = (weight.shape[1] * groups, weight.shape[0])
+    with torch.device("meta"):
+        module: nn.Conv3d | nn.ConvTranspose3d = module_type(
+            *(reversed(channels) if transposed else channels),
+            tuple(weight.shape[2:]),
+            groups=groups,
+            bias=False,
+            **settings,
+        )
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    module.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
     return module
 
 
-def make_norm(
-    groups: int, channels: int, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float
-) -> nn.Module:
-    """Return a group norm, with as many groups as channels an instance norm; `weight` and `bias` have C numbers."""
+def make_norm(groups: int, weight: Tensor | None, bias: Tensor | None, *, channels: int, eps: float) -> nn.Module:
+    """Return a group norm, with as many groups as channels an instance norm.
+
+    `weight` and `bias` have a number for each channel, or for each group.
+    """
     norm: nn.Module = nn.GroupNorm(groups, channels, eps, affine=False)
     if groups == channels:
         norm = nn.InstanceNorm3d(channels, eps, affine=False)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
-            norm.register_parameter(name, nn.Parameter(tensor.flatten(), requires_grad=False))
+            numbers = tensor.flatten().repeat_interleave(channels // tensor.numel())
+            norm.register_parameter(name, nn.Parameter(numbers, requires_grad=False))
     return norm
 
 
-def find_shuffle(shapes: Shapes, permute: Node, order: Any, reshapes: Set[Any]) -> Layer | None:
-    """Return the pixel shuffle that a reshape, a permute with `order` and a reshape are, None if they are none."""
-    before, after = first_input(permute), follow(permute, reshapes)
-    if after is None or before.target not in reshapes or len(before.users) > 1:
+def find_activation(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
+    """Find a ReLU or LeakyReLU."""
+    source = first_input(node)
+    in_place = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+    # Others read what a call in place leaves behind, in the source or in what it is a view of.
+    alone = source.op == "call_module" and len(source.users) == 1
+    if not is_volume(source, shapes) or (in_place and not alone):
         return None
-    source = first_input(before)
-    module = _make_shuffle(shapes.get(source, ()), shapes.get(before, ()), tuple(order))
-    if module is None or tuple(module(torch.empty(shapes[source], device="meta")).shape) != shapes.get(after):
+    slope = read_arguments(network, node).get("negative_slope")
+    return Layer(nn.ReLU() if slope is None else nn.LeakyReLU(slope), source, node)
+
+
+def find_prelu(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
+    """Find a PReLU with one slope, or one for each channel."""
+    source, slope = first_input(node), read_arguments(network, node)["weight"]
+    if not isinstance(slope, Tensor) or not is_volume(source, shapes):
         return None
-    return Layer(module, source, after)
+    # ONNX aligns the last axes of slopes with those of the image; ATen counts channels.
+    if slope.numel() > 1 and not isinstance(node.target, OpOverload) and not is_per_channel(slope, shapes[source][1]):
+        return None
+    module = nn.PReLU(slope.numel())
+    module.weight = nn.Parameter(slope.flatten(), requires_grad=False)
+    return Layer(module, source, node)
 
 
-class _ShapeInterpreter(Interpreter):
-    """Runs a graph in float32 on a device, which may be the one without numbers, and keeps the shapes of its values."""
+def is_per_channel(tensor: Tensor, channels: int) -> bool:
+    """Return whether a tensor has one number for each channel of a volume."""
+    return tensor.numel() == channels and tuple(tensor.shape[-4:]) == (channels, 1, 1, 1)
 
-    def __init__(self, network: GraphModule, device: str) -> None:
-        super().__init__(network)
-        self._device = device
-        self.shapes: dict[Node, Shape] = {}
-        self._live = 0
 
-    def find(self, shape: Shape) -> dict[Node, Shape]:
-        """Return the shapes of all values for an image of `shape`."""
-        self.run(torch.zeros(shape, device=self._device))
-        return self.shapes
+def find_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
+    """Find an instance or group norm with stored weights and without running statistics."""
+    settings, source = read_arguments(network, node), first_input(node)
+    weight, bias = settings["weight"], settings["bias"]
+    computed = isinstance(weight, Node) or isinstance(bias, Node) or settings.get("running_mean") is not None
+    if computed or not is_volume(source, shapes):
+        return None
+    channels = shapes[source][1]
+    norm = make_norm(settings.get("num_groups", channels), weight, bias, channels=channels, eps=settings["eps"])
+    return Layer(norm, source, node)
 
-    def run_node(self, n: Node) -> Any:
-        result = super().run_node(n)
-        if isinstance(result, Tensor):
-            self.shapes[n] = tuple(result.shape)
-            check_elements(result.shape)
-            self._live += result.numel()
-            if self._live > MAX_LIVE_ELEMENTS:
-                raise BrokenModel(f"{n.name}: more than {MAX_LIVE_ELEMENTS} elements would exist at a time.")
-        read = self.user_to_last_uses.get(n, ())
-        self._live -= sum(math.prod(self.shapes[each]) for each in read if each in self.shapes)
-        return result
 
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self._convert(super().get_attr(target, args, kwargs))
+def make_shuffle_finder(reshapes: Set[Any]) -> FindLayer:
+    """Return a finder of the pixel shuffles that a reshape, a permute and a reshape are."""
 
-    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        module = self.fetch_attr(target)
-        state = {name: self._convert(tensor) for name, tensor in module.state_dict().items()}
-        return functional_call(module, state, args, kwargs)
+    def find_shuffle(network: GraphModule, permute: Node, shapes: Shapes) -> Layer | None:
+        before, after = first_input(permute), follow(permute, reshapes)
+        if after is None or before.target not in reshapes or len(before.users) > 1:
+            return None
+        source, order = first_input(before), tuple(read_arguments(network, permute)["dims"])
+        module = _make_shuffle(shapes.get(source, ()), shapes.get(before, ()), order)
+        if module is None or tuple(module(torch.empty(shapes[source], device="meta")).shape) != shapes.get(after):
+            return None
+        return Layer(module, source, after)
 
-    def _convert(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, torch.float32 if tensor.is_floating_point() else tensor.dtype)
+    return find_shuffle
 
 
 def _put_layer(network: GraphModule, layer: Layer) -> Node:

@@ -8,11 +8,10 @@ archive that `torch.export.save` writes since torch 2.8.
 from __future__ import annotations
 
 import json
-import math
 import operator
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,40 +20,25 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from service.core.errors import BrokenModel
-from service.models.convolution import make_convolution
+from service.core.files.zip_archive import open_torch_archive
 from service.models.graphs.allowed_operators import ATEN, UNCHECKED
+from service.models.graphs.graph_module import Shapes, make_graph_module, multiply
 from service.models.graphs.layers import (
     FindLayer,
     Layer,
-    Shapes,
     add_layers,
-    find_shuffle,
+    find_activation,
+    find_norm,
+    find_prelu,
     first_input,
     is_volume,
-    make_graph_module,
-    make_norm,
-    make_prelu,
-    multiply,
-    read_constant,
+    make_convolution,
+    make_shuffle_finder,
+    read_arguments,
 )
-from service.models.zip_archive import open_archive
+from service.models.graphs.pt2_archive import DTYPES, Pt2Archive, decode_tensor
 
 SCHEMA_VERSION = 8
-MAX_GRAPH_BYTES = 2**26
-
-# torch._export.serde.schema.ScalarType
-DTYPES = {
-    1: torch.uint8,
-    2: torch.int8,
-    3: torch.int16,
-    4: torch.int32,
-    5: torch.int64,
-    6: torch.float16,
-    7: torch.float32,
-    8: torch.float64,
-    12: torch.bool,
-    13: torch.bfloat16,
-}
 # Operators that only graphs of torch.export call besides those of the list, and those that graphs may not call.
 ALLOWED = ATEN - UNCHECKED | {"sym_size", "lift_fresh_copy", "detach_"}
 RESULTS = frozenset(["Tensor", "List[Tensor]"])
@@ -82,8 +66,8 @@ def load_torch_export(path: Path, window: Sequence[int]) -> nn.Module:
     BrokenModel, naming what is refused.
     """
     try:
-        with open_archive(path) as archive:
-            network = add_layers(_GraphReader(_Archive(archive)).read(), window, FINDERS, {_ATEN.add.Tensor})
+        with open_torch_archive(path) as archive:
+            network = add_layers(_GraphReader(Pt2Archive(archive)).read(), window, FINDERS, {_ATEN.add.Tensor})
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error
     except RecursionError as error:
@@ -92,31 +76,6 @@ def load_torch_export(path: Path, window: Sequence[int]) -> nn.Module:
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise BrokenModel(f"{path}: cannot be read as a file of torch.export: {reason[0]}") from error
     return network.eval().requires_grad_(requires_grad=False)
-
-
-class _Archive:
-    """A PT2 archive, whose files are named by their path below its only folder."""
-
-    def __init__(self, archive: zipfile.ZipFile) -> None:
-        self._archive = archive
-        self._entries = {str(PurePosixPath(*PurePosixPath(e.filename).parts[1:])): e for e in archive.infolist()}
-        self.stored_bytes = sum(entry.compress_size for entry in archive.infolist())
-
-    def read_bytes(self, name: str) -> bytes:
-        """Read a file. Raise BrokenModel where it is missing or compressed, as nothing in such an archive is."""
-        entry = self._entries.get(name)
-        if entry is None:
-            raise BrokenModel(f"there is no {name} in it; export the network again with torch 2.8 or later.")
-        if entry.compress_type != zipfile.ZIP_STORED:
-            raise BrokenModel(f"{name} is compressed, which torch.export.save does not do.")
-        return self._archive.read(entry)
-
-    def read_json(self, name: str) -> Any:
-        """Read a file of JSON. Raise BrokenModel where it is missing, compressed or too large."""
-        text = self.read_bytes(name)
-        if len(text) > MAX_GRAPH_BYTES:
-            raise BrokenModel(f"{name} is larger than a graph can be.")
-        return json.loads(text)
 
 
 class _GraphReader:
@@ -128,7 +87,7 @@ class _GraphReader:
     _configs  tables of the places of tensors in the archive, by file name
     """
 
-    def __init__(self, archive: _Archive) -> None:
+    def __init__(self, archive: Pt2Archive) -> None:
         self._archive = archive
         program = archive.read_json("models/model.json")
         if (version := program["schema_version"]["major"]) != SCHEMA_VERSION:
@@ -179,7 +138,7 @@ class _GraphReader:
         file, meta = f"data/{folder}/{entry['path_name']}", entry["tensor_meta"]
         place = json.dumps([file, meta])
         if place not in self._stored:
-            tensor = _decode_tensor(self._archive.read_bytes(file), meta)
+            tensor = decode_tensor(self._archive.read_bytes(file), meta)
             self._bytes -= tensor.nbytes
             if self._bytes < 0:
                 raise BrokenModel("its tensors are larger than the file.")
@@ -209,12 +168,7 @@ class _GraphReader:
                 raise BrokenModel(f"{target} is called with something else than sizes.")
             result = self._graph.call_function(ARITHMETIC[target], tuple(keywords.values()))
         else:
-            function = _find_operator(target)
-            types = {parameter.name: str(parameter.type) for parameter in function._schema.arguments}
-            for name, value in keywords.items():
-                if name not in types or (isinstance(value, str) and "str" not in types[name]):
-                    raise BrokenModel(f"{target} has no argument {name!r}, or none that is a text.")
-            result = self._graph.call_function(function, (), keywords)
+            result = self._graph.call_function(_find_operator(target, keywords), (), keywords)
         self._name_outputs(result, call["outputs"])
 
     def _name_outputs(self, result: Node, outputs: list[Mapping[str, Any]]) -> None:
@@ -251,16 +205,8 @@ class _GraphReader:
         return self._read_argument(item, target)
 
 
-def _read_arguments(network: GraphModule, node: Node) -> dict[str, Any]:
-    """Return the arguments of a call by name, stored tensors as tensors, defaults included."""
-    assert isinstance(node.target, OpOverload)  # noqa: S101
-    defaults = {each.name: each.default_value for each in node.target._schema.arguments if each.has_default_value()}
-    stored = {name: read_constant(network, value) for name, value in node.kwargs.items()}
-    return defaults | {name: value if stored[name] is None else stored[name] for name, value in node.kwargs.items()}
-
-
 def _find_convolution(network: GraphModule, node: Node, _shapes: Shapes) -> Layer | None:
-    settings = _read_arguments(network, node)
+    settings = read_arguments(network, node)
     source, weight, bias = (settings.pop(name) for name in ("input", "weight", "bias"))
     if not isinstance(weight, Tensor) or isinstance(bias, Node):
         return None
@@ -270,34 +216,8 @@ def _find_convolution(network: GraphModule, node: Node, _shapes: Shapes) -> Laye
     return Layer(make_convolution(weight, bias, groups=groups, transposed=transposed, **shared), source, node)
 
 
-def _find_activation(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
-    settings, source = _read_arguments(network, node), first_input(node)
-    # Others read what a call in place leaves behind, in the source or in what it is a view of.
-    in_place = str(node.target).partition(".")[2].partition(".")[0].endswith("_")
-    alone = source.op == "call_module" and len(source.users) == 1
-    if not is_volume(source, shapes) or (in_place and not alone):
-        return None
-    if node.target is _ATEN.prelu.default:
-        slope = settings["weight"]
-        return Layer(make_prelu(slope), source, node) if isinstance(slope, Tensor) else None
-    slope = settings.get("negative_slope")
-    return Layer(nn.ReLU() if slope is None else nn.LeakyReLU(slope), source, node)
-
-
-def _find_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
-    settings, source = _read_arguments(network, node), first_input(node)
-    weight, bias = settings["weight"], settings["bias"]
-    if not is_volume(source, shapes) or isinstance(weight, Node) or isinstance(bias, Node):
-        return None
-    channels = shapes[source][1]
-    if settings.get("running_mean") is not None:
-        return None
-    groups = settings.get("num_groups", channels)
-    return Layer(make_norm(groups, channels, weight, bias, eps=settings["eps"]), source, node)
-
-
 def _find_batch_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
-    settings, source = _read_arguments(network, node), first_input(node)
+    settings, source = read_arguments(network, node), first_input(node)
     if not is_volume(source, shapes):
         return None
     tensors = {name: settings[name] for name in ("weight", "bias", "running_mean", "running_var")}
@@ -308,23 +228,19 @@ def _find_batch_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer 
     return Layer(module, source, node)
 
 
-def _find_shuffle(_network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
-    return find_shuffle(shapes, node, node.kwargs.get("dims", ()), {_ATEN.view.default, _ATEN.reshape.default})
-
-
 _ATEN = torch.ops.aten
 FINDERS: dict[Any, FindLayer] = {
     _ATEN.conv3d.default: _find_convolution,
     _ATEN.conv_transpose3d.input: _find_convolution,
-    _ATEN.relu.default: _find_activation,
-    _ATEN.relu_.default: _find_activation,
-    _ATEN.leaky_relu.default: _find_activation,
-    _ATEN.leaky_relu_.default: _find_activation,
-    _ATEN.prelu.default: _find_activation,
-    _ATEN.instance_norm.default: _find_norm,
-    _ATEN.group_norm.default: _find_norm,
+    _ATEN.relu.default: find_activation,
+    _ATEN.relu_.default: find_activation,
+    _ATEN.leaky_relu.default: find_activation,
+    _ATEN.leaky_relu_.default: find_activation,
+    _ATEN.prelu.default: find_prelu,
+    _ATEN.instance_norm.default: find_norm,
+    _ATEN.group_norm.default: find_norm,
     _ATEN.batch_norm.default: _find_batch_norm,
-    _ATEN.permute.default: _find_shuffle,
+    _ATEN.permute.default: make_shuffle_finder({_ATEN.view.default, _ATEN.reshape.default}),
 }
 
 
@@ -347,8 +263,11 @@ def _iter_names(output: Mapping[str, Any]) -> Iterator[str]:
         raise BrokenModel(f"a call gives {kind}, which cannot be honoured.")
 
 
-def _find_operator(target: str) -> OpOverload[..., Any]:
-    """Return the operator of a name such as `torch.ops.aten.relu.default`. Raise BrokenModel if it is not allowed."""
+def _find_operator(target: str, arguments: Mapping[str, Any]) -> OpOverload[..., Any]:
+    """Return the operator of a name such as `torch.ops.aten.relu.default`.
+
+    Raise BrokenModel if it is not allowed, or does not take the arguments.
+    """
     space, _, rest = target.rpartition("torch.ops.aten.")
     name, _, overload = rest.partition(".")
     if space or name not in ALLOWED or rest in UNCHECKED or not overload.isidentifier():
@@ -358,7 +277,15 @@ def _find_operator(target: str) -> OpOverload[..., Any]:
     function = getattr(getattr(torch.ops.aten, name), overload)
     if not isinstance(function, OpOverload) or not _computes_tensors(function):
         raise BrokenModel(f"its graph calls {target}, which is no operator that a network needs.")
+    _check_arguments(function, arguments)
     return function
+
+
+def _check_arguments(function: OpOverload[..., Any], arguments: Mapping[str, Any]) -> None:
+    types = {parameter.name: str(parameter.type) for parameter in function._schema.arguments}
+    for name, value in arguments.items():
+        if name not in types or (isinstance(value, str) and "str" not in types[name]):
+            raise BrokenModel(f"torch.ops.{function} has no argument {name!r}, or none that is a text.")
 
 
 def _computes_tensors(function: OpOverload[..., Any]) -> bool:
@@ -371,17 +298,3 @@ def _computes_tensors(function: OpOverload[..., Any]) -> bool:
     makes = [str(result.type) for result in schema.returns]
     written = any(parameter.is_out for parameter in schema.arguments)
     return takes and not written and (schema.name == "aten::sym_size" or (bool(makes) and RESULTS.issuperset(makes)))
-
-
-def _decode_tensor(data: bytes, meta: Mapping[str, Any]) -> Tensor:
-    """Copy raw little-endian bytes into a tensor. Raise BrokenModel or RuntimeError where they do not fit."""
-    sizes, strides = ([int(item["as_int"]) for item in meta[key]] for key in ("sizes", "strides"))
-    dtype = DTYPES[meta["dtype"]]
-    if not math.prod(sizes):
-        return torch.empty(sizes, dtype=dtype)
-    # Any other byte than 0 and 1 is no truth that operators could work with.
-    stored = torch.frombuffer(bytearray(data), dtype=torch.uint8 if dtype == torch.bool else dtype)
-    stored = stored.bool() if dtype == torch.bool else stored
-    if math.prod(sizes) > len(stored):
-        raise BrokenModel(f"a tensor of {sizes} is said to lie in {len(data)} bytes.")
-    return stored.as_strided(sizes, strides, int(meta["storage_offset"]["as_int"])).clone()

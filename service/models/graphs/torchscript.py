@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from service.core.errors import BrokenModel
+from service.core.files.zip_archive import copy_members, open_torch_archive
 from service.models.graphs.allowed_operators import ATEN, PRIM
-from service.models.zip_archive import copy_members, open_archive
 
 # Methods that run while a file is loaded, hooks that run beside the checked graph, and classes of extensions. A pickle
 # may name a class on two lines, and code may have spaces in a name.
@@ -43,8 +43,8 @@ class TorchScriptNetwork(nn.Module):
         return first
 
 
-def load_torchscript(path: Path) -> TorchScriptNetwork:
-    """Load and check a TorchScript file. Raise BrokenModel, naming what is refused."""
+def load_torchscript(path: Path, _window: Sequence[int] = ()) -> TorchScriptNetwork:
+    """Load and check a TorchScript file, for any window. Raise BrokenModel, naming what is refused."""
     try:
         script = torch.jit.load(_read_checked(path), map_location="cpu")  # type: ignore[no-untyped-call]
         refused = sorted({*_iter_operators(script.inlined_graph)} - ALLOWED)
@@ -62,8 +62,8 @@ def load_torchscript(path: Path) -> TorchScriptNetwork:
 
 
 def _read_checked(path: Path) -> BytesIO:
-    """Return a copy of an archive that holds what was checked. Raise BrokenModel, and what `open_archive` raises."""
-    with open_archive(path) as archive:
+    """Return a copy of an archive that holds what was checked. Raise BrokenModel, and zipfile.BadZipFile."""
+    with open_torch_archive(path) as archive:
         names = archive.namelist()
         if not any("/code/" in name for name in names):
             raise BrokenModel("not a TorchScript file as torch.jit.save writes it.")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from service.core.errors import UnsupportedPackage
-from service.models.zip_archive import open_archive
+from service.core.files.zip_archive import open_torch_archive
 
 CHUNK_BYTES = 2**20
 
@@ -18,7 +18,7 @@ CHUNK_BYTES = 2**20
 def unpack(path: Path, limit_bytes: int) -> Iterator[Path]:
     """Yield the package's root folder; an archive is unpacked into a temporary folder as long as the context lasts.
 
-    Raise UnsupportedPackage for what `open_archive` refuses, and for more than `limit_bytes` altogether, counted while
+    Raise UnsupportedPackage for an archive that is refused, and for more than `limit_bytes` altogether, counted while
     files are written.
     """
     if path.is_dir():
@@ -27,7 +27,7 @@ def unpack(path: Path, limit_bytes: int) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="stackseg-import-") as folder:
         root = Path(folder)
         try:
-            with open_archive(path) as archive:
+            with open_torch_archive(path) as archive:
                 _extract(archive, root, limit_bytes)
         except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error

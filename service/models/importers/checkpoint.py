@@ -16,10 +16,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from service.core.errors import BrokenModel, UnsupportedPackage
+from service.core.files.zip_archive import copy_members, open_torch_archive
 from service.models.architectures import describe_tensors
 from service.models.importers.draft import MAX_PACKAGE_BYTES
 from service.models.spec import Architecture
-from service.models.zip_archive import copy_members, open_archive
+
+Shape = tuple[int, ...]
 
 # How files of torch before 1.6 begin.
 OLD_TORCH = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
@@ -59,7 +61,7 @@ def is_torchscript(path: Path) -> bool:
     if not zipfile.is_zipfile(path):
         return False
     try:
-        with open_archive(path) as archive:
+        with open_torch_archive(path) as archive:
             return any(name.endswith("/constants.pkl") for name in archive.namelist())
     except _UNREADABLE as error:
         raise _unreadable(path, str(error)) from error
@@ -97,7 +99,7 @@ def _load(path: Path) -> Any:
     if not zipfile.is_zipfile(path):
         raise _unreadable(path, "neither torch nor safetensors wrote it.")
     try:
-        with open_archive(path) as archive:
+        with open_torch_archive(path) as archive:
             copy = copy_members(archive)
     except _UNREADABLE as error:
         raise _unreadable(path, str(error)) from error
@@ -138,25 +140,33 @@ def _explain(path: Path, copy: BytesIO) -> str:
 
 def _find_tensors(path: Path, content: Any) -> tuple[Mapping[str, Tensor], tuple[str, ...], tuple[str, ...]]:
     """Return the tensors in what a file holds, the keys that lead to them, and the keys beside those."""
-    place: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
+    place, left_out = list[str](), list[str]()
     while isinstance(content, dict) and not _is_state_dict(content):
-        only = [key for key, value in content.items() if _is_state_dict(value)]
-        usual = [key for key in USUAL_KEYS if isinstance(content.get(key), dict)]
-        # `model` may also be the configuration that a script keeps beside the tensors.
-        usual.sort(key=lambda key: key not in only)
-        if not usual and len(only) != 1:
-            names = ", ".join(map(str, list(only or content)[:6])) or "nothing"
-            found = (
-                f"several networks ({names})" if only else f"something else than the tensors of one network ({names})"
-            )
-            raise UnsupportedPackage(f"{path.name}: holds {found}.")
-        chosen = (usual or only)[0]
-        place, left_out = (*place, str(chosen)), (*left_out, *(str(key) for key in content if key != chosen))
+        chosen = _choose_key(path, content)
+        place.append(str(chosen))
+        left_out += [str(key) for key in content if key != chosen]
         content = content[chosen]
     if not isinstance(content, dict):
         raise UnsupportedPackage(f"{path.name}: holds something else than the tensors of one network.")
-    return content, place, left_out
+    return content, tuple(place), tuple(left_out)
+
+
+def _choose_key(path: Path, content: dict[Any, Any]) -> Any:
+    """Return the usual key, or else the only one, below which tensors lie. Raise UnsupportedPackage."""
+    usual = [key for key in USUAL_KEYS if isinstance(content.get(key), dict)]
+    if usual:
+        # `model` may also be the configuration that a script keeps beside the tensors.
+        return next((key for key in usual if _is_state_dict(content[key])), usual[0])
+    networks = [key for key, value in content.items() if _is_state_dict(value)]
+    if len(networks) != 1:
+        raise UnsupportedPackage(f"{path.name}: holds {_describe_content(networks, content)}.")
+    return networks[0]
+
+
+def _describe_content(networks: list[Any], content: dict[Any, Any]) -> str:
+    names = ", ".join(map(str, list(networks or content)[:6])) or "nothing"
+    found = "several networks" if networks else "something else than the tensors of one network"
+    return f"{found} ({names})"
 
 
 def _is_state_dict(value: object) -> bool:
@@ -177,27 +187,36 @@ def fit_tensors(tensors: Mapping[str, Tensor], architecture: Architecture) -> di
     differs, where they do not fit.
     """
     expected = describe_tensors(architecture)
-    found = dict(tensors)
-    parts = next(iter(tensors)).split(".")
-    for count in range(1, len(parts)):
-        prefix = ".".join(parts[:count]) + "."
-        if set(tensors) == {prefix + name for name in expected}:
-            found = {name: tensors[prefix + name] for name in expected}
-    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
-    differing = [
-        f"{name} is {' x '.join(map(str, shape))} where {' x '.join(map(str, expected[name]))} is asked for"
-        for name, shape in shapes.items()
-        if name in expected and shape != expected[name]
-    ]
-    lists = (
-        ("missing", [name for name in expected if name not in shapes]),
-        ("not in the network", [name for name in shapes if name not in expected]),
-        ("of another shape", differing),
-    )
-    problems = [f"{len(names)} tensors are {what} ({', '.join(names[:2])})" for what, names in lists if names]
+    found = _strip_prefix(tensors, expected)
+    problems = _list_misfits({name: tuple(tensor.shape) for name, tensor in found.items()}, expected)
     if problems:
         raise BrokenModel(
             f"The weights do not fit {architecture.name} with these arguments: {'; '.join(problems)}. State the "
             "arguments that the network was trained with."
         )
     return found
+
+
+def _strip_prefix(tensors: Mapping[str, Tensor], expected: Mapping[str, Shape]) -> dict[str, Tensor]:
+    """Return the tensors without the prefix that all expected names have, or unchanged."""
+    parts = next(iter(tensors)).split(".")
+    for count in range(1, len(parts)):
+        prefix = ".".join(parts[:count]) + "."
+        if set(tensors) == {prefix + name for name in expected}:
+            return {name: tensors[prefix + name] for name in expected}
+    return dict(tensors)
+
+
+def _list_misfits(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> list[str]:
+    """Return in words which tensors are missing, not expected, or of another shape."""
+    differing = [
+        f"{name} is {' x '.join(map(str, shape))} where {' x '.join(map(str, expected[name]))} is asked for"
+        for name, shape in found.items()
+        if shape != expected.get(name, shape)
+    ]
+    lists = (
+        ("missing", [name for name in expected if name not in found]),
+        ("not in the network", [name for name in found if name not in expected]),
+        ("of another shape", differing),
+    )
+    return [f"{len(names)} tensors are {what} ({', '.join(names[:2])})" for what, names in lists if names]

@@ -46,14 +46,8 @@ class Imported(NamedTuple):
     notes: tuple[str, ...]
 
 
-def import_model(  # noqa: PLR0913
-    path: Path,
-    models: Path,
-    stated: Mapping[str, Any],
-    name: str | None = None,
-    *,
-    prepare: PrepareImage,
-    trust: bool = False,
+def import_model(
+    path: Path, models: Path, stated: Mapping[str, Any], *, prepare: PrepareImage, trust: bool = False
 ) -> Imported:
     """Make `models/<name>` of a package, a folder or a file.
 
@@ -72,7 +66,7 @@ def import_model(  # noqa: PLR0913
                 "network as ONNX or with torch.export; or, where you trust its author like one of a program that you "
                 "install, import it with --trust."
             )
-        return _write(draft, models, stated, name, prepare)
+        return _write(draft, models, stated, prepare)
 
 
 @contextmanager
@@ -98,17 +92,9 @@ def _read_draft(path: Path) -> Iterator[Draft]:
         yield draft
 
 
-def _write(draft: Draft, models: Path, stated: Mapping[str, Any], name: str | None, prepare: PrepareImage) -> Imported:
+def _write(draft: Draft, models: Path, stated: Mapping[str, Any], prepare: PrepareImage) -> Imported:
     """Write a model folder beside `models/<name>`, check it, and move it there."""
-    content = _override(draft.content, stated)
-    content["name"] = name or stated.get("name") or _make_slug(str(content["name"]))
-    for key in {"summary", "licence", "training_data"} & content.keys():
-        if isinstance(content[key], str):
-            content[key] = CONTROL_CHARACTERS.sub("", content[key])
-    if draft.kind == "state dict" and isinstance(content.get("architecture"), dict):
-        arguments = content["architecture"].get("arguments") or {}
-        content["input"] = {"channels": arguments.get("in_channels", 1), **content["input"]}
-    content["version"] = re.sub(r"[^A-Za-z0-9._-]", "-", str(content["version"]))[:32]
+    content = _make_content(draft, stated)
     problems = dict.fromkeys(draft.missing, f"{FORMATS[draft.kind]} files do not say it") | draft.problems
     unsettled = {key: problem for key, problem in problems.items() if not _has_key(stated, key)}
     if unsettled:
@@ -130,6 +116,20 @@ def _write(draft: Draft, models: Path, stated: Mapping[str, Any], name: str | No
         notes = _check_and_document(draft, folder, prepare, settled)
         folder.rename(target)
     return Imported(read_spec(target), notes)
+
+
+def _make_content(draft: Draft, stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the model file but `weights`, in the form that a model file demands."""
+    content = _override(draft.content, stated)
+    content["name"] = stated.get("name") or _make_slug(str(content["name"]))
+    for key in {"summary", "licence", "training_data"} & content.keys():
+        if isinstance(content[key], str):
+            content[key] = CONTROL_CHARACTERS.sub("", content[key])
+    if draft.kind == "state dict" and isinstance(content.get("architecture"), dict):
+        arguments = content["architecture"].get("arguments") or {}
+        content["input"] = {"channels": arguments.get("in_channels", 1), **content["input"]}
+    content["version"] = re.sub(r"[^A-Za-z0-9._-]", "-", str(content["version"]))[:32]
+    return content
 
 
 def _check_and_document(draft: Draft, folder: Path, prepare: PrepareImage, settled: Sequence[str]) -> tuple[str, ...]:

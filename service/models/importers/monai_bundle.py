@@ -65,18 +65,7 @@ def read(root: Path) -> Draft:
         with collect_problem(problems, "architecture"):
             content["architecture"] = _read_architecture(config)
     formats = metadata.get_mapping("network_data_format")
-    content["input"] = {}
-    with collect_problem(problems, "input.channels"):
-        content["input"]["channels"] = _get_only(formats, "inputs").get("num_channels")
-    with collect_problem(problems, "input.normalisation"):
-        content["input"]["normalisation"] = _read_normalisation(config, content["input"].get("channels", 1))
-    spacing: list[float] | None = None
-    with collect_problem(problems, "input.voxel_size"):
-        spacing = _read_spacing(config)
-    if spacing is not None:
-        content["input"]["voxel_size"] = spacing
-    with collect_problem(problems, "input.roi_size"):
-        content["input"]["roi_size"] = _read_roi_size(config, formats)
+    content["input"] = inputs = _read_input(config, formats, problems)
     with collect_problem(problems, "outputs"):
         content["outputs"] = _read_outputs(_get_only(formats, "outputs"))
     if "outputs" in problems:
@@ -89,8 +78,26 @@ def read(root: Path) -> Draft:
         problems["decoding"] = (
             "postprocessing: does not say by an argmax over several outputs what labels are made from."
         )
-    notes = (AXES_NOTE,) if spacing is None else (AXES_NOTE, SPACING_NOTE.format(", ".join(f"{e:g}" for e in spacing)))
-    return Draft(content, file, kind, problems=problems, notes=notes)
+    notes = [AXES_NOTE]
+    if "voxel_size" in inputs:
+        notes.append(SPACING_NOTE.format(", ".join(f"{edge:g}" for edge in inputs["voxel_size"])))
+    return Draft(content, file, kind, problems=problems, notes=tuple(notes))
+
+
+def _read_input(config: Fields, formats: Fields, problems: dict[str, str]) -> dict[str, Any]:
+    """Return the keys of `input`, and add to `problems` those that cannot be honoured."""
+    inputs = dict[str, Any]()
+    with collect_problem(problems, "input.channels"):
+        inputs["channels"] = _get_only(formats, "inputs").get("num_channels")
+    with collect_problem(problems, "input.normalisation"):
+        inputs["normalisation"] = _read_normalisation(config, inputs.get("channels", 1))
+    with collect_problem(problems, "input.voxel_size"):
+        spacing = _read_spacing(config)
+        if spacing is not None:
+            inputs["voxel_size"] = spacing
+    with collect_problem(problems, "input.roi_size"):
+        inputs["roi_size"] = _read_roi_size(config, formats)
+    return inputs
 
 
 def _find_weights(root: Path) -> tuple[Path, WeightsKind]:
@@ -119,11 +126,7 @@ class _Resolver:
         return self._resolve(self._config, 0)
 
     def _resolve(self, value: Any, depth: int) -> Any:
-        self._characters += 1 + (len(value) if isinstance(value, str) else 0)
-        if depth > MAX_DEPTH:
-            raise UnsupportedPackage("configs: references lead in circles.")
-        if self._characters > MAX_CHARACTERS:
-            raise UnsupportedPackage(f"configs: references repeat more than {MAX_CHARACTERS} characters.")
+        self._count(value, depth)
         if isinstance(value, dict):
             return {key: self._resolve(item, depth + 1) for key, item in value.items()}
         if isinstance(value, list):
@@ -132,6 +135,14 @@ class _Resolver:
             target = self._resolve(self._look_up(value[1:]), depth + 1)
             return value if target is None else target
         return value
+
+    def _count(self, value: Any, depth: int) -> None:
+        """Raise UnsupportedPackage for a depth or a number of characters that only circles or bombs have."""
+        self._characters += 1 + (len(value) if isinstance(value, str) else 0)
+        if depth > MAX_DEPTH:
+            raise UnsupportedPackage("configs: references lead in circles.")
+        if self._characters > MAX_CHARACTERS:
+            raise UnsupportedPackage(f"configs: references repeat more than {MAX_CHARACTERS} characters.")
 
     def _look_up(self, reference: str) -> Any:
         value: Any = self._config
@@ -196,49 +207,60 @@ def _read_transforms(config: Fields, key: str) -> list[tuple[str, Fields]]:
     """Return names and settings of a chain of transforms, without disabled and neutral ones."""
     chain = config.get_mapping(key)
     steps = chain.get_mappings("transforms")
-    named = [
-        (step.get_text("_target_").rpartition(".")[2], step) for step in steps if step.get("_disabled_") is not True
-    ]
+    named = [(_read_name(step), step) for step in steps if step.get("_disabled_") is not True]
     return [(name, step) for name, step in named if name not in NEUTRAL]
+
+
+def _read_name(step: Fields) -> str:
+    """Return the name of a transform's class."""
+    return step.get_text("_target_").rpartition(".")[2]
 
 
 def _read_normalisation(config: Fields, channels: Any) -> dict[str, Any]:
     """Read what maps intensities. Raise UnsupportedPackage, naming every other transform but `Spacingd`."""
     if "preprocessing" not in config:
         raise UnsupportedPackage("preprocessing: there is no such key, so it is unknown what is done to an image.")
-    translators = {
-        "ScaleIntensityRanged": _from_range,
-        "ScaleIntensityRangePercentilesd": _from_percentiles,
-        "ScaleIntensityd": _from_extremes,
-        "NormalizeIntensityd": _from_mean,
-    }
-    steps = [(name, step) for name, step in _read_transforms(config, "preprocessing") if name != SPACING]
-    known = [step for name, step in steps if name in translators][:1]
-    others = [f"{step.location('_target_')}: {name}" for name, step in steps if step not in known]
-    if others:
-        raise UnsupportedPackage(
-            f"{', '.join(others)} cannot be honoured; one of {', '.join(translators)}, and {SPACING} can."
-        )
-    if not known:
+    step = _find_normalisation(config)
+    if step is None:
         return {"kind": "range", "low": 0.0, "high": 1.0}
-    (name, step), *_ = steps
+    name = _read_name(step)
     if channels != 1 and name != "ScaleIntensityRanged" and not step.get("channel_wise") and "divisor" not in step:
         raise UnsupportedPackage(
             f"{step.location('channel_wise')}: statistics over all channels together cannot be honoured."
         )
-    return translators[name](Fields(_check_plain(step.as_dict(), step.location()), step.location()))
+    return _TRANSLATORS[name](Fields(_check_plain(step.as_dict(), step.location()), step.location()))
+
+
+def _find_normalisation(config: Fields) -> Fields | None:
+    """Return the only transform of intensities, None where there is none. Raise UnsupportedPackage for any other."""
+    steps = [step for name, step in _read_transforms(config, "preprocessing") if name != SPACING]
+    known = [step for step in steps if _read_name(step) in _TRANSLATORS][:1]
+    others = [f"{step.location('_target_')}: {_read_name(step)}" for step in steps if step not in known]
+    if others:
+        raise UnsupportedPackage(
+            f"{', '.join(others)} cannot be honoured; one of {', '.join(_TRANSLATORS)}, and {SPACING} can."
+        )
+    return known[0] if known else None
+
+
+def _find_spacing(config: Fields) -> Fields | None:
+    """Return the only transform that resamples, None where none does. Raise UnsupportedPackage for several."""
+    steps = [step for name, step in _read_transforms(config, "preprocessing") if name == SPACING]
+    if not steps:
+        return None
+    step, *others = steps
+    _check_plain(step.as_dict(), step.location())
+    if others or "min_pixdim" in step or "max_pixdim" in step:
+        raise UnsupportedPackage(f"{step.location()}: only one {SPACING} with a pixdim alone can be honoured.")
+    return step
 
 
 def _read_spacing(config: Fields) -> list[float] | None:
     """Return the voxel size to which images are resampled, along the axes of the network, None where they are not."""
-    steps = [step for name, step in _read_transforms(config, "preprocessing") if name == SPACING]
-    if not steps:
+    step = _find_spacing(config)
+    if step is None:
         return None
-    step = steps[0]
-    _check_plain(step.as_dict(), step.location())
     modes = step.get("mode") or "bilinear"
-    if len(steps) > 1 or "min_pixdim" in step or "max_pixdim" in step:
-        raise UnsupportedPackage(f"{step.location()}: only one {SPACING} with a pixdim alone can be honoured.")
     if (modes[0] if isinstance(modes, list) else modes) != "bilinear":
         raise UnsupportedPackage(
             f"{step.location('mode')}: {modes!r} cannot be honoured; images are resampled bilinear."
@@ -246,9 +268,14 @@ def _read_spacing(config: Fields) -> list[float] | None:
     pixdim = step.get("pixdim")
     # As MONAI does, the last edge stands for those that are not stated.
     edges = [*pixdim, *pixdim[-1:] * 3][:3] if isinstance(pixdim, list) else [pixdim] * 3
-    if not all(isinstance(edge, int | float) and not isinstance(edge, bool) and 0 < edge < math.inf for edge in edges):
+    if not all(map(_is_length, edges)):
         raise UnsupportedPackage(f"{step.location('pixdim')}: three edges of a voxel are expected, not {pixdim!r:.80}.")
     return [float(edge) for edge in edges]
+
+
+def _is_length(value: object) -> bool:
+    """Return whether a value is a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _read_number(step: Fields, key: str, default: float | None = None) -> float:
@@ -292,6 +319,14 @@ def _from_mean(step: Fields) -> dict[str, Any]:
         low = _read_number(step, "subtrahend", 0)
         return {"kind": "range", "low": low, "high": low + _read_number(step, "divisor", 1)}
     return {"kind": "zscore"}
+
+
+_TRANSLATORS = {
+    "ScaleIntensityRanged": _from_range,
+    "ScaleIntensityRangePercentilesd": _from_percentiles,
+    "ScaleIntensityd": _from_extremes,
+    "NormalizeIntensityd": _from_mean,
+}
 
 
 def _read_activation(config: Fields) -> str:

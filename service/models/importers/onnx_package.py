@@ -8,7 +8,6 @@ from typing import Any
 
 from service.core.errors import UnsupportedPackage
 from service.models.graphs.onnx import file as onnxfile
-from service.models.graphs.onnx.network import find_image
 from service.models.importers.draft import find_file
 
 
@@ -30,7 +29,7 @@ def embed_external_data(path: Path) -> bytes:
 
 def read_input(path: Path) -> dict[str, Any]:
     """Return `channels` and `roi_size` as far as the file fixes the shape of its input. Raise BrokenModel."""
-    shape = find_image(onnxfile.parse(embed_external_data(path), path)).shape
+    shape = onnxfile.find_image(onnxfile.parse(embed_external_data(path), path)).shape
     _, channels, *size = shape or (None,) * 5
     content: dict[str, Any] = {} if channels is None else {"channels": channels}
     return content if None in size else content | {"roi_size": size}

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from service.core import hardware
+from service.core.hardware import devices
 
 INTERVAL_SECONDS = 30.0
 # Processor time since the last time below which hardly anything can have been freed.
@@ -28,7 +28,7 @@ class MallocTrimmer:
 
     def __init__(
         self,
-        trim: Callable[[], None] = hardware.return_pages,
+        trim: Callable[[], None] = devices.return_pages,
         cpu_seconds: Callable[[], float] = time.process_time,
         seconds: float = INTERVAL_SECONDS,
     ) -> None:

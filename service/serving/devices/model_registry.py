@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from service.core import config
 from service.core.errors import BrokenModel, ConfigError, NotReady, StackSegError
+from service.core.sections.computing import Models
 from service.inference.segmenter import Segmenter
 from service.models import repository
 from service.models.spec import ModelSpec
@@ -59,9 +59,7 @@ class ModelRegistry:
     load_first  names of the models that are loaded at start
     """
 
-    def __init__(
-        self, settings: config.Models, device_workers: Sequence[DeviceWorker], trained: Path | None = None
-    ) -> None:
+    def __init__(self, settings: Models, device_workers: Sequence[DeviceWorker], trained: Path | None = None) -> None:
         """Find the model folders, also below `trained`. Raises ConfigError for a repository that is none."""
         self._settings, self._trained = settings, trained
         self._folders = repository.find_model_folders(settings.folder, settings.serve, trained)

@@ -14,11 +14,11 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from service.core import hardware, host
 from service.core.config import Settings
 from service.core.errors import BrokenModel, OutOfMemory, UnknownModel
-from service.core.hardware import Driver, is_out_of_memory
-from service.core.progress import Progress as LoadingProgress
+from service.core.hardware import devices, host
+from service.core.hardware.devices import Driver, is_out_of_memory
+from service.core.telemetry import Progress as LoadingProgress
 from service.core.types import Extent, Options, Volume
 from service.engine.compile import torch_compile
 from service.inference.batching.batcher import WindowBatcher, make_batcher
@@ -77,10 +77,10 @@ class DeviceWorker:
         load: LoadSegmenter,
         metrics: Metrics,
         loading_lock: torch_compile.LoadingLock,
-        driver: Driver = hardware,
+        driver: Driver = devices,
         device: WindowBatcher | None = None,
     ) -> None:
-        torch_device = hardware.choose_device(settings.device.name)
+        torch_device = devices.choose_device(settings.device.name)
         limits = settings.limits
         at_once = min(limits.at_once, limits.waiting + 1)
         self.settings = settings
@@ -115,7 +115,7 @@ class DeviceWorker:
         )
         self._device = device or make_batcher(settings, torch_device, on_host=self._on_host)
         # One thread of torch each: those of many requests would spin while they wait, on cores that the network needs.
-        self._job_threads = JobThreads("request", self.queue.take, at_once, partial(hardware.use_threads, 1))
+        self._job_threads = JobThreads("request", self.queue.take, at_once, partial(devices.use_threads, 1))
         self.watchdog = Watchdog(
             lambda: self._device.pulse,
             lambda: self._device.alive,
@@ -373,7 +373,7 @@ class DeviceWorker:
         try:
             yield
         except Exception as error:
-            lost = hardware.find_loss(self._torch_device, error, self._driver)
+            lost = devices.find_loss(self._torch_device, error, self._driver)
             if lost is None:
                 raise
             self.watchdog.report_lost(str(lost))
@@ -471,7 +471,7 @@ def device_worker_settings(settings: Settings) -> list[tuple[str | None, Setting
 
     With a cluster there are only those that are named.
     """
-    wanted = hardware.gpu_names() if settings.device.serve == "all" else settings.device.serve
+    wanted = devices.gpu_names() if settings.device.serve == "all" else settings.device.serve
     if not wanted:
         return [] if settings.cluster.address else [(None, settings)]
     shares = max(wanted.count("cpu"), 1)

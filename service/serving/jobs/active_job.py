@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from service.core.errors import StackSegError
-from service.core.timing import Stages
+from service.core.telemetry import Stages
 from service.inference.memory_errors import translate_error
 from service.inference.result import Result
 from service.serving.devices.job import Job, Progress

@@ -11,7 +11,6 @@ from itertools import chain, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
-from service.core.bundled import software_version
 from service.core.errors import (
     BadParameter,
     CapacityError,
@@ -22,8 +21,9 @@ from service.core.errors import (
     StackSegError,
     StorageUnavailable,
 )
+from service.core.files.bundled import software_version
 from service.core.quantities import VoxelSize
-from service.core.timing import Stages
+from service.core.telemetry import Stages
 from service.core.types import Options, Volume
 from service.formats import thumbnail, writers
 from service.inference import measurements

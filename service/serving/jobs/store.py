@@ -31,7 +31,7 @@ from service.core.errors import (
     StorageUnavailable,
     UnknownJob,
 )
-from service.core.whole_file import sync_to_disk
+from service.core.files.whole_file import sync_to_disk
 from service.serving.jobs.database import JobDatabase
 from service.serving.jobs.failure import decode_failure, encode_failure
 from service.serving.jobs.record import JobRecord, JobRequest

@@ -23,9 +23,9 @@ from blake3 import blake3
 
 from service.core.buffers import make_allocator
 from service.core.errors import BadParameter, OutOfStorage, SwitchedOff, UnknownAnnotation
+from service.core.files.whole_file import sync_to_disk
 from service.core.quantities import Size, VoxelSize
 from service.core.types import Segmentation, Volume, label_dtype
-from service.core.whole_file import sync_to_disk
 from service.formats.tiff import writer as tiff_writer
 from service.serving.storage.disk import translate_disk_faults
 from service.serving.storage.scratch import MARKER, make_locked_folder, sweep

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from service.core.whole_file import write_whole
+from service.core.files.whole_file import write_whole
 
 TrainingState = Literal["waiting", "running", "done", "failed", "cancelled", "interrupted"]
 # What a training that runs does: steps are taken in "learning", and the new model is scored in "evaluating".

@@ -32,7 +32,7 @@ from service.core.errors import (
 )
 from service.core.errors import without_folders as shorten
 from service.models.repository import DEFAULT_NAME, FILE_NAME
-from service.models.trainable import check_trainable
+from service.models.spec import check_trainable
 from service.serving.devices.model_registry import ModelState
 from service.serving.learning.annotations import Annotation, AnnotationStore, find_overlaps
 from service.serving.learning.training_child import MODULE, UNEXPECTED, TrainingChild

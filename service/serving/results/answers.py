@@ -15,7 +15,7 @@ from zipfile import ZIP_STORED, ZipFile
 from pydantic import BaseModel
 
 from service.core.errors import BadParameter, Cancelled, DoubtfulResult
-from service.core.timing import Stages
+from service.core.telemetry import Stages
 from service.core.types import Cancelling, Segmentation, Volume, never
 from service.formats.tiff import writer as tiff_writer
 from service.inference import measurements

@@ -11,8 +11,8 @@ from typing import BinaryIO, NamedTuple
 from zipfile import ZipFile
 
 from service.core.errors import BadParameter
+from service.core.files.whole_file import descriptor_path
 from service.core.types import Cancelling, Segmentation, Selection, Volume, never
-from service.core.whole_file import descriptor_path
 from service.formats import array_writer
 from service.formats.sandbox.reader import Reader
 from service.serving.results.answers import LABELS, MEASUREMENTS, MEDIA_TYPES, check_zarr_extra

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from service.core.bundled import software_version
+from service.core.files.bundled import software_version
 from service.inference.result import Result
 from service.serving.parameters import Query
 

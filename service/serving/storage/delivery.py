@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from service.core.errors import BadParameter, Cancelled, OutputExists
+from service.core.files.whole_file import descriptor_path
 from service.core.types import Cancelling, never
-from service.core.whole_file import descriptor_path
 from service.formats.zarr.store import (
     METADATA_NAMES,
     FolderStore,

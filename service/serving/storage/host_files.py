@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import quote, unquote
 
-from service.core import config
-from service.core.config import Root
 from service.core.errors import BadParameter, ConfigError, OutOfStorage
+from service.core.files.whole_file import descriptor_path, open_below, open_root
+from service.core.sections.serving import References, Root
 from service.core.types import Cancelling, never
-from service.core.whole_file import descriptor_path, open_below, open_root
 from service.formats.sandbox.remote_store import RemoteStore, check_url, is_url
 from service.formats.zarr.store import is_store_name, is_zarr_folder
 from service.serving.storage import delivery
@@ -49,7 +48,7 @@ class HostFiles:
     exist or is not for this caller, with a message that has no path but the caller's own.
     """
 
-    def __init__(self, settings: config.References) -> None:
+    def __init__(self, settings: References) -> None:
         self._inputs, self._outputs = settings.inputs, settings.outputs
         self._stores = settings.stores
         for name, store in self._stores.items():

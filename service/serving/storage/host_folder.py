@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO
 
 from service.core.errors import BadParameter, Cancelled
+from service.core.files.whole_file import open_below
 from service.core.types import Cancelling
-from service.core.whole_file import open_below
 
 COPY_BYTES = 2**26
 # Makes a file that does not exist.

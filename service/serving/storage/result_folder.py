@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from service.core.errors import BadParameter
-from service.core.whole_file import descriptor_path, open_below, open_root
+from service.core.files.whole_file import descriptor_path, open_below, open_root
 from service.serving.storage.host_folder import is_file, lock, remove_folder
 
 # Of the folder in which files are written before they get their names.

@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 from service.api.access.authentication import extract_key, matches_host, parse_host
 from service.api.access.rate_limit import hash_key
 from service.api.app import create_app
-from service.core import logs
+from service.core import telemetry
 from service.core.config import Settings
 from service.serving.runtime import Runtime
 
@@ -121,7 +121,7 @@ def test_callers_are_named_in_metrics_and_log_and_their_keys_never(
     with caplog.at_level(logging.INFO, "service.access"):
         locked.post("/segment", content=STACK, headers=TIFF | bearer(BOB))
         locked.get("/models", headers=bearer("stackseg_eve"))
-    told, refused = (json.loads(logs.JsonFormatter().format(record)) for record in caplog.records)
+    told, refused = (json.loads(telemetry.JsonFormatter().format(record)) for record in caplog.records)
     assert (told["caller"], told["model"], told["status"], told["route"]) == ("bob", "bands/1", 200, "/segment")
     assert told["stages"].keys() == {"receive", "read", "queue", "windows", "write", "total"}
     assert (refused["caller"], refused["problem"]) == ("nobody", "unauthorized")

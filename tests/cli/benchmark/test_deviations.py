@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from service.cli.benchmark.deviations import find_deviations
-from service.core.config import Engine
+from service.core.sections.computing import Engine
 from service.inference.result import EngineReport
 
 CPU = EngineReport(

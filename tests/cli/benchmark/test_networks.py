@@ -14,8 +14,9 @@ from service.cli.benchmark.networks import (
     format_config,
     split_builders,
 )
-from service.core import hardware
-from service.core.config import Engine, Settings
+from service.core.config import Settings
+from service.core.hardware import devices
+from service.core.sections.computing import Engine
 from service.engine import backends
 from service.engine.cuda import tf32
 from service.engine.tuning.plans import EngineConfig
@@ -134,7 +135,7 @@ def test_builders_are_split_into_plain_and_compiled_ones(bands):
 def ampere(monkeypatch):
     """A GPU with TF32, on which nothing can run."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
-    monkeypatch.setattr(hardware, "native_precisions", lambda _device: hardware.cuda_precisions((8, 0)))
+    monkeypatch.setattr(devices, "native_precisions", lambda _device: devices.cuda_precisions((8, 0)))
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
     yield
     torch.set_float32_matmul_precision(before[0])

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from service.core import hardware
 from service.core.errors import BadParameter
+from service.core.hardware import devices
 from service.engine.compile import torch_compile
-from service.models.loader import Network
+from service.models.network import Network
 
 X = torch.rand(2, 2, 8, 8, 8)
 
@@ -56,7 +56,7 @@ def test_a_frozen_network_runs_with_any_number_of_threads_and_in_several(module)
     expected, graphs = network(X), torch_compile.count_graphs()
 
     def call(threads):
-        hardware.use_threads(threads)
+        devices.use_threads(threads)
         with torch.inference_mode():
             return network(X)
 

@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-from service.core import config
+from service.core.sections.computing import Engine
 from service.engine.backends import BACKENDS, build
 from service.engine.precision import DTYPES
 from service.engine.prepare import prepare
 from service.engine.tuning.plans import EngineConfig
 from service.models.architectures import ShuffleUNet
-from service.models.loader import weight_bytes
+from service.models.network import weight_bytes
 
 EXAMPLE = torch.zeros(2, 1, 8, 8, 8)
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def test_winograd_convolutions_take_any_number_of_windows_unless_they_are_compil
     module = module.eval().requires_grad_(requires_grad=False).to(DTYPES[precision])
     example = torch.rand(2, 8, 8, 8, 8).to(DTYPES[precision], memory_format=torch.channels_last_3d)
     engine_config = make_config("winograd", precision, memory_format="channels_last_3d")
-    built = build(module, example, engine_config, config.Engine())
+    built = build(module, example, engine_config, Engine())
     assert built.any_batch_size
     with torch.inference_mode():
         expected = copy.deepcopy(module).float()(example.float())
@@ -43,7 +43,7 @@ def test_scores_of_winograd_convolutions_stay_as_narrow_as_they_were_computed():
     module = nn.Sequential(nn.Conv3d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 2, 1))
     example = torch.rand(2, 8, 8, 8, 8).to(torch.bfloat16, memory_format=torch.channels_last_3d)
     wide = prepare(module, CPU, torch.bfloat16, torch.channels_last_3d)
-    built = build(wide, example, make_config("winograd", "bf16", memory_format="channels_last_3d"), config.Engine())
+    built = build(wide, example, make_config("winograd", "bf16", memory_format="channels_last_3d"), Engine())
     with torch.inference_mode():
         scores, expected = built.network(example), wide(example)
     assert (scores.dtype, expected.dtype) == (torch.bfloat16, torch.float32)
@@ -52,7 +52,7 @@ def test_scores_of_winograd_convolutions_stay_as_narrow_as_they_were_computed():
 
 def test_winograd_is_compiled_only_where_that_is_asked_for_or_tried_out():
     def modes(**settings):
-        return BACKENDS["winograd"].compile_modes(config.Engine(**settings), CPU)
+        return BACKENDS["winograd"].compile_modes(Engine(**settings), CPU)
 
     assert modes() == modes(kind="winograd") == (None, "default")
     assert modes(kind="winograd", compile_mode="default") == ("default",)
@@ -63,7 +63,7 @@ def test_what_every_stream_keeps_is_counted():
     module = prepare(network, CPU, torch.float32, torch.channels_last_3d)
     weights = weight_bytes(BACKENDS["winograd"].transform(module))
     one, four = (
-        build(module, EXAMPLE, replace(make_config("winograd"), streams=streams), config.Engine()) for streams in (1, 4)
+        build(module, EXAMPLE, replace(make_config("winograd"), streams=streams), Engine()) for streams in (1, 4)
     )
     # At the least what goes into a convolution at full size, and what comes of it.
     kept = one.nbytes - weights
@@ -71,4 +71,4 @@ def test_what_every_stream_keeps_is_counted():
     assert four.nbytes - weights == 4 * kept
     with torch.inference_mode():
         assert one.score_bytes == four.score_bytes == one.network(EXAMPLE)[0].nbytes
-    assert build(module, EXAMPLE, make_config("eager"), config.Engine()).score_bytes is None
+    assert build(module, EXAMPLE, make_config("eager"), Engine()).score_bytes is None

@@ -11,8 +11,9 @@ import torch
 from paths import ROOT
 from torch import nn
 
-from service.core.config import Engine, read_settings
+from service.core.config import read_settings
 from service.core.errors import BadParameter
+from service.core.sections.computing import Engine
 from service.engine.backends import list_configs
 from service.engine.cuda.graph import CudaGraphBackend, CudaRecorder, GraphedNetwork, graph_bytes
 from service.engine.tuning.plans import EngineConfig

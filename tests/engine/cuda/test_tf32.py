@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from service.core import config
+from service.core.sections.computing import Engine
 from service.engine.cuda import tf32
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -23,9 +23,9 @@ def _restored():
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (config.Engine(), ("high", True, True)),
-        (config.Engine(matmul_precision="medium", cudnn_benchmark=False), ("medium", True, False)),
-        (config.Engine(matmul_precision="highest"), ("highest", False, True)),
+        (Engine(), ("high", True, True)),
+        (Engine(matmul_precision="medium", cudnn_benchmark=False), ("medium", True, False)),
+        (Engine(matmul_precision="highest"), ("highest", False, True)),
     ],
 )
 def test_a_gpu_computes_as_configured(settings, expected):
@@ -35,12 +35,12 @@ def test_a_gpu_computes_as_configured(settings, expected):
 
 def test_a_cpu_is_left_as_it_is():
     before = switches()
-    tf32.use(config.Engine(matmul_precision="medium"), CPU)
+    tf32.use(Engine(matmul_precision="medium"), CPU)
     assert switches() == before
 
 
 def test_the_reference_is_exact_and_what_was_set_comes_back():
-    tf32.use(config.Engine(), CUDA)
+    tf32.use(Engine(), CUDA)
     seen = tf32.without_tf32(lambda x: (switches(), x)[0])(torch.zeros(1))
     assert seen[:2] == ("highest", False)
     assert switches() == ("high", True, True)
@@ -55,7 +55,7 @@ def test_what_is_exact_is_closer_to_float64():
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.rand(512, 512, generator=generator).to(CUDA) for _ in range(2))
     expected = x.double() @ y.double()
-    tf32.use(config.Engine(), CUDA)
+    tf32.use(Engine(), CUDA)
     with tf32.exact():
         exact = (x @ y - expected).abs().max()
     assert exact < 1e-3

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from service.core import host
 from service.core.buffers import allocate_on_disk, release_pages
+from service.core.hardware import host
 from service.core.quantities import TimeInterval, VoxelSize
 from service.core.types import Segmentation, Selection
 from service.formats import stack_reader

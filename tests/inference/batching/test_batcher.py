@@ -16,7 +16,7 @@ from fakes import until
 from torch import Tensor
 
 from service.core.errors import Cancelled, NonFiniteScores
-from service.core.hardware import mark_end
+from service.engine.cuda.events import mark_end
 from service.inference.batching.batcher import WindowBatcher
 from service.inference.batching.launch import Mark
 from service.inference.batching.window_request import Share

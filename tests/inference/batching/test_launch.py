@@ -14,7 +14,7 @@ from torch import Tensor
 
 from service.core.config import Settings
 from service.core.errors import NonFiniteScores
-from service.core.hardware import CudaTimer
+from service.engine.cuda.events import CudaTimer
 from service.inference.batching.batcher import WindowBatcher, make_batcher
 from service.inference.batching.window_request import Share
 from service.inference.windows.blending import Blending

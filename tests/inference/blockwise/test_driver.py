@@ -14,8 +14,8 @@ import zarr
 from scipy.ndimage import gaussian_filter, zoom
 
 from service.cli.segment_blocks import read_objects
-from service.core.bundled import bundled_folder
 from service.core.config import override_settings
+from service.core.files.bundled import bundled_folder
 from service.core.quantities import Diameter, ObjectVolume
 from service.core.types import Options, Selection, Steering
 from service.formats import stack_reader

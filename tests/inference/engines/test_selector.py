@@ -12,9 +12,9 @@ from fakes import SeparateDevice
 from paths import ROOT
 from torch import nn
 
-from service.core import hardware, host
 from service.core.config import Settings
-from service.core.progress import Progress
+from service.core.hardware import devices, host
+from service.core.telemetry import Progress
 from service.core.types import Segmentation
 from service.engine import backends
 from service.engine.tuning.plans import EngineConfig
@@ -302,7 +302,7 @@ import sys
 from pathlib import Path
 import torch
 from service.core.config import Settings
-from service.core.progress import Progress
+from service.core.telemetry import Progress
 from service.models.loader import load_network
 from service.models.repository import read_spec
 from service.inference.engines.selector import EngineSelector
@@ -423,7 +423,7 @@ def test_a_race_times_decoding_only_where_the_network_runs_on_the_same_cores(ban
             batches.append(len(x))
             return super().forward(x)
 
-    chosen, driver = settings({"sw_batch_size": 2}, kind="eager"), hardware if on_host else SeparateDevice()
+    chosen, driver = settings({"sw_batch_size": 2}, kind="eager"), devices if on_host else SeparateDevice()
     selector = EngineSelector(bands, chosen, CPU, Counting(), 1000, frozenset({torch.float32}), driver)
     candidate = selector._make_tuner()._build(replace(selector.preliminary(), streams=1))
     del batches[:]

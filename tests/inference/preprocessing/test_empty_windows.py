@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from service.core.config import Device, Engine, Settings, Windows
+from service.core.config import Settings
 from service.core.quantities import Diameter
+from service.core.sections.computing import Device, Engine, Windows
 from service.core.types import Options, Volume
 from service.inference.preprocessing.empty_windows import (
     DIMMEST,

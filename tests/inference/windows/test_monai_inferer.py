@@ -5,8 +5,8 @@ from monai.inferers.utils import sliding_window_inference
 from segmenters import settings_of, started, with_network
 from torch import nn
 
-from service.core.config import Windows
 from service.core.errors import BadParameter, Cancelled
+from service.core.sections.computing import Windows
 from service.core.types import Options, Volume
 from service.inference.batching.batcher import open_batcher
 from service.inference.windows.blending import Blending

@@ -19,7 +19,7 @@ from service.engine.fusion import adjacent_modules
 from service.models.architectures import DepthToSpace, ShuffleUNet, SpaceToDepth
 from service.models.graphs.onnx.network import load_onnx
 from service.models.graphs.torch_export import load_torch_export
-from service.models.module_tree import observe_calls
+from service.models.network import observe_calls
 
 WINDOW = (1, 32, 32, 64)
 NETWORKS: dict[str, Callable[[], nn.Module]] = {

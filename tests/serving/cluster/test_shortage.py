@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.core.config import Cluster
+from service.core.sections.computing import Cluster
 from service.serving.devices.cluster.ray_cluster import describe_shortage
 
 

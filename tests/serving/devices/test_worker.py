@@ -7,8 +7,8 @@ from fakes import until
 from faulty_server import FaultyDevice
 from runtimes import running, settings
 
-from service.core import host
 from service.core.errors import DeviceLost
+from service.core.hardware import host
 from service.serving.devices.job import Job
 from service.serving.devices.worker import device_worker_settings
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from service.core import config
 from service.core.errors import BadFile, BadParameter, ConfigError, OutOfStorage, OutputExists
+from service.core.sections.serving import References
 from service.serving.parameters import Query
 from service.serving.results.answers import check_host_files
 from service.serving.storage.host_files import HostFiles
@@ -29,7 +29,7 @@ def host(tmp_path: Path) -> Path:
 def references(host: Path, **keys: tuple[str, ...]) -> HostFiles:
     roots = {name: {"folder": host / name, "keys": keys.get(name, ())} for name in ("scans", "results")}
     inputs, outputs = {"scans": roots["scans"]}, {"results": roots["results"]}
-    return HostFiles(config.References.model_validate({"inputs": inputs, "outputs": outputs}))
+    return HostFiles(References.model_validate({"inputs": inputs, "outputs": outputs}))
 
 
 def read(made: HostFiles, place: str, caller: str | None = None) -> bytes:
@@ -124,7 +124,7 @@ def test_folders_are_for_the_keys_that_are_named(host: Path) -> None:
 
 
 def test_without_folders_nothing_can_be_named(host: Path) -> None:
-    assert "post the stack itself" in refused(HostFiles(config.References()), "scans/2026/stack.tif")
+    assert "post the stack itself" in refused(HostFiles(References()), "scans/2026/stack.tif")
 
 
 def test_file_is_put_whole_and_on_record_once_settled(host: Path) -> None:
@@ -278,11 +278,11 @@ def test_labels_that_cannot_be_listed_are_taken_back(host: Path) -> None:
 def test_folder_that_is_not_there_ends_the_start(host: Path) -> None:
     for kind in ("inputs", "outputs"):
         with pytest.raises(ConfigError, match=f"references.{kind}: scans"):
-            HostFiles(config.References.model_validate({kind: {"scans": str(host / "nowhere")}}))
+            HostFiles(References.model_validate({kind: {"scans": str(host / "nowhere")}}))
 
 
 def far(**stores: Any) -> HostFiles:
-    return HostFiles(config.References.model_validate({"stores": stores}))
+    return HostFiles(References.model_validate({"stores": stores}))
 
 
 def test_a_store_elsewhere_is_named_below_a_listed_url_alone(host: Path) -> None:
@@ -331,4 +331,4 @@ def test_a_store_that_cannot_be_used_is_found_at_the_start(stores: Any, monkeypa
 
 def test_a_name_is_that_of_one_folder_or_store(host: Path) -> None:
     with pytest.raises(ValueError, match="give one another name"):
-        config.References.model_validate({"inputs": {"lab": str(host)}, "stores": {"lab": "s3://a/b"}})
+        References.model_validate({"inputs": {"lab": str(host)}, "stores": {"lab": "s3://a/b"}})

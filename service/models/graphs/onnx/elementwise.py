@@ -1,4 +1,4 @@
-"""Elementwise operators of ONNX, on tensors and on the numbers and tuples of numbers that sizes are computed with.
+"""Values of ONNX graphs, and elementwise operators on them: tensors, and numbers and tuples that sizes are made of.
 
 A tuple stands for a tensor with one axis. Computing sizes with Python's numbers keeps a graph one that `torch.compile`
 captures whole.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial, reduce
 from typing import Any
 
@@ -16,10 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from service.models.graphs.layers import multiply
+from service.models.graphs.graph_module import multiply
+from service.models.network import MAX_ELEMENTS
 
 Value = Any
 """A tensor, a number or a tuple of numbers; None for an input that is left out."""
+
+
+# Most numbers in a tuple: sizes, axes and indices are few.
+MAX_NUMBERS = 2**16
 
 
 class UnsupportedCall(ValueError):
@@ -29,7 +34,7 @@ class UnsupportedCall(ValueError):
 def _apply_elementwise(function: Callable[[Any, Any], Any], a: Value, b: Value) -> Value:
     """Apply a function of two numbers element by element; a number goes with every element of a tuple."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return function(*(_to_tensor(value, b if value is a else a) for value in (a, b)))
+        return function(*(_to_tensor_like(value, b if value is a else a) for value in (a, b)))
     if not isinstance(a, tuple) and not isinstance(b, tuple):
         return function(a, b)
     length = max(len(value) for value in (a, b) if isinstance(value, tuple))
@@ -41,9 +46,14 @@ def _broadcast(value: Value, length: int) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) and len(value) > 1 else (to_number(value),) * length
 
 
-def _to_tensor(value: Value, like: Value) -> Value:
+def _to_tensor_like(value: Value, like: Value) -> Value:
     """Return a tuple as a tensor on the device of `like`, and other values unchanged."""
     return torch.tensor(value, device=like.device) if isinstance(value, tuple) else value
+
+
+def to_tensor(value: Value) -> Tensor:
+    """Return numbers as a tensor, and a tensor unchanged."""
+    return value if isinstance(value, Tensor) else torch.tensor(value)
 
 
 def to_number(value: Value) -> Any:
@@ -62,6 +72,17 @@ def to_ints(value: Value, name: str) -> tuple[int, ...]:
             raise UnsupportedCall(f"{name}: computed from pixels.")
         value = value.flatten().tolist()
     return tuple(map(int, value)) if isinstance(value, tuple | list) else (int(value),)
+
+
+def check_size(sizes: Iterable[int], name: str, most: int = MAX_ELEMENTS) -> None:
+    """Raise UnsupportedCall, naming the input, where a value of such sizes cannot be a part of a network."""
+    if math.prod(sizes) > most:
+        raise UnsupportedCall(f"{name}: asks for more than {most} elements.")
+
+
+def flatten_padding(ends: Iterable[tuple[int, int]]) -> list[int]:
+    """Return voxels before and after each axis in the order of `functional.pad`: the last axis first."""
+    return [voxels for end in reversed(list(ends)) for voxels in end]
 
 
 def _divide(a: Value, b: Value) -> Value:

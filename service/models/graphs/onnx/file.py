@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ ReadPart = Callable[[str, int, int | None], bytes]
 # onnx.TensorProto.DataType: float, float16, double, bfloat16; and whole numbers and truths.
 FLOATING_POINT = frozenset([1, 10, 11, 16])
 BFLOAT16 = 16
+IMAGE_RANK = 5
 DATA_TYPES = FLOATING_POINT | frozenset([2, 3, 4, 5, 6, 7, 9])
 # Protocol buffers cannot be larger.
 MAX_BYTES = 2**31 - 1
@@ -87,6 +89,24 @@ def parse(data: bytes, path: Path) -> Model:
         raise BrokenModel(f"{path}: cannot be read as ONNX: {error}") from error
 
 
+def find_image(model: Model) -> TensorInfo:
+    """Return the only input, [batch, channel, z, y, x] of floating point. Raise BrokenModel for any other."""
+    if len(model.inputs) != 1:
+        raise BrokenModel(f"graph.input: it takes {len(model.inputs)} inputs; exactly one image can be given.")
+    (image,) = model.inputs
+    if image.shape is not None and len(image.shape) != IMAGE_RANK:
+        raise BrokenModel(
+            f"graph.input {image.name}: {len(image.shape)} axes; only batch, channel, z, y, x can be honoured."
+        )
+    if image.dtype not in FLOATING_POINT:
+        raise BrokenModel(f"graph.input {image.name}: data type {image.dtype}; only floating point can be honoured.")
+    if image.shape is not None and image.shape[0] not in {None, 1}:
+        raise BrokenModel(
+            f"graph.input {image.name}: a batch of {image.shape[0]}; export it with one window, or any number."
+        )
+    return image
+
+
 def embed_external_data(data: bytes, read_part: ReadPart) -> bytes:
     """Return a file with its external tensors inside, which `read_part` reads from other files.
 
@@ -111,16 +131,20 @@ def embed_external_data(data: bytes, read_part: ReadPart) -> bytes:
 
 def _decode(data: bytes) -> ModelProto:
     """Parse a message. Raise BrokenModel where `onnx` is not installed, ValueError for what is no message."""
+    onnx = _import_onnx()
     try:
-        from google.protobuf.message import Error  # noqa: PLC0415
-        from onnx import ModelProto  # noqa: PLC0415
-    except ImportError as error:
-        raise BrokenModel("onnx is not installed; add it with pip install 'stackseg[onnx]'.") from error
-    try:
-        model: ModelProto = ModelProto.FromString(data)
-    except Error as error:
+        model: ModelProto = onnx.ModelProto.FromString(data)
+    except import_module("google.protobuf.message").Error as error:
         raise ValueError(str(error)) from error
     return model
+
+
+def _import_onnx() -> Any:
+    """Import `onnx`, which takes a while, when a file needs it. Raise BrokenModel where it is not installed."""
+    try:
+        return import_module("onnx")
+    except ImportError as error:
+        raise BrokenModel("onnx is not installed; add it with pip install 'stackseg[onnx]'.") from error
 
 
 def _read_model(model: ModelProto) -> Model:
@@ -149,9 +173,7 @@ def _read_node(node: NodeProto) -> Node:
 
 def _read_attribute(attribute: AttributeProto) -> Any:
     """Return a number, a text, an array or a tuple of numbers; None for others, which no supported operator has."""
-    from onnx.helper import get_attribute_value  # noqa: PLC0415
-
-    value = get_attribute_value(attribute)
+    value = _import_onnx().helper.get_attribute_value(attribute)
     if attribute.type == attribute.TENSOR:
         return _read_tensor(value)
     if attribute.type == attribute.STRING:
@@ -162,15 +184,13 @@ def _read_attribute(attribute: AttributeProto) -> Any:
 
 
 def _read_tensor(tensor: TensorProto) -> Array:
-    from onnx.numpy_helper import to_array  # noqa: PLC0415
-
     if tensor.data_type not in DATA_TYPES:
         raise BrokenModel(f"a tensor {tensor.name!r} of data type {tensor.data_type} cannot be honoured.")
     if tensor.data_location == tensor.EXTERNAL:
         raise BrokenModel(f"the tensor {tensor.name!r} lies in another file; import the model to take it in.")
     if min(tensor.dims, default=0) < 0:
         raise ValueError(f"the tensor {tensor.name!r} of {list(tensor.dims)} has a negative size")
-    array: Array = to_array(tensor)
+    array: Array = _import_onnx().numpy_helper.to_array(tensor)
     return array.astype(np.float32) if tensor.data_type == BFLOAT16 else array
 
 

@@ -5,7 +5,6 @@ No runtime of ONNX is involved. Only the operators listed here and in `service.m
 
 from __future__ import annotations
 
-import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -17,15 +16,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from service.core.errors import BrokenModel
-from service.core.types import Array
-from service.models.convolution import make_convolution
-from service.models.graphs.layers import INPUT_RANK, add_layers, make_graph_module
+from service.models.graphs.graph_module import check_elements, limit_sizes, make_graph_module
+from service.models.graphs.layers import INPUT_RANK, add_layers, make_convolution
 from service.models.graphs.onnx import file
-from service.models.graphs.onnx.elementwise import UnsupportedCall, Value
+from service.models.graphs.onnx.attributes import read_constant, read_settings, read_torch_mode, read_window
+from service.models.graphs.onnx.elementwise import UnsupportedCall, Value, flatten_padding
 from service.models.graphs.onnx.file import Model, Node, TensorInfo
 from service.models.graphs.onnx.layers import ADDITIONS, FINDERS
-from service.models.graphs.onnx.operators import OPERATORS, flatten_padding, resize, softmax_flattened
-from service.models.size_limit import check_elements, limit_sizes
+from service.models.graphs.onnx.operators import OPERATORS, resize, softmax_flattened
 
 STANDARD_DOMAINS = {"", "ai.onnx"}
 # Operators whose stored inputs with one axis are numbers for the call, not tensors of the network.
@@ -35,16 +33,6 @@ UNCHANGED = {"Identity", "Dropout"}
 INLINED_NUMBERS = 64
 # Most elements of all tensors that are computed while a file is loaded, of those that it stores: 2 GiB as float32.
 MAX_CONSTANTS = 2**29
-IGNORED_ATTRIBUTES = {"ratio", "seed", "saturate", "stash_type"}
-# Mode, coordinate transformation and rounding of ONNX -> mode of `functional.interpolate` that samples the same points.
-TORCH_MODES = {
-    ("nearest", "asymmetric", "floor"): "nearest",
-    ("nearest", "half_pixel", "round_prefer_floor"): "nearest-exact",
-    ("nearest", "half_pixel", "round_prefer_ceil"): "nearest-exact",
-    ("linear", "half_pixel"): "trilinear",
-    ("linear", "pytorch_half_pixel"): "trilinear",
-    ("linear", "align_corners"): "corners",
-}
 _DAMAGE = (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, AttributeError)
 
 
@@ -56,7 +44,7 @@ def load_onnx(path: Path, window: Sequence[int]) -> nn.Module:
     """
     model = file.read(path)
     try:
-        image = find_image(model)
+        image = file.find_image(model)
         with torch.no_grad():
             network = OnnxNetwork(image, add_layers(_NetworkBuilder(model).build(image), window, FINDERS, ADDITIONS))
     except BrokenModel as error:
@@ -64,24 +52,6 @@ def load_onnx(path: Path, window: Sequence[int]) -> nn.Module:
     except _DAMAGE as error:
         raise BrokenModel(f"{path}: cannot be made a network of: {error}") from error
     return network.eval().requires_grad_(requires_grad=False)
-
-
-def find_image(model: Model) -> TensorInfo:
-    """Return the only input, [batch, channel, z, y, x] of floating point. Raise BrokenModel for any other."""
-    if len(model.inputs) != 1:
-        raise BrokenModel(f"graph.input: it takes {len(model.inputs)} inputs; exactly one image can be given.")
-    (image,) = model.inputs
-    if image.shape is not None and len(image.shape) != INPUT_RANK:
-        raise BrokenModel(
-            f"graph.input {image.name}: {len(image.shape)} axes; only batch, channel, z, y, x can be honoured."
-        )
-    if image.dtype not in file.FLOATING_POINT:
-        raise BrokenModel(f"graph.input {image.name}: data type {image.dtype}; only floating point can be honoured.")
-    if image.shape is not None and image.shape[0] not in {None, 1}:
-        raise BrokenModel(
-            f"graph.input {image.name}: a batch of {image.shape[0]}; export it with one window, or any number."
-        )
-    return image
 
 
 class OnnxNetwork(nn.Module):
@@ -145,7 +115,7 @@ class _NetworkBuilder:
 
     def _add_node(self, node: Node) -> None:
         if node.operator == "Constant":
-            self._values[node.outputs[0]] = _to_value(_read_constant(node.attributes))
+            self._values[node.outputs[0]] = _to_value(read_constant(node.attributes))
         elif node.operator in UNCHANGED:
             self._values[node.outputs[0]] = self._get_value(node.inputs[0])
         elif node.operator in _BUILDERS:
@@ -159,8 +129,7 @@ class _NetworkBuilder:
 
     def _add_call(self, node: Node, function: Callable[..., Value], attributes: Mapping[str, Any]) -> None:
         """Add the call of a function with the node's inputs, or call it at once where no pixel is among them."""
-        settings = {name: _to_setting(each) for name, each in attributes.items() if name not in IGNORED_ATTRIBUTES}
-        _check_names(function, settings)
+        settings = read_settings(function, attributes)
         arguments = [self._get_value(name) for name in node.inputs]
         if node.operator in NUMERIC_INPUTS:
             arguments[1:] = [_to_numbers(argument) for argument in arguments[1:]]
@@ -225,7 +194,7 @@ class _NetworkBuilder:
         if weight.dim() != INPUT_RANK:
             raise UnsupportedCall(f"W: {weight.dim() - 2} axes in space; only networks of z, y and x can be honoured.")
         transposed = node.operator == "ConvTranspose"
-        settings = _read_window(node.attributes, tuple(weight.shape[2:]))
+        settings = read_window(node.attributes, tuple(weight.shape[2:]))
         if transposed:
             if "output_shape" in node.attributes:
                 raise UnsupportedCall("output_shape: cannot be honoured; export it with output_padding.")
@@ -252,7 +221,7 @@ class _NetworkBuilder:
         attributes = dict(node.attributes)
         kernel = attributes.pop("kernel_shape")
         include_padding = bool(attributes.pop("count_include_pad", 0))
-        settings = _read_window(attributes, kernel)
+        settings = read_window(attributes, kernel)
         before, after = settings.pop("before"), settings.pop("after")
         settings["ceil_mode"] = bool(attributes.get("ceil_mode", 0))
         if node.operator == "MaxPool":
@@ -265,16 +234,8 @@ class _NetworkBuilder:
         self._add_layer(node, nn.AvgPool3d(kernel, padding=before, count_include_pad=include_padding, **settings))
 
     def _add_resize(self, node: Node) -> None:
-        attributes = dict(node.attributes)
         legacy = node.operator == "Upsample" or self._model.opset < 11
-        coordinates = str(attributes.get("coordinate_transformation_mode", "asymmetric" if legacy else "half_pixel"))
-        mode = str(attributes.get("mode", "nearest"))
-        rounding = str(attributes.get("nearest_mode", "floor" if legacy else "round_prefer_floor"))
-        if attributes.get("antialias") or "axes" in attributes:
-            raise UnsupportedCall("antialias or axes: cannot be honoured.")
-        torch_mode = TORCH_MODES.get((mode, coordinates, rounding) if mode == "nearest" else (mode, coordinates))
-        if torch_mode is None:
-            raise UnsupportedCall(f"mode: {mode} with {coordinates}, {rounding} cannot be honoured.")
+        torch_mode = read_torch_mode(node.attributes, legacy=legacy)
         inputs = (node.inputs[0], "", *node.inputs[1:]) if legacy else node.inputs
         self._add_call(Node("Resize", "", inputs, node.outputs, {}), resize, {"torch_mode": torch_mode})
 
@@ -288,42 +249,6 @@ _BUILDERS: dict[str, Callable[[_NetworkBuilder, Node], None]] = {
     "Resize": _NetworkBuilder._add_resize,
     "Upsample": _NetworkBuilder._add_resize,
 }
-
-
-def _read_window(attributes: Mapping[str, Any], kernel: Sequence[int]) -> dict[str, Any]:
-    """Return stride, dilation, and voxels of padding before and after each axis."""
-    if len(kernel) != 3:
-        raise UnsupportedCall(
-            f"kernel_shape: {tuple(kernel)}; only networks of volumes, with z, y and x, can be honoured."
-        )
-    stride, dilation = (tuple(attributes.get(key, (1, 1, 1))) for key in ("strides", "dilations"))
-    pads = tuple(attributes.get("pads", (0,) * 6))
-    automatic = attributes.get("auto_pad", "NOTSET")
-    if automatic in {"SAME_UPPER", "SAME_LOWER"} and stride == (1, 1, 1):
-        totals = [rate * (edge - 1) for rate, edge in zip(dilation, kernel, strict=True)]
-        smaller, larger = tuple(total // 2 for total in totals), tuple(total - total // 2 for total in totals)
-        pads = smaller + larger if automatic == "SAME_UPPER" else larger + smaller
-    elif automatic not in {"NOTSET", "VALID"}:
-        raise UnsupportedCall(f"auto_pad: {automatic} with strides {stride} cannot be honoured; export it with pads.")
-    return {"stride": stride, "dilation": dilation, "before": pads[:3], "after": pads[3:]}
-
-
-def _read_constant(attributes: Mapping[str, Any]) -> Array:
-    for key in ("value_int", "value_ints", "value_float", "value_floats"):
-        if key in attributes:
-            return np.array(attributes[key], np.int64 if "int" in key else np.float32)
-    if not isinstance(attributes.get("value"), np.ndarray):
-        raise UnsupportedCall("value: of a kind that cannot be honoured.")
-    array: Array = attributes["value"]
-    return array
-
-
-def _check_names(function: Callable[..., Value], settings: Mapping[str, Any]) -> None:
-    """Raise UnsupportedCall for a setting that is no parameter: the graph becomes Python code, with these names."""
-    parameters = inspect.signature(function).parameters
-    unknown = settings.keys() - {name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD}
-    if unknown:
-        raise UnsupportedCall(f"{min(unknown)}: cannot be honoured.")
 
 
 def _compute_constant(function: Callable[..., Value], arguments: Sequence[Value], settings: Mapping[str, Any]) -> Value:
@@ -357,8 +282,3 @@ def _to_value(value: Any) -> Value:
 def _to_numbers(value: Value) -> Value:
     """Return a stored tensor with one axis as a tuple, and other values unchanged."""
     return tuple(value.tolist()) if isinstance(value, Tensor) and value.dim() == 1 else value
-
-
-def _to_setting(value: Any) -> Any:
-    """Return an attribute of one number as that number, and other values unchanged."""
-    return value.item() if isinstance(value, np.ndarray) else value

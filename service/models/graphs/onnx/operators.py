@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -17,25 +17,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from service.models.graphs.layers import multiply
-from service.models.graphs.onnx.elementwise import ELEMENTWISE, UnsupportedCall, Value, to_ints, to_number
-from service.models.size_limit import MAX_ELEMENTS
+from service.models.graphs.graph_module import multiply
+from service.models.graphs.onnx.elementwise import (
+    ELEMENTWISE,
+    MAX_NUMBERS,
+    UnsupportedCall,
+    Value,
+    check_size,
+    flatten_padding,
+    to_ints,
+    to_number,
+    to_tensor,
+)
+from service.models.network import MAX_ELEMENTS
 
 Ints = Sequence[int]
-
-# Most numbers in a tuple: sizes, axes and indices are few.
-MAX_NUMBERS = 2**16
-
-
-def check_size(sizes: Iterable[int], name: str, most: int = MAX_ELEMENTS) -> None:
-    """Raise UnsupportedCall, naming the input, where a value of such sizes cannot be a part of a network."""
-    if math.prod(sizes) > most:
-        raise UnsupportedCall(f"{name}: asks for more than {most} elements.")
-
-
-def to_tensor(value: Value) -> Tensor:
-    """Return numbers as a tensor, and a tensor unchanged."""
-    return value if isinstance(value, Tensor) else torch.tensor(value)
 
 
 def shape(x: Value, start: int = 0, end: int | None = None) -> Value:
@@ -181,8 +177,8 @@ def softmax_flattened(x: Tensor, axis: int = 1) -> Tensor:
     return functional.softmax(x.flatten(axis), -1).reshape(x.shape)
 
 
-def clip(x: Value, min: Value = None, max: Value = None) -> Value:  # noqa: A002
-    low, high = (None if bound is None else to_number(bound) for bound in (min, max))
+def clip(x: Value, lowest: Value = None, highest: Value = None) -> Value:
+    low, high = (None if bound is None else to_number(bound) for bound in (lowest, highest))
     if low is None and high is None:
         return x
     if isinstance(x, Tensor):
@@ -211,11 +207,6 @@ def multiply_sizes(x: Value, _axes: Value = None, *, keepdims: int = 1) -> Value
         raise UnsupportedCall("data: pixels.")
     product = reduce(multiply, x, 1)
     return (product,) if keepdims else product
-
-
-def flatten_padding(ends: Iterable[tuple[int, int]]) -> list[int]:
-    """Return voxels before and after each axis in the order of `functional.pad`: the last axis first."""
-    return [voxels for end in reversed(list(ends)) for voxels in end]
 
 
 def pad(x: Tensor, pads: Value, value: Value = None, axes: Value = None, *, mode: str = "constant") -> Tensor:
@@ -283,11 +274,11 @@ def gemm(  # noqa: PLR0913
     *,
     alpha: float = 1.0,
     beta: float = 1.0,
-    transA: int = 0,  # noqa: N803
-    transB: int = 0,  # noqa: N803
+    transpose_a: int = 0,
+    transpose_b: int = 0,
 ) -> Tensor:
     """Return alpha * a @ b + beta * c, of which `a` and `b` may be transposed first."""
-    product = alpha * ((a.T if transA else a) @ (b.T if transB else b))
+    product = alpha * ((a.T if transpose_a else a) @ (b.T if transpose_b else b))
     return product if c is None else product + beta * c
 
 
@@ -354,5 +345,5 @@ OPERATORS: dict[str, Callable[..., Value]] = ELEMENTWISE | {
 for _name, _function in OPERATORS.items():
     if isinstance(_function, partial):
         # The code of a graph names its functions.
-        setattr(_function, "__name__", _name)  # noqa: B010
+        _function.__dict__["__name__"] = _name
 """Supported operators by name, besides those that `network` makes into modules or constants."""

@@ -11,10 +11,12 @@ from concurrent.futures import CancelledError
 from functools import partial
 from typing import Any
 
-from service.core import hardware
-from service.core.config import Access, Cluster, References, Settings
+from service.core.config import Settings
 from service.core.errors import Cancelled, StackSegError
-from service.core.logs import configure_logging
+from service.core.hardware import gpus, host
+from service.core.sections.computing import Cluster
+from service.core.sections.serving import Access, References
+from service.core.telemetry import configure_logging
 from service.engine.compile import torch_compile
 from service.inference.batching.window_request import Share
 from service.inference.segmenter import Segmenter
@@ -109,7 +111,7 @@ class DeviceActor:
             self._served -= unused
             for model in unused:
                 self._worker.forget(model)
-        return Status(socket.gethostname(), self._worker.problem, hardware.gpus(), hardware.cpu(), progress)
+        return Status(socket.gethostname(), self._worker.problem, gpus.query_gpus(), host.query_cpu(), progress)
 
     def _run(self, task: Task, work: Callable[[Job[Any], Reservation], Any]) -> Outcome:
         """Do the work of a task in its turn, once its model is loaded."""

@@ -21,7 +21,8 @@ import numpy as np
 
 from service.core.buffers import LARGE_BYTES, Allocate
 from service.core.errors import ConfigError, OutOfStorage, StackSegError, StorageUnavailable
-from service.core.hardware import CpuStatus, GpuStatus
+from service.core.hardware.gpus import GpuStatus
+from service.core.hardware.host import CpuStatus
 from service.core.quantities import VoxelSize
 from service.core.types import Array, Options, StackShape, Volume
 from service.inference.batching.window_request import Share

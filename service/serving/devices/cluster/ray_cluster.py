@@ -13,8 +13,9 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
-from service.core.config import Cluster, Settings
+from service.core.config import Settings
 from service.core.errors import ConfigError
+from service.core.sections.computing import Cluster
 from service.serving.devices.cluster.device_actor import DeviceActor, actor_settings
 from service.serving.devices.cluster.remote_device import Actor, MakeActor, WorkerLost
 

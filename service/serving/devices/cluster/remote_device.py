@@ -15,9 +15,10 @@ from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 from service.core.buffers import make_allocator
-from service.core.config import Cluster, Settings
+from service.core.config import Settings
 from service.core.errors import Cancelled, DeviceLost, Interrupted
-from service.core.hardware import Driver
+from service.core.hardware.devices import Driver
+from service.core.sections.computing import Cluster
 from service.core.types import Options, Volume
 from service.inference.batching.window_request import Share
 from service.inference.diameter.estimation import Sizing

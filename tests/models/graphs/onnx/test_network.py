@@ -20,8 +20,8 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_export import export_onnx
 from torch import nn
 
-from service.core.config import Engine as EngineSettings
 from service.core.errors import BrokenModel
+from service.core.sections.computing import Engine as EngineSettings
 from service.engine.openvino import OpenVinoBackend
 from service.engine.prepare import prepare
 from service.engine.tuning.plans import EngineConfig

@@ -18,8 +18,10 @@ from fakes import FakeSegmenter, until
 from live import Live, as_tiff, classes, eager, serve
 from thread_actors import SilentActor, ThreadActor, make_device_actor, remote
 
-from service.core.config import Access, Cluster, References, Settings
+from service.core.config import Settings
 from service.core.errors import ConfigError
+from service.core.sections.computing import Cluster
+from service.core.sections.serving import Access, References
 from service.core.types import Volume
 from service.inference.segmenter import Segmenter
 from service.models.repository import read_spec

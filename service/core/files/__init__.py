@@ -1,0 +1,1 @@
+"""Files of the package, files that are written whole, and zip archives."""

@@ -1,0 +1,24 @@
+"""Files that come with the package: the folders `models` and `configs`, and its version."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2]
+
+
+def bundled_folder(name: str) -> Path:
+    """Return the bundled folder `name`: inside an installed package, or at the top of a clone."""
+    installed = PACKAGE / "bundled" / name
+    return installed if installed.is_dir() else PACKAGE.parent / name
+
+
+def software_version(distribution: str = "stackseg") -> str:
+    """Return the version of the package; in a clone that is not installed the one that `pyproject.toml` states."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        stated = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))
+        return str(stated["project"]["version"])

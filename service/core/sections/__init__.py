@@ -1,0 +1,1 @@
+"""Sections of the settings: what computes, and what serves."""

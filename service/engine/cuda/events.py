@@ -1,0 +1,45 @@
+"""CUDA events: waiting for the work of a stream, and measuring it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def mark_end(device: torch.device) -> Callable[[], object]:
+    """Mark the end of the work on the device's current stream; what is returned sleeps until that is done."""
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
+
+
+class CudaTimer:
+    """Seconds that a CUDA device takes for parts of the work of its current stream.
+
+    The host's time is left out as long as each part is one launch, such as the replay of a graph.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device, self._cuda = device, cuda
+        self._parts: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Measure the work that is launched in the meantime."""
+        start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
+        stream = self._cuda.current_stream(self._device)
+        start.record(stream)
+        yield
+        end.record(stream)
+        self._parts.append((start, end))
+
+    @property
+    def seconds(self) -> float:
+        """Sum of all parts, once the device has finished them."""
+        milliseconds: float = sum(start.elapsed_time(end) for start, end in self._parts)
+        return milliseconds / 1000

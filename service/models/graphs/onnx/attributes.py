@@ -1,0 +1,86 @@
+"""Attributes of ONNX nodes as arguments of torch's functions and modules.
+
+Raise UnsupportedCall, naming the attribute, for what torch has no equivalent of.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from service.core.types import Array
+from service.models.graphs.onnx.elementwise import UnsupportedCall, Value
+
+# Parameters of functions of torch, by names of attributes that are no good names in Python.
+PARAMETERS = {"min": "lowest", "max": "highest", "transA": "transpose_a", "transB": "transpose_b"}
+IGNORED_ATTRIBUTES = {"ratio", "seed", "saturate", "stash_type"}
+# Mode, coordinate transformation and rounding of ONNX -> mode of `functional.interpolate` that samples the same points.
+TORCH_MODES = {
+    ("nearest", "asymmetric", "floor"): "nearest",
+    ("nearest", "half_pixel", "round_prefer_floor"): "nearest-exact",
+    ("nearest", "half_pixel", "round_prefer_ceil"): "nearest-exact",
+    ("linear", "half_pixel"): "trilinear",
+    ("linear", "pytorch_half_pixel"): "trilinear",
+    ("linear", "align_corners"): "corners",
+}
+
+
+def read_settings(function: Callable[..., Value], attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return attributes as arguments of a function.
+
+    Raise UnsupportedCall for one that is no parameter: the graph becomes Python code, with these names.
+    """
+    parameters = inspect.signature(function).parameters
+    settings = dict[str, Any]()
+    for attribute in sorted(attributes.keys() - IGNORED_ATTRIBUTES):
+        name = PARAMETERS.get(attribute, attribute)
+        if name not in parameters or parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            raise UnsupportedCall(f"{attribute}: cannot be honoured.")
+        value = attributes[attribute]
+        settings[name] = value.item() if isinstance(value, np.ndarray) else value
+    return settings
+
+
+def read_window(attributes: Mapping[str, Any], kernel: Sequence[int]) -> dict[str, Any]:
+    """Return stride, dilation, and voxels of padding before and after each axis."""
+    if len(kernel) != 3:
+        raise UnsupportedCall(
+            f"kernel_shape: {tuple(kernel)}; only networks of volumes, with z, y and x, can be honoured."
+        )
+    stride, dilation = (tuple(attributes.get(key, (1, 1, 1))) for key in ("strides", "dilations"))
+    pads = tuple(attributes.get("pads", (0,) * 6))
+    automatic = attributes.get("auto_pad", "NOTSET")
+    if automatic in {"SAME_UPPER", "SAME_LOWER"} and stride == (1, 1, 1):
+        totals = [rate * (edge - 1) for rate, edge in zip(dilation, kernel, strict=True)]
+        smaller, larger = tuple(total // 2 for total in totals), tuple(total - total // 2 for total in totals)
+        pads = smaller + larger if automatic == "SAME_UPPER" else larger + smaller
+    elif automatic not in {"NOTSET", "VALID"}:
+        raise UnsupportedCall(f"auto_pad: {automatic} with strides {stride} cannot be honoured; export it with pads.")
+    return {"stride": stride, "dilation": dilation, "before": pads[:3], "after": pads[3:]}
+
+
+def read_torch_mode(attributes: Mapping[str, Any], *, legacy: bool) -> str:
+    """Return the mode of interpolation of a Resize; `legacy` is that of Upsample and of opset 10."""
+    coordinates = str(attributes.get("coordinate_transformation_mode", "asymmetric" if legacy else "half_pixel"))
+    mode = str(attributes.get("mode", "nearest"))
+    rounding = str(attributes.get("nearest_mode", "floor" if legacy else "round_prefer_floor"))
+    if attributes.get("antialias") or "axes" in attributes:
+        raise UnsupportedCall("antialias or axes: cannot be honoured.")
+    torch_mode = TORCH_MODES.get((mode, coordinates, rounding) if mode == "nearest" else (mode, coordinates))
+    if torch_mode is None:
+        raise UnsupportedCall(f"mode: {mode} with {coordinates}, {rounding} cannot be honoured.")
+    return torch_mode
+
+
+def read_constant(attributes: Mapping[str, Any]) -> Array:
+    """Return the value of a Constant."""
+    for key in ("value_int", "value_ints", "value_float", "value_floats"):
+        if key in attributes:
+            return np.array(attributes[key], np.int64 if "int" in key else np.float32)
+    if not isinstance(attributes.get("value"), np.ndarray):
+        raise UnsupportedCall("value: of a kind that cannot be honoured.")
+    array: Array = attributes["value"]
+    return array

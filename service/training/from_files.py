@@ -1,0 +1,105 @@
+"""Training of a model of instances on annotated stacks: from files to a model folder."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from service.core.config import Settings
+from service.core.errors import BadParameter
+from service.core.hardware import devices
+from service.engine import precision
+from service.inference.preprocessing.normalize import normalise
+from service.models.architectures import build_network
+from service.models.loader import load_network
+from service.models.repository import FILE_NAME
+from service.models.spec import Architecture, ModelSpec, check_trainable
+from service.training.examples import Pair, read_pairs, split_pairs
+from service.training.model_folder import draft_content, write_model
+from service.training.training_loop import CHECKPOINT, Placement, Plan, State, Trainer, TrainingData
+
+Paths = tuple[Sequence[Path], Sequence[Path]]
+"""Files of stacks, and of their labels in the same order."""
+
+
+def prepare_training(
+    pairs: Sequence[Pair], settings: Settings, content: dict[str, Any], base: ModelSpec | None
+) -> Callable[[Path, torch.dtype], Trainer]:
+    """Return a function that makes a trainer on stacks and their labels for a folder and a dtype.
+
+    The device and its threads are those of the settings. Raises BadParameter, BrokenModel, ConfigError.
+    """
+    draft = ModelSpec.model_validate({**content, "weights": {"sha256": "0" * 64}, "folder": Path()})
+    check_trainable(draft)
+    device = devices.choose_device(settings.device.name)
+    plan = Plan(**settings.training.model_dump())
+    if device.type == "cpu":
+        devices.use_threads(settings.device.threads)
+    else:
+        torch.backends.cudnn.deterministic = True
+    normalise_image = partial(normalise, normalisation=draft.input.normalisation)
+    data = TrainingData(*split_pairs(pairs, settings.training.validation), normalise_image)
+
+    def make_trainer(folder: Path, dtype: torch.dtype) -> Trainer:
+        torch.manual_seed(plan.seed)
+        network = (
+            load_network(base)
+            if base is not None
+            else build_network(Architecture.model_validate(content["architecture"]))
+        )
+        _check_edge(network, plan.edge)
+        return Trainer(network, data, plan, folder, Placement(device, dtype))
+
+    return make_trainer
+
+
+def _check_edge(network: nn.Module, edge: int) -> None:
+    """Raise BadParameter where a network does not take cubes of `edge` voxels."""
+    empty = copy.deepcopy(network).to("meta")
+
+    def fits(length: int) -> bool:
+        try:
+            empty(torch.zeros(2, 1, length, length, length, device="meta"))
+        except (RuntimeError, ValueError):
+            return False
+        return True
+
+    if not fits(edge):
+        others = ", ".join(str(length) for length in range(8, 129, 8) if fits(length))
+        raise BadParameter(f"--edge {edge}: the network takes no cubes of {edge} voxels. It takes {others}.")
+
+
+def train_model(
+    paths: Paths,
+    out: Path,
+    settings: Settings,
+    *,
+    base: ModelSpec | None = None,
+    resume: bool = False,
+) -> tuple[ModelSpec, State]:
+    """Train on stacks and their labels, and make `out` a model folder of that name.
+
+    Device, threads, precision and training options are those of the settings. Raises BadParameter, BadFile,
+    BrokenModel, ConfigError.
+    """
+    if (out / FILE_NAME).exists() or (out.exists() and any(out.iterdir()) and not resume):
+        raise BadParameter(f"{out} holds something already; choose another folder, or --resume an unfinished training.")
+    content = draft_content(base, out.name, [path.name for path in paths[0]])
+    pairs = read_pairs(*paths)
+    make_trainer = prepare_training(pairs, settings, content, base)
+    device = devices.choose_device(settings.device.name)
+    chosen = precision.choose(settings.engine.precision, devices.native_precisions(device))
+    out.mkdir(parents=True, exist_ok=True)
+    trainer = make_trainer(out, chosen.dtype)
+    if resume:
+        trainer.resume()
+    trained = trainer.run()
+    spec = write_model(trained, content, out, pairs[0][0], settings)
+    (out / CHECKPOINT).unlink(missing_ok=True)
+    return spec, trainer.state

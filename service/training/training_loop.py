@@ -1,0 +1,329 @@
+"""The training loop: steps, validation, checkpoints; resumable to the same result."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import logging
+import math
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import torch
+from monai.metrics.meandice import compute_dice
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from service.core.errors import BadParameter
+from service.core.files.whole_file import write_whole
+from service.core.sections.computing import Training
+from service.training.examples import (
+    STEPS_PER_VOLUME,
+    BatchPrefetcher,
+    ExampleDataset,
+    ExamplePool,
+    Normalise,
+    Pair,
+    RecordedStacks,
+    draw_batch,
+)
+from service.training.instance_targets import instance_loss, instance_targets
+from service.training.techniques import checkpoint_blocks, make_convolutions_safe, measure_statistics, update_average
+
+log = logging.getLogger("service.train")
+
+CHECKPOINT = "checkpoint.pt"
+CURVE = "training.csv"
+COLUMNS = ("step", "learning_rate", "loss", "validation", "skipped", "dice")
+
+
+class Plan(Training):
+    """Training options: the settings, and two numbers that nobody has to choose.
+
+    Lengths in steps, so that the same seed gives the same result however fast the machine is. The learning rate rises
+    for the first twentieth of the steps and then falls along a cosine.
+
+    averaging   decay per step of the moving average of the weights, which becomes the model
+    statistics  batches over which the statistics of batch normalisation are measured for that average
+    """
+
+    averaging: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    statistics: PositiveInt = 40
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0."""
+        progress, rise = step / self.steps, 0.05
+        if progress < rise:
+            return self.learning_rate * (0.1 + 0.9 * progress / rise)
+        return self.learning_rate * max(0.5 * (1 + math.cos(math.pi * (progress - rise) / (1 - rise))), 1e-3)
+
+
+@dataclass
+class State:
+    """Progress of a training: everything that a checkpoint keeps beside tensors.
+
+    curve  rows of `COLUMNS`, a row for each validation, the first of them before any step; None: nothing was measured
+    """
+
+    step: int = 0
+    best: float = math.inf
+    stale: int = 0
+    skipped: int = 0
+    curve: list[list[float | None]] = field(default_factory=list)
+
+    def summarise(self) -> str:
+        """Return what the training did to the loss and to the Dice score of stacks that it was not trained on."""
+        lowest = next((row for row in self.curve if row[3] == self.best), self.curve[0])
+        (_, _, _, loss, _, dice), (_, _, _, best, _, best_dice) = self.curve[0], lowest
+        numbers = f"validation loss {_format(loss)} before, {_format(best)} at best"
+        scores = f", Dice score {_format(dice)} before, {_format(best_dice)} there"
+        skipped = f", {self.skipped} steps skipped for a loss or gradient that was not finite" if self.skipped else ""
+        return f"{self.step} steps, {numbers}{scores}{skipped}"
+
+    def describe_failure(self) -> str | None:
+        """Return what to try where no validation was better than the one before the first step, else None."""
+        before, *later = (row[3] if row[3] is not None and math.isfinite(row[3]) else math.inf for row in self.curve)
+        if self.best < before:
+            return None
+        tries = "more --steps or --minutes, a lower --learning-rate, more annotated stacks"
+        if self.skipped > self.step / 10:
+            tries = "engine.precision: fp32 in the file of --config, or a lower --learning-rate"
+        return (
+            f"after {self.step} steps no better than before: validation loss {_format(before)} at the start, "
+            f"{_format(min(later, default=None))} at best since, so the weights are those of the start. Try {tries}; "
+            "and look whether each file of --labels belongs to its image."
+        )
+
+
+class TrainingData(NamedTuple):
+    """Stacks and their labels to train on and to validate with, and how images are normalised."""
+
+    training: Sequence[Pair]
+    validation: Sequence[Pair]
+    normalise: Normalise
+
+
+class Placement(NamedTuple):
+    """The device that trains, and the dtype of mixed precision; float32 is none."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+class Trainer:
+    """Training on one device; `folder` gets the curve and the checkpoint from which a training is resumed."""
+
+    def __init__(self, network: nn.Module, data: TrainingData, plan: Plan, folder: Path, place: Placement) -> None:
+        self.plan, self.folder, self.state = plan, folder, State()
+        self._device, self._dtype = device, dtype = place
+        self._network = network.to(device).train().requires_grad_(requires_grad=True)
+        self._average = copy.deepcopy(network).eval()
+        self._best = copy.deepcopy(self._average.state_dict())
+        self._forward = self._prepare_forward()
+        self._recent: float | None = None
+        # Whether all steps are taken, and what they have led to is made a model.
+        self.finishing = False
+        # Called after every step, every validation, and the last of them.
+        self.follow: Callable[[Trainer], None] = _ignore
+        self._optimiser = torch.optim.AdamW(
+            network.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay, fused=device.type == "cuda"
+        )
+        self._scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        self._dataset = ExampleDataset(RecordedStacks(data.training), data.normalise, plan.seed)
+        self._validation = [_cut_tiles(pair, data.normalise, plan.edge) for pair in data.validation]
+
+    def run(self) -> nn.Module:
+        """Train to the end of the plan; return the averaged network of the lowest validation loss, on the CPU."""
+        plan, state = self.plan, self.state
+        first = state.step // STEPS_PER_VOLUME
+        pool = ExamplePool(self._dataset, plan.pool, first=first, workers=plan.workers)
+        batches = BatchPrefetcher(pool, plan, state.step, pinned=self._device.type == "cuda")
+        began = time.monotonic()
+        try:
+            if not state.step:
+                self._validate()
+            # The bar shows on a terminal only.
+            with tqdm(total=plan.steps, initial=state.step, unit="step", disable=None) as bar:
+                while state.step < plan.steps and state.stale < plan.patience:
+                    if plan.minutes is not None and time.monotonic() - began > 60 * plan.minutes:
+                        log.info("the time is up after %d of %d steps", state.step, plan.steps)
+                        break
+                    self.step(*next(batches))
+                    self.follow(self)
+                    if state.step % plan.every == 0 or state.step == plan.steps:
+                        self._validate()
+                        self.save()
+                    bar.set_postfix(loss=_format(self._recent), best=_format(state.best), refresh=False)
+                    bar.update()
+            batches.close()
+            self.finishing = True
+            self.follow(self)
+            self._average.load_state_dict(self._best)
+            rng = np.random.default_rng([plan.seed, 3])
+            images = (draw_batch(pool, rng, plan.batch_size, plan.edge)[0] for _ in range(plan.statistics))
+            measure_statistics(self._average, images)
+            if self._score_average()[0] > state.best:
+                self._average.load_state_dict(self._best)
+        finally:
+            batches.close()
+            pool.close()
+        return self._average.cpu()
+
+    @property
+    def loss(self) -> float | None:
+        """Loss of the latest step that was finite."""
+        return self._recent
+
+    def example(self) -> tuple[Tensor, Tensor]:
+        """Return a batch of the planned shape from the validation stacks, equal at every call."""
+        images, targets = self._validation[0]
+        places = [number % len(images) for number in range(self.plan.batch_size)]
+        return images[places], targets[places]
+
+    def step(self, images: Tensor, targets: Tensor) -> None:
+        """Update the weights once; skip and count an update whose loss or gradient is not finite."""
+        plan, state, scaler = self.plan, self.state, self._scaler
+        for group in self._optimiser.param_groups:
+            group["lr"] = plan.rate(state.step)
+        self._optimiser.zero_grad(set_to_none=True)
+        value = instance_loss(self._scores(self._forward, images), targets.to(self._device, non_blocking=True))
+        scaled = scaler.scale(value)
+        loss = float(value.detach())
+        if not math.isfinite(loss):
+            state.skipped += 1
+            if scaler.is_enabled():
+                scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
+        else:
+            self._recent = loss
+            if self._update_weights(scaled):
+                update_average(self._average, self._network, min(plan.averaging, (state.step + 1) / (state.step + 11)))
+            else:
+                state.skipped += 1
+        state.step += 1
+
+    def _update_weights(self, scaled: Tensor) -> bool:
+        """Update the weights by the gradients of a loss; return whether they were finite."""
+        scaled.backward()  # type: ignore[no-untyped-call]
+        self._scaler.unscale_(self._optimiser)
+        norm = nn.utils.clip_grad_norm_(self._network.parameters(), self.plan.clip)
+        finite = math.isfinite(float(norm))
+        # A scaler skips an update that is not finite by itself, and backs off.
+        if finite or self._scaler.is_enabled():
+            self._scaler.step(self._optimiser)
+            self._scaler.update()
+        return finite
+
+    def _prepare_forward(self) -> Callable[[Tensor], Tensor]:
+        """Set memory format and checkpointing of the network as planned; return its forward, compiled if planned."""
+        if self.plan.channels_last:
+            for parameter in self._network.parameters():
+                if parameter.dim() == 5:
+                    parameter.data = parameter.data.contiguous(memory_format=torch.channels_last_3d)
+        if self._dtype == torch.bfloat16 and self._device.type == "cpu":
+            make_convolutions_safe(self._network)
+        if self.plan.checkpointing:
+            checkpoint_blocks(self._network)
+        return torch.compile(self._network, dynamic=False) if self.plan.compile else self._network
+
+    def _scores(self, network: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+        layout = torch.channels_last_3d if self.plan.channels_last else torch.contiguous_format
+        images = images.to(self._device, memory_format=layout, non_blocking=True)
+        with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
+            scores = network(images)
+        return scores.float()
+
+    @torch.no_grad()
+    def _score_average(self) -> tuple[float, float | None]:
+        """Return the averaged network's mean validation loss, and the Dice score of its foreground where any is."""
+        losses, dice = list[float](), list[Tensor]()
+        for images, targets in self._validation:
+            scores, truth = self._scores(self._average, images), targets.to(self._device)
+            losses.append(float(instance_loss(scores, truth)))
+            dice.append(compute_dice((scores[:, :1] > 0).float(), truth[:, :1]))
+        mean = float(torch.cat(dice).nanmean())
+        return sum(losses) / len(losses), mean if math.isfinite(mean) else None
+
+    def _validate(self) -> None:
+        """Score the averaged network on the validation stacks, keep it if it is the best, and write the curve."""
+        state, (value, dice) = self.state, self._score_average()
+        if value < state.best:
+            state.best, state.stale = value, 0
+            self._best = copy.deepcopy(self._average.state_dict())
+        else:
+            state.stale += 1
+        rate = self.plan.rate(max(state.step - 1, 0))
+        state.curve.append([state.step, rate, self._recent, value, state.skipped, dice])
+        done = 100 * state.step / self.plan.steps
+        loss = f"  loss {_format(self._recent)}" if state.step else ""
+        scores = (_format(value), _format(state.best), _format(dice))
+        log.info("%5.1f %%  step %d%s  validation %s  best %s  Dice %s", done, state.step, loss, *scores)
+        with (self.folder / CURVE).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(COLUMNS)
+            writer.writerows(state.curve)
+        self.follow(self)
+
+    def save(self) -> None:
+        """Write the checkpoint, replacing the last one in one step."""
+        content = {
+            "plan": _options_of_result(self.plan),
+            "state": vars(self.state),
+            "network": self._network.state_dict(),
+            "average": self._average.state_dict(),
+            "best": self._best,
+            "optimiser": self._optimiser.state_dict(),
+            "scaler": self._scaler.state_dict(),
+        }
+        with write_whole(self.folder / CHECKPOINT) as partial:
+            torch.save(content, partial)
+
+    def resume(self) -> None:
+        """Continue from the checkpoint in the folder. Raises BadParameter without one, and for one of another plan."""
+        path = self.folder / CHECKPOINT
+        try:
+            content: dict[str, Any] = torch.load(path, map_location=self._device, weights_only=True)
+            if {**_options_of_result(Plan()), **content["plan"]} != _options_of_result(self.plan):
+                raise BadParameter(f"{path} was written with other options; give the same ones, or train anew.")
+            self._network.load_state_dict(content["network"])
+            self._average.load_state_dict(content["average"])
+            self._optimiser.load_state_dict(content["optimiser"])
+            self._best, self.state = content["best"], State(**content["state"])
+            # Checkpoints of full precision, and older ones, have no state of a scaler.
+            if content.get("scaler") and self._scaler.is_enabled():
+                self._scaler.load_state_dict(content["scaler"])
+        except (OSError, KeyError, RuntimeError, pickle.UnpicklingError, TypeError, ValueError) as error:
+            raise BadParameter(f"{path}: cannot be resumed from: {error}") from error
+        log.info("resumed at step %d", self.state.step)
+
+
+def _ignore(_: Trainer) -> None:
+    """Do nothing: nobody follows."""
+
+
+def _format(value: float | None) -> str:
+    """Return a number for people to read, a dash where there is none."""
+    return f"{value:.4f}" if value is not None and math.isfinite(value) else "-"
+
+
+def _options_of_result(plan: Plan) -> dict[str, Any]:
+    """Return the options that must be equal for a resumed training to end like an uninterrupted one."""
+    return {name: value for name, value in plan.model_dump().items() if name not in {"minutes", "patience", "workers"}}
+
+
+def _cut_tiles(pair: Pair, normalise: Normalise, edge: int) -> tuple[Tensor, Tensor]:
+    """Cut up to eight cubes, one per corner of a stack: images [B, 1, e, e, e] and targets [B, 2, e, e, e]."""
+    image, labels = pair
+    stacked = np.concatenate([normalise(image)[None], instance_targets(labels)])
+    stacked = np.pad(stacked, [(0, 0), *((0, max(0, edge - length)) for length in image.shape)])
+    corners = [sorted({0, length - edge}) for length in stacked.shape[1:]]
+    cubes = [
+        stacked[:, z : z + edge, y : y + edge, x : x + edge] for z in corners[0] for y in corners[1] for x in corners[2]
+    ]
+    tiles = torch.from_numpy(np.ascontiguousarray(np.stack(cubes), dtype=np.float32))
+    return tiles[:, :1].contiguous(), tiles[:, 1:].contiguous()

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.core.files.whole_file import write_whole
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_file_has_its_name_once_it_is_whole(tmp_path: Path, sync: bool) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with write_whole(path, sync=sync) as partial:
+        partial.write_text("new")
+        assert (path.read_text(), partial.parent) == ("old", tmp_path)
+    assert (path.read_text(), list(tmp_path.iterdir())) == ("new", [path])
+
+
+@pytest.mark.parametrize("partial", [None, "another"])
+def test_what_fails_leaves_what_was_there(tmp_path: Path, partial: str | None) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("old")
+
+    def write() -> None:
+        with write_whole(path, None if partial is None else tmp_path / partial) as file:
+            assert file.name == partial or partial is None
+            file.write_text("half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        write()
+    assert (path.read_text(), list(tmp_path.iterdir())) == ("old", [path])
+
+
+def test_nothing_is_written_where_a_link_leads(tmp_path: Path) -> None:
+    path, other = tmp_path / "a.json", tmp_path / "other"
+    other.write_text("of another")
+    (tmp_path / ".a.json.part").symlink_to(other)
+    with write_whole(path) as partial:
+        partial.write_text("new")
+    assert (path.read_text(), path.is_symlink(), other.read_text()) == ("new", False, "of another")

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import errno
+import os
+import platform
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from service.core.errors import ConfigError
+from service.core.hardware import devices, gpus, host
+
+NO_GPU = not torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("name", ["cpu", "auto"])
+@pytest.mark.skipif(not NO_GPU, reason="describes a machine without a GPU")
+def test_without_a_gpu_the_cpu_is_chosen(name: str) -> None:
+    assert devices.choose_device(name) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:7"])
+@pytest.mark.skipif(not NO_GPU, reason="describes a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"device.name is {name}.*cpu or auto"):
+        devices.choose_device(name)
+
+
+@pytest.mark.parametrize(
+    ("capability", "fastest"),
+    [
+        ((6, 1), {torch.float32}),
+        ((7, 0), {torch.float32, torch.float16}),
+        ((7, 5), {torch.float32, torch.float16}),
+        ((8, 0), {torch.float32, torch.float16, torch.bfloat16}),
+        ((9, 0), {torch.float32, torch.float16, torch.bfloat16}),
+    ],
+)
+def test_cuda_precisions_follow_the_compute_capability(capability: tuple[int, int], fastest: set[torch.dtype]) -> None:
+    assert devices.cuda_precisions(capability) == fastest
+
+
+PASCAL = (6, 1)
+VOLTA = (7, 0)
+TURING = (7, 5)
+AMPERE = (8, 0)
+HOPPER = (9, 0)
+FP16 = {torch.float16}
+BOTH = {torch.float16, torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("capability", "cudnn_version", "faulty"),
+    [
+        (AMPERE, 90701, set()),
+        (AMPERE, 90800, BOTH),
+        (AMPERE, 91002, BOTH),
+        (HOPPER, 91499, BOTH),
+        (HOPPER, 91500, set()),
+        (HOPPER, 91900, set()),
+        (TURING, 91002, FP16),
+        (VOLTA, 91002, set()),
+        (PASCAL, 91002, set()),
+        (HOPPER, None, BOTH),
+        (VOLTA, None, FP16),
+        (PASCAL, None, set()),
+    ],
+)
+def test_16_bit_precisions_are_faulty_by_the_version_of_cudnn(
+    capability: tuple[int, int], cudnn_version: int | None, faulty: set[torch.dtype]
+) -> None:
+    assert devices.faulty_cuda_precisions(capability, cudnn_version).keys() == faulty
+
+
+def test_the_cpu_has_no_faulty_precisions() -> None:
+    assert devices.faulty_precisions(torch.device("cpu")) == {}
+
+
+def test_a_faulty_cudnn_is_named_with_what_to_install() -> None:
+    found, missing = devices.explain_faulty_cudnn(91002), devices.explain_faulty_cudnn(None)
+    assert found is not None
+    assert found.startswith("cuDNN 9.10.2 is installed.")
+    assert missing is not None
+    assert missing.startswith("torch finds no cuDNN")
+    assert "Install cuDNN 9.15 or later" in found
+    assert "Install cuDNN 9.15 or later" in missing
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs Linux")
+def test_the_cpu_computes_bf16_where_its_flags_say_so() -> None:
+    flags = Path("/proc/cpuinfo").read_text().split()
+    native = devices.native_precisions(torch.device("cpu"))
+    assert torch.float32 in native
+    assert (torch.bfloat16 in native) == ("avx512_bf16" in flags or "amx_tile" in flags)
+
+
+def test_cpu_describes_this_machine() -> None:
+    cpu = host.query_cpu()
+    assert cpu.name
+    assert 1 <= cpu.cores <= (os.cpu_count() or 1)
+    if cpu.memory_total is not None and cpu.memory_available is not None:
+        assert 0 < cpu.memory_available <= cpu.memory_total
+    assert set(cpu.features) <= set(host.FEATURES)
+    assert devices.device_name(torch.device("cpu")) == cpu.name
+
+
+class CudaMemory:
+    """A fake of `torch.cuda` that tells of memory: 100 bytes free, 60 cached, of which graphs keep some."""
+
+    def __init__(self) -> None:
+        pools = ((6, (0, 0), 50, 20), (6, (0, 1), 40, 10), (6, (3, 0), 20, 20), (7, (0, 2), 30, 0))
+        self.segments = [
+            {"device": device, "segment_pool_id": pool, "total_size": total, "allocated_size": allocated}
+            for device, pool, total, allocated in pools
+        ]
+
+    def memory_snapshot(self) -> list[dict[str, Any]]:
+        return self.segments
+
+    def mem_get_info(self, _device: torch.device) -> tuple[int, int]:
+        return 100, 1000
+
+    def memory_stats_as_nested_dict(self, device: torch.device) -> dict[str, Any]:
+        here = [each for each in self.segments if each["device"] == device.index]
+        sums = {"reserved": "total_size", "allocated": "allocated_size"}
+        return {f"{name}_bytes": {"all": {"current": sum(each[key] for each in here)}} for name, key in sums.items()}
+
+
+def test_memory_that_graphs_keep_between_replays_is_not_free() -> None:
+    cuda, device = CudaMemory(), torch.device("cuda", 6)
+    assert devices.free_bytes(device, cuda) == 100 + 60, "before any was recorded"
+    assert devices.count_pools(device, cuda) == 60
+    assert devices.free_bytes(device, cuda) == 100 + 30
+    assert devices.count_pools(torch.device("cuda", 7), cuda) == 30
+    cuda.segments = cuda.segments[:1]
+    assert devices.count_pools(device, cuda) == 0
+    assert devices.free_bytes(device, cuda) == 100 + 30
+    assert devices.count_pools(torch.device("cpu")) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(NO_GPU, reason="needs a CUDA GPU")
+def test_a_real_gpu_reports_what_this_process_holds() -> None:
+    held = torch.zeros(64 * 2**20, dtype=torch.uint8, device="cuda")
+    assert max(status.reserved_bytes for status in gpus.query_gpus()) >= held.numel()
+    assert devices.choose_device("auto").type == "cuda"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps what was freed")
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "no"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_memory_runs_out_in_many_words(error: BaseException) -> None:
+    assert devices.is_out_of_memory(error)
+
+
+def test_any_allocation_that_is_mentioned_is_not_exhausted_memory() -> None:
+    assert not devices.is_out_of_memory(RuntimeError("allocation"))
+    assert not devices.is_out_of_memory(OSError(errno.EACCES, "Cannot allocate memory"))
+
+
+class Probed:
+    """A device that fails with these errors, one after the other, before it answers."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+
+    def __call__(self, _device: torch.device) -> bool:
+        if self.errors:
+            raise self.errors.pop(0)
+        return True
+
+
+def test_a_device_is_lost_only_if_it_fails_again_and_again() -> None:
+    device = torch.device("cpu")
+    capturing = RuntimeError("CUDA error: operation would make the legacy stream depend on a capturing stream")
+    assert devices.is_working(device)
+    assert devices.is_working(device, Probed(capturing, capturing), pause=0)
+    assert not devices.is_working(device, Probed(*[capturing] * 3), pause=0)
+    assert devices.is_working(device, Probed(*[torch.OutOfMemoryError("no")] * 3), pause=0)
+
+
+def test_memory_that_was_freed_is_returned() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    blocks = [bytearray(2000) for _ in range(50_000)]
+    last = blocks[-1]
+    del blocks
+    before = resident()
+    devices.release_memory(torch.device("cpu"))
+    assert before - resident() > 50_000_000
+    assert len(last) == 2000
+
+
+def test_a_thread_keeps_its_number_of_threads_whatever_others_set_later():
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        one.submit(devices.use_threads, 2).result()
+        other.submit(devices.use_threads, 1).result()
+        assert one.submit(torch.get_num_threads).result() == 2
+        assert other.submit(torch.get_num_threads).result() == 1
+        one.submit(devices.use_threads, 0).result()
+        assert one.submit(torch.get_num_threads).result() == host.usable_cores()
+        one.submit(devices.use_threads, before).result()
