@@ -15,9 +15,12 @@ from service.core.errors import NotReady
 from service.core.hardware import Driver
 from service.core.types import Options, Volume
 from service.inference.result import Result
-from service.serving.devices.job import Job
+from service.serving.build import Parts, build_runtime
 from service.serving.devices.model_registry import ModelRegistry
+from service.serving.devices.queue.job import Job
 from service.serving.runtime import Runtime
+
+FAKE_PARTS: Any = Parts(load=FakeSegmenter)  # type: ignore[arg-type]
 
 
 def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:
@@ -28,12 +31,17 @@ def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:
 
 @contextmanager
 def running(chosen: Settings, load: Any = FakeSegmenter, driver: Driver = hardware) -> Iterator[Runtime]:
-    runtime = Runtime(chosen, load, lambda _name: driver)
+    runtime = build_runtime(chosen, Parts(load, lambda _name: driver))
     runtime.start()
     try:
         yield runtime
     finally:
         runtime.stop()
+
+
+def caches(runtime: Runtime) -> list[Any]:
+    """The model caches of all devices."""
+    return [device.scheduler.models.cache for device in runtime.devices.all]
 
 
 def submitted(runtime: Runtime, spec: Any, volume: Volume, options: Options) -> Job[Result]:
@@ -44,7 +52,7 @@ def submitted(runtime: Runtime, spec: Any, volume: Volume, options: Options) -> 
 def loaded_segmenter(models: ModelRegistry, name: str | None) -> Any:
     """The loaded model; raises NotReady for one that is not loaded."""
     spec = models.spec(name)
-    segmenter = models.loaded(spec.name)
-    if segmenter is None:
+    model: Any = models.loaded(spec.name)
+    if model is None:
         raise NotReady(f"The model {spec.name} is not loaded.")
-    return segmenter
+    return model.segmenter

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from service.core.errors import Cancelled
-from service.serving.fair_threads import begin_all
+from service.serving.storage.fair_threads import begin_all
 
 T = TypeVar("T")
 

@@ -54,10 +54,10 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
 def _list_devices(settings: Settings) -> list[Settings]:
     """Return the settings of each device that `stackseg serve` would use, one of those that are alike."""
     from service.core import hardware  # noqa: PLC0415
-    from service.serving.devices.worker import device_worker_settings  # noqa: PLC0415
+    from service.serving.devices.local.settings import split_settings  # noqa: PLC0415
 
     alike: dict[tuple[str, int], Settings] = {}
-    for _name, each in device_worker_settings(settings):
+    for _name, each in split_settings(settings):
         alike.setdefault((hardware.device_name(hardware.choose_device(each.device.name)), each.device.threads), each)
     return list(alike.values())
 

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Response
 from service.api.dependencies import RuntimeDependency
 from service.api.schemas import DeviceReport, GpuReport, HostReport
 from service.core import hardware
+from service.serving.devices.device import Device, DeviceState, loaded_bytes
 from service.serving.metrics import CONTENT_TYPE
 
 router = APIRouter(tags=["operation"])
@@ -18,26 +19,35 @@ router = APIRouter(tags=["operation"])
 async def gpu(runtime: RuntimeDependency) -> GpuReport:
     """Every GPU with its memory, load and temperature, the processor, the devices in use, and each loaded model."""
     gpus = await asyncio.to_thread(hardware.gpus)
-    models = {model.name: model.segmenter.report() for model in runtime.models.states() if model.segmenter is not None}
-    devices = [
-        DeviceReport(
-            name=worker.name,
-            host=worker.host,
-            waiting=worker.queue.waiting,
-            running=len(worker.queue.running),
-            models=sorted(worker.loaded_models),
-            loaded_bytes=worker.loaded_bytes,
-            problem=worker.problem,
-            given_back=worker.given_back,
-            starting=worker.starting,
-        )
-        for worker in runtime.device_workers
-    ]
+    states = runtime.models.states()
+    models = {state.name: state.device_model.report() for state in states if state.device_model is not None}
     message = (
         f"{len(gpus)} NVIDIA GPU{'s' if len(gpus) > 1 else ''}." if gpus else "No NVIDIA GPU; models run on the CPU."
     )
-    hosts = [HostReport(host=host.host, gpus=list(host.gpus), cpu=host.cpu) for host in runtime.hosts]
-    return GpuReport(message=message, gpus=list(gpus), cpu=hardware.cpu(), hosts=hosts, devices=devices, models=models)
+    hosts = [HostReport(host=host.host, gpus=list(host.gpus), cpu=host.cpu) for host in runtime.devices.hosts]
+    return GpuReport(
+        message=message,
+        gpus=list(gpus),
+        cpu=hardware.cpu(),
+        hosts=hosts,
+        devices=[_describe(device) for device in runtime.devices.all],
+        models=models,
+    )
+
+
+def _describe(device: Device) -> DeviceReport:
+    queue = device.scheduler.queue
+    return DeviceReport(
+        name=device.name,
+        host=device.host,
+        waiting=queue.waiting,
+        running=len(queue.running),
+        models=sorted(device.loaded_models),
+        loaded_bytes=loaded_bytes(device),
+        problem=device.problem,
+        given_back=device.state is DeviceState.GIVEN_BACK,
+        starting=device.state is DeviceState.STARTING,
+    )
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})

@@ -25,7 +25,7 @@ async def health(runtime: RuntimeDependency, response: Response) -> Health:
         status="unavailable" if reasons else "degraded" if degraded else "ok",
         version=software_version(),
         uptime_seconds=round(runtime.uptime_seconds, 1),
-        waiting=runtime.waiting,
+        waiting=runtime.devices.waiting,
         models={model.name: model.state for model in runtime.models.states()},
         reasons=reasons,
         degraded=degraded,

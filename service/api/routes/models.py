@@ -14,7 +14,7 @@ from service.api.access.authentication import check_admin, is_admin
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_trainings
 from service.api.schemas import Loaded, ModelInfo, ModelList, ModelReload
 from service.api.threads import run_in_thread
-from service.serving.devices.model_registry import ModelState
+from service.serving.devices.models.state import ModelState
 
 router = APIRouter(tags=["models"])
 
@@ -96,7 +96,7 @@ def _identify(request: Request) -> tuple[str | None, bool]:
 def _describe(request: Request, model: ModelState) -> ModelInfo:
     owner, everyone = _identify(request)
     removable = get_trainings(request).may_remove(model, owner, everyone=everyone)
-    spec, engine = model.spec, model.segmenter.report() if model.segmenter else None
+    spec, engine = model.spec, model.device_model.report() if model.device_model else None
     if spec is None:
         return ModelInfo(name=model.name, state=model.state, removable=removable, problem=model.problem)
     return ModelInfo(
@@ -114,7 +114,7 @@ def _describe(request: Request, model: ModelState) -> ModelInfo:
         lineage=spec.lineage,
         removable=removable,
         engine=engine,
-        loaded=model.segmenter is not None,
+        loaded=model.device_model is not None,
         devices=[
             Loaded(device=device, bytes=loaded_model.nbytes, used=datetime.fromtimestamp(loaded_model.used, UTC))
             for device, loaded_model in model.loaded.items()

@@ -29,7 +29,7 @@ from service.core.timing import Stages
 from service.formats.sandbox.parent import descriptor_path
 from service.inference.result import Result
 from service.models.spec import ModelSpec
-from service.serving.devices.job import Job
+from service.serving.devices.queue.job import Job
 from service.serving.results.answers import (
     Answer,
     LargePixels,

@@ -87,14 +87,14 @@ def _report_learning(trainings: Trainings, annotations: AnnotationStore) -> Lear
 
 
 def _report_requests(runtime: Runtime) -> Iterator[RequestReport]:
-    for worker in runtime.device_workers:
-        queue = worker.queue
+    for device in runtime.devices.all:
+        queue = device.scheduler.queue
         for job in queue.jobs:
             state, progress = job.state, queue.progress(job)
             # Others have ended meanwhile.
             if state in {"waiting", "running"}:
                 yield RequestReport(
-                    device=worker.name,
+                    device=device.name,
                     model=job.name,
                     state=state,
                     progress=JobProgress(done=progress.done, total=progress.total),

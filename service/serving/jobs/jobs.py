@@ -31,9 +31,9 @@ from service.core.types import Description
 from service.formats.sandbox.parent import Source
 from service.inference.result import Result
 from service.inference.series.time_points import Series
-from service.serving.devices.job import Job, Needs
-from service.serving.devices.queue import JobQueue, JobThreads
-from service.serving.fair_threads import begin_threads
+from service.serving.devices.queue.job import Job, Needs
+from service.serving.devices.queue.job_queue import JobQueue
+from service.serving.devices.queue.threads import JobThreads
 from service.serving.jobs.active_job import ActiveJob, JobView, view_job, wait_until_over
 from service.serving.jobs.folder_run import FolderPlaces, FolderRun
 from service.serving.jobs.folder_work import Done
@@ -53,6 +53,7 @@ from service.serving.results.metadata import AnswerMetadata
 from service.serving.results.provenance import hash_file
 from service.serving.runtime import JOIN_SECONDS, Runtime
 from service.serving.storage.disk_usage import measure_disk
+from service.serving.storage.fair_threads import begin_threads
 from service.serving.storage.scratch import translate_disk_faults
 from service.serving.storage.stack_store import StackStore
 
@@ -178,7 +179,7 @@ class AsyncJobs:
         """
         query, runtime = received.query, self._runtime
         spec = runtime.models.spec(query.model)
-        runtime.device_workers[0].estimator(spec).plan(query.options)
+        runtime.estimator(spec).plan(query.options)
         places = FolderPlaces.of(query, received.caller)
         places.check(runtime.host_files, overwrite=bool(query.overwrite))
         place = f"{places.stacks.removesuffix('/')}/"

@@ -33,7 +33,8 @@ from service.core.errors import (
 from service.core.errors import without_folders as shorten
 from service.models.repository import DEFAULT_NAME, FILE_NAME
 from service.models.trainable import check_trainable
-from service.serving.devices.model_registry import ModelState
+from service.serving.devices.model_registry import ModelRegistry
+from service.serving.devices.models.state import ModelState
 from service.serving.learning.annotations import Annotation, AnnotationStore, find_overlaps
 from service.serving.learning.training_child import MODULE, UNEXPECTED, TrainingChild
 from service.serving.learning.training_record import (
@@ -43,8 +44,6 @@ from service.serving.learning.training_record import (
     delete_partial,
     read_records,
 )
-from service.serving.runtime import Runtime
-from service.serving.storage.disk_usage import count_bytes, measure_disk
 from service.serving.storage.scratch import make_locked_folder, sweep, translate_disk_faults
 
 WORK_PREFIX = ".training-"
@@ -73,8 +72,16 @@ class Trainings:
     A training that the service does not finish is interrupted: nothing of it is taken up again.
     """
 
-    def __init__(self, settings: Settings, annotations: AnnotationStore, module: str = MODULE) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        annotations: AnnotationStore,
+        models: ModelRegistry,
+        is_stopping: Callable[[], bool],
+        module: str = MODULE,
+    ) -> None:
         self._settings, self._annotations, self._module = settings, annotations, module
+        self._models, self._is_stopping = models, is_stopping
         self.most_models = settings.trainings.models
         self._folder = settings.annotations_folder / "trainings"
         self._records: dict[str, TrainingRecord] = {}
@@ -83,23 +90,13 @@ class Trainings:
         self._child: TrainingChild | None = None
         self._running: TrainingRecord | None = None
         self._thread = threading.Thread(target=self._run_all, name="training", daemon=True)
-        self._runtime: Runtime
 
-    def start(self, runtime: Runtime) -> None:
+    def start(self) -> None:
         """Read the trainings of earlier processes, delete what is left of their work, and begin to run new ones."""
-        self._runtime = runtime
         trained = self._settings.trained_folder
         sweep(trained, WORK_PREFIX)
         delete_partial(self._folder)
         self._records = {record.id: record for record in read_records(self._folder)}
-        runtime.disk_usages |= {
-            "annotations": lambda: measure_disk(self._annotations.folder, self._annotations.measure().nbytes, None),
-            "trained-models": lambda: measure_disk(trained, count_bytes(trained), None),
-        }
-        runtime.count_trainings = lambda: {
-            "running": float(self._running is not None),
-            "waiting": float(len(self.unfinished()[1])),
-        }
         self._thread.start()
 
     def stop(self) -> None:
@@ -139,7 +136,7 @@ class Trainings:
         """
         self.check_enabled()
         limits = self._settings.trainings
-        spec = self._runtime.models.servable_spec(model)
+        spec = self._models.servable_spec(model)
         check_trainable(spec)
         if minutes > limits.minutes:
             raise BadParameter(f"minutes: no more than {limits.minutes:g} are allowed here (trainings.minutes).")
@@ -148,7 +145,7 @@ class Trainings:
         record = TrainingRecord(uuid.uuid4().hex, owner, name, spec.identifier, unique, minutes, time.time())
         with self._changed:
             # It may have been deleted meanwhile.
-            self._runtime.models.servable_spec(spec.name)
+            self._models.servable_spec(spec.name)
             self._check_name(name)
             self._check_room(owner)
             with translate_disk_faults():
@@ -187,6 +184,11 @@ class Trainings:
         left = 60 * record.minutes - (time.time() - record.started)
         return left if left > 0 else None
 
+    def count(self) -> dict[str, float]:
+        """Return how many trainings run and wait, by these states."""
+        running, waiting = self.unfinished()
+        return {"running": float(running is not None), "waiting": float(len(waiting))}
+
     def unfinished(self) -> tuple[TrainingRecord | None, list[TrainingRecord]]:
         """Return the training that runs, and those that wait, in their order."""
         with self._changed:
@@ -202,7 +204,7 @@ class Trainings:
             made = [one for one in self._records.values() if one.state == "done" and one.name == record.name]
         # The name of a model that was deleted is free for others.
         newest = max(made, key=lambda one: one.ended or 0.0, default=None)
-        return record.name if record is newest and record.name in self._runtime.models.specs else None
+        return record.name if record is newest and record.name in self._models.specs else None
 
     def cancel(self, training: str, owner: str | None, *, everyone: bool = False) -> None:
         """Cancel a training that waits or runs; forget one that is over. Raises UnknownTraining."""
@@ -237,13 +239,13 @@ class Trainings:
 
         Raises UnknownModel, ModelKept, Unauthorized and NotReady.
         """
-        model = self._runtime.models.state(name)
+        model = self._models.state(name)
         if not self.may_remove(model, None, everyone=True):
             raise ModelKept(f"The model {name} was not trained here; its operator may remove its folder.")
         if not self.may_remove(model, owner, everyone=everyone):
             raise Unauthorized("Only the key that has trained a model, and those in access.admins, may delete it.")
         trained = self._settings.trained_folder
-        work, default = trained / f"{WORK_PREFIX}{uuid.uuid4().hex}", self._runtime.models.default
+        work, default = trained / f"{WORK_PREFIX}{uuid.uuid4().hex}", self._models.default
 
         def delete() -> None:
             with self._changed, translate_disk_faults():
@@ -260,7 +262,7 @@ class Trainings:
             # What is refused anyway stays served: requests would not find it, and waiting jobs fail.
             self._check_unused(model, default, has_jobs)
         try:
-            self._change_models(partial(self._runtime.models.remove, name, delete))
+            self._change_models(partial(self._models.remove, name, delete))
         finally:
             shutil.rmtree(work, ignore_errors=True)
         log.info("the model %s was deleted", name)
@@ -281,13 +283,13 @@ class Trainings:
         """Raise BadParameter where a model has the name, or is about to have it, and for names of default models."""
         models = self._settings.models
         taken = {DEFAULT_NAME, models.default, *models.serve}
-        taken |= {state.name for state in self._runtime.models.states()}
+        taken |= {state.name for state in self._models.states()}
         taken |= {record.name for record in self._records.values() if not record.over}
         if name in taken or (self._settings.trained_folder / name).exists():
             raise BadParameter(f"name: {name!r} is the name of a model, or kept for one; choose another name.")
 
     def _check_room(self, owner: str | None) -> None:
-        if self._stopped or self._runtime.draining:
+        if self._stopped or self._is_stopping():
             raise NotReady("The service is stopping; start the training again when it is back.")
         order, most, models = self._order(), self._settings.trainings.waiting, self.most_models
         unfinished = sum(not record.over for record in self._records.values())
@@ -365,13 +367,13 @@ class Trainings:
 
     def _settle(self, record: TrainingRecord) -> bool:
         """Return whether a training is over because it was cancelled or the service stops; called with the lock."""
-        if (self._stopped or self._runtime.draining) and not record.over:
+        if (self._stopped or self._is_stopping()) and not record.over:
             record.state, record.message, record.ended = "interrupted", INTERRUPTED, time.time()
         return record.over
 
     def _train(self, record: TrainingRecord, out: Path) -> str | None:
         """Have a child process make the model; return why it has not. Raises StackSegError."""
-        spec = self._runtime.models.servable_spec(record.base_model.partition("/")[0])
+        spec = self._models.servable_spec(record.base_model.partition("/")[0])
         stacks = [self._annotations.find(annotation, None, everyone=True) for annotation in record.annotations]
         limits = self._settings.trainings
         settings = self._settings.model_dump(mode="json", include=set(SECTIONS))
@@ -404,7 +406,7 @@ class Trainings:
         record.stage = "serving"
         try:
             self._reload()
-            self._runtime.models.servable_spec(record.name)
+            self._models.servable_spec(record.name)
             self._end(record, "done", record.message)
         finally:
             if record.state == "done":
@@ -422,7 +424,7 @@ class Trainings:
 
     def _reload(self) -> None:
         """Have the registry read the models again. Raises StackSegError."""
-        self._change_models(self._runtime.models.reload)
+        self._change_models(self._models.reload)
 
     def _change_models(self, change: Callable[[], object]) -> None:
         """Change which models are served, once no other change is under way. Raises StackSegError."""

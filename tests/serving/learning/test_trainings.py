@@ -31,6 +31,7 @@ from service.core.errors import (
 from service.core.types import Options, Volume
 from service.models.spec import ModelSpec
 from service.serving.learning.annotations import AnnotationStore, Region
+from service.serving.learning.training_child import MODULE
 from service.serving.learning.training_record import INTERRUPTED, TrainingRecord
 from service.serving.learning.trainings import Trainings
 from service.serving.runtime import Runtime
@@ -50,12 +51,15 @@ class Service:
     def __init__(self, runtime: Runtime, chosen: Settings, module: str = fake_training.__name__) -> None:
         self.runtime, self.settings = runtime, chosen
         self.store = AnnotationStore(chosen.annotations_folder, quota_bytes=2**20)
-        self.trainings = Trainings(chosen, self.store, module)
-        self.trainings.start(runtime)
+        self.trainings = self.make(chosen, module)
+        self.trainings.start()
         labels = np.zeros((1, 4, 8, 8), np.uint16)
         labels[:, 1:3, 1:3, 1:3] = 1
         volume = Volume.from_array(labels)
         self.annotation = self.store.keep(volume, volume, name="a", owner="ann").id
+
+    def make(self, chosen: Settings, module: str = MODULE) -> Trainings:
+        return Trainings(chosen, self.store, self.runtime.models, lambda: self.runtime.draining, module)
 
     def submit(self, name: str, owner: str = "ann", **changes: Any) -> TrainingRecord:
         asked: dict[str, Any] = {"model": "base", "annotations": [self.annotation], "minutes": 1.0, "name": name}
@@ -106,8 +110,8 @@ def test_a_new_model_is_served_with_its_lineage(service: Service) -> None:
     assert leftovers(service) == []
     with pytest.raises(BadParameter, match="another name"):
         service.submit("mine")
-    again = Trainings(service.settings, service.store)
-    again.start(service.runtime)
+    again = service.make(service.settings)
+    again.start()
     again.stop()
     assert vars(again.find(record.id, "ann")).keys() == vars(record).keys()
     assert again.find(record.id, "ann").state == "done"
@@ -180,8 +184,8 @@ def test_what_the_service_does_not_finish_is_interrupted(service: Service) -> No
     assert process.poll() is not None
     assert [(record.state, record.message) for record in records] == 2 * [("interrupted", INTERRUPTED)]
     assert leftovers(service) == []
-    again = Trainings(service.settings, service.store)
-    again.start(service.runtime)
+    again = service.make(service.settings)
+    again.start()
     again.stop()
     assert [again.find(record.id, "ann").state for record in records] == ["interrupted", "interrupted"]
     with pytest.raises(NotReady):
@@ -193,8 +197,8 @@ def test_the_work_of_a_process_that_was_killed_goes_and_that_of_others_stays(ser
     killed.parent.mkdir()
     os.close(make_locked_folder(killed))
     lock = make_locked_folder(other)
-    again = Trainings(service.settings, service.store)
-    again.start(service.runtime)
+    again = service.make(service.settings)
+    again.start()
     again.stop()
     os.close(lock)
     assert leftovers(service) == [other.name]
@@ -210,10 +214,10 @@ def test_a_killed_child_is_told_from_a_failure(service: Service) -> None:
 def test_a_training_that_does_not_end_is_ended_and_the_next_begins(service: Service) -> None:
     limits = service.settings.trainings.model_copy(update={"minutes": 0.02})
     short = service.settings.model_copy(update={"trainings": limits})
-    trainings = Trainings(short, service.store, fake_training.__name__)
+    trainings = service.make(short, fake_training.__name__)
     service.trainings.stop()
     service.trainings = trainings
-    trainings.start(service.runtime)
+    trainings.start()
     record = service.wait(service.submit("hangs", minutes=0.01), "failed")
     assert "too long" in record.message
     # A busy machine may be too slow to start the child in time, but it has its turn.
@@ -242,8 +246,8 @@ def test_trained_models_do_not_fill_the_disk(service: Service) -> None:
     limits = service.settings.trainings.model_copy(update={"models": 2})
     service.trainings.stop()
     few = service.settings.model_copy(update={"trainings": limits})
-    service.trainings = Trainings(few, service.store, fake_training.__name__)
-    service.trainings.start(service.runtime)
+    service.trainings = service.make(few, fake_training.__name__)
+    service.trainings.start()
     service.wait(service.submit("mine"), "done")
     waiting = service.hang()
     with pytest.raises(OutOfStorage, match=r"2 trained models \(trainings\.models\)"):
@@ -328,7 +332,7 @@ def test_what_cannot_be_trained_is_refused_at_once(service: Service, bands_repos
             service.submit(**{"name": "x"} | changes)
     off = Settings.model_validate({**service.settings.model_dump(), "trainings": {"enabled": False}})
     with pytest.raises(SwitchedOff):
-        Trainings(off, service.store).check_enabled()
+        service.make(off).check_enabled()
 
 
 def test_annotated_stacks_that_overlap_are_refused_at_once(service: Service) -> None:
@@ -374,8 +378,8 @@ def test_a_training_that_cannot_be_recorded_is_refused_and_leaves_nothing(servic
     # What a killed process has left by half goes when the next one starts.
     (records / ".killed.part").write_text("{")
     record = service.wait(service.submit("mine"), "done")
-    again = Trainings(service.settings, service.store)
-    again.start(service.runtime)
+    again = service.make(service.settings)
+    again.start()
     again.stop()
     assert [path.name for path in records.iterdir()] == [f"{record.id}.json"]
 
