@@ -66,7 +66,7 @@ def build(settings: Settings, parts: Parts = DEFAULT_PARTS) -> Service:
         "annotations": lambda: measure_disk(annotations.folder, annotations.measure().nbytes, None),
         "trained-models": lambda: measure_disk(trained, count_bytes(trained), None),
     }
-    runtime.metrics.watch_each("stackseg_trainings", trainings.count)
+    runtime.metrics.watch_each("stackseg_trainings", trainings.queue.count)
     return Service(runtime, AsyncJobs(settings), annotations, trainings)
 
 

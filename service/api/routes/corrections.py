@@ -27,7 +27,8 @@ from service.core.errors import BadParameter
 from service.core.quantities import TimeRange, VoxelSize
 from service.core.timing import Stages
 from service.serving.jobs.jobs import AsyncJobs
-from service.serving.learning.annotations import Annotation, AnnotationStore, Origin, Region, find_overlaps
+from service.serving.learning.annotation import Annotation, Origin, Region, find_overlaps
+from service.serving.learning.annotations import AnnotationStore
 from service.serving.parameters import Query as Parameters
 from service.serving.runtime import Runtime
 from service.serving.storage.stack_store import StoredStack

@@ -54,7 +54,7 @@ async def remove(request: Request, runtime: RuntimeDependency, async_jobs: Async
     owner, everyone = _identify(request)
     if not runtime.settings.access.keys:
         check_admin(request, runtime.settings.access)
-    remove_model = get_trainings(request).remove_model
+    remove_model = get_trainings(request).trained_models.remove
     await run_in_thread(partial(remove_model, name, owner, everyone=everyone, has_jobs=async_jobs.uses))
 
 
@@ -95,7 +95,7 @@ def _identify(request: Request) -> tuple[str | None, bool]:
 
 def _describe(request: Request, model: ModelState) -> ModelInfo:
     owner, everyone = _identify(request)
-    removable = get_trainings(request).may_remove(model, owner, everyone=everyone)
+    removable = get_trainings(request).trained_models.may_remove(model, owner, everyone=everyone)
     spec, engine = model.spec, model.device_model.report() if model.device_model else None
     if spec is None:
         return ModelInfo(name=model.name, state=model.state, removable=removable, problem=model.problem)

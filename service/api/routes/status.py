@@ -65,7 +65,7 @@ def _report_learning(trainings: Trainings, annotations: AnnotationStore) -> Lear
         problem = None
     except SwitchedOff as error:
         problem = str(error)
-    running, waiting = trainings.unfinished()
+    running, waiting = trainings.queue.running_and_waiting()
     return LearningReport(
         problem=problem,
         trainings=[
@@ -76,13 +76,13 @@ def _report_learning(trainings: Trainings, annotations: AnnotationStore) -> Lear
                 stage=record.stage if record.state == "running" else None,
                 step=record.step,
                 steps=record.steps,
-                seconds_left=trainings.seconds_left(record),
+                seconds_left=record.seconds_left,
             )
             for record in (*([] if running is None else [running]), *waiting)
         ],
         annotations=annotations.measure().stacks,
-        models=trainings.count_models(),
-        models_limit=trainings.most_models,
+        models=trainings.trained_models.count(),
+        models_limit=trainings.trained_models.most,
     )
 
 

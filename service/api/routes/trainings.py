@@ -16,7 +16,7 @@ from service.api.schemas import TrainingList, TrainingReport
 from service.api.threads import run_in_thread
 from service.core.errors import BadParameter, Cancelled, TooLarge, UnsupportedMedia
 from service.serving.learning.training_record import TrainingRecord
-from service.serving.learning.trainings import Trainings
+from service.serving.learning.trainings import NewTraining, Trainings
 from service.serving.parameters import explain
 
 router = APIRouter(tags=["learning"])
@@ -55,7 +55,8 @@ async def submit(request: Request, runtime: RuntimeDependency) -> Response:
     trainings.check_enabled()
     check_trainer(request, access)
     given = await _read_body(request)
-    work = partial(trainings.submit, **given.model_dump(), owner=get_caller(request), admin=is_admin(request, access))
+    asked = NewTraining(**given.model_dump())
+    work = partial(trainings.submit, asked, get_caller(request), admin=is_admin(request, access))
     record = await run_in_thread(work)
     report = await run_in_thread(partial(_report, trainings, record))
     return JSONResponse(report.model_dump(mode="json"), 202, headers={"Location": f"/trainings/{report.id}"})
@@ -68,7 +69,7 @@ async def list_trainings(request: Request, runtime: RuntimeDependency) -> Traini
     caller = get_caller(request)
 
     def report_all() -> list[TrainingReport]:
-        return [_report(trainings, record) for record in trainings.newest(caller, everyone=everyone)]
+        return [_report(trainings, record) for record in trainings.queue.newest(caller, everyone=everyone)]
 
     return TrainingList(trainings=await run_in_thread(report_all))
 
@@ -77,7 +78,7 @@ async def list_trainings(request: Request, runtime: RuntimeDependency) -> Traini
 async def show(request: Request, runtime: RuntimeDependency, training: TrainingId) -> TrainingReport:
     """State and progress of a training, its curves, and whether the new model is better."""
     trainings, everyone = get_trainings(request), is_admin(request, runtime.settings.access)
-    record = trainings.find(training, get_caller(request), everyone=everyone)
+    record = trainings.queue.find(training, get_caller(request), everyone=everyone)
     return await run_in_thread(partial(_report, trainings, record))
 
 
@@ -110,7 +111,7 @@ async def _read_body(request: Request) -> TrainingRequest:
 
 
 def _report(trainings: Trainings, record: TrainingRecord) -> TrainingReport:
-    left = trainings.seconds_left(record)
+    left = record.seconds_left
     return TrainingReport(
         id=record.id,
         state=record.state,
@@ -122,7 +123,7 @@ def _report(trainings: Trainings, record: TrainingRecord) -> TrainingReport:
         created=datetime.fromtimestamp(record.created, UTC),
         started=_utc(record.started),
         ended=_utc(record.ended),
-        position=trainings.position(record),
+        position=trainings.queue.position(record),
         stage=record.stage if record.state == "running" else None,
         step=record.step,
         steps=record.steps,
@@ -133,7 +134,7 @@ def _report(trainings: Trainings, record: TrainingRecord) -> TrainingReport:
         after=record.after,
         better=record.better,
         message=record.message,
-        model=trainings.model_of(record),
+        model=trainings.trained_models.made_by(record),
     )
 
 

@@ -12,16 +12,8 @@ import pytest
 
 from service.core.errors import BadParameter, OutOfStorage
 from service.core.types import Volume
-from service.serving.learning.annotations import (
-    MOST_OVERLAPS,
-    PARTIAL_PREFIX,
-    RECORD,
-    Annotation,
-    AnnotationStore,
-    Origin,
-    Region,
-    find_overlaps,
-)
+from service.serving.learning.annotation import MOST_OVERLAPS, Annotation, Origin, Region, find_overlaps
+from service.serving.learning.annotations import PARTIAL_PREFIX, RECORD, AnnotationStore
 from service.serving.storage.scratch import make_locked_folder
 
 CELL = Volume.from_array(np.ones((1, 1, 2, 2), np.uint8))
