@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
 import uuid
-import weakref
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, wait
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from service.core.config import Cluster
-from service.core.errors import Cancelled, Interrupted
-from service.serving.devices.cluster.actor import MakeActor, WorkerLost
+from service.core.errors import Cancelled, DeviceLost, Interrupted
+from service.serving.devices.cluster.actor import Advance, MakeActor, WorkerLost
 from service.serving.devices.cluster.exchange import Exchange, Outcome, Task
-from service.serving.devices.cluster.remote_actor import POLL_SECONDS, Attempt, MovedElsewhere, RemoteActor
+from service.serving.devices.cluster.remote_actor import POLL_SECONDS, ModelInUse, RemoteActor
+from service.serving.devices.queue.job import Progress
 
 log = logging.getLogger(__name__)
 
 
-class ModelInUse(Protocol):
-    """A model that is loaded in an actor: `RemoteModel`."""
+class Attempt(NamedTuple):
+    """A task on its way to an actor, with the calls of its job."""
 
-    @property
-    def actor(self) -> RemoteActor: ...
+    method: str
+    task: Task
+    cancelled: Callable[[], bool]
+    advance: Advance
 
-    @property
-    def identity(self) -> str:
-        """Name of the model among all versions of all models."""
 
-    def load_task(self) -> Task:
-        """Return the task to load the model."""
+class _MovedElsewhere(Exception):
+    """A task that has not begun goes to an actor that has nothing to do, where it has a place already."""
+
+    def __init__(self, actor: RemoteActor) -> None:
+        self.actor = actor
 
 
 class ActorPool:
@@ -45,12 +48,13 @@ class ActorPool:
     def __init__(self, exchange: Exchange, make_actor: MakeActor, cluster: Cluster, attempts: int) -> None:
         self.exchange, self._attempts = exchange, attempts
         self._least, self._idle_seconds = cluster.least, cluster.idle_seconds
-        self.lock = threading.Lock()
-        self.actors = [RemoteActor(f"ray-{number}", make_actor, self) for number in range(1, cluster.workers + 1)]
-        self._models: weakref.WeakSet[ModelInUse] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._models: WeakSet[ModelInUse] = WeakSet()
+        self.actors = [
+            RemoteActor(f"ray-{number}", make_actor, exchange, self._lock, self._models)
+            for number in range(1, cluster.workers + 1)
+        ]
         self.unfinished = 0
-        self._numbers = itertools.count()
-        self._prefix = uuid.uuid4().hex[:8]
         self.adjust(0)
 
     def adjust(self, wanted: int) -> None:
@@ -67,24 +71,9 @@ class ActorPool:
                 actor.give_back()
 
     def add(self, model: ModelInUse) -> None:
-        """Have a model stay in the actors as long as it is in use."""
-        with self.lock:
+        """Have a model stay in the actors as long as something refers to it."""
+        with self._lock:
             self._models.add(model)
-
-    def models_in_use(self) -> set[str]:
-        """Return the names of all models that actors have to keep."""
-        return {model.identity for model in self._list_models()}
-
-    def load_tasks(self, actor: RemoteActor) -> list[Task]:
-        """Return the tasks that load the models which this service has loaded in an actor."""
-        return [model.load_task() for model in self._list_models() if model.actor is actor]
-
-    def renew_exchange(self) -> None:
-        """Mark the shared folder as in use."""
-        self.exchange.renew()
-
-    def next_id(self) -> str:
-        return f"{self._prefix}-{next(self._numbers)}"
 
     def take(self, preferred: RemoteActor, lost: Collection[RemoteActor]) -> RemoteActor | None:
         """Return the actor that a task runs on, if any is up, and count it there.
@@ -95,7 +84,7 @@ class ActorPool:
         def rank(actor: RemoteActor) -> tuple[bool, bool, bool, int]:
             return actor.leaving, actor in lost, actor is not preferred, actor.tasks
 
-        with self.lock:
+        with self._lock:
             actor = min((actor for actor in self.actors if actor.up), key=rank, default=None)
             if actor is not None:
                 actor.tasks += 1
@@ -103,7 +92,7 @@ class ActorPool:
 
     def take_idle(self, busy: RemoteActor) -> RemoteActor | None:
         """Return an actor with nothing to do for a task of one that has others, and count it there."""
-        with self.lock:
+        with self._lock:
             idle = (actor for actor in self.actors if actor.up and not actor.leaving and not actor.tasks)
             actor = next(idle, None) if busy.tasks > 1 else None
             if actor is not None:
@@ -122,7 +111,7 @@ class ActorPool:
             self._count(-1)
 
     def _count(self, more: int) -> None:
-        with self.lock:
+        with self._lock:
             self.unfinished += more
 
     def _run(self, preferred: RemoteActor, attempt: Attempt) -> Outcome:
@@ -137,17 +126,42 @@ class ActorPool:
             chosen = None
             try:
                 # An actor refuses a task that was cancelled there, as one is with which it was lost.
-                return actor.attempt(attempt._replace(task=attempt.task._replace(id=self.next_id())))
-            except MovedElsewhere as error:
+                return self._attempt(actor, attempt._replace(task=attempt.task._replace(id=uuid.uuid4().hex)))
+            except _MovedElsewhere as error:
                 chosen = error.actor
             except WorkerLost as error:
                 log.warning("%s was lost with a request, which begins again: %s", actor.name, error)
                 lost.append(actor)
             finally:
-                with self.lock:
+                with self._lock:
                     actor.tasks -= 1
         raise Interrupted(f"{len(lost)} workers of the cluster have ended while they did this; memory is likely short.")
 
-    def _list_models(self) -> list[ModelInUse]:
-        with self.lock:
-            return list(self._models)
+    def _attempt(self, actor: RemoteActor, attempt: Attempt) -> Outcome:
+        """Do a task once on an actor where it has a place. Raises WorkerLost, Cancelled and _MovedElsewhere."""
+        future = actor.call(attempt.method, attempt.task)
+        try:
+            return self._wait(actor, future, attempt)
+        except (Cancelled, WorkerLost, _MovedElsewhere) as error:
+            if isinstance(error, WorkerLost):
+                actor.up = False
+            actor.give_up(future, attempt.task)
+            raise
+
+    def _wait(self, actor: RemoteActor, future: Future[Any], attempt: Attempt) -> Outcome:
+        task, reported = attempt.task, Progress()
+        while not wait([future], POLL_SECONDS).done:
+            if attempt.cancelled():
+                raise Cancelled("given up while it ran in the cluster")
+            if not actor.up:
+                raise WorkerLost(f"{actor.name} does not answer")
+            done = (actor.status and actor.status.progress.get(task.id)) or Progress()
+            if done.total and done != reported:
+                reported = done
+                attempt.advance(*done)
+            if task.volume and not done.total and (idle := self.take_idle(actor)):
+                raise _MovedElsewhere(idle)
+        outcome: Outcome = future.result()
+        if isinstance(outcome.error, DeviceLost):
+            raise WorkerLost(str(outcome.error))
+        return outcome

@@ -6,58 +6,40 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+import uuid
 from concurrent.futures import Future, wait
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
 
-from service.core.errors import Cancelled, DeviceLost
-from service.serving.devices.cluster.actor import Actor, Advance, MakeActor, WorkerLost
-from service.serving.devices.cluster.exchange import Outcome, Status, Task
-from service.serving.devices.queue.job import Progress
+from service.models.spec import ModelSpec
+from service.serving.devices.cluster.actor import Actor, MakeActor, WorkerLost
+from service.serving.devices.cluster.exchange import Exchange, Status, Task
 
 # How often an actor is asked for its state, and after how many seconds without an answer its tasks run elsewhere.
 STATUS_SECONDS = 0.5
 SILENT_SECONDS = 20.0
-# How often a task looks whether it was cancelled, and whether its actor is up.
+# How often a thread that waits for an actor checks whether it still should.
 POLL_SECONDS = 0.2
 
 log = logging.getLogger(__name__)
 
 
-class Attempt(NamedTuple):
-    """A task on its way to an actor, with the calls of its job."""
+@dataclass(frozen=True, eq=False)
+class ModelInUse:
+    """A model that this service has loaded in an actor.
 
-    method: str
-    task: Task
-    cancelled: Callable[[], bool]
-    advance: Advance
+    actor     name of the actor
+    identity  name of the model among all versions of all models
+    """
 
+    actor: str
+    identity: str
+    spec: ModelSpec
 
-class MovedElsewhere(Exception):
-    """A task that has not begun goes to an actor that has nothing to do, where it has a place already."""
-
-    def __init__(self, actor: RemoteActor) -> None:
-        self.actor = actor
-
-
-class Peers(Protocol):
-    """What an actor needs of all others: `ActorPool`."""
-
-    @property
-    def lock(self) -> threading.Lock:
-        """Held while tasks are counted and actors are given back."""
-
-    def take_idle(self, busy: RemoteActor) -> RemoteActor | None:
-        """Return an actor with nothing to do for a task of one that has others, and count it there."""
-
-    def load_tasks(self, actor: RemoteActor) -> list[Task]:
-        """Return the tasks that load the models which this service has loaded in an actor."""
-
-    def models_in_use(self) -> set[str]:
-        """Return the names of all models that actors have to keep."""
-
-    def renew_exchange(self) -> None:
-        """Mark the shared folder as in use."""
+    def load_task(self) -> Task:
+        """Return the task to load the model."""
+        return Task(uuid.uuid4().hex, self.identity, self.spec)
 
 
 class RemoteActor:
@@ -65,14 +47,24 @@ class RemoteActor:
 
     A thread asks for its state, from `start` to `close`.
 
+    lock     held while tasks are counted and actors are given back
+    models   what actors keep, as long as something refers to it
     status   the latest; None before it is up
     tasks    how many run there
     wanted   when it was last, on the clock of `time.monotonic`
     leaving  whether it is given back once no task runs there
     """
 
-    def __init__(self, name: str, make_actor: MakeActor, peers: Peers) -> None:
-        self.name, self._make_actor, self._peers = name, make_actor, peers
+    def __init__(
+        self,
+        name: str,
+        make_actor: MakeActor,
+        exchange: Exchange,
+        lock: threading.Lock,
+        models: WeakSet[ModelInUse],
+    ) -> None:
+        self.name, self._make_actor, self._exchange = name, make_actor, exchange
+        self._lock, self._models = lock, models
         self._actor: Actor | None = None
         self.status: Status | None = None
         self.up = self.leaving = False
@@ -113,7 +105,7 @@ class RemoteActor:
 
     def give_back(self) -> None:
         """End the actor as soon as no task runs there."""
-        with self._peers.lock:
+        with self._lock:
             self.leaving = self._actor is not None
             if self._actor is None or self.tasks:
                 return
@@ -133,42 +125,21 @@ class RemoteActor:
             return f"The worker {self.name} of the cluster is on {self.status.host}: {self.status.problem}"
         return f"The worker {self.name} of the cluster does not answer; it was on {self.status.host}."
 
-    def attempt(self, attempt: Attempt) -> Outcome:
-        """Do a task here once, where it has a place. Raises WorkerLost, Cancelled and MovedElsewhere."""
-        actor = self._actor
-        if actor is None:
+    def call(self, method: str, task: Task) -> Future[Any]:
+        """Have a task done, which has a place here. The future raises WorkerLost if the process is gone or starts."""
+        if self._actor is None:
             raise WorkerLost(f"{self.name} was given back")
-        future = actor.call(attempt.method, attempt.task)
-        try:
-            return self._wait(future, attempt)
-        except (Cancelled, WorkerLost, MovedElsewhere) as error:
-            if isinstance(error, WorkerLost):
-                self.up = False
-            actor.give_up(future)
-            actor.call("cancel", attempt.task.id)
-            raise
+        return self._actor.call(method, task)
 
-    def _wait(self, future: Future[Any], attempt: Attempt) -> Outcome:
-        task, reported = attempt.task, Progress()
-        while not wait([future], POLL_SECONDS).done:
-            if attempt.cancelled():
-                raise Cancelled("given up while it ran in the cluster")
-            if not self.up:
-                raise WorkerLost(f"{self.name} does not answer")
-            done = (self.status and self.status.progress.get(task.id)) or Progress()
-            if done.total and done != reported:
-                reported = done
-                attempt.advance(*done)
-            if task.volume and not done.total and (idle := self._peers.take_idle(self)):
-                raise MovedElsewhere(idle)
-        outcome: Outcome = future.result()
-        if isinstance(outcome.error, DeviceLost):
-            raise WorkerLost(str(outcome.error))
-        return outcome
+    def give_up(self, future: Future[Any], task: Task) -> None:
+        """Cancel a task, whether it has begun or not."""
+        if self._actor is not None:
+            self._actor.give_up(future)
+            self._actor.call("cancel", task.id)
 
     def _loop(self) -> None:
         while not self._closed.wait(STATUS_SECONDS):
-            self._peers.renew_exchange()
+            self._exchange.renew()
             try:
                 self._ask()
             except Exception as error:  # noqa: BLE001 - the thread goes on, and asks again
@@ -180,24 +151,29 @@ class RemoteActor:
         actor = self._actor
         if actor is None:
             return
-        future = actor.call("status", self._peers.models_in_use())
+        future = actor.call("status", {model.identity for model in self._list_models()})
         deadline = time.monotonic() + SILENT_SECONDS
         while not wait([future], POLL_SECONDS).done:
             if self._closed.is_set() or actor is not self._actor:
                 return
-            self._peers.renew_exchange()
+            self._exchange.renew()
             if self.up and time.monotonic() > deadline:
                 log.warning("%s", self._lose("does not answer"))
         status: Status = future.result()
         if status.problem is None and not self.up:
             log.info("the worker %s of the cluster is up on %s", self.name, status.host)
             # An actor that has begun anew has no models.
-            for task in self._peers.load_tasks(self):
-                actor.call("load", task)
-        with self._peers.lock:
+            for model in self._list_models():
+                if model.actor == self.name:
+                    actor.call("load", model.load_task())
+        with self._lock:
             # Unless it was given back meanwhile.
             if actor is self._actor:
                 self.status, self.up = status, status.problem is None
+
+    def _list_models(self) -> list[ModelInUse]:
+        with self._lock:
+            return list(self._models)
 
     def _lose(self, reason: str) -> str:
         self.up = False

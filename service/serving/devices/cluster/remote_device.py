@@ -14,9 +14,9 @@ from service.serving.devices.cluster.exchange import Status
 from service.serving.devices.cluster.remote_actor import RemoteActor
 from service.serving.devices.cluster.remote_model import RemoteModel, RemotePlace
 from service.serving.devices.device import DeviceState
-from service.serving.devices.models.counters import JobCounters
 from service.serving.devices.models.guess import HOST_WEIGHT_COPIES, guess_estimator
 from service.serving.devices.models.memory import LoadedModel
+from service.serving.devices.models.model import JobCounters
 from service.serving.devices.models.served import ServedModels
 from service.serving.devices.scheduler import Scheduler, make_queue
 from service.serving.metrics import Metrics

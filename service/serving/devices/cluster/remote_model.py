@@ -11,11 +11,10 @@ from service.core.buffers import Allocate
 from service.core.types import Options, Volume
 from service.models.spec import ModelSpec
 from service.serving.devices.cluster.actor import Advance
-from service.serving.devices.cluster.actor_pool import ActorPool
+from service.serving.devices.cluster.actor_pool import ActorPool, Attempt
 from service.serving.devices.cluster.exchange import Loaded, Segmented, Task
-from service.serving.devices.cluster.remote_actor import Attempt, RemoteActor
-from service.serving.devices.models.counters import JobCounters
-from service.serving.devices.models.model import ReportProgress
+from service.serving.devices.cluster.remote_actor import ModelInUse, RemoteActor
+from service.serving.devices.models.model import JobCounters, ReportProgress
 from service.serving.devices.queue.job import Job
 
 if TYPE_CHECKING:
@@ -38,21 +37,16 @@ class RemoteModel:
     """A model in an actor, as `DeviceModel`. It is loaded when this is made; raises the error of loading.
 
     An actor that was started anew loads it again by itself, as long as this is in use.
-
-    identity  name of the model among all versions of all models
     """
 
     def __init__(self, spec: ModelSpec, place: RemotePlace) -> None:
         self.spec, self._place = spec, place
         facts = f"{spec.model_dump_json()} {spec.folder}"
-        self.identity = f"{spec.name}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+        identity = f"{spec.name}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+        self._in_use = ModelInUse(place.actor.name, identity, spec)
         # Before it is loaded: actors forget the models that are not in use.
-        place.pool.add(self)
-        self._loaded: Loaded = self._run("load", self.load_task(), lambda: False, _ignore_progress)
-
-    @property
-    def actor(self) -> RemoteActor:
-        return self._place.actor
+        place.pool.add(self._in_use)
+        self._loaded: Loaded = self._run("load", self._in_use.load_task(), lambda: False, _ignore_progress)
 
     @property
     def estimator(self) -> Estimator:
@@ -65,10 +59,6 @@ class RemoteModel:
     def report(self) -> EngineReport:
         return self._loaded.report
 
-    def load_task(self) -> Task:
-        """Return the task to load the model."""
-        return Task(self._place.pool.next_id(), self.identity, self.spec)
-
     def segment(
         self, job: Job[Any], volume: Volume, options: Options, request: PlannedRequest | None, progress: ReportProgress
     ) -> Result:
@@ -77,7 +67,7 @@ class RemoteModel:
         planned = request or self.estimator.plan_request(volume, options)
         count = partial(place.counters.count_share, job, self.spec.name)
         with place.pool.exchange.lend(volume) as stored:
-            task = self.load_task()._replace(volume=stored, options=options, windows=planned.estimate.windows)
+            task = self._in_use.load_task()._replace(volume=stored, options=options, windows=planned.estimate.windows)
             segmented: Segmented = self._run("segment", task, job.cancelled, progress, count)
             # The spec that comes back is a copy; callers compare specs by identity.
             result = segmented.open(place.allocate)._replace(spec=self.spec)
@@ -88,7 +78,7 @@ class RemoteModel:
         """Estimate the diameter of the objects of a volume [C, Z, Y, X] for a job."""
         count = partial(self._place.counters.count_share, job, self.spec.name)
         with self._place.pool.exchange.lend(volume) as stored:
-            task = self.load_task()._replace(volume=stored, options=options)
+            task = self._in_use.load_task()._replace(volume=stored, options=options)
             sizing: Sizing | None = self._run("estimate_diameter", task, job.cancelled, _ignore_progress, count)
             return sizing
 

@@ -19,9 +19,9 @@ from service.serving.devices.device import DeviceState
 from service.serving.devices.local.model import LocalModel, ModelPlace
 from service.serving.devices.local.torch_device import TorchDevice
 from service.serving.devices.local.watchdog import Watchdog
-from service.serving.devices.models.counters import JobCounters
 from service.serving.devices.models.guess import HOST_WEIGHT_COPIES, guess_estimator
 from service.serving.devices.models.memory import LoadedModel
+from service.serving.devices.models.model import JobCounters
 from service.serving.devices.models.served import ServedModels
 from service.serving.devices.queue.memory import JobMemory
 from service.serving.devices.scheduler import Scheduler, make_queue

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from service.core.types import Options, Volume
 from service.models.spec import ModelSpec
 from service.serving.devices.local.torch_device import TorchDevice
-from service.serving.devices.models.counters import JobCounters
-from service.serving.devices.models.model import ReportProgress, needs_of
+from service.serving.devices.models.model import JobCounters, ReportProgress, needs_of
 from service.serving.devices.queue.job import Job
 
 if TYPE_CHECKING:
