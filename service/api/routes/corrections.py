@@ -27,7 +27,7 @@ from service.core.errors import BadParameter
 from service.core.quantities import TimeRange, VoxelSize
 from service.core.timing import Stages
 from service.serving.jobs.jobs import AsyncJobs
-from service.serving.learning.annotation import Annotation, Origin, Region, find_overlaps
+from service.serving.learning.annotation import Annotation, NewAnnotation, Origin, Region, find_overlaps
 from service.serving.learning.annotations import AnnotationStore
 from service.serving.parameters import Query as Parameters
 from service.serving.runtime import Runtime
@@ -228,9 +228,8 @@ def _keep(  # noqa: PLR0913, PLR0917
     numbers = reader.read_labels(file.source, shape, folder, cancelled=cancelled.is_set)
     if parameters.voxel_size is None:
         _check_voxel_size(numbers.voxel_size, image.voxel_size)
-    return annotations.keep(
-        image, numbers, name=name or stack.name, owner=file.received.caller, region=corrected, origin=origin
-    )
+    stated = NewAnnotation(name or stack.name, file.received.caller, corrected, origin)
+    return annotations.keep(image, numbers, stated)
 
 
 def _check_voxel_size(labels: VoxelSize | None, stack: VoxelSize | None) -> None:

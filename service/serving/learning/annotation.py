@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Self
@@ -79,6 +79,20 @@ class Origin:
     time: int | None = None
     stack: str | None = None
     job: str | None = None
+
+
+@dataclass(frozen=True)
+class NewAnnotation:
+    """What is stated of a stack that is to be kept.
+
+    owner   key that keeps it
+    region  the corrected part, None: all
+    """
+
+    name: str
+    owner: str | None
+    region: Region | None = None
+    origin: Origin = field(default_factory=Origin)
 
 
 @dataclass(frozen=True)

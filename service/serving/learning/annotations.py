@@ -24,7 +24,7 @@ from service.core.quantities import VoxelSize
 from service.core.types import Segmentation, Volume, label_dtype
 from service.core.whole_file import sync_to_disk
 from service.formats.tiff import writer as tiff_writer
-from service.serving.learning.annotation import IMAGE, LABELS, Annotation, Origin, Region
+from service.serving.learning.annotation import IMAGE, LABELS, Annotation, NewAnnotation, Origin, Region
 from service.serving.storage.scratch import MARKER, make_locked_folder, sweep, translate_disk_faults
 
 RECORD = "annotation.json"
@@ -74,16 +74,7 @@ class AnnotationStore:
             raise SwitchedOff("Annotated stacks are not kept here; the operator has set annotations.quota_bytes to 0.")
         self._check_quota(owner, 1)
 
-    def keep(  # noqa: PLR0913
-        self,
-        image: Volume,
-        labels: Volume,
-        *,
-        name: str,
-        owner: str | None,
-        region: Region | None = None,
-        origin: Origin | None = None,
-    ) -> Annotation:
+    def keep(self, image: Volume, labels: Volume, stated: NewAnnotation) -> Annotation:
         """Write image and labels, both of one channel and one shape; they are there whole or not at all.
 
         Raises BadParameter for another shape and for numbers that are no labels, SwitchedOff, and OutOfStorage beyond
@@ -91,40 +82,24 @@ class AnnotationStore:
         """
         if labels.shape != image.shape or image.shape[0] != 1:
             raise BadParameter(f"Image and labels differ in shape: {image.shape[1:]} and {labels.shape[1:]}.")
-        self.check_room(owner)
+        self.check_room(stated.owner)
         self.clean_up()
         number = uuid.uuid4().hex
         partial = self.folder / f"{PARTIAL_PREFIX}{number}"
-        shape = image.shape[1:]
         with translate_disk_faults():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = make_locked_folder(partial)
             try:
-                tiff_writer.write_image(image, partial / IMAGE)
-                objects = _write_labels(labels, partial / LABELS, image.voxel_size, region)
-                facts = {
-                    "name": name,
-                    "owner": owner,
-                    "shape": shape,
-                    "voxel_size": None if image.voxel_size is None else tuple(image.voxel_size),
-                    "region": None if region is None else str(region),
-                    "objects": objects,
-                    "digest": _digest(image),
-                    "origin": asdict(origin or Origin()),
-                    "nbytes": (nbytes := sum(path.stat().st_size for path in partial.iterdir())),
-                    "created": time.time(),
-                }
-                (partial / RECORD).write_text(json.dumps(facts), encoding="utf-8")
-                sync_to_disk(*partial.iterdir(), partial)
+                nbytes = _write(partial, image, labels, stated)
                 with self._lock:
-                    self._check_quota(owner, nbytes)
+                    self._check_quota(stated.owner, nbytes)
                     partial.rename(self.folder / number)
                 (self.folder / number / MARKER).unlink()
                 sync_to_disk(self.folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
                 os.close(lock)
-        return self.find(number, owner)
+        return self.find(number, stated.owner)
 
     def find(self, annotation: str, owner: str | None, *, everyone: bool = False) -> Annotation:
         """Return an annotated stack of this owner, or with `everyone` of any. Raises UnknownAnnotation."""
@@ -192,6 +167,28 @@ def _read(folder: Path) -> Annotation | None:
         )
     except (OSError, ValueError, TypeError, LookupError, BadParameter):
         return None
+
+
+def _write(folder: Path, image: Volume, labels: Volume, stated: NewAnnotation) -> int:
+    """Write image, labels and the record into a folder; return the bytes of image and labels."""
+    tiff_writer.write_image(image, folder / IMAGE)
+    objects = _write_labels(labels, folder / LABELS, image.voxel_size, stated.region)
+    nbytes = sum(path.stat().st_size for path in folder.iterdir())
+    facts = {
+        "name": stated.name,
+        "owner": stated.owner,
+        "shape": image.shape[1:],
+        "voxel_size": None if image.voxel_size is None else tuple(image.voxel_size),
+        "region": None if stated.region is None else str(stated.region),
+        "objects": objects,
+        "digest": _digest(image),
+        "origin": asdict(stated.origin),
+        "nbytes": nbytes,
+        "created": time.time(),
+    }
+    (folder / RECORD).write_text(json.dumps(facts), encoding="utf-8")
+    sync_to_disk(*folder.iterdir(), folder)
+    return nbytes
 
 
 def _write_labels(labels: Volume, path: Path, voxel_size: VoxelSize | None, region: Region | None) -> int:

@@ -30,7 +30,7 @@ from service.core.errors import (
 )
 from service.core.types import Options, Volume
 from service.models.spec import ModelSpec
-from service.serving.learning.annotation import Region
+from service.serving.learning.annotation import NewAnnotation, Region
 from service.serving.learning.annotations import AnnotationStore
 from service.serving.learning.training_child import MODULE
 from service.serving.learning.training_record import INTERRUPTED, TrainingRecord
@@ -57,7 +57,7 @@ class Service:
         labels = np.zeros((1, 4, 8, 8), np.uint16)
         labels[:, 1:3, 1:3, 1:3] = 1
         volume = Volume.from_array(labels)
-        self.annotation = self.store.keep(volume, volume, name="a", owner="ann").id
+        self.annotation = self.store.keep(volume, volume, NewAnnotation(name="a", owner="ann")).id
 
     def make(self, chosen: Settings, module: str = MODULE) -> Trainings:
         return Trainings(chosen, self.store, self.runtime.models, lambda: self.runtime.draining, module)
@@ -342,7 +342,7 @@ def test_annotated_stacks_that_overlap_are_refused_at_once(service: Service) -> 
     def keep(pixels: Any, region: str | None, owner: str = "ann") -> str:
         part = None if region is None else Region.parse(region, (4, 8, 8))
         image, numbers = (Volume.from_array(array) for array in (pixels, labels))
-        return service.store.keep(image, numbers, name=str(region), owner=owner, region=part).id
+        return service.store.keep(image, numbers, NewAnnotation(name=str(region), owner=owner, region=part)).id
 
     first, beside, over = (keep(labels, f"0:4,0:8,{columns}") for columns in ("0:5", "5:8", "4:6"))
     other, theirs, whole = keep(labels + 1, None), keep(labels, None, "bob"), keep(labels.astype(np.uint16), None)
