@@ -67,7 +67,7 @@ def live(bands_repository: Path) -> Iterator[Live]:
 
 def loaded(live: Live) -> list[Any]:
     """The segmenter of each device."""
-    return [cache.get("bands") for cache in caches(live.runtime)]
+    return [model.segmenter for cache in caches(live.runtime) if (model := cache.get("bands"))]
 
 
 def test_requests_spread_over_devices_and_labels_are_those_of_one(live: Live, phantom_maker: Any) -> None:
