@@ -15,10 +15,9 @@ from service.core.types import Volume
 from service.models.spec import ModelSpec
 from service.serving.devices.cluster.cluster_devices import ConnectCluster, open_cluster
 from service.serving.devices.cluster.ray_cluster import connect_cluster
-from service.serving.devices.device import Device
+from service.serving.devices.device import Device, Scheduler
 from service.serving.devices.queue.job import Job
 from service.serving.devices.reservation import Reservation
-from service.serving.devices.scheduler import Scheduler
 from service.serving.metrics import Metrics
 
 HEAD = "| workers | windows/s | per worker, relative to one worker |\n|---|---|---|"

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from service.models.spec import ModelSpec
-from service.serving.devices.device import Device
+from service.serving.devices.device import Backlog, Device
 from service.serving.devices.local.watchdog import Watchdog
 from service.serving.devices.queue.job import Job
-from service.serving.devices.scheduler import Backlog
 
 if TYPE_CHECKING:
     from service.serving.devices.cluster.cluster_devices import ClusterDevices

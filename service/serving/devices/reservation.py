@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from service.core.types import Extent, Options, Volume
 from service.inference.series.time_points import PointSegmenter, Series, segment_series
+from service.serving.devices.device import Scheduler
 from service.serving.devices.models.cache import Lease
 from service.serving.devices.models.model import DeviceModel, ReportProgress, needs_of
 from service.serving.devices.queue.job import Job, Needs, Progress
 from service.serving.devices.queue.job_queue import JobQueue
-from service.serving.devices.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from service.inference.diameter.estimation import Sizing

@@ -14,8 +14,7 @@ from service.serving.devices.cluster.actor_pool import ActorPool
 from service.serving.devices.cluster.exchange import Exchange, Status
 from service.serving.devices.cluster.remote_actor import STATUS_SECONDS
 from service.serving.devices.cluster.remote_device import RemoteDevice
-from service.serving.devices.device import DeviceState
-from service.serving.devices.scheduler import Backlog
+from service.serving.devices.device import Backlog, DeviceState
 from service.serving.metrics import Metrics
 
 log = logging.getLogger(__name__)

@@ -13,12 +13,11 @@ from service.serving.devices.cluster.actor_pool import ActorPool
 from service.serving.devices.cluster.exchange import Status
 from service.serving.devices.cluster.remote_actor import RemoteActor
 from service.serving.devices.cluster.remote_model import RemoteModel, RemotePlace
-from service.serving.devices.device import DeviceState
+from service.serving.devices.device import DeviceState, Scheduler, make_queue
 from service.serving.devices.models.guess import HOST_WEIGHT_COPIES, guess_estimator
 from service.serving.devices.models.memory import LoadedModel
 from service.serving.devices.models.model import JobCounters
 from service.serving.devices.models.served import ServedModels
-from service.serving.devices.scheduler import Scheduler, make_queue
 from service.serving.metrics import Metrics
 
 

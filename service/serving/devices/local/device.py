@@ -15,7 +15,7 @@ from service.engine.compile import torch_compile
 from service.inference.batching.batcher import make_batcher
 from service.inference.estimate import Estimator
 from service.models.spec import ModelSpec
-from service.serving.devices.device import DeviceState
+from service.serving.devices.device import DeviceState, Scheduler, make_queue
 from service.serving.devices.local.model import LocalModel, ModelPlace
 from service.serving.devices.local.torch_device import TorchDevice
 from service.serving.devices.local.watchdog import Watchdog
@@ -24,7 +24,6 @@ from service.serving.devices.models.memory import LoadedModel
 from service.serving.devices.models.model import JobCounters
 from service.serving.devices.models.served import ServedModels
 from service.serving.devices.queue.memory import JobMemory
-from service.serving.devices.scheduler import Scheduler, make_queue
 from service.serving.metrics import Metrics
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from thread_actors import SilentActor, ThreadActor, make_device_actor, remote
 from service.core.config import Settings
 from service.serving.devices.cluster.actor import Actor
 from service.serving.devices.cluster.cluster_devices import open_cluster
-from service.serving.devices.scheduler import Backlog
+from service.serving.devices.device import Backlog
 from service.serving.metrics import Metrics
 
 
