@@ -27,7 +27,7 @@ from service.core.hardware import devices
 from service.core.hardware.devices import Driver
 from service.inference.segmenter import Segmenter
 from service.models.spec import ModelSpec
-from service.serving.runtime import Runtime
+from service.serving.build import Parts
 
 
 class FaultyDevice(SeparateDevice):
@@ -101,8 +101,8 @@ def serve(models: Path, faults: Path, port: Connection, grace: float) -> None:
         "server": {"scratch_folder": faults.parent},
     }
     chosen = Settings.model_validate(settings)
-    app = create_app(chosen)
-    app.state.runtime = Runtime(chosen, FaultySegmenter, lambda name: FaultyDevice(faults if name == "cpu" else None))
+    parts = Parts(FaultySegmenter, lambda name: FaultyDevice(faults if name == "cpu" else None))
+    app = create_app(chosen, parts)
     with listen("127.0.0.1", 0) as listener:
         port.send(listener.getsockname()[1])
         uvicorn.Server(build_config(app)).run(sockets=[listener])

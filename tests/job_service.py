@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from service.api.app import create_app
 from service.core.config import Settings
 from service.formats.sandbox.child_process import STARTUP_SECONDS
-from service.serving.runtime import Runtime
+from service.serving.build import Parts
 
 TIFF = {"Content-Type": "image/tiff"}
 STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
@@ -62,8 +62,7 @@ def start(models: Path, folder: Path, load: Any = FakeSegmenter, **sections: Any
         "jobs": {"folder": folder / "jobs"},
     }
     settings = Settings.model_validate(chosen | sections)
-    app = create_app(settings)
-    app.state.runtime = Runtime(settings, load)
+    app = create_app(settings, Parts(load=load))
     service: list[Service] = []
 
     @app.middleware("http")

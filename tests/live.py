@@ -15,13 +15,13 @@ import tifffile
 import uvicorn
 from fakes import FakeSegmenter, until
 from numpy.typing import NDArray
-from runtimes import loaded_segmenter
+from runtimes import FAKE_PARTS, caches, loaded_segmenter
 from starlette.testclient import TestClient
 
 from service.api.app import create_app
 from service.api.server import build_config
 from service.core.config import Settings
-from service.inference.segmenter import Segmenter
+from service.serving.build import Parts
 from service.serving.runtime import Runtime
 
 READY_SECONDS = 60
@@ -47,7 +47,7 @@ class Live:
 
     def wait_loaded(self) -> None:
         """Until all devices have their models; while only one has, all requests go to that one."""
-        until(lambda: not any(worker.model_cache.starting for worker in self.runtime.device_workers), READY_SECONDS)
+        until(lambda: not any(cache.starting for cache in caches(self.runtime)), READY_SECONDS)
 
 
 class FakeService:
@@ -57,8 +57,8 @@ class FakeService:
         settings = Settings.model_validate(
             {"models": {"folder": folder}, "server": {"scratch_folder": scratch}, "limits": {"cache_bytes": 0}}
         )
-        self.app = create_app(settings)
-        self.runtime = self.app.state.runtime = Runtime(settings, FakeSegmenter)
+        self.app = create_app(settings, FAKE_PARTS)
+        self.runtime: Runtime = self.app.state.runtime
         self.client = TestClient(self.app, raise_server_exceptions=False)
 
     def fake(self) -> FakeSegmenter:
@@ -73,11 +73,11 @@ def serve(
     settings: Settings,
     *,
     wait: bool = True,
-    load: Callable[..., Segmenter] = Segmenter,
     make_server: Callable[[uvicorn.Config, Runtime], uvicorn.Server] = lambda config, _runtime: uvicorn.Server(config),
-    **runtime: Any,
+    **parts: Any,
 ) -> Iterator[Live]:
-    app = create_app(settings, Runtime(settings, load, **runtime))
+    """Serve with the `parts` of `Parts` in place of the default ones."""
+    app = create_app(settings, Parts(**parts))
     config = build_config(app, host="127.0.0.1", port=0)
     server = make_server(config, app.state.runtime)
     thread = threading.Thread(target=server.run)

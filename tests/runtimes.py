@@ -15,11 +15,14 @@ from service.core.hardware import devices
 from service.core.hardware.devices import Driver
 from service.core.types import Options, Volume
 from service.inference.result import Result
-from service.serving.devices.job import Job
+from service.serving.build import Parts, build_runtime
 from service.serving.devices.model_registry import ModelRegistry
-from service.serving.devices.worker import Reservation
+from service.serving.devices.queue.job import Job
+from service.serving.devices.reservation import Reservation
 from service.serving.runtime import Runtime
 from service.serving.segmentation import DeviceRequest, queue_work
+
+FAKE_PARTS: Any = Parts(load=FakeSegmenter)  # type: ignore[arg-type]
 
 
 def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:
@@ -30,12 +33,17 @@ def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:
 
 @contextmanager
 def running(chosen: Settings, load: Any = FakeSegmenter, driver: Driver = devices) -> Iterator[Runtime]:
-    runtime = Runtime(chosen, load, lambda _name: driver)
+    runtime = build_runtime(chosen, Parts(load, lambda _name: driver))
     runtime.start()
     try:
         yield runtime
     finally:
         runtime.stop()
+
+
+def caches(runtime: Runtime) -> list[Any]:
+    """The model caches of all devices."""
+    return [device.scheduler.models.cache for device in runtime.devices.all]
 
 
 def submitted(runtime: Runtime, spec: Any, volume: Volume, options: Options) -> Job[Result]:
@@ -50,7 +58,7 @@ def submitted(runtime: Runtime, spec: Any, volume: Volume, options: Options) -> 
 def loaded_segmenter(models: ModelRegistry, name: str | None) -> Any:
     """The loaded model; raises NotReady for one that is not loaded."""
     spec = models.spec(name)
-    segmenter = models.loaded(spec.name)
-    if segmenter is None:
+    model: Any = models.loaded(spec.name)
+    if model is None:
         raise NotReady(f"The model {spec.name} is not loaded.")
-    return segmenter
+    return model.segmenter

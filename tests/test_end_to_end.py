@@ -223,8 +223,8 @@ def test_client_that_hangs_up_frees_the_device_and_leaves_nothing(live: Live, ph
     request = f"POST /segment HTTP/1.1\r\nHost: x\r\nContent-Type: image/tiff\r\nContent-Length: {len(large)}\r\n\r\n"
     with socket.create_connection((live.host, live.port)) as connection:
         connection.sendall(request.encode() + large)
-        until(lambda: any(job.progress.total > 0 for job in live.runtime.running), 60)
-        (job,) = live.runtime.running
+        until(lambda: any(job.progress.total > 0 for job in live.runtime.devices.running), 60)
+        (job,) = live.runtime.devices.running
     until(lambda: job.state == "cancelled", 20)
     assert job.progress.done < job.progress.total
     until(lambda: live.leftovers() == [], 20)
@@ -246,7 +246,7 @@ def test_what_was_read_goes_with_the_client_that_hangs_up(live: Live, phantom_ma
     try:
         with socket.create_connection((live.host, live.port)) as connection:
             connection.sendall(request.encode() + large)
-            until(lambda: any(job.progress.total > 0 for job in live.runtime.running), 60)
+            until(lambda: any(job.progress.total > 0 for job in live.runtime.devices.running), 60)
             assert uploads() != []
         until(lambda: uploads() == [], 20)
     finally:
@@ -277,7 +277,7 @@ def test_queue_refuses_at_once_when_it_is_full(bands_repository: Path, phantom_m
     small = as_tiff(phantom_maker((16, 32, 32), seed=2).image)
     with serve(eager(bands_repository, limits={"waiting": 0})) as running, ThreadPoolExecutor(1) as pool:
         busy = pool.submit(running.segment, large)
-        until(lambda: running.runtime.running, 20)
+        until(lambda: running.runtime.devices.running, 20)
         refused = running.segment(small)
         assert not busy.done()
         assert (refused.status_code, refused.json()["type"]) == (503, "urn:stackseg:problem:queue-full")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from live import Live, as_tiff, classes, eager, serve, until
+from runtimes import caches
 from torch import Tensor
 
 from service.core.errors import DeviceLost
@@ -66,7 +67,7 @@ def live(bands_repository: Path) -> Iterator[Live]:
 
 def loaded(live: Live) -> list[Any]:
     """The segmenter of each device."""
-    return [worker.model_cache.get("bands") for worker in live.runtime.device_workers]
+    return [model.segmenter for cache in caches(live.runtime) if (model := cache.get("bands"))]
 
 
 def test_requests_spread_over_devices_and_labels_are_those_of_one(live: Live, phantom_maker: Any) -> None:
@@ -105,7 +106,7 @@ def test_jobs_are_cancelled_on_whichever_device_they_run(live: Live, phantom_mak
     for segmenter in loaded(live):
         segmenter.gate.set()
     until(lambda: [live.client.get(job).json()["state"] for job in jobs] == ["cancelled", "cancelled"], 20)
-    until(lambda: not live.runtime.running, 20)
+    until(lambda: not live.runtime.devices.running, 20)
 
 
 def test_a_stuck_device_is_named_and_requests_go_to_the_other(live: Live, phantom_maker: Any) -> None:

@@ -17,7 +17,7 @@ from conftest import make_phantom
 from fakes import until
 from live import as_tiff
 
-from service.serving.devices.watchdog import EXIT_STATUS
+from service.serving.devices.local.watchdog import EXIT_STATUS
 
 SECONDS = 60
 # A process that has imported everything once, and is forked for each server.

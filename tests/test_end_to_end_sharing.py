@@ -55,7 +55,7 @@ def live(bands_repository: Path) -> Iterator[Live]:
 @pytest.fixture
 def calls(live: Live) -> list[float]:
     """When the network was called, as the list grows."""
-    until(lambda: not live.runtime.running, 20)
+    until(lambda: not live.runtime.devices.running, 20)
     segmenter: Any = loaded_segmenter(live.runtime.models, None)
     segmenter.calls.clear()
     return segmenter.calls
@@ -110,7 +110,7 @@ def test_batches_are_filled_with_windows_of_several_clients(live: Live, calls: l
             segmenter.gate.clear()
             answers = [pool.submit(live.segment, stack) for stack in small]
             # However long each takes to arrive, while the first batch is computed.
-            until(lambda: sum(job.progress.total > 0 for job in live.runtime.running) == len(small), 20)
+            until(lambda: sum(job.progress.total > 0 for job in live.runtime.devices.running) == len(small), 20)
             segmenter.gate.set()
             assert all(answer.result().status_code == 200 for answer in answers)
     windows, slots = (now - then for now, then in zip(counted(live), between, strict=True))
@@ -145,7 +145,7 @@ def test_hanging_up_frees_the_device_within_two_batches(live: Live, calls: list[
     with socket.create_connection((live.host, live.port)) as connection:
         connection.sendall(head.encode() + large)
         until(lambda: len(calls) > 1, 20)
-        (job,) = live.runtime.running
+        (job,) = live.runtime.devices.running
     until(job.cancelled, 20)
     told = len(calls)
     time.sleep(6 * SECONDS)

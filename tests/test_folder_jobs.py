@@ -166,10 +166,10 @@ def test_a_cancelled_folder_keeps_what_is_done_and_gives_way_to_other_keys(servi
     job = submit(service)
     until(lambda: len(begun) == 3, 60)
     assert service.show(job)["stacks"] == {"done": 2, "total": 6}
-    assert sum(worker.queue.waiting + len(worker.queue.running) for worker in service.runtime.device_workers) == 1
+    assert service.runtime.devices.waiting + len(service.runtime.devices.running) == 1
     service.caller = "bob"
     other = service.submit(as_tiff(np.full((5, 8, 8), 200, np.uint8)))
-    queue = service.runtime.device_workers[0].queue
+    queue = service.runtime.devices.all[0].scheduler.queue
     until(lambda: len(queue.jobs) == 2 and all(job.ready for job in queue.jobs), 60)
     service.fake.gate.set()
     until(lambda: len(begun) == 5, 60)
@@ -193,7 +193,7 @@ def test_stacks_that_go_or_become_others_during_the_job_fail_alone(service: Serv
     stacks = host / "scans" / "day 1"
     service.fake.gate.clear()
     job = submit(service)
-    until(lambda: service.runtime.running)
+    until(lambda: service.runtime.devices.running)
     (stacks / NAMES[1]).unlink()
     (stacks / NAMES[2]).unlink()
     (stacks / NAMES[2]).symlink_to("/etc/passwd")

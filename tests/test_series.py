@@ -197,7 +197,7 @@ def test_a_series_is_cancelled_in_the_middle(live: Live, pixels: NDArray[np.uint
     live.client.delete(f"/jobs/{job['id']}")
 
     assert show(live, job)["state"] == "cancelled"
-    until(lambda: not live.runtime.running and live.leftovers() == [])
+    until(lambda: not live.runtime.devices.running and live.leftovers() == [])
     assert live.client.get(f"/jobs/{job['id']}/result").status_code == 410
 
 

@@ -49,10 +49,7 @@ from service.api.routes import (
 )
 from service.core.config import Settings
 from service.core.files.bundled import software_version
-from service.serving.jobs.jobs import AsyncJobs
-from service.serving.learning.annotations import AnnotationStore
-from service.serving.learning.trainings import Trainings
-from service.serving.runtime import Runtime
+from service.serving.build import DEFAULT_PARTS, Parts, build
 
 _ENDPOINTS = (
     segment,
@@ -111,8 +108,8 @@ class Application(FastAPI):
         return dispatch
 
 
-def create_app(settings: Settings, runtime: Runtime | None = None) -> FastAPI:
-    """Return the service as an ASGI application; its lifespan starts and stops the runtime. Raises ConfigError."""
+def create_app(settings: Settings, parts: Parts = DEFAULT_PARTS) -> FastAPI:
+    """Return the service as an ASGI application; its lifespan starts and stops the service. Raises ConfigError."""
     app = Application(
         title="StackSeg",
         version=software_version(),
@@ -124,10 +121,9 @@ def create_app(settings: Settings, runtime: Runtime | None = None) -> FastAPI:
         lifespan=_lifespan,
         responses=problem_responses(),
     )
-    app.state.runtime = runtime or Runtime(settings)
-    app.state.async_jobs = AsyncJobs(settings)
-    app.state.annotations = AnnotationStore(settings.annotations_folder, quota_bytes=settings.annotations.quota_bytes)
-    app.state.trainings = Trainings(settings, app.state.annotations)
+    service = build(settings, parts)
+    app.state.runtime, app.state.async_jobs = service.runtime, service.async_jobs
+    app.state.annotations, app.state.trainings = service.annotations, service.trainings
     # FastAPI does not list the routes of a router that it has taken in.
     app.state.endpoints = [
         route for module in _ENDPOINTS for route in module.router.routes if isinstance(route, APIRoute)
@@ -145,16 +141,14 @@ def create_app(settings: Settings, runtime: Runtime | None = None) -> FastAPI:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    runtime: Runtime = app.state.runtime
-    async_jobs: AsyncJobs = app.state.async_jobs
-    trainings: Trainings = app.state.trainings
+    state = app.state
     begin_file_threads()
     async with AsyncExitStack() as started:
-        runtime.start()
-        app.state.annotations.clean_up()
-        started.push_async_callback(asyncio.to_thread, runtime.stop)
-        async_jobs.start(runtime)
-        started.push_async_callback(asyncio.to_thread, async_jobs.stop)
-        trainings.start(runtime)
-        started.push_async_callback(asyncio.to_thread, trainings.stop)
+        state.runtime.start()
+        state.annotations.clean_up()
+        started.push_async_callback(asyncio.to_thread, state.runtime.stop)
+        state.async_jobs.start(state.runtime)
+        started.push_async_callback(asyncio.to_thread, state.async_jobs.stop)
+        state.trainings.start()
+        started.push_async_callback(asyncio.to_thread, state.trainings.stop)
         yield

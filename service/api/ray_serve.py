@@ -65,8 +65,8 @@ class Replica:
 
 def build_app(settings: Settings, replicas: int) -> FastAPI:
     """Make the application of a replica, without what it alone would know of where there are several."""
-    runtime = Runtime(settings)
-    made = create_app(settings, runtime)
+    made = create_app(settings)
+    runtime: Runtime = made.state.runtime
     if replicas > 1:
         made.add_middleware(WithoutJobs)
     made.router.lifespan_context = until_ready_and_drained(made.router.lifespan_context, runtime)
@@ -104,7 +104,7 @@ def until_ready_and_drained(lifespan: Any, runtime: Runtime) -> Any:
     async def whole(app: FastAPI) -> AsyncIterator[Any]:
         async with lifespan(app) as state:
             # A model that cannot be loaded fails `check_health`.
-            while any(worker.model_cache.starting for worker in runtime.device_workers):
+            while any(device.scheduler.models.cache.starting for device in runtime.devices.all):
                 await asyncio.sleep(POLL_SECONDS)
             yield state
             runtime.drain()

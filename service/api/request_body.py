@@ -128,7 +128,7 @@ async def receive_file(  # noqa: PLR0913
     limits = runtime.settings.limits
     async with AsyncExitStack() as stack:
         path = await stack.enter_async_context(folder or work_folder(runtime.scratch))
-        async with time_limit(limits.request_seconds, runtime.missing_workers):
+        async with time_limit(limits.request_seconds, runtime.devices.missing_workers):
             space = stack.enter_context(runtime.scratch_space.hold(get_client(request)))
             upload = Upload(path / INPUT, limits.upload_bytes, space)
             stack.callback(upload.close)

@@ -133,7 +133,7 @@ def serve(settings: Settings, host: str, port: int) -> bool:
         sys.stdout.write(f"StackSeg listens on {format_address(listener, secure=config.is_ssl)}\n")
         sys.stdout.flush()
         server.run(sockets=[listener])
-    return runtime.ended
+    return runtime.devices.ended
 
 
 def build_config(app: ASGIApp, **more: Any) -> uvicorn.Config:

@@ -24,6 +24,30 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 STAGE_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 1800.0)
 RECENT = 50
 
+GAUGES = {
+    "stackseg_waiting": "Requests that wait for the device.",
+    "stackseg_running": "Requests that are worked on.",
+    "stackseg_scratch_bytes": "Bytes on disk that requests hold.",
+    "stackseg_cache_bytes": "Bytes of earlier results.",
+    "stackseg_ready": "1 once the models that are loaded at start are warm.",
+    "stackseg_compiled_graphs": "Graphs compiled so far; only loading a model adds some.",
+    "stackseg_recompilations": "Graphs that were compiled while no model was loaded; there should be none.",
+    "stackseg_reader_kills": (
+        "Processes that were killed while they read a file, most likely for lack of memory on the host."
+    ),
+}
+# The label and the meaning of each.
+LABELLED_GAUGES = {
+    "stackseg_trainings": ("state", "Trainings that run and wait."),
+    "stackseg_disk_used_bytes": ("files", "Bytes of files of each kind."),
+    "stackseg_disk_free_bytes": ("files", "Free bytes of the disk that they lie on."),
+    "stackseg_loaded_models": ("device", "Models that are loaded, by device."),
+    "stackseg_loaded_bytes": ("device", "Memory that they take."),
+    "stackseg_workers": ("state", "Workers of the cluster."),
+    "stackseg_gpu_memory_used_bytes": ("gpu", "Of each GPU, by all processes."),
+    "stackseg_gpu_memory_total_bytes": ("gpu", "Of each GPU."),
+}
+
 
 class Segmented(NamedTuple):
     """A segmentation that has ended, at `ended` seconds since 1970; `seconds` by stage, in their order."""
@@ -82,12 +106,13 @@ class Metrics:
         """Register a counter and return its `labels`, cached: the library looks each label up under a lock."""
         return cache(Counter(name, meaning, labels, registry=self._registry).labels)
 
-    def watch(self, name: str, meaning: str, value: Callable[[], float]) -> None:
-        """Register a gauge that calls `value` at every exposition."""
-        Gauge(name, meaning, registry=self._registry).set_function(value)
+    def watch(self, name: str, value: Callable[[], float]) -> None:
+        """Register one of `GAUGES`, which calls `value` at every exposition."""
+        Gauge(name, GAUGES[name], registry=self._registry).set_function(value)
 
-    def watch_each(self, name: str, meaning: str, label: str, values: Callable[[], Mapping[str, float]]) -> None:
-        """Register a gauge that calls `values` at every exposition, for the value of each label."""
+    def watch_each(self, name: str, values: Callable[[], Mapping[str, float]]) -> None:
+        """Register one of `LABELLED_GAUGES`, which calls `values` at every exposition, for the value of each label."""
+        label, meaning = LABELLED_GAUGES[name]
         self._registry.register(_LabelledGauge(name, meaning, label, values))
 
     def count_request(self, route: str, status: int, *, caller: str = "anonymous", problem: str | None = None) -> None:

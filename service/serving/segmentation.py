@@ -26,9 +26,8 @@ from service.formats.sandbox.reader import Source
 from service.inference.result import Result
 from service.inference.series.time_points import Series
 from service.models.spec import ModelSpec
-from service.serving.devices.job import Job
-from service.serving.devices.worker import Reservation
-from service.serving.fair_threads import FairThreadPool
+from service.serving.devices.queue.job import Job
+from service.serving.devices.reservation import Reservation
 from service.serving.reading import Pixels, PixelSource
 from service.serving.results.answers import (
     Answer,
@@ -42,6 +41,7 @@ from service.serving.results.answers import (
 )
 from service.serving.results.metadata import AnswerMetadata
 from service.serving.runtime import Runtime
+from service.serving.storage.fair_threads import FairThreadPool
 from service.serving.storage.scratch import Hold
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def queue_work(
     reservation = runtime.reserve(spec.name, caller)
     needs = partial(reservation.needs, pixels, options)
     job: Job[T] = Job(spec.name, partial(work, reservation), windows=windows, needs=needs, ready=False, owner=caller)
-    queue = reservation.device_worker.queue
+    queue = reservation.queue
     if wait:
         queue.put(job)
     else:

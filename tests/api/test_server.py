@@ -180,7 +180,7 @@ def test_health_is_answered_while_work_that_was_begun_is_finished(bands_reposito
     with serve(settings, load=load, make_server=Server) as live:
         fakes[0].gate.clear()
         job = live.client.post("/jobs", content=stack, headers={"Content-Type": "image/tiff"}).json()
-        until(lambda: live.runtime.running)
+        until(lambda: live.runtime.devices.running)
         live.server.handle_exit(signal.SIGTERM, None)
         for _ in range(3):
             answers = [
@@ -213,7 +213,7 @@ def test_first_request_of_a_connection_is_answered_though_the_service_stops_befo
         fakes[0].gate.clear()
         stack = as_tiff(np.full((3, 8, 8), 200, np.uint8))
         live.client.post("/jobs", content=stack, headers={"Content-Type": "image/tiff"})
-        until(lambda: live.runtime.running)
+        until(lambda: live.runtime.devices.running)
         with socket.create_connection((live.host, live.port), timeout=10) as client:
             until(lambda: len(live.server.server_state.connections) > 1)
             live.server.handle_exit(signal.SIGTERM, None)

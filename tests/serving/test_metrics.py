@@ -29,7 +29,7 @@ def test_stage_that_fails_is_timed_all_the_same() -> None:
 def test_exposition_tells_what_was_counted() -> None:
     metrics = Metrics()
     waiting = 3
-    metrics.watch("stackseg_waiting", "Requests that wait.", lambda: waiting)
+    metrics.watch("stackseg_waiting", lambda: waiting)
     metrics.count_request("/segment", 200)
     metrics.count_segmentation("nuclei", 1000, 12, {"windows": 0.7})
     metrics.count_segmentation("tissue", 10, None, {"windows": 0.7})
@@ -57,7 +57,7 @@ def test_windows_are_counted_with_the_room_that_their_batches_had() -> None:
 
 def test_each_of_a_kind_is_looked_up_when_asked_for() -> None:
     metrics, there = Metrics(), {"0": 5.0}
-    metrics.watch_each("stackseg_gpu_memory_used_bytes", "Of each GPU.", "gpu", lambda: there)
+    metrics.watch_each("stackseg_gpu_memory_used_bytes", lambda: there)
     assert 'stackseg_gpu_memory_used_bytes{gpu="0"} 5.0' in metrics.exposition().decode()
     there["1"] = 7.0
     assert 'stackseg_gpu_memory_used_bytes{gpu="1"} 7.0' in metrics.exposition().decode()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import FakeEstimator, FakeSegmenter, until
-from runtimes import loaded_segmenter, running, settings, submitted
+from runtimes import caches, loaded_segmenter, running, settings, submitted
 
 from service.core.config import Settings
 from service.core.errors import (
@@ -26,7 +26,8 @@ from service.core.types import Options, Volume
 from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
-from service.serving.devices.worker import Reservation
+from service.serving.build import build_runtime
+from service.serving.devices.reservation import Reservation
 from service.serving.runtime import Runtime
 from service.serving.segmentation import DeviceRequest, queue_work
 from service.serving.storage.disk import DiskUsage
@@ -62,7 +63,7 @@ def test_device_that_is_stuck_is_not_ready_and_one_that_gets_on_is(
         fake.gate.clear()
         job = submitted(runtime, fake.spec, stack, Options())
         until(lambda: "stuck" in " ".join(runtime.unready_reasons()))
-        assert runtime.missing_workers() is None
+        assert runtime.devices.missing_workers() is None
         fake.gate.set()
         until(lambda: runtime.unready_reasons() == ())
         assert job.future.result(20).segmentation.pixels.all()
@@ -154,7 +155,7 @@ def test_draining_is_not_ready_at_once_and_gives_up_in_the_end(
         with pytest.raises(Cancelled):
             first.future.result(10)
         until(lambda: second.state == "cancelled")
-    assert runtime.ended
+    assert runtime.devices.ended
 
 
 def test_a_model_that_is_still_being_loaded_is_left_behind(bands_repository: Path, tmp_path: Path) -> None:
@@ -167,9 +168,9 @@ def test_a_model_that_is_still_being_loaded_is_left_behind(bands_repository: Pat
 
     with running(settings(bands_repository, tmp_path), load) as runtime:
         pass
-    assert not runtime.ended
+    assert not runtime.devices.ended
     gate.set()
-    until(lambda: runtime.ended)
+    until(lambda: runtime.devices.ended)
 
 
 def test_work_that_was_begun_may_finish_while_draining(bands_repository: Path, tmp_path: Path, stack: Volume) -> None:
@@ -203,9 +204,9 @@ def test_folder_or_device_that_is_not_there_is_refused_before_anything_starts(
     bands_repository: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="scratch_folder"):
-        Runtime(settings(bands_repository, tmp_path / "nowhere"))
+        build_runtime(settings(bands_repository, tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"device\.name"):
-        Runtime(settings(bands_repository, tmp_path, device={"name": "cuda:99"}))
+        build_runtime(settings(bands_repository, tmp_path, device={"name": "cuda:99"}))
 
 
 @pytest.fixture
@@ -244,13 +245,13 @@ def test_requests_to_a_model_that_is_not_loaded_are_expected_to_run_as_they_then
     }
     with running(settings(three, tmp_path, **sections), Segmenter) as runtime:
         until(lambda: runtime.unready_reasons() == ())
-        spec, worker = runtime.models.spec("beta"), runtime.device_workers[0]
-        expected = worker.estimator(spec)
+        spec, models = runtime.models.spec("beta"), runtime.devices.all[0].scheduler.models
+        expected = models.estimator(spec)
         assert (expected.streams, expected.window_bytes) == (2, None)
         submitted(runtime, spec, stack, Options()).future.result(60)
         known = loaded_segmenter(runtime.models, "beta").estimator
         assert expected == replace(known, window_bytes=None)
-        assert worker.estimator(spec) == known
+        assert models.estimator(spec) == known
 
 
 def test_everything_is_loaded_at_start_where_that_is_wanted(three: Path, tmp_path: Path) -> None:
@@ -264,7 +265,7 @@ def test_a_model_that_is_to_be_loaded_and_is_not_there_is_told_and_the_default_o
     three: Path, tmp_path: Path, models: dict[str, Any], *, ready: bool
 ) -> None:
     with running(settings(three, tmp_path, models={"folder": three, **models})) as runtime:
-        until(lambda: not runtime.device_workers[0].model_cache.starting)
+        until(lambda: not caches(runtime)[0].starting)
         assert ["delta" in reason for reason in runtime.unready_reasons()] == ([] if ready else [True])
         assert any("delta" in sentence for sentence in runtime.degradations()) is ready
 
@@ -288,7 +289,7 @@ def test_service_stays_ready_and_goes_on_while_a_model_is_loaded(three: Path, tm
         given_up.cancel()
         fakes["beta"].gate.set()
         assert waiting.future.result(10)
-        until(lambda: not runtime.device_workers[0].model_cache.is_awaited("gamma"))
+        until(lambda: not caches(runtime)[0].is_awaited("gamma"))
         assert "gamma" not in fakes, "nobody waits for it any more"
 
 
@@ -360,8 +361,8 @@ def test_requests_go_where_the_least_work_is_and_where_the_model_is_loaded(
 
     with running(chosen, load) as runtime:
         until(lambda: runtime.unready_reasons() == ())
-        one, other = runtime.device_workers
-        assert [worker.settings.device.name for worker in runtime.device_workers] == ["cpu", "cpu"]
+        one, other = (device.scheduler for device in runtime.devices.all)
+        assert [device.name for device in runtime.devices.all] == ["cpu", "cpu-2"]
         for fake in fakes:
             fake.gate.clear()
         jobs = [submitted(runtime, runtime.models.spec("alpha"), stack, Options()) for _ in range(2)]
@@ -373,14 +374,14 @@ def test_requests_go_where_the_least_work_is_and_where_the_model_is_loaded(
             fake.gate.set()
         assert all(job.future.result(20) for job in jobs)
         submitted(runtime, runtime.models.spec("beta"), stack, Options()).future.result(20)
-        holder = next(worker for worker in runtime.device_workers if worker.model_cache.get("beta"))
+        holder = next(cache for cache in caches(runtime) if cache.get("beta"))
         for _ in range(3):
             submitted(runtime, runtime.models.spec("beta"), stack, Options()).future.result(20)
-        assert [worker for worker in runtime.device_workers if worker.model_cache.get("beta")] == [holder]
+        assert [cache for cache in caches(runtime) if cache.get("beta")] == [holder]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("serve", ["all", ["cuda:0", "cuda:1"]])
 def test_gpus_that_are_not_there_are_refused_at_start(bands_repository: Path, tmp_path: Path, serve: Any) -> None:
     with pytest.raises(ConfigError, match="no CUDA device"):
-        Runtime(settings(bands_repository, tmp_path, device={"serve": serve}))
+        build_runtime(settings(bands_repository, tmp_path, device={"serve": serve}))

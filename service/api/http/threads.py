@@ -16,8 +16,8 @@ from typing import Any, TypeVar, cast
 from starlette.requests import Request
 
 from service.core.errors import Cancelled, TimedOut
-from service.serving.devices.job import Job
-from service.serving.fair_threads import begin_all
+from service.serving.devices.queue.job import Job
+from service.serving.storage.fair_threads import begin_all
 
 T = TypeVar("T")
 

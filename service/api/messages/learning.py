@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.messages.text import Text
-from service.serving.learning.annotations import Annotation
+from service.serving.learning.annotation import Annotation
 from service.serving.learning.training_record import TrainingRecord, TrainingStage, TrainingState
 from service.serving.learning.trainings import Trainings
 
@@ -195,7 +195,7 @@ def describe_annotation(annotation: Annotation, overlaps: Sequence[Annotation]) 
 
 def report_training(trainings: Trainings, record: TrainingRecord) -> TrainingReport:
     """Report a training, with the place of its new model while that is served. Blocks while folders are read."""
-    left = trainings.seconds_left(record)
+    left = record.seconds_left
     return TrainingReport(
         id=record.id,
         state=record.state,
@@ -207,7 +207,7 @@ def report_training(trainings: Trainings, record: TrainingRecord) -> TrainingRep
         created=datetime.fromtimestamp(record.created, UTC),
         started=_utc(record.started),
         ended=_utc(record.ended),
-        position=trainings.position(record),
+        position=trainings.queue.position(record),
         stage=record.stage if record.state == "running" else None,
         step=record.step,
         steps=record.steps,
@@ -218,7 +218,7 @@ def report_training(trainings: Trainings, record: TrainingRecord) -> TrainingRep
         after=record.after,
         better=record.better,
         message=record.message,
-        model=trainings.model_of(record),
+        model=trainings.trained_models.made_by(record),
     )
 
 

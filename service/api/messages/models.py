@@ -13,7 +13,7 @@ from service.api.messages.text import Text
 from service.core.errors import without_folders
 from service.inference.result import EngineReport
 from service.models.spec import Input, Lineage
-from service.serving.devices.model_registry import ModelState
+from service.serving.devices.models.state import ModelState
 from service.serving.runtime import Runtime
 
 # In a model's folder.
@@ -88,7 +88,7 @@ def report_models(runtime: Runtime, may_remove: Callable[[ModelState], bool]) ->
 
 def report_model(model: ModelState, *, removable: bool) -> ModelInfo:
     """Report the facts, the state and the devices of a model."""
-    spec, engine = model.spec, model.segmenter.report() if model.segmenter else None
+    spec, engine = model.spec, model.device_model.report() if model.device_model else None
     if spec is None:
         return ModelInfo(name=model.name, state=model.state, removable=removable, problem=model.problem)
     return ModelInfo(
@@ -106,7 +106,7 @@ def report_model(model: ModelState, *, removable: bool) -> ModelInfo:
         lineage=spec.lineage,
         removable=removable,
         engine=engine,
-        loaded=model.segmenter is not None,
+        loaded=model.device_model is not None,
         devices=[
             Loaded(device=device, bytes=loaded_model.nbytes, used=datetime.fromtimestamp(loaded_model.used, UTC))
             for device, loaded_model in model.loaded.items()

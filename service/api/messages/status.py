@@ -15,7 +15,7 @@ from service.core.files.bundled import software_version
 from service.core.hardware import host
 from service.core.hardware.gpus import GpuStatus
 from service.core.hardware.host import CpuStatus
-from service.serving.devices.worker import DeviceWorker
+from service.serving.devices.device import Device, DeviceState, loaded_bytes
 from service.serving.learning.annotations import AnnotationStore
 from service.serving.learning.training_record import TrainingRecord, TrainingStage, TrainingState
 from service.serving.learning.trainings import Trainings
@@ -173,7 +173,7 @@ def report_health(runtime: Runtime) -> Health:
         status="unavailable" if reasons else "degraded" if degraded else "ok",
         version=software_version(),
         uptime_seconds=round(runtime.uptime_seconds, 1),
-        waiting=runtime.waiting,
+        waiting=runtime.devices.waiting,
         models={model.name: model.state for model in runtime.models.states()},
         reasons=reasons,
         degraded=degraded,
@@ -182,41 +182,43 @@ def report_health(runtime: Runtime) -> Health:
 
 def report_hardware(runtime: Runtime, gpus: Sequence[GpuStatus]) -> GpuReport:
     """Report the GPUs of this host, which `gpus.query_gpus` returns, its processor, devices, and loaded models."""
-    models = {model.name: model.segmenter.report() for model in runtime.models.states() if model.segmenter is not None}
+    states = runtime.models.states()
+    models = {state.name: state.device_model.report() for state in states if state.device_model is not None}
     message = (
         f"{len(gpus)} NVIDIA GPU{'s' if len(gpus) > 1 else ''}." if gpus else "No NVIDIA GPU; models run on the CPU."
     )
-    hosts = [HostReport(host=host.host, gpus=list(host.gpus), cpu=host.cpu) for host in runtime.hosts]
-    devices = [_report_device(worker) for worker in runtime.device_workers]
+    hosts = [HostReport(host=host.host, gpus=list(host.gpus), cpu=host.cpu) for host in runtime.devices.hosts]
+    devices = [_report_device(device) for device in runtime.devices.all]
     return GpuReport(
         message=message, gpus=list(gpus), cpu=host.query_cpu(), hosts=hosts, devices=devices, models=models
     )
 
 
-def _report_device(worker: DeviceWorker) -> DeviceReport:
+def _report_device(device: Device) -> DeviceReport:
+    queue = device.scheduler.queue
     return DeviceReport(
-        name=worker.name,
-        host=worker.host,
-        waiting=worker.queue.waiting,
-        running=len(worker.queue.running),
-        models=sorted(worker.loaded_models),
-        loaded_bytes=worker.loaded_bytes,
-        problem=worker.problem,
-        given_back=worker.given_back,
-        starting=worker.starting,
+        name=device.name,
+        host=device.host,
+        waiting=queue.waiting,
+        running=len(queue.running),
+        models=sorted(device.loaded_models),
+        loaded_bytes=loaded_bytes(device),
+        problem=device.problem,
+        given_back=device.state is DeviceState.GIVEN_BACK,
+        starting=device.state is DeviceState.STARTING,
     )
 
 
 def report_requests(runtime: Runtime) -> Iterator[RequestReport]:
     """Report the requests at every device: those that run, then those that wait."""
-    for worker in runtime.device_workers:
-        queue = worker.queue
+    for device in runtime.devices.all:
+        queue = device.scheduler.queue
         for job in queue.jobs:
             state, progress = job.state, queue.progress(job)
             # Others have ended meanwhile.
             if state in {"waiting", "running"}:
                 yield RequestReport(
-                    device=worker.name,
+                    device=device.name,
                     model=job.name,
                     state=state,
                     progress=JobProgress(done=progress.done, total=progress.total),
@@ -240,18 +242,18 @@ def report_learning(trainings: Trainings, annotations: AnnotationStore) -> Learn
         problem = None
     except SwitchedOff as error:
         problem = str(error)
-    running, waiting = trainings.unfinished()
+    running, waiting = trainings.queue.running_and_waiting()
     records = [*([] if running is None else [running]), *waiting]
     return LearningReport(
         problem=problem,
-        trainings=[_report_progress(trainings, record) for record in records],
+        trainings=list(map(_report_progress, records)),
         annotations=annotations.measure().stacks,
-        models=trainings.count_models(),
-        models_limit=trainings.most_models,
+        models=trainings.trained_models.count(),
+        models_limit=trainings.trained_models.most,
     )
 
 
-def _report_progress(trainings: Trainings, record: TrainingRecord) -> TrainingProgress:
+def _report_progress(record: TrainingRecord) -> TrainingProgress:
     return TrainingProgress(
         name=record.name,
         base_model=record.base_model,
@@ -259,7 +261,7 @@ def _report_progress(trainings: Trainings, record: TrainingRecord) -> TrainingPr
         stage=record.stage if record.state == "running" else None,
         step=record.step,
         steps=record.steps,
-        seconds_left=trainings.seconds_left(record),
+        seconds_left=record.seconds_left,
     )
 
 

@@ -31,7 +31,7 @@ from service.core.errors import BadParameter
 from service.core.quantities import TimeRange
 from service.core.telemetry import Stages
 from service.serving.jobs.jobs import AsyncJobs
-from service.serving.learning.annotations import Annotation, Origin, find_overlaps
+from service.serving.learning.annotation import Annotation, Origin, find_overlaps
 from service.serving.learning.corrections import Correction, keep_correction
 from service.serving.parameters import Query as Parameters
 from service.serving.runtime import Runtime

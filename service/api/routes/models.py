@@ -25,7 +25,7 @@ PICTURE: dict[int | str, dict[str, Any]] = {200: {"description": "A PNG.", "cont
 async def list_models(request: Request, runtime: RuntimeDependency) -> ModelList:
     """Every model of the repository with its state; those that are not loaded are when they are first asked for."""
     caller = identify(request, runtime.settings.access)
-    return report_models(runtime, partial(get_trainings(request).may_remove, **caller._asdict()))
+    return report_models(runtime, partial(get_trainings(request).trained_models.may_remove, **caller._asdict()))
 
 
 @router.get("/models/{name}")
@@ -33,7 +33,7 @@ async def show_model(request: Request, name: str, runtime: RuntimeDependency) ->
     """One model: its facts, and the engine, precision and memory format in use, with warnings."""
     caller, model = identify(request, runtime.settings.access), runtime.models.state(name)
     return report_model(
-        model, removable=get_trainings(request).may_remove(model, caller.owner, everyone=caller.everyone)
+        model, removable=get_trainings(request).trained_models.may_remove(model, caller.owner, everyone=caller.everyone)
     )
 
 
@@ -47,7 +47,7 @@ async def remove(request: Request, runtime: RuntimeDependency, async_jobs: Async
     if not access.keys:
         check_admin(request, access)
     owner, everyone = identify(request, access)
-    remove_model = get_trainings(request).remove_model
+    remove_model = get_trainings(request).trained_models.remove
     await run_in_thread(partial(remove_model, name, owner, everyone=everyone, has_jobs=async_jobs.uses))
 
 

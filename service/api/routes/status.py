@@ -111,10 +111,11 @@ async def status(request: Request, runtime: RuntimeDependency) -> Status:
     access = runtime.settings.access
     check_admin(request, access)
     trainings = get_trainings(request)
+    may_remove = partial(trainings.trained_models.may_remove, **identify(request, access)._asdict())
     return Status(
         health=report_health(runtime),
         hardware=report_hardware(runtime, await asyncio.to_thread(gpus.query_gpus)),
-        models=report_models(runtime, partial(trainings.may_remove, **identify(request, access)._asdict())),
+        models=report_models(runtime, may_remove),
         cpu_seconds=time.process_time(),
         requests=list(report_requests(runtime)),
         recent=report_recent(runtime),

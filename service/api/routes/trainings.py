@@ -14,6 +14,7 @@ from service.api.dependencies import RuntimeDependency, get_caller, get_training
 from service.api.http.threads import run_in_thread
 from service.api.messages.learning import ID_PATTERN, TrainingList, TrainingReport, TrainingRequest, report_training
 from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
+from service.serving.learning.trainings import NewTraining
 from service.serving.parameters import describe_faults
 
 router = APIRouter(tags=["learning"])
@@ -39,7 +40,8 @@ async def submit(request: Request, runtime: RuntimeDependency) -> Response:
     trainings.check_enabled()
     check_trainer(request, access)
     given = await _read_body(request)
-    work = partial(trainings.submit, **given.model_dump(), owner=get_caller(request), admin=is_admin(request, access))
+    asked = NewTraining(**given.model_dump())
+    work = partial(trainings.submit, asked, get_caller(request), admin=is_admin(request, access))
     record = await run_in_thread(work)
     report = await run_in_thread(partial(report_training, trainings, record))
     return JSONResponse(report.model_dump(mode="json"), 202, headers={"Location": f"/trainings/{report.id}"})
@@ -52,7 +54,7 @@ async def list_trainings(request: Request, runtime: RuntimeDependency) -> Traini
     caller = get_caller(request)
 
     def report_all() -> list[TrainingReport]:
-        return [report_training(trainings, record) for record in trainings.newest(caller, everyone=everyone)]
+        return [report_training(trainings, record) for record in trainings.queue.newest(caller, everyone=everyone)]
 
     return TrainingList(trainings=await run_in_thread(report_all))
 
@@ -61,7 +63,7 @@ async def list_trainings(request: Request, runtime: RuntimeDependency) -> Traini
 async def show(request: Request, runtime: RuntimeDependency, training: TrainingId) -> TrainingReport:
     """State and progress of a training, its curves, and whether the new model is better."""
     trainings, everyone = get_trainings(request), is_admin(request, runtime.settings.access)
-    record = trainings.find(training, get_caller(request), everyone=everyone)
+    record = trainings.queue.find(training, get_caller(request), everyone=everyone)
     return await run_in_thread(partial(report_training, trainings, record))
 
 

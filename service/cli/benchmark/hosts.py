@@ -13,10 +13,11 @@ from service.core.errors import ConfigError
 from service.core.quantities import Size
 from service.core.types import Volume
 from service.models.spec import ModelSpec
+from service.serving.devices.cluster.cluster_devices import ConnectCluster, open_cluster
 from service.serving.devices.cluster.ray_cluster import connect_cluster
-from service.serving.devices.cluster.remote_worker import ConnectCluster, RemoteWorker, RemoteWorkers
-from service.serving.devices.job import Job
-from service.serving.devices.worker import Reservation
+from service.serving.devices.device import Device, Scheduler
+from service.serving.devices.queue.job import Job
+from service.serving.devices.reservation import Reservation
 from service.serving.metrics import Metrics
 
 HEAD = "| workers | windows/s | per worker, relative to one worker |\n|---|---|---|"
@@ -45,13 +46,11 @@ def measure(
     Pixels and labels go through the shared folder, as in the service. Waits until all workers are there. Each row is
     yielded as soon as it is measured. Raises ConfigError without a cluster, and what segmenting raises.
     """
-    if settings.cluster.address is None:
-        raise ConfigError("--hosts measures the workers of a cluster, and cluster.address names none.")
     volume = Volume.from_array(tile_sample(spec, shape)[None])
-    with _start(spec, settings, connect) as workers:
-        _time_requests(workers, spec, volume, 1)
-        for count in range(1, len(workers) + 1):
-            yield _time_requests(workers[:count], spec, volume, repeats)
+    with _start(spec, settings, connect) as devices:
+        _time_requests(devices, spec, volume, 1)
+        for count in range(1, len(devices) + 1):
+            yield _time_requests(devices[:count], spec, volume, repeats)
 
 
 def format_row(row: HostsRow, first: HostsRow) -> str:
@@ -61,40 +60,41 @@ def format_row(row: HostsRow, first: HostsRow) -> str:
 
 
 @contextmanager
-def _start(spec: ModelSpec, settings: Settings, connect: ConnectCluster) -> Iterator[tuple[RemoteWorker, ...]]:
+def _start(spec: ModelSpec, settings: Settings, connect: ConnectCluster) -> Iterator[Sequence[Device]]:
     """Start the workers, each of which loads the model."""
     every = settings.cluster.model_copy(update={"least_workers": None})
-    cluster = RemoteWorkers(settings.model_copy(update={"cluster": every}), connect, Metrics())
+    cluster = open_cluster(settings.model_copy(update={"cluster": every}), connect, Metrics())
+    if cluster is None:
+        raise ConfigError("--hosts measures the workers of a cluster, and cluster.address names none.")
     try:
-        for worker in cluster.workers:
-            worker.start({spec.name: spec}, [spec.name])
-        while cluster.problems() or any(worker.model_cache.starting for worker in cluster.workers):
+        for device in cluster.devices:
+            device.start({spec.name: spec}, [spec.name])
+        while cluster.problems() or any(device.scheduler.models.cache.starting for device in cluster.devices):
             time.sleep(0.1)
-        yield cluster.workers
+        yield cluster.devices
     finally:
-        for worker in cluster.workers:
-            worker.watchdog.stop()
-            worker.cancel_requests()
-            worker.stop(JOIN_SECONDS)
+        for device in cluster.devices:
+            device.scheduler.cancel_requests()
+            device.stop(JOIN_SECONDS)
         cluster.close()
 
 
-def _time_requests(workers: Sequence[RemoteWorker], spec: ModelSpec, volume: Volume, repeats: int) -> HostsRow:
+def _time_requests(devices: Sequence[Device], spec: ModelSpec, volume: Volume, repeats: int) -> HostsRow:
     began = time.monotonic()
-    jobs = [_submit(worker, spec, volume) for _ in range(repeats) for worker in workers]
+    jobs = [_submit(device.scheduler, spec, volume) for _ in range(repeats) for device in devices]
     for job in jobs:
         job.future.result()
-    return HostsRow(len(workers), sum(job.progress.total for job in jobs), time.monotonic() - began)
+    return HostsRow(len(devices), sum(job.progress.total for job in jobs), time.monotonic() - began)
 
 
-def _submit(worker: RemoteWorker, spec: ModelSpec, volume: Volume) -> Job[Any]:
-    reservation = Reservation(worker, spec.name)
-    windows = worker.estimator(spec).estimate(volume, AS_SAMPLED).windows
+def _submit(scheduler: Scheduler, spec: ModelSpec, volume: Volume) -> Job[Any]:
+    reservation = Reservation(scheduler, spec.name)
+    windows = scheduler.models.estimator(spec).estimate(volume, AS_SAMPLED).windows
 
     def segment(job: Job[Any]) -> None:
         reservation.segment(job, volume, AS_SAMPLED)
 
     job: Job[Any] = Job(spec.name, segment, windows=windows, ready=False)
-    worker.queue.put(job)
+    scheduler.queue.put(job)
     reservation.take(job)
     return job

@@ -12,7 +12,7 @@ from service.core.hardware import devices
 from service.engine.tuning.plans import EngineConfig, EnginePlan
 from service.inference.segmenter import Segmenter
 from service.models.spec import ModelSpec
-from service.serving.devices.worker import device_worker_settings
+from service.serving.devices.local.settings import split_settings
 
 
 def tune_models(specs: list[ModelSpec], settings: Settings, seconds: float) -> Iterator[tuple[ModelSpec, EnginePlan]]:
@@ -25,7 +25,7 @@ def tune_models(specs: list[ModelSpec], settings: Settings, seconds: float) -> I
 def _list_devices(settings: Settings) -> list[Settings]:
     """Return the settings of each device that `stackseg serve` would use, one of those that are alike."""
     alike: dict[tuple[str, int], Settings] = {}
-    for _name, each in device_worker_settings(settings):
+    for _name, each in split_settings(settings):
         alike.setdefault((devices.device_name(devices.choose_device(each.device.name)), each.device.threads), each)
     return list(alike.values())
 

@@ -6,37 +6,19 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from service.core.errors import BrokenModel, ConfigError, NotReady, StackSegError
 from service.core.sections.computing import Models
-from service.inference.segmenter import Segmenter
 from service.models import repository
 from service.models.spec import ModelSpec
-from service.serving.devices.model_cache import LoadedModel
-from service.serving.devices.worker import DeviceWorker
-
-State = Literal["unloaded", "loading", "ready", "failed"]
+from service.serving.devices.device import Device
+from service.serving.devices.models.cache import ModelCache
+from service.serving.devices.models.memory import LoadedModel
+from service.serving.devices.models.model import DeviceModel
+from service.serving.devices.models.state import ModelState, read_models
 
 log = logging.getLogger(__name__)
-
-
-class ModelState(NamedTuple):
-    """A model of the repository and its present state.
-
-    state      unloaded until the first request for it
-    spec       None for a folder that cannot be read
-    segmenter  the loaded model
-    problem    why it failed, or why it is not served as its folder has it
-    loaded     memory and use on each device that has it loaded, by the device's name
-    """
-
-    name: str
-    state: State
-    spec: ModelSpec | None = None
-    segmenter: Segmenter | None = None
-    problem: str | None = None
-    loaded: Mapping[str, LoadedModel] = {}
 
 
 class Reloaded(NamedTuple):
@@ -59,11 +41,11 @@ class ModelRegistry:
     load_first  names of the models that are loaded at start
     """
 
-    def __init__(self, settings: Models, device_workers: Sequence[DeviceWorker], trained: Path | None = None) -> None:
+    def __init__(self, settings: Models, devices: Sequence[Device], trained: Path | None = None) -> None:
         """Find the model folders, also below `trained`. Raises ConfigError for a repository that is none."""
         self._settings, self._trained = settings, trained
         self._folders = repository.find_model_folders(settings.folder, settings.serve, trained)
-        self._device_workers = device_workers
+        self._devices = devices
         self._states: dict[str, ModelState] = {}
         self._reloading = threading.Lock()
         self.spec_json: Mapping[str, str] = {}
@@ -72,7 +54,7 @@ class ModelRegistry:
 
     def read_repository(self) -> None:
         """Read every model file. A model that cannot be read has failed, and keeps no other from being served."""
-        self._serve(_read_models(self._folders, self._trained))
+        self._serve(read_models(self._folders, self._trained))
         wanted = self._names_at_start(self._states)
         self.load_first = tuple(name for name in self.specs if name in wanted)
         for name in sorted(wanted - self._states.keys()):
@@ -89,7 +71,7 @@ class ModelRegistry:
             raise NotReady("The models are being reloaded already; try again when that is done.")
         try:
             folders = repository.find_model_folders(self._settings.folder, self._settings.serve, self._trained)
-            return self._reload(_read_models(folders, self._trained))
+            return self._reload(read_models(folders, self._trained))
         except ConfigError as error:
             raise BrokenModel(str(error)) from error
         finally:
@@ -148,7 +130,7 @@ class ModelRegistry:
             held = (state for state in self._states.values() if state.spec and state.spec.folder.name == name)
             known = next(held, known)
             return found if known is None else self._keep(known, found.problem)
-        failed = any(name in worker.model_cache.problems for worker in self._device_workers)
+        failed = any(name in cache.problems for cache in self._caches)
         if known is not None and known.spec == found.spec and not failed:
             return known._replace(problem=None)
         try:
@@ -164,11 +146,11 @@ class ModelRegistry:
         It is loaded at once where the earlier one is, or with `load`.
         """
         keep = True
-        for worker in self._device_workers:
-            cache = worker.model_cache
-            loaded = cache.get(spec.name) is not None or cache.is_awaited(spec.name)
+        for device in self._devices:
+            models = device.scheduler.models
+            loaded = models.cache.get(spec.name) is not None or models.cache.is_awaited(spec.name)
             try:
-                worker.renew(spec, load=load or loaded, keep=keep)
+                models.renew(spec, load=load or loaded, keep=keep)
             except StackSegError:
                 if keep:
                     raise
@@ -182,8 +164,8 @@ class ModelRegistry:
         return state._replace(problem=problem)
 
     def _forget(self, name: str) -> None:
-        for worker in self._device_workers:
-            worker.forget(name)
+        for device in self._devices:
+            device.scheduler.models.forget(name)
 
     def _names_at_start(self, names: Collection[str]) -> frozenset[str]:
         """Return which of the models that have these names are loaded at start, and names that no model has."""
@@ -193,6 +175,10 @@ class ModelRegistry:
 
     def _default_name(self, names: Collection[str]) -> str:
         return self._settings.default or repository.default_name(names)
+
+    @property
+    def _caches(self) -> list[ModelCache[DeviceModel]]:
+        return [device.scheduler.models.cache for device in self._devices]
 
     @property
     def default(self) -> str:
@@ -220,21 +206,21 @@ class ModelRegistry:
     def spec(self, name: str | None) -> ModelSpec:
         """Return the spec of a model. Raises UnknownModel, BrokenModel, and NotReady while models load at start."""
         spec = self.servable_spec(name)
-        if all(spec.name in worker.model_cache.starting for worker in self._device_workers):
+        if all(spec.name in cache.starting for cache in self._caches):
             raise NotReady(f"The model {spec.name} is still being loaded; try again in a few seconds.")
         return spec
 
-    def loaded(self, name: str) -> Segmenter | None:
+    def loaded(self, name: str) -> DeviceModel | None:
         """Return the model as the first device has it loaded; None where no device has."""
-        return next(filter(None, (worker.model_cache.get(name) for worker in self._device_workers)), None)
+        return next(filter(None, (cache.get(name) for cache in self._caches)), None)
 
     def unready_reasons(self) -> Iterator[str]:
         """Yield a sentence for each model that keeps the service from being ready: the default one has to be well."""
         for name in self._states:
-            starting = [worker for worker in self._device_workers if name in worker.model_cache.starting]
+            starting = [device for device in self._devices if name in device.scheduler.models.cache.starting]
             # One that is ready answers for those of other hosts that are not.
-            if len(starting) == len(self._device_workers) or any(not worker.is_remote for worker in starting):
-                at = "".join(str(worker.loading.get(name, "")) for worker in self._device_workers)
+            if len(starting) == len(self._devices) or any(device.is_required for device in starting):
+                at = "".join(str(device.scheduler.models.loading.get(name, "")) for device in self._devices)
                 yield f"{name} is being loaded{at and ': '}{at}."
         if self._is_faulty(self.default):
             yield self._explain(self.default)
@@ -251,7 +237,7 @@ class ModelRegistry:
     def _is_faulty(self, name: str) -> bool:
         """Whether a model is not there or cannot be used on a device."""
         state = self._states.get(name)
-        failed = any(name in worker.model_cache.problems for worker in self._device_workers)
+        failed = any(name in cache.problems for cache in self._caches)
         return failed or state is None or state.spec is None
 
     def _explain(self, name: str) -> str:
@@ -264,10 +250,10 @@ class ModelRegistry:
         """Return the model with its present state on the devices."""
         if state.spec is None:
             return state
-        loaded, segmenter = self._loaded_on(state.name), self.loaded(state.name)
-        if segmenter is not None and loaded:
-            return state._replace(state="ready", segmenter=segmenter, loaded=loaded)
-        caches = [worker.model_cache for worker in self._device_workers]
+        loaded, model = self._loaded_on(state.name), self.loaded(state.name)
+        if model is not None and loaded:
+            return state._replace(state="ready", device_model=model, loaded=loaded)
+        caches = self._caches
         if any(cache.is_awaited(state.name) for cache in caches):
             return state._replace(state="loading")
         problem = next((cache.problems[state.name] for cache in caches if state.name in cache.problems), None)
@@ -275,33 +261,5 @@ class ModelRegistry:
 
     def _loaded_on(self, name: str) -> dict[str, LoadedModel]:
         """Return what is known of the loaded model by device."""
-        devices = {worker.name: worker.loaded_models.get(name) for worker in self._device_workers}
+        devices = {device.name: device.loaded_models.get(name) for device in self._devices}
         return {device: model for device, model in devices.items() if model is not None}
-
-
-def _read_models(folders: Sequence[Path], trained: Path | None) -> dict[str, ModelState]:
-    """Return the model of each folder by its name; one that cannot be read has failed, under the folder's name.
-
-    Of two with one name none is served, but for one below `trained`, which the other takes the place of.
-    """
-    states: dict[str, ModelState] = {}
-    for folder in folders:
-        state = _read_model(folder)
-        if state.name in states and folder.parent == trained:
-            log.error("%s is not served: %r is the name of a model of another folder.", folder, state.name)
-            continue
-        if state.name in states:
-            problem = f"{folder}: the name {state.name!r} is taken by another folder; give one of them another."
-            log.error("%s", problem)
-            state = ModelState(state.name, "failed", problem=problem)
-        states[state.name] = state
-    return states
-
-
-def _read_model(folder: Path) -> ModelState:
-    try:
-        spec = repository.read_spec(folder)
-    except BrokenModel as error:
-        log.error("%s", error)  # noqa: TRY400 - the message says it all
-        return ModelState(folder.name, "failed", problem=str(error))
-    return ModelState(spec.name, "unloaded", spec)

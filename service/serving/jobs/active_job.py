@@ -15,8 +15,8 @@ from service.core.errors import StackSegError
 from service.core.telemetry import Stages
 from service.inference.memory_errors import translate_error
 from service.inference.result import Result
-from service.serving.devices.job import Job, Progress
-from service.serving.devices.worker import Reservation
+from service.serving.devices.queue.job import Job, Progress
+from service.serving.devices.reservation import Reservation
 from service.serving.jobs.folder_run import FolderRun
 from service.serving.jobs.folder_work import Done
 from service.serving.jobs.record import JobRecord, JobRequest
@@ -72,7 +72,7 @@ class ActiveJob:
         self.waits_for_space = False
         self.over = threading.Event()
         self.space: Hold
-        self.queue = reservation.device_worker.queue
+        self.queue = reservation.queue
         self.run: FolderRun | None = None
         self.job: Job[Result | Done]
 

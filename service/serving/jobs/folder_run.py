@@ -18,9 +18,8 @@ from service.core.types import Options, Volume
 from service.inference.diameter.estimation import Sizing
 from service.inference.result import Result
 from service.inference.series.time_points import Series
-from service.serving.devices.job import Job, Progress
-from service.serving.devices.worker import Reservation
-from service.serving.fair_threads import FairThreadPool
+from service.serving.devices.queue.job import Job, Progress
+from service.serving.devices.reservation import Reservation
 from service.serving.jobs.folder_records import REPORT, TABLE
 from service.serving.jobs.folder_work import Done, FolderWork, StackCalls, is_free, select_stacks
 from service.serving.parameters import Query
@@ -29,6 +28,7 @@ from service.serving.results.answers import SegmentationRequest
 from service.serving.results.metadata import AnswerMetadata
 from service.serving.runtime import Runtime
 from service.serving.segmentation import DeviceRequest, queue_work
+from service.serving.storage.fair_threads import FairThreadPool
 from service.serving.storage.host_files import HostFiles, Source
 from service.serving.storage.scratch import Hold
 
@@ -125,7 +125,7 @@ class FolderRun:
         service was told to stop.
         """
         host_files, places = self._runtime.host_files, self._places
-        estimator = self._runtime.device_workers[0].estimator(self._spec)
+        estimator = self._runtime.estimator(self._spec)
         estimated = estimator.plan(self._query.options).estimated
         measured = estimator.output(self._query.options) == "labels"
         calls = StackCalls(
@@ -149,7 +149,7 @@ class FolderRun:
         faults, doubts = done.faults, done.doubts
         if len(faults) == len(done.records):
             raise BadFile(f"None of the {len(faults)} stacks could be segmented. The first: {faults[0]}")
-        kind = self._runtime.device_workers[0].estimator(self._spec).output(self._query.options)
+        kind = self._runtime.estimator(self._spec).output(self._query.options)
         warnings = [*faults, *doubts]
         more = len(warnings) - MAX_WARNINGS
         notes = [*warnings[:MAX_WARNINGS], *([f"{REPORT} has {more} more."] if more > 0 else [])]

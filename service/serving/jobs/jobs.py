@@ -12,8 +12,8 @@ from typing import BinaryIO
 from service.core.config import Settings
 from service.core.errors import BadParameter, NotFinished, ResultGone
 from service.core.types import Description
-from service.serving.devices.queue import JobQueue, JobThreads
-from service.serving.fair_threads import begin_threads
+from service.serving.devices.queue.job_queue import JobQueue
+from service.serving.devices.queue.threads import JobThreads
 from service.serving.jobs.active_job import JobView, view_job, wait_until_over
 from service.serving.jobs.folder_run import FolderPlaces
 from service.serving.jobs.record import JobRecord, JobRequest
@@ -23,6 +23,7 @@ from service.serving.results.answers import SegmentationRequest
 from service.serving.results.metadata import AnswerMetadata
 from service.serving.runtime import JOIN_SECONDS, Runtime
 from service.serving.storage.disk import measure_disk
+from service.serving.storage.fair_threads import begin_threads
 from service.serving.storage.stack_store import StackStore
 
 WRITE_THREADS = 2
@@ -140,7 +141,7 @@ class AsyncJobs:
         """
         query, runtime = received.query, self._runtime
         spec = runtime.models.spec(query.model)
-        runtime.device_workers[0].estimator(spec).plan(query.options)
+        runtime.estimator(spec).plan(query.options)
         places = FolderPlaces.of(query, received.caller)
         places.check(runtime.host_files, overwrite=bool(query.overwrite))
         place = f"{places.stacks.removesuffix('/')}/"

@@ -24,8 +24,8 @@ from service.core.errors import (
 from service.formats.sandbox.reader import Source
 from service.inference.result import Result
 from service.inference.series.time_points import Series
-from service.serving.devices.job import Job, Needs
-from service.serving.devices.queue import JobQueue
+from service.serving.devices.queue.job import Job, Needs
+from service.serving.devices.queue.job_queue import JobQueue
 from service.serving.jobs.active_job import ActiveJob
 from service.serving.jobs.failure import as_failure
 from service.serving.jobs.folder_run import FolderRun

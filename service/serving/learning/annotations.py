@@ -1,4 +1,4 @@
-"""Annotated stacks: an image and corrected labels of one shape, kept until their owner deletes them."""
+"""The store of annotated stacks, which are kept until their owner deletes them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ import shutil
 import threading
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -24,13 +21,14 @@ from blake3 import blake3
 from service.core.buffers import make_allocator
 from service.core.errors import BadParameter, OutOfStorage, SwitchedOff, UnknownAnnotation
 from service.core.files.whole_file import sync_to_disk
-from service.core.quantities import Size, VoxelSize
+from service.core.quantities import VoxelSize
 from service.core.types import Segmentation, Volume, label_dtype
 from service.formats.tiff import writer as tiff_writer
+from service.serving.learning.annotation import IMAGE, LABELS, Annotation, NewAnnotation, Origin, Region
 from service.serving.storage.disk import translate_disk_faults
 from service.serving.storage.scratch import MARKER, make_locked_folder, sweep
 
-IMAGE, LABELS, RECORD = "image.ome.tif", "labels.ome.tif", "annotation.json"
+RECORD = "annotation.json"
 # Of a folder that is being written.
 PARTIAL_PREFIX = ".part-"
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -38,146 +36,6 @@ _ID = re.compile(r"[0-9a-f]{32}")
 _TABLE_NUMBERS, _MOST_SORTED = 2**24, 2**20
 # Of one owner: each call of an owner reads all of their records.
 MOST_STACKS = 10_000
-# Of those that overlap with one.
-MOST_OVERLAPS = 32
-# Pairs of boxes that are compared at a time.
-_COMPARED = 2**20
-
-
-@dataclass(frozen=True)
-class Region:
-    """The part [z0, z1), [y0, y1), [x0, x1) of a stack, in voxels."""
-
-    z: tuple[int, int]
-    y: tuple[int, int]
-    x: tuple[int, int]
-
-    @classmethod
-    def parse(cls, text: str, shape: Size) -> Self:
-        """Parse z0:z1,y0:y1,x0:x1. Raises BadParameter for text of another form, and for what is not in the stack."""
-        ranges = [tuple(int(edge) for edge in part.split(":")) for part in text.split(",") if _is_range(part)]
-        match ranges:
-            case [(z0, z1), (y0, y1), (x0, x1)] if text.count(",") == 2:
-                region = cls((z0, z1), (y0, y1), (x0, x1))
-                if all(a < b <= edge for (a, b), edge in zip(region.ranges, shape, strict=True)):
-                    return region
-        size = ",".join(f"0:{edge}" for edge in shape)
-        raise BadParameter(
-            f"region: z0:z1,y0:y1,x0:x1 within {size} is expected, not {text[:80]!r}.", parameter="region"
-        )
-
-    @property
-    def ranges(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-        return self.z, self.y, self.x
-
-    @property
-    def slices(self) -> tuple[slice, slice, slice]:
-        """The part as an index of an array [Z, Y, X]."""
-        z, y, x = (slice(*edges) for edges in self.ranges)
-        return z, y, x
-
-    def __str__(self) -> str:
-        """Return text that `parse` understands."""
-        return ",".join(f"{a}:{b}" for a, b in self.ranges)
-
-
-def _is_range(text: str) -> bool:
-    return re.fullmatch(r"[0-9]{1,7}:[0-9]{1,7}", text) is not None
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Origin of corrected labels.
-
-    model     with its version
-    diameter  as the parameter takes it
-    changes   number of corrections
-    time      the time point of a series, from 0
-    stack     id of the stack; like the job it may be gone
-    job       id of the job whose labels were corrected
-    """
-
-    model: str | None = None
-    diameter: str | None = None
-    changes: int | None = None
-    time: int | None = None
-    stack: str | None = None
-    job: str | None = None
-
-
-@dataclass(frozen=True)
-class Annotation:
-    """An annotated stack on disk.
-
-    folder   its name is the annotation's id
-    owner    key that has kept it
-    shape    (Z, Y, X)
-    region   the corrected part, None: all
-    objects  in that part of the labels
-    digest   of the image's pixels: two annotated stacks with the same one are of one image
-    nbytes   of its files
-    created  in seconds since 1970
-    """
-
-    folder: Path
-    name: str
-    owner: str | None
-    shape: Size
-    voxel_size: VoxelSize | None
-    region: Region | None
-    objects: int
-    digest: str
-    origin: Origin
-    nbytes: int
-    created: float
-
-    @cached_property
-    def id(self) -> str:
-        return self.folder.name
-
-    @property
-    def image(self) -> Path:
-        """The image, OME-TIFF ZYX."""
-        return self.folder / IMAGE
-
-    @property
-    def labels(self) -> Path:
-        """The labels, OME-TIFF ZYX of the image's shape."""
-        return self.folder / LABELS
-
-    @cached_property
-    def box(self) -> tuple[tuple[int, int], ...]:
-        """The corrected part, or all, as ranges of z, y, x."""
-        return tuple((0, edge) for edge in self.shape) if self.region is None else self.region.ranges
-
-
-def find_overlaps(annotations: Sequence[Annotation]) -> dict[str, Sequence[Annotation]]:
-    """Return those of the annotated stacks that overlap with each of them, by its id.
-
-    They have labels for the same place of one image. They are in their order, `MOST_OVERLAPS` at most.
-    """
-    of_image: defaultdict[str, list[Annotation]] = defaultdict(list)
-    for annotation in annotations:
-        of_image[annotation.digest].append(annotation)
-    found: dict[str, Sequence[Annotation]] = dict.fromkeys((annotation.id for annotation in annotations), ())
-    for group in of_image.values():
-        if len(group) == 1:
-            continue
-        # Along z, y and x the first and the last edges of all boxes.
-        edges = np.array([annotation.box for annotation in group]).transpose(1, 2, 0).copy()
-        # One owner may have thousands of one image.
-        rows = max(_COMPARED // len(group), 1)
-        for first in range(0, len(group), rows):
-            own = slice(first, first + rows)
-            shared = np.ones((len(edges[0, 0, own]), len(group)), np.bool_)
-            for low, high in edges:
-                shared &= low < high[own, np.newaxis]
-                shared &= low[own, np.newaxis] < high
-            np.fill_diagonal(shared[:, first:], val=False)
-            for number in np.flatnonzero(shared.any(axis=1)).tolist():
-                others = np.flatnonzero(shared[number])[:MOST_OVERLAPS].tolist()
-                found[group[first + number].id] = [group[other] for other in others]
-    return found
 
 
 class Usage(NamedTuple):
@@ -217,16 +75,7 @@ class AnnotationStore:
             raise SwitchedOff("Annotated stacks are not kept here; the operator has set annotations.quota_bytes to 0.")
         self._check_quota(owner, 1)
 
-    def keep(  # noqa: PLR0913
-        self,
-        image: Volume,
-        labels: Volume,
-        *,
-        name: str,
-        owner: str | None,
-        region: Region | None = None,
-        origin: Origin | None = None,
-    ) -> Annotation:
+    def keep(self, image: Volume, labels: Volume, stated: NewAnnotation) -> Annotation:
         """Write image and labels, both of one channel and one shape; they are there whole or not at all.
 
         Raises BadParameter for another shape and for numbers that are no labels, SwitchedOff, and OutOfStorage beyond
@@ -234,40 +83,24 @@ class AnnotationStore:
         """
         if labels.shape != image.shape or image.shape[0] != 1:
             raise BadParameter(f"Image and labels differ in shape: {image.shape[1:]} and {labels.shape[1:]}.")
-        self.check_room(owner)
+        self.check_room(stated.owner)
         self.clean_up()
         number = uuid.uuid4().hex
         partial = self.folder / f"{PARTIAL_PREFIX}{number}"
-        shape = image.shape[1:]
         with translate_disk_faults():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = make_locked_folder(partial)
             try:
-                tiff_writer.write_image(image, partial / IMAGE)
-                objects = _write_labels(labels, partial / LABELS, image.voxel_size, region)
-                facts = {
-                    "name": name,
-                    "owner": owner,
-                    "shape": shape,
-                    "voxel_size": None if image.voxel_size is None else tuple(image.voxel_size),
-                    "region": None if region is None else str(region),
-                    "objects": objects,
-                    "digest": _digest(image),
-                    "origin": asdict(origin or Origin()),
-                    "nbytes": (nbytes := sum(path.stat().st_size for path in partial.iterdir())),
-                    "created": time.time(),
-                }
-                (partial / RECORD).write_text(json.dumps(facts), encoding="utf-8")
-                sync_to_disk(*partial.iterdir(), partial)
+                nbytes = _write(partial, image, labels, stated)
                 with self._lock:
-                    self._check_quota(owner, nbytes)
+                    self._check_quota(stated.owner, nbytes)
                     partial.rename(self.folder / number)
                 (self.folder / number / MARKER).unlink()
                 sync_to_disk(self.folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
                 os.close(lock)
-        return self.find(number, owner)
+        return self.find(number, stated.owner)
 
     def find(self, annotation: str, owner: str | None, *, everyone: bool = False) -> Annotation:
         """Return an annotated stack of this owner, or with `everyone` of any. Raises UnknownAnnotation."""
@@ -335,6 +168,28 @@ def _read(folder: Path) -> Annotation | None:
         )
     except (OSError, ValueError, TypeError, LookupError, BadParameter):
         return None
+
+
+def _write(folder: Path, image: Volume, labels: Volume, stated: NewAnnotation) -> int:
+    """Write image, labels and the record into a folder; return the bytes of image and labels."""
+    tiff_writer.write_image(image, folder / IMAGE)
+    objects = _write_labels(labels, folder / LABELS, image.voxel_size, stated.region)
+    nbytes = sum(path.stat().st_size for path in folder.iterdir())
+    facts = {
+        "name": stated.name,
+        "owner": stated.owner,
+        "shape": image.shape[1:],
+        "voxel_size": None if image.voxel_size is None else tuple(image.voxel_size),
+        "region": None if stated.region is None else str(stated.region),
+        "objects": objects,
+        "digest": _digest(image),
+        "origin": asdict(stated.origin),
+        "nbytes": nbytes,
+        "created": time.time(),
+    }
+    (folder / RECORD).write_text(json.dumps(facts), encoding="utf-8")
+    sync_to_disk(*folder.iterdir(), folder)
+    return nbytes
 
 
 def _write_labels(labels: Volume, path: Path, voxel_size: VoxelSize | None, region: Region | None) -> int:

@@ -11,7 +11,8 @@ from service.core.errors import BadParameter
 from service.core.quantities import VoxelSize
 from service.core.types import Cancelling, Selection
 from service.formats.sandbox.reader import Reader, Source
-from service.serving.learning.annotations import Annotation, AnnotationStore, Origin, Region
+from service.serving.learning.annotation import Annotation, NewAnnotation, Origin, Region
+from service.serving.learning.annotations import AnnotationStore
 from service.serving.storage.scratch import Hold
 
 
@@ -59,7 +60,7 @@ def keep_correction(
     numbers = reader.read_labels(labels, shape, folder, cancelled=cancelled)
     if selection.voxel_size is None:
         _check_voxel_size(numbers.voxel_size, image.voxel_size)
-    return annotations.keep(image, numbers, name=name, owner=owner, region=corrected, origin=origin)
+    return annotations.keep(image, numbers, NewAnnotation(name, owner, corrected, origin))
 
 
 def _check_voxel_size(labels: VoxelSize | None, stack: VoxelSize | None) -> None:

@@ -94,8 +94,8 @@ class TrainingChild:
 
     def _follow(self, request: dict[str, Any], update: Callable[[dict[str, Any]], object]) -> str | None:
         process = self.process
-        assert process.stdin is not None  # noqa: S101 - they are pipes
-        assert process.stdout is not None  # noqa: S101
+        if process.stdin is None or process.stdout is None:
+            raise ValueError("the process has no pipes")
         failure: str | None = None
         with process.stdin as stdin, process.stdout as stdout:
             with suppress(BrokenPipeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -61,6 +62,17 @@ class TrainingRecord:
     def over(self) -> bool:
         """Whether the training neither waits nor runs."""
         return self.state not in {"waiting", "running"}
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds that the training may still run; None if it does not run, or takes longer than was asked for.
+
+        It may end sooner.
+        """
+        if self.state != "running" or self.started is None:
+            return None
+        left = 60 * self.minutes - (time.time() - self.started)
+        return left if left > 0 else None
 
     def update(self, news: Mapping[str, Any]) -> None:
         """Take over a line of progress. Raises ValueError, TypeError or LookupError where it makes no sense."""

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakeSegmenter, until
+from fakes import until
 from live import as_tiff
-from runtimes import loaded_segmenter
+from runtimes import FAKE_PARTS, loaded_segmenter
 from starlette.testclient import TestClient
 
 from service.api.access.authentication import extract_key, matches_host, parse_host
@@ -22,7 +22,6 @@ from service.api.access.rate_limit import hash_key
 from service.api.app import create_app
 from service.core import telemetry
 from service.core.config import Settings
-from service.serving.runtime import Runtime
 
 ADA, BOB = "stackseg_ada", "stackseg_bob"
 KEYS = {"ada": hash_key(ADA), "bob": hash_key(BOB)}
@@ -44,8 +43,7 @@ def service(repository: Path, scratch: Path, **access: Any) -> Iterator[TestClie
             "access": access,
         }
     )
-    app = create_app(settings)
-    app.state.runtime = Runtime(settings, FakeSegmenter)
+    app = create_app(settings, FAKE_PARTS)
     with TestClient(app, raise_server_exceptions=False) as client:
         until(lambda: app.state.runtime.unready_reasons() == ())
         yield client
@@ -166,7 +164,7 @@ def test_requests_at_once_are_those_of_a_key_and_end_with_the_answer(bands_repos
 
         first = threading.Thread(target=post)
         first.start()
-        until(lambda: client.app.state.runtime.running)  # type: ignore[attr-defined]
+        until(lambda: client.app.state.runtime.devices.running)  # type: ignore[attr-defined]
         refused = client.post("/segment", content=STACK, headers=TIFF | bearer(ADA))
         assert problem_of(refused) == (429, "rate-limited")
         assert client.get("/models", headers=bearer(ADA)).status_code == 200

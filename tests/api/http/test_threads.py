@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from service.api.http.threads import FILE_THREADS, follow, run_in_thread, run_while_connected, time_limit
 from service.core.errors import BadParameter, Cancelled, TimedOut
-from service.serving.devices.job import Job
+from service.serving.devices.queue.job import Job
 
 
 def test_thread_is_waited_for_however_often_its_caller_is_cancelled() -> None:

@@ -45,7 +45,7 @@ def open_gate(request: pytest.FixtureRequest) -> Iterator[None]:
         service: Service = request.getfixturevalue("service")
         service.caller, service.fake.error, service.fake.notes = None, None, ()
         service.fake.gate.set()
-        until(lambda: service.runtime.waiting == 0 and not service.runtime.running)
+        until(lambda: service.runtime.devices.waiting == 0 and not service.runtime.devices.running)
 
 
 def test_job_is_accepted_at_once_and_its_result_fetched_later(service: Service) -> None:
@@ -157,7 +157,7 @@ def test_cancelling_what_runs_frees_the_device_and_cancelling_what_waits_the_pla
     for job in (waiting, running):
         assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
         assert service.show(job)["state"] == "cancelled"
-    until(lambda: not service.runtime.running and service.runtime.waiting == 0)
+    until(lambda: not service.runtime.devices.running and service.runtime.devices.waiting == 0)
     gone = service.result(running)
     assert (gone.status_code, gone.json()["type"]) == (410, "urn:stackseg:problem:result-gone")
     until(lambda: list(service.runtime.scratch.requests.iterdir()) == [])

@@ -14,9 +14,11 @@ import pytest
 import yaml
 from fakes import FakeSegmenter, until
 from live import Live, as_tiff, eager, serve
+from runtimes import caches
 
 from service.api.access.rate_limit import generate_key, hash_key
 from service.core.errors import BrokenModel
+from service.serving.devices.device import loaded_bytes
 
 STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
 
@@ -99,7 +101,7 @@ def test_a_request_keeps_its_model_and_its_result_is_kept_for_no_other(service: 
     answers: list[str] = []
     request = threading.Thread(target=lambda: answers.append(service.segment("bands")))
     request.start()
-    until(lambda: service.live.runtime.running)
+    until(lambda: service.live.runtime.devices.running)
     put(service.models, "bands", "2")
     assert service.reload()["changed"] == ["bands"]
     assert service.served()["bands"] == ("2", "ready")
@@ -107,9 +109,9 @@ def test_a_request_keeps_its_model_and_its_result_is_kept_for_no_other(service: 
     request.join()
     assert answers == ["bands/1"]
     assert service.segment("bands") == "bands/2"
-    memory = service.live.runtime.device_workers[0]
+    memory = service.live.runtime.devices.all[0]
     until(lambda: 'stackseg_model_unloads_total{model="bands"} 1.0' in service.live.client.get("/metrics").text)
-    assert memory.loaded_bytes == old.nbytes
+    assert loaded_bytes(memory) == old.nbytes
 
 
 def test_a_result_says_which_model_made_it_and_is_kept_for_no_other_while_devices_change(
@@ -123,8 +125,8 @@ def test_a_result_says_which_model_made_it_and_is_kept_for_no_other_while_device
         put(models, "bands", "2")
         reloading = pool.submit(live.client.post, "/models/reload")
         try:
-            first, _ = live.runtime.device_workers
-            until(lambda: first.model_cache.get("bands") in loading.fakes.get("bands/2", []))
+            first, _ = caches(live.runtime)
+            until(lambda: (model := first.get("bands")) and model.segmenter in loading.fakes.get("bands/2", []))
             assert live.client.get("/models").json()["models"][0]["version"] == "1"
             # By the first device, as both have nothing to do.
             answer = live.segment(STACK)

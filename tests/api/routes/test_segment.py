@@ -18,7 +18,7 @@ import tifffile
 from fakes import FakeSegmenter, until
 from live import as_tiff
 from object_server import serve_objects
-from runtimes import loaded_segmenter
+from runtimes import FAKE_PARTS, loaded_segmenter
 from starlette.testclient import TestClient
 from zarr_files import pack, write_zarr
 
@@ -29,10 +29,12 @@ from service.api.messages.results import MAX_NOTE_LETTERS, build_headers
 from service.core.config import Settings
 from service.core.quantities import VoxelSize
 from service.models.spec import ModelSpec
+from service.serving.build import Parts
 from service.serving.parameters import Query
 from service.serving.results.answers import answer_name, fingerprint
 from service.serving.results.metadata import AnswerMetadata
-from service.serving.runtime import SMALL_READERS, Runtime
+from service.serving.runtime import Runtime
+from service.serving.storage.readers import SMALL_READERS
 
 TIFF = {"Content-Type": "image/tiff"}
 STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
@@ -41,8 +43,7 @@ STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
 def start(folder: Path, scratch: Path, references: dict[str, Any] | None = None, **limits: Any) -> TestClient:
     chosen = {"models": {"folder": folder}, "server": {"scratch_folder": scratch}, "references": references or {}}
     settings = Settings.model_validate(chosen | {"limits": {"cache_bytes": 0} | limits})
-    app = create_app(settings)
-    app.state.runtime = Runtime(settings, FakeSegmenter)
+    app = create_app(settings, FAKE_PARTS)
     return TestClient(app)
 
 
@@ -330,8 +331,7 @@ def test_validator_changes_with_what_the_operator_chose_and_with_how_the_model_r
 
         chosen = {"models": {"folder": bands_repository}, "server": {"scratch_folder": tmp_path}}
         settings = Settings.model_validate(chosen | {"windows": {"overlap": overlap}})
-        app = create_app(settings)
-        app.state.runtime = Runtime(settings, load)
+        app = create_app(settings, Parts(load=load))
         with TestClient(app) as client:
             until(lambda client=client: runtime_of(client).unready_reasons() == ())
             tags.append(client.post("/segment", content=STACK, headers=TIFF).headers["etag"])
@@ -347,7 +347,7 @@ def test_request_that_takes_too_long_is_given_up(bands_repository: Path, tmp_pat
         fake.gate.clear()
         response = client.post("/segment", content=STACK, headers=TIFF)
         assert (response.status_code, response.json()["type"]) == (504, "urn:stackseg:problem:timed-out")
-        until(lambda: not runtime.running)
+        until(lambda: not runtime.devices.running)
         assert list(runtime.scratch.requests.iterdir()) == []
         fake.gate.set()
         assert client.post("/segment", content=STACK, headers=TIFF).status_code == 200
@@ -368,8 +368,8 @@ def test_request_that_waits_when_the_service_stops_is_told_so(bands_repository: 
         for thread in threads:
             thread.start()
         # The first of the two waits as well, until the worker has noticed it.
-        until(lambda: runtime.running and runtime.waiting == 1)
-        runtime.device_workers[0].queue.cancel_all()
+        until(lambda: runtime.devices.running and runtime.devices.waiting == 1)
+        runtime.devices.all[0].scheduler.queue.cancel_all()
         for thread in threads:
             thread.join(20)
         assert [answer.status_code for answer in answers] == [503, 503]

@@ -43,7 +43,7 @@ def test_requests_are_seen_running_waiting_and_with_their_stages_once_they_have_
         for request in requests:
             request.join()
     assert {running["model"], waiting["model"]} == {"bands"}
-    assert running["device"] == live.runtime.device_workers[0].name
+    assert running["device"] == live.runtime.devices.all[0].name
     assert running["progress"]["total"] >= waiting["progress"]["total"] > 0
     assert running["seconds"] > 0
     seen = status()

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from fakes import FakeSegmenter, until
-from runtimes import loaded_segmenter, running, settings
+from runtimes import FAKE_PARTS, loaded_segmenter, running, settings
 
 from service.core.config import Settings
 from service.core.errors import BrokenModel, ConfigError, NotReady, UnknownModel
-from service.serving.runtime import Runtime
+from service.serving.build import build_runtime
 
 
 def closed(gates: list[FakeSegmenter]) -> Any:
@@ -85,4 +85,4 @@ def test_a_trained_model_does_not_keep_one_of_the_operators_from_being_served(
 
 def test_repository_that_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere is not a folder"):
-        Runtime(settings(tmp_path / "nowhere", tmp_path), FakeSegmenter)
+        build_runtime(settings(tmp_path / "nowhere", tmp_path), FAKE_PARTS)

@@ -132,7 +132,7 @@ def test_service_that_ends_during_a_fault_does_the_jobs_after_it(
         jobs = submit_two(service)
         faulty.enter_context(fault(tmp_path))
         service.fake.gate.set()
-        until(lambda: not service.runtime.running)
+        until(lambda: not service.runtime.devices.running)
     with start(bands_repository, tmp_path) as service:
         for job in jobs:
             service.wait(job, "done")

@@ -12,16 +12,8 @@ import pytest
 
 from service.core.errors import BadParameter, OutOfStorage
 from service.core.types import Volume
-from service.serving.learning.annotations import (
-    MOST_OVERLAPS,
-    PARTIAL_PREFIX,
-    RECORD,
-    Annotation,
-    AnnotationStore,
-    Origin,
-    Region,
-    find_overlaps,
-)
+from service.serving.learning.annotation import MOST_OVERLAPS, Annotation, NewAnnotation, Origin, Region, find_overlaps
+from service.serving.learning.annotations import PARTIAL_PREFIX, RECORD, AnnotationStore
 from service.serving.storage.scratch import make_locked_folder
 
 CELL = Volume.from_array(np.ones((1, 1, 2, 2), np.uint8))
@@ -42,9 +34,9 @@ def test_objects_with_large_numbers_are_counted_once(store: AnnotationStore) -> 
     image, labels = number(2**32 - 600, (1, 2, 16, 16))
     twice = Volume.from_array(np.concatenate([labels.array(), labels.array()], axis=1))
     image = Volume.from_array(np.zeros(twice.shape, np.uint8))
-    assert store.keep(image, twice, name="a", owner="ann").objects == 512
+    assert store.keep(image, twice, NewAnnotation(name="a", owner="ann")).objects == 512
     region = Region.parse("0:1,0:16,0:16", (4, 16, 16))
-    assert store.keep(image, twice, name="a", owner="ann", region=region).objects == 256
+    assert store.keep(image, twice, NewAnnotation(name="a", owner="ann", region=region)).objects == 256
 
 
 def test_a_number_for_every_voxel_takes_little_memory_and_is_refused(store: AnnotationStore, tmp_path: Path) -> None:
@@ -52,7 +44,7 @@ def test_a_number_for_every_voxel_takes_little_memory_and_is_refused(store: Anno
     tracemalloc.start()
     try:
         with pytest.raises(BadParameter, match="from 1 on"):
-            store.keep(image, labels, name="a", owner="ann")
+            store.keep(image, labels, NewAnnotation(name="a", owner="ann"))
         assert tracemalloc.get_traced_memory()[1] < 2**26
     finally:
         tracemalloc.stop()
@@ -60,17 +52,17 @@ def test_a_number_for_every_voxel_takes_little_memory_and_is_refused(store: Anno
 
 
 def test_an_owner_keeps_so_many_and_no_more(store: AnnotationStore) -> None:
-    kept = [store.keep(CELL, CELL, name="a", owner="ann") for _ in range(2)]
+    kept = [store.keep(CELL, CELL, NewAnnotation(name="a", owner="ann")) for _ in range(2)]
     with pytest.raises(OutOfStorage, match="delete some"):
-        store.keep(CELL, CELL, name="a", owner="ann")
-    store.keep(CELL, CELL, name="a", owner="bob")
+        store.keep(CELL, CELL, NewAnnotation(name="a", owner="ann"))
+    store.keep(CELL, CELL, NewAnnotation(name="a", owner="bob"))
     store.delete(kept[0].id, "ann")
-    store.keep(CELL, CELL, name="a", owner="ann")
+    store.keep(CELL, CELL, NewAnnotation(name="a", owner="ann"))
 
 
 def test_a_record_is_read_once_and_again_where_another_process_has_changed_it(tmp_path: Path) -> None:
     store = AnnotationStore(tmp_path, quota_bytes=2**30)
-    one, two = (store.keep(CELL, CELL, name=name, owner="ann") for name in ("one", "two"))
+    one, two = (store.keep(CELL, CELL, NewAnnotation(name=name, owner="ann")) for name in ("one", "two"))
     assert [kept.name for kept in store.newest("ann")] == ["two", "one"]
     record = one.folder / RECORD
     status, text = record.stat(), record.read_text()
@@ -85,7 +77,7 @@ def test_a_record_is_read_once_and_again_where_another_process_has_changed_it(tm
 
 
 def test_a_record_that_could_not_be_read_for_a_moment_is_read_again(tmp_path: Path) -> None:
-    AnnotationStore(tmp_path, quota_bytes=2**30).keep(CELL, CELL, name="one", owner="ann")
+    AnnotationStore(tmp_path, quota_bytes=2**30).keep(CELL, CELL, NewAnnotation(name="one", owner="ann"))
     store = AnnotationStore(tmp_path, quota_bytes=2**30)
     (record,) = tmp_path.glob(f"*/{RECORD}")
     status, text = record.stat(), record.read_text()
@@ -120,7 +112,7 @@ def test_what_a_killed_process_has_written_by_half_goes_and_what_others_write_st
     store.clean_up()
     assert list(tmp_path.iterdir()) == [others]
     os.close(lock)
-    kept = store.keep(CELL, CELL, name="a", owner="ann")
+    kept = store.keep(CELL, CELL, NewAnnotation(name="a", owner="ann"))
     assert list(tmp_path.iterdir()) == [kept.folder]
     assert {path.name for path in kept.folder.iterdir()} == {"annotation.json", "image.ome.tif", "labels.ome.tif"}
 
@@ -135,7 +127,7 @@ def test_what_all_owners_keep_is_measured_and_measured_again_once_it_changes(
     store: AnnotationStore, tmp_path: Path
 ) -> None:
     assert AnnotationStore(tmp_path / "absent", quota_bytes=1).measure() == (0, 0)
-    kept = [store.keep(CELL, CELL, name="a", owner=owner) for owner in ("ann", "bob")]
+    kept = [store.keep(CELL, CELL, NewAnnotation(name="a", owner=owner)) for owner in ("ann", "bob")]
     assert store.measure() == (2, kept[0].nbytes + kept[1].nbytes)
     os.utime(tmp_path, (0, 0))
     assert [store.measure(), store.measure()] == 2 * [(2, kept[0].nbytes + kept[1].nbytes)]
@@ -153,8 +145,8 @@ def test_a_full_disk_leaves_nothing_wherever_it_is_met(store: AnnotationStore, t
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         with pytest.raises(OutOfStorage, match="disk"):
-            store.keep(image, labels, name="a", owner="ann")
+            store.keep(image, labels, NewAnnotation(name="a", owner="ann"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []
-    assert store.keep(image, labels, name="a", owner="ann").objects > 0
+    assert store.keep(image, labels, NewAnnotation(name="a", owner="ann")).objects > 0

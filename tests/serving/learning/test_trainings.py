@@ -30,9 +30,11 @@ from service.core.errors import (
 )
 from service.core.types import Options, Volume
 from service.models.spec import ModelSpec
-from service.serving.learning.annotations import AnnotationStore, Region
+from service.serving.learning.annotation import NewAnnotation, Region
+from service.serving.learning.annotations import AnnotationStore
+from service.serving.learning.training_child import MODULE
 from service.serving.learning.training_record import INTERRUPTED, TrainingRecord
-from service.serving.learning.trainings import Trainings
+from service.serving.learning.trainings import NewTraining, Trainings
 from service.serving.runtime import Runtime
 from service.serving.storage.scratch import make_locked_folder
 
@@ -50,16 +52,19 @@ class Service:
     def __init__(self, runtime: Runtime, chosen: Settings, module: str = fake_training.__name__) -> None:
         self.runtime, self.settings = runtime, chosen
         self.store = AnnotationStore(chosen.annotations_folder, quota_bytes=2**20)
-        self.trainings = Trainings(chosen, self.store, module)
-        self.trainings.start(runtime)
+        self.trainings = self.make(chosen, module)
+        self.trainings.start()
         labels = np.zeros((1, 4, 8, 8), np.uint16)
         labels[:, 1:3, 1:3, 1:3] = 1
         volume = Volume.from_array(labels)
-        self.annotation = self.store.keep(volume, volume, name="a", owner="ann").id
+        self.annotation = self.store.keep(volume, volume, NewAnnotation(name="a", owner="ann")).id
+
+    def make(self, chosen: Settings, module: str = MODULE) -> Trainings:
+        return Trainings(chosen, self.store, self.runtime.models, lambda: self.runtime.draining, module)
 
     def submit(self, name: str, owner: str = "ann", **changes: Any) -> TrainingRecord:
         asked: dict[str, Any] = {"model": "base", "annotations": [self.annotation], "minutes": 1.0, "name": name}
-        return self.trainings.submit(**asked | changes, owner=owner, admin=owner != "ann")
+        return self.trainings.submit(NewTraining(**asked | changes), owner, admin=owner != "ann")
 
     def wait(self, record: TrainingRecord, *states: str) -> TrainingRecord:
         until(lambda: record.state in states, 60)
@@ -106,11 +111,11 @@ def test_a_new_model_is_served_with_its_lineage(service: Service) -> None:
     assert leftovers(service) == []
     with pytest.raises(BadParameter, match="another name"):
         service.submit("mine")
-    again = Trainings(service.settings, service.store)
-    again.start(service.runtime)
+    again = service.make(service.settings)
+    again.start()
     again.stop()
-    assert vars(again.find(record.id, "ann")).keys() == vars(record).keys()
-    assert again.find(record.id, "ann").state == "done"
+    assert vars(again.queue.find(record.id, "ann")).keys() == vars(record).keys()
+    assert again.queue.find(record.id, "ann").state == "done"
 
 
 @pytest.mark.parametrize(
@@ -134,8 +139,8 @@ def test_a_model_that_cannot_be_read_is_a_failure(service: Service) -> None:
 def test_a_training_is_cancelled_while_it_waits_and_while_it_runs(service: Service) -> None:
     first = service.hang()
     second = service.submit("second")
-    assert (service.trainings.position(first), service.trainings.position(second)) == (None, 1)
-    left = service.trainings.seconds_left(first)
+    assert (service.trainings.queue.position(first), service.trainings.queue.position(second)) == (None, 1)
+    left = first.seconds_left
     assert left is not None
     assert 0 < left <= 60
     for record in (second, first):
@@ -145,13 +150,13 @@ def test_a_training_is_cancelled_while_it_waits_and_while_it_runs(service: Servi
     assert (first.state, second.state, leftovers(service)) == ("cancelled", "cancelled", [])
     service.trainings.cancel(first.id, "ann")
     with pytest.raises(UnknownTraining):
-        service.trainings.find(first.id, "ann")
+        service.trainings.queue.find(first.id, "ann")
 
 
 def test_a_training_that_takes_longer_than_asked_for_says_what_it_does(service: Service) -> None:
     record = service.hang(minutes=0.001)
     assert (record.state, record.stage) == ("running", "evaluating")
-    until(lambda: service.trainings.seconds_left(record) is None, 10)
+    until(lambda: record.seconds_left is None, 10)
 
 
 def test_nothing_is_left_of_a_model_that_is_cancelled_before_it_is_served(service: Service) -> None:
@@ -180,10 +185,10 @@ def test_what_the_service_does_not_finish_is_interrupted(service: Service) -> No
     assert process.poll() is not None
     assert [(record.state, record.message) for record in records] == 2 * [("interrupted", INTERRUPTED)]
     assert leftovers(service) == []
-    again = Trainings(service.settings, service.store)
-    again.start(service.runtime)
+    again = service.make(service.settings)
+    again.start()
     again.stop()
-    assert [again.find(record.id, "ann").state for record in records] == ["interrupted", "interrupted"]
+    assert [again.queue.find(record.id, "ann").state for record in records] == ["interrupted", "interrupted"]
     with pytest.raises(NotReady):
         service.submit("late")
 
@@ -193,8 +198,8 @@ def test_the_work_of_a_process_that_was_killed_goes_and_that_of_others_stays(ser
     killed.parent.mkdir()
     os.close(make_locked_folder(killed))
     lock = make_locked_folder(other)
-    again = Trainings(service.settings, service.store)
-    again.start(service.runtime)
+    again = service.make(service.settings)
+    again.start()
     again.stop()
     os.close(lock)
     assert leftovers(service) == [other.name]
@@ -210,10 +215,10 @@ def test_a_killed_child_is_told_from_a_failure(service: Service) -> None:
 def test_a_training_that_does_not_end_is_ended_and_the_next_begins(service: Service) -> None:
     limits = service.settings.trainings.model_copy(update={"minutes": 0.02})
     short = service.settings.model_copy(update={"trainings": limits})
-    trainings = Trainings(short, service.store, fake_training.__name__)
+    trainings = service.make(short, fake_training.__name__)
     service.trainings.stop()
     service.trainings = trainings
-    trainings.start(service.runtime)
+    trainings.start()
     record = service.wait(service.submit("hangs", minutes=0.01), "failed")
     assert "too long" in record.message
     # A busy machine may be too slow to start the child in time, but it has its turn.
@@ -229,11 +234,11 @@ def test_owners_take_turns_and_leave_places_to_others(service: Service) -> None:
     others = [service.submit(f"other{number}", "bob") for number in range(4)]
     with pytest.raises(QueueFull):
         service.submit("another", "eve")
-    order = [record.name for record in service.trainings._order()]
+    order = [record.name for record in service.trainings.queue.waiting]
     assert order[:4] == ["other0", "mine0", "other1", "mine1"]
-    assert [service.trainings.position(record) for record in (others[0], mine[0])] == [1, 2]
-    assert [record.owner for record in service.trainings.newest("bob")] == ["bob"] * 4
-    assert len(service.trainings.newest("bob", everyone=True)) == 9
+    assert [service.trainings.queue.position(record) for record in (others[0], mine[0])] == [1, 2]
+    assert [record.owner for record in service.trainings.queue.newest("bob")] == ["bob"] * 4
+    assert len(service.trainings.queue.newest("bob", everyone=True)) == 9
     with pytest.raises(UnknownTraining):
         service.trainings.cancel(mine[0].id, "bob")
 
@@ -242,8 +247,8 @@ def test_trained_models_do_not_fill_the_disk(service: Service) -> None:
     limits = service.settings.trainings.model_copy(update={"models": 2})
     service.trainings.stop()
     few = service.settings.model_copy(update={"trainings": limits})
-    service.trainings = Trainings(few, service.store, fake_training.__name__)
-    service.trainings.start(service.runtime)
+    service.trainings = service.make(few, fake_training.__name__)
+    service.trainings.start()
     service.wait(service.submit("mine"), "done")
     waiting = service.hang()
     with pytest.raises(OutOfStorage, match=r"2 trained models \(trainings\.models\)"):
@@ -263,26 +268,26 @@ def test_a_trained_model_is_deleted_by_who_has_trained_it_and_its_name_is_free(s
     until(lambda: runs.state == "running", 60)
     for name, owner, error in (("base", "ann", ModelKept), ("mine", "bob", Unauthorized), ("x", "ann", UnknownModel)):
         with pytest.raises(error):
-            trainings.remove_model(name, owner, has_jobs=no_jobs)
-    trainings.remove_model("mine", "ann", has_jobs=no_jobs)
+            trainings.trained_models.remove(name, owner, has_jobs=no_jobs)
+    trainings.trained_models.remove("mine", "ann", has_jobs=no_jobs)
     assert (not spec.folder.exists(), leftovers(service), list(models.specs)) == (True, [], ["base"])
     with pytest.raises(UnknownModel):
-        trainings.remove_model("mine", "ann", has_jobs=no_jobs)
+        trainings.trained_models.remove("mine", "ann", has_jobs=no_jobs)
     loaded.gate.set()
     assert runs.future.result(60).segmentation is not None
-    assert trainings.model_of(first) is None
+    assert trainings.trained_models.made_by(first) is None
     second = service.wait(service.submit("mine"), "done")
-    assert (trainings.model_of(first), trainings.model_of(second)) == (None, "mine")
-    trainings.remove_model("mine", "eve", everyone=True, has_jobs=no_jobs)
+    assert (trainings.trained_models.made_by(first), trainings.trained_models.made_by(second)) == (None, "mine")
+    trainings.trained_models.remove("mine", "eve", everyone=True, has_jobs=no_jobs)
 
 
 def test_a_model_that_a_training_goes_on_from_is_kept(service: Service) -> None:
     service.wait(service.submit("mine"), "done")
     child = service.submit("hangs", model="mine")
     with pytest.raises(ModelKept, match="training"):
-        service.trainings.remove_model("mine", "ann", has_jobs=no_jobs)
+        service.trainings.trained_models.remove("mine", "ann", has_jobs=no_jobs)
     service.trainings.cancel(child.id, "ann")
-    service.trainings.remove_model("mine", "ann", has_jobs=no_jobs)
+    service.trainings.trained_models.remove("mine", "ann", has_jobs=no_jobs)
 
 
 def test_a_model_that_is_the_default_by_its_name_alone_is_kept(service: Service, base: ModelSpec) -> None:
@@ -292,7 +297,7 @@ def test_a_model_that_is_the_default_by_its_name_alone_is_kept(service: Service,
     assert models.reload().added == ["nuclei"]
     assert models.servable_spec(None).name == "nuclei"
     with pytest.raises(ModelKept, match="default"):
-        service.trainings.remove_model("nuclei", None, everyone=True, has_jobs=no_jobs)
+        service.trainings.trained_models.remove("nuclei", None, everyone=True, has_jobs=no_jobs)
     assert models.servable_spec(None).folder == made
 
 
@@ -310,13 +315,13 @@ def test_a_model_is_kept_for_what_was_accepted_while_it_was_to_be_deleted(servic
 
     # One that was accepted before goes on, for which the model is served all the time.
     with pytest.raises(ModelKept, match="Jobs wait or run"):
-        service.trainings.remove_model("mine", "ann", has_jobs=lambda model: model in models.specs)
+        service.trainings.trained_models.remove("mine", "ann", has_jobs=lambda model: model in models.specs)
     accepted.append("a job")
     with pytest.raises(ModelKept, match="Jobs wait or run"):
-        service.trainings.remove_model("mine", "ann", has_jobs=has_jobs)
+        service.trainings.trained_models.remove("mine", "ann", has_jobs=has_jobs)
     assert models.spec("mine").folder.is_dir()
     accepted.clear()
-    service.trainings.remove_model("mine", "ann", has_jobs=has_jobs)
+    service.trainings.trained_models.remove("mine", "ann", has_jobs=has_jobs)
     assert list(models.specs) == ["base"]
 
 
@@ -328,7 +333,7 @@ def test_what_cannot_be_trained_is_refused_at_once(service: Service, bands_repos
             service.submit(**{"name": "x"} | changes)
     off = Settings.model_validate({**service.settings.model_dump(), "trainings": {"enabled": False}})
     with pytest.raises(SwitchedOff):
-        Trainings(off, service.store).check_enabled()
+        service.make(off).check_enabled()
 
 
 def test_annotated_stacks_that_overlap_are_refused_at_once(service: Service) -> None:
@@ -337,7 +342,7 @@ def test_annotated_stacks_that_overlap_are_refused_at_once(service: Service) -> 
     def keep(pixels: Any, region: str | None, owner: str = "ann") -> str:
         part = None if region is None else Region.parse(region, (4, 8, 8))
         image, numbers = (Volume.from_array(array) for array in (pixels, labels))
-        return service.store.keep(image, numbers, name=str(region), owner=owner, region=part).id
+        return service.store.keep(image, numbers, NewAnnotation(name=str(region), owner=owner, region=part)).id
 
     first, beside, over = (keep(labels, f"0:4,0:8,{columns}") for columns in ("0:5", "5:8", "4:6"))
     other, theirs, whole = keep(labels + 1, None), keep(labels, None, "bob"), keep(labels.astype(np.uint16), None)
@@ -370,12 +375,12 @@ def test_a_training_that_cannot_be_recorded_is_refused_and_leaves_nothing(servic
             service.submit("mine")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert (list(records.iterdir()), service.trainings.newest("ann")) == ([], [])
+    assert (list(records.iterdir()), service.trainings.queue.newest("ann")) == ([], [])
     # What a killed process has left by half goes when the next one starts.
     (records / ".killed.part").write_text("{")
     record = service.wait(service.submit("mine"), "done")
-    again = Trainings(service.settings, service.store)
-    again.start(service.runtime)
+    again = service.make(service.settings)
+    again.start()
     again.stop()
     assert [path.name for path in records.iterdir()] == [f"{record.id}.json"]
 

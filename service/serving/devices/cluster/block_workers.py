@@ -14,7 +14,7 @@ from service.core.errors import Cancelled, InternalError
 from service.inference.blockwise.run_folder import BlockTask
 from service.inference.blockwise.worker import run_block
 from service.inference.blockwise.workers import MOST_DEATHS, Work
-from service.serving.devices.cluster.remote_device import Actor, WorkerLost
+from service.serving.devices.cluster.actor import Actor, WorkerLost
 
 # After which an actor that was lost is asked again whether it is there.
 AGAIN_SECONDS = 1.0

@@ -1,4 +1,4 @@
-"""Actor of the cluster: a device worker as any service has it, called with files instead of pixels."""
+"""Actor of the cluster: a device as any service has it, called with files instead of pixels."""
 
 from __future__ import annotations
 
@@ -20,9 +20,18 @@ from service.core.telemetry import configure_logging
 from service.engine.compile import torch_compile
 from service.inference.batching.window_request import Share
 from service.inference.segmenter import Segmenter
-from service.serving.devices.cluster.exchange import Loaded, Outcome, Segmented, Status, Task, store_result
-from service.serving.devices.job import Job, Needs
-from service.serving.devices.worker import DeviceWorker, LoadSegmenter, Reservation
+from service.serving.devices.cluster.exchange import (
+    Loaded,
+    Outcome,
+    Segmented,
+    Status,
+    StoredVolume,
+    Task,
+    store_result,
+)
+from service.serving.devices.local.device import LoadSegmenter, LocalDevice, LocalParts
+from service.serving.devices.queue.job import Job, Needs
+from service.serving.devices.reservation import Reservation
 from service.serving.metrics import Metrics
 
 # Tasks that were cancelled, perhaps before they have arrived.
@@ -59,8 +68,9 @@ class DeviceActor:
 
     def __init__(self, settings: Settings, load: LoadSegmenter = Segmenter) -> None:
         configure_logging(settings.logging.level, settings.logging.format)
-        self._worker = DeviceWorker(None, settings, load, Metrics(), torch_compile.LoadingLock())
-        self._worker.start({}, ())
+        self._device = LocalDevice(None, settings, LocalParts(load, Metrics(), torch_compile.LoadingLock()))
+        self._device.start({}, ())
+        self._models, self._queue = self._device.scheduler.models, self._device.scheduler.queue
         self._served: set[str] = set()
         # Each with its model.
         self._jobs: dict[str, tuple[str, Job[Any]]] = {}
@@ -71,15 +81,14 @@ class DeviceActor:
         """Load the model of a task."""
 
         def describe(_job: Job[Any], reservation: Reservation) -> Loaded:
-            segmenter = reservation.segmenter
-            return Loaded(segmenter.estimator, segmenter.report(), segmenter.nbytes)
+            model = reservation.model
+            return Loaded(model.estimator, model.report(), model.nbytes)
 
         return self._run(task, describe)
 
     def segment(self, task: Task) -> Outcome:
         """Segment the volume of a task into a file beside its pixels, which no other attempt writes."""
-        stored = task.volume
-        assert stored is not None  # noqa: S101 - that of this task has one
+        stored = _volume_of(task)
 
         def segment(job: Job[Any], reservation: Reservation) -> Segmented:
             result = reservation.segment(job, stored.open(), task.options)
@@ -89,8 +98,7 @@ class DeviceActor:
 
     def estimate_diameter(self, task: Task) -> Outcome:
         """Estimate the width of the objects in the volume of a task."""
-        stored = task.volume
-        assert stored is not None  # noqa: S101 - that of this task has one
+        stored = _volume_of(task)
         return self._run(task, lambda job, reservation: reservation.estimate_diameter(job, stored.open(), task.options))
 
     def cancel(self, identifier: str) -> None:
@@ -110,12 +118,12 @@ class DeviceActor:
             unused = self._served.difference(models, (model for model, _ in self._jobs.values()))
             self._served -= unused
             for model in unused:
-                self._worker.forget(model)
-        return Status(socket.gethostname(), self._worker.problem, gpus.query_gpus(), host.query_cpu(), progress)
+                self._models.forget(model)
+        return Status(socket.gethostname(), self._device.problem, gpus.query_gpus(), host.query_cpu(), progress)
 
     def _run(self, task: Task, work: Callable[[Job[Any], Reservation], Any]) -> Outcome:
         """Do the work of a task in its turn, once its model is loaded."""
-        reservation = Reservation(self._worker, task.model)
+        reservation = Reservation(self._device.scheduler, task.model)
         job: Job[Any] = Job(
             task.spec.name,
             lambda job: work(job, reservation),
@@ -125,12 +133,12 @@ class DeviceActor:
         )
         with self._lock:
             self._served.add(task.model)
-            self._worker.serve(task.model, task.spec)
+            self._models.serve(task.model, task.spec)
             self._jobs[task.id] = (task.model, job)
             if task.id in self._cancelled:
                 job.cancel()
         try:
-            self._worker.queue.put(job)
+            self._queue.put(job)
             reservation.take(job)
             value = job.future.result()
             return Outcome(value, share=Share(job.progress.done, job.device_slots, job.device_seconds))
@@ -141,3 +149,9 @@ class DeviceActor:
         finally:
             with self._lock:
                 del self._jobs[task.id]
+
+
+def _volume_of(task: Task) -> StoredVolume:
+    if task.volume is None:
+        raise ValueError("the task has no volume")
+    return task.volume

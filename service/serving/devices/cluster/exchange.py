@@ -30,7 +30,7 @@ from service.inference.diameter.estimation import Sizing
 from service.inference.estimate import Estimator
 from service.inference.result import EngineReport, Result
 from service.models.spec import ModelSpec
-from service.serving.devices.job import Progress
+from service.serving.devices.queue.job import Progress
 from service.serving.storage.disk import DISK_FULL
 
 FOLDER_PREFIX = "stackseg-cluster-"

@@ -16,8 +16,8 @@ from typing import Any
 from service.core.config import Settings
 from service.core.errors import ConfigError
 from service.core.sections.computing import Cluster
+from service.serving.devices.cluster.actor import Actor, MakeActor, WorkerLost
 from service.serving.devices.cluster.device_actor import DeviceActor, actor_settings
-from service.serving.devices.cluster.remote_device import Actor, MakeActor, WorkerLost
 
 # Calls that last as long as a request; others have threads of their own.
 LONG_CALLS = frozenset({"load", "segment", "estimate_diameter", "run_block"})

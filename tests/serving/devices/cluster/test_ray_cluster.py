@@ -24,8 +24,8 @@ from service.core.types import Options
 from service.serving.devices.cluster.block_workers import ActorWorkers, BlockActor
 from service.serving.devices.cluster.exchange import MARKER
 from service.serving.devices.cluster.ray_cluster import make_actors
-from service.serving.devices.cluster.remote_device import SILENT_SECONDS
-from service.serving.devices.job import Progress
+from service.serving.devices.cluster.remote_actor import SILENT_SECONDS
+from service.serving.devices.queue.job import Progress
 from tests.block_runs import begin, segment_blocks, segment_whole
 from tests.segmenters import settings_of
 from tests.zarr_files import write_zarr
@@ -56,7 +56,7 @@ def live(cluster: Any, bands_repository: Path, tmp_path_factory: pytest.TempPath
     )
     with serve(settings, wait=False) as running:
         wait_ready(running)
-        until(lambda: all(worker.problem is None for worker in running.runtime.device_workers), STARTING)
+        until(lambda: all(worker.problem is None for worker in running.runtime.devices.all), STARTING)
         yield running
     assert list(shared.iterdir()) == []
 
@@ -76,7 +76,7 @@ def test_every_request_is_answered_once_while_a_node_is_killed_and_comes_back(
         return answer
 
     def problems() -> int:
-        return sum(worker.problem is not None for worker in live.runtime.device_workers)
+        return sum(worker.problem is not None for worker in live.runtime.devices.all)
 
     with ThreadPoolExecutor(16) as pool:
         asked = [pool.submit(ask, number) for number in range(REQUESTS)]
@@ -97,7 +97,7 @@ def test_every_request_is_answered_once_while_a_node_is_killed_and_comes_back(
 
 def test_a_hang_up_stops_remote_windows_within_two_seconds(live: Live, phantom_maker: Any) -> None:
     stack = as_tiff(phantom_maker((256, 256, 256), seed=1).image)
-    workers: Any = live.runtime.device_workers
+    workers: Any = live.runtime.devices.all
 
     def progress() -> list[Progress]:
         return [task for worker in workers for task in worker.status.progress.values()]
@@ -119,7 +119,7 @@ def test_requests_of_a_host_that_falls_silent_are_answered_by_another(
     stack = as_tiff(phantom_maker((128, 256, 256), seed=2).image)
     with serve(eager(bands_repository)) as local:
         expected = classes(local.segment(stack).content)
-    workers: Any = live.runtime.device_workers
+    workers: Any = live.runtime.devices.all
     until(lambda: all(worker.problem is None for worker in workers), STARTING)
     before = segmentations(live)
     silent = cluster.workers[1]
@@ -161,7 +161,7 @@ def test_what_runs_in_the_cluster_is_finished_when_the_service_stops(
         with serve(settings, wait=False) as live:
             wait_ready(live)
             asked = pool.submit(live.segment, stack)
-            until(lambda: live.runtime.running, STARTING)
+            until(lambda: live.runtime.devices.running, STARTING)
             live.server.should_exit = True
             assert asked.result().status_code == 200
         assert list(tmp_path.iterdir()) == []

@@ -25,10 +25,12 @@ from service.core.sections.serving import Access, References
 from service.core.types import Volume
 from service.inference.segmenter import Segmenter
 from service.models.repository import read_spec
+from service.serving.build import build_runtime
+from service.serving.devices.cluster.actor import Actor, MakeActor
+from service.serving.devices.cluster.actor_pool import ActorPool
 from service.serving.devices.cluster.device_actor import actor_settings
 from service.serving.devices.cluster.exchange import ABANDONED_SECONDS, MARKER, Exchange, Task
-from service.serving.devices.cluster.remote_device import POLL_SECONDS, STATUS_SECONDS, Actor, MakeActor, RemoteDevices
-from service.serving.runtime import Runtime
+from service.serving.devices.cluster.remote_actor import POLL_SECONDS, STATUS_SECONDS
 
 Service = tuple[Live, list[ThreadActor]]
 
@@ -45,7 +47,7 @@ def two_workers(settings: Settings, load: Any = Segmenter) -> Iterator[Service]:
         return make_actor
 
     with serve(settings, connect=connect) as live:
-        until(lambda: all(worker.problem is None for worker in live.runtime.device_workers))
+        until(lambda: all(worker.problem is None for worker in live.runtime.devices.all))
         live.wait_loaded()
         yield live, actors
     assert all(actor.killed.is_set() for actor in actors)
@@ -149,7 +151,7 @@ def test_a_worker_whose_call_fails_is_lost_and_asked_again(
     service: Service, monkeypatch: pytest.MonkeyPatch, phantom_maker: Any
 ) -> None:
     live, actors = service
-    worker = live.runtime.device_workers[0]
+    worker = live.runtime.devices.all[0]
     until(lambda: worker.problem is None)
 
     def fail(*_: Any) -> Any:
@@ -184,7 +186,7 @@ def test_an_actor_keeps_the_model_of_a_task_that_its_service_did_not_know_of_yet
 
 def test_a_service_whose_actors_are_silent_keeps_its_folder(tmp_path: Path) -> None:
     exchange, asked = Exchange(tmp_path), SilentActor()
-    [device] = RemoteDevices(exchange, lambda: asked, Cluster(), 1).devices
+    [device] = ActorPool(exchange, lambda: asked, Cluster(), 1).actors
     device.start()
     time.sleep(STATUS_SECONDS + 2 * POLL_SECONDS)
     os.utime(exchange.path / MARKER, (0, 0))
@@ -224,4 +226,4 @@ def test_without_ray_the_service_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install .stackseg\[ray\]"):
-        Runtime(remote(bands_repository, tmp_path))
+        build_runtime(remote(bands_repository, tmp_path))

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 import pytest
 from fakes import until
 
-from service.serving.fair_threads import FairThreadPool
+from service.serving.storage.fair_threads import FairThreadPool
 
 # Uses a pool once while the process may begin no more threads, and once later.
 SHORT_OF_MEMORY = """
 import resource, threading
 from pathlib import Path
-from service.serving.fair_threads import FairThreadPool
+from service.serving.storage.fair_threads import FairThreadPool
 
 pool = FairThreadPool(1, "fair")
 pages = int(Path("/proc/self/statm").read_text().split()[0])

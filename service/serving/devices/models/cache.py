@@ -4,62 +4,24 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple
 
 from service.core.errors import BrokenModel, Cancelled, CapacityError, RequestError, StackSegError
+from service.serving.devices.models.memory import Entry, LoadedModel, ModelMemory, T
 
 log = logging.getLogger(__name__)
-
-
-class Loadable(Protocol):
-    """A model that takes memory."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the device's memory."""
-
-
-T = TypeVar("T", bound=Loadable)
-
-
-class LoadedModel(NamedTuple):
-    """Memory and use of a loaded model.
-
-    users  how many requests use the model
-    used   when the last one began or ended, in seconds since 1970
-    """
-
-    nbytes: int
-    users: int
-    used: float
-
-
-@dataclass
-class _Entry(Generic[T]):
-    model: T
-    used: float
-    users: int = 0
-    # Has to make room, and gets no more users: they would keep it loaded for ever.
-    leaving: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the model takes by now: some keep what latest requests have asked for."""
-        return self.model.nbytes
 
 
 class Lease(Generic[T]):
     """The use of a model until `end`. The future `model` has the loaded model, or the error of loading it."""
 
-    def __init__(self, give_back: Callable[[_Entry[T]], None]) -> None:
+    def __init__(self, give_back: Callable[[Entry[T]], None]) -> None:
         self.model: Future[T] = Future()
         # Set before the model is.
-        self.entry: _Entry[T]
+        self.entry: Entry[T]
         self._give_back = give_back
         self._ended = threading.Lock()
 
@@ -94,17 +56,14 @@ class ModelCache(Generic[T]):
         unloaded: Callable[[str], None] = lambda _name: None,
         lock: AbstractContextManager[object] | None = None,
     ) -> None:
-        self._limit, self._load, self._guess, self._unloaded = limit_bytes, load, guess, unloaded
+        self._load, self._unloaded = load, unloaded
         self._load_lock = lock or threading.Lock()
-        self._entries: dict[str, _Entry[T]] = {}
-        self._sizes: dict[str, int] = {}
+        self._memory: ModelMemory[T] = ModelMemory(limit_bytes, guess)
         # Leases that wait for a model, by its name, in the order of the first one for each.
         self._wanted: dict[str, list[Lease[T]]] = {}
         self._first: list[str] = []
         # Models to be loaded anew, and whether the earlier one is kept where that fails.
         self._stale: dict[str, tuple[Future[None], bool]] = {}
-        # Entries that others have replaced, as long as they are in use, with the names of their models.
-        self._replaced: list[tuple[str, _Entry[T]]] = []
         self._loading: str | None = None
         # What was asked for when loading began.
         self._renewal: tuple[Future[None], bool] | None = None
@@ -153,12 +112,12 @@ class ModelCache(Generic[T]):
     def loaded_models(self) -> dict[str, LoadedModel]:
         """The loaded models by name."""
         with self._changed:
-            return {name: LoadedModel(entry.nbytes, entry.users, entry.used) for name, entry in self._entries.items()}
+            return self._memory.measure()
 
     def get(self, name: str) -> T | None:
         """Return the model if it is loaded, without a lease."""
         with self._changed:
-            entry = self._entries.get(name)
+            entry = self._memory.entries.get(name)
             return None if entry is None else entry.model
 
     def is_awaited(self, name: str) -> bool:
@@ -199,23 +158,17 @@ class ModelCache(Generic[T]):
         """Unload a model once nobody uses it, and forget why it could not be loaded."""
         with self._changed:
             self._problems.pop(name, None)
-            self._sizes.pop(name, None)
-            self._replace(name)
+            self._memory.forget(name)
             self._changed.notify_all()
 
-    def _replace(self, name: str) -> None:
-        if (entry := self._entries.pop(name, None)) is not None:
-            self._replaced.append((name, entry))
-
-    def _end_use(self, entry: _Entry[T]) -> None:
+    def _end_use(self, entry: Entry[T]) -> None:
         with self._changed:
-            entry.users -= 1
-            entry.used = time.time()
+            entry.end_use()
             self._wake()
 
     def _wake(self) -> None:
         """Wake the thread if there may be something to load, to make room for, or to unload."""
-        if self._wanted or self._stale or self._replaced:
+        if self._wanted or self._stale or self._memory.has_replaced:
             self._changed.notify_all()
 
     def _loop(self) -> None:
@@ -243,48 +196,32 @@ class ModelCache(Generic[T]):
     def _step(self) -> _Step | None:
         """Drop models that have to make room and are not in use; return a model to load once there is room."""
         name = self._choose_next()
-        dropped = [other for other, entry in self._entries.items() if entry.leaving and not entry.users]
-        for other in dropped:
-            del self._entries[other]
-        dropped += [other for other, entry in self._replaced if not entry.users]
-        self._replaced = [(other, entry) for other, entry in self._replaced if entry.users]
-        if name is None or any(entry.leaving for entry in self._entries.values()):
+        dropped = self._memory.drop_unused()
+        if name is None or self._memory.is_making_room:
             return _Step(dropped, None) if dropped else None
         self._loading, self._renewal = name, self._stale.get(name)
         return _Step(dropped, name)
-
-    def _size_of(self, name: str) -> int:
-        """Return the bytes that a model took when it was last loaded, else a guess."""
-        return self._sizes.get(name) or self._guess(name)
 
     def _choose_next(self) -> str | None:
         """Return the model to load next, and mark those that have to make room for it."""
         for wanted, leases in list(self._wanted.items()):
             if all(lease.model.cancelled() for lease in leases):
                 del self._wanted[wanted]
-        absent = self._first or [name for name in self._wanted if name not in self._entries] or list(self._stale)
+        absent = self._first or [name for name in self._wanted if name not in self._memory.entries] or list(self._stale)
         name = absent[0] if absent else None
-        excess = 0 if name is None else self._used_bytes() + self._size_of(name) - self._limit
-        # Those in use make room last.
-        for entry in sorted(self._entries.values(), key=lambda other: (other.users > 0, other.used)):
-            entry.leaving = excess > 0
-            excess -= entry.nbytes
+        self._memory.make_room(name)
         return name
-
-    def _used_bytes(self) -> int:
-        replaced = (entry for _, entry in self._replaced)
-        return sum(entry.nbytes for entry in (*self._entries.values(), *replaced))
 
     def _grant(self) -> list[Lease[T]]:
         """Return the waiting leases whose model is loaded, with its entry, and count them as users."""
         if self._first:
             return []
-        usable = {name: entry for name, entry in self._entries.items() if name in self._wanted and not entry.leaving}
+        entries = self._memory.entries.items()
+        usable = {name: entry for name, entry in entries if name in self._wanted and not entry.leaving}
         granted = []
         for name, entry in usable.items():
             leases = self._pop_waiting((name,))
-            entry.users += len(leases)
-            entry.used = time.time()
+            entry.begin_use(len(leases))
             for lease in leases:
                 lease.entry = entry
             granted += leases
@@ -306,11 +243,8 @@ class ModelCache(Generic[T]):
         nbytes = model.nbytes
         granted = None
         with self._changed:
-            self._sizes[name] = nbytes
-            if nbytes + self._used_bytes() <= self._limit:
-                self._replace(name)
+            if self._memory.put(name, model, nbytes):
                 self._problems.pop(name, None)
-                self._entries[name] = _Entry(model, time.time())
                 renewed, _ = self._end_loading(name)
                 # Before the model might have to make room for others.
                 granted = self._grant()
@@ -320,8 +254,8 @@ class ModelCache(Generic[T]):
             return
         del model
         self._free(name)
-        if nbytes > self._limit:
-            self._refuse(name, BrokenModel(too_large_message(name, nbytes, self._limit)))
+        if nbytes > (limit := self._memory.limit_bytes):
+            self._refuse(name, BrokenModel(too_large_message(name, nbytes, limit)))
         # Otherwise it is larger than the guess, and is loaded again once there is room.
 
     def _free(self, name: str) -> None:
@@ -334,10 +268,10 @@ class ModelCache(Generic[T]):
     def _refuse(self, name: str, error: Exception) -> None:
         with self._changed:
             renewed, keep = self._end_loading(name)
-            kept = keep and name in self._entries
+            kept = keep and name in self._memory.entries
             problem = str(error) if isinstance(error, StackSegError) else f"{type(error).__name__}: {error}"
             if not kept and not isinstance(error, CapacityError | RequestError | Cancelled):
-                self._replace(name)
+                self._memory.replace(name)
                 self._problems[name] = problem
             log.error("%s cannot be served%s: %s", name, " as it is now" if kept else "", problem)
             waiting = [] if kept else self._pop_waiting((name,))

@@ -9,7 +9,7 @@ import pytest
 from fakes import until
 
 from service.core.errors import BrokenModel, Cancelled, OutOfMemory, UnknownModel
-from service.serving.devices.model_cache import Lease, ModelCache
+from service.serving.devices.models.cache import Lease, ModelCache
 
 
 class Model(NamedTuple):

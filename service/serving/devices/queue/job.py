@@ -72,7 +72,9 @@ class Job(Generic[T]):
         self.due = 0.0
         # How long the device was busy with it, and its share of the windows that batches had room for; 0 if unknown.
         self.device_seconds = self.device_slots = 0.0
+        # Set by the queue, which decides anew which job begins next.
         self.on_advance: Callable[[], None] = lambda: None
+        self.on_revise: Callable[[Job[T], Needs], None] = lambda _job, _needs: None
         self.future: Future[T] = Future()
         self.progress = Progress()
         # Time points that are done, of a series.
@@ -130,6 +132,10 @@ class Job(Generic[T]):
         self._windows_done = time.monotonic() if done == total else None
         self.progress = Progress(done, total)
         self.on_advance()
+
+    def revise(self, needs: Needs) -> None:
+        """Tell the queue that the work takes other resources than `needs` returned."""
+        self.on_revise(self, needs)
 
     def run(self) -> None:
         """Do the work, unless the job was cancelled while it waited. The caller passes exceptions on to `fail`."""

@@ -11,8 +11,9 @@ import pytest
 from fakes import until
 
 from service.core.errors import BadFile
-from service.serving.devices.job import Job, Needs
-from service.serving.devices.queue import JobQueue, JobThreads
+from service.serving.devices.queue.job import Job, Needs
+from service.serving.devices.queue.job_queue import JobQueue
+from service.serving.devices.queue.threads import JobThreads
 
 
 class Recorded:

@@ -11,6 +11,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Hashable
+from typing import Protocol
+
+from service.core.sections import serving as sections
 
 log = logging.getLogger(__name__)
 
@@ -25,33 +28,42 @@ def end_process(reason: str) -> None:
     os._exit(EXIT_STATUS)
 
 
+class Watched(Protocol):
+    """A device's thread, such as that of `WindowBatcher`."""
+
+    @property
+    def pulse(self) -> Hashable | None:
+        """A value that changes with every batch of windows; None while nothing can be judged by it."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread is alive."""
+
+
 class Watchdog:
     """A thread that checks every second whether the device's thread is alive and makes progress.
 
     `problem` says why the device cannot be used, in one sentence; None while it can.
 
     Args:
-        pulse: returns a value that changes with every batch of windows; None while nothing can be judged by it
-        alive: returns whether the device's thread is alive
-        batch_seconds: how long the pulse may stay the same before the thread counts as stuck
-        grace_seconds: how long the thread may be stuck or dead before `end` is called with the reason
+        watched: the device's thread
+        settings: how long a batch may take, and how long the thread may be stuck or dead before `end` is called
         device: the device in messages
+        end: called with the reason why the process has to end
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
-        pulse: Callable[[], Hashable | None],
-        alive: Callable[[], bool],
+        watched: Watched,
+        settings: sections.Watchdog,
         *,
-        batch_seconds: float,
-        grace_seconds: float,
         device: str = "the device",
         end: Callable[[str], None] = end_process,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pulse, self._alive, self._end, self._clock = pulse, alive, end, clock
+        self._watched, self._end, self._clock = watched, end, clock
         self._device, self._subject = device, f"{device[0].upper()}{device[1:]}"
-        self._batch_seconds, self._grace_seconds = batch_seconds, grace_seconds
+        self._batch_seconds, self._grace_seconds = settings.batch_seconds, settings.grace_seconds
         self._last_pulse: Hashable | None = None
         self._lost = ""
         self._checked = clock()
@@ -88,13 +100,13 @@ class Watchdog:
             self._end(problem)
 
     def _find_problem(self, passed: float) -> str | None:
-        pulse = self._pulse()
+        pulse = self._watched.pulse
         still = pulse is not None and pulse == self._last_pulse
         self._still_seconds = self._still_seconds + passed if still else 0.0
         self._last_pulse = pulse
         if self._lost:
             return self._lost
-        if not self._alive():
+        if not self._watched.alive:
             return f"The thread that owns {self._device} has died."
         if self._still_seconds > self._batch_seconds:
             return f"{self._subject} is stuck: one batch of windows has taken more than {self._batch_seconds:g} s."

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from fakes import until
 
-from service.serving.devices.malloc_trim import WORK_SECONDS, MallocTrimmer
+from service.serving.devices.local.malloc_trim import WORK_SECONDS, MallocTrimmer
 
 
 class Process:

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.core.errors import BadFile, NotReady, QueueFull
-from service.serving.devices.job import FreeMemory, Job, Needs
-from service.serving.devices.queue import BATCHES_AHEAD, JobQueue
+from service.serving.devices.queue.job import FreeMemory, Job, Needs
+from service.serving.devices.queue.job_queue import BATCHES_AHEAD, JobQueue
+from service.serving.devices.queue.memory import JobMemory
 
 
 def done(_job: Job[int]) -> int:
@@ -118,7 +119,7 @@ def test_no_more_jobs_run_than_may() -> None:
 
 def test_job_that_does_not_fit_in_memory_waits_and_is_passed_by_those_that_fit_in_beside_it() -> None:
     free = [100]
-    queue = JobQueue(limit=30, free=lambda: FreeMemory(free[0]))
+    queue = JobQueue(limit=30, memory=JobMemory(lambda: FreeMemory(free[0])))
     large, next_large, small, beside = sized(1000, 60), sized(100, 90), sized(1, 15), sized(1, 5)
     queue.offer(large)
     assert takes(queue, large)
@@ -137,7 +138,7 @@ def test_job_that_does_not_fit_in_memory_waits_and_is_passed_by_those_that_fit_i
 
 def test_memory_that_others_have_taken_meanwhile_is_not_there() -> None:
     free = [100]
-    queue = JobQueue(limit=30, free=lambda: FreeMemory(free[0]))
+    queue = JobQueue(limit=30, memory=JobMemory(lambda: FreeMemory(free[0])))
     for job in (first := sized(1, 10), second := sized(1, 20)):
         queue.offer(job)
     free[0] = 15
@@ -148,7 +149,7 @@ def test_memory_that_others_have_taken_meanwhile_is_not_there() -> None:
 
 def test_memory_that_a_job_has_given_back_counts_at_once() -> None:
     free = [80]
-    queue = JobQueue(limit=30, free=lambda: FreeMemory(free[0]), fresh_seconds=60)
+    queue = JobQueue(limit=30, memory=JobMemory(lambda: FreeMemory(free[0]), 60))
     large, first, second = sized(1, 60), sized(1, 30), sized(1, 30)
     queue.offer(large)
     assert takes(queue, large)
@@ -162,7 +163,7 @@ def test_memory_that_a_job_has_given_back_counts_at_once() -> None:
 
 
 def test_job_too_large_for_the_memory_begins_when_it_is_on_its_own() -> None:
-    queue = JobQueue(limit=30, free=lambda: FreeMemory(10, 10))
+    queue = JobQueue(limit=30, memory=JobMemory(lambda: FreeMemory(10, 10)))
     impossible = sized(10, 1000)
     queue.offer(impossible)
     assert takes(queue, impossible)
@@ -172,7 +173,7 @@ def test_job_too_large_for_the_memory_begins_when_it_is_on_its_own() -> None:
 
 
 def test_job_that_takes_more_than_was_thought_leaves_less_for_others() -> None:
-    queue = JobQueue(8, 4, lambda: FreeMemory(100, None))
+    queue = JobQueue(8, 4, JobMemory(lambda: FreeMemory(100, None)))
     jobs = [Job("nuclei", lambda _job: None, windows=1, needs=lambda: Needs(40, 0, 8)) for _ in range(3)]
     for job in jobs:
         queue.offer(job)

@@ -9,19 +9,17 @@ from runtimes import running, settings
 
 from service.core.errors import DeviceLost
 from service.core.hardware import host
-from service.serving.devices.job import Job
-from service.serving.devices.worker import device_worker_settings
+from service.serving.devices.local.settings import split_settings
+from service.serving.devices.queue.job import Job
 
 
 def test_threads_of_the_processor_are_shared_by_its_workers(bands_repository: Path, tmp_path: Path) -> None:
     chosen = settings(bands_repository, tmp_path, device={"serve": ["cpu", "cpu"]})
-    found = device_worker_settings(chosen)
+    found = split_settings(chosen)
     assert [name for name, _ in found] == ["cpu", "cpu-2"]
     cores = host.usable_cores()
     assert all(1 <= own.device.threads <= max(cores // 2, 1) for _, own in found)
-    assert device_worker_settings(settings(bands_repository, tmp_path)) == [
-        (None, settings(bands_repository, tmp_path))
-    ]
+    assert split_settings(settings(bands_repository, tmp_path)) == [(None, settings(bands_repository, tmp_path))]
 
 
 def test_job_that_was_cancelled_meanwhile_keeps_no_model(bands_repository: Path, tmp_path: Path) -> None:
@@ -30,8 +28,8 @@ def test_job_that_was_cancelled_meanwhile_keeps_no_model(bands_repository: Path,
         job: Job[None] = Job("bands", lambda _job: None)
         job.cancel()
         runtime.reserve("bands").take(job)
-        (worker,) = runtime.device_workers
-        assert worker.model_cache.loaded_models["bands"].users == 0
+        (device,) = runtime.devices.all
+        assert device.loaded_models["bands"].users == 0
 
 
 @pytest.mark.parametrize("lose", ["ask for memory", "unload"])
@@ -40,14 +38,15 @@ def test_device_that_is_lost_without_a_request_is_lost(lose: str, bands_reposito
     faults.mkdir()
     with running(settings(bands_repository, tmp_path), driver=FaultyDevice(faults)) as runtime:
         until(lambda: not runtime.unready_reasons())
-        (worker,) = runtime.device_workers
-        assert worker.queue._ask_free().device is not None
+        (device,) = runtime.devices.all
+        queue = device.scheduler.queue
+        assert queue._memory._ask().device is not None
         (faults / "broken").touch()
         if lose == "unload":
             with pytest.raises(DeviceLost):
-                worker.model_cache._unloaded("bands")
+                device.scheduler.models.cache._unloaded("bands")
         else:
             # Its jobs go on, to fail by themselves.
-            assert worker.queue._ask_free().device is None
-        until(lambda: worker.problem is not None)
-        assert "has failed" in str(worker.problem)
+            assert queue._memory._ask().device is None
+        until(lambda: device.problem is not None)
+        assert "has failed" in str(device.problem)

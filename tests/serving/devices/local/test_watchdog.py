@@ -3,13 +3,28 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from fakes import until
 from paths import ROOT
 
-from service.serving.devices.watchdog import EXIT_STATUS, Watchdog
+from service.core import config
+from service.serving.devices.local.watchdog import EXIT_STATUS, Watchdog
+
+
+class Watched:
+    """A thread that is alive."""
+
+    alive = True
+
+    def __init__(self, pulse: Callable[[], Any]) -> None:
+        self._pulse = pulse
+
+    @property
+    def pulse(self) -> Any:
+        return self._pulse()
 
 
 class Device:
@@ -20,14 +35,8 @@ class Device:
         self.alive = True
         self.now = 0.0
         self.ended: list[str] = []
-        self.watchdog = Watchdog(
-            lambda: self.pulse,
-            lambda: self.alive,
-            batch_seconds=10,
-            grace_seconds=5,
-            end=self.ended.append,
-            clock=lambda: self.now,
-        )
+        settings = config.Watchdog(batch_seconds=10, grace_seconds=5)
+        self.watchdog = Watchdog(self, settings, end=self.ended.append, clock=lambda: self.now)
 
     def pass_seconds(self, seconds: int) -> str | None:
         for _ in range(seconds):
@@ -98,8 +107,8 @@ def test_time_in_which_the_whole_process_stood_still_does_not_count(device: Devi
 
 
 def test_stopped_watchdog_looks_no_more() -> None:
-    looks = []
-    watchdog = Watchdog(lambda: looks.append(1), lambda: True, batch_seconds=1, grace_seconds=1)
+    looks: list[int] = []
+    watchdog = Watchdog(Watched(lambda: looks.append(1)), config.Watchdog(batch_seconds=1, grace_seconds=1))
     watchdog.start()
     until(lambda: looks)
     watchdog.stop()
@@ -116,7 +125,7 @@ def test_watchdog_that_cannot_check_once_checks_again(caplog: pytest.LogCaptureF
             raise RuntimeError("the driver does not answer")
         return len(looks)
 
-    watchdog = Watchdog(pulse, lambda: True, batch_seconds=1, grace_seconds=1)
+    watchdog = Watchdog(Watched(pulse), config.Watchdog(batch_seconds=1, grace_seconds=1))
     watchdog.start()
     until(lambda: len(looks) > 1)
     watchdog.stop()
@@ -125,9 +134,12 @@ def test_watchdog_that_cannot_check_once_checks_again(caplog: pytest.LogCaptureF
 
 STUCK = """
 import logging, sys, time
-from service.serving.devices.watchdog import Watchdog
+from types import SimpleNamespace
+from service.core import config
+from service.serving.devices.local.watchdog import Watchdog
 logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(message)s")
-Watchdog(lambda: 1, lambda: True, batch_seconds=0.5, grace_seconds=0.5).start()
+thread = SimpleNamespace(pulse=1, alive=True)
+Watchdog(thread, config.Watchdog(batch_seconds=0.5, grace_seconds=0.5)).start()
 time.sleep(60)
 """
 

@@ -15,8 +15,9 @@ from live import Live, as_tiff, serve
 from thread_actors import SilentActor, ThreadActor, make_device_actor, remote
 
 from service.core.config import Settings
-from service.serving.devices.cluster.remote_device import Actor
-from service.serving.devices.cluster.remote_worker import Backlog, RemoteWorkers
+from service.serving.devices.cluster.actor import Actor
+from service.serving.devices.cluster.cluster_devices import open_cluster
+from service.serving.devices.device import Backlog
 from service.serving.metrics import Metrics
 
 
@@ -158,9 +159,10 @@ def test_as_many_are_wanted_as_do_the_work_in_time_and_no_more_than_there_are_re
     bands_repository: Path, tmp_path: Path, backlog: Backlog, here: int, wanted: int
 ) -> None:
     settings = remote(bands_repository, tmp_path, cluster={"workers": 8, "least_workers": 0, "backlog_seconds": 60})
-    workers = RemoteWorkers(settings, Hosts().connect, Metrics())
-    assert max(workers._wanted(backlog, here), 0) == wanted
-    workers.close()
+    cluster = open_cluster(settings, Hosts().connect, Metrics())
+    assert cluster is not None
+    assert max(cluster._wanted(backlog, here), 0) == wanted
+    cluster.close()
 
 
 def test_more_workers_at_least_than_at_most_are_refused(bands_repository: Path, tmp_path: Path) -> None:

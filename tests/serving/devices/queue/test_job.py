@@ -5,7 +5,7 @@ import time
 import pytest
 
 from service.core.errors import BadFile
-from service.serving.devices.job import Job, Progress
+from service.serving.devices.queue.job import Job, Progress
 
 
 def test_job_gives_its_result_and_its_times() -> None:

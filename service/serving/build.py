@@ -1,0 +1,128 @@
+"""The one place that creates what lives as long as the process: devices, stores, readers, jobs and trainings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from service.core.config import Settings
+from service.core.hardware import devices, gpus
+from service.core.hardware.devices import Driver
+from service.engine.compile import torch_compile
+from service.inference.segmenter import Segmenter
+from service.serving.devices.cluster.cluster_devices import ConnectCluster, open_cluster
+from service.serving.devices.cluster.ray_cluster import connect_cluster
+from service.serving.devices.device import loaded_bytes
+from service.serving.devices.local.device import LoadSegmenter, LocalDevice, LocalParts
+from service.serving.devices.local.settings import split_settings
+from service.serving.devices.model_registry import ModelRegistry
+from service.serving.devices.pool import DevicePool
+from service.serving.jobs.jobs import AsyncJobs
+from service.serving.learning.annotations import AnnotationStore
+from service.serving.learning.trainings import Trainings
+from service.serving.metrics import Metrics
+from service.serving.results.cache import ResultCache
+from service.serving.results.metadata import AnswerMetadata
+from service.serving.runtime import Files, Runtime
+from service.serving.storage.disk import count_bytes, measure_disk
+from service.serving.storage.host_files import HostFiles
+from service.serving.storage.readers import FileReaders
+from service.serving.storage.scratch import ScratchFolder
+from service.serving.storage.volume_cache import VolumeCache
+
+
+class Parts(NamedTuple):
+    """Parts of the service that simulations replace.
+
+    load           makes a segmenter of a model
+    choose_driver  returns what tells about a device by its name; None: the only one
+    connect        returns what asks the cluster for an actor
+    """
+
+    load: LoadSegmenter = Segmenter
+    choose_driver: Callable[[str | None], Driver] = lambda _name: devices
+    connect: ConnectCluster = connect_cluster
+
+
+DEFAULT_PARTS = Parts()
+
+
+class Service(NamedTuple):
+    """All objects of the service that requests use."""
+
+    runtime: Runtime
+    async_jobs: AsyncJobs
+    annotations: AnnotationStore
+    trainings: Trainings
+
+
+def build(settings: Settings, parts: Parts = DEFAULT_PARTS) -> Service:
+    """Create the service; nothing runs yet. Raises ConfigError for a device or a folder that does not exist."""
+    runtime = build_runtime(settings, parts)
+    annotations = AnnotationStore(settings.annotations_folder, quota_bytes=settings.annotations.quota_bytes)
+    trainings = Trainings(settings, annotations, runtime.models, lambda: runtime.draining)
+    trained = settings.trained_folder
+    runtime.disk_usages |= {
+        "annotations": lambda: measure_disk(annotations.folder, annotations.measure().nbytes, None),
+        "trained-models": lambda: measure_disk(trained, count_bytes(trained), None),
+    }
+    runtime.metrics.watch_each("stackseg_trainings", trainings.queue.count)
+    return Service(runtime, AsyncJobs(settings), annotations, trainings)
+
+
+def build_runtime(settings: Settings, parts: Parts = DEFAULT_PARTS) -> Runtime:
+    """Create what requests use, without jobs and trainings. Raises ConfigError."""
+    host_files, metrics, loading_lock = HostFiles(settings.references), Metrics(), torch_compile.LoadingLock()
+    shared = LocalParts(parts.load, metrics, loading_lock)
+    local = [LocalDevice(name, own, shared, parts.choose_driver(name)) for name, own in split_settings(settings)]
+    cluster = open_cluster(settings, parts.connect, metrics)
+    devices = DevicePool(local, [device.watchdog for device in local], cluster)
+    models = ModelRegistry(settings.models, devices.all, settings.trained_folder)
+    scratch = ScratchFolder(settings.server.scratch_folder)
+    cache: ResultCache[tuple[AnswerMetadata, str]] = ResultCache(scratch.results, settings.limits.cache_bytes)
+    runtime = Runtime(
+        settings, devices, models, metrics, Files(host_files, scratch, cache, VolumeCache(), FileReaders(settings))
+    )
+    _watch(runtime, loading_lock)
+    return runtime
+
+
+def _watch(runtime: Runtime, loading_lock: torch_compile.LoadingLock) -> None:
+    """Have the metrics show the state of the runtime."""
+    devices, metrics = runtime.devices, runtime.metrics
+    values: Mapping[str, Callable[[], float]] = {
+        "stackseg_waiting": lambda: devices.waiting,
+        "stackseg_running": lambda: len(devices.running),
+        "stackseg_scratch_bytes": lambda: float(runtime.scratch_space.used),
+        "stackseg_cache_bytes": lambda: float(runtime.result_cache.nbytes),
+        "stackseg_ready": lambda: float(not runtime.unready_reasons()),
+        "stackseg_compiled_graphs": torch_compile.count_graphs,
+        "stackseg_recompilations": lambda: loading_lock.recompilations,
+        "stackseg_reader_kills": lambda: float(runtime.reader.kills),
+    }
+    labelled: Mapping[str, Callable[[], Mapping[str, float]]] = {
+        "stackseg_disk_used_bytes": lambda: _disk_bytes(runtime, "used"),
+        "stackseg_disk_free_bytes": lambda: _disk_bytes(runtime, "free"),
+        "stackseg_loaded_models": lambda: {device.name: float(len(device.loaded_models)) for device in devices.all},
+        "stackseg_loaded_bytes": lambda: {device.name: float(loaded_bytes(device)) for device in devices.all},
+        "stackseg_workers": lambda: devices.cluster_states,
+        "stackseg_gpu_memory_used_bytes": lambda: _gpu_bytes(devices, "memory_used"),
+        "stackseg_gpu_memory_total_bytes": lambda: _gpu_bytes(devices, "memory_total"),
+    }
+    for name, value in values.items():
+        metrics.watch(name, value)
+    for name, each in labelled.items():
+        metrics.watch_each(name, each)
+
+
+def _disk_bytes(runtime: Runtime, field: str) -> dict[str, float]:
+    """Return the bytes in this field of the disk usage, by kind of files."""
+    return {kind: float(getattr(usage, field)) for kind, usage in runtime.measure_disks().items()}
+
+
+def _gpu_bytes(devices: DevicePool, field: str) -> dict[str, float]:
+    """Return the bytes in this field of every GPU that reports it, by index, on other hosts after their name."""
+    values = {str(gpu.index): getattr(gpu, field) for gpu in gpus.query_gpus()}
+    for other in devices.hosts:
+        values |= {f"{other.host}:{gpu.index}": getattr(gpu, field) for gpu in other.gpus}
+    return {index: float(value) for index, value in values.items() if value is not None}

@@ -1,0 +1,110 @@
+"""A model that is loaded in an actor."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from service.core.buffers import Allocate
+from service.core.types import Options, Volume
+from service.models.spec import ModelSpec
+from service.serving.devices.cluster.actor import Advance
+from service.serving.devices.cluster.actor_pool import ActorPool, Attempt
+from service.serving.devices.cluster.exchange import Loaded, Segmented, Task
+from service.serving.devices.cluster.remote_actor import ModelInUse, RemoteActor
+from service.serving.devices.models.model import JobCounters, ReportProgress
+from service.serving.devices.queue.job import Job
+
+if TYPE_CHECKING:
+    from service.inference.batching.window_request import Share
+    from service.inference.diameter.estimation import Sizing
+    from service.inference.estimate import Estimator, PlannedRequest
+    from service.inference.result import EngineReport, Result
+
+
+class RemotePlace(NamedTuple):
+    """The actor that a model is loaded in, and those that stand in for it; `allocate` makes arrays for results."""
+
+    actor: RemoteActor
+    pool: ActorPool
+    counters: JobCounters
+    allocate: Allocate
+
+
+class RemoteModel:
+    """A model in an actor, as `DeviceModel`. It is loaded when this is made; raises the error of loading.
+
+    An actor that was started anew loads it again by itself, as long as this is in use.
+    """
+
+    def __init__(self, spec: ModelSpec, place: RemotePlace) -> None:
+        self.spec, self._place = spec, place
+        facts = f"{spec.model_dump_json()} {spec.folder}"
+        identity = f"{spec.name}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+        self._in_use = ModelInUse(place.actor.name, identity, spec)
+        # Before it is loaded: actors forget the models that are not in use.
+        place.pool.add(self._in_use)
+        self._loaded: Loaded = self._run("load", self._in_use.load_task(), lambda: False, _ignore_progress)
+
+    @property
+    def estimator(self) -> Estimator:
+        return self._loaded.estimator
+
+    @property
+    def nbytes(self) -> int:
+        return self._loaded.nbytes
+
+    def report(self) -> EngineReport:
+        return self._loaded.report
+
+    def segment(
+        self, job: Job[Any], volume: Volume, options: Options, request: PlannedRequest | None, progress: ReportProgress
+    ) -> Result:
+        """Segment a volume [C, Z, Y, X] for a job. The actor's own queue minds the memory there, and orders tasks."""
+        place = self._place
+        planned = request or self.estimator.plan_request(volume, options)
+        count = partial(place.counters.count_share, job, self.spec.name)
+        with place.pool.exchange.lend(volume) as stored:
+            task = self._in_use.load_task()._replace(volume=stored, options=options, windows=planned.estimate.windows)
+            segmented: Segmented = self._run("segment", task, job.cancelled, progress, count)
+            # The spec that comes back is a copy; callers compare specs by identity.
+            result = segmented.open(place.allocate)._replace(spec=self.spec)
+        place.counters.count_result(self.spec.name, result)
+        return result
+
+    def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> Sizing | None:
+        """Estimate the diameter of the objects of a volume [C, Z, Y, X] for a job."""
+        count = partial(self._place.counters.count_share, job, self.spec.name)
+        with self._place.pool.exchange.lend(volume) as stored:
+            task = self._in_use.load_task()._replace(volume=stored, options=options)
+            sizing: Sizing | None = self._run("estimate_diameter", task, job.cancelled, _ignore_progress, count)
+            return sizing
+
+    def _run(
+        self,
+        method: str,
+        task: Task,
+        cancelled: Callable[[], bool],
+        progress: Advance,
+        count: Callable[[Share], None] = lambda _share: None,
+    ) -> Any:
+        """Do a task in the actor, or elsewhere while that is not up, and return its value.
+
+        Raises the error of the task, and what `ActorPool.run` raises.
+        """
+        actor = self._place.actor
+        attempt = Attempt(method, task, lambda: cancelled() or actor.closed, progress)
+        outcome = self._place.pool.run(actor, attempt)
+        if outcome.error is not None:
+            raise outcome.error
+        if outcome.share.seconds:
+            count(outcome.share)
+        if windows := outcome.share.windows:
+            progress(windows, windows)
+        return outcome.value
+
+
+def _ignore_progress(_done: int, _total: int) -> None:
+    pass

@@ -1,0 +1,82 @@
+"""A model that is loaded on a device of this host: the one module of serving that calls the segmenter."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from service.core.types import Options, Volume
+from service.models.spec import ModelSpec
+from service.serving.devices.local.torch_device import TorchDevice
+from service.serving.devices.models.model import JobCounters, ReportProgress, needs_of
+from service.serving.devices.queue.job import Job
+
+if TYPE_CHECKING:
+    from service.inference.batching.batcher import WindowBatcher
+    from service.inference.diameter.estimation import Sizing
+    from service.inference.engines.scores import RunWindows
+    from service.inference.estimate import Estimate, Estimator, PlannedRequest
+    from service.inference.result import EngineReport, Result
+    from service.inference.segmenter import Segmenter
+
+
+class ModelPlace(NamedTuple):
+    """The device that a model is loaded on; `batcher` computes the windows of all requests together."""
+
+    device: TorchDevice
+    batcher: WindowBatcher
+    counters: JobCounters
+
+
+class LocalModel:
+    """A segmenter that is warmed up, as `DeviceModel`."""
+
+    def __init__(self, segmenter: Segmenter, place: ModelPlace) -> None:
+        self.segmenter, self._place = segmenter, place
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.segmenter.spec
+
+    @property
+    def estimator(self) -> Estimator:
+        return self.segmenter.estimator
+
+    @property
+    def nbytes(self) -> int:
+        return self.segmenter.nbytes
+
+    def report(self) -> EngineReport:
+        return self.segmenter.report()
+
+    def segment(
+        self, job: Job[Any], volume: Volume, options: Options, request: PlannedRequest | None, progress: ReportProgress
+    ) -> Result:
+        """Segment a volume [C, Z, Y, X] for a job, and count what it took."""
+
+        def revise(needed: Estimate) -> None:
+            job.revise(needs_of(needed))
+
+        with self._place.device.report_loss():
+            result = self.segmenter.segment(
+                volume,
+                options,
+                request=request,
+                cancelled=job.cancelled,
+                progress=progress,
+                run=self._run_windows(job),
+                revised=revise,
+            )
+        self._place.counters.count_result(self.spec.name, result)
+        return result
+
+    def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> Sizing | None:
+        """Estimate the diameter of the objects of a volume [C, Z, Y, X] for a job."""
+        run = self._run_windows(job)
+        with self._place.device.report_loss():
+            return self.segmenter.estimate_diameter(volume, options, cancelled=job.cancelled, run=run)
+
+    def _run_windows(self, job: Job[Any]) -> RunWindows:
+        """Return what computes windows for a job, and counts them."""
+        count = partial(self._place.counters.count_share, job, self.spec.name)
+        return partial(self._place.batcher.run, due=job.due, share=count)

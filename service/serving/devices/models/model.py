@@ -1,0 +1,81 @@
+"""A model that is loaded on a device, as requests use it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from service.core.types import Options, Volume
+from service.models.spec import ModelSpec
+from service.serving.devices.queue.job import Job, Needs
+from service.serving.metrics import Metrics
+
+if TYPE_CHECKING:
+    from service.inference.batching.window_request import Share
+    from service.inference.diameter.estimation import Sizing
+    from service.inference.estimate import Estimate, Estimator, PlannedRequest
+    from service.inference.result import EngineReport, Result
+
+log = logging.getLogger(__name__)
+
+ReportProgress = Callable[[int, int], None]
+"""Called with the windows that are done and their total."""
+
+
+class DeviceModel(Protocol):
+    """A model that is loaded on a device and computes for the jobs of that device's queue."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def estimator(self) -> Estimator: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the device's memory."""
+
+    def report(self) -> EngineReport:
+        """Report the engine in use."""
+
+    def segment(
+        self, job: Job[Any], volume: Volume, options: Options, request: PlannedRequest | None, progress: ReportProgress
+    ) -> Result:
+        """Segment a volume [C, Z, Y, X] for a job, in a thread of the queue.
+
+        request   as `estimator` has planned it; None: it is planned now
+        progress  called with the windows that are done, from 0 on
+
+        Raises BadParameter, TooLarge, Cancelled, OutOfMemory, NonFiniteScores, DeviceLost and DoubtfulResult; for a
+        device of another host also OutOfStorage, StorageUnavailable and Interrupted.
+        """
+
+    def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> Sizing | None:
+        """Estimate the diameter of the objects for a job; None where `segment` would not. Raises what that raises."""
+
+
+def needs_of(estimate: Estimate) -> Needs:
+    """Return the resources of a job whose segmentation takes what was estimated."""
+    return Needs(estimate.host_bytes, estimate.device_bytes, estimate.sw_batch_size)
+
+
+class JobCounters(NamedTuple):
+    """Counts the windows and results of one device's jobs; `device` is its name in metrics."""
+
+    metrics: Metrics
+    device: str
+
+    def count_share(self, job: Job[Any], model: str, share: Share) -> None:
+        """Count the share of a job in a batch of windows."""
+        self.metrics.count_batch(model, self.device, *share)
+        job.device_seconds += share.seconds
+        job.device_slots += share.slots
+
+    def count_result(self, model: str, result: Result) -> None:
+        """Count what was skipped and what had to be computed again."""
+        self.metrics.fallbacks(model).inc(result.fallbacks)
+        self.metrics.recomputed(model).inc(int(result.recomputed))
+        if result.skipped is not None:
+            self.metrics.skipped(model).inc(result.skipped.windows)
+            log.info("%s skipped %s", model, result.skipped)

@@ -1,0 +1,134 @@
+"""All devices of the service: which of them answers a request, and whether they can be used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from service.models.spec import ModelSpec
+from service.serving.devices.device import Backlog, Device
+from service.serving.devices.local.watchdog import Watchdog
+from service.serving.devices.queue.job import Job
+
+if TYPE_CHECKING:
+    from service.serving.devices.cluster.cluster_devices import ClusterDevices
+    from service.serving.devices.cluster.exchange import Status
+
+log = logging.getLogger(__name__)
+
+
+class DevicePool:
+    """The devices of this host, then those of the cluster, if there is one.
+
+    all        every device
+    watchdogs  of the devices of this host
+    """
+
+    def __init__(
+        self, local: Sequence[Device], watchdogs: Sequence[Watchdog], cluster: ClusterDevices | None = None
+    ) -> None:
+        self.all: tuple[Device, ...] = (*local, *(cluster.devices if cluster else ()))
+        self._local, self._watchdogs, self._cluster = local, watchdogs, cluster
+
+    @property
+    def hosts(self) -> tuple[Status, ...]:
+        """The other hosts that have devices, each as one of these knew it last."""
+        return tuple(self._cluster.hosts.values()) if self._cluster else ()
+
+    @property
+    def cluster_states(self) -> dict[str, float]:
+        """The number of workers of the cluster by state; empty without a cluster."""
+        return self._cluster.states if self._cluster else {}
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that wait for a device."""
+        return sum(device.scheduler.queue.waiting for device in self.all)
+
+    @property
+    def running(self) -> tuple[Job[Any], ...]:
+        """The requests that run."""
+        return tuple(job for device in self.all for job in device.scheduler.queue.running)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is computed or loaded, and nothing ever will be."""
+        return all(device.ended for device in self.all)
+
+    def start(self, specs: Mapping[str, ModelSpec], first: Iterable[str]) -> None:
+        """Serve these models on every device; load the `first` ones now."""
+        names = tuple(first)
+        for device in self.all:
+            device.start(specs, names)
+        if self._cluster:
+            self._cluster.start(self._measure_backlog, len(self._local))
+
+    def drain(self) -> None:
+        """Let the watchdogs report nothing from now on: the threads of devices will end on purpose."""
+        for watchdog in self._watchdogs:
+            watchdog.stop()
+
+    def cancel_requests(self) -> None:
+        """Accept no more requests, and cancel those that wait or run."""
+        for device in self.all:
+            device.scheduler.cancel_requests()
+
+    def stop(self, seconds: float) -> None:
+        """Cancel all requests and end all threads; one that runs for `seconds` is left behind."""
+        self.drain()
+        self.cancel_requests()
+        if self._cluster:
+            self._cluster.stop()
+        for device in self.all:
+            if not device.stop(seconds):
+                log.warning("%s is still busy after %s s; leaving it behind", device.name, seconds)
+        if self._cluster:
+            self._cluster.close()
+
+    def check_admission(self, caller: str | None) -> None:
+        """Raise QueueFull or NotReady if no queue accepts a request of this caller."""
+        queues = [device.scheduler.queue for device in self.all]
+        next((queue for queue in queues if not queue.full(caller)), queues[0]).check(caller)
+
+    def choose(self, model: str, caller: str | None) -> Device:
+        """Return the device that should answer a caller's request for this model first."""
+
+        def cost(device: Device) -> tuple[bool, bool, float]:
+            has_failed, is_busy, seconds = device.scheduler.routing_cost(model, caller)
+            return has_failed or not device.serves, is_busy, seconds
+
+        first, *others = self.all
+        # With one device nothing has to be compared.
+        return min(self.all, key=cost) if others else first
+
+    def engines(self, model: str) -> list[str]:
+        """Return how a model runs on the devices that have loaded it at some time, sorted."""
+        engines = (device.scheduler.models.engines for device in self.all)
+        return sorted({known[model] for known in engines if model in known})
+
+    def unready_reasons(self) -> Iterator[str]:
+        """Yield a sentence for each device that keeps the service from being ready."""
+        yield from (device.problem for device in self.all if device.is_required and device.problem)
+        if self._cluster and not self._answers:
+            yield from self._cluster.problems()
+
+    def degradations(self) -> tuple[str, ...]:
+        """Return a sentence for each device that cannot be used although the service is ready."""
+        return self._cluster.problems() if self._cluster and self._answers else ()
+
+    def missing_workers(self) -> str | None:
+        """Return the sentence that requests wait for a worker of the cluster; None if they do not."""
+        if self._cluster is None or any(device.serves for device in self.all):
+            return None
+        return "No worker of the cluster is there."
+
+    @property
+    def _answers(self) -> bool:
+        """Whether some device answers requests, or will once there are some."""
+        waits = self._cluster is not None and self._cluster.waits_for_work
+        return waits or any(device.serves for device in self.all)
+
+    def _measure_backlog(self) -> Backlog:
+        queues = [device.scheduler.queue for device in self.all]
+        return Backlog(sum(len(queue.jobs) for queue in queues), sum(queue.expected_seconds for queue in queues))

@@ -1,0 +1,1 @@
+"""Jobs of a device: their order, the threads that run them, and how long they take."""

@@ -1,0 +1,121 @@
+"""The place of one request on a device: its job in the queue, and its use of the model."""
+
+from __future__ import annotations
+
+import weakref
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from service.core.types import Extent, Options, Volume
+from service.inference.series.time_points import PointSegmenter, Series, segment_series
+from service.serving.devices.device import Scheduler
+from service.serving.devices.models.cache import Lease
+from service.serving.devices.models.model import DeviceModel, ReportProgress, needs_of
+from service.serving.devices.queue.job import Job, Needs, Progress
+from service.serving.devices.queue.job_queue import JobQueue
+
+if TYPE_CHECKING:
+    from service.inference.diameter.estimation import Sizing
+    from service.inference.estimate import PlannedRequest
+    from service.inference.result import Result
+
+
+class Reservation:
+    """The device of a request, and its use of the model from when that is loaded until the request is over.
+
+    scheduler  of the device
+    model      name of the model
+    folder     for the labels of a series; None: the system's folder for temporary files
+    """
+
+    def __init__(self, scheduler: Scheduler, model: str, folder: Path | None = None) -> None:
+        self._scheduler, self._name, self._folder = scheduler, model, folder
+        self._lease: Lease[DeviceModel] | None = None
+        # Set once the model is there; None where planning fails, and the work raises the error again.
+        self._request: PlannedRequest | None = None
+        self._needs: Needs | None = None
+
+    @property
+    def queue(self) -> JobQueue:
+        """The queue of the device."""
+        return self._scheduler.queue
+
+    @property
+    def loading(self) -> bool:
+        """Whether the request waits for its model."""
+        lease = self._lease
+        return lease is not None and not lease.model.done()
+
+    @property
+    def model(self) -> DeviceModel:
+        """The loaded model of a job that has begun."""
+        if self._lease is None:
+            raise RuntimeError("the model was not asked for, or the job is over")
+        return self._lease.model.result(timeout=0)
+
+    def take(self, job: Job[Any]) -> None:
+        """Ask for the model. The job is in the device's queue; it may begin once the model is loaded, or fails."""
+        lease = self._lease = self._scheduler.models.cache.lease(self._name)
+        # Immediately if the job was cancelled meanwhile.
+        job.add_done_callback(self._end_lease)
+        # A weak reference: the job would otherwise hold itself, and its result with it.
+        lease.model.add_done_callback(partial(self._after_loading, weakref.ref(job)))
+
+    def needs(self, volume: Extent, options: Options) -> Needs:
+        """Return the resources of the request. Called when the model is loaded, and whenever the job might begin."""
+        if self._needs is None:
+            try:
+                self._request = self.model.estimator.plan_request(volume, options)
+                self._needs = needs_of(self._request.estimate)
+            except Exception:  # noqa: BLE001 - the work raises the error again, where the job gets it
+                self._needs = Needs()
+        return self._needs
+
+    def segment(self, job: Job[Any], volume: Volume | Series, options: Options) -> Result:
+        """Segment on the device. Raises what `DeviceModel.segment` raises, and of a series `segment_series`."""
+        if isinstance(volume, Series):
+            return self._segment_series(job, volume, options)
+        return self.model.segment(job, volume, options, self._request, job.advance)
+
+    def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> Sizing | None:
+        """Estimate the diameter of the objects on the device; None where `segment` would not.
+
+        Raises what `segment` raises.
+        """
+        return self.model.estimate_diameter(job, volume, options)
+
+    def _segment_series(self, job: Job[Any], series: Series, options: Options) -> Result:
+        """Segment time points while the job keeps its place on the device, which it shares as for one volume."""
+        model = self.model
+
+        def segment(volume: Volume, options: Options, progress: ReportProgress) -> Result:
+            request = model.estimator.plan_request(volume, options)
+            job.revise(needs_of(request.estimate))
+            return model.segment(job, volume, options, request, progress)
+
+        def begin(point: int) -> None:
+            job.points = Progress(point, len(series.times))
+
+        estimate = partial(model.estimate_diameter, job)
+        is_estimated = model.estimator.plan(options).estimated
+        calls = PointSegmenter(segment, estimate if is_estimated else None)
+        return segment_series(
+            series, options, calls, self._folder, cancelled=job.cancelled, began=begin, progress=job.advance
+        )
+
+    def _after_loading(self, reference: weakref.ref[Job[Any]], model: Future[DeviceModel]) -> None:
+        job = reference()
+        if job is None or model.cancelled():
+            return
+        error = model.exception()
+        if error is None:
+            self.queue.release(job)
+        else:
+            job.refuse(error)
+
+    def _end_lease(self, _job: Job[Any]) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.end()
