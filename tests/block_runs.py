@@ -19,7 +19,7 @@ from service.inference.blockwise.prepare import make_plan
 from service.inference.blockwise.run_folder import BlockTask, RunFolder
 from service.inference.blockwise.worker import run_block
 from service.inference.blockwise.workers import Workers
-from service.inference.result import Result
+from service.inference.types import Result
 from service.models.spec import ModelSpec
 from tests.segmenters import started
 

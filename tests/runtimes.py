@@ -14,7 +14,7 @@ from service.core.config import Settings
 from service.core.errors import NotReady
 from service.core.hardware import Driver
 from service.core.types import Options, Volume
-from service.inference.result import Result
+from service.inference.types import Result
 from service.serving.devices.job import Job
 from service.serving.devices.model_registry import ModelRegistry
 from service.serving.runtime import Runtime

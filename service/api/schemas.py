@@ -11,8 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 from service.core.errors import without_folders
 from service.core.hardware import CpuStatus, GpuStatus
 from service.core.types import Description, OutputKind
-from service.inference.estimate import Estimate
-from service.inference.result import EngineReport
+from service.inference.types import EngineReport, Estimate
 from service.models.spec import Input, Lineage
 from service.serving.jobs.record import JobState
 from service.serving.learning.training_record import TrainingStage, TrainingState

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from service.core.types import OutputKind, Segmentation
     from service.formats.zarr.store import Store
     from service.inference.estimate import Estimator
-    from service.inference.result import Result
+    from service.inference.types import Result
     from service.models.spec import ModelSpec
     from service.serving.parameters import Query
 

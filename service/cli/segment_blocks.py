@@ -26,19 +26,10 @@ from service.inference.blockwise.prepare import make_plan
 from service.inference.blockwise.run_folder import OpenRun, RunFolder, open_run
 from service.inference.blockwise.survey import look_again
 from service.inference.blockwise.workers import LocalWorkers, Workers
-from service.inference.diameter.confidence import (
-    Doubt,
-    Evidence,
-    count_sure,
-    explain,
-    explain_nothing,
-    judge,
-    known_models,
-)
-from service.inference.diameter.estimation import Sizing
+from service.inference.diameter.confidence import Evidence, count_sure, explain, explain_nothing, judge, known_models
 from service.inference.measurements import write_csv
 from service.inference.preprocessing.resample import used_width
-from service.inference.result import Result
+from service.inference.types import Doubt, Result, Sizing
 from service.models.spec import ModelSpec
 from service.serving.parameters import Query
 from service.serving.results.provenance import describe_origin

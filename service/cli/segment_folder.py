@@ -18,9 +18,9 @@ from service.core.config import Settings
 from service.core.errors import BadParameter
 from service.core.types import Options, Volume
 from service.inference.batching.batcher import WindowBatcher, open_batcher
-from service.inference.result import Result
 from service.inference.segmenter import Segmenter
 from service.inference.series.time_points import Series
+from service.inference.types import Result
 from service.serving.jobs.folder_records import REPORT
 from service.serving.jobs.folder_work import FolderWork, StackCalls, is_free, select_stacks
 from service.serving.parameters import Query

@@ -12,9 +12,9 @@ from service.core.types import Options, Volume
 from service.formats import stack_reader
 from service.formats.zarr.store import Store
 from service.inference.batching.batcher import WindowBatcher
-from service.inference.result import Result
 from service.inference.segmenter import Segmenter
 from service.inference.series.time_points import PointSegmenter, Progress, Series, segment_series
+from service.inference.types import Result
 from service.serving.parameters import Query
 from service.serving.results.answers import Pixels
 

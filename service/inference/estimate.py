@@ -6,24 +6,24 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from service.core.config import Settings
 from service.core.errors import BadParameter, TooLarge
-from service.core.quantities import Diameter, DiameterSetting, Size
-from service.core.types import Description, Extent, Options, OutputKind, Steering, Volume
+from service.core.quantities import DiameterSetting, Size
+from service.core.types import Description, Extent, Options, OutputKind, Volume
 from service.inference.cuda.device_image import HISTOGRAMS, buffer_bytes, count_planes, is_kept_whole, planes_sent
 from service.inference.decoding.decoders import estimate_decoding
 from service.inference.decoding.steering import check_steering, minimum_voxels
 from service.inference.decoding.watershed_kernel import CPU
 from service.inference.preprocessing.resample import working_size
+from service.inference.types import Estimate, Plan, PlannedRequest
 from service.inference.windows.blending import count_buffered_floats
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.kernels import WindowKernels, window_kernels
-from service.inference.windows.views import BEST, Views, views_bytes
+from service.inference.windows.views import BEST, views_bytes
 from service.models.module_tree import iter_modules
 from service.models.spec import Instances, ModelSpec
 
@@ -36,56 +36,6 @@ BEST_OVERLAP = 0.5
 
 # Windows per call where the operator leaves that open and nothing was tuned.
 UNTUNED_BATCH = 2
-
-
-class Plan(NamedTuple):
-    """Options of a request after the operator's defaults and limits.
-
-    diameter    of the objects, where the volume is resampled by it
-    estimated   whether it is still to be estimated from the stack; until then the stack counts as it is sampled
-    skip_below  grey value of windows that are not computed; None: all are
-    steering    how scores become objects
-    decode_on_host  whether scores are decoded on the host, as the device's memory may not hold what that takes
-    views       in which windows are scored; none: as they are
-    """
-
-    output: OutputKind
-    sw_batch_size: int
-    overlap: float
-    diameter: Diameter | None = None
-    estimated: bool = False
-    skip_below: float | Literal["auto"] | None = None
-    steering: Steering = Steering()
-    decode_on_host: bool = False
-    views: Views = ()
-
-    @property
-    def scorings(self) -> int:
-        """The number of times that each window is scored."""
-        return max(len(self.views), 1)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Windows and memory of a request. Bytes are the peak beyond the loaded model; on the CPU all are host bytes.
-
-    A window counts once for each view in which it is scored: it takes as long as so many windows.
-    Pages of the stack are not counted: it is read from a mapped file, and the system takes its pages back at need.
-    """
-
-    windows: int
-    sw_batch_size: int
-    overlap: float
-    working_size: Size
-    host_bytes: int
-    device_bytes: int
-
-
-class PlannedRequest(NamedTuple):
-    """Request as it is handed down: what is done, and what that takes."""
-
-    plan: Plan
-    estimate: Estimate
 
 
 def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int = UNTUNED_BATCH) -> Plan:

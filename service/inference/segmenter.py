@@ -29,32 +29,11 @@ from service.engine.tuning.plans import EngineConfig, EnginePlan
 from service.inference.cuda.device_image import DeviceImage, SentVolume
 from service.inference.decoding.decoders import Decoder, HostDecoder, make_decoder
 from service.inference.decoding.steering import minimum_voxels, steer
-from service.inference.diameter.confidence import (
-    Doubt,
-    Evidence,
-    count_sure,
-    explain,
-    explain_nothing,
-    judge,
-    known_models,
-)
-from service.inference.diameter.estimation import (
-    DiameterCache,
-    DiameterEstimator,
-    Sizing,
-    strongest_windows,
-)
+from service.inference.diameter.confidence import Evidence, count_sure, explain, explain_nothing, judge, known_models
+from service.inference.diameter.estimation import DiameterCache, DiameterEstimator, strongest_windows
 from service.inference.engines.scores import C, Cancelled, ComputeSlabs, Progress, RunWindows, ScoreComputer, Scored
 from service.inference.engines.selector import EngineSelector, ReadyEngine
-from service.inference.estimate import (
-    Estimate,
-    Estimator,
-    Plan,
-    PlannedRequest,
-    choose_window,
-    measure_activations,
-    window_scale,
-)
+from service.inference.estimate import Estimator, choose_window, measure_activations, window_scale
 from service.inference.memory_errors import check_memory, translate_errors
 from service.inference.preprocessing.empty_windows import EmptyWindowFilter, IntensitySurvey, Skipping
 from service.inference.preprocessing.normalize import NormalisedImage, normalise_volume
@@ -65,7 +44,7 @@ from service.inference.preprocessing.resample import (
     resample_segmentation,
     used_width,
 )
-from service.inference.result import EngineReport, Result
+from service.inference.types import Doubt, EngineReport, Estimate, Plan, PlannedRequest, Result, Sizing
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import Image, SlidingWindow

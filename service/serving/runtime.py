@@ -19,10 +19,9 @@ from service.core.hardware import Driver
 from service.core.types import Extent, Options, Volume
 from service.engine.compile import torch_compile
 from service.formats.sandbox.parent import Reader
-from service.inference.estimate import Estimate
-from service.inference.result import Result
 from service.inference.segmenter import Segmenter
 from service.inference.series.time_points import Series
+from service.inference.types import Estimate, Result
 from service.models.spec import ModelSpec
 from service.serving.devices.cluster.exchange import Status
 from service.serving.devices.cluster.ray_cluster import connect_cluster

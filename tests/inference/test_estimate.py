@@ -17,8 +17,9 @@ from service.core.errors import BadParameter, TooLarge
 from service.core.quantities import Diameter, VoxelSize
 from service.core.types import Description, Options, Volume
 from service.inference.cuda import device_image
-from service.inference.estimate import Estimator, Plan, activation_bytes, estimate, make_plan
+from service.inference.estimate import Estimator, activation_bytes, estimate, make_plan
 from service.inference.preprocessing.resample import prepare
+from service.inference.types import Plan
 from service.inference.windows.grid import SKIPPED_BYTES, Grid
 from service.inference.windows.kernels import window_kernels
 

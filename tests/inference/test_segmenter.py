@@ -18,8 +18,8 @@ from service.engine.compile.torch_compile import count_graphs
 from service.inference.batching import batcher as device_module
 from service.inference.cuda import device_image
 from service.inference.estimate import Estimator
-from service.inference.result import Result
 from service.inference.segmenter import Segmenter
+from service.inference.types import Result
 from service.models.spec import Calibration, Instances, RangeNormalisation
 
 VOXEL = VoxelSize(0.5, 0.25, 0.25)

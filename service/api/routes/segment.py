@@ -27,7 +27,7 @@ from service.api.threads import FILE_THREADS, HOST_FILE_THREADS, run_and_follow,
 from service.core.errors import Cancelled, NotReady
 from service.core.timing import Stages
 from service.formats.sandbox.parent import descriptor_path
-from service.inference.result import Result
+from service.inference.types import Result
 from service.models.spec import ModelSpec
 from service.serving.devices.job import Job
 from service.serving.results.answers import (

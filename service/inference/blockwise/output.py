@@ -20,8 +20,9 @@ from service.inference.blockwise.join import label_tile
 from service.inference.blockwise.layout import Blocks, Box, firsts, lengths, ranges, slices
 from service.inference.blockwise.run_folder import OpenRun
 from service.inference.blockwise.tiles import decoding_spec, read_pixels
-from service.inference.measurements import ObjectSums, Table, measure_box, tabulate
+from service.inference.measurements import ObjectSums, measure_box, tabulate
 from service.inference.preprocessing.resample import nearest_voxels
+from service.inference.types import Table
 from service.inference.windows.grid import as_size
 from service.models.spec import Instances
 

@@ -29,6 +29,7 @@ from service.core.types import Objects, Volume
 from service.inference.decoding.instances import InstanceDecoder
 from service.inference.diameter.confidence import judge
 from service.inference.preprocessing.normalize import VolumeChannel
+from service.inference.types import DiameterTrial, Sizing
 from service.inference.windows.grid import as_size
 from service.inference.windows.sliding_window import Image, ScoreWindows
 from service.models.spec import Instances, ModelSpec
@@ -75,64 +76,6 @@ REMEMBERED = 1024
 
 # Windows are chosen from so many planes, and so many places along y and x.
 PLANES, PLACES = 8, 16
-
-
-class Trial(NamedTuple):
-    """Trial of several widths.
-
-    confidence  with the chosen one
-    before      with the one that was measured, or as the stack is sampled
-    widths      that were tried
-    narrowest   whether the chosen one is as narrow as any that is tried
-    """
-
-    confidence: float
-    before: float
-    widths: int
-    narrowest: bool
-
-
-class Sizing(NamedTuple):
-    """An estimate of the diameter of objects.
-
-    diameter  of the objects in voxels of the image, as a request would best state it; None where that is not known
-    fits      whether the model works well on objects of this width without any resampling
-    objects   that it was measured by, in so many windows
-    guess     the diameter, or one that is worth a try where that is not known; None: nothing looks like an object
-    trial     by which the diameter was chosen; None: objects were measured
-    """
-
-    diameter: Diameter | None
-    fits: bool
-    objects: int
-    windows: int
-    guess: Diameter | None = None
-    trial: Trial | None = None
-
-    @property
-    def resampled_by(self) -> Diameter | None:
-        """Diameter by which resampling brings something, None where the image is used as it is sampled."""
-        return None if self.fits else self.diameter
-
-    @property
-    def note(self) -> str:
-        """A sentence about the estimate for the user."""
-        if self.trial is not None:
-            confidence, before, widths, narrowest = self.trial
-            limit = " (none narrower was tried)" if narrowest else ""
-            against = f"{before:.2g}" if before >= 0.001 else "less than 0.001"
-            return (
-                f"Objects are taken to be {self.diameter} wide, chosen by a trial of {widths} widths on {self.windows}"
-                f" windows: confidence {confidence:.2g} against {against}; state diameter= where that is wrong"
-                f"{limit}, or diameter=none to use the stack as it is sampled."
-            )
-        seen = f"{self.objects} objects in {self.windows} windows"
-        if self.diameter is None:
-            return f"How wide objects are could not be told ({seen}): used as it is sampled; state diameter=."
-        how = f"Objects seem to be {self.diameter} wide ({seen})"
-        if self.fits:
-            return f"{how}, which suits the model as it is sampled; state diameter= where that is wrong."
-        return f"{how}; state diameter= where that is wrong, or diameter=none to use the stack as it is sampled."
 
 
 class ScaleProbe(NamedTuple):
@@ -249,7 +192,7 @@ class DiameterEstimator:
             return sizing
         diameter, looked = self._diameter(chosen.factors), sum(probe.windows for probe in seen)
         narrowest = _near(chosen.factors, largest, ALIKE)
-        trial = Trial(chosen.confidence or 0.0, used.confidence or 0.0, len(seen), narrowest)
+        trial = DiameterTrial(chosen.confidence or 0.0, used.confidence or 0.0, len(seen), narrowest)
         fits = _near(chosen.factors, self._base, FITTING)
         return Sizing(diameter, fits, chosen.objects, looked, diameter, trial)
 

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from service.core.errors import NonFiniteScores
 from service.core.hardware import is_out_of_memory
 from service.core.timing import Stages
+from service.core.types import Views
 from service.engine.tuning.plans import EngineConfig
 from service.inference.engines.selector import EngineSelector, ReadyEngine
-from service.inference.estimate import Plan
+from service.inference.types import Plan
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow, score_stack
-from service.inference.windows.views import AveragedViews, Views
+from service.inference.windows.views import AveragedViews
 
 
 class ScoreConsumer(Protocol):

@@ -21,6 +21,7 @@ from service.core.types import Array, Volume
 from service.inference.decoding.decoders import make_decoder
 from service.inference.preprocessing.normalize import VolumeChannel, replace_nonfinite
 from service.inference.preprocessing.percentiles import has_one_value
+from service.inference.types import Skipped
 from service.inference.windows.blending import Blending
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.sliding_window import Image, ScoreWindows, SparseImage, WindowScan, WindowSlot
@@ -47,21 +48,6 @@ class IntensitySurvey(NamedTuple):
 
     brightest: NDArray[np.float64]
     samples: tuple[NDArray[Any], ...]
-
-
-class Skipped(NamedTuple):
-    """The number of windows that are not computed, out of `total`.
-
-    limits  grey values that no voxel of them exceeds, one per channel
-    """
-
-    windows: int
-    total: int
-    limits: tuple[float, ...]
-
-    def __str__(self) -> str:
-        """Return a short text for users."""
-        return f"{self.windows} of {self.total} windows; up to {', '.join(f'{limit:.6g}' for limit in self.limits)}"
 
 
 class Skipping(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from service.core.quantities import Diameter, VoxelSize
-from service.inference.diameter.estimation import Sizing
+from service.inference.types import Sizing
 
 T = TypeVar("T")
 

@@ -24,14 +24,11 @@ from service.core.errors import (
 from service.core.quantities import TimeInterval, VoxelSize, parse_diameter
 from service.core.timing import Stages
 from service.core.types import Array, Description, Linking, Options, Segmentation, StackShape, Volume, label_dtype
-from service.inference.diameter.confidence import Doubt
-from service.inference.diameter.estimation import Sizing
-from service.inference.measurements import Table, measure
-from service.inference.preprocessing.empty_windows import Skipped
-from service.inference.result import Result, SeriesFacts
+from service.inference.measurements import measure
 from service.inference.series.diameter import choose_diameter, sample
 from service.inference.series.laptrack_linking import link_by_distance
 from service.inference.series.overlap_linking import Tracks, link_by_overlap
+from service.inference.types import Doubt, Result, SeriesFacts, Sizing, Skipped, Table
 
 # Time points whose widths are estimated for the whole series.
 SAMPLED_POINTS = 3

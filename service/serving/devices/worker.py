@@ -23,13 +23,12 @@ from service.core.types import Extent, Options, Volume
 from service.engine.compile import torch_compile
 from service.inference.batching.batcher import WindowBatcher, make_batcher
 from service.inference.batching.window_request import Share
-from service.inference.diameter.estimation import Sizing
 from service.inference.engines import selector as engine_selector
 from service.inference.engines.scores import RunWindows
-from service.inference.estimate import Estimate, Estimator, PlannedRequest
-from service.inference.result import Result
+from service.inference.estimate import Estimator
 from service.inference.segmenter import Segmenter
 from service.inference.series.time_points import PointSegmenter, Series, segment_series
+from service.inference.types import Estimate, PlannedRequest, Result, Sizing
 from service.models.repository import check_weights
 from service.models.spec import ModelSpec
 from service.serving.devices.job import FreeMemory, Job, Needs, Progress

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from service.core.errors import BadFile, BadParameter, Cancelled, OutOfStorage, RateLimited
 from service.core.types import Options, Volume
-from service.inference.diameter.estimation import Sizing
-from service.inference.result import Result
 from service.inference.series.time_points import Series
+from service.inference.types import Result, Sizing
 from service.serving.devices.job import Job, Progress
 from service.serving.devices.worker import Reservation
 from service.serving.fair_threads import FairThreadPool

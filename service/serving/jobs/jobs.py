@@ -29,8 +29,8 @@ from service.core.errors import (
 )
 from service.core.types import Description
 from service.formats.sandbox.parent import Source
-from service.inference.result import Result
 from service.inference.series.time_points import Series
+from service.inference.types import Result
 from service.serving.devices.job import Job, Needs
 from service.serving.devices.queue import JobQueue, JobThreads
 from service.serving.fair_threads import begin_threads

@@ -24,8 +24,8 @@ from service.formats.sandbox.parent import Reader, Source
 from service.formats.sandbox.process import Cancelling, never
 from service.formats.tiff import writer as tiff_writer
 from service.inference import measurements
-from service.inference.result import Result
 from service.inference.series.time_points import Series
+from service.inference.types import Result
 from service.serving.parameters import Query
 from service.serving.results.metadata import AnswerMetadata
 from service.serving.results.provenance import describe_origin

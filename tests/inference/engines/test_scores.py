@@ -11,8 +11,8 @@ from service.core.errors import NonFiniteScores, OutOfMemory
 from service.core.types import Options, Volume
 from service.engine.tuning.plans import EngineConfig
 from service.inference.engines.scores import ScoreComputer
-from service.inference.estimate import Plan
 from service.inference.segmenter import Segmenter
+from service.inference.types import Plan
 from service.inference.windows.blending import Slab
 
 

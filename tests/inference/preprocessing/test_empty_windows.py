@@ -20,13 +20,13 @@ from service.inference.preprocessing.empty_windows import (
     DIMMEST,
     NOISE,
     EmptyWindowFilter,
-    Skipped,
     estimate_background,
     survey_intensities,
     usual_scores,
 )
 from service.inference.preprocessing.normalize import IntensityScaling, NormalisedImage
 from service.inference.segmenter import Segmenter
+from service.inference.types import Skipped
 from service.inference.windows.grid import Grid
 from service.inference.windows.sliding_window import SparseImage
 from service.models.spec import Instances, ModelSpec
