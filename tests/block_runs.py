@@ -19,6 +19,7 @@ from service.inference.blockwise.prepare import make_plan
 from service.inference.blockwise.run_folder import BlockTask, RunFolder
 from service.inference.blockwise.worker import run_block
 from service.inference.blockwise.workers import Workers
+from service.inference.segment import segment
 from service.inference.types import Result
 from service.models.spec import ModelSpec
 from tests.segmenters import started
@@ -77,4 +78,4 @@ def segment_whole(
     source: Path, spec: ModelSpec, options: Options, settings: Settings, selection: Selection = WHOLE
 ) -> Result:
     """Segment the whole volume in one piece."""
-    return started(spec, settings).segment(stack_reader.read(source, selection, 2**40), options)
+    return segment(started(spec, settings), stack_reader.read(source, selection, 2**40), options)

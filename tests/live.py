@@ -21,7 +21,7 @@ from starlette.testclient import TestClient
 from service.api.app import create_app
 from service.api.server import build_config
 from service.core.config import Settings
-from service.inference.segmenter import Segmenter
+from service.serving.devices.segmenter import Segmenter
 from service.serving.runtime import Runtime
 
 READY_SECONDS = 60

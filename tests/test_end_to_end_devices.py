@@ -16,8 +16,8 @@ from live import Live, as_tiff, classes, eager, serve, until
 from torch import Tensor
 
 from service.core.errors import DeviceLost
-from service.inference.segmenter import Segmenter
 from service.models.loader import Network
+from service.serving.devices.segmenter import Segmenter
 
 SECONDS = 0.05
 

@@ -39,19 +39,19 @@ def add_arguments(evaluate: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
     """Print the table line by line. Needs the extra `train`."""
-    from service.inference.segmenter import Segmenter  # noqa: PLC0415
+    from service.inference.runner.model_runner import ModelRunner  # noqa: PLC0415
     from service.training.evaluate import HEADER, format_row, score_classical, score_model, stack_name  # noqa: PLC0415
 
     pairs = _list_pairs(options)
-    segmenter = Segmenter(choose_model(options.model, settings), settings)
-    if segmenter.spec.decoding.kind != "instances":
-        raise BadParameter(f"{segmenter.spec.name} tells classes apart, not objects, so there is nothing to match.")
-    segmenter.warm_up()
+    runner = ModelRunner(choose_model(options.model, settings), settings)
+    if runner.spec.decoding.kind != "instances":
+        raise BadParameter(f"{runner.spec.name} tells classes apart, not objects, so there is nothing to match.")
+    runner.warm_up()
     results: list[dict[str, Any]] = []
     for path, truth_path in pairs:
         volume, pixels = _read(path, truth_path, options.channel, settings)
         stack = stack_name(path)
-        methods = [partial(score_model, segmenter, volume, pixels, diameter) for diameter in options.diameter or [None]]
+        methods = [partial(score_model, runner, volume, pixels, diameter) for diameter in options.diameter or [None]]
         if not options.no_floor:
             methods.append(partial(score_classical, volume, pixels))
         for score in methods:

@@ -23,7 +23,7 @@ from service.core.whole_file import write_whole
 if TYPE_CHECKING:
     from service.core.types import OutputKind, Segmentation
     from service.formats.zarr.store import Store
-    from service.inference.estimate import Estimator
+    from service.inference.runner.estimate import Estimator
     from service.inference.types import Result
     from service.models.spec import ModelSpec
     from service.serving.parameters import Query
@@ -212,9 +212,9 @@ def _run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
     from service.cli.progress import show_progress  # noqa: PLC0415
     from service.formats import stack_reader  # noqa: PLC0415
     from service.inference.batching.batcher import open_batcher  # noqa: PLC0415
-    from service.inference.estimate import Estimator  # noqa: PLC0415
     from service.inference.measurements import measure, write_csv  # noqa: PLC0415
-    from service.inference.segmenter import Segmenter  # noqa: PLC0415
+    from service.inference.runner.estimate import Estimator  # noqa: PLC0415
+    from service.inference.runner.model_runner import ModelRunner  # noqa: PLC0415
     from service.serving.results.provenance import describe_origin, hash_file  # noqa: PLC0415
 
     _check_names(options)
@@ -236,10 +236,10 @@ def _run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
             volume = segment_series.read(options.input, query, limit, Path(scratch), measured=measured)
         bar.begin(f"loading {spec.identifier}")
         with stages.measure("load"):
-            segmenter = Segmenter(spec, settings)
-            device.call(segmenter.warm_up)
+            runner = ModelRunner(spec, settings)
+            device.call(runner.warm_up)
         bar.begin("windows")
-        result = segment_series.segment(volume, query.options, segmenter, device, Path(scratch), bar)
+        result = segment_series.segment(volume, query.options, runner, device, Path(scratch), bar)
         stages.update(result.seconds)
         bar.begin("writing")
         with stages.measure("write"):

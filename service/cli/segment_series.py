@@ -12,7 +12,10 @@ from service.core.types import Options, Volume
 from service.formats import stack_reader
 from service.formats.zarr.store import Store
 from service.inference.batching.batcher import WindowBatcher
-from service.inference.segmenter import Segmenter
+from service.inference.runner.callbacks import Callbacks
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import estimate_diameter
+from service.inference.segment import segment as segment_volume
 from service.inference.series.time_points import PointSegmenter, Progress, Series, segment_series
 from service.inference.types import Result
 from service.serving.parameters import Query
@@ -51,20 +54,20 @@ def read_pixels(path: Path, query: Query, limit_bytes: int, scratch: Path, *, me
 def segment(  # noqa: PLR0913, PLR0917
     series: Volume | Series,
     options: Options,
-    segmenter: Segmenter,
+    runner: ModelRunner,
     device: WindowBatcher,
     scratch: Path,
     bar: ProgressBar,
 ) -> Result:
     """Segment a volume or a series, and show how far that is. Raises what `segment_series` raises."""
     if isinstance(series, Volume):
-        return segmenter.segment(series, options, run=device.run, progress=bar.show)
+        return segment_volume(runner, series, options, callbacks=Callbacks(device.run, progress=bar.show))
 
     def segment_point(volume: Volume, options: Options, progress: Progress) -> Result:
-        return segmenter.segment(volume, options, run=device.run, progress=progress)
+        return segment_volume(runner, volume, options, callbacks=Callbacks(device.run, progress=progress))
 
-    is_estimated = segmenter.estimator.plan(options).estimated
-    estimate = partial(segmenter.estimate_diameter, run=device.run)
+    is_estimated = runner.estimator.plan(options).estimated
+    estimate = partial(estimate_diameter, runner, callbacks=Callbacks(device.run))
     return segment_series(
         series,
         options,

@@ -66,7 +66,7 @@ def _tune(spec: ModelSpec, settings: Settings, seconds: float) -> EnginePlan:
     from tqdm import tqdm  # noqa: PLC0415
     from tqdm.contrib.logging import logging_redirect_tqdm  # noqa: PLC0415
 
-    from service.inference.segmenter import Segmenter  # noqa: PLC0415
+    from service.inference.runner.model_runner import ModelRunner  # noqa: PLC0415
 
     with tqdm(desc=spec.identifier, unit="way", disable=None) as bar, logging_redirect_tqdm():
 
@@ -75,4 +75,4 @@ def _tune(spec: ModelSpec, settings: Settings, seconds: float) -> EnginePlan:
             bar.set_postfix_str(str(config))
             bar.update()
 
-        return Segmenter(spec, settings).tune(seconds, announce)
+        return ModelRunner(spec, settings).tune(seconds, announce)

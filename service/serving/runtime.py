@@ -19,7 +19,6 @@ from service.core.hardware import Driver
 from service.core.types import Extent, Options, Volume
 from service.engine.compile import torch_compile
 from service.formats.sandbox.parent import Reader
-from service.inference.segmenter import Segmenter
 from service.inference.series.time_points import Series
 from service.inference.types import Estimate, Result
 from service.models.spec import ModelSpec
@@ -29,6 +28,7 @@ from service.serving.devices.cluster.remote_worker import Backlog, ConnectCluste
 from service.serving.devices.job import Job
 from service.serving.devices.malloc_trim import MallocTrimmer
 from service.serving.devices.model_registry import ModelRegistry
+from service.serving.devices.segmenter import Segmenter
 from service.serving.devices.worker import DeviceWorker, LoadSegmenter, Reservation, device_worker_settings
 from service.serving.fair_threads import FairThreadPool
 from service.serving.metrics import Metrics

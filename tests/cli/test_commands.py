@@ -24,7 +24,7 @@ from service.core.quantities import VoxelSize
 from service.core.types import Segmentation, Selection
 from service.formats import stack_reader
 from service.formats.tiff import writer as tiff_writer
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec
 from service.serving.devices.worker import device_worker_settings
@@ -325,9 +325,9 @@ def test_what_tuning_finds_holds_for_every_device_that_is_served(
     assert main(["tune", "--minutes", "0.0001", "--config", str(path)]) == 0
     assert capsys.readouterr().out.count("random-nuclei/1") == 1
     for _name, settings in device_worker_settings(read_settings(path)):
-        segmenter = Segmenter(base, settings)
-        segmenter.warm_up()
-        assert (segmenter.report().planned, segmenter.report().cached) == ("tuned", True)
+        runner = ModelRunner(base, settings)
+        runner.warm_up()
+        assert (runner.report().planned, runner.report().cached) == ("tuned", True)
 
 
 @pytest.mark.parametrize(

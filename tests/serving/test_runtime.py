@@ -23,9 +23,9 @@ from service.core.errors import (
     UnknownModel,
 )
 from service.core.types import Options, Volume
-from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
+from service.serving.devices.segmenter import Segmenter
 from service.serving.runtime import Runtime
 from service.serving.storage.disk_usage import DiskUsage
 

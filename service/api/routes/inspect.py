@@ -16,8 +16,8 @@ from service.core import host
 from service.core.errors import OutOfMemory, RequestError
 from service.core.timing import Stages
 from service.core.types import Description
-from service.inference.estimate import Estimator
-from service.inference.memory_errors import check_memory
+from service.inference.runner.estimate import Estimator
+from service.inference.runner.memory_errors import check_memory
 from service.serving.runtime import Runtime
 
 router = APIRouter(tags=["segmentation"])

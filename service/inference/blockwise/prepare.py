@@ -13,8 +13,8 @@ from service.inference.blockwise.layout import Layout, choose_windows
 from service.inference.blockwise.run_folder import RunPlan, lift_limit
 from service.inference.decoding.block_kernel import block_kernel
 from service.inference.decoding.steering import steer
-from service.inference.estimate import Estimator
 from service.inference.preprocessing.resample import working_size
+from service.inference.runner.estimate import Estimator
 from service.models.spec import Instances, ModelSpec
 
 

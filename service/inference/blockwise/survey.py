@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,9 +28,15 @@ from service.formats.tiff.pixels import run_in_threads
 from service.formats.zarr.reader import ZarrStack
 from service.inference.blockwise.layout import Blocks, Box, Layout, lengths, ranges
 from service.inference.blockwise.run_folder import OpenRun, Survey
+from service.inference.decoding.steering import steer
 from service.inference.diameter.estimation import strongest_windows
-from service.inference.estimate import Estimator
-from service.inference.preprocessing.empty_windows import IntensitySurvey, sample_step, survey_box
+from service.inference.preprocessing.empty_windows import (
+    IntensitySurvey,
+    Skipping,
+    make_filter,
+    sample_step,
+    survey_box,
+)
 from service.inference.preprocessing.normalize import (
     IntensityScaling,
     NormalisedImage,
@@ -40,8 +47,11 @@ from service.inference.preprocessing.normalize import (
     replace_nonfinite,
 )
 from service.inference.preprocessing.percentiles import SORTED_VOXELS, count_digits, keys_of_pixels
-from service.inference.preprocessing.resample import describe_resampling
-from service.inference.segmenter import Segmenter
+from service.inference.preprocessing.resample import describe_resampling, resample_image
+from service.inference.runner.estimate import Estimator
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import ALONE, estimate_diameter
+from service.inference.types import Plan
 from service.inference.windows import grid
 from service.inference.windows.grid import as_size
 from service.inference.windows.sliding_window import SparseImage
@@ -257,31 +267,31 @@ class _RegionImage(NormalisedImage):
         return list(self._read_layer(layer, y, x)[box[1], z.start - layer.start : z.stop - layer.start])
 
 
-def merge_counts(run: OpenRun, segmenter: Segmenter, turn: int) -> dict[str, Any]:
+def merge_counts(run: OpenRun, runner: ModelRunner, turn: int) -> dict[str, Any]:
     """Merge what was counted up to a round, and write the survey, unless something is `wanted` in a further round.
 
     Raises BadFile for a channel without finite pixels, and what reading raises.
     """
     with _open(run) as (stack, counting):
         counts, volume = _Counts(run, counting, turn + 1), lazy_volume(stack, run)
-        fitted = [_fit(volume, index, counts, segmenter) for index in range(counting.channels)]
+        fitted = [_fit(volume, index, counts, runner) for index in range(counting.channels)]
         wanted = [None if isinstance(each, IntensityScaling) else each for each in fitted]
         if any(wanted):
             return {"wanted": wanted}
         scalings = tuple(each for each in fitted if isinstance(each, IntensityScaling))
         image, plan = _RegionImage(stack, volume, scalings), run.plan
-        sizing = segmenter.estimate_diameter(volume, plan.options, image=image)
+        sizing = estimate_diameter(runner, volume, plan.options, image=image)
         intensities: IntensitySurvey | None = counts.intensities()
         if sizing is not None and sizing.resampled_by is not None:
-            plan = plan.with_diameter(sizing.resampled_by, segmenter.spec)
+            plan = plan.with_diameter(sizing.resampled_by, runner.spec)
             # Windows lie elsewhere than those whose brightest voxels were found.
             intensities = None
-        done = segmenter.estimator.plan(plan.options)._replace(diameter=plan.diameter)
-        skipping = segmenter.skip_empty_windows(image, volume, done, intensities)
+        done = runner.estimator.plan(plan.options)._replace(diameter=plan.diameter)
+        skipping = skip_empty_windows(runner, image, volume, done, intensities)
         notes = (
             *note_replaced(int(counts.nonfinite.sum())),
             *(() if sizing is None else (sizing.note,)),
-            *describe_resampling(plan.size, plan.layout.size, segmenter.spec, plan.diameter),
+            *describe_resampling(plan.size, plan.layout.size, runner.spec, plan.diameter),
             *skipping.notes,
             *volume.notes,
         )
@@ -289,9 +299,25 @@ def merge_counts(run: OpenRun, segmenter: Segmenter, turn: int) -> dict[str, Any
     if isinstance(skipping.image, SparseImage):
         places = np.array(sorted(skipping.image.skipped), np.int64).reshape(-1, 3)
         scores = tuple(skipping.image.scores.tolist())
-    survey = Survey(scalings, notes, skipping.skipped, scores, segmenter.engine, sizing)
+    survey = Survey(scalings, notes, skipping.skipped, scores, runner.describe_engine(), sizing)
     run.folder.write_survey(survey, places)
     return {"wanted": None}
+
+
+def skip_empty_windows(
+    runner: ModelRunner, image: NormalisedImage, volume: Volume, plan: Plan, survey: IntensitySurvey | None
+) -> Skipping:
+    """Find the windows that `segment` would leave out of a volume.
+
+    `survey` has the windows that there are with the plan's diameter; None: the volume is read.
+    """
+    resampled, _notes = resample_image(image, volume, runner.spec, plan.diameter)
+    if plan.skip_below is None:
+        return Skipping(resampled, None)
+    spec = steer(runner.spec, plan.steering, volume, as_size(resampled.shape[2:]))
+    with torch.inference_mode():
+        windows = make_filter(resampled, spec, plan, runner.score_windows(plan, ALONE.probe))
+        return windows.skip(volume, plan.skip_below, survey)
 
 
 def look_again(run: OpenRun) -> list[Tensor]:
@@ -301,14 +327,14 @@ def look_again(run: OpenRun) -> list[Tensor]:
         return strongest_windows(image, run.spec.input.roi_size)
 
 
-def _fit(volume: Volume, index: int, counts: _Counts, segmenter: Segmenter) -> IntensityScaling | Wanted:
+def _fit(volume: Volume, index: int, counts: _Counts, runner: ModelRunner) -> IntensityScaling | Wanted:
     """Return the scaling of a channel, or what is still to be counted for it."""
     substitute = choose_substitute(float(counts.lowest[index]), int(counts.nonfinite[index]), volume.voxels)
     if substitute is not None:
         counts.count_replaced(index, substitute, volume.dtype)
     channel = _CountedChannel(volume, index, substitute, counts)
     try:
-        scaling = fit_scaling(channel, segmenter.spec.input.normalisation)
+        scaling = fit_scaling(channel, runner.spec.input.normalisation)
     except _NotCounted as missing:
         return missing.wanted
     return replace(scaling, substitute=substitute)

@@ -9,7 +9,7 @@ from typing import Any
 from service.core.timing import Stages
 from service.inference.blockwise import join, links, output, survey, tiles, window_scores
 from service.inference.blockwise.run_folder import BlockTask, OpenRun, open_run
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
 from service.inference.windows.blending import Blending
 
 
@@ -17,7 +17,7 @@ def run_block(task: BlockTask) -> dict[str, Any]:
     """Do one block of a run, and write its record once all that it makes is safe on disk; return the record.
 
     The model is loaded with the first block that needs it, and stays. A process calls this from one thread alone.
-    Raises what `Segmenter` and its `segment` raise; a block may be done again at any time.
+    Raises what `ModelRunner` and `segment` raise; a block may be done again at any time.
     """
     run = open_run(task.folder, surveyed=task.step not in {"count", "survey"})
     stages, began, cpu = Stages(), time.time(), time.process_time()
@@ -29,12 +29,12 @@ def run_block(task: BlockTask) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1)
-def load_segmenter(folder: str) -> Segmenter:
+def load_runner(folder: str) -> ModelRunner:
     """Return the model of a run, loaded and warm."""
     run = open_run(folder)
-    segmenter = Segmenter(run.spec, run.folder.settings)
-    segmenter.warm_up()
-    return segmenter
+    runner = ModelRunner(run.spec, run.folder.settings)
+    runner.warm_up()
+    return runner
 
 
 def _count(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
@@ -44,19 +44,19 @@ def _count(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
 
 
 def _survey(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
-    segmenter = load_segmenter(task.folder)
+    runner = load_runner(task.folder)
     with stages.measure("survey"):
-        return survey.merge_counts(run, segmenter, task.number)
+        return survey.merge_counts(run, runner, task.number)
 
 
 def _score(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
-    return window_scores.score_group(run, task, load_segmenter(task.folder), stages)
+    return window_scores.score_group(run, task, load_runner(task.folder), stages)
 
 
 def _decode(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
     windows = run.folder.settings.windows
     blending = Blending(windows.blending, windows.sigma)
-    return tiles.decode_tile(run, task, blending, load_segmenter(task.folder).device, stages)
+    return tiles.decode_tile(run, task, blending, load_runner(task.folder).device, stages)
 
 
 def _link(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:

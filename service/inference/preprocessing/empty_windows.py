@@ -21,7 +21,7 @@ from service.core.types import Array, Volume
 from service.inference.decoding.decoders import make_decoder
 from service.inference.preprocessing.normalize import VolumeChannel, replace_nonfinite
 from service.inference.preprocessing.percentiles import has_one_value
-from service.inference.types import Skipped
+from service.inference.types import Plan, Skipped
 from service.inference.windows.blending import Blending
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.sliding_window import Image, ScoreWindows, SparseImage, WindowScan, WindowSlot
@@ -128,6 +128,12 @@ class EmptyWindowFilter:
         for window, index in zip(windows, indices, strict=True):
             scan.fill_slot(WindowSlot(window), self._place(index))
         return windows
+
+
+def make_filter(image: Image, spec: ModelSpec, plan: Plan, score_windows: ScoreWindows) -> EmptyWindowFilter:
+    """Return the filter for the windows of a request; `spec` as it decodes the request."""
+    grid = Grid.cover(as_size(image.shape[2:]), spec.input.roi_size, plan.overlap)
+    return EmptyWindowFilter(image, grid, plan.sw_batch_size, spec, score_windows)
 
 
 def survey_intensities(volume: Volume, grid: Grid) -> IntensitySurvey:

@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple
 
 from service.core import config
 from service.core.errors import BrokenModel, ConfigError, NotReady, StackSegError
-from service.inference.segmenter import Segmenter
 from service.models import repository
 from service.models.spec import ModelSpec
 from service.serving.devices.model_cache import LoadedModel
+from service.serving.devices.segmenter import Segmenter
 from service.serving.devices.worker import DeviceWorker
 
 State = Literal["unloaded", "loading", "ready", "failed"]

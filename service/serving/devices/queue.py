@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from service.core.errors import NotReady, QueueFull, StackSegError
-from service.inference.memory_errors import translate_error
+from service.inference.runner.memory_errors import translate_error
 from service.serving.devices.job import FreeMemory, Job, Needs, Progress
 
 RECENT_JOBS = 16

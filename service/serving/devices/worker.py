@@ -23,10 +23,9 @@ from service.core.types import Extent, Options, Volume
 from service.engine.compile import torch_compile
 from service.inference.batching.batcher import WindowBatcher, make_batcher
 from service.inference.batching.window_request import Share
-from service.inference.engines import selector as engine_selector
-from service.inference.engines.scores import RunWindows
-from service.inference.estimate import Estimator
-from service.inference.segmenter import Segmenter
+from service.inference.runner import selector as engine_selector
+from service.inference.runner.callbacks import RunWindows
+from service.inference.runner.estimate import Estimator
 from service.inference.series.time_points import PointSegmenter, Series, segment_series
 from service.inference.types import Estimate, PlannedRequest, Result, Sizing
 from service.models.repository import check_weights
@@ -34,6 +33,7 @@ from service.models.spec import ModelSpec
 from service.serving.devices.job import FreeMemory, Job, Needs, Progress
 from service.serving.devices.model_cache import Lease, LoadedModel, ModelCache, too_large_message
 from service.serving.devices.queue import JobQueue, JobThreads
+from service.serving.devices.segmenter import Segmenter
 from service.serving.devices.watchdog import Watchdog
 from service.serving.metrics import Metrics
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from service.core.errors import StackSegError
 from service.core.timing import Stages
-from service.inference.memory_errors import translate_error
+from service.inference.runner.memory_errors import translate_error
 from service.inference.types import Result
 from service.serving.devices.job import Job, Progress
 from service.serving.devices.worker import Reservation

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from service.core import errors
 from service.core.errors import StackSegError
 from service.core.quantities import VoxelSize
-from service.inference.memory_errors import translate_error
+from service.inference.runner.memory_errors import translate_error
 from service.serving.results.metadata import AnswerMetadata
 
 JobState = Literal["waiting", "running", "done", "failed", "cancelled", "expired"]

@@ -35,11 +35,11 @@ def test_planes_of_many_layers_of_chunks_are_read_at_once(depth: int, tmp_path: 
 
 def survey_in_rounds(run: OpenRun) -> int:
     """Survey a run in this process; return the number of rounds."""
-    segmenter, parts, turn = started(run.spec, settings_of()), survey.count_parts(run), 0
+    runner, parts, turn = started(run.spec, settings_of()), survey.count_parts(run), 0
     while True:
         for number in range(turn * parts, (turn + 1) * parts):
             survey.count_part(run, number)
-        facts = survey.merge_counts(run, segmenter, turn)
+        facts = survey.merge_counts(run, runner, turn)
         turn += 1
         if not facts["wanted"]:
             return turn
@@ -99,9 +99,9 @@ def test_empty_windows_are_those_of_the_whole(below: Literal["auto"] | float, tm
     folder = begin(tmp_path / "run", source, spec, options, settings_of(), (1, 1, 1))
     run = OpenRun(folder, folder.plan, spec)
     survey_in_rounds(run)
-    volume, segmenter = Volume.from_array(pixels[None]), started(spec, settings_of())
+    volume, runner = Volume.from_array(pixels[None]), started(spec, settings_of())
     image, _notes = normalise_volume(volume, spec)
-    whole = segmenter.skip_empty_windows(image, volume, segmenter.estimator.plan(options), None)
+    whole = survey.skip_empty_windows(runner, image, volume, runner.estimator.plan(options), None)
     assert isinstance(whole.image, SparseImage)
     found = folder.survey
     assert (found.skipped, found.scores) == (whole.skipped, tuple(whole.image.scores.tolist()))

@@ -15,7 +15,7 @@ from torch import Tensor
 from service.core.config import Settings
 from service.core.errors import NonFiniteScores
 from service.inference.preprocessing.normalize import IntensityScaling
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
 from service.inference.windows.blending import Blending, Slab, make_blender
 from service.inference.windows.grid import Grid
 from service.inference.windows.kernels import PIXELS, OverlapSums, WindowKernels, window_kernels
@@ -237,10 +237,10 @@ def test_where_they_are_missing_torch_does_it():
 
 
 def test_the_report_warns_where_they_are_missing(bands: ModelSpec, monkeypatch):
-    monkeypatch.setattr("service.inference.segmenter.window_kernels", with_library(window_kernels))
-    segmenter = Segmenter(
+    monkeypatch.setattr("service.inference.runner.model_runner.window_kernels", with_library(window_kernels))
+    runner = ModelRunner(
         bands, Settings.model_validate({"device": {"name": "cpu", "threads": 1}, "engine": {"kind": "eager"}})
     )
-    segmenter.warm_up()
-    (warning,) = segmenter.report().warnings
+    runner.warm_up()
+    (warning,) = runner.report().warnings
     assert "AVX2" in warning

@@ -17,9 +17,9 @@ from service.core.errors import Cancelled, StackSegError
 from service.core.logs import configure_logging
 from service.engine.compile import torch_compile
 from service.inference.batching.window_request import Share
-from service.inference.segmenter import Segmenter
 from service.serving.devices.cluster.exchange import Loaded, Outcome, Segmented, Status, Task, store_result
 from service.serving.devices.job import Job, Needs
+from service.serving.devices.segmenter import Segmenter
 from service.serving.devices.worker import DeviceWorker, LoadSegmenter, Reservation
 from service.serving.metrics import Metrics
 

@@ -21,11 +21,11 @@ from thread_actors import SilentActor, ThreadActor, make_device_actor, remote
 from service.core.config import Access, Cluster, References, Settings
 from service.core.errors import ConfigError
 from service.core.types import Volume
-from service.inference.segmenter import Segmenter
 from service.models.repository import read_spec
 from service.serving.devices.cluster.device_actor import actor_settings
 from service.serving.devices.cluster.exchange import ABANDONED_SECONDS, MARKER, Exchange, Task
 from service.serving.devices.cluster.remote_device import POLL_SECONDS, STATUS_SECONDS, Actor, MakeActor, RemoteDevices
+from service.serving.devices.segmenter import Segmenter
 from service.serving.runtime import Runtime
 
 Service = tuple[Live, list[ThreadActor]]

@@ -17,8 +17,8 @@ from service.core.errors import BadParameter, TooLarge
 from service.core.quantities import Diameter, VoxelSize
 from service.core.types import Description, Options, Volume
 from service.inference.cuda import device_image
-from service.inference.estimate import Estimator, activation_bytes, estimate, make_plan
 from service.inference.preprocessing.resample import prepare
+from service.inference.runner.estimate import Estimator, activation_bytes, estimate, make_plan
 from service.inference.types import Plan
 from service.inference.windows.grid import SKIPPED_BYTES, Grid
 from service.inference.windows.kernels import window_kernels
@@ -31,7 +31,8 @@ import torch
 from torch.nn.functional import avg_pool3d
 from service.core.config import Settings
 from service.models.repository import read_spec
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import segment
 from service.core.types import Options, Volume
 
 def field(name):
@@ -44,18 +45,18 @@ def blobs(x):
 
 torch.set_num_threads(1)
 settings = {"device": {"name": "cpu", "threads": 1}, "engine": {"kind": "eager", "precision": "fp32"}}
-segmenter = Segmenter(read_spec(Path(sys.argv[1])), Settings.model_validate(settings))
-segmenter.warm_up()
-segmenter.instrument(lambda network: blobs)
+runner = ModelRunner(read_spec(Path(sys.argv[1])), Settings.model_validate(settings))
+runner.warm_up()
+runner.instrument(lambda network: blobs)
 z, y, x = np.ogrid[:32, :256, :256]
 wave = sum(np.sin(axis * 2 * np.pi / 16) for axis in (z, y, x))
 volume = Volume.from_array((1000 + 300 * wave).astype(np.uint16)[None])
 # Code that is loaded when it is first called is not what is told.
-segmenter.segment(Volume.from_array(volume.read(0, 8)[:, :, :32, :32]), Options())
-told = segmenter.estimator.estimate(volume, Options()).host_bytes
+segment(runner, Volume.from_array(volume.read(0, 8)[:, :, :32, :32]), Options())
+told = runner.estimator.estimate(volume, Options()).host_bytes
 Path("/proc/self/clear_refs").write_text("5")
 before = field("VmRSS")
-segmenter.segment(volume, Options())
+segment(runner, volume, Options())
 print(told, field("VmHWM") - before)
 """
 

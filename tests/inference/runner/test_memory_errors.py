@@ -3,7 +3,7 @@ import torch
 from fakes import SeparateDevice
 
 from service.core.errors import DeviceLost, OutOfMemory
-from service.inference.memory_errors import check_memory, translate_errors
+from service.inference.runner.memory_errors import check_memory, translate_errors
 from service.inference.types import Estimate
 
 

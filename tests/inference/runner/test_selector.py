@@ -18,7 +18,7 @@ from service.core.progress import Progress
 from service.core.types import Segmentation
 from service.engine import backends
 from service.engine.tuning.plans import EngineConfig
-from service.inference.engines.selector import EngineSelector, batch_size
+from service.inference.runner.selector import EngineSelector, batch_size
 from service.models.loader import load_network
 
 CPU = torch.device("cpu")
@@ -305,7 +305,7 @@ from service.core.config import Settings
 from service.core.progress import Progress
 from service.models.loader import load_network
 from service.models.repository import read_spec
-from service.inference.engines.selector import EngineSelector
+from service.inference.runner.selector import EngineSelector
 
 torch.set_num_threads(1)
 spec = read_spec(Path(sys.argv[1]))

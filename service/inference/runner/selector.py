@@ -26,7 +26,7 @@ from service.engine.prepare import prepare
 from service.engine.tuning import plans
 from service.engine.tuning.autotune import Candidate, NothingRuns, Tuner, Winner
 from service.engine.tuning.plans import EngineConfig, EnginePlan, Trial
-from service.inference.engines.label_agreement import MAX_SHARE_BEYOND_ROUNDING, LabelAgreement, score
+from service.inference.runner.label_agreement import MAX_SHARE_BEYOND_ROUNDING, LabelAgreement, score
 from service.inference.windows.blending import Blending
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import SlidingWindow

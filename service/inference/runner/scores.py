@@ -16,7 +16,8 @@ from service.core.hardware import is_out_of_memory
 from service.core.timing import Stages
 from service.core.types import Views
 from service.engine.tuning.plans import EngineConfig
-from service.inference.engines.selector import EngineSelector, ReadyEngine
+from service.inference.runner.callbacks import ComputeSlabs
+from service.inference.runner.selector import EngineSelector, ReadyEngine
 from service.inference.types import Plan
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow, score_stack
@@ -31,21 +32,6 @@ class ScoreConsumer(Protocol):
 
 
 C = TypeVar("C", bound=ScoreConsumer)
-
-Cancelled = Callable[[], bool]
-Progress = Callable[[int, int], None]
-
-# (windows, image, overlap) -> the scores of the image.
-ComputeSlabs = Callable[[SlidingWindow, Image, float], Iterator[Slab]]
-
-
-class RunWindows(Protocol):
-    """Computes the windows of an image: `SlidingWindow.run`, or `WindowBatcher.run` together with those of others."""
-
-    def __call__(
-        self, window: SlidingWindow, image: Image, overlap: float, /, *, cancelled: Cancelled, progress: Progress
-    ) -> Iterator[Slab]:
-        """Yield the scores of `image`. Raises what `SlidingWindow.run` raises."""
 
 
 class Scored(NamedTuple, Generic[C]):
