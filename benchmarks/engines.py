@@ -57,7 +57,7 @@ from service.core.config import Settings
 from service.engine import backends, base
 from service.engine.compile import torch_compile
 from service.engine.precision import DTYPES
-from service.engine.tuning.plans import EngineConfig
+from service.engine.tuning.plans import EngineConfig, Outcome
 from service.inference.runner.selector import ReadyEngine
 from service.models.loader import Network
 from service.models.repository import read_spec
@@ -244,7 +244,7 @@ def compare_twice(first: list[Runner], builders: Iterable[RunnerBuilder], peak: 
 def wrong_configs(selected: ReadyEngine) -> list[EngineConfig]:
     """Return the configurations that tuning found to give other labels."""
     trials = () if selected.plan is None else selected.plan.trials
-    return [trial.choice for trial in trials if trial.verdict.startswith("wrong")]
+    return [trial.choice for trial in trials if trial.verdict.outcome is Outcome.WRONG]
 
 
 def relative_speeds(rows: list[Row]) -> dict[str, float]:

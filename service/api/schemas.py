@@ -18,7 +18,10 @@ from service.serving.learning.training_record import TrainingStage, TrainingStat
 
 
 def _report_without_folders(report: EngineReport) -> EngineReport:
-    trials = tuple(replace(trial, verdict=without_folders(trial.verdict)) for trial in report.trials)
+    trials = tuple(
+        replace(trial, verdict=trial.verdict._replace(detail=without_folders(trial.verdict.detail)))
+        for trial in report.trials
+    )
     return replace(report, warnings=tuple(map(without_folders, report.warnings)), trials=trials)
 
 

@@ -25,7 +25,7 @@ from service.engine.cuda import tf32
 from service.engine.prepare import prepare
 from service.engine.tuning import plans
 from service.engine.tuning.autotune import Candidate, NothingRuns, Tuner, Winner
-from service.engine.tuning.plans import EngineConfig, EnginePlan, Trial
+from service.engine.tuning.plans import EngineConfig, EnginePlan, Outcome, Trial
 from service.inference.runner.label_agreement import MAX_SHARE_BEYOND_ROUNDING, LabelAgreement, score
 from service.inference.windows.blending import Blending
 from service.inference.windows.kernels import window_kernels
@@ -213,14 +213,14 @@ class EngineSelector:
     def _warnings(self, trials: Sequence[Trial]) -> tuple[str, ...]:
         """Return warnings about trials that failed, and about labels that what the operator has set would change."""
         settings, warnings = self._settings.engine, list(_failures(trials))
-        chosen = {trial.choice.engine for trial in trials if trial.verdict == "chosen"}
+        chosen = {trial.choice.engine for trial in trials if trial.verdict.outcome is Outcome.CHOSEN}
         for trial in trials:
             # The same engine in another precision is what `engine.precision: auto` asks for.
-            if settings.kind == trial.choice.engine not in chosen and trial.verdict.startswith("wrong"):
+            if settings.kind == trial.choice.engine not in chosen and trial.verdict.outcome is Outcome.WRONG:
                 warnings.append(
                     f"The {trial.choice.engine} engine in {trial.choice.precision} is not used: {trial.verdict}"
                 )
-            if trial.verdict == "chosen" and (trial.difference or 0.0) > settings.tolerance:
+            if trial.verdict.outcome is Outcome.CHOSEN and (trial.difference or 0.0) > settings.tolerance:
                 share = f"{trial.difference:.2%} of the labels of the model's sample differ from those in fp32"
                 warnings.append(f"{share}; engine.precision {settings.precision} is set, auto would not take it.")
         return tuple(warnings)
@@ -454,7 +454,7 @@ def _require_same_size(ready: ReadyEngine) -> ReadyEngine:
 
 def _failures(trials: Sequence[Trial]) -> tuple[str, ...]:
     """Return warnings about trials that failed, which an operator may want to repair."""
-    failed = [trial for trial in trials if trial.verdict.startswith("failed")]
+    failed = [trial for trial in trials if trial.verdict.outcome is Outcome.FAILED]
     return tuple(f"The {trial.choice.engine} engine {trial.verdict}" for trial in failed)
 
 
