@@ -58,7 +58,7 @@ from service.engine import backends, base
 from service.engine.compile import torch_compile
 from service.engine.precision import DTYPES
 from service.engine.tuning.plans import EngineConfig, Outcome
-from service.inference.runner.selector import ReadyEngine
+from service.inference.runner.engine_builder import ReadyEngine
 from service.models.loader import Network
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec

@@ -26,9 +26,10 @@ from service.formats import stack_reader
 from service.inference.batching.batcher import WindowBatcher, open_batcher
 from service.inference.cuda.device_image import Upload
 from service.inference.runner.callbacks import Callbacks
+from service.inference.runner.engine_builder import ReadyEngine, batch_size
 from service.inference.runner.label_agreement import share_differing
 from service.inference.runner.model_runner import ModelRunner
-from service.inference.runner.selector import EngineSelector, ReadyEngine, batch_size
+from service.inference.runner.selector import EngineSelector
 from service.inference.segment import segment as segment_volume
 
 # Parts of the names of operations that no BF16 channels-last forward should run: convolutions without cuDNN, and

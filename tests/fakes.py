@@ -15,7 +15,7 @@ from service.core.native.library import CppFunctions, load_library
 from service.core.native.variants import Variant
 from service.core.progress import step
 from service.core.types import Segmentation
-from service.inference.runner.estimate import Estimator
+from service.inference.runner.estimator import Estimator
 from service.inference.types import EngineReport, Estimate, PlannedRequest, Result
 
 Functions = TypeVar("Functions", bound=CppFunctions)

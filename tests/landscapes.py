@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from service.core.types import Objects
 from service.inference.decoding.basin_merging import Persistence
-from service.inference.decoding.instances import StreamingWatershed, TorchWatershed, WholeWatershed
+from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed, WholeWatershed
 from service.inference.decoding.watershed import Basins, Watershed, foreground_codes
 from service.inference.decoding.watershed_kernel import BLOCK_VOXELS, WatershedKernel, WatershedParameters
 

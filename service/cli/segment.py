@@ -23,7 +23,7 @@ from service.core.whole_file import write_whole
 if TYPE_CHECKING:
     from service.core.types import OutputKind, Segmentation
     from service.formats.zarr.store import Store
-    from service.inference.runner.estimate import Estimator
+    from service.inference.runner.estimator import Estimator
     from service.inference.types import Result
     from service.models.spec import ModelSpec
     from service.serving.parameters import Query
@@ -213,7 +213,7 @@ def _run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
     from service.formats import stack_reader  # noqa: PLC0415
     from service.inference.batching.batcher import open_batcher  # noqa: PLC0415
     from service.inference.measurements import measure, write_csv  # noqa: PLC0415
-    from service.inference.runner.estimate import Estimator  # noqa: PLC0415
+    from service.inference.runner.estimator import Estimator  # noqa: PLC0415
     from service.inference.runner.model_runner import ModelRunner  # noqa: PLC0415
     from service.serving.results.provenance import describe_origin, hash_file  # noqa: PLC0415
 

@@ -19,7 +19,7 @@ from service.engine.compile.torch_compile import count_graphs
 from service.inference.batching import batcher as device_module
 from service.inference.cuda import device_image
 from service.inference.runner.callbacks import Callbacks
-from service.inference.runner.estimate import Estimator
+from service.inference.runner.estimator import Estimator
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.inference.types import Result

@@ -16,7 +16,7 @@ from service.core import host
 from service.core.errors import OutOfMemory, RequestError
 from service.core.timing import Stages
 from service.core.types import Description
-from service.inference.runner.estimate import Estimator
+from service.inference.runner.estimator import Estimator
 from service.inference.runner.memory_errors import check_memory
 from service.serving.runtime import Runtime
 

@@ -14,7 +14,7 @@ from service.inference.blockwise.run_folder import RunPlan, lift_limit
 from service.inference.decoding.block_kernel import block_kernel
 from service.inference.decoding.steering import steer
 from service.inference.preprocessing.resample import working_size
-from service.inference.runner.estimate import Estimator
+from service.inference.runner.estimator import Estimator
 from service.models.spec import Instances, ModelSpec
 
 

@@ -29,7 +29,7 @@ from service.formats.zarr.reader import ZarrStack
 from service.inference.blockwise.layout import Blocks, Box, Layout, lengths, ranges
 from service.inference.blockwise.run_folder import OpenRun, Survey
 from service.inference.decoding.steering import steer
-from service.inference.diameter.estimation import strongest_windows
+from service.inference.diameter.places import strongest_windows
 from service.inference.preprocessing.empty_windows import (
     IntensitySurvey,
     Skipping,
@@ -48,7 +48,7 @@ from service.inference.preprocessing.normalize import (
 )
 from service.inference.preprocessing.percentiles import SORTED_VOXELS, count_digits, keys_of_pixels
 from service.inference.preprocessing.resample import describe_resampling, resample_image
-from service.inference.runner.estimate import Estimator
+from service.inference.runner.estimator import Estimator
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import ALONE, estimate_diameter
 from service.inference.types import Plan

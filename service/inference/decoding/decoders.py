@@ -17,13 +17,8 @@ from torch import Tensor
 from service.core.buffers import LARGE_BYTES, Allocate, release_pages
 from service.core.quantities import Size, VoxelSize
 from service.core.types import OutputKind, Segmentation
-from service.inference.decoding.instances import (
-    WHOLE_NEIGHBOURS,
-    WHOLE_VOXELS,
-    InstanceDecoder,
-    logit,
-    threshold_mask,
-)
+from service.inference.decoding.instances import InstanceDecoder
+from service.inference.decoding.streaming import WHOLE_NEIGHBOURS, WHOLE_VOXELS, logit, threshold_mask
 from service.inference.decoding.watershed_kernel import CPU, WatershedKernel, choose_block, watershed_kernel
 from service.models.spec import Instances, ModelSpec
 

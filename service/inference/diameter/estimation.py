@@ -9,12 +9,8 @@ or nothing fits well, the width is taken at which it doubts the least, by the co
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import math
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,19 +19,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from service.core.buffers import LARGE_BYTES
 from service.core.quantities import Diameter, Size, VoxelSize
-from service.core.types import Objects, Volume
+from service.core.types import Objects
 from service.inference.decoding.instances import InstanceDecoder
 from service.inference.diameter.confidence import judge
-from service.inference.preprocessing.normalize import VolumeChannel
+from service.inference.diameter.places import box_around, choose_apart, cut_boxes, signals
 from service.inference.types import DiameterTrial, Sizing
 from service.inference.windows.grid import as_size
 from service.inference.windows.sliding_window import Image, ScoreWindows
 from service.models.spec import Instances, ModelSpec
 
 Factors = tuple[float, float, float]
-Box = tuple[slice, slice, slice]
 
 # Scales of the first looks, and how many windows each gets: at a small scale a window shows more of the stack.
 FIRST_LOOKS = ((1.0, 4), (2.0, 4), (0.4, 2))
@@ -70,12 +64,6 @@ FITTING, ALIKE = 1.2, 1.15
 
 # Scales are not taken further from 1 than this: beyond, the sampling has lost the objects, or there are none.
 FARTHEST = 5.0
-
-# Of so many stacks what was found out is remembered.
-REMEMBERED = 1024
-
-# Windows are chosen from so many planes, and so many places along y and x.
-PLANES, PLACES = 8, 16
 
 
 class ScaleProbe(NamedTuple):
@@ -223,11 +211,11 @@ class DiameterEstimator:
         roi = self._spec.input.roi_size
         scaled = [max(round(length * factor), 1) for length, factor in zip(self._size, factors, strict=True)]
         inner = [min(edge, length) for edge, length in zip(roi, scaled, strict=True)]
-        boxes = _choose_apart((_box(place, self._size, inner, scaled) for place in places), most)
+        boxes = choose_apart((box_around(place, self._size, inner, scaled) for place in places), most)
         windows = torch.zeros((len(boxes), self._spec.input.channels, *roi))
         before = [(edge - length) // 2 for edge, length in zip(roi, inner, strict=True)]
         inside = tuple(slice(first, first + length) for first, length in zip(before, inner, strict=True))
-        for window, part in zip(windows, _cut(self._image, boxes), strict=True):
+        for window, part in zip(windows, cut_boxes(self._image, boxes), strict=True):
             window[(slice(None), *inside)] = functional.interpolate(part[None], size=inner, mode="trilinear")[0]
         scores = self._score_windows(windows)[(slice(None), slice(None), *inside)]
         decoded = [self._objects(window[None]) for window in scores]
@@ -307,109 +295,12 @@ class DiameterEstimator:
         return allowed[0], allowed[1], allowed[2]
 
 
-class DiameterCache:
-    """Estimates of earlier stacks by one network. Safe to use from several threads.
-
-    People come back with the same stack for another output or for measurements, and a stack of a single window takes
-    less time than its estimate. Of a stack beyond `LARGE_BYTES` the estimate is next to nothing, and reading it is not.
-    """
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[bytes, Sizing] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, volume: Volume, estimate: Callable[[], Sizing]) -> Sizing:
-        """Return the estimate for the same pixels and voxel size, or what `estimate` returns now."""
-        if volume.nbytes > LARGE_BYTES:
-            return estimate()
-        key = _digest(volume)
-        with self._lock:
-            if key in self._known:
-                self._known.move_to_end(key)
-                return self._known[key]
-        sizing = estimate()
-        with self._lock:
-            self._known[key] = sizing
-            if len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
-        return sizing
-
-
-def _digest(volume: Volume) -> bytes:
-    size = None if volume.voxel_size is None else tuple(volume.voxel_size)
-    digest = hashlib.sha256(repr((volume.shape, volume.dtype.str, size)).encode())
-    for index in range(volume.shape[0]):
-        for block in VolumeChannel(volume, index):
-            digest.update(block.tobytes())
-    return digest.digest()
-
-
 def expect_flatness(voxel_size: VoxelSize | None, base: Factors) -> float:
     """Return how many times as wide as deep objects should be in voxels of the `base` grid, 1 where it is not known."""
     if voxel_size is None:
         return 1.0
     z, y, x = (edge / factor for edge, factor in zip(voxel_size, base, strict=True))
     return max(VoxelSize(z, y, x).anisotropy / DEEPER, 1.0)
-
-
-def signals(image: Image, edges: Size) -> list[Size]:
-    """Return places (z, y, x) with signal around them in their plane, the strongest first, within `edges`."""
-    depth, height, width = image.shape[2:]
-    rows, columns = _middles(height, edges[1], PLACES), _middles(width, edges[2], PLACES)
-    candidates = list[tuple[float, Size]]()
-    up, left = edges[1] // 2, edges[2] // 2
-    for z in _middles(depth, edges[0] // 2, PLANES):
-        plane = image[0, slice(None), slice(z, z + 1), slice(0, height), slice(0, width)].clamp(0, 1)
-        for y, x in itertools.product(rows, columns):
-            part = plane[:, :, max(y - up, 0) : y + up, max(x - left, 0) : x + left]
-            candidates.append((-float(part.std(correction=0)), (z, y, x)))
-    return [place for _, place in sorted(candidates)]
-
-
-def strongest_windows(image: Image, roi: Size) -> list[Tensor]:
-    """Return windows [C, z, y, x] of an image, up to `roi` large and as it is sampled, where most is to be seen."""
-    size = as_size(image.shape[2:])
-    inner = [min(edge, length) for edge, length in zip(roi, size, strict=True)]
-    return _cut(image, _choose_apart((_box(place, size, inner, size) for place in signals(image, roi)), WINDOWS))
-
-
-def _middles(length: int, edge: int, most: int) -> list[int]:
-    count = min(max(round(2 * length / max(edge, 1)), 1), most)
-    return [int((index + 0.5) * length / count) for index in range(count)]
-
-
-def _cut(image: Image, boxes: Sequence[Box]) -> list[Tensor]:
-    """Return parts of the image, float32 [C, z, y, x]; every plane is read once, and none stays."""
-    parts = [torch.empty((image.shape[1], *(part.stop - part.start for part in box))) for box in boxes]
-    for z in sorted(set(itertools.chain.from_iterable(range(box[0].start, box[0].stop) for box in boxes))):
-        for part, (planes, rows, columns) in zip(parts, boxes, strict=True):
-            if planes.start <= z < planes.stop:
-                part[:, z - planes.start] = image[0, slice(None), slice(z, z + 1), rows, columns][:, 0]
-    return parts
-
-
-def _box(place: Size, size: Size, inner: Sequence[int], scaled: Sequence[int]) -> Box:
-    """Return the voxels of an image of `size` around `place` that become `inner` voxels of a grid of `scaled`."""
-    parts = []
-    for middle, length, edge, whole in zip(place, size, inner, scaled, strict=True):
-        taken = min(max(round(edge * length / whole), 1), length)
-        start = min(max(middle - taken // 2, 0), length - taken)
-        parts.append(slice(start, start + taken))
-    return parts[0], parts[1], parts[2]
-
-
-def _choose_apart(candidates: Iterable[Box], most: int) -> list[Box]:
-    """Return up to `most` boxes, each apart from those chosen before it."""
-    boxes = list[Box]()
-    for box in candidates:
-        if len(boxes) < most and all(_apart(box, other) for other in boxes):
-            boxes.append(box)
-    return boxes
-
-
-def _apart(one: Box, other: Box) -> bool:
-    """Return whether two boxes of one size have at most half of their edge in common along some axis."""
-    return any(abs(a.start - b.start) * 2 >= a.stop - a.start for a, b in zip(one, other, strict=True))
 
 
 def _near(one: Factors, other: Factors, ratio: float) -> bool:

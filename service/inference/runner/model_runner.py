@@ -26,15 +26,17 @@ from service.engine import backends
 from service.engine.compile import torch_compile
 from service.engine.tuning.plans import EngineConfig, EnginePlan
 from service.inference.cuda.placement import DevicePlacement
-from service.inference.diameter.estimation import DiameterCache
+from service.inference.diameter.cache import DiameterCache
 from service.inference.preprocessing.normalize import NormalisedImage
 from service.inference.preprocessing.resample import ResampledImage
+from service.inference.runner.activations import measure_activations
 from service.inference.runner.callbacks import ComputeSlabs, RunWindows
-from service.inference.runner.estimate import Estimator, choose_window, measure_activations, window_scale
+from service.inference.runner.engine_builder import ReadyEngine
+from service.inference.runner.estimator import Estimator, choose_window, window_scale
 from service.inference.runner.memory_errors import check_memory, translate_errors
 from service.inference.runner.placement import HostPlacement, Placement
 from service.inference.runner.scores import ScoreComputer
-from service.inference.runner.selector import EngineSelector, ReadyEngine
+from service.inference.runner.selector import EngineSelector
 from service.inference.types import EngineReport, Estimate, Plan
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import Image, ScoreWindows

@@ -17,7 +17,7 @@ from service.core.timing import Stages
 from service.core.types import Views
 from service.engine.tuning.plans import EngineConfig
 from service.inference.runner.callbacks import ComputeSlabs
-from service.inference.runner.selector import EngineSelector, ReadyEngine
+from service.inference.runner.engine_builder import EngineBuilder, ReadyEngine
 from service.inference.types import Plan
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow, score_stack
@@ -56,7 +56,7 @@ class _ScoreCollector:
 class ScoreComputer:
     """Computes scores with the network of one model. Safe to use from several threads.
 
-    selector  builds the networks to fall back on
+    builder   builds the networks to fall back on
     config    of the network
     ready     the network that was warmed up; None: until then it runs eagerly
     fit_batch  as in `Estimator`: returns the windows per call for a request that asks for so many
@@ -64,12 +64,12 @@ class ScoreComputer:
 
     def __init__(
         self,
-        selector: EngineSelector,
+        builder: EngineBuilder,
         config: EngineConfig,
         ready: ReadyEngine | None = None,
         fit_batch: Callable[[int], int] = lambda batch_size: batch_size,
     ) -> None:
-        self._selector, self._config, self._ready, self._fit_batch = selector, config, ready, fit_batch
+        self._builder, self._config, self._ready, self._fit_batch = builder, config, ready, fit_batch
         # Then computing again in eager float32 would change nothing.
         self._is_reference = config.engine == "eager" and config.precision == "fp32"
         self._smaller_windows: WeakValueDictionary[int, SlidingWindow] = WeakValueDictionary()
@@ -79,7 +79,7 @@ class ScoreComputer:
     @cached_property
     def module(self) -> nn.Module:
         """Prepared module, which runs eagerly where the warm network does not fit."""
-        return self._selector.module(self._config) if self._ready is None else self._ready.module
+        return self._builder.module(self._config) if self._ready is None else self._ready.module
 
     def compute(
         self, image: Image, plan: Plan, make_consumer: Callable[[], C], stages: Stages, run: ComputeSlabs
@@ -128,7 +128,7 @@ class ScoreComputer:
     def _window(self, batch_size: int, *, reference: bool) -> SlidingWindow:
         """Return the FP32 reference, the warm window, one for fewer windows at once, or an eager one."""
         if reference:
-            return self._selector.reference(batch_size)
+            return self._builder.reference(batch_size)
         if self._ready is not None and self._config.sw_batch_size == batch_size:
             return self._ready.window
         # Requests that ask for the same at the same time share batches of it.
@@ -151,7 +151,7 @@ class ScoreComputer:
     def _make_window(self, batch_size: int) -> SlidingWindow:
         if self._ready is not None and self._fit_batch(batch_size) == batch_size and self._config.engine != "eager":
             return self._ready.window.with_capacity(batch_size)
-        return self._selector.sliding_window(self.module, self._config, batch_size)
+        return self._builder.sliding_window(self.module, self._config, batch_size)
 
     def _notes(self, used: SlidingWindow) -> list[str]:
         if self._ready is None or self._config.engine == "eager" or used.network is self._ready.window.network:

@@ -16,16 +16,9 @@ from landscapes import CPU, Array, Size, hills
 from service.core.types import Objects, Segmentation
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.fill_holes import fill_holes
-from service.inference.decoding.instances import (
-    InstanceDecoder,
-    StreamingWatershed,
-    TorchWatershed,
-    WholeWatershed,
-    keep_objects,
-    least_confidence,
-    least_voxels,
-    look_up_labels,
-)
+from service.inference.decoding.instances import InstanceDecoder, least_confidence, least_voxels
+from service.inference.decoding.labels import keep_objects, look_up_labels
+from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed, WholeWatershed
 from service.inference.decoding.watershed_kernel import WatershedParameters, watershed_kernel
 from service.models.spec import Instances, ModelSpec
 

@@ -14,7 +14,7 @@ from skimage.morphology import local_maxima
 from skimage.segmentation import watershed
 
 from service.inference.decoding.basin_merging import Persistence, find_shallow_passes
-from service.inference.decoding.instances import WholeWatershed
+from service.inference.decoding.streaming import WholeWatershed
 from service.inference.decoding.watershed import NEIGHBOUR_BATCH, Watershed, foreground_codes
 from service.inference.decoding.watershed_kernel import BLOCK_VOXELS, watershed_kernel
 from service.training.evaluate import score

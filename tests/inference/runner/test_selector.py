@@ -18,7 +18,8 @@ from service.core.progress import Progress
 from service.core.types import Segmentation
 from service.engine import backends
 from service.engine.tuning.plans import EngineConfig
-from service.inference.runner.selector import EngineSelector, batch_size
+from service.inference.runner.engine_builder import batch_size
+from service.inference.runner.selector import EngineSelector
 from service.models.loader import load_network
 
 CPU = torch.device("cpu")

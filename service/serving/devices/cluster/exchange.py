@@ -25,7 +25,7 @@ from service.core.hardware import CpuStatus, GpuStatus
 from service.core.quantities import VoxelSize
 from service.core.types import Array, Options, StackShape, Volume
 from service.inference.batching.window_request import Share
-from service.inference.runner.estimate import Estimator
+from service.inference.runner.estimator import Estimator
 from service.inference.types import EngineReport, Result, Sizing
 from service.models.spec import ModelSpec
 from service.serving.devices.job import Progress

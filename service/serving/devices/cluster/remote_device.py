@@ -20,7 +20,7 @@ from service.core.errors import Cancelled, DeviceLost, Interrupted
 from service.core.hardware import Driver
 from service.core.types import Options, Volume
 from service.inference.batching.window_request import Share
-from service.inference.runner.estimate import Estimator
+from service.inference.runner.estimator import Estimator
 from service.inference.types import EngineReport, PlannedRequest, Result, Sizing
 from service.models.spec import ModelSpec
 from service.serving.devices.cluster.exchange import Exchange, Loaded, Outcome, Segmented, Status, Task

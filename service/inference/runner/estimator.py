@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, replace
-from functools import partial
-
-import torch
-from torch import nn
 
 from service.core.config import Settings
 from service.core.errors import BadParameter, TooLarge
 from service.core.quantities import DiameterSetting, Size
 from service.core.types import Description, Extent, Options, OutputKind, Volume
-from service.inference.cuda.device_image import HISTOGRAMS, buffer_bytes, count_planes, is_kept_whole, planes_sent
-from service.inference.decoding.decoders import estimate_decoding
 from service.inference.decoding.steering import check_steering, minimum_voxels
-from service.inference.decoding.watershed_kernel import CPU
-from service.inference.preprocessing.resample import working_size
+from service.inference.runner.activations import typical_activation_bytes
+from service.inference.runner.memory_estimate import WindowLoad, estimate
 from service.inference.types import Estimate, Plan, PlannedRequest
-from service.inference.windows.blending import count_buffered_floats
-from service.inference.windows.grid import Grid, as_size
-from service.inference.windows.kernels import WindowKernels, window_kernels
 from service.inference.windows.views import BEST, views_bytes
-from service.models.module_tree import iter_modules
 from service.models.spec import Instances, ModelSpec
 
 # Share of a device's memory that one request may take before its scores are decoded on the host; models, other requests
@@ -106,70 +95,6 @@ def _needs_diameter(spec: ModelSpec, options: Options) -> bool:
     if options.diameter == "auto" and (spec.input.diameter is None or not isinstance(spec.decoding, Instances)):
         raise BadParameter(f"{spec.name} does not say how wide it wants objects to be; leave diameter out.")
     return options.diameter == "auto" or (options.diameter is None and spec.input.estimate_diameter)
-
-
-def estimate(  # noqa: PLR0913
-    spec: ModelSpec,
-    volume: Extent,
-    plan: Plan,
-    window_bytes: int,
-    *,
-    on_host: bool,
-    streams: int = 1,
-    kernel: WindowKernels = window_kernels,
-) -> Estimate:
-    """Estimate windows and memory for a volume of this shape and voxel size; `kernel` blends windows, where it suits.
-
-    `window_bytes`, `on_host` and `streams` are those of an `Estimator`.
-    """
-    size = working_size(volume, spec, plan.diameter)
-    grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
-    # Pixels become float32, and are resampled, where a window reads them, unless they are sent to a device.
-    stored, sent = as_size(volume.shape[1:]), 0
-    # Voxels of the volume that one window is made of, along each axis.
-    under = [min(-(-edge * n // new) + 2 * (n != new), n) for edge, n, new in zip(grid.roi, stored, size, strict=True)]
-    image = 0
-    if size != stored:
-        # They are normalised, and interpolated between two copies along one axis after the other.
-        reading = min(streams, grid.count) * (2 * math.prod(under) + 3 * math.prod(grid.roi))
-        image = 4 * spec.input.channels * (reading if on_host else math.prod(size))
-    # Planes on a device, with those of two channels that have just come.
-    there = spec.input.channels * count_planes(spec.input.channels, size, grid.roi[0]) + 2 * planes_sent(size)
-    if not on_host and is_kept_whole(volume.shape[0], stored):
-        # Pixels as they are stored, a block of them while it is counted, and histograms of 16 bits.
-        counting = 32 * math.prod(stored[1:]) * planes_sent(stored) + 4 * (HISTOGRAMS << 16) * volume.shape[0]
-        sent = 2 * math.prod(volume.shape) + counting
-    at_once = min(streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
-    kept = count_buffered_floats(grid, len(spec.outputs), by_kernel=on_host and kernel.supports(CPU))
-    # A device of its own may have slabs of three batches: two that were launched, and one that is handed over.
-    waiting = at_once if on_host else min(3 * at_once, grid.count)
-    running = 4 * (kept + _slab_floats(spec, grid, plan, waiting)) + at_once * window_bytes
-    decoding = estimate_decoding(spec, plan.output, size, on_host=on_host or plan.decode_on_host)
-    # Where the result lies on disk, the planes that a layer of windows is cut from are in memory.
-    planes = 4 * volume.shape[0] * math.prod(volume.shape[2:]) * under[0] if decoding.disk else 0
-    return Estimate(
-        windows=grid.count * plan.scorings,
-        sw_batch_size=plan.sw_batch_size,
-        overlap=plan.overlap,
-        working_size=size,
-        host_bytes=decoding.host + planes + image + (running if on_host else 2 * buffer_bytes(size)),
-        device_bytes=0 if on_host else decoding.device + running + sent + 4 * size[1] * size[2] * there,
-    )
-
-
-def _slab_floats(spec: ModelSpec, grid: Grid, plan: Plan, at_once: int) -> int:
-    """Return the float32 numbers in slabs of finished scores that exist at a time, with `at_once` windows computed."""
-    # One slab is decoded while those of the next batches wait.
-    slabs = 2 + -(-at_once // len(grid.starts[2]))
-    if plan.skip_below is not None:
-        # Skipped rows finish before each window that is computed, and behind the last.
-        skipped = grid.max_skipped_rows(len(spec.outputs), plan.sw_batch_size)
-        slabs += min(at_once * (skipped + 1) + skipped, grid.rows)
-    # Of the rows of slabs only the last leaves as a whole.
-    (depth, height, _), (_, _, width) = grid.roi, grid.padded
-    step = max((after - start for start, after in itertools.pairwise(grid.starts[1])), default=height)
-    rows = height if grid.count == 1 else height + (slabs - 1) * step
-    return len(spec.outputs) * depth * width * rows
 
 
 @dataclass(frozen=True)
@@ -256,11 +181,11 @@ class Estimator:
         if plan.views:
             voxels = math.prod(self.spec.input.roi_size)
             window_bytes += views_bytes(self.spec.input.channels, len(self.spec.outputs), voxels)
-        estimate_plan = partial(estimate, self.spec, volume, on_host=self.on_host, streams=streams)
-        needed = estimate_plan(plan, window_bytes)
+        load = WindowLoad(window_bytes, streams, self.on_host)
+        needed = estimate(self.spec, volume, plan, load)
         if self.device_memory is not None and needed.device_bytes > DECODING_SHARE * self.device_memory:
             plan = plan._replace(decode_on_host=True)
-            needed = estimate_plan(plan, window_bytes)
+            needed = estimate(self.spec, volume, plan, load)
         if self.settings.windows.inferer == "monai":
             needed = self._add_whole_scores(needed)
         if needed.windows > (most := self.settings.limits.windows):
@@ -291,35 +216,3 @@ class Estimator:
         raise BadParameter(
             f"{self.spec.name} takes {taken}, the volume has {have}: {named}; choose with channel= (index or name)."
         )
-
-
-def activation_bytes(network: nn.Module, shape: tuple[int, ...]) -> int:
-    """Measure the bytes of float32 activations for one input of `shape`; see `measure_activations`."""
-    with torch.inference_mode():
-        return measure_activations(network, torch.zeros(shape))[1]
-
-
-def measure_activations(network: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the scores of `network` for `x`, and the bytes of its activations: the sum of its five largest.
-
-    About five of the largest outputs of layers live at once.
-    """
-    sizes: list[int] = []
-
-    def note(_module: nn.Module, _inputs: object, output: object) -> None:
-        if isinstance(output, torch.Tensor):
-            sizes.append(output.numel() * 4)
-
-    leaves = [module for module in iter_modules(network) if not list(module.children())]
-    hooks = [leaf.register_forward_hook(note) for leaf in leaves]
-    try:
-        scores: torch.Tensor = network(x)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return scores, sum(sorted(sizes)[-5:]) if leaves else typical_activation_bytes(tuple(x.shape))
-
-
-def typical_activation_bytes(shape: tuple[int, ...]) -> int:
-    """Return what `activation_bytes` gives for a typical network, with 32 channels at full resolution."""
-    return 5 * 32 * 4 * math.prod((shape[0], *shape[2:]))
