@@ -21,8 +21,7 @@ from service.core.errors import BadParameter, DoubtfulResult, StackSegError
 from service.core.types import Objects, Segmentation, Steering
 from service.formats.zarr import writer as zarr_writer  # noqa: F401 (An extra may be missing, which is told before anything is computed.)
 from service.inference.blockwise import output
-from service.inference.blockwise.driver import Driver, Progress
-from service.inference.blockwise.prepare import make_plan
+from service.inference.blockwise.driver import Driver, Progress, make_plan
 from service.inference.blockwise.run_folder import OpenRun, RunFolder, open_run
 from service.inference.blockwise.survey import look_again
 from service.inference.blockwise.workers import LocalWorkers, Workers

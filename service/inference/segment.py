@@ -68,31 +68,25 @@ def segment(
     if options.roi_size is not None:
         other = runner.with_window(options, request.estimate)
         return segment(other, volume, replace(options, roi_size=None), request, callbacks)._replace(spec=runner.spec)
-    call = _Call(runner, volume, options, callbacks, stages := Stages())
+    call = _Call(runner, volume, options, callbacks, Stages())
     with runner.computing(request.estimate):
         runner.check_memory(request.estimate)
-        with stages.measure("prepare"):
+        with call.stages.measure("prepare"):
             source, notes = normalise_volume(volume, runner.spec, runner.placement.upload(volume))
         (plan, estimate), diameter, sizing_notes = _size(call, source, request)
-        with stages.measure("prepare"):
-            resampled, resampling_notes = resample_image(source, volume, runner.spec, plan.diameter)
-            image = runner.bring(resampled)
+        image, resampling_notes = _resample(call, source, plan)
         spec = steer(runner.spec, plan.steering, volume, as_size(image.shape[2:]))
         image, skipped, skipping_notes = _skip_empty_windows(call, image, spec, plan)
         callbacks.progress(0, estimate.windows)
         scored = _score(call, image, spec, plan)
         # Decoding needs their memory.
-        del source, resampled, image
-        with stages.measure("decode"):
-            least = minimum_voxels(plan.steering, volume)
-            segmentation = resample_segmentation(scored.consumer.finish(), volume.shape[1:], least)
-            confidence, doubt = _judge(call, segmentation, plan, diameter)
-    if doubt is not None and options.strict:
-        raise DoubtfulResult(doubt.detail)
+        del source, image
+        segmentation = _decode(call, scored.consumer, plan)
+        confidence, doubt = _judge(call, segmentation, plan, diameter)
     changes = (*sizing_notes, *resampling_notes, *skipping_notes, *runner.batch_notes(options), *scored.notes)
     return Result(
         segmentation,
-        stages.seconds,
+        call.stages.seconds,
         (*notes, *changes, *volume.notes),
         scored.fallbacks,
         scored.recomputed,
@@ -131,6 +125,13 @@ def _measure_diameter(call: _Call, image: NormalisedImage, plan: Plan) -> Sizing
     return runner.diameters.get(volume, lambda: measure_diameter(image, volume, runner.spec, score_windows))
 
 
+def _resample(call: _Call, source: NormalisedImage, plan: Plan) -> tuple[Image, tuple[str, ...]]:
+    """Return the image on the grid of the network, read on its device, and notes."""
+    with call.stages.measure("prepare"):
+        prepared = resample_image(source, call.volume, call.runner.spec, plan.diameter)
+        return call.runner.bring(prepared.image), prepared.notes
+
+
 def _skip_empty_windows(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> Skipping:
     """Leave out windows without anything in them, where the plan says so; `spec` as it decodes the request."""
     if plan.skip_below is None:
@@ -152,8 +153,15 @@ def _score(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> Scored[Dec
     return runner.scores.compute(image, plan, runner.placement.choose_decoder(make, plan), call.stages, compute)
 
 
+def _decode(call: _Call, decoder: Decoder, plan: Plan) -> Segmentation:
+    """Return the segmentation on the grid of the volume, once its decoder has all scores."""
+    with call.stages.measure("decode"):
+        least = minimum_voxels(plan.steering, call.volume)
+        return resample_segmentation(decoder.finish(), call.volume.shape[1:], least)
+
+
 def _judge(call: _Call, segmentation: Segmentation, plan: Plan, diameter: Diameter | None) -> Judgement:
-    """Return the confidence in the labels, and the reason for a low one."""
+    """Return the confidence in the labels, and the reason for a low one; DoubtfulResult if the options are strict."""
     spec, volume = call.runner.spec, call.volume
 
     def find_evidence() -> Evidence:
@@ -162,7 +170,11 @@ def _judge(call: _Call, segmentation: Segmentation, plan: Plan, diameter: Diamet
         used = used_width(volume, spec, diameter)
         return Evidence(windows, guess, used, stated=is_stated, steered=plan.steering != Steering())
 
-    return judge_objects(segmentation.objects, spec, find_evidence)
+    with call.stages.measure("decode"):
+        judgement = judge_objects(segmentation.objects, spec, find_evidence)
+    if judgement.doubt is not None and call.options.strict:
+        raise DoubtfulResult(judgement.doubt.detail)
+    return judgement
 
 
 def _look_again(call: _Call, plan: Plan) -> tuple[Diameter | None, Sequence[Tensor]]:

@@ -112,6 +112,11 @@ class EnginePlan:
     circumstances: dict[str, str]
     tuned: bool = False
 
+    @property
+    def origin(self) -> str:
+        """How the configuration was chosen: tuned, or known-order."""
+        return "tuned" if self.tuned else "known-order"
+
     def lines(self) -> Iterator[str]:
         """Yield the lines of a table: what was chosen, then the others, the fastest first."""
         where = self.circumstances.get("device", "another device")

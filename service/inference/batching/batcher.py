@@ -31,9 +31,8 @@ from service.inference.windows.sliding_window import Image, SlidingWindow
 
 T = TypeVar("T")
 
-# A waiting request checks as often whether it was cancelled, even if the device does not answer any more.
+# Interval at which a waiting request checks whether it was cancelled, even if the device does not answer any more.
 POLL_SECONDS = 0.2
-# For a batch that is being computed while nobody waits for it any more.
 CLOSE_SECONDS = 5.0
 # Batches that are launched on a GPU before the first of them is done, so that it never waits for the host.
 LAUNCHED_BATCHES = 2
@@ -78,13 +77,12 @@ class WindowBatcher:
         self._idle = 0
         self._requests: list[WindowRequest] = []
         self._calls: deque[Callable[[], None]] = deque()
-        # Thread that runs a call.
-        self._caller: int | None = None
+        self._caller: int | None = None  # thread that runs a call
         self._closed = False
         self._batches = 0
         # By number.
         self._busy: dict[int, Running] = {}
-        # In the order in which they were launched, and when the last one before them was done.
+        # In the order of their launch, and when the last one before them was done.
         self._launched: deque[Launch] = deque()
         self._last_done = 0.0
         self._threads = [
@@ -200,7 +198,7 @@ class WindowBatcher:
                 with self._lock:
                     self._check_open()
             if request.cancelled():
-                raise Cancelled(f"given up after {request.scan.done} of {request.scan.total} windows")
+                raise request.cancellation
 
     def _wake(self) -> None:
         """Wake an idle thread if there is work. Call it with the lock."""
@@ -257,7 +255,7 @@ class WindowBatcher:
     def _drop_cancelled(self) -> None:
         for request in self._requests:
             if not request.failed and not request.over and request.cancelled():
-                request.fail(Cancelled(f"given up after {request.scan.done} of {request.scan.total} windows"))
+                request.fail(request.cancellation)
 
     def _may_compute(self) -> list[WindowRequest]:
         """Return the requests whose windows may be computed now."""
@@ -342,8 +340,7 @@ def open_batcher(settings: Settings) -> Iterator[WindowBatcher]:
 def make_batcher(settings: Settings, device: torch.device, *, on_host: bool) -> WindowBatcher:
     """Make a batcher with the most streams that a model may have, each of which gets its part of the cores."""
     cores = settings.device.threads or host.usable_cores()
-    wanted = settings.engine.streams
-    most = min(cores, MAX_STREAMS) if wanted == "auto" else wanted
+    most = min(cores, MAX_STREAMS) if settings.engine.streams == "auto" else settings.engine.streams
     return WindowBatcher(
         "device",
         most if on_host else 1,

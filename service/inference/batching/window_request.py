@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from service.core.errors import Cancelled
 from service.inference.windows.blending import FiniteFlag, Slab, require_finite
 from service.inference.windows.sliding_window import Image, SlidingWindow, WindowSlice
 
@@ -69,6 +70,11 @@ class WindowRequest:
         """Whether windows are left, its thread has taken all slabs, and few batches wait for one that is slow."""
         keeps_up = self.untaken <= self.spared and len(self.batch_slices) <= self.window.streams
         return self.scan.left > 0 and not self.failed and keeps_up
+
+    @property
+    def cancellation(self) -> Cancelled:
+        """Error that says how far the request has come."""
+        return Cancelled(f"given up after {self.scan.done} of {self.scan.total} windows")
 
     def fail(self, error: Exception) -> None:
         """Stop computing and blending, and raise `error` in the thread of the request unless another one came first."""

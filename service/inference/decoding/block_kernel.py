@@ -7,9 +7,11 @@ the volume was cut.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -57,9 +59,8 @@ class BlockKernel(CppFunctions):
         self.require()
         margins = [int(edge) for axis in zip(origin, size, volume, strict=True) for edge in _margins(*axis)]
         shape = [n + low + high for n, low, high in zip(size, margins[::2], margins[1::2], strict=True)]
-        for tensor, kinds in ((heights, HEIGHTS), (inside, INSIDE)):
-            if tensor.dtype not in kinds or list(tensor.shape) != shape or tensor.device.type != "cpu":
-                raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where a block of {shape} must be")
+        _check_block(heights, HEIGHTS, shape)
+        _check_block(inside, INSIDE, shape)
         if int(np.prod([edge + 2 for edge in size])) > MAX_PLACE:
             raise ValueError(f"a block of {size} is too large")
         pieces = np.empty(size, np.int32)
@@ -78,6 +79,11 @@ class BlockKernel(CppFunctions):
         finally:
             self._functions.stackseg_block_free(block)
         return BlockPieces(pieces, facts, passes)
+
+
+def _check_block(tensor: Tensor, kinds: Sequence[torch.dtype], shape: list[int]) -> None:
+    if tensor.dtype not in kinds or list(tensor.shape) != shape or tensor.device.type != "cpu":
+        raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where a block of {shape} must be")
 
 
 def _margins(origin: int, size: int, length: int) -> tuple[bool, bool]:

@@ -23,7 +23,7 @@ from service.core.quantities import Diameter, Size, VoxelSize
 from service.core.types import Objects
 from service.inference.decoding.instances import InstanceDecoder
 from service.inference.diameter.confidence import judge
-from service.inference.diameter.places import box_around, choose_apart, cut_boxes, signals
+from service.inference.diameter.places import Box, box_around, choose_apart, cut_boxes, signals
 from service.inference.types import DiameterTrial, Sizing
 from service.inference.windows.grid import as_size
 from service.inference.windows.sliding_window import Image, ScoreWindows
@@ -125,16 +125,7 @@ class DiameterEstimator:
     def estimate(self) -> Sizing:
         """Estimate the diameter, always the same for one image and one network. Raises what `score_windows` raises."""
         places = signals(self._image, self._spec.input.roi_size)
-        seen = list[ScaleProbe]()
-        for scale, windows in FIRST_LOOKS:
-            seen.append(self.probe(places, self._scaled(scale, self._flatness), windows))
-            if self._settled(seen):
-                break
-        for _ in range(NEXT_LOOKS):
-            further = self._next(seen)
-            if further is None or self._settled(seen):
-                break
-            seen.append(self.probe(places, further, WINDOWS))
+        seen = self._probe_scales(places)
         sizing, used = self._measured(seen)
         calibration = self._spec.confidence
         if calibration is None or used.confidence is None:
@@ -144,6 +135,20 @@ class DiameterEstimator:
         if doubtful or max(probe.fit for probe in seen) < GOOD_FIT:
             return self._try(sizing, used, seen, places)
         return sizing
+
+    def _probe_scales(self, places: Sequence[Size]) -> list[ScaleProbe]:
+        """Probe the first scales, and then those that earlier probes suggest, until another would hardly tell more."""
+        seen = list[ScaleProbe]()
+        for scale, windows in FIRST_LOOKS:
+            seen.append(self.probe(places, self._scaled(scale, self._flatness), windows))
+            if self._settled(seen):
+                return seen
+        for _ in range(NEXT_LOOKS):
+            further = self._next(seen)
+            if further is None or self._settled(seen):
+                break
+            seen.append(self.probe(places, further, WINDOWS))
+        return seen
 
     def _measured(self, seen: Sequence[ScaleProbe]) -> tuple[Sizing, ScaleProbe]:
         """Return the estimate from what was seen, and the probe at or near the scale that it means."""
@@ -166,18 +171,27 @@ class DiameterEstimator:
 
     def _try(self, sizing: Sizing, used: ScaleProbe, seen: list[ScaleProbe], places: Sequence[Size]) -> Sizing:
         """Return the width at which the model doubts much less than at the one `used`; `sizing` where there is none."""
+        largest = self._probe_trials(seen, places)
+        if sizing.diameter is None:
+            used = next(probe for probe in seen if _near(probe.factors, self._base, ALIKE))
+        most = ALIKE * math.prod(largest)
+        others = [probe for probe in seen if math.prod(probe.factors) <= most and self._shows_enough(probe, used)]
+        chosen = _choose_clearly_better(used, others, self._margin)
+        return sizing if chosen is None else self._sum_up_trial(chosen, used, seen, largest)
+
+    def _probe_trials(self, seen: list[ScaleProbe], places: Sequence[Size]) -> Factors:
+        """Probe the scales of a trial that were not seen yet; return the factors of the largest."""
         tried = [(self._scaled(scale), windows) for scale, windows in TRIED]
         for factors, windows in tried:
             if not _is_known(factors, seen):
                 seen.append(self.probe(places, factors, windows))
-        if sizing.diameter is None:
-            used = next(probe for probe in seen if _near(probe.factors, self._base, ALIKE))
         largest, _ = tried[-1]
-        others = [probe for probe in seen if self._shows_enough(probe, used)]
-        others = [probe for probe in others if math.prod(probe.factors) <= ALIKE * math.prod(largest)]
-        chosen = _choose_clearly_better(used, others, self._margin)
-        if chosen is None:
-            return sizing
+        return largest
+
+    def _sum_up_trial(
+        self, chosen: ScaleProbe, used: ScaleProbe, seen: Sequence[ScaleProbe], largest: Factors
+    ) -> Sizing:
+        """Return the estimate by a trial, in which `chosen` was better than the scale `used`."""
         diameter, looked = self._diameter(chosen.factors), sum(probe.windows for probe in seen)
         narrowest = _near(chosen.factors, largest, ALIKE)
         trial = DiameterTrial(chosen.confidence or 0.0, used.confidence or 0.0, len(seen), narrowest)
@@ -208,17 +222,10 @@ class DiameterEstimator:
 
     def probe(self, places: Sequence[Size], factors: Factors, most: int) -> ScaleProbe:
         """Score up to `most` windows at this scale, around the first of `places` that are apart."""
-        roi = self._spec.input.roi_size
         scaled = [max(round(length * factor), 1) for length, factor in zip(self._size, factors, strict=True)]
-        inner = [min(edge, length) for edge, length in zip(roi, scaled, strict=True)]
+        inner = [min(edge, length) for edge, length in zip(self._spec.input.roi_size, scaled, strict=True)]
         boxes = choose_apart((box_around(place, self._size, inner, scaled) for place in places), most)
-        windows = torch.zeros((len(boxes), self._spec.input.channels, *roi))
-        before = [(edge - length) // 2 for edge, length in zip(roi, inner, strict=True)]
-        inside = tuple(slice(first, first + length) for first, length in zip(before, inner, strict=True))
-        for window, part in zip(windows, cut_boxes(self._image, boxes), strict=True):
-            window[(slice(None), *inside)] = functional.interpolate(part[None], size=inner, mode="trilinear")[0]
-        scores = self._score_windows(windows)[(slice(None), slice(None), *inside)]
-        decoded = [self._objects(window[None]) for window in scores]
+        decoded = [self._objects(window[None]) for window in self._score_boxes(boxes, inner)]
         whole = math.prod(inner) >= WHOLE * math.prod(scaled)
         probe = self._summary(factors, np.concatenate([rows for rows, _ in decoded]), len(boxes), whole=whole)
         if self._spec.confidence is None:
@@ -226,6 +233,16 @@ class DiameterEstimator:
         objects = Objects.concatenate([objects for _, objects in decoded])
         confidence = judge(objects, self._wanted, self._spec.confidence)
         return probe._replace(confidence=confidence, voxels=int(objects.voxels.sum()))
+
+    def _score_boxes(self, boxes: Sequence[Box], inner: Sequence[int]) -> Tensor:
+        """Return the scores [N, K, *inner] of boxes of the image that are resampled to `inner` voxels."""
+        roi = self._spec.input.roi_size
+        windows = torch.zeros((len(boxes), self._spec.input.channels, *roi))
+        before = [(edge - length) // 2 for edge, length in zip(roi, inner, strict=True)]
+        inside = tuple(slice(first, first + length) for first, length in zip(before, inner, strict=True))
+        for window, part in zip(windows, cut_boxes(self._image, boxes), strict=True):
+            window[(slice(None), *inside)] = functional.interpolate(part[None], size=[*inner], mode="trilinear")[0]
+        return self._score_windows(windows)[(slice(None), slice(None), *inside)]
 
     def _objects(self, scores: Tensor) -> tuple[NDArray[np.float64], Objects]:
         """Return [N, 4], extents along (z, y, x), NaN where a face cuts it, and the peak distance; and the objects."""

@@ -82,12 +82,10 @@ class EmptyWindowFilter:
         """
         if survey is None:
             survey = survey_intensities(volume, self._grid)
-        if below == "auto" and not all(sample.size for sample in survey.samples):
+        limits = _choose_limits(survey, below)
+        if limits is None:
             none = Skipped(0, self._grid.count, ())
             return Skipping(self._image, none, ("No window was skipped: hardly a voxel has a finite value.",))
-        limits = (
-            tuple(map(estimate_background, survey.samples)) if below == "auto" else (below,) * len(survey.brightest)
-        )
         above = (survey.brightest - np.reshape(limits, (-1, 1, 1, 1))).max(0)
         chosen = self._choose_windows(above <= 0)
         none = Skipped(0, self._grid.count, limits)
@@ -128,6 +126,15 @@ class EmptyWindowFilter:
         for window, index in zip(windows, indices, strict=True):
             scan.fill_slot(WindowSlot(window), self._place(index))
         return windows
+
+
+def _choose_limits(survey: IntensitySurvey, below: float | Literal["auto"]) -> tuple[float, ...] | None:
+    """Return the grey value of each channel up to which windows are empty; None where no voxels tell it."""
+    if below != "auto":
+        return (below,) * len(survey.brightest)
+    if not all(sample.size for sample in survey.samples):
+        return None
+    return tuple(map(estimate_background, survey.samples))
 
 
 def make_filter(image: Image, spec: ModelSpec, plan: Plan, score_windows: ScoreWindows) -> EmptyWindowFilter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from service.core.config import Settings
+from service.core.config import Limits, Settings
 from service.core.errors import BadParameter, TooLarge
 from service.core.quantities import DiameterSetting, Size
 from service.core.types import Description, Extent, Options, OutputKind, Volume
@@ -33,16 +33,11 @@ def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int 
     Raises BadParameter for options beyond the operator's limits, for outputs that the model does not have, for a
     diameter that it cannot estimate, and for steering that the output does not follow.
     """
-    windows, limits = settings.windows, settings.limits
+    windows = settings.windows
     configured = tuned if windows.sw_batch_size == "auto" else windows.sw_batch_size
     batch_size = configured if options.sw_batch_size is None else options.sw_batch_size
-    best = options.quality == "best"
-    usual = max(windows.overlap, min(BEST_OVERLAP, limits.overlap)) if best else windows.overlap
-    overlap = usual if options.overlap is None else options.overlap
-    if not 1 <= batch_size <= limits.sw_batch_size:
-        raise BadParameter(f"sw_batch_size must be between 1 and {limits.sw_batch_size}, not {batch_size}.")
-    if not 0 <= overlap <= limits.overlap:
-        raise BadParameter(f"overlap must be between 0 and {limits.overlap}, not {overlap}.")
+    overlap = _choose_overlap(settings, options)
+    _check_limits(settings.limits, batch_size, overlap)
     below = windows.skip_below if options.skip_below is None else options.skip_below
     if windows.inferer == "monai" and below != "none":
         raise BadParameter("skip_below: this service leaves windows to MONAI, which computes all; leave it out.")
@@ -56,8 +51,22 @@ def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int 
         estimated=_needs_diameter(spec, options),
         skip_below=None if below == "none" else below,
         steering=options.steering,
-        views=BEST if best else (),
+        views=BEST if options.quality == "best" else (),
     )
+
+
+def _choose_overlap(settings: Settings, options: Options) -> float:
+    usual = settings.windows.overlap
+    if options.quality == "best":
+        usual = max(usual, min(BEST_OVERLAP, settings.limits.overlap))
+    return usual if options.overlap is None else options.overlap
+
+
+def _check_limits(limits: Limits, batch_size: int, overlap: float) -> None:
+    if not 1 <= batch_size <= limits.sw_batch_size:
+        raise BadParameter(f"sw_batch_size must be between 1 and {limits.sw_batch_size}, not {batch_size}.")
+    if not 0 <= overlap <= limits.overlap:
+        raise BadParameter(f"overlap must be between 0 and {limits.overlap}, not {overlap}.")
 
 
 def choose_window(spec: ModelSpec, roi_size: Size | None) -> ModelSpec:
@@ -171,17 +180,7 @@ class Estimator:
         plan = self.plan(options)
         self._check_channels(volume)
         minimum_voxels(plan.steering, volume)
-        window_bytes, streams = self.window_bytes, self.streams
-        if window_bytes is None:
-            window_bytes = typical_activation_bytes((1, self.spec.input.channels, *self.spec.input.roi_size))
-        if plan.sw_batch_size < self.sw_batch_size and self.any_batch_size is None:
-            streams = 1
-        elif plan.sw_batch_size == self.sw_batch_size and self.score_bytes is not None:
-            window_bytes = self.score_bytes
-        if plan.views:
-            voxels = math.prod(self.spec.input.roi_size)
-            window_bytes += views_bytes(self.spec.input.channels, len(self.spec.outputs), voxels)
-        load = WindowLoad(window_bytes, streams, self.on_host)
+        load = self._load(plan)
         needed = estimate(self.spec, volume, plan, load)
         if self.device_memory is not None and needed.device_bytes > DECODING_SHARE * self.device_memory:
             plan = plan._replace(decode_on_host=True)
@@ -194,6 +193,20 @@ class Estimator:
                 f" volume. Crop it, or ask for less overlap{', quality=fast' * bool(plan.views)} or a larger diameter."
             )
         return PlannedRequest(plan, needed)
+
+    def _load(self, plan: Plan) -> WindowLoad:
+        """Return how the network computes the windows of a plan."""
+        window_bytes, streams = self.window_bytes, self.streams
+        if window_bytes is None:
+            window_bytes = typical_activation_bytes((1, self.spec.input.channels, *self.spec.input.roi_size))
+        if plan.sw_batch_size < self.sw_batch_size and self.any_batch_size is None:
+            streams = 1
+        elif plan.sw_batch_size == self.sw_batch_size and self.score_bytes is not None:
+            window_bytes = self.score_bytes
+        if plan.views:
+            voxels = math.prod(self.spec.input.roi_size)
+            window_bytes += views_bytes(self.spec.input.channels, len(self.spec.outputs), voxels)
+        return WindowLoad(window_bytes, streams, self.on_host)
 
     def _add_whole_scores(self, needed: Estimate) -> Estimate:
         """Add what MONAI holds beside the windows: the image, and scores and weights of every voxel, all float32."""

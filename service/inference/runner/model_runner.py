@@ -215,14 +215,16 @@ class ModelRunner:
         """Return the engine that computes the windows, with its precision; scores are `recomputed` in float32."""
         return f"{self._config.engine} {'fp32' if recomputed else self._config.precision}"
 
+    @property
+    def _kernel_warnings(self) -> tuple[str, ...]:
+        if self.device.type != "cpu" or window_kernels.ready:
+            return ()
+        return (f"Segmenting takes at least twice as long as with the C++ kernels: {window_kernels.problem}.",)
+
     def report(self) -> EngineReport:
         """Report the engine in use; before `warm_up` the one that would run without it."""
         ready, config, windows = self._ready, self._config, self._settings.windows
         plan = None if ready is None else ready.plan
-        kernel_warnings: tuple[str, ...] = ()
-        if self.device.type == "cpu" and not window_kernels.ready:
-            slow = "Segmenting takes at least twice as long as with the C++ kernels"
-            kernel_warnings = (f"{slow}: {window_kernels.problem}.",)
         return EngineReport(
             device=str(self.device),
             device_name=hardware.device_name(self.device),
@@ -235,9 +237,9 @@ class ModelRunner:
             overlap=windows.overlap,
             blending=windows.blending,
             warm_up_seconds=ready.seconds if ready else 0.0,
-            warnings=(*kernel_warnings, *(ready.warnings if ready else ())),
+            warnings=(*self._kernel_warnings, *(ready.warnings if ready else ())),
             streams=config.streams,
-            planned="fixed" if plan is None else "tuned" if plan.tuned else "known-order",
+            planned="fixed" if plan is None else plan.origin,
             cached=ready is not None and ready.cached,
             trials=plan.trials if plan else (),
         )

@@ -103,8 +103,7 @@ class ScoreComputer:
                 # Ahead of the note on recomputing, in whichever order the two happen.
                 notes.insert(fallbacks, f"Memory did not hold {batch_size} windows at once; fewer were taken.")
                 fallbacks, batch_size = fallbacks + 1, batch_size // 2
-                if window.batch.is_cuda:
-                    torch.cuda.empty_cache()
+                _release_memory(window)
             except NonFiniteScores:
                 if recomputed or self._is_reference:
                     raise
@@ -157,6 +156,12 @@ class ScoreComputer:
         if self._ready is None or self._config.engine == "eager" or used.network is self._ready.window.network:
             return []
         return [f"Ran eagerly: only sw_batch_size {self._config.sw_batch_size} is compiled."]
+
+
+def _release_memory(window: SlidingWindow) -> None:
+    """Give back memory that torch has cached on a CUDA device."""
+    if window.batch.is_cuda:
+        torch.cuda.empty_cache()
 
 
 def feed(consumer: ScoreConsumer, slabs: Iterator[Slab], stages: Stages) -> None:

@@ -160,12 +160,7 @@ class EngineSelector(EngineBuilder):
         warnings = list[str]()
         names = precision.list_precisions(settings.precision, self._native)
         unfit = {name: backend.explain_unfit(name, self._device, self._network) for name in names}
-        # The first configuration of a precision is the most promising one; what is not compiled needs no compiler.
-        candidates = self._candidates()
-        firsts = {config.precision: config for config in reversed(candidates)}
-        plain = {config.precision: config for config in reversed(candidates) if config.compile_mode is None}
-        fit = [name for name in names if unfit[name] is None]
-        configs = [chosen[name] for name in fit for chosen in (firsts, plain) if name in chosen]
+        configs = self._list_promising([name for name in names if unfit[name] is None])
         if not configs:
             warnings.append(f"The {settings.kind} engine {unfit[names[0]]}; running eagerly.")
         configs = list(dict.fromkeys([*configs, *map(self.eager, names)]))
@@ -175,6 +170,13 @@ class EngineSelector(EngineBuilder):
         tuner = self._make_tuner(explain_skip=lambda _config: None)
         ready = self._choose(tuner, lambda: tuner.take_first(configs), tuned=False)
         return replace(ready, plan=None, warnings=(*warnings, *ready.warnings))
+
+    def _list_promising(self, precisions: Sequence[str]) -> list[EngineConfig]:
+        """Return the first configuration of each precision, and the first that needs no compiler."""
+        candidates = self._candidates()
+        firsts = {config.precision: config for config in reversed(candidates)}
+        plain = {config.precision: config for config in reversed(candidates) if config.compile_mode is None}
+        return [chosen[name] for name in precisions for chosen in (firsts, plain) if name in chosen]
 
     @property
     def _tolerance(self) -> float:

@@ -23,7 +23,7 @@ from service.core.errors import (
 )
 from service.core.quantities import TimeInterval, VoxelSize, parse_diameter
 from service.core.timing import Stages
-from service.core.types import Array, Description, Linking, Options, Segmentation, StackShape, Volume, label_dtype
+from service.core.types import Array, Description, Linking, Options, StackShape, Volume, label_dtype
 from service.inference.measurements import measure
 from service.inference.series.diameter import choose_diameter, sample
 from service.inference.series.laptrack_linking import link_by_distance
@@ -125,17 +125,10 @@ def segment_series(  # noqa: PLR0913
             error.args = (f"{error} Those before it are time={series.times[0]}:{time}.",)
             fault = error
             break
-    segmentation, table = points.finish()
-    return points.last._replace(
-        segmentation=segmentation,
-        seconds=points.stages.seconds,
+    result, table = points.finish()
+    return result._replace(
         notes=tuple(filter(None, (note, *points.list_notes()))),
-        fallbacks=points.fallbacks,
-        recomputed=points.recomputed,
         estimated=estimated,
-        skipped=points.skipped,
-        confidence=points.confidence,
-        doubt=points.doubt,
         series=SeriesFacts(points.done, len(series.times), table, fault),
     )
 
@@ -198,17 +191,21 @@ class _Points:
             self._count = segmentation.count + (self._count or 0)
         for note in result.notes:
             self._notes.setdefault(note, []).append(time)
-        doubt = result.doubt and result.doubt._replace(detail=f"Time point {time}: {result.doubt.detail}")
-        if result.confidence is not None and (self.confidence is None or result.confidence < self.confidence):
-            self.confidence, self._doubt = result.confidence, doubt
-        elif self.confidence is None:
-            self._doubt = self._doubt or doubt
+        self._keep_lowest(result, time)
         self.stages.update(result.seconds)
         self.fallbacks += result.fallbacks
         self.recomputed |= result.recomputed
         self.skipped = _add_skipped(self.skipped, result.skipped)
         # The pixels are in the file, and need not stay in memory.
         self.last = result._replace(segmentation=replace(segmentation, pixels=segmentation.pixels[:0].copy()))
+
+    def _keep_lowest(self, result: Result, time: int) -> None:
+        """Keep the confidence and the doubt of the time point that the model is least sure of."""
+        doubt = result.doubt and result.doubt._replace(detail=f"Time point {time}: {result.doubt.detail}")
+        if result.confidence is not None and (self.confidence is None or result.confidence < self.confidence):
+            self.confidence, self._doubt = result.confidence, doubt
+        elif self.confidence is None:
+            self._doubt = self._doubt or doubt
 
     @property
     def doubt(self) -> Doubt | None:
@@ -225,7 +222,7 @@ class _Points:
         self._pixels[self.done] = pixels
         release_pages(self._pixels)
 
-    def finish(self) -> tuple[Segmentation, Table | None]:
+    def finish(self) -> tuple[Result, Table | None]:
         """Return the series as far as it has come, its objects linked where that is wanted, and their table."""
         assert self._pixels is not None  # noqa: S101 - the first time point is there
         pixels, count, tracks = self._pixels[: self.done], self._count, None
@@ -235,7 +232,17 @@ class _Points:
                 pixels, count = self._renumber(tracks), tracks.count
         last, interval = self.last.segmentation, self._series.interval
         segmentation = replace(last, pixels=pixels, count=count, objects=None, time_interval=interval)
-        return segmentation, self._make_table(tracks)
+        table = self._make_table(tracks)
+        result = self.last._replace(
+            segmentation=segmentation,
+            seconds=self.stages.seconds,
+            fallbacks=self.fallbacks,
+            recomputed=self.recomputed,
+            skipped=self.skipped,
+            confidence=self.confidence,
+            doubt=self.doubt,
+        )
+        return result, table
 
     def _link(self, pixels: Array, how: Linking) -> Tracks:
         if how == "overlap":

@@ -270,10 +270,7 @@ class WindowScan:
         # An image that is computed where it is read would need the memory of a whole row.
         has_rows = self._readable_into is None and (isinstance(image, Tensor) or device.type != "cpu")
         self._copies_runs = has_rows and not self._padded
-        lengths = (min(edge, length) for edge, length in zip(grid.roi, grid.size, strict=True))
-        # An axis that is shorter than the window is centred in it.
-        inside = (slice(first, first + n) for first, n in zip(grid.pad_before, lengths, strict=True))
-        self._inside = (slice(None), *inside)
+        self._inside = (slice(None), *grid.inside_window)
         self.total = self.left = grid.count - len(skipped)
         self._skips = bool(skipped)
         self.done = 0
