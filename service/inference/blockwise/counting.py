@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -205,10 +205,9 @@ class NotCounted(Exception):
 class CountedChannel(VolumeChannel):
     """One channel of a volume whose parts were counted; raises NotCounted for what was not counted yet."""
 
-    counts: Counts | None = None
+    counts: Counts = field(kw_only=True)
 
     def count_digits(self, shift: int, prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
-        assert self.counts is not None  # noqa: S101 - what is made without has no use
         found = {prefix: self.counts.digits.get((self.index, shift, prefix)) for prefix in sorted(prefixes)}
         missing = [prefix for prefix, digits in found.items() if digits is None]
         if missing:

@@ -23,7 +23,7 @@ from service.inference.blockwise.run_folder import OpenRun
 from service.inference.blockwise.tiles import decoding_spec, read_pixels
 from service.inference.decoding.basin_merging import MergeForest, Persistence, find_shallow_passes
 from service.inference.decoding.instances import least_confidence, least_voxels
-from service.inference.decoding.steering import minimum_voxels
+from service.inference.decoding.steering import minimum_voxels, require_instances
 from service.inference.decoding.watershed import PROBABILITY_ONE, Basins, Passes, heights_of_keys
 from service.models.spec import Instances
 
@@ -84,8 +84,7 @@ class _Sums(NamedTuple):
 def join_tiles(run: OpenRun) -> dict[str, Any]:
     """Write the label of every piece of every tile; return facts for the record."""
     spec = decoding_spec(run)
-    decoding = spec.decoding
-    assert isinstance(decoding, Instances)  # noqa: S101 - no other model has labels
+    decoding = require_instances(spec)
     tiles = _list_tiles(run)
     persistence = Persistence(decoding.persistence, logits=spec.activation == "sigmoid")
     basin_of = _follow_links(run, tiles)

@@ -144,7 +144,7 @@ def _fit(volume: Volume, index: int, counts: Counts, runner: ModelRunner) -> Int
     substitute = choose_substitute(float(counts.lowest[index]), int(counts.nonfinite[index]), volume.voxels)
     if substitute is not None:
         counts.count_replaced(index, substitute, volume.dtype)
-    channel = CountedChannel(volume, index, substitute, counts)
+    channel = CountedChannel(volume, index, substitute, counts=counts)
     try:
         scaling = fit_scaling(channel, runner.spec.input.normalisation)
     except NotCounted as missing:

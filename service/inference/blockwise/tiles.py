@@ -20,13 +20,13 @@ from service.inference.blockwise.window_scores import GroupScores, window_places
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.block_kernel import block_kernel
 from service.inference.decoding.decoders import make_decoder
-from service.inference.decoding.steering import steer
+from service.inference.decoding.steering import require_instances, steer
 from service.inference.decoding.streaming import Smoother, logit
 from service.inference.decoding.watershed_kernel import WatershedParameters
 from service.inference.preprocessing.resample import nearest_voxels
 from service.inference.windows.blending import Blending, make_blender, require_finite
 from service.inference.windows.kernels import window_kernels
-from service.models.spec import Instances, ModelSpec
+from service.models.spec import ModelSpec
 
 # Planes of a tile that are compressed together: what is written later has a part of a tile.
 SLAB_PLANES = 16
@@ -144,8 +144,7 @@ class _Traced(NamedTuple):
 
 
 def _trace(run: OpenRun, task: BlockTask, spec: ModelSpec, scores: Tensor) -> _Traced:
-    decoding, layout = spec.decoding, run.plan.layout
-    assert isinstance(decoding, Instances)  # noqa: S101 - no other model has labels
+    decoding, layout = require_instances(spec), run.plan.layout
     tile, around = layout.tile(task.number), layout.surroundings(task.number)
     heights, inside = scores[spec.outputs.index(decoding.distance)], scores[spec.outputs.index(decoding.foreground)]
     if decoding.smoothing:

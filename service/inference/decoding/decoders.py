@@ -29,7 +29,7 @@ CACHE_VOXELS = 2**16
 class Decoder(Protocol):
     """Converter of slabs of raw scores into a segmentation."""
 
-    def add(self, z0: int, y0: int, scores: Tensor) -> None:
+    def add(self, z0: int, y0: int, scores: Tensor, /) -> None:
         """Add raw scores [1, K, z, y, X] of the planes from `z0` and the rows from `y0` on.
 
         float32 on any device, or bfloat16 on a CPU. Slabs come without gaps: all rows of some planes in order, then

@@ -19,6 +19,7 @@ from service.core.types import Objects, Segmentation, label_dtype
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.fill_holes import fill_holes
 from service.inference.decoding.streaming import Smoother, StreamingWatershed, TorchWatershed, WholeWatershed, logit
+from service.inference.decoding.watershed import Planes
 from service.inference.decoding.watershed_kernel import WatershedKernel, WatershedParameters, watershed_kernel
 from service.models.spec import Instances, ModelSpec
 
@@ -58,8 +59,8 @@ class InstanceDecoder:
         self._distances: Tensor
         self._inside: Tensor
 
-    def add(self, z0: int, y0: int, scores: Tensor) -> None:  # noqa: ARG002
-        """Add raw scores [1, K, z, y, X] of the planes from `z0` and the rows from `y0` on, like `Decoder.add`."""
+    def add(self, _z0: int, y0: int, scores: Tensor, /) -> None:
+        """Add raw scores [1, K, z, y, X] of the next planes and of the rows from `y0` on, like `Decoder.add`."""
         planes, rows = scores.shape[2:4]
         distances, foreground = scores[0, self._distance], scores[0, self._foreground]
         if not self._decoding.smoothing and rows == self._size[1]:
@@ -88,17 +89,14 @@ class InstanceDecoder:
 
     def _get_watershed(self, device: torch.device, *, along_y: bool) -> StreamingWatershed:
         if self._watershed is None:
+            planes = Planes(self._size, device, along_y)
             if self._whole:
-                self._watershed = WholeWatershed(
-                    self._size, self._threshold, self._persistence, device, along_y=along_y
-                )
+                self._watershed = WholeWatershed(planes, self._threshold, self._persistence)
             elif self._kernel.supports(device, self._size):
                 parameters = WatershedParameters(self._threshold, self._persistence.depth, self._persistence.logits)
                 self._watershed = self._kernel.start(self._size, parameters, along_y=along_y)
             else:
-                self._watershed = TorchWatershed(
-                    self._size, self._threshold, self._persistence, device, along_y=along_y
-                )
+                self._watershed = TorchWatershed(planes, self._threshold, self._persistence)
         return self._watershed
 
     def finish(self) -> Segmentation:

@@ -11,11 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.core.quantities import Size
 from service.core.types import Objects
 from service.inference.decoding.basin_merging import Persistence, merge_basins_on_device
 from service.inference.decoding.labels import label_basins
-from service.inference.decoding.watershed import Watershed, foreground_codes
+from service.inference.decoding.watershed import Planes, Watershed, foreground_codes
 from service.inference.decoding.watershed_kernel import ObjectFilter, keep_all
 
 # Voxels, with the rims of their planes, that a device with memory of its own processes as one block; 36 bytes each.
@@ -40,18 +39,9 @@ class StreamingWatershed(Protocol):
 class TorchWatershed:
     """A `StreamingWatershed` on any device, computed by torch."""
 
-    def __init__(  # noqa: PLR0913
-        self,
-        size: Size,
-        threshold: float,
-        persistence: Persistence,
-        device: torch.device,
-        block: int | None = None,
-        *,
-        along_y: bool = False,
-    ) -> None:
+    def __init__(self, planes: Planes, threshold: float, persistence: Persistence, block: int | None = None) -> None:
         self._threshold, self._persistence = threshold, persistence
-        self._watershed = Watershed(size, persistence.floor, device, block, along_y=along_y)
+        self._watershed = Watershed(planes, persistence.floor, block)
 
     def add(self, heights: Tensor, inside: Tensor) -> None:
         self._watershed.add(heights.float(), threshold_mask(inside, self._threshold), foreground_codes(inside))
@@ -70,19 +60,10 @@ class WholeWatershed:
     are joined there.
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        size: Size,
-        threshold: float,
-        persistence: Persistence,
-        device: torch.device,
-        block: int = WHOLE_VOXELS,
-        *,
-        along_y: bool = False,
-    ) -> None:
-        self._threshold, self._persistence, self._device = threshold, persistence, device
+    def __init__(self, planes: Planes, threshold: float, persistence: Persistence, block: int = WHOLE_VOXELS) -> None:
+        size, device, along_y = planes
+        self._threshold, self._persistence, self._planes = threshold, persistence, planes
         self._block, self._axis, self._end = block, int(along_y), 0
-        self._size = size
         self._heights = torch.empty(size, device=device)
         self._inside = torch.empty(size, dtype=torch.bool, device=device)
         self._codes = torch.empty(size, dtype=torch.uint8, device=device)
@@ -101,9 +82,9 @@ class WholeWatershed:
     def labels(
         self, minimum_size: int, *, drop_border: bool, keep: ObjectFilter = keep_all
     ) -> tuple[NDArray[np.unsignedinteger], Objects]:
-        watershed = Watershed(
-            self._size, self._persistence.floor, self._device, self._block, neighbours=WHOLE_NEIGHBOURS
-        )
+        # All planes are here, so they are added along z.
+        planes = self._planes._replace(along_y=False)
+        watershed = Watershed(planes, self._persistence.floor, self._block, WHOLE_NEIGHBOURS)
         watershed.add(self._heights, self._inside, self._codes)
         basins = watershed.finish()
         del watershed, self._heights, self._inside, self._codes

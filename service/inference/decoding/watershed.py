@@ -98,6 +98,18 @@ class _BlockPaths(NamedTuple):
     tops: Tensor
 
 
+class Planes(NamedTuple):
+    """Planes of a volume of `size` (Z, Y, X) that come one after the other.
+
+    device   where they are worked on
+    along_y  planes come along y instead of z, each with all of z
+    """
+
+    size: Size
+    device: torch.device
+    along_y: bool = False
+
+
 class Watershed:
     """Watershed transform of planes that are added one after the other.
 
@@ -107,23 +119,20 @@ class Watershed:
     five bits. Among equals the place decides, so that every path ends; between the maxima of one plateau there are
     passes of its own height.
 
-    size    (Z, Y, X)
-    along_y  planes come along y instead, each with all of z; basins, and what is told of them, are the same
+    planes  to come; the basins are the same along y and z
     floor   heights of peaks, float32 [R] -> height of the lowest pass that matters to each, float32 [R]
     block   voxels that are worked on together; None: as `choose_block` has it
     neighbours  voxels whose neighbours are looked at together
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
-        size: Size,
+        planes: Planes,
         floor: Callable[[Tensor], Tensor],
-        device: torch.device,
         block: int | None = None,
-        *,
-        along_y: bool = False,
         neighbours: int = NEIGHBOUR_BATCH,
     ) -> None:
+        size, device, along_y = planes
         self._neighbours = neighbours
         depth, height, width = (size[1], size[0], size[2]) if along_y else size
         self._along_y = along_y

@@ -22,12 +22,13 @@ from torch.nn import functional
 from service.core.quantities import Diameter, Size, VoxelSize
 from service.core.types import Objects
 from service.inference.decoding.instances import InstanceDecoder
+from service.inference.decoding.steering import require_instances
 from service.inference.diameter.confidence import judge
 from service.inference.diameter.places import Box, box_around, choose_apart, cut_boxes, signals
 from service.inference.types import DiameterTrial, Sizing
 from service.inference.windows.grid import as_size
 from service.inference.windows.sliding_window import Image, ScoreWindows
-from service.models.spec import Instances, ModelSpec
+from service.models.spec import ModelSpec
 
 Factors = tuple[float, float, float]
 
@@ -111,14 +112,14 @@ class DiameterEstimator:
         voxel_size: VoxelSize | None = None,
         margin: float = MARGIN,
     ) -> None:
-        assert isinstance(spec.decoding, Instances)  # noqa: S101 - no other model has objects
-        assert spec.input.diameter is not None  # noqa: S101 - nor wants them of some width
+        if spec.input.diameter is None:
+            raise ValueError(f"{spec.name} does not say how wide it wants objects to be.")
         self._image, self._base, self._spec, self._score_windows = image, base, spec, score_windows
         self._voxel_size, self._margin = voxel_size, margin
         self._flatness = expect_flatness(voxel_size, base)
         # Fragments tell that a scale does not fit.
         choices = ("minimum_fraction", "min_confidence", "min_relative_odds")
-        self._decoding = spec.decoding.model_copy(update=dict.fromkeys(choices, 0.0))
+        self._decoding = require_instances(spec).model_copy(update=dict.fromkeys(choices, 0.0))
         self._wanted = spec.input.diameter
         self._size = as_size(image.shape[2:])
 
@@ -250,7 +251,8 @@ class DiameterEstimator:
         decoder.add(0, 0, scores)
         segmentation = decoder.finish()
         labels, objects = segmentation.pixels, segmentation.objects
-        assert objects is not None  # noqa: S101 - an `InstanceDecoder` knows them
+        if objects is None:
+            raise TypeError("The decoder of instances has returned no objects.")
         places = np.nonzero(labels)
         owner, count = labels[places].astype(np.intp) - 1, len(objects)
         rows = np.ones((count, 4))

@@ -27,7 +27,7 @@ from service.inference.windows.views import AveragedViews
 class ScoreConsumer(Protocol):
     """Consumer of slabs of scores, as every decoder is one."""
 
-    def add(self, z0: int, y0: int, scores: Tensor) -> None:
+    def add(self, z0: int, y0: int, scores: Tensor, /) -> None:
         """Take in the scores [1, K, z, y, X] of the planes from `z0` and the rows from `y0` on."""
 
 

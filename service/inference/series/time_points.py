@@ -64,7 +64,8 @@ class Series:
         cls, description: Description, read: Callable[[int], tuple[Volume, Volume | None]], link: Linking | None
     ) -> Series:
         """Return the series that was selected of a file."""
-        assert description.time_points is not None  # noqa: S101 - a range was selected
+        if description.time_points is None:
+            raise ValueError("No range of time points was selected.")
         times = range(*description.time_points)
         return cls(times, read, description.shape, description.voxel_size, description.time_interval, link)
 
@@ -212,6 +213,13 @@ class _Points:
         """The reason not to trust the worst time point; one without objects is only where no other has any."""
         return None if self._doubt and self._doubt.confidence is None and self._count else self._doubt
 
+    @property
+    def _written(self) -> Array:
+        """Pixels of the time points so far. Raises RuntimeError before the first one."""
+        if self._pixels is None:
+            raise RuntimeError("no time point was added yet")
+        return self._pixels[: self.done]
+
     def _put(self, pixels: Array) -> None:
         """Write the pixels of the next time point, in a wider dtype from the first that needs one."""
         if self._pixels is None or not np.can_cast(pixels.dtype, self._pixels.dtype):
@@ -224,8 +232,7 @@ class _Points:
 
     def finish(self) -> tuple[Result, Table | None]:
         """Return the series as far as it has come, its objects linked where that is wanted, and their table."""
-        assert self._pixels is not None  # noqa: S101 - the first time point is there
-        pixels, count, tracks = self._pixels[: self.done], self._count, None
+        pixels, count, tracks = self._written, self._count, None
         if self._series.link is not None:
             with self.stages.measure("link"):
                 tracks = self._link(pixels, self._series.link)
@@ -251,12 +258,12 @@ class _Points:
 
     def _renumber(self, tracks: Tracks) -> Array:
         """Give every object the number of its track."""
-        assert self._pixels is not None  # noqa: S101 - the first time point is there
-        pixels, dtype = self._pixels[: self.done], label_dtype(tracks.count)
+        written = self._written
+        pixels, dtype = written, label_dtype(tracks.count)
         if not np.can_cast(dtype, pixels.dtype):
             pixels = allocate_on_disk(pixels.shape, dtype, self._folder)
         for number, lookup in enumerate(tracks.tracks):
-            for z, plane in enumerate(self._pixels[number]):
+            for z, plane in enumerate(written[number]):
                 pixels[number, z] = lookup[plane]
             release_pages(pixels)
         return pixels
