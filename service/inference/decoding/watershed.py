@@ -99,7 +99,7 @@ class _BlockPaths(NamedTuple):
 
 
 class Planes(NamedTuple):
-    """Planes of a volume of `size` (Z, Y, X), which come to a device along z, or along y and then each with all of z."""
+    """Planes of a volume of `size` (Z, Y, X), which come to a device along z, or along y, each with all of z then."""
 
     size: Size
     device: torch.device
