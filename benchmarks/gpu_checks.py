@@ -26,7 +26,8 @@ from service.formats import stack_reader
 from service.inference.batching.batcher import WindowBatcher, open_batcher
 from service.inference.cuda.device_image import Upload
 from service.inference.runner.callbacks import Callbacks
-from service.inference.runner.engine_builder import ReadyEngine, batch_size
+from service.inference.runner.engine_builder import ReadyEngine
+from service.inference.runner.estimator import default_batch_size
 from service.inference.runner.label_agreement import share_differing
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.runner.selector import EngineSelector
@@ -76,7 +77,7 @@ class Bench:
     def build(self, engine: str) -> ReadyEngine:
         """Build the network in the precision and memory format that are measured, without compiling it."""
         precision, memory_format = ("bf16", "channels_last_3d") if self.on_cuda else ("fp32", "contiguous")
-        size = batch_size(self.settings, self.device)
+        size = default_batch_size(self.settings, self.device)
         return self.selector.build(EngineConfig(engine, precision, memory_format, size))
 
     @cached_property

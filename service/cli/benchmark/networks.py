@@ -23,7 +23,7 @@ from service.engine.base import WARM_UP_CALLS
 from service.engine.cuda import tf32
 from service.engine.precision import DTYPES
 from service.engine.tuning.plans import EngineConfig
-from service.inference.runner.activations import activation_bytes
+from service.inference.runner.memory_estimate import activation_bytes
 from service.inference.runner.selector import EngineSelector
 from service.models.loader import Network, load_network
 from service.models.spec import ModelSpec

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from service.core import hardware, host
+from service.core import hardware
 from service.core.config import Settings
 from service.core.hardware import Driver
 from service.core.progress import step
@@ -20,18 +20,12 @@ from service.engine import backends
 from service.engine.cuda import tf32
 from service.engine.prepare import prepare
 from service.engine.tuning.plans import EngineConfig, EnginePlan
+from service.inference.runner.estimator import default_batch_size, default_streams
 from service.inference.runner.label_agreement import MAX_SHARE_BEYOND_ROUNDING, LabelAgreement
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
 from service.models.loader import Network
 from service.models.spec import ModelSpec
-
-# Windows per call. On a CPU one at a time is the slowest, since ATen has a slow path for small batches. A GPU needs
-# several to be busy at all; 11 windows of 64 voxels are one row of a plane of 512 x 512, so that no slot stays empty.
-CPU_BATCH = 2
-CUDA_BATCH = 11
-# Batches at the same time: on a CPU two teams of half the cores wait less than one of all.
-CPU_STREAMS = 2
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +79,7 @@ class EngineBuilder:
         self._network, self._window_bytes, self._driver = network, window_bytes, driver
         self._native = hardware.native_precisions(device) if native is None else native
         self._faulty = hardware.faulty_precisions(device) if faulty is None else faulty
-        self._batch_size, self._streams = batch_size(settings, device), streams(settings, device)
+        self._batch_size, self._streams = default_batch_size(settings, device), default_streams(settings, device)
         tf32.use(settings.engine, device)
 
     def build(self, config: EngineConfig, *warnings: str) -> ReadyEngine:
@@ -184,21 +178,6 @@ class EngineBuilder:
             reason = backends.first_line(error)
             log.warning("%s does not run in %s, so it runs eagerly: %s", self._spec.identifier, config, reason)
             return _require_same_size(self.build(replace(config, engine="eager")))
-
-
-def batch_size(settings: Settings, device: torch.device) -> int:
-    """Return the windows per call where nothing else is known: the configured ones, else what suits the device."""
-    if settings.windows.sw_batch_size != "auto":
-        return settings.windows.sw_batch_size
-    return min(CPU_BATCH if device.type == "cpu" else CUDA_BATCH, settings.limits.sw_batch_size)
-
-
-def streams(settings: Settings, device: torch.device) -> int:
-    """Return the batches at the same time where nothing else is known: as configured, else what suits the device."""
-    if device.type != "cpu":
-        return 1
-    wanted = settings.engine.streams
-    return min(CPU_STREAMS, settings.device.threads or host.usable_cores()) if wanted == "auto" else wanted
 
 
 def _require_same_size(ready: ReadyEngine) -> ReadyEngine:

@@ -1,10 +1,13 @@
-"""Windows and memory that segmenting a volume takes, by its shape alone."""
+"""Windows and memory that segmenting a volume takes, by its shape and by the activations of the network."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from typing import NamedTuple
+
+import torch
+from torch import nn
 
 from service.core.quantities import Size
 from service.core.types import Extent
@@ -16,6 +19,7 @@ from service.inference.types import Estimate, Plan
 from service.inference.windows.blending import count_buffered_floats
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.kernels import WindowKernels, window_kernels
+from service.models.module_tree import iter_modules
 from service.models.spec import ModelSpec
 
 
@@ -76,3 +80,35 @@ def _slab_floats(spec: ModelSpec, grid: Grid, plan: Plan, at_once: int) -> int:
     step = max((after - start for start, after in itertools.pairwise(grid.starts[1])), default=height)
     rows = height if grid.count == 1 else height + (slabs - 1) * step
     return len(spec.outputs) * depth * width * rows
+
+
+def activation_bytes(network: nn.Module, shape: tuple[int, ...]) -> int:
+    """Measure the bytes of float32 activations for one input of `shape`; see `measure_activations`."""
+    with torch.inference_mode():
+        return measure_activations(network, torch.zeros(shape))[1]
+
+
+def measure_activations(network: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the scores of `network` for `x`, and the bytes of its activations: the sum of its five largest.
+
+    About five of the largest outputs of layers live at once.
+    """
+    sizes: list[int] = []
+
+    def note(_module: nn.Module, _inputs: object, output: object) -> None:
+        if isinstance(output, torch.Tensor):
+            sizes.append(output.numel() * 4)
+
+    leaves = [module for module in iter_modules(network) if not list(module.children())]
+    hooks = [leaf.register_forward_hook(note) for leaf in leaves]
+    try:
+        scores: torch.Tensor = network(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return scores, sum(sorted(sizes)[-5:]) if leaves else typical_activation_bytes(tuple(x.shape))
+
+
+def typical_activation_bytes(shape: tuple[int, ...]) -> int:
+    """Return what `activation_bytes` gives for a typical network, with 32 channels at full resolution."""
+    return 5 * 32 * 4 * math.prod((shape[0], *shape[2:]))

@@ -29,11 +29,11 @@ from service.inference.cuda.placement import DevicePlacement
 from service.inference.diameter.cache import DiameterCache
 from service.inference.preprocessing.normalize import NormalisedImage
 from service.inference.preprocessing.resample import ResampledImage
-from service.inference.runner.activations import measure_activations
 from service.inference.runner.callbacks import ComputeSlabs, RunWindows
 from service.inference.runner.engine_builder import ReadyEngine
 from service.inference.runner.estimator import Estimator, choose_window, window_scale
 from service.inference.runner.memory_errors import check_memory, translate_errors
+from service.inference.runner.memory_estimate import measure_activations
 from service.inference.runner.placement import HostPlacement, Placement
 from service.inference.runner.scores import ScoreComputer
 from service.inference.runner.selector import EngineSelector

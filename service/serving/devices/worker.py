@@ -23,9 +23,8 @@ from service.core.types import Extent, Options, Volume
 from service.engine.compile import torch_compile
 from service.inference.batching.batcher import WindowBatcher, make_batcher
 from service.inference.batching.window_request import Share
-from service.inference.runner import engine_builder
 from service.inference.runner.callbacks import RunWindows
-from service.inference.runner.estimator import Estimator
+from service.inference.runner.estimator import Estimator, default_batch_size, default_streams
 from service.inference.series.time_points import PointSegmenter, Series, segment_series
 from service.inference.types import Estimate, PlannedRequest, Result, Sizing
 from service.models.repository import check_weights
@@ -223,7 +222,7 @@ class DeviceWorker:
         if spec.name in self._estimators:
             return self._estimators[spec.name]
         device = self.settings, self._torch_device
-        batch_size, streams = engine_builder.batch_size(*device), engine_builder.streams(*device)
+        batch_size, streams = default_batch_size(*device), default_streams(*device)
         return Estimator(
             spec,
             self.settings,

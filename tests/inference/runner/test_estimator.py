@@ -18,9 +18,8 @@ from service.core.quantities import Diameter, VoxelSize
 from service.core.types import Description, Options, Volume
 from service.inference.cuda import device_image
 from service.inference.preprocessing.resample import prepare
-from service.inference.runner.activations import activation_bytes
 from service.inference.runner.estimator import Estimator, make_plan
-from service.inference.runner.memory_estimate import WindowLoad, estimate
+from service.inference.runner.memory_estimate import WindowLoad, activation_bytes, estimate
 from service.inference.types import Plan
 from service.inference.windows.grid import SKIPPED_BYTES, Grid
 from service.inference.windows.kernels import window_kernels

@@ -18,7 +18,7 @@ from service.core.progress import Progress
 from service.core.types import Segmentation
 from service.engine import backends
 from service.engine.tuning.plans import EngineConfig
-from service.inference.runner.engine_builder import batch_size
+from service.inference.runner.estimator import default_batch_size
 from service.inference.runner.selector import EngineSelector
 from service.models.loader import load_network
 
@@ -292,10 +292,10 @@ def test_batch_sizes_are_tried_only_where_they_are_open(bands, settings, only):
 
 
 def test_the_batch_size_of_a_device(settings):
-    assert batch_size(settings(), CPU) == 2
-    assert batch_size(settings(), torch.device("cuda")) == 11
-    assert batch_size(settings(limits={"sw_batch_size": 1}), CPU) == 1
-    assert batch_size(settings(windows={"sw_batch_size": 5}), CPU) == 5
+    assert default_batch_size(settings(), CPU) == 2
+    assert default_batch_size(settings(), torch.device("cuda")) == 11
+    assert default_batch_size(settings(limits={"sw_batch_size": 1}), CPU) == 1
+    assert default_batch_size(settings(windows={"sw_batch_size": 5}), CPU) == 5
 
 
 NO_COMPILER = """
