@@ -22,7 +22,7 @@ from service.inference.decoding.decoders import make_decoder
 from service.inference.preprocessing.normalize import VolumeChannel, replace_nonfinite
 from service.inference.preprocessing.percentiles import has_one_value
 from service.inference.types import Plan, Skipped
-from service.inference.windows.blending import Blending
+from service.inference.windows.blending import Blending, BlendingSetup
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.sliding_window import Image, ScoreWindows, SparseImage, WindowScan, WindowSlot
 from service.models.spec import Instances, ModelSpec
@@ -122,7 +122,7 @@ class EmptyWindowFilter:
     def _cut(self, indices: NDArray[np.intp]) -> Tensor:
         """Cut some windows, float32 [N, C, *roi] on the host."""
         windows = torch.zeros((len(indices), self._spec.input.channels, *self._grid.roi))
-        scan = WindowScan(self._image, self._grid, Blending(), windows.device)
+        scan = WindowScan(self._image, self._grid, BlendingSetup(Blending(), windows.device))
         for window, index in zip(windows, indices, strict=True):
             scan.fill_slot(WindowSlot(window), self._place(index))
         return windows
