@@ -43,8 +43,6 @@ from service.inference.windows.sliding_window import Image, ScoreWindows
 from service.models.loader import Network, load_network, weight_bytes
 from service.models.spec import ModelSpec
 
-MONAI_INFERER = "service.inference.windows.monai_inferer"
-
 log = logging.getLogger(__name__)
 
 
@@ -166,7 +164,8 @@ class ModelRunner:
         if self._settings.windows.inferer == "own":
             return run
         # Imported by name: MONAI takes seconds, and the service starts without it.
-        inferer: RunWindows = import_module(MONAI_INFERER).MonaiInferer(self._settings.windows, run)
+        module = import_module("service.inference.windows.monai_inferer")
+        inferer: RunWindows = module.MonaiInferer(self._settings.windows, run)
         return inferer
 
     def score_windows(self, plan: Plan, compute: ComputeSlabs) -> ScoreWindows:
