@@ -123,10 +123,7 @@ class ModelRunner:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the device's memory for weights in every form, and for what is kept for batches of windows.
-
-        Those of the window of the latest request that asked for another one count, which come and go.
-        """
+        """Bytes of the device's memory for weights in every form and for batches, also of the latest other window."""
         built = [each._ready for each in (self, *self._other_windows.values())]
         return self._loaded_bytes * (self._ready is not None) + sum(ready_bytes(ready) for ready in built if ready)
 
