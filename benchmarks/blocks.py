@@ -57,12 +57,12 @@ from service.core.types import Options, Selection
 from service.formats import stack_reader
 from service.formats.zarr import writer as zarr_writer
 from service.inference.batching.batcher import WindowBatcher, open_batcher
-from service.inference.blockwise.driver import Driver
-from service.inference.blockwise.prepare import make_plan
+from service.inference.blockwise.driver import Driver, make_plan
 from service.inference.blockwise.run_folder import BlockTask, RunFolder, Step
-from service.inference.blockwise.worker import load_segmenter, run_block
-from service.inference.blockwise.workers import LocalWorkers, end_with
-from service.inference.segmenter import Segmenter
+from service.inference.blockwise.workers import LocalWorkers, end_with, load_runner, run_block
+from service.inference.runner.callbacks import Callbacks
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import segment
 from service.models.architectures import ShuffleUNet
 from service.models.repository import read_spec
 
@@ -107,28 +107,28 @@ def make_image(path: Path, shape: tuple[int, ...], chunk: tuple[int, ...]) -> An
 
 
 @cache
-def warm(threads: int) -> tuple[Segmenter, WindowBatcher]:
+def warm(threads: int) -> tuple[ModelRunner, WindowBatcher]:
     settings = Settings(device=Device(name="cpu", threads=threads))
     # As long as the process lives.
     device = _OPEN.enter_context(open_batcher(settings))
-    segmenter = Segmenter(read_spec(MODEL), settings)
-    device.call(segmenter.warm_up)
-    return segmenter, device
+    runner = ModelRunner(read_spec(MODEL), settings)
+    device.call(runner.warm_up)
+    return runner, device
 
 
 def segment_whole(source: Path, out: Path, threads: int, options: Options) -> tuple[float, float]:
     """Segment in one piece; return seconds of the clock and of the processor."""
-    segmenter, device = warm(threads)
+    runner, device = warm(threads)
     began, cpu = time.monotonic(), time.process_time()
     volume = stack_reader.read(source, Selection(), sys.maxsize)
-    zarr_writer.write(segmenter.segment(volume, options, run=device.run).segmentation, out)
+    zarr_writer.write(segment(runner, volume, options, callbacks=Callbacks(device.run)).segmentation, out)
     return time.monotonic() - began, time.process_time() - cpu
 
 
 def warm_or_work(task: BlockTask) -> dict[str, Any]:
     """Do a block, or load the model and have it warm."""
     if task.number == WARM_UP:
-        load_segmenter(task.folder)
+        load_runner(task.folder)
         return {}
     return run_block(task)
 

@@ -57,8 +57,8 @@ from service.core.hardware import devices
 from service.engine import backends, base
 from service.engine.compile import torch_compile
 from service.engine.precision import DTYPES
-from service.engine.tuning.plans import EngineConfig
-from service.inference.engines.selector import ReadyEngine
+from service.engine.tuning.plans import EngineConfig, Outcome
+from service.inference.runner.engine_builder import ReadyEngine
 from service.models.network import Network
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec
@@ -244,7 +244,7 @@ def compare_twice(first: list[Runner], builders: Iterable[RunnerBuilder], peak: 
 def wrong_configs(selected: ReadyEngine) -> list[EngineConfig]:
     """Return the configurations that tuning found to give other labels."""
     trials = () if selected.plan is None else selected.plan.trials
-    return [trial.choice for trial in trials if trial.verdict.startswith("wrong")]
+    return [trial.choice for trial in trials if trial.verdict.outcome is Outcome.WRONG]
 
 
 def relative_speeds(rows: list[Row]) -> dict[str, float]:

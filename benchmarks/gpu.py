@@ -60,6 +60,7 @@ from service.core.config import Settings, override_settings
 from service.core.hardware import devices, gpus, host
 from service.core.types import Selection
 from service.formats import stack_reader
+from service.inference.segment import segment
 from service.models.loader import load_network
 from service.models.repository import read_spec
 
@@ -167,21 +168,21 @@ def compare(options: argparse.Namespace, settings: Settings, *, compiled_too: bo
 @torch.inference_mode()
 def profile_request(options: argparse.Namespace) -> int:
     """Print what takes most time in a request, on the device and on the host, and write a trace with Python's calls."""
-    segmenter = load(plain_settings(options.device))
+    runner = load(plain_settings(options.device))
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
-        write_stack(segmenter.spec, tuple(options.shape), Path(name, "stack.tif"))
+        write_stack(runner.spec, tuple(options.shape), Path(name, "stack.tif"))
         volume = stack_reader.read(Path(name, "stack.tif"), Selection(), LIMIT_BYTES, Path(name))
         for _ in range(2):
-            segmenter.segment(volume, AS_SAMPLED)
+            segment(runner, volume, AS_SAMPLED)
         with torch.profiler.profile() as recorded:
-            result = segmenter.segment(volume, AS_SAMPLED)
+            result = segment(runner, volume, AS_SAMPLED)
     show_head("stage", "ms")
     for stage, seconds in result.seconds.items():
         show(stage, f"{1000 * seconds:.1f}")
     show_longest("on the device", recorded, is_on_device=True)
     show_longest("on the host", recorded, is_on_device=False)
     with torch.profiler.profile(with_stack=True) as recorded:
-        segmenter.segment(volume, AS_SAMPLED)
+        segment(runner, volume, AS_SAMPLED)
     recorded.export_chrome_trace(str(options.out / "trace.json.gz"))
     return 0
 

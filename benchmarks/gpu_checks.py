@@ -25,9 +25,13 @@ from service.engine.tuning.plans import EngineConfig
 from service.formats import stack_reader
 from service.inference.batching.batcher import WindowBatcher, open_batcher
 from service.inference.cuda.device_image import Upload
-from service.inference.engines.label_agreement import share_differing
-from service.inference.engines.selector import EngineSelector, ReadyEngine, batch_size
-from service.inference.segmenter import Segmenter
+from service.inference.runner.callbacks import Callbacks
+from service.inference.runner.engine_builder import ReadyEngine
+from service.inference.runner.estimator import default_batch_size
+from service.inference.runner.label_agreement import share_differing
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.runner.selector import EngineSelector
+from service.inference.segment import segment as segment_volume
 
 # Parts of the names of operations that no BF16 channels-last forward should run: convolutions without cuDNN, and
 # conversions of the memory format.
@@ -73,7 +77,7 @@ class Bench:
     def build(self, engine: str) -> ReadyEngine:
         """Build the network in the precision and memory format that are measured, without compiling it."""
         precision, memory_format = ("bf16", "channels_last_3d") if self.on_cuda else ("fp32", "contiguous")
-        size = batch_size(self.settings, self.device)
+        size = default_batch_size(self.settings, self.device)
         return self.selector.build(EngineConfig(engine, precision, memory_format, size))
 
     @cached_property
@@ -180,25 +184,25 @@ def check_labels(bench: Bench) -> Iterator[Check]:
     yield compare("labels of the plain graph and on the CPU", found, expected, BF16_TOLERANCE)
 
 
-def load(settings: Settings) -> Segmenter:
+def load(settings: Settings) -> ModelRunner:
     """Load the bundled model and make it ready. Raises RuntimeError if it does not run as configured."""
-    segmenter = Segmenter(choose_model(None, settings), settings)
-    segmenter.warm_up()
-    if (report := segmenter.report()).warnings and report.device != "cpu":
+    runner = ModelRunner(choose_model(None, settings), settings)
+    runner.warm_up()
+    if (report := runner.report()).warnings and report.device != "cpu":
         raise RuntimeError("; ".join(report.warnings))
-    return segmenter
+    return runner
 
 
-def segment_sample(segmenter: Segmenter) -> Segmentation:
+def segment_sample(runner: ModelRunner) -> Segmentation:
     """Return the labels of the model's sample, whose windows the threads of a batcher compute."""
-    with open_batcher(segmenter._settings) as batcher:
-        return segment(segmenter, batcher)
+    with open_batcher(runner._settings) as batcher:
+        return segment(runner, batcher)
 
 
-def segment(segmenter: Segmenter, batcher: WindowBatcher) -> Segmentation:
-    assert segmenter.spec.sample is not None
-    volume = stack_reader.read(segmenter.spec.folder / segmenter.spec.sample.input, Selection(), 2**30)
-    return segmenter.segment(volume, Options(diameter="none"), run=batcher.run).segmentation
+def segment(runner: ModelRunner, batcher: WindowBatcher) -> Segmentation:
+    assert runner.spec.sample is not None
+    volume = stack_reader.read(runner.spec.folder / runner.spec.sample.input, Selection(), 2**30)
+    return segment_volume(runner, volume, Options(diameter="none"), callbacks=Callbacks(batcher.run)).segmentation
 
 
 def compare(name: str, found: Segmentation, expected: Segmentation, tolerance: float) -> Check:
@@ -211,9 +215,9 @@ def check_memory(bench: Bench) -> Iterator[Check]:
     """Count what the third to fifth request allocate from the driver, and what they leave reserved."""
     counts = list[tuple[int, int]]()
     with open_batcher(bench.settings) as batcher:
-        segmenter = batcher.call(lambda: load(bench.settings))
+        runner = batcher.call(lambda: load(bench.settings))
         for _ in range(5):
-            segment(segmenter, batcher)
+            segment(runner, batcher)
             counts.append(count_segments(bench.device))
     allocations, reserved = (last - first for first, last in zip(counts[1], counts[-1], strict=True))
     text = f"{allocations} allocations, {reserved / 2**20:+.0f} MiB reserved"

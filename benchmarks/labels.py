@@ -28,8 +28,10 @@ from service.core.types import Options, Segmentation, Selection, Volume
 from service.engine import backends
 from service.formats import stack_reader
 from service.inference.batching.batcher import open_batcher
-from service.inference.engines.label_agreement import share_differing
-from service.inference.segmenter import Segmenter
+from service.inference.runner.callbacks import Callbacks
+from service.inference.runner.label_agreement import share_differing
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import segment
 
 Segment = Callable[[Volume], Segmentation]
 
@@ -123,9 +125,9 @@ def settings_of(keys: list[str]) -> Settings:
 def open_way(model: str | None, settings: Settings, options: Options) -> Iterator[Segment]:
     """Load a model; yield a function that segments volumes in the threads of the device."""
     with open_batcher(settings) as batcher:
-        segmenter = Segmenter(choose_model(model, settings), settings)
-        batcher.call(segmenter.warm_up)
-        yield lambda volume: segmenter.segment(volume, options, run=batcher.run).segmentation
+        runner = ModelRunner(choose_model(model, settings), settings)
+        batcher.call(runner.warm_up)
+        yield lambda volume: segment(runner, volume, options, callbacks=Callbacks(batcher.run)).segmentation
 
 
 def compare(path: Path, selection: Selection, ways: Sequence[Segment]) -> Row:

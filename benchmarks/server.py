@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 
 from service.core.config import Settings
 from service.core.types import Options, Volume
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import segment
 from service.models.repository import read_repository
 
 LARGE, SMALL = (64, 192, 192), (16, 48, 48)
@@ -37,9 +38,9 @@ EAGER = {"kind": "eager"}
 class Stack:
     """A TIFF to post, and the classes that come back if nothing goes wrong."""
 
-    def __init__(self, shape: tuple[int, int, int], seed: int, segmenter: Segmenter) -> None:
+    def __init__(self, shape: tuple[int, int, int], seed: int, runner: ModelRunner) -> None:
         self.content, pixels = make_tiff(shape, seed)
-        self.expected: NDArray[Any] = segmenter.segment(Volume.from_array(pixels[None]), Options()).segmentation.pixels
+        self.expected: NDArray[Any] = segment(runner, Volume.from_array(pixels[None]), Options()).segmentation.pixels
 
     def deflated(self) -> Stack:
         """The stack in a file that takes its reader longer."""
@@ -64,9 +65,9 @@ def make_stacks(models: Path, engine: dict[str, str]) -> list[Stack]:
     """Make small stacks, and a large one as the last, with what the only model in a folder makes of each alone."""
     settings = Settings.model_validate({"engine": engine, "device": {"name": "cpu", "threads": 1}})
     (spec,) = read_repository(models).values()
-    segmenter = Segmenter(spec, settings)
-    segmenter.warm_up()
-    return [Stack(shape, seed, segmenter) for seed, shape in enumerate((SMALL, SMALL, SMALL, LARGE))]
+    runner = ModelRunner(spec, settings)
+    runner.warm_up()
+    return [Stack(shape, seed, runner) for seed, shape in enumerate((SMALL, SMALL, SMALL, LARGE))]
 
 
 class Server:

@@ -14,12 +14,11 @@ from service.core.config import Settings
 from service.core.quantities import Size
 from service.core.types import Options, Selection
 from service.formats import stack_reader
-from service.inference.blockwise.driver import Driver
-from service.inference.blockwise.prepare import make_plan
+from service.inference.blockwise.driver import Driver, make_plan
 from service.inference.blockwise.run_folder import BlockTask, RunFolder
-from service.inference.blockwise.worker import run_block
-from service.inference.blockwise.workers import Workers
-from service.inference.result import Result
+from service.inference.blockwise.workers import Workers, run_block
+from service.inference.segment import segment
+from service.inference.types import Result
 from service.models.spec import ModelSpec
 from tests.segmenters import started
 
@@ -77,4 +76,4 @@ def segment_whole(
     source: Path, spec: ModelSpec, options: Options, settings: Settings, selection: Selection = WHOLE
 ) -> Result:
     """Segment the whole volume in one piece."""
-    return started(spec, settings).segment(stack_reader.read(source, selection, 2**40), options)
+    return segment(started(spec, settings), stack_reader.read(source, selection, 2**40), options)

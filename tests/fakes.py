@@ -15,8 +15,8 @@ from service.core.native.library import CppFunctions, load_library
 from service.core.native.variants import Variant
 from service.core.telemetry import step
 from service.core.types import Segmentation
-from service.inference.estimate import Estimate, Estimator, PlannedRequest
-from service.inference.result import EngineReport, Result
+from service.inference.runner.estimator import Estimator
+from service.inference.types import EngineReport, Estimate, PlannedRequest, Result
 
 Functions = TypeVar("Functions", bound=CppFunctions)
 

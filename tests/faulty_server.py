@@ -25,9 +25,9 @@ from service.api.server import build_config, listen
 from service.core.config import Settings
 from service.core.hardware import devices
 from service.core.hardware.devices import Driver
-from service.inference.segmenter import Segmenter
 from service.models.spec import ModelSpec
 from service.serving.build import Parts
+from service.serving.devices.local.segmenter import Segmenter
 
 
 class FaultyDevice(SeparateDevice):
@@ -79,7 +79,7 @@ class FaultySegmenter(Segmenter):
             raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
         super().warm_up(tune=tune)
         # Not only its warm network: also what runs where that does not fit.
-        self._scores.module.register_forward_pre_hook(self._fail)
+        self.scores.module.register_forward_pre_hook(self._fail)
 
     def _fail(self, _network: nn.Module, batch: tuple[Tensor, ...]) -> None:
         self._faulty.break_if("break")

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from service.core.types import Objects
 from service.inference.decoding.basin_merging import Persistence
-from service.inference.decoding.instances import StreamingWatershed, TorchWatershed, WholeWatershed
-from service.inference.decoding.watershed import Basins, Watershed, foreground_codes
+from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed, WholeWatershed
+from service.inference.decoding.watershed import Basins, Planes, Watershed, foreground_codes
 from service.inference.decoding.watershed_kernel import BLOCK_VOXELS, WatershedKernel, WatershedParameters
 
 Array = NDArray[Any]
@@ -42,7 +42,7 @@ def basins_of(
     along_y: bool = False,
 ) -> Basins:
     """Basins of heights [Z, Y, X] with -inf as background, handed over in parts."""
-    watershed = Watershed(size_of(heights), persistence.floor, CPU, block, along_y=along_y)
+    watershed = Watershed(Planes(size_of(heights), CPU, along_y), persistence.floor, block)
     for part in parts(heights, cuts, along_y=along_y):
         watershed.add(part, part > -torch.inf, foreground_codes(part))
     return watershed.finish()
@@ -72,7 +72,7 @@ def decode_objects(
     made: StreamingWatershed
     if kernel is None:
         torch_watershed = WholeWatershed if whole else TorchWatershed
-        made = torch_watershed(size, threshold, persistence, CPU, block, along_y=along_y)
+        made = torch_watershed(Planes(size, CPU, along_y), threshold, persistence, block)
     else:
         made = kernel.start(
             size, WatershedParameters(threshold, persistence.depth, logits), along_y=along_y, block=block

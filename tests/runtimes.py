@@ -14,7 +14,7 @@ from service.core.errors import NotReady
 from service.core.hardware import devices
 from service.core.hardware.devices import Driver
 from service.core.types import Options, Volume
-from service.inference.result import Result
+from service.inference.types import Result
 from service.serving.build import Parts, build_runtime
 from service.serving.devices.model_registry import ModelRegistry
 from service.serving.devices.queue.job import Job

@@ -2,7 +2,7 @@
 
 from service.core.config import Settings
 from service.core.sections.computing import Device, Engine, Windows
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
 
 
 def settings_of(kind="eager", **engine) -> Settings:
@@ -13,14 +13,14 @@ def settings_of(kind="eager", **engine) -> Settings:
     )
 
 
-def started(spec, settings) -> Segmenter:
-    segmenter = Segmenter(spec, settings)
-    segmenter.warm_up()
-    return segmenter
+def started(spec, settings) -> ModelRunner:
+    runner = ModelRunner(spec, settings)
+    runner.warm_up()
+    return runner
 
 
-def with_network(spec, network, settings=None) -> Segmenter:
-    """A segmenter whose windows run through `network` instead of the model's."""
-    segmenter = Segmenter(spec, settings or settings_of())
-    segmenter._scores.module.network.forward = network
-    return segmenter
+def with_network(spec, network, settings=None) -> ModelRunner:
+    """A runner whose windows run through `network` instead of the model's."""
+    runner = ModelRunner(spec, settings or settings_of())
+    runner.scores.module.network.forward = network
+    return runner

@@ -28,7 +28,7 @@ from service.api.access.rate_limit import hash_key
 from service.api.http.uploads import BLOCK_BYTES, UPLOAD_MEMORY, UPLOAD_MEMORY_BYTES
 from service.core.config import Settings
 from service.core.types import Segmentation
-from service.inference.engines.label_agreement import share_differing
+from service.inference.runner.label_agreement import share_differing
 from service.serving.parameters import Query
 
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the test data folder {DATA} is not there")

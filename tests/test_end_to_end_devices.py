@@ -17,8 +17,8 @@ from runtimes import caches
 from torch import Tensor
 
 from service.core.errors import DeviceLost
-from service.inference.segmenter import Segmenter
 from service.models.network import Network
+from service.serving.devices.local.segmenter import Segmenter
 
 SECONDS = 0.05
 

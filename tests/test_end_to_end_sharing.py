@@ -16,8 +16,8 @@ from live import Live, as_tiff, classes, eager, serve, until
 from runtimes import loaded_segmenter
 from torch import Tensor
 
-from service.inference.segmenter import Segmenter
 from service.models.network import Network
+from service.serving.devices.local.segmenter import Segmenter
 
 ROOM = 4
 SECONDS = 0.1

@@ -12,10 +12,10 @@ from live import eager
 
 from service.core.config import Settings
 from service.core.errors import DeviceLost
-from service.inference.segmenter import Segmenter
 from service.serving.devices.cluster.actor import WorkerLost
 from service.serving.devices.cluster.device_actor import DeviceActor, actor_settings
 from service.serving.devices.cluster.exchange import Outcome
+from service.serving.devices.local.segmenter import Segmenter
 
 
 def remote(folder: Path, shared: Path, **sections: Any) -> Settings:

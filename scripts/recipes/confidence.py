@@ -31,7 +31,8 @@ from service.core.quantities import Diameter, DiameterSetting, Size
 from service.core.types import Options, Selection, Volume
 from service.formats import stack_reader
 from service.inference.diameter.confidence import Features
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import segment
 from service.models.repository import read_spec
 from service.training.evaluate import score
 
@@ -199,12 +200,12 @@ def kind_of(f1: float) -> str:
     return "good" if f1 >= GOOD else "bad" if f1 <= BAD else "fair"
 
 
-def collect(segmenter: Segmenter, cases: Iterator[Case]) -> Iterator[Sample]:
+def collect(runner: ModelRunner, cases: Iterator[Case]) -> Iterator[Sample]:
     """Segment the stacks; yield what is clearly good or bad and found anything."""
-    wanted = segmenter.spec.input.diameter
+    wanted = runner.spec.input.diameter
     assert wanted is not None  # noqa: S101 - that of nuclei is
     for case in cases:
-        found = segmenter.segment(case.volume, Options(diameter=case.diameter)).segmentation
+        found = segment(runner, case.volume, Options(diameter=case.diameter)).segmentation
         if not found.objects:
             continue
         if isinstance(case.truth, bool):
@@ -298,13 +299,13 @@ def main() -> None:
     parser.add_argument("model", choices=list(JUDGED))
     parser.add_argument("folder", type=Path, nargs="?", help="recorded stacks")
     options = parser.parse_args()
-    segmenter = Segmenter(read_spec(bundled_folder("models") / options.model), Settings())
-    segmenter.warm_up()
+    runner = ModelRunner(read_spec(bundled_folder("models") / options.model), Settings())
+    runner.warm_up()
     with tempfile.TemporaryDirectory() as scratch:
         cases = [synthetic(options.model)]
         if options.folder is not None:
             cases.append(recorded(options.folder, options.model, Path(scratch)))
-        samples = list(collect(segmenter, itertools.chain(*cases)))
+        samples = list(collect(runner, itertools.chain(*cases)))
     sys.stdout.writelines(f"{line}\n" for line in report(samples))
 
 

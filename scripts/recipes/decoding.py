@@ -22,6 +22,7 @@ from scripts.recipes.synthetic_nuclei import Scene, synthesise
 from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue
 from service.core.types import Options, Volume
 from service.inference.decoding.instances import InstanceDecoder
+from service.inference.segment import segment
 from service.inference.windows.grid import as_size
 from service.models.spec import Instances, ModelSpec
 from service.training.evaluate import score
@@ -63,14 +64,14 @@ def main() -> None:
     parser.add_argument("model", choices=("membranes", "nuclei"))
     parser.add_argument("--stacks", type=int, default=16)
     chosen = parser.parse_args()
-    segmenter = start_segmenter(chosen.model)
+    runner = start_segmenter(chosen.model)
     reached: dict[tuple[str, float], list[float]] = {}
     for volume, truth in stacks(chosen.model, chosen.stacks):
-        found = segmenter.segment(volume, Options("probabilities", diameter="none")).segmentation.pixels
+        found = segment(runner, volume, Options("probabilities", diameter="none")).segmentation.pixels
         scores = torch.logit(torch.from_numpy(found), eps=1e-6)[None]
         for key, values in VALUES.items():
             for value in values:
-                labels = decode(segmenter.spec, {key: value}, scores)
+                labels = decode(runner.spec, {key: value}, scores)
                 reached.setdefault((key, value), []).append(score(truth, labels).f1)
     for key, values in VALUES.items():
         cells = (f"{value:.3g}: {np.mean(reached[key, value]):.3f}" for value in values)

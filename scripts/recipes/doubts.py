@@ -18,7 +18,8 @@ from scripts.recipes.confidence import kind_of, noise
 from scripts.recipes.segmenters import start_segmenter
 from scripts.recipes.trials import stacks_for
 from service.core.types import Options, Volume
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import segment
 from service.training.evaluate import score
 
 THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
@@ -38,16 +39,16 @@ def known(model: str, count: int) -> Iterator[tuple[Volume, NDArray[Any]]]:
     return ((volume, truth) for kind, volume, truth in stacks_for(model, count) if kind != "noise")
 
 
-def collect(segmenter: Segmenter, count: int) -> Iterator[Judged]:
+def collect(runner: ModelRunner, count: int) -> Iterator[Judged]:
     """Segment stacks of every kind."""
-    model = segmenter.spec.name
+    model = runner.spec.name
     for volume, truth in known(model, count):
-        result = segmenter.segment(volume, Options())
+        result = segment(runner, volume, Options())
         yield Judged(kind_of(score(truth, result.segmentation.pixels).f1), result.confidence)
     for volume, _ in known("nuclei" if model == "membranes" else "membranes", count):
-        yield Judged("foreign", segmenter.segment(volume, Options()).confidence)
+        yield Judged("foreign", segment(runner, volume, Options()).confidence)
     for seed in range(FIRST_TEXTURE, FIRST_TEXTURE + TEXTURES * count):
-        yield Judged("texture", segmenter.segment(noise(seed).volume, Options()).confidence)
+        yield Judged("texture", segment(runner, noise(seed).volume, Options()).confidence)
 
 
 def report(judged: Sequence[Judged]) -> Iterator[str]:
@@ -70,8 +71,8 @@ def main() -> None:
     parser.add_argument("--model", default="nuclei", help="name or folder")
     parser.add_argument("--stacks", type=int, default=12, help="of each kind, and eight times as many textures")
     chosen = parser.parse_args()
-    segmenter = start_segmenter(chosen.model)
-    sys.stdout.writelines(f"{line}\n" for line in report(list(collect(segmenter, chosen.stacks))))
+    runner = start_segmenter(chosen.model)
+    sys.stdout.writelines(f"{line}\n" for line in report(list(collect(runner, chosen.stacks))))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from scripts.recipes.class_targets import CLASSES, classes_of, dice
 from service.core.config import read_settings
 from service.core.quantities import Diameter
 from service.core.types import Options, Volume
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import segment
 from service.models.repository import read_spec
 from service.training.evaluate import stack_name
 from service.training.examples import read_pairs
@@ -45,14 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
     settings = read_settings(None, {"STACKSEG_ENGINE__KIND": "eager", "STACKSEG_DEVICE__THREADS": str(options.threads)})
-    segmenter = Segmenter(read_spec(options.model), settings)
-    segmenter.warm_up()
+    runner = ModelRunner(read_spec(options.model), settings)
+    runner.warm_up()
     request = Options(diameter=None if options.diameter is None else Diameter.parse(options.diameter))
     print(f"| stack | method | {' | '.join(CLASSES)} | mean |\n|{'---|' * (len(CLASSES) + 3)}")
     for path, (image, labels) in zip(options.images, read_pairs(options.images, options.labels), strict=True):
         truth = classes_of(labels)
-        predicted = segmenter.segment(Volume.from_array(image[None]), request).segmentation.pixels
-        for method, classes in ((segmenter.spec.identifier, predicted), ("classical", classical(image))):
+        predicted = segment(runner, Volume.from_array(image[None]), request).segmentation.pixels
+        for method, classes in ((runner.spec.identifier, predicted), ("classical", classical(image))):
             scores = dice(truth, classes)
             cells = " | ".join(f"{value:.2f}" for value in [*scores, float(np.nanmean(scores))])
             print(f"| {stack_name(path)} | {method} | {cells} |", flush=True)

@@ -22,6 +22,7 @@ from scripts.recipes.segmenters import start_segmenter
 from scripts.recipes.trials import stacks_for
 from service.core.quantities import VoxelSize
 from service.core.types import Options, Volume
+from service.inference.segment import segment
 from service.training.evaluate import score
 
 LATE_NUCLEI = 16
@@ -73,13 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--stacks", type=int, default=32, help="synthetic ones, of each kind")
     parser.add_argument("--embryos", type=Path, metavar="FOLDER", help="with Images/ and GroundTruth/ of BBBC050")
     chosen = parser.parse_args(arguments)
-    segmenter = start_segmenter(chosen.model)
-    stacks = [Stack(*each) for each in stacks_for(segmenter.spec.name, chosen.stacks)]
+    runner = start_segmenter(chosen.model)
+    stacks = [Stack(*each) for each in stacks_for(runner.spec.name, chosen.stacks)]
     # In noise there is nothing to find, so that F1 says nothing.
     stacks = [stack for stack in stacks if stack.truth.any()]
     if chosen.embryos is not None:
         stacks += find_embryos(chosen.embryos)
-    lines = report(lambda volume: segmenter.segment(volume, Options()).segmentation.pixels, stacks)
+    lines = report(lambda volume: segment(runner, volume, Options()).segmentation.pixels, stacks)
     sys.stdout.writelines(f"{line}\n" for line in lines)
 
 

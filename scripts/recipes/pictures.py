@@ -25,7 +25,8 @@ from scripts.recipes.synthetic_nuclei import EMBRYO, PLAIN, Scene, synthesise
 from scripts.recipes.synthetic_tissue import WALLS, Tissue, synthesise_tissue
 from service.core.types import Options, Segmentation, Volume
 from service.formats import thumbnail
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import segment
 from service.training.evaluate import score
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "images"
@@ -79,11 +80,11 @@ PICTURES = {
 }
 
 
-def draw(segmenter: Segmenter, make: Callable[[Generator], Pair]) -> tuple[bytes, str]:
+def draw(runner: ModelRunner, make: Callable[[Generator], Pair]) -> tuple[bytes, str]:
     """Return a PNG of a stack beside its labels, and what was found in it."""
     image, truth = make(np.random.default_rng(SEED))
     volume = Volume.from_array(image[None])
-    found = segmenter.segment(volume, Options()).segmentation
+    found = segment(runner, volume, Options()).segmentation
     pictures = [thumbnail.draw(volume, labels) for labels in (Segmentation(np.zeros_like(truth), "labels"), found)]
     together = np.hstack([np.asarray(png_decode(picture)) for picture in pictures])
     if found.kind == "classes":
@@ -99,9 +100,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(PICTURES), choices=list(PICTURES))
     for name in parser.parse_args().models:
-        segmenter = start_segmenter(name)
+        runner = start_segmenter(name)
         for kind, make in PICTURES[name].items():
-            picture, line = draw(segmenter, make)
+            picture, line = draw(runner, make)
             (FOLDER / f"{name}-{kind}.png").write_bytes(picture)
             sys.stdout.write(f"{name}-{kind}: {line}\n")
             sys.stdout.flush()

@@ -23,7 +23,8 @@ from scripts.recipes.segmenters import start_segmenter
 from scripts.recipes.synthetic_nuclei import PLAIN, Scene, synthesise
 from service.core.types import Options, Selection, Volume
 from service.formats import stack_reader
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import segment
 from service.training.evaluate import score
 
 LARGEST_BYTES = 2**31
@@ -78,16 +79,16 @@ def share_of_fragments(labels: NDArray[Any]) -> float:
     return float(np.mean(sizes < sizes[len(sizes) // 2 :].mean() / 4)) if sizes.size else 1.0
 
 
-def rows(folder: Path, segmenters: dict[str, Segmenter], options: Options) -> Iterator[str]:
+def rows(folder: Path, segmenters: dict[str, ModelRunner], options: Options) -> Iterator[str]:
     """Yield the lines of the table of recorded stacks."""
     yield "| stack | model | measure | score | found | width | seconds |\n|---|---|---|---|---|---|---|"
     for recorded in STACKS:
         path = folder / recorded.stack / "image.tif"
         selection = Selection(axes="ZYX") if recorded.stack in {"mesospim_brain_nuclei_c5"} else Selection()
         volume = stack_reader.read(path, selection, LARGEST_BYTES)
-        segmenter = segmenters[recorded.model]
+        runner = segmenters[recorded.model]
         began = time.perf_counter()
-        result = segmenter.segment(volume, options)
+        result = segment(runner, volume, options)
         seconds = time.perf_counter() - began
         labels = result.segmentation.pixels
         match recorded.measure:
@@ -101,22 +102,22 @@ def rows(folder: Path, segmenters: dict[str, Segmenter], options: Options) -> It
             case _:
                 value, found = f"{share_of_fragments(labels):.2f}", str(labels.max())
         width = result.width or "as sampled"
-        cells = [recorded.stack, segmenter.spec.name, recorded.measure, value, found, width, f"{seconds:.1f}"]
+        cells = [recorded.stack, runner.spec.name, recorded.measure, value, found, width, f"{seconds:.1f}"]
         yield f"| {' | '.join(cells)} |"
 
 
-def grid(segmenter: Segmenter, options: Options) -> Iterator[str]:
+def grid(runner: ModelRunner, options: Options) -> Iterator[str]:
     """Yield the lines of a table: mean F1 on synthetic nuclei by their width in voxels and signal-to-noise ratio."""
     yield "| width | " + " | ".join(f"SNR {ratio}" for ratio in RATIOS) + " |\n|---|" + "---|" * len(RATIOS)
     for width in WIDTHS:
         reached = [
-            np.mean([_score_synthetic(segmenter, options, width, ratio, seed) for seed in range(SEEDS)])
+            np.mean([_score_synthetic(runner, options, width, ratio, seed) for seed in range(SEEDS)])
             for ratio in RATIOS
         ]
         yield f"| {width} | " + " | ".join(f"{value:.2f}" for value in reached) + " |"
 
 
-def _score_synthetic(segmenter: Segmenter, options: Options, width: int, ratio: float, seed: int) -> float:
+def _score_synthetic(runner: ModelRunner, options: Options, width: int, ratio: float, seed: int) -> float:
     rng = np.random.default_rng([width, seed])
     edge = int(np.clip(5 * width, 36, 96))
     image, truth = synthesise(rng, (edge, edge, edge), _plain(width))
@@ -124,7 +125,7 @@ def _score_synthetic(segmenter: Segmenter, options: Options, width: int, ratio: 
     contrast = float(np.median(inside)) - float(np.median(outside))
     noisy = image + rng.normal(0, contrast / ratio, image.shape)
     return score(
-        truth, segmenter.segment(Volume.from_array(noisy.astype(np.float32)[None]), options).segmentation.pixels
+        truth, segment(runner, Volume.from_array(noisy.astype(np.float32)[None]), options).segmentation.pixels
     ).f1
 
 

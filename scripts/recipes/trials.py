@@ -30,7 +30,8 @@ from service.core.quantities import VoxelSize, parse_diameter
 from service.core.types import Options, Volume
 from service.inference.diameter.estimation import DiameterEstimator
 from service.inference.preprocessing.normalize import normalise_volume
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import segment as segment_volume
 from service.models.loader import load_network
 from service.training.evaluate import score
 
@@ -106,9 +107,9 @@ def remember(compute: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return score_windows
 
 
-def compare(segmenter: Segmenter, network: Callable[[Tensor], Tensor], volume: Volume, truth: NDArray[Any]) -> Tried:
+def compare(runner: ModelRunner, network: Callable[[Tensor], Tensor], volume: Volume, truth: NDArray[Any]) -> Tried:
     """Segment a stack with the widths that trials choose."""
-    spec = segmenter.spec
+    spec = runner.spec
     image, _notes = normalise_volume(volume, spec)
     score_windows, reached = remember(network), dict[str, float]()
 
@@ -119,7 +120,7 @@ def compare(segmenter: Segmenter, network: Callable[[Tensor], Tensor], volume: V
 
     def segment(width: str) -> float:
         if width not in reached:
-            found = segmenter.segment(volume, Options(diameter=parse_diameter(width))).segmentation.pixels
+            found = segment_volume(runner, volume, Options(diameter=parse_diameter(width))).segmentation.pixels
             reached[width] = score(truth, found).f1
         return reached[width]
 
@@ -146,11 +147,11 @@ def main() -> None:
     parser.add_argument("--model", default="nuclei", help="name or folder")
     parser.add_argument("--stacks", type=int, default=12, help="of each kind")
     chosen = parser.parse_args()
-    segmenter = start_segmenter(chosen.model)
-    network, tried = load_network(segmenter.spec), dict[str, list[Tried]]()
+    runner = start_segmenter(chosen.model)
+    network, tried = load_network(runner.spec), dict[str, list[Tried]]()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        for kind, volume, truth in stacks_for(segmenter.spec.name, chosen.stacks):
-            found = compare(segmenter, lambda windows: network(windows).float(), volume, truth)
+        for kind, volume, truth in stacks_for(runner.spec.name, chosen.stacks):
+            found = compare(runner, lambda windows: network(windows).float(), volume, truth)
             tried.setdefault(kind, []).append(found)
             sys.stderr.write(f"{kind}: {found.before:.2f} -> {' '.join(f'{f1:.2f}' for f1 in found.after)}\n")
     sys.stdout.writelines(f"{line}\n" for line in report(tried))

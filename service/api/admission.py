@@ -18,7 +18,7 @@ from service.api.http.threads import HOST_FILE_THREADS, run_in_thread
 from service.api.http.uploads import is_multipart
 from service.api.messages.headers import get_header
 from service.core.errors import BadParameter
-from service.inference.estimate import Estimator
+from service.inference.runner.estimator import Estimator
 from service.models.spec import ModelSpec
 from service.serving.parameters import MAX_NAME_LETTERS, Query, describe_faults
 from service.serving.results.answers import check_host_files

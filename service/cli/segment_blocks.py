@@ -22,24 +22,15 @@ from service.core.hardware import host
 from service.core.types import Objects, Segmentation, Steering
 from service.formats.zarr import writer as zarr_writer  # noqa: F401 (An extra may be missing, which is told before anything is computed.)
 from service.inference.blockwise import output
-from service.inference.blockwise.driver import Driver, Progress
-from service.inference.blockwise.prepare import make_plan
+from service.inference.blockwise.driver import Driver, Progress, make_plan
 from service.inference.blockwise.run_folder import OpenRun, RunFolder, open_run
 from service.inference.blockwise.survey import look_again
 from service.inference.blockwise.workers import LocalWorkers, Workers
-from service.inference.diameter.confidence import (
-    Doubt,
-    Evidence,
-    count_sure,
-    explain,
-    explain_nothing,
-    judge,
-    known_models,
-)
-from service.inference.diameter.estimation import Sizing
+from service.inference.diameter.confidence import Evidence
+from service.inference.diameter.judging import Judgement, judge_objects
 from service.inference.measurements import write_csv
 from service.inference.preprocessing.resample import used_width
-from service.inference.result import Result
+from service.inference.types import Result, Sizing
 from service.models.spec import ModelSpec
 from service.serving.parameters import Query
 from service.serving.results.provenance import describe_origin
@@ -140,28 +131,23 @@ def _show(bar: ProgressBar) -> Progress:
     return show
 
 
-def find_doubt(run: OpenRun, sizing: Sizing | None, confidence: float | None) -> Doubt | None:
-    """Return why the labels of a run are not to be trusted, None where they may be.
+def judge_run(run: OpenRun, sizing: Sizing | None) -> Judgement:
+    """Return the confidence in the labels of a run, and why it is low.
 
     How wide objects seem to be is known only where it was estimated.
     """
-    plan, spec, objects = run.plan, run.spec, read_objects(run.folder)
-    calibration, wanted = spec.confidence, spec.input.diameter
-    if len(objects) and (confidence is None or calibration is None or confidence >= calibration.threshold):
-        return None
-    stated = plan.diameter
-    evidence = Evidence(
-        _look_again(run),
-        guess=None if sizing is None else sizing.guess,
-        used=used_width(plan, spec, stated if sizing is None else sizing.diameter),
-        stated=stated is not None,
-        steered=plan.options.steering != Steering(),
-    )
-    if calibration is not None:
-        calibration = known_models(calibration, spec.folder.parent)
-    if confidence is None or calibration is None or wanted is None:
-        return explain_nothing(evidence, calibration)
-    return explain(confidence, evidence._replace(sure=count_sure(objects, wanted, calibration)), calibration)
+    plan, spec = run.plan, run.spec
+
+    def find_evidence() -> Evidence:
+        return Evidence(
+            _look_again(run),
+            guess=None if sizing is None else sizing.guess,
+            used=used_width(plan, spec, plan.diameter if sizing is None else sizing.diameter),
+            stated=plan.diameter is not None,
+            steered=plan.options.steering != Steering(),
+        )
+
+    return judge_objects(read_objects(run.folder), spec, find_evidence)
 
 
 def _look_again(run: OpenRun) -> list[Tensor]:
@@ -184,9 +170,7 @@ def read_facts(folder: RunFolder, spec: ModelSpec) -> Result:
     survey = folder.survey
     confidence, doubt = None, None
     if folder.done("join"):
-        if spec.confidence is not None and spec.input.diameter is not None:
-            confidence = judge(read_objects(folder), spec.input.diameter, spec.confidence)
-        doubt = find_doubt(open_run(str(folder.path)), survey.sizing, confidence)
+        confidence, doubt = judge_run(open_run(str(folder.path)), survey.sizing)
     nothing = np.zeros((0, 0, 0), np.uint8)
     return Result(
         Segmentation(nothing, folder.plan.output),

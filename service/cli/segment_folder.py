@@ -19,9 +19,11 @@ from service.core.config import Settings
 from service.core.errors import BadParameter
 from service.core.types import Options, Volume
 from service.inference.batching.batcher import WindowBatcher, open_batcher
-from service.inference.result import Result
-from service.inference.segmenter import Segmenter
+from service.inference.runner.callbacks import Callbacks
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import estimate_diameter
 from service.inference.series.time_points import Series
+from service.inference.types import Result
 from service.serving.jobs.folder_records import REPORT
 from service.serving.jobs.folder_work import FolderWork, StackCalls, is_free, select_stacks
 from service.serving.parameters import Query
@@ -53,10 +55,10 @@ def run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
         if not is_free(results) and not options.force:
             raise BadParameter(f"{out} holds something else already; name another folder, or use it with --force.")
         bar.begin(f"loading {spec.identifier}")
-        segmenter = Segmenter(spec, settings)
-        check_output(segmenter.estimator.output(query.options), query, measured=False)
-        device.call(segmenter.warm_up)
-        calls = _make_calls(folder, query, segmenter, device, settings.limits.decoded_bytes, Path(scratch), bar)
+        runner = ModelRunner(spec, settings)
+        check_output(runner.estimator.output(query.options), query, measured=False)
+        device.call(runner.warm_up)
+        calls = _make_calls(folder, query, runner, device, settings.limits.decoded_bytes, Path(scratch), bar)
         done = FolderWork(results, spec, calls, Path(scratch)).run(stacks, query)
     sys.stderr.writelines(f"stackseg: {fault}\n" for fault in done.faults)
     sys.stderr.writelines(f"stackseg: {doubt.replace(': ', ': warning: ', 1)}\n" for doubt in done.doubts)
@@ -81,13 +83,13 @@ def find_stacks(folder: Path, glob: str | None, out: Path) -> list[str]:
 def _make_calls(  # noqa: PLR0913, PLR0917
     folder: Path,
     query: Query,
-    segmenter: Segmenter,
+    runner: ModelRunner,
     device: WindowBatcher,
     limit_bytes: int,
     scratch: Path,
     bar: ProgressBar,
 ) -> StackCalls:
-    measured = segmenter.estimator.output(query.options) == "labels"
+    measured = runner.estimator.output(query.options) == "labels"
 
     @contextmanager
     def open_stack(name: str) -> Iterator[Path]:
@@ -97,11 +99,11 @@ def _make_calls(  # noqa: PLR0913, PLR0917
         return local_source(path, query, limit_bytes, scratch, measured=measured).read_pixels()
 
     def segment(pixels: Volume | Series, options: Options) -> Result:
-        return segment_pixels(pixels, options, segmenter, device, scratch, bar)
+        return segment_pixels(pixels, options, runner, device, scratch, bar)
 
     def begin(name: str, number: int, count: int) -> None:
         bar.begin(f"[{number}/{count}] {name}" if number else f"width of objects: {name}")
 
-    estimate = partial(segmenter.estimate_diameter, run=device.run)
-    is_estimated = segmenter.estimator.plan(query.options).estimated
+    estimate = partial(estimate_diameter, runner, callbacks=Callbacks(device.run))
+    is_estimated = runner.estimator.plan(query.options).estimated
     return StackCalls(open_stack, read, segment, estimate if is_estimated else None, begin=begin, reword=name_options)

@@ -19,11 +19,13 @@ from service.core.telemetry import Stages
 from service.core.types import Options, OutputKind, Volume
 from service.formats import stack_reader, writers
 from service.inference.batching.batcher import WindowBatcher, open_batcher
-from service.inference.estimate import Estimator
 from service.inference.measurements import write_csv
-from service.inference.result import Result
-from service.inference.segmenter import Segmenter
+from service.inference.runner.callbacks import Callbacks
+from service.inference.runner.estimator import Estimator
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import estimate_diameter, segment
 from service.inference.series.time_points import PointSegmenter, Progress, Series, segment_series
+from service.inference.types import Result
 from service.models.spec import ModelSpec
 from service.serving.parameters import Query
 from service.serving.results.answers import measure_objects
@@ -46,10 +48,10 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
             pixels = source.read_pixels()
         bar.begin(f"loading {spec.identifier}")
         with stages.measure("load"):
-            segmenter = Segmenter(spec, settings)
-            device.call(segmenter.warm_up)
+            runner = ModelRunner(spec, settings)
+            device.call(runner.warm_up)
         bar.begin("windows")
-        result = segment_pixels(pixels.segmented, query.options, segmenter, device, Path(scratch), bar)
+        result = segment_pixels(pixels.segmented, query.options, runner, device, Path(scratch), bar)
         stages.update(result.seconds)
         bar.begin("writing")
         with stages.measure("write"):
@@ -68,20 +70,20 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
 def segment_pixels(  # noqa: PLR0913, PLR0917
     series: Volume | Series,
     options: Options,
-    segmenter: Segmenter,
+    runner: ModelRunner,
     device: WindowBatcher,
     scratch: Path,
     bar: ProgressBar,
 ) -> Result:
     """Segment a volume or a series, and show how far that is. Raises what `segment_series` raises."""
     if isinstance(series, Volume):
-        return segmenter.segment(series, options, run=device.run, progress=bar.show)
+        return segment(runner, series, options, callbacks=Callbacks(device.run, progress=bar.show))
 
     def segment_point(volume: Volume, options: Options, progress: Progress) -> Result:
-        return segmenter.segment(volume, options, run=device.run, progress=progress)
+        return segment(runner, volume, options, callbacks=Callbacks(device.run, progress=progress))
 
-    is_estimated = segmenter.estimator.plan(options).estimated
-    estimate = partial(segmenter.estimate_diameter, run=device.run)
+    is_estimated = runner.estimator.plan(options).estimated
+    estimate = partial(estimate_diameter, runner, callbacks=Callbacks(device.run))
     return segment_series(
         series,
         options,

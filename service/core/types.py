@@ -18,6 +18,8 @@ StackShape = tuple[int, int, int, int]
 OutputKind = Literal["labels", "classes", "probabilities"]
 Quality = Literal["fast", "best"]
 """fast scores windows once; best lets them overlap more, and averages the scores of several views."""
+Views = tuple[tuple[int, ...], ...]
+"""For each view the axes, of 2 to 4 (z, y, x), along which a window is mirrored."""
 Linking = Literal["overlap", "laptrack"]
 """The rule by which objects get one number through time: the overlap of their labels at neighbouring time points."""
 

@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 from service.core.errors import BadParameter
 from service.core.quantities import Size, VoxelSize
 from service.core.types import Array, Objects, Segmentation, Volume
-
-Table = dict[str, NDArray[Any]]
-"""One array per column, all of one length: an entry per object, in the order of their labels."""
+from service.inference.types import Table
 
 # Planes are taken together until they hold so many voxels: enough that sums per object do not dominate, and few enough
 # that other threads get the interpreter's lock soon, which NumPy holds for a whole slab.

@@ -9,11 +9,11 @@ from service.core.config import Settings
 from service.core.hardware import devices, gpus
 from service.core.hardware.devices import Driver
 from service.engine.compile import torch_compile
-from service.inference.segmenter import Segmenter
 from service.serving.devices.cluster.cluster_devices import ConnectCluster, open_cluster
 from service.serving.devices.cluster.ray_cluster import connect_cluster
 from service.serving.devices.device import loaded_bytes
 from service.serving.devices.local.device import LoadSegmenter, LocalDevice, LocalParts
+from service.serving.devices.local.segmenter import Segmenter
 from service.serving.devices.local.settings import split_settings
 from service.serving.devices.model_registry import ModelRegistry
 from service.serving.devices.pool import DevicePool

@@ -17,6 +17,7 @@ from service.core.files.bundled import software_version
 from service.core.types import Extent, Options, Volume
 from service.formats.sandbox.reader import Reader
 from service.inference.series.time_points import Series
+from service.inference.types import Estimate, Result
 from service.models.spec import ModelSpec
 from service.serving.devices.local.malloc_trim import MallocTrimmer
 from service.serving.devices.model_registry import ModelRegistry
@@ -33,8 +34,8 @@ from service.serving.storage.scratch import ScratchFolder, ScratchSpace
 from service.serving.storage.volume_cache import VolumeCache
 
 if TYPE_CHECKING:
-    from service.inference.estimate import Estimate, Estimator
-    from service.inference.result import Result
+    from service.inference.runner.estimator import Estimator
+    from service.inference.types import Estimate, Result
 
 # A segmentation stops before its next batch of windows. A compilation cannot be stopped, and is left behind.
 JOIN_SECONDS = 4.0

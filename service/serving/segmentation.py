@@ -23,8 +23,8 @@ from service.core.files.whole_file import descriptor_path
 from service.core.telemetry import Stages
 from service.core.types import Options, Volume
 from service.formats.sandbox.reader import Source
-from service.inference.result import Result
 from service.inference.series.time_points import Series
+from service.inference.types import Result
 from service.models.spec import ModelSpec
 from service.serving.devices.queue.job import Job
 from service.serving.devices.reservation import Reservation

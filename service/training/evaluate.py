@@ -14,7 +14,8 @@ from skimage.segmentation import watershed
 
 from service.core.quantities import Diameter, DiameterSetting, VoxelSize, parse_diameter
 from service.core.types import Options, Volume
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import segment
 from service.training.examples import mean_diameter, median_extents
 
 Labels = NDArray[Any]
@@ -126,12 +127,12 @@ class Line(NamedTuple):
     scores: Scores
 
 
-def score_model(segmenter: Segmenter, image: Volume, truth: Labels, diameter: str | None) -> Line:
+def score_model(runner: ModelRunner, image: Volume, truth: Labels, diameter: str | None) -> Line:
     """Segment and score a stack; `diameter` as for `state_size`, None states none. Raises what `segment` raises."""
     request = Options(diameter=None if diameter is None else state_size(diameter, truth, image.voxel_size))
-    result = segmenter.segment(image, request)
+    result = segment(runner, image, request)
     stated = "as sampled" if result.width is None else result.width.replace("; stated", "")
-    return Line(segmenter.spec.identifier, stated, score(truth, result.segmentation.pixels))
+    return Line(runner.spec.identifier, stated, score(truth, result.segmentation.pixels))
 
 
 def score_classical(image: Volume, truth: Labels) -> Line:

@@ -21,7 +21,8 @@ from service.core.quantities import Diameter, VoxelSize
 from service.core.types import Options, Selection, Volume
 from service.engine import precision
 from service.formats import stack_reader
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import segment
 from service.models.repository import FILE_NAME, read_spec
 from service.models.spec import Lineage, ModelSpec
 from service.training.evaluate import Scores, score
@@ -200,14 +201,14 @@ def _cut(stack: Annotated, share: float, diameter: float | None) -> tuple[Annota
 
 def score_model(spec: ModelSpec, stacks: Sequence[Annotated], settings: Settings) -> Scores:
     """Score a model on all objects of the stacks together, told how wide they are where the model takes that."""
-    segmenter = Segmenter(spec, settings)
-    segmenter.warm_up()
+    runner = ModelRunner(spec, settings)
+    runner.warm_up()
     scores = []
     for stack in stacks:
         image, labels = stack.pair
         width = None if spec.input.diameter is None or stack.widths is None else Diameter(stack.widths, "px")
         volume = Volume.from_array(np.ascontiguousarray(image)[None])
-        found = segmenter.segment(volume, Options(diameter=width)).segmentation
+        found = segment(runner, volume, Options(diameter=width)).segmentation
         scores.append(score(labels, found.pixels))
     return _join(scores)
 

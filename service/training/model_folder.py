@@ -17,7 +17,8 @@ from service.core.config import Settings, override_settings
 from service.core.files.whole_file import write_whole
 from service.core.types import Options, Segmentation, Volume
 from service.formats.tiff import writer as tiff_writer
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import segment
 from service.models.repository import FILE_NAME, read_spec
 from service.models.spec import ModelSpec, Sample
 
@@ -90,8 +91,8 @@ def _write_sample(spec: ModelSpec, image: NDArray[Any], settings: Settings) -> N
     sample = spec.sample or Sample()
     starts = [max(0, length - edge) // 2 for length, edge in zip(image.shape, spec.input.roi_size, strict=True)]
     middle = image[tuple(slice(start, start + edge) for start, edge in zip(starts, spec.input.roi_size, strict=True))]
-    segmenter = Segmenter(spec, override_settings(settings, "engine", {"kind": "eager", "precision": "fp32"}))
-    segmenter.warm_up()
-    expected = segmenter.segment(Volume.from_array(np.ascontiguousarray(middle)[None]), Options()).segmentation
+    runner = ModelRunner(spec, override_settings(settings, "engine", {"kind": "eager", "precision": "fp32"}))
+    runner.warm_up()
+    expected = segment(runner, Volume.from_array(np.ascontiguousarray(middle)[None]), Options()).segmentation
     tiff_writer.write(Segmentation(middle, "labels"), spec.folder / sample.input)
     tiff_writer.write(expected, spec.folder / sample.expected)

@@ -15,7 +15,7 @@ import pytest
 from service.__main__ import main
 from service.cli.benchmark import hosts, session
 from service.cli.benchmark.hosts import HostsRow
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
 
 
 @pytest.fixture
@@ -45,9 +45,9 @@ def test_a_fallback_is_printed_after_the_whole_report_and_is_status_one(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    report = Segmenter.report
+    report = ModelRunner.report
     compiled = {"compile_mode": "default", "engine": "compiled", "warnings": ("It is slow.",)}
-    monkeypatch.setattr(Segmenter, "report", lambda self: replace(report(self), **compiled))
+    monkeypatch.setattr(ModelRunner, "report", lambda self: replace(report(self), **compiled))
     numbers = tmp_path / "bench.json"
     assert main([*config("{kind: eager, precision: fp32}"), "--json", str(numbers)]) == 1
     lines = capsys.readouterr().out.splitlines()

@@ -25,7 +25,7 @@ from service.core.quantities import VoxelSize
 from service.core.types import Segmentation, Selection
 from service.formats import stack_reader
 from service.formats.tiff import writer as tiff_writer
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec
 from service.serving.devices.local.settings import split_settings
@@ -326,7 +326,7 @@ def test_what_tuning_finds_holds_for_every_device_that_is_served(
     assert main(["tune", "--minutes", "0.0001", "--config", str(path)]) == 0
     assert capsys.readouterr().out.count("random-nuclei/1") == 1
     for _name, settings in split_settings(read_settings(path)):
-        segmenter = Segmenter(base, settings)
+        segmenter = ModelRunner(base, settings)
         segmenter.warm_up()
         assert (segmenter.report().planned, segmenter.report().cached) == ("tuned", True)
 

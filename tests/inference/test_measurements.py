@@ -18,7 +18,8 @@ from service.core.errors import BadParameter
 from service.core.quantities import VoxelSize
 from service.core.types import Objects, Segmentation, Volume
 from service.inference import measurements
-from service.inference.measurements import Table, measure, write_csv
+from service.inference.measurements import measure, write_csv
+from service.inference.types import Table
 
 NAMES = (
     "label",

@@ -20,8 +20,9 @@ from service.core.quantities import Diameter, parse_diameter
 from service.core.types import Options, Selection, Volume
 from service.engine.prepare import prepare
 from service.formats import stack_reader
-from service.inference.engines.label_agreement import LabelAgreement
-from service.inference.segmenter import Segmenter
+from service.inference.runner.label_agreement import LabelAgreement
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import segment
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
 from service.models.loader import load_network
@@ -56,11 +57,11 @@ def nuclei(specs: dict[str, ModelSpec]) -> ModelSpec:
 
 
 @pytest.fixture(scope="module")
-def eager(nuclei: ModelSpec) -> Segmenter:
+def eager(nuclei: ModelSpec) -> ModelRunner:
     return eager_of(nuclei)
 
 
-def eager_of(spec: ModelSpec) -> Segmenter:
+def eager_of(spec: ModelSpec) -> ModelRunner:
     settings = {
         "STACKSEG_DEVICE__NAME": "cpu",
         "STACKSEG_DEVICE__THREADS": "1",
@@ -68,7 +69,7 @@ def eager_of(spec: ModelSpec) -> Segmenter:
         "STACKSEG_ENGINE__PRECISION": "fp32",
         "STACKSEG_WINDOWS__SW_BATCH_SIZE": "1",
     }
-    made = Segmenter(spec, read_settings(None, settings))
+    made = ModelRunner(spec, read_settings(None, settings))
     made.warm_up()
     return made
 
@@ -77,8 +78,8 @@ def read(path: Path) -> Volume:
     return stack_reader.read(path, Selection(), LIMIT)
 
 
-def labels_of(made: Segmenter, volume: Volume) -> NDArray[np.unsignedinteger]:
-    return made.segment(volume, Options()).segmentation.pixels
+def labels_of(made: ModelRunner, volume: Volume) -> NDArray[np.unsignedinteger]:
+    return segment(made, volume, Options()).segmentation.pixels
 
 
 def difference(truth: NDArray[np.unsignedinteger], labels: NDArray[np.unsignedinteger]) -> float:
@@ -126,8 +127,8 @@ def test_cells_of_an_embryo_are_found_by_their_membranes(specs: dict[str, ModelS
     """In one half of a stack; the classical method finds none of them there."""
     folder = RECORDED / "celegans_membrane_t046"
     image, truth = (read(folder / name).array()[..., 178:] for name in ("image.tif", "mask.tif"))
-    made = eager_of(specs["membranes"]).segment(
-        Volume.from_array(image), Options(diameter=Diameter.parse("28,69,64px"))
+    made = segment(
+        eager_of(specs["membranes"]), Volume.from_array(image), Options(diameter=Diameter.parse("28,69,64px"))
     )
     found = made.segmentation.pixels
     assert score(truth[0], found).f1 > 0.7
@@ -139,7 +140,7 @@ def test_it_needs_no_voxel_size_and_names_its_outputs(nuclei: ModelSpec) -> None
     assert nuclei.input.voxel_size is None
 
 
-def test_the_sample_reproduces_its_expected_labels(nuclei: ModelSpec, eager: Segmenter) -> None:
+def test_the_sample_reproduces_its_expected_labels(nuclei: ModelSpec, eager: ModelRunner) -> None:
     assert nuclei.sample is not None
     expected = read(nuclei.folder / nuclei.sample.expected)
     volume = read(nuclei.folder / nuclei.sample.input)
@@ -208,22 +209,22 @@ def windows(spec: ModelSpec, network: Network) -> SlidingWindow:
         ("synthetic_nuclei_stardist", "7,15,14px", 0.9),
     ],
 )
-def test_it_is_better_than_the_classical_method(eager: Segmenter, stack: str, told: str | None, floor: float) -> None:
+def test_it_is_better_than_the_classical_method(eager: ModelRunner, stack: str, told: str | None, floor: float) -> None:
     """That one is told the diameter, and has 0.75, 0.64 and 0.74 on these stacks with its settings chosen for each."""
     volume, truth = read(RECORDED / stack / "image.tif"), read(RECORDED / stack / "mask.tif")
     diameter = None if told is None else Diameter.parse(told)
-    labels = eager.segment(volume, Options(diameter=diameter)).segmentation.pixels
+    labels = segment(eager, volume, Options(diameter=diameter)).segmentation.pixels
     assert labels.shape == volume.shape[1:]
     assert score(truth.array()[0], labels).f1 >= floor
 
 
-def test_small_nuclei_need_not_be_told(eager: Segmenter) -> None:
+def test_small_nuclei_need_not_be_told(eager: ModelRunner) -> None:
     """Ten voxels wide, half of what the model is best at, where fewer are found, and less well, as they are sampled."""
     image, truth = synthesise(np.random.default_rng(3), (32, 64, 64), SMALL)
     volume = Volume.from_array(image[None])
     found = {}
     for said in (None, "none", "10px"):
-        result = eager.segment(volume, Options(diameter=None if said is None else parse_diameter(said)))
+        result = segment(eager, volume, Options(diameter=None if said is None else parse_diameter(said)))
         found[said] = score(truth, result.segmentation.pixels)
         assert result.estimated == (said is None)
     assert found[None].found == pytest.approx(found["10px"].found, rel=0.05)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from service.core.errors import BrokenModel
-from service.inference.estimate import activation_bytes, measure_activations
+from service.inference.runner.memory_estimate import activation_bytes, measure_activations
 from service.models.architectures import build_network
 from service.models.loader import compute_scores, load_network
 from service.models.network import is_sequence

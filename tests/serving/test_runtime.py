@@ -23,10 +23,10 @@ from service.core.errors import (
     UnknownModel,
 )
 from service.core.types import Options, Volume
-from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
 from service.serving.build import build_runtime
+from service.serving.devices.local.segmenter import Segmenter
 from service.serving.devices.reservation import Reservation
 from service.serving.runtime import Runtime
 from service.serving.segmentation import DeviceRequest, queue_work

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel
 
 from service.api.messages.text import Text
 from service.core.errors import without_folders
-from service.inference.result import EngineReport
+from service.inference.types import EngineReport
 from service.models.spec import Input, Lineage
 from service.serving.devices.models.state import ModelState
 from service.serving.runtime import Runtime
@@ -21,7 +21,10 @@ PICTURE_FILE = "example.png"
 
 
 def _report_without_folders(report: EngineReport) -> EngineReport:
-    trials = tuple(replace(trial, verdict=without_folders(trial.verdict)) for trial in report.trials)
+    trials = tuple(
+        replace(trial, verdict=trial.verdict._replace(detail=without_folders(trial.verdict.detail)))
+        for trial in report.trials
+    )
     return replace(report, warnings=tuple(map(without_folders, report.warnings)), trials=trials)
 
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from service.api.messages.text import Text
 from service.core.types import Description, OutputKind
-from service.inference.estimate import Estimate
+from service.inference.types import Estimate
 
 
 class Inspection(BaseModel):

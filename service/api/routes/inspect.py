@@ -12,8 +12,8 @@ from service.api.request_body import inspect_file, receive_file
 from service.core.errors import OutOfMemory, RequestError
 from service.core.hardware import host
 from service.core.telemetry import Stages
-from service.inference.estimate import Estimator
-from service.inference.memory_errors import check_memory
+from service.inference.runner.estimator import Estimator
+from service.inference.runner.memory_errors import check_memory
 
 router = APIRouter(tags=["segmentation"])
 

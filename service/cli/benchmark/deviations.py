@@ -8,7 +8,7 @@ import torch
 
 from service.core.sections.computing import Engine as EngineSettings
 from service.engine import backends
-from service.inference.result import EngineReport
+from service.inference.types import EngineReport
 
 # Kinds that are compiled in the mode of `engine.compile_mode`. It changes nothing for eager and openvino, and winograd
 # has no version that is not compiled once a mode is set.

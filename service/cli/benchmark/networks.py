@@ -23,8 +23,8 @@ from service.engine.base import WARM_UP_CALLS
 from service.engine.cuda import tf32
 from service.engine.precision import DTYPES
 from service.engine.tuning.plans import EngineConfig
-from service.inference.engines.selector import EngineSelector
-from service.inference.estimate import activation_bytes
+from service.inference.runner.memory_estimate import activation_bytes
+from service.inference.runner.selector import EngineSelector
 from service.models.loader import load_network
 from service.models.network import Network
 from service.models.spec import ModelSpec

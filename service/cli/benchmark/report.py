@@ -14,7 +14,7 @@ from service.cli.benchmark.networks import Row, format_precision
 from service.cli.benchmark.results import Repeat, Report
 from service.cli.benchmark.timing import Spread
 from service.core.quantities import Size
-from service.inference.result import EngineReport
+from service.inference.types import EngineReport
 
 DERIVED = ("voxels_per_second", "gflop_per_second", "peak_share")
 HEAD = "| {} | batch size | ms per window | windows/s | GFLOP/s | share of peak | speed relative to the first |"

@@ -26,8 +26,10 @@ from service.core.types import Array, Options, Selection
 from service.formats import stack_reader
 from service.formats.tiff import writer as tiff_writer
 from service.inference.batching.batcher import WindowBatcher
-from service.inference.engines.label_agreement import image_of
-from service.inference.segmenter import Segmenter
+from service.inference.runner.callbacks import Callbacks
+from service.inference.runner.label_agreement import image_of
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import segment
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow
 from service.models.spec import ModelSpec
@@ -47,15 +49,15 @@ class PlainRun(NamedTuple):
 
 
 class RequestRunner:
-    """Requests for one stack to one segmenter, the windows of the stack alone, and their forwards alone.
+    """Requests for one stack to one model, the windows of the stack alone, and their forwards alone.
 
     windows         number of windows of the stack, once there was a request
     threads         threads of all streams of the device together
     fallback_notes  notes of the requests that ran with a smaller batch or again in float32, without duplicates
     """
 
-    def __init__(self, segmenter: Segmenter, stack: Path, folder: Path, device: WindowBatcher, threads: int) -> None:
-        self._segmenter, self._stack, self._folder, self._device = segmenter, stack, folder, device
+    def __init__(self, model: ModelRunner, stack: Path, folder: Path, device: WindowBatcher, threads: int) -> None:
+        self._model, self._stack, self._folder, self._device = model, stack, folder, device
         self._threads = threads
         self._latest_request: tuple[SlidingWindow, Image, float] | None = None
         self._stream_pool: ThreadPoolExecutor | None = None
@@ -79,7 +81,7 @@ class RequestRunner:
         stages = Stages()
         with stages.measure("read"):
             volume = stack_reader.read(self._stack, Selection(), LIMIT_BYTES, self._folder)
-        result = self._segmenter.segment(volume, AS_SAMPLED, run=self._run, progress=self._count)
+        result = segment(self._model, volume, AS_SAMPLED, callbacks=Callbacks(self._run, progress=self._count))
         if result.fallbacks or result.recomputed:
             self.fallback_notes = list(dict.fromkeys([*self.fallback_notes, *result.notes]))
         stages.add("normalise", result.seconds["prepare"])
@@ -173,7 +175,7 @@ class RequestRunner:
 
     def plain_script(self) -> PlainRun:
         """Run `benchmarks/plain.py` in a process of its own. Raises BadParameter."""
-        model, result = self._segmenter.spec.folder, self._folder / "plain.tif"
+        model, result = self._model.spec.folder, self._folder / "plain.tif"
         command = [sys.executable, str(PLAIN), str(self._stack), str(result), "--model", str(model)]
         command += ["--threads", str(self._threads), "--device", str(self.batch.device)]
         done = subprocess.run(command, cwd=PLAIN.parents[1], capture_output=True, text=True, check=False)  # noqa: S603
@@ -188,7 +190,7 @@ class RequestRunner:
         """Write a trace of one request in one stream, for chrome://tracing or Perfetto."""
         volume = stack_reader.read(self._stack, Selection(), LIMIT_BYTES, self._folder)
         with torch.profiler.profile() as recorded:
-            self._segmenter.segment(volume, AS_SAMPLED)
+            segment(self._model, volume, AS_SAMPLED)
         recorded.export_chrome_trace(str(trace))
 
     def _count(self, _done: int, total: int) -> None:

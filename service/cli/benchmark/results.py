@@ -11,7 +11,7 @@ import torch
 from service.cli.benchmark.networks import Row
 from service.cli.benchmark.timing import Spread
 from service.core.quantities import Size
-from service.inference.result import EngineReport
+from service.inference.types import EngineReport
 
 Seconds = dict[str, float]
 

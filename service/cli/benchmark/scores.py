@@ -18,7 +18,7 @@ from service.core.errors import BadParameter
 from service.core.quantities import is_index
 from service.core.types import Selection, Volume
 from service.formats import stack_reader
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
 from service.training.evaluate import HEADER, Line, format_row, score_classical, score_model, stack_name
 
 
@@ -39,14 +39,14 @@ def run(options: argparse.Namespace, settings: Settings) -> None:
 def _score_all(options: argparse.Namespace, settings: Settings) -> Iterator[tuple[str, Line]]:
     """Yield the scores of each stack by each method."""
     pairs = _list_pairs(options)
-    segmenter = Segmenter(choose_model(options.model, settings), settings)
-    if segmenter.spec.decoding.kind != "instances":
-        raise BadParameter(f"{segmenter.spec.name} tells classes apart, not objects, so there is nothing to match.")
-    segmenter.warm_up()
+    runner = ModelRunner(choose_model(options.model, settings), settings)
+    if runner.spec.decoding.kind != "instances":
+        raise BadParameter(f"{runner.spec.name} tells classes apart, not objects, so there is nothing to match.")
+    runner.warm_up()
     for path, truth_path in pairs:
         volume, truth = _read(path, truth_path, options.channel, settings)
         methods: list[Callable[[], Line]] = [
-            partial(score_model, segmenter, volume, truth, diameter) for diameter in options.diameter or [None]
+            partial(score_model, runner, volume, truth, diameter) for diameter in options.diameter or [None]
         ]
         if not options.no_floor:
             methods.append(partial(score_classical, volume, truth))

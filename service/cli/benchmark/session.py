@@ -31,7 +31,7 @@ from service.core.hardware import devices, host
 from service.core.quantities import Size
 from service.engine.tuning.plans import EngineConfig
 from service.inference.batching.batcher import open_batcher
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
 from service.models.loader import load_network
 from service.models.spec import ModelSpec
 
@@ -68,7 +68,7 @@ class BenchPlan:
 def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, show: Show) -> Report:
     """Measure one model, and show each line of the report as soon as it is measured.
 
-    Raises what `Segmenter` raises, and BadParameter.
+    Raises what `ModelRunner` raises, and BadParameter.
     """
     _check(plan)
     torch_device = devices.choose_device(settings.device.name)
@@ -79,12 +79,12 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, show: Show) -> Rep
         requests.write_stack(spec, plan.shape, folder / "stack.tif")
         if plan.cold:
             settings = override_settings(settings, "engine", {"cache_folder": folder / "cache"})
-        starts, segmenter = device.call(lambda: _time_starts(spec, settings, plan, show))
-        engine, with_tf32 = segmenter.report(), allows_tf32(settings.engine, torch_device)
+        starts, model = device.call(lambda: _time_starts(spec, settings, plan, show))
+        engine, with_tf32 = model.report(), allows_tf32(settings.engine, torch_device)
         _show_all(show, report.format_engine(spec.identifier, engine, with_tf32=with_tf32))
         # The thread that normalises and decodes here may use all cores, as nothing runs beside it.
         devices.use_threads(threads)
-        runner = RequestRunner(segmenter, folder / "stack.tif", folder, device, threads)
+        runner = RequestRunner(model, folder / "stack.tif", folder, device, threads)
         answered = _time_requests(runner, plan, show)
         if runner.fallback_notes:
             _show_all(show, ("", *report.format_warnings(runner.fallback_notes)))
@@ -133,19 +133,19 @@ def _show_all(show: Show, lines: Iterable[str]) -> None:
         show(line)
 
 
-def _time_starts(spec: ModelSpec, settings: Settings, plan: BenchPlan, show: Show) -> tuple[Seconds, Segmenter]:
+def _time_starts(spec: ModelSpec, settings: Settings, plan: BenchPlan, show: Show) -> tuple[Seconds, ModelRunner]:
     starts = {}
     for number in range(2 if plan.cold else 1):
         if number:
             torch.compiler.reset()
         began = time.perf_counter()
-        segmenter = Segmenter(spec, settings)
-        segmenter.warm_up(tune=True)
-        engine = segmenter.report()
+        model = ModelRunner(spec, settings)
+        model.warm_up(tune=True)
+        engine = model.report()
         how = f"{engine.planned}, cached" if engine.cached else engine.planned
         starts[how] = time.perf_counter() - began
         show(report.format_start(starts[how], how))
-    return starts, segmenter
+    return starts, model
 
 
 def _time_requests(runner: RequestRunner, plan: BenchPlan, show: Show) -> RequestTimes:

@@ -10,7 +10,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from service.core.config import Settings
 from service.core.hardware import devices
 from service.engine.tuning.plans import EngineConfig, EnginePlan
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
 from service.models.spec import ModelSpec
 from service.serving.devices.local.settings import split_settings
 
@@ -38,4 +38,4 @@ def _tune(spec: ModelSpec, settings: Settings, seconds: float) -> EnginePlan:
             bar.set_postfix_str(str(config))
             bar.update()
 
-        return Segmenter(spec, settings).tune(seconds, announce)
+        return ModelRunner(spec, settings).tune(seconds, announce)

@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from service.core.errors import NonFiniteScores
 from service.core.telemetry import step
 from service.engine.backends import ENGINE_FAILURES, first_line
-from service.engine.tuning.plans import EngineConfig, Trial
+from service.engine.tuning.plans import EngineConfig, Outcome, Trial, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 ROUNDS, FIRST_ROUNDS = 7, 3
 # A challenger must be faster by more than this share, which is what noise may do to medians.
 MARGIN = 0.03
-RUNS = "runs"
 
 # Errors of a trial.
 FAILURES = (*ENGINE_FAILURES, MemoryError, NonFiniteScores)
@@ -149,7 +148,7 @@ class Tuner(Generic[Result]):
     def _winner(self) -> Winner[Result]:
         if self._champion is None:
             raise NothingRuns(tuple(self._trials.values()))
-        self._judge(self._champion, "chosen")
+        self._judge(self._champion, Verdict(Outcome.CHOSEN))
         return Winner(self._champion.candidate.result, tuple(self._trials.values()))
 
     def _challenge(self, config: EngineConfig) -> None:
@@ -170,13 +169,13 @@ class Tuner(Generic[Result]):
         if share > 1 + MARGIN:
             loser, winner, share = champion, challenger, 1 / share
         self._champion = winner
-        self._judge(loser, f"{share:.0%} of the speed of {winner.config}")
+        self._judge(loser, Verdict(Outcome.SLOWER, f"{share:.0%} of the speed of {winner.config}"))
 
     def _enter(self, config: EngineConfig) -> _Entrant[Result] | None:
         """Build a configuration and check its labels; None where it is out, and its trial says why."""
         self._announce(config, self._total)
         if (reason := self._explain_skipping(config)) is not None:
-            self._note(Trial(config, f"skipped: {reason}"))
+            self._note(Trial(config, Verdict(Outcome.SKIPPED, reason)))
             return None
         start = self._clock()
         try:
@@ -190,17 +189,17 @@ class Tuner(Generic[Result]):
         known = difference if math.isfinite(difference) else None
         entrant = _Entrant(candidate, Trial(config, self._check(difference), None, known, build_seconds))
         self._note(entrant.trial)
-        return entrant if entrant.trial.verdict == RUNS else None
+        return entrant if entrant.trial.verdict.outcome is Outcome.RUNS else None
 
-    def _check(self, difference: float) -> str:
+    def _check(self, difference: float) -> Verdict:
         """Return the verdict on a candidate with this share of changed labels."""
         if math.isnan(difference):
-            return "wrong: scores that are not finite"
+            return Verdict(Outcome.WRONG, "scores that are not finite")
         if math.isinf(difference):
-            return "wrong: in a full batch, scores differ from those in fp32 by more than rounding"
+            return Verdict(Outcome.WRONG, "in a full batch, scores differ from those in fp32 by more than rounding")
         if difference > self._difference:
-            return f"wrong: {difference:.2%} of the labels differ, {self._difference:.2%} may"
-        return RUNS
+            return Verdict(Outcome.WRONG, f"{difference:.2%} of the labels differ, {self._difference:.2%} may")
+        return Verdict(Outcome.RUNS)
 
     def _explain_skipping(self, config: EngineConfig) -> str | None:
         if self._champion is not None and self.seconds > self._limit:
@@ -235,18 +234,18 @@ class Tuner(Generic[Result]):
         entrant.seconds.append((self._clock() - start) / entrant.candidate.windows)
         return True
 
-    def _judge(self, entrant: _Entrant[Result], verdict: str) -> None:
+    def _judge(self, entrant: _Entrant[Result], verdict: Verdict) -> None:
         entrant.trial = replace(entrant.trial, verdict=verdict, windows_per_second=entrant.rate)
         self._note(entrant.trial)
 
     def _note_failure(self, config: EngineConfig, error: BaseException) -> None:
         if (lost := self._find_loss(error)) is not None:
             raise lost from error
-        self._note(Trial(config, f"failed: {first_line(error)}"))
+        self._note(Trial(config, Verdict(Outcome.FAILED, first_line(error))))
 
     def _note(self, trial: Trial) -> None:
         self._trials[trial.choice] = trial
-        if trial.verdict != RUNS:
+        if trial.verdict.outcome is not Outcome.RUNS:
             log.debug("%s: %s", trial.choice, trial.verdict)
 
 

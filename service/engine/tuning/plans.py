@@ -8,11 +8,12 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple, Self
 
-from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, PlainSerializer, PlainValidator, PositiveInt, TypeAdapter, ValidationError, WithJsonSchema
 
 from service.core.sections.computing import MAX_STREAMS
 
@@ -44,6 +45,40 @@ class EngineConfig:
         return f"{self.engine}{mode} {self.precision} {self.memory_format} x{self.sw_batch_size}{streams}"
 
 
+class Outcome(StrEnum):
+    """What came of a configuration that was considered. Slower: it ran, and another one was faster."""
+
+    CHOSEN = "chosen"
+    RUNS = "runs"
+    SLOWER = "slower"
+    SKIPPED = "skipped"
+    WRONG = "wrong"
+    FAILED = "failed"
+
+
+class Verdict(NamedTuple):
+    """An outcome, and the reason for it in words. In JSON it is the text that `str` returns."""
+
+    outcome: Outcome
+    detail: str = ""
+
+    def __str__(self) -> str:
+        if self.outcome is Outcome.SLOWER:
+            return self.detail
+        return f"{self.outcome}: {self.detail}" if self.detail else str(self.outcome)
+
+    @classmethod
+    def parse(cls, text: object) -> Self:
+        """Invert `str`. Raises ValueError for anything but a text or a verdict."""
+        if isinstance(text, cls):
+            return text
+        if not isinstance(text, str):
+            raise ValueError(f"A verdict is a text, not {text!r}.")  # noqa: TRY004 - pydantic expects it
+        outcome, _, detail = text.partition(": ")
+        is_plain = outcome in set(Outcome) - {Outcome.SLOWER}
+        return cls(Outcome(outcome), detail) if is_plain else cls(Outcome.SLOWER, text)
+
+
 @dataclass(frozen=True)
 class Trial:
     """The outcome for a configuration that was considered.
@@ -55,7 +90,7 @@ class Trial:
     """
 
     choice: EngineConfig
-    verdict: str
+    verdict: Annotated[Verdict, PlainValidator(Verdict.parse), PlainSerializer(str), WithJsonSchema({"type": "string"})]
     windows_per_second: float | None = None
     difference: float | None = None
     build_seconds: float | None = None
@@ -76,6 +111,11 @@ class EnginePlan:
     seconds: float
     circumstances: dict[str, str]
     tuned: bool = False
+
+    @property
+    def origin(self) -> str:
+        """How the configuration was chosen: tuned, or known-order."""
+        return "tuned" if self.tuned else "known-order"
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of a table: what was chosen, then the others, the fastest first."""

@@ -16,10 +16,9 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from queue import Empty
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from service.core.config import Settings
 from service.core.errors import Cancelled
@@ -27,42 +26,18 @@ from service.core.hardware import devices, host
 from service.core.sections.computing import MAX_STREAMS
 from service.engine.cuda.events import CudaTimer, mark_end
 from service.inference.batching.launch import Launch, Mark, Timer
-from service.inference.batching.window_request import (
-    BatchSlice,
-    Share,
-    WindowRequest,
-    blend,
-    copy_scores,
-    fill_batch,
-    report,
-)
+from service.inference.batching.schedule import Batch, Running, choose_requests, may_add
+from service.inference.batching.window_request import BlendingOrder, Share, WindowRequest, fill_batch, report
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow
 
 T = TypeVar("T")
 
-# A waiting request checks as often whether it was cancelled, even if the device does not answer any more.
+# Interval at which a waiting request checks whether it was cancelled, even if the device does not answer any more.
 POLL_SECONDS = 0.2
-# For a batch that is being computed while nobody waits for it any more.
 CLOSE_SECONDS = 5.0
 # Batches that are launched on a GPU before the first of them is done, so that it never waits for the host.
 LAUNCHED_BATCHES = 2
-
-
-class _Batch(NamedTuple):
-    """Batch to compute: its number since the start, windows, stream, and how many streams share the device then."""
-
-    number: int
-    batch_slices: list[BatchSlice]
-    stream: int
-    sharing: int
-
-
-class _Running(NamedTuple):
-    """Batch that is being computed: its windows, and its stream of these."""
-
-    window: SlidingWindow
-    stream: int
 
 
 class WindowBatcher:
@@ -99,17 +74,17 @@ class WindowBatcher:
         self._depth = 1 if mark is None else LAUNCHED_BATCHES
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
+        self._order = BlendingOrder(self._lock)
         # Threads that wait for work, and that nobody has woken.
         self._idle = 0
         self._requests: list[WindowRequest] = []
         self._calls: deque[Callable[[], None]] = deque()
-        # Thread that runs a call.
-        self._caller: int | None = None
+        self._caller: int | None = None  # thread that runs a call
         self._closed = False
         self._batches = 0
         # By number.
-        self._busy: dict[int, _Running] = {}
-        # In the order in which they were launched, and when the last one before them was done.
+        self._busy: dict[int, Running] = {}
+        # In the order of their launch, and when the last one before them was done.
         self._launched: deque[Launch] = deque()
         self._last_done = 0.0
         self._threads = [
@@ -225,7 +200,7 @@ class WindowBatcher:
                 with self._lock:
                     self._check_open()
             if request.cancelled():
-                raise Cancelled(f"given up after {request.scan.done} of {request.scan.total} windows")
+                raise request.cancellation
 
     def _wake(self) -> None:
         """Wake an idle thread if there is work. Call it with the lock."""
@@ -237,12 +212,12 @@ class WindowBatcher:
     def _loop(self, thread: int) -> None:
         last_sharing, done = 0, None
         while (work := self._wait(thread, done)) is not None:
-            sharing, done = work.sharing if isinstance(work, _Batch) else 1, None
+            sharing, done = work.sharing if isinstance(work, Batch) else 1, None
             if sharing != last_sharing:
                 # Only on a change: torch forgets what it has prepared for another number of threads.
                 self._divide(sharing)
                 last_sharing = sharing
-            if isinstance(work, _Batch):
+            if isinstance(work, Batch):
                 done = self._compute(work)
             elif isinstance(work, Launch):
                 done = self._retire(work)
@@ -251,7 +226,7 @@ class WindowBatcher:
                     work()
             del work  # holds images and models, and the next may be hours away
 
-    def _wait(self, thread: int, done: int | None) -> Callable[[], None] | _Batch | Launch | None:
+    def _wait(self, thread: int, done: int | None) -> Callable[[], None] | Batch | Launch | None:
         """Note that the thread is done with its call and with the batch `done`, and wait for what is next.
 
         Returns None at the end.
@@ -282,16 +257,16 @@ class WindowBatcher:
     def _drop_cancelled(self) -> None:
         for request in self._requests:
             if not request.failed and not request.over and request.cancelled():
-                request.fail(Cancelled(f"given up after {request.scan.done} of {request.scan.total} windows"))
+                request.fail(request.cancellation)
 
     def _may_compute(self) -> list[WindowRequest]:
         """Return the requests whose windows may be computed now."""
         if self._calls or self._caller is not None:
             return []
-        requests = self._choose_requests()
-        return requests if requests and self._may_add(requests) else []
+        requests = choose_requests(self._requests, self._batches)
+        return requests if requests and may_add(requests, self._busy.values(), self._depth) else []
 
-    def _next_batch(self, requests: Sequence[WindowRequest]) -> _Batch:
+    def _next_batch(self, requests: Sequence[WindowRequest]) -> Batch:
         """Fill the next batch with windows of these requests."""
         window = requests[0].window
         # Requests that have to take slabs first count too: they will be back in a moment.
@@ -301,31 +276,10 @@ class WindowBatcher:
         free = set(range(len(self._threads))) - {running.stream for running in self._busy.values()}
         stream = min(free, default=0)
         self._batches += 1
-        self._busy[self._batches] = _Running(window, stream)
-        return _Batch(self._batches, fill_batch(requests, window.capacity), stream, sharing)
+        self._busy[self._batches] = Running(window, stream)
+        return Batch(self._batches, fill_batch(requests, window.capacity), stream, sharing)
 
-    def _may_add(self, requests: Sequence[WindowRequest]) -> bool:
-        """Return whether a batch of these requests may be computed beside those that are being computed."""
-        if not self._busy:
-            return True
-        window = requests[0].window
-        fewest = min([window.streams, *[running.window.streams for running in self._busy.values()]])
-        if len(self._busy) >= fewest * self._depth:
-            return False
-        return window.any_batch_size or sum([request.scan.left for request in requests]) >= window.capacity
-
-    def _choose_requests(self) -> list[WindowRequest]:
-        """Return the requests for the next batch, first the one whose turn it is."""
-        requests = [request for request in self._requests if request.is_ready]
-        if len(requests) < 2:
-            return requests
-        if self._batches % 2:
-            requests.sort(key=lambda request: (request.scan.left, request.due))
-        else:
-            requests.sort(key=lambda request: request.due)
-        return [request for request in requests if request.window is requests[0].window]
-
-    def _compute(self, batch: _Batch) -> int | None:
+    def _compute(self, batch: Batch) -> int | None:
         """Compute a batch and return its number; None where the device has it before it, and does it by itself."""
         if self._mark is not None:
             launch = Launch(batch.number, batch.batch_slices, batch.stream, self._mark, self._start_timer())
@@ -350,10 +304,10 @@ class WindowBatcher:
         for batch_slice, outcome in outcomes:
             part = batch_slice.windows / taken
             batch_slice.share = Share(batch_slice.windows, part * slots, part * seconds)
-            self._settle(batch_slice, report(batch_slice, outcome))
+            self._order.settle(batch_slice, report(batch_slice, outcome))
         return launch.number
 
-    def _forward(self, batch: _Batch) -> bool:
+    def _forward(self, batch: Batch) -> bool:
         """Compute and blend a batch; False for an error, which a request that is alone in its batch gets."""
         began = time.monotonic()
         batch_slices = batch.batch_slices
@@ -362,48 +316,14 @@ class WindowBatcher:
             scores = window.forward([batch_slice.part for batch_slice in batch_slices], batch.stream)
         except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
             if len(batch_slices) == 1:
-                self._finish(batch_slices[0], error)
+                self._order.finish(batch_slices[0], error)
             return False
         each = (time.monotonic() - began) / batch.sharing / taken
         for batch_slice, outcome in zip(batch_slices, scores, strict=True):
             count = batch_slice.windows
             batch_slice.share = Share(count, count * window.slots(taken) / taken, count * each)
-            self._finish(batch_slice, outcome)
+            self._order.finish(batch_slice, outcome)
         return True
-
-    def _finish(self, batch_slice: BatchSlice, outcome: Tensor | Exception) -> None:
-        """Blend computed windows and those that waited for them, or leave that to the thread that blends before."""
-        request = batch_slice.request
-        waits = request.blending or request.batch_slices[0] is not batch_slice
-        if waits and isinstance(outcome, Tensor) and not request.window.owns_scores:
-            # This stream's next batch may overwrite the scores before they are blended.
-            outcome = copy_scores(outcome)
-        with self._lock:
-            batch_slice.outcome = outcome
-            if request.blending or request.batch_slices[0] is not batch_slice:
-                return
-            request.blending = True
-        following: BatchSlice | None = batch_slice
-        while following is not None:
-            following = self._blend(following)
-
-    def _blend(self, batch_slice: BatchSlice) -> BatchSlice | None:
-        """Blend one slice, and return the next if that was computed."""
-        return self._settle(batch_slice, report(batch_slice, blend(batch_slice)))
-
-    def _settle(self, batch_slice: BatchSlice, outcome: list[Slab] | Exception) -> BatchSlice | None:
-        """Hand over what has come of the first slice of a request; return its next if that was computed."""
-        request = batch_slice.request
-        with self._lock:
-            if isinstance(outcome, Exception):
-                request.fail(outcome)
-            elif not request.failed:
-                request.hand_over(outcome, batch_slice.done)
-            request.batch_slices.popleft()
-            if request.batch_slices and request.batch_slices[0].outcome is not None:
-                return request.batch_slices[0]
-            request.blending = False
-            return None
 
 
 @contextmanager
@@ -422,8 +342,7 @@ def open_batcher(settings: Settings) -> Iterator[WindowBatcher]:
 def make_batcher(settings: Settings, device: torch.device, *, on_host: bool) -> WindowBatcher:
     """Make a batcher with the most streams that a model may have, each of which gets its part of the cores."""
     cores = settings.device.threads or host.usable_cores()
-    wanted = settings.engine.streams
-    most = min(cores, MAX_STREAMS) if wanted == "auto" else wanted
+    most = min(cores, MAX_STREAMS) if settings.engine.streams == "auto" else settings.engine.streams
     return WindowBatcher(
         "device",
         most if on_host else 1,

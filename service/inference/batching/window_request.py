@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from service.core.errors import Cancelled
 from service.inference.windows.blending import FiniteFlag, Slab, require_finite
 from service.inference.windows.sliding_window import Image, SlidingWindow, WindowSlice
 
@@ -68,6 +70,11 @@ class WindowRequest:
         """Whether windows are left, its thread has taken all slabs, and few batches wait for one that is slow."""
         keeps_up = self.untaken <= self.spared and len(self.batch_slices) <= self.window.streams
         return self.scan.left > 0 and not self.failed and keeps_up
+
+    @property
+    def cancellation(self) -> Cancelled:
+        """Error that says how far the request has come."""
+        return Cancelled(f"given up after {self.scan.done} of {self.scan.total} windows")
 
     def fail(self, error: Exception) -> None:
         """Stop computing and blending, and raise `error` in the thread of the request unless another one came first."""
@@ -135,3 +142,47 @@ def report(batch_slice: BatchSlice, outcome: list[Slab] | Exception) -> list[Sla
     except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
         return error
     return outcome
+
+
+class BlendingOrder:
+    """Blends the computed windows of each request in their order, whatever the order in which they were computed.
+
+    `lock` guards the state that requests share with the threads of the device.
+    """
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+
+    def finish(self, batch_slice: BatchSlice, outcome: Tensor | Exception) -> None:
+        """Blend computed windows and those that waited for them, or leave that to the thread that blends before."""
+        request = batch_slice.request
+        waits = request.blending or request.batch_slices[0] is not batch_slice
+        if waits and isinstance(outcome, Tensor) and not request.window.owns_scores:
+            # This stream's next batch may overwrite the scores before they are blended.
+            outcome = copy_scores(outcome)
+        with self._lock:
+            batch_slice.outcome = outcome
+            if request.blending or request.batch_slices[0] is not batch_slice:
+                return
+            request.blending = True
+        following: BatchSlice | None = batch_slice
+        while following is not None:
+            following = self._blend(following)
+
+    def _blend(self, batch_slice: BatchSlice) -> BatchSlice | None:
+        """Blend one slice, and return the next if that was computed."""
+        return self.settle(batch_slice, report(batch_slice, blend(batch_slice)))
+
+    def settle(self, batch_slice: BatchSlice, outcome: list[Slab] | Exception) -> BatchSlice | None:
+        """Hand over what has come of the first slice of a request; return its next if that was computed."""
+        request = batch_slice.request
+        with self._lock:
+            if isinstance(outcome, Exception):
+                request.fail(outcome)
+            elif not request.failed:
+                request.hand_over(outcome, batch_slice.done)
+            request.batch_slices.popleft()
+            if request.batch_slices and request.batch_slices[0].outcome is not None:
+                return request.batch_slices[0]
+            request.blending = False
+            return None

@@ -1,4 +1,4 @@
-"""Join the pieces of all tiles to objects, and number these.
+"""Links of the pieces of tiles whose paths go on in others; and the joining of all pieces to numbered objects.
 
 What is kept of a piece is one number, in a mapped file where there are many; all else is read tile by tile.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 
 from service.core.buffers import make_allocator
 from service.core.types import Array, Objects, label_dtype
+from service.inference.blockwise.layout import firsts
 from service.inference.blockwise.run_folder import OpenRun
 from service.inference.blockwise.tiles import decoding_spec, read_pixels
 from service.inference.decoding.basin_merging import MergeForest, Persistence, find_shallow_passes
 from service.inference.decoding.instances import least_confidence, least_voxels
-from service.inference.decoding.steering import minimum_voxels
+from service.inference.decoding.steering import minimum_voxels, require_instances
 from service.inference.decoding.watershed import PROBABILITY_ONE, Basins, Passes, heights_of_keys
 from service.models.spec import Instances
 
@@ -83,8 +84,7 @@ class _Sums(NamedTuple):
 def join_tiles(run: OpenRun) -> dict[str, Any]:
     """Write the label of every piece of every tile; return facts for the record."""
     spec = decoding_spec(run)
-    decoding = spec.decoding
-    assert isinstance(decoding, Instances)  # noqa: S101 - no other model has labels
+    decoding = require_instances(spec)
     tiles = _list_tiles(run)
     persistence = Persistence(decoding.persistence, logits=spec.activation == "sigmoid")
     basin_of = _follow_links(run, tiles)
@@ -102,23 +102,7 @@ def join_tiles(run: OpenRun) -> dict[str, Any]:
         for part in _from_highest(np.memmap(shallow, _PASS) if passes else np.zeros(0, _PASS)):
             forest.join(part["first"], part["second"], part["height"])
     group = np.unique(forest.highest(), return_inverse=True)[1]
-    found = int(group.max(initial=-1)) + 1
-    voxels, foreground = np.zeros((2, found), np.int64)
-    np.add.at(voxels, group, sums.voxels)
-    np.add.at(foreground, group, sums.foreground)
-    peaks = np.full(found, -np.inf)
-    np.fmax.at(peaks, group, persistence.distance(heights).numpy())
-    kept = voxels >= max(decoding.minimum_size, 1)
-    if decoding.border == "drop":
-        kept[group[sums.at_face]] = False
-    objects = Objects.from_sums(voxels, foreground / PROBABILITY_ONE, peaks)
-    chosen = objects.select(kept)
-    whole = least_voxels(spec.input.diameter or math.inf, decoding, chosen, run.plan.layout.size)
-    kept &= (objects.confidence >= least_confidence(decoding, chosen)) & (objects.voxels >= whole)
-    if run.plan.layout.size != run.plan.size:
-        on_stack = np.zeros(found, np.int64)
-        np.add.at(on_stack, group, sums.stack_voxels)
-        kept &= on_stack >= max(minimum_voxels(run.plan.options.steering, run.plan), 1)
+    objects, kept = _choose_objects(run, decoding, group, sums, persistence.distance(heights).numpy())
     count = int(np.count_nonzero(kept))
     numbers = np.where(kept, kept.cumsum(), 0)
     # That of the background is the last.
@@ -127,6 +111,33 @@ def join_tiles(run: OpenRun) -> dict[str, Any]:
     final = objects.select(kept)
     run.folder.write_array("objects.npy", np.stack([final.voxels, final.confidence, final.peaks]))
     return {"objects": count, "pieces": tiles.pieces, "basins": len(heights), "passes": passes}
+
+
+def _choose_objects(
+    run: OpenRun, decoding: Instances, group: NDArray[np.int64], sums: _Sums, heights: NDArray[np.float64]
+) -> tuple[Objects, NDArray[np.bool_]]:
+    """Return the objects, and which of them get a label.
+
+    group, heights  of each basin: the object that it belongs to, and the distance at its maximum
+    """
+    found = int(group.max(initial=-1)) + 1
+    voxels, foreground = np.zeros((2, found), np.int64)
+    np.add.at(voxels, group, sums.voxels)
+    np.add.at(foreground, group, sums.foreground)
+    peaks = np.full(found, -np.inf)
+    np.fmax.at(peaks, group, heights)
+    kept = voxels >= max(decoding.minimum_size, 1)
+    if decoding.border == "drop":
+        kept[group[sums.at_face]] = False
+    objects = Objects.from_sums(voxels, foreground / PROBABILITY_ONE, peaks)
+    chosen = objects.select(kept)
+    whole = least_voxels(run.spec.input.diameter or math.inf, decoding, chosen, run.plan.layout.size)
+    kept &= (objects.confidence >= least_confidence(decoding, chosen)) & (objects.voxels >= whole)
+    if run.plan.layout.size != run.plan.size:
+        on_stack = np.zeros(found, np.int64)
+        np.add.at(on_stack, group, sums.stack_voxels)
+        kept &= on_stack >= max(minimum_voxels(run.plan.options.steering, run.plan), 1)
+    return objects, kept
 
 
 def _list_tiles(run: OpenRun) -> _Tiles:
@@ -254,3 +265,38 @@ def label_tile(run: OpenRun, tile: int, box: tuple[slice, slice, slice]) -> Arra
     numbers[0] = 0
     found: Array = numbers[pieces]
     return found
+
+
+def link_tile(run: OpenRun, number: int) -> dict[str, Any]:
+    """Find the pieces of other tiles in which paths of this one go on, and write them; return facts for the record.
+
+    They are an archive of int32 [N]: `piece` of this tile, the tile that is its `owner`, and `target`, a piece there.
+    """
+    if not run.folder.read_record("tile", number).get("pieces"):
+        return {"links": 0}
+    with run.folder.read_arrays(f"tiles/{number}.npz") as known:
+        place = np.array(np.unravel_index(known["facts"][:, 0], run.plan.layout.size))
+    edges = run.plan.layout.edges
+    at = [np.searchsorted(axis, voxel, side="right") - 1 for axis, voxel in zip(edges, place, strict=True)]
+    owner = np.ravel_multi_index(at, run.plan.layout.groups)
+    piece = np.flatnonzero(owner != number)
+    owner, place = owner[piece], place[:, piece]
+    target = np.zeros(len(piece), np.int32)
+    for other in np.unique(owner).tolist():
+        here = owner == other
+        target[here] = _pieces_at(run, number, other, place[:, here])
+    links = {"piece": piece + 1, "owner": owner, "target": target}
+    run.folder.write_arrays(f"links/{number}.npz", {name: each.astype(np.int32) for name, each in links.items()})
+    return {"links": len(piece)}
+
+
+def _pieces_at(run: OpenRun, number: int, other: int, place: NDArray[np.int64]) -> Array:
+    """Return the pieces of another tile at places [3, N] that touch this one: they lie in one of its faces."""
+    layout = run.plan.layout
+    here, there = layout.place(number), layout.place(other)
+    axis = next(axis for axis in range(3) if here[axis] != there[axis])
+    with run.folder.read_arrays(f"tiles/{other}.npz") as known:
+        face: Array = known[f"face-{axis}-{int(there[axis] < here[axis])}"]
+    inside = place - np.array(firsts(layout.tile(other)))[:, None]
+    rest: Sequence[NDArray[np.int64]] = [inside[index] for index in range(3) if index != axis]
+    return face[rest[0], rest[1]]

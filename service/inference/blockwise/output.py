@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from service.core.quantities import Size
 from service.core.types import Array, Objects, Segmentation, label_dtype
@@ -20,8 +21,9 @@ from service.inference.blockwise.join import label_tile
 from service.inference.blockwise.layout import Blocks, Box, firsts, lengths, ranges, slices
 from service.inference.blockwise.run_folder import OpenRun
 from service.inference.blockwise.tiles import decoding_spec, read_pixels
-from service.inference.measurements import ObjectSums, Table, measure_box, tabulate
+from service.inference.measurements import ObjectSums, measure_box, tabulate
 from service.inference.preprocessing.resample import nearest_voxels
+from service.inference.types import Table
 from service.inference.windows.grid import as_size
 from service.models.spec import Instances
 
@@ -101,21 +103,36 @@ def _collect(run: OpenRun, box: Box) -> Array:
     """Return a block of the stack's grid, whose voxels have what the tiles have at the nearest one of theirs."""
     layout, read = run.plan.layout, label_tile if run.plan.output == "labels" else read_pixels
     pixels: Array = np.zeros(lengths(box), np.uint32 if run.plan.output == "labels" else np.uint16)
-    nearest = [axis[slice(*span)] for axis, span in zip(nearest_voxels(layout.size, run.plan.size), box, strict=True)]
-    z, y, x = ((int(axis[0]), int(axis[-1]) + 1) for axis in nearest)
-    for number in layout.tiles_of((z, y, x)):
+    nearest = _nearest_in(run, box)
+    for number in layout.tiles_of(_spanned(nearest)):
         tile = layout.tile(number)
-        # The stack may have no voxel along an axis for a tile.
         spans = [np.searchsorted(axis, span) for axis, span in zip(nearest, tile, strict=True)]
+        # The stack may have no voxel along an axis for a tile.
         if run.folder.read_record("tile", number)["empty"] or any(first == end for first, end in spans):
             continue
         places = [axis[slice(*span)] - first for axis, span, first in zip(nearest, spans, firsts(tile), strict=True)]
-        z, y, x = ((int(axis[0]), int(axis[-1]) + 1) for axis in places)
-        part = read(run, number, slices((z, y, x)))
-        if layout.size != run.plan.size:
-            part = part[np.ix_(*(axis - axis[0] for axis in places))]
-        pixels[tuple(slice(*span) for span in spans)] = part
+        part = read(run, number, slices(_spanned(places)))
+        pixels[tuple(slice(*span) for span in spans)] = _at_places(part, places)
     return pixels
+
+
+def _nearest_in(run: OpenRun, box: Box) -> list[NDArray[np.intp]]:
+    """Return along each axis the nearest voxel of the network's grid to each one of a box of the stack's."""
+    axes = nearest_voxels(run.plan.layout.size, run.plan.size)
+    return [axis[slice(*span)] for axis, span in zip(axes, box, strict=True)]
+
+
+def _at_places(part: Array, places: Sequence[NDArray[np.intp]]) -> Array:
+    """Return the voxels of a part at ascending places along (z, y, x), the first of which is where the part begins."""
+    if part.shape == tuple(map(len, places)):
+        return part
+    return part[np.ix_(*(axis - axis[0] for axis in places))]
+
+
+def _spanned(axes: Sequence[NDArray[np.intp]]) -> Box:
+    """Return the first voxel and the end of ascending places along (z, y, x)."""
+    z, y, x = ((int(axis[0]), int(axis[-1]) + 1) for axis in axes)
+    return z, y, x
 
 
 def _coarsen(out: Path, level: int, levels: Sequence[Mapping[str, Any]], box: Box) -> Array:

@@ -28,10 +28,9 @@ from service.core.files.whole_file import write_whole
 from service.core.quantities import Diameter, Size, VoxelSize, is_index
 from service.core.types import Array, Options, OutputKind, Selection, StackShape
 from service.inference.blockwise.layout import Layout, choose_windows
-from service.inference.diameter.estimation import Sizing
-from service.inference.preprocessing.empty_windows import Skipped
 from service.inference.preprocessing.normalize import IntensityScaling
 from service.inference.preprocessing.resample import working_size
+from service.inference.types import Sizing, Skipped
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec
 

@@ -18,15 +18,14 @@ from service.inference.blockwise.layout import Box, firsts, lengths, slices
 from service.inference.blockwise.run_folder import BlockTask, OpenRun
 from service.inference.blockwise.window_scores import GroupScores, window_places
 from service.inference.decoding.basin_merging import Persistence
-from service.inference.decoding.block_kernel import block_kernel
+from service.inference.decoding.block_kernel import Block, block_kernel
 from service.inference.decoding.decoders import make_decoder
-from service.inference.decoding.instances import Smoother, logit
-from service.inference.decoding.steering import steer
+from service.inference.decoding.steering import require_instances, steer
+from service.inference.decoding.streaming import Smoother, logit
 from service.inference.decoding.watershed_kernel import WatershedParameters
 from service.inference.preprocessing.resample import nearest_voxels
-from service.inference.windows.blending import Blending, make_blender, require_finite
-from service.inference.windows.kernels import window_kernels
-from service.models.spec import Instances, ModelSpec
+from service.inference.windows.blending import Blending, BlendingSetup, make_blender
+from service.models.spec import ModelSpec
 
 # Planes of a tile that are compressed together: what is written later has a part of a tile.
 SLAB_PLANES = 16
@@ -113,7 +112,7 @@ def blend(run: OpenRun, number: int, scores: GroupScores, blending: Blending, de
     if layout.grid.count == 1:
         inside = tuple(slice(low, low + n) for low, n in zip(grid.pad_before, grid.size, strict=True))
         return first[(slice(None), *inside)]
-    blender = make_blender(grid, len(first), blending, device, window_kernels, require_finite)
+    blender = make_blender(grid, len(first), BlendingSetup(blending, device))
     blended = torch.empty((len(first), *lengths(around)))
     for place, there in zip(grid.positions(), window_places(layout, windows), strict=True):
         for slab in blender.add([place], scores.read(there).to(device)[None]):
@@ -144,8 +143,7 @@ class _Traced(NamedTuple):
 
 
 def _trace(run: OpenRun, task: BlockTask, spec: ModelSpec, scores: Tensor) -> _Traced:
-    decoding, layout = spec.decoding, run.plan.layout
-    assert isinstance(decoding, Instances)  # noqa: S101 - no other model has labels
+    decoding, layout = require_instances(spec), run.plan.layout
     tile, around = layout.tile(task.number), layout.surroundings(task.number)
     heights, inside = scores[spec.outputs.index(decoding.distance)], scores[spec.outputs.index(decoding.foreground)]
     if decoding.smoothing:
@@ -155,7 +153,9 @@ def _trace(run: OpenRun, task: BlockTask, spec: ModelSpec, scores: Tensor) -> _T
     rimmed = slices((z, y, x), firsts(around))
     persistence = Persistence(decoding.persistence, logits=spec.activation == "sigmoid")
     parameters = WatershedParameters(logit(decoding.threshold), persistence.depth, persistence.logits)
-    found = block_kernel.trace(lengths(tile), firsts(tile), layout.size, heights[rimmed], inside[rimmed], parameters)
+    found = block_kernel.trace(
+        Block(lengths(tile), firsts(tile), layout.size), heights[rimmed], inside[rimmed], parameters
+    )
     pixels: Array = found.pieces.astype(np.uint16 if len(found.facts) < 2**16 else np.uint32)
     arrays: dict[str, Array] = {"facts": found.facts, "passes": found.passes}
     if layout.size != run.plan.size:

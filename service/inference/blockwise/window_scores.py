@@ -18,7 +18,7 @@ from service.inference.blockwise.layout import Box, Layout, lengths, ranges
 from service.inference.blockwise.run_folder import BlockTask, OpenRun
 from service.inference.preprocessing.normalize import NormalisedImage
 from service.inference.preprocessing.resample import ResampledImage, Resampling
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
 from service.inference.windows.blending import Slab, require_finite
 from service.inference.windows.sliding_window import Image, SlidingWindow, SparseImage
 
@@ -26,7 +26,7 @@ from service.inference.windows.sliding_window import Image, SlidingWindow, Spars
 _BITS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "uint16"}
 
 
-def score_group(run: OpenRun, task: BlockTask, segmenter: Segmenter, stages: Stages) -> dict[str, Any]:
+def score_group(run: OpenRun, task: BlockTask, runner: ModelRunner, stages: Stages) -> dict[str, Any]:
     """Compute and write the scores of the windows of a group, [N, K, *roi]; return facts for its record."""
     plan, layout = run.plan, run.plan.layout
     windows = layout.group(task.number)
@@ -44,16 +44,18 @@ def score_group(run: OpenRun, task: BlockTask, segmenter: Segmenter, stages: Sta
         origin = window_places(layout, windows)[0]
         image = SparseImage(image, frozenset(_shifted(place, origin) for place in skipped), torch.tensor(survey.scores))
     with run.folder.writing(f"scores/{task.number}.raw") as file:
-        scored, spent = segmenter.score(
-            image, segmenter.estimator.plan(plan.options), lambda: _Writer(file), _raw_windows
-        )
+        spent = Stages()
+        with torch.inference_mode():
+            image = runner.placement.bring(image, layout.roi[0])
+            planned = runner.estimator.plan(plan.options)
+            scored = runner.scores.compute(image, planned, lambda: _Writer(file), spent, _raw_windows)
         with stages.measure("write"):
             file.flush()
     stages.update({"windows": spent.seconds["windows"], "write": spent.seconds["decode"]})
     return {
         "windows": count,
         "dtype": scored.consumer.dtype,
-        "engine": segmenter.engine,
+        "engine": runner.describe_engine(),
         "notes": list(scored.notes),
         "bytes": scored.consumer.nbytes,
     }

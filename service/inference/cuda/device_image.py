@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.quantities import Size
-from service.core.types import Array, Volume
+from service.core.types import Array, StackShape, Volume
 from service.engine.cuda.events import mark_end
 from service.inference.preprocessing.normalize import NormalisedImage
 from service.inference.windows.grid import Box, as_size
@@ -188,3 +189,19 @@ def buffer_bytes(size: Size) -> int:
 def planes_sent(size: Size) -> int:
     """Return how many planes of one channel of an image of `size` (Z, Y, X) are sent together."""
     return min(max(PIECE_BYTES // (4 * size[1] * size[2]), 1), size[0])
+
+
+def image_bytes(channels: int, size: Size, depth: int) -> int:
+    """Return the bytes of a device for an image of `size` (Z, Y, X), with those of two channels that have just come."""
+    return 4 * size[1] * size[2] * (channels * count_planes(channels, size, depth) + 2 * planes_sent(size))
+
+
+def sent_bytes(shape: StackShape) -> int:
+    """Return the bytes of a device for the pixels of a volume [C, Z, Y, X] as they are stored, while they are counted.
+
+    That is a block of them besides, and histograms of 16 bits; 0 where the volume is too large to be sent as a whole.
+    """
+    channels, size = shape[0], as_size(shape[1:])
+    if not is_kept_whole(channels, size):
+        return 0
+    return 2 * math.prod(shape) + 32 * size[1] * size[2] * planes_sent(size) + 4 * (HISTOGRAMS << 16) * channels

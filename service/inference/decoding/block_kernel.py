@@ -7,9 +7,11 @@ the volume was cut.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -42,42 +44,53 @@ class BlockPieces(NamedTuple):
     passes: NDArray[np.int32]
 
 
+class Block(NamedTuple):
+    """A part of a volume, whose size is `volume`: its own size, and its first voxel; (z, y, x) each."""
+
+    size: Size
+    origin: Size
+    volume: Size
+
+
 class BlockKernel(CppFunctions):
     """Function of the library with tensors and arrays for arguments."""
 
-    def trace(  # noqa: PLR0913, PLR0917
-        self, size: Size, origin: Size, volume: Size, heights: Tensor, inside: Tensor, parameters: WatershedParameters
-    ) -> BlockPieces:
-        """Return the pieces of a block of `size` voxels from `origin` on in a volume.
+    def trace(self, block: Block, heights: Tensor, inside: Tensor, parameters: WatershedParameters) -> BlockPieces:
+        """Return the pieces of a block.
 
         heights  float32 or bfloat16 [z, y, x] on the CPU: of the block and of the voxels around it that the volume has
         inside   the same of the foreground, above the threshold, or bool
         Raises ValueError, MemoryError, and OSError where there is no kernel.
         """
         self.require()
+        size, origin, volume = block
         margins = [int(edge) for axis in zip(origin, size, volume, strict=True) for edge in _margins(*axis)]
         shape = [n + low + high for n, low, high in zip(size, margins[::2], margins[1::2], strict=True)]
-        for tensor, kinds in ((heights, HEIGHTS), (inside, INSIDE)):
-            if tensor.dtype not in kinds or list(tensor.shape) != shape or tensor.device.type != "cpu":
-                raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where a block of {shape} must be")
+        _check_block(heights, HEIGHTS, shape)
+        _check_block(inside, INSIDE, shape)
         if int(np.prod([edge + 2 for edge in size])) > MAX_PLACE:
             raise ValueError(f"a block of {size} is too large")
         pieces = np.empty(size, np.int32)
-        block = self._functions.stackseg_block(
+        handle = self._functions.stackseg_block(
             *((ctypes.c_int64 * 9)(*size, *origin, *volume), (ctypes.c_int32 * 6)(*margins), *parameters),
             *(heights.data_ptr(), HEIGHTS.index(heights.dtype), (ctypes.c_int64 * 3)(*heights.stride())),
             *(inside.data_ptr(), INSIDE.index(inside.dtype), (ctypes.c_int64 * 3)(*inside.stride())),
             pieces.ctypes.data,
         )
-        if block is None:
+        if handle is None:
             raise MemoryError(f"no memory for a block of {size}")
         try:
-            facts = np.empty((self._functions.stackseg_block_pieces(block), 4), np.int64)
-            passes = np.empty((self._functions.stackseg_block_passes(block), 3), np.int32)
-            self._functions.stackseg_block_facts(block, facts.ctypes.data, passes.ctypes.data)
+            facts = np.empty((self._functions.stackseg_block_pieces(handle), 4), np.int64)
+            passes = np.empty((self._functions.stackseg_block_passes(handle), 3), np.int32)
+            self._functions.stackseg_block_facts(handle, facts.ctypes.data, passes.ctypes.data)
         finally:
-            self._functions.stackseg_block_free(block)
+            self._functions.stackseg_block_free(handle)
         return BlockPieces(pieces, facts, passes)
+
+
+def _check_block(tensor: Tensor, kinds: Sequence[torch.dtype], shape: list[int]) -> None:
+    if tensor.dtype not in kinds or list(tensor.shape) != shape or tensor.device.type != "cpu":
+        raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where a block of {shape} must be")
 
 
 def _margins(origin: int, size: int, length: int) -> tuple[bool, bool]:

@@ -17,13 +17,8 @@ from torch import Tensor
 from service.core.buffers import LARGE_BYTES, Allocate, release_pages
 from service.core.quantities import Size, VoxelSize
 from service.core.types import OutputKind, Segmentation
-from service.inference.decoding.instances import (
-    WHOLE_NEIGHBOURS,
-    WHOLE_VOXELS,
-    InstanceDecoder,
-    logit,
-    threshold_mask,
-)
+from service.inference.decoding.instances import InstanceDecoder
+from service.inference.decoding.streaming import WHOLE_NEIGHBOURS, WHOLE_VOXELS, logit, threshold_mask
 from service.inference.decoding.watershed_kernel import CPU, WatershedKernel, choose_block, watershed_kernel
 from service.models.spec import Instances, ModelSpec
 
@@ -34,7 +29,7 @@ CACHE_VOXELS = 2**16
 class Decoder(Protocol):
     """Converter of slabs of raw scores into a segmentation."""
 
-    def add(self, z0: int, y0: int, scores: Tensor) -> None:
+    def add(self, z0: int, y0: int, scores: Tensor, /) -> None:
         """Add raw scores [1, K, z, y, X] of the planes from `z0` and the rows from `y0` on.
 
         float32 on any device, or bfloat16 on a CPU. Slabs come without gaps: all rows of some planes in order, then

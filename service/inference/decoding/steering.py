@@ -11,6 +11,13 @@ from service.core.types import Extent, OutputKind, Steering
 from service.models.spec import Instances, ModelSpec
 
 
+def require_instances(spec: ModelSpec) -> Instances:
+    """Return how a model decodes objects. Raises TypeError for a model that finds none."""
+    if not isinstance(spec.decoding, Instances):
+        raise TypeError(f"{spec.name} finds no objects.")
+    return spec.decoding
+
+
 def check_steering(spec: ModelSpec, output: OutputKind, steering: Steering) -> None:
     """Check that the output of a model follows what a request steers. Raises BadParameter."""
     for name in steering.given:

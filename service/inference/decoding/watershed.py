@@ -98,6 +98,14 @@ class _BlockPaths(NamedTuple):
     tops: Tensor
 
 
+class Planes(NamedTuple):
+    """Planes of a volume of `size` (Z, Y, X), which come to a device along z, or along y, each with all of z then."""
+
+    size: Size
+    device: torch.device
+    along_y: bool = False
+
+
 class Watershed:
     """Watershed transform of planes that are added one after the other.
 
@@ -107,26 +115,22 @@ class Watershed:
     five bits. Among equals the place decides, so that every path ends; between the maxima of one plateau there are
     passes of its own height.
 
-    size    (Z, Y, X)
-    along_y  planes come along y instead, each with all of z; basins, and what is told of them, are the same
+    planes  to come; the basins are the same along y and z
     floor   heights of peaks, float32 [R] -> height of the lowest pass that matters to each, float32 [R]
     block   voxels that are worked on together; None: as `choose_block` has it
     neighbours  voxels whose neighbours are looked at together
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
-        size: Size,
+        planes: Planes,
         floor: Callable[[Tensor], Tensor],
-        device: torch.device,
         block: int | None = None,
-        *,
-        along_y: bool = False,
         neighbours: int = NEIGHBOUR_BATCH,
     ) -> None:
-        self._neighbours = neighbours
+        size, device, along_y = planes
         depth, height, width = (size[1], size[0], size[2]) if along_y else size
-        self._along_y = along_y
+        self._along_y, self._neighbours = along_y, neighbours
         self._floor, self._device, self._depth = floor, device, depth
         # A rim of background on every side: neighbours of a voxel are then at fixed distances in memory.
         self._rows = (height + 2, width + 2)
@@ -188,8 +192,7 @@ class Watershed:
         inner = self._pieces[1:-1, 1:-1, 1:-1]
         inner = inner.transpose(0, 1) if self._along_y else inner
         peaks = heights_of_keys(torch.from_numpy(top[maxima]).int()).to(self._device)
-        sums = torch.from_numpy(total[:, 1:])
-        of_piece = torch.from_numpy(basin_of)
+        of_piece, sums = torch.from_numpy(basin_of), torch.from_numpy(total[:, 1:])
         return Basins(of_piece, inner, peaks, sums[0], sums[1], self._passes(of_piece))
 
     def _order(self, place: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -326,8 +329,7 @@ def heights_of_keys(keys: Tensor) -> Tensor:
 
 def _codes(planes: int, rows: int, row: int, weights: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return codes of places modulo 3 along planes, int32 [planes + 2, 1, 1], and within a plane, [Y, X]."""
-    digits = (torch.arange(edge, dtype=torch.int32, device=device) % 3 for edge in (planes + 2, rows, row))
-    z, y, x = digits
+    z, y, x = (torch.arange(edge, dtype=torch.int32, device=device) % 3 for edge in (planes + 2, rows, row))
     return weights[0] * z[:, None, None], weights[1] * y[1:-1, None] + x[1:-1]
 
 

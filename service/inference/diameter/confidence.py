@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from service.core.quantities import Diameter
 from service.core.types import Objects
+from service.inference.types import Doubt
 from service.models.spec import Calibration
 
 # Nothing is more certain than scores from -8 to 8 can say.
@@ -66,25 +67,6 @@ class Features(NamedTuple):
             abs(math.log(typical_width(objects) / wanted)),
             float(share[widths > 2 * wanted].sum()),
         )
-
-
-class Doubt(NamedTuple):
-    """The reason not to trust a result.
-
-    confidence  in it, 0 to 1; None where nothing was found
-    detail      the likely reason and what to try next, in a sentence
-    attempt     that as a parameter, such as diameter=4px; "" where none is known
-    """
-
-    confidence: float | None
-    detail: str
-    attempt: str
-
-    @property
-    def suggested(self) -> dict[str, str]:
-        """The attempt as a value by parameter; empty where none is known."""
-        parameter, _, value = self.attempt.partition("=")
-        return {parameter: value} if parameter else {}
 
 
 class Evidence(NamedTuple):

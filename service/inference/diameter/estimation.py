@@ -9,12 +9,8 @@ or nothing fits well, the width is taken at which it doubts the least, by the co
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import math
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,18 +19,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from service.core.buffers import LARGE_BYTES
 from service.core.quantities import Diameter, Size, VoxelSize
-from service.core.types import Objects, Volume
+from service.core.types import Objects
 from service.inference.decoding.instances import InstanceDecoder
+from service.inference.decoding.steering import require_instances
 from service.inference.diameter.confidence import judge
-from service.inference.preprocessing.normalize import VolumeChannel
+from service.inference.diameter.places import Box, box_around, choose_apart, cut_boxes, signals
+from service.inference.types import DiameterTrial, Sizing
 from service.inference.windows.grid import as_size
 from service.inference.windows.sliding_window import Image, ScoreWindows
-from service.models.spec import Instances, ModelSpec
+from service.models.spec import ModelSpec
 
 Factors = tuple[float, float, float]
-Box = tuple[slice, slice, slice]
 
 # Scales of the first looks, and how many windows each gets: at a small scale a window shows more of the stack.
 FIRST_LOOKS = ((1.0, 4), (2.0, 4), (0.4, 2))
@@ -69,70 +65,6 @@ FITTING, ALIKE = 1.2, 1.15
 
 # Scales are not taken further from 1 than this: beyond, the sampling has lost the objects, or there are none.
 FARTHEST = 5.0
-
-# Of so many stacks what was found out is remembered.
-REMEMBERED = 1024
-
-# Windows are chosen from so many planes, and so many places along y and x.
-PLANES, PLACES = 8, 16
-
-
-class Trial(NamedTuple):
-    """Trial of several widths.
-
-    confidence  with the chosen one
-    before      with the one that was measured, or as the stack is sampled
-    widths      that were tried
-    narrowest   whether the chosen one is as narrow as any that is tried
-    """
-
-    confidence: float
-    before: float
-    widths: int
-    narrowest: bool
-
-
-class Sizing(NamedTuple):
-    """An estimate of the diameter of objects.
-
-    diameter  of the objects in voxels of the image, as a request would best state it; None where that is not known
-    fits      whether the model works well on objects of this width without any resampling
-    objects   that it was measured by, in so many windows
-    guess     the diameter, or one that is worth a try where that is not known; None: nothing looks like an object
-    trial     by which the diameter was chosen; None: objects were measured
-    """
-
-    diameter: Diameter | None
-    fits: bool
-    objects: int
-    windows: int
-    guess: Diameter | None = None
-    trial: Trial | None = None
-
-    @property
-    def resampled_by(self) -> Diameter | None:
-        """Diameter by which resampling brings something, None where the image is used as it is sampled."""
-        return None if self.fits else self.diameter
-
-    @property
-    def note(self) -> str:
-        """A sentence about the estimate for the user."""
-        if self.trial is not None:
-            confidence, before, widths, narrowest = self.trial
-            limit = " (none narrower was tried)" if narrowest else ""
-            against = f"{before:.2g}" if before >= 0.001 else "less than 0.001"
-            return (
-                f"Objects are taken to be {self.diameter} wide, chosen by a trial of {widths} widths on {self.windows}"
-                f" windows: confidence {confidence:.2g} against {against}; state diameter= where that is wrong"
-                f"{limit}, or diameter=none to use the stack as it is sampled."
-            )
-        seen = f"{self.objects} objects in {self.windows} windows"
-        if self.diameter is None:
-            return f"How wide objects are could not be told ({seen}): used as it is sampled; state diameter=."
-        how = f"Objects seem to be {self.diameter} wide ({seen})"
-        if self.fits:
-            return f"{how}, which suits the model as it is sampled; state diameter= where that is wrong."
-        return f"{how}; state diameter= where that is wrong, or diameter=none to use the stack as it is sampled."
 
 
 class ScaleProbe(NamedTuple):
@@ -180,30 +112,21 @@ class DiameterEstimator:
         voxel_size: VoxelSize | None = None,
         margin: float = MARGIN,
     ) -> None:
-        assert isinstance(spec.decoding, Instances)  # noqa: S101 - no other model has objects
-        assert spec.input.diameter is not None  # noqa: S101 - nor wants them of some width
+        if spec.input.diameter is None:
+            raise ValueError(f"{spec.name} does not say how wide it wants objects to be.")
         self._image, self._base, self._spec, self._score_windows = image, base, spec, score_windows
         self._voxel_size, self._margin = voxel_size, margin
         self._flatness = expect_flatness(voxel_size, base)
         # Fragments tell that a scale does not fit.
         choices = ("minimum_fraction", "min_confidence", "min_relative_odds")
-        self._decoding = spec.decoding.model_copy(update=dict.fromkeys(choices, 0.0))
+        self._decoding = require_instances(spec).model_copy(update=dict.fromkeys(choices, 0.0))
         self._wanted = spec.input.diameter
         self._size = as_size(image.shape[2:])
 
     def estimate(self) -> Sizing:
         """Estimate the diameter, always the same for one image and one network. Raises what `score_windows` raises."""
         places = signals(self._image, self._spec.input.roi_size)
-        seen = list[ScaleProbe]()
-        for scale, windows in FIRST_LOOKS:
-            seen.append(self.probe(places, self._scaled(scale, self._flatness), windows))
-            if self._settled(seen):
-                break
-        for _ in range(NEXT_LOOKS):
-            further = self._next(seen)
-            if further is None or self._settled(seen):
-                break
-            seen.append(self.probe(places, further, WINDOWS))
+        seen = self._probe_scales(places)
         sizing, used = self._measured(seen)
         calibration = self._spec.confidence
         if calibration is None or used.confidence is None:
@@ -213,6 +136,20 @@ class DiameterEstimator:
         if doubtful or max(probe.fit for probe in seen) < GOOD_FIT:
             return self._try(sizing, used, seen, places)
         return sizing
+
+    def _probe_scales(self, places: Sequence[Size]) -> list[ScaleProbe]:
+        """Probe the first scales, and then those that earlier probes suggest, until another would hardly tell more."""
+        seen = list[ScaleProbe]()
+        for scale, windows in FIRST_LOOKS:
+            seen.append(self.probe(places, self._scaled(scale, self._flatness), windows))
+            if self._settled(seen):
+                return seen
+        for _ in range(NEXT_LOOKS):
+            further = self._next(seen)
+            if further is None or self._settled(seen):
+                break
+            seen.append(self.probe(places, further, WINDOWS))
+        return seen
 
     def _measured(self, seen: Sequence[ScaleProbe]) -> tuple[Sizing, ScaleProbe]:
         """Return the estimate from what was seen, and the probe at or near the scale that it means."""
@@ -235,21 +172,30 @@ class DiameterEstimator:
 
     def _try(self, sizing: Sizing, used: ScaleProbe, seen: list[ScaleProbe], places: Sequence[Size]) -> Sizing:
         """Return the width at which the model doubts much less than at the one `used`; `sizing` where there is none."""
+        largest = self._probe_trials(seen, places)
+        if sizing.diameter is None:
+            used = next(probe for probe in seen if _near(probe.factors, self._base, ALIKE))
+        most = ALIKE * math.prod(largest)
+        others = [probe for probe in seen if math.prod(probe.factors) <= most and self._shows_enough(probe, used)]
+        chosen = _choose_clearly_better(used, others, self._margin)
+        return sizing if chosen is None else self._sum_up_trial(chosen, used, seen, largest)
+
+    def _probe_trials(self, seen: list[ScaleProbe], places: Sequence[Size]) -> Factors:
+        """Probe the scales of a trial that were not seen yet; return the factors of the largest."""
         tried = [(self._scaled(scale), windows) for scale, windows in TRIED]
         for factors, windows in tried:
             if not _is_known(factors, seen):
                 seen.append(self.probe(places, factors, windows))
-        if sizing.diameter is None:
-            used = next(probe for probe in seen if _near(probe.factors, self._base, ALIKE))
         largest, _ = tried[-1]
-        others = [probe for probe in seen if self._shows_enough(probe, used)]
-        others = [probe for probe in others if math.prod(probe.factors) <= ALIKE * math.prod(largest)]
-        chosen = _choose_clearly_better(used, others, self._margin)
-        if chosen is None:
-            return sizing
+        return largest
+
+    def _sum_up_trial(
+        self, chosen: ScaleProbe, used: ScaleProbe, seen: Sequence[ScaleProbe], largest: Factors
+    ) -> Sizing:
+        """Return the estimate by a trial, in which `chosen` was better than the scale `used`."""
         diameter, looked = self._diameter(chosen.factors), sum(probe.windows for probe in seen)
         narrowest = _near(chosen.factors, largest, ALIKE)
-        trial = Trial(chosen.confidence or 0.0, used.confidence or 0.0, len(seen), narrowest)
+        trial = DiameterTrial(chosen.confidence or 0.0, used.confidence or 0.0, len(seen), narrowest)
         fits = _near(chosen.factors, self._base, FITTING)
         return Sizing(diameter, fits, chosen.objects, looked, diameter, trial)
 
@@ -277,17 +223,10 @@ class DiameterEstimator:
 
     def probe(self, places: Sequence[Size], factors: Factors, most: int) -> ScaleProbe:
         """Score up to `most` windows at this scale, around the first of `places` that are apart."""
-        roi = self._spec.input.roi_size
         scaled = [max(round(length * factor), 1) for length, factor in zip(self._size, factors, strict=True)]
-        inner = [min(edge, length) for edge, length in zip(roi, scaled, strict=True)]
-        boxes = _choose_apart((_box(place, self._size, inner, scaled) for place in places), most)
-        windows = torch.zeros((len(boxes), self._spec.input.channels, *roi))
-        before = [(edge - length) // 2 for edge, length in zip(roi, inner, strict=True)]
-        inside = tuple(slice(first, first + length) for first, length in zip(before, inner, strict=True))
-        for window, part in zip(windows, _cut(self._image, boxes), strict=True):
-            window[(slice(None), *inside)] = functional.interpolate(part[None], size=inner, mode="trilinear")[0]
-        scores = self._score_windows(windows)[(slice(None), slice(None), *inside)]
-        decoded = [self._objects(window[None]) for window in scores]
+        inner = [min(edge, length) for edge, length in zip(self._spec.input.roi_size, scaled, strict=True)]
+        boxes = choose_apart((box_around(place, self._size, inner, scaled) for place in places), most)
+        decoded = [self._objects(window[None]) for window in self._score_boxes(boxes, inner)]
         whole = math.prod(inner) >= WHOLE * math.prod(scaled)
         probe = self._summary(factors, np.concatenate([rows for rows, _ in decoded]), len(boxes), whole=whole)
         if self._spec.confidence is None:
@@ -296,13 +235,24 @@ class DiameterEstimator:
         confidence = judge(objects, self._wanted, self._spec.confidence)
         return probe._replace(confidence=confidence, voxels=int(objects.voxels.sum()))
 
+    def _score_boxes(self, boxes: Sequence[Box], inner: Sequence[int]) -> Tensor:
+        """Return the scores [N, K, *inner] of boxes of the image that are resampled to `inner` voxels."""
+        roi = self._spec.input.roi_size
+        windows = torch.zeros((len(boxes), self._spec.input.channels, *roi))
+        before = [(edge - length) // 2 for edge, length in zip(roi, inner, strict=True)]
+        inside = tuple(slice(first, first + length) for first, length in zip(before, inner, strict=True))
+        for window, part in zip(windows, cut_boxes(self._image, boxes), strict=True):
+            window[(slice(None), *inside)] = functional.interpolate(part[None], size=[*inner], mode="trilinear")[0]
+        return self._score_windows(windows)[(slice(None), slice(None), *inside)]
+
     def _objects(self, scores: Tensor) -> tuple[NDArray[np.float64], Objects]:
         """Return [N, 4], extents along (z, y, x), NaN where a face cuts it, and the peak distance; and the objects."""
         decoder = InstanceDecoder(self._spec, self._decoding, as_size(scores.shape[2:]), None)
         decoder.add(0, 0, scores)
         segmentation = decoder.finish()
         labels, objects = segmentation.pixels, segmentation.objects
-        assert objects is not None  # noqa: S101 - an `InstanceDecoder` knows them
+        if objects is None:
+            raise TypeError("The decoder of instances has returned no objects.")
         places = np.nonzero(labels)
         owner, count = labels[places].astype(np.intp) - 1, len(objects)
         rows = np.ones((count, 4))
@@ -364,109 +314,12 @@ class DiameterEstimator:
         return allowed[0], allowed[1], allowed[2]
 
 
-class DiameterCache:
-    """Estimates of earlier stacks by one network. Safe to use from several threads.
-
-    People come back with the same stack for another output or for measurements, and a stack of a single window takes
-    less time than its estimate. Of a stack beyond `LARGE_BYTES` the estimate is next to nothing, and reading it is not.
-    """
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[bytes, Sizing] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, volume: Volume, estimate: Callable[[], Sizing]) -> Sizing:
-        """Return the estimate for the same pixels and voxel size, or what `estimate` returns now."""
-        if volume.nbytes > LARGE_BYTES:
-            return estimate()
-        key = _digest(volume)
-        with self._lock:
-            if key in self._known:
-                self._known.move_to_end(key)
-                return self._known[key]
-        sizing = estimate()
-        with self._lock:
-            self._known[key] = sizing
-            if len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
-        return sizing
-
-
-def _digest(volume: Volume) -> bytes:
-    size = None if volume.voxel_size is None else tuple(volume.voxel_size)
-    digest = hashlib.sha256(repr((volume.shape, volume.dtype.str, size)).encode())
-    for index in range(volume.shape[0]):
-        for block in VolumeChannel(volume, index):
-            digest.update(block.tobytes())
-    return digest.digest()
-
-
 def expect_flatness(voxel_size: VoxelSize | None, base: Factors) -> float:
     """Return how many times as wide as deep objects should be in voxels of the `base` grid, 1 where it is not known."""
     if voxel_size is None:
         return 1.0
     z, y, x = (edge / factor for edge, factor in zip(voxel_size, base, strict=True))
     return max(VoxelSize(z, y, x).anisotropy / DEEPER, 1.0)
-
-
-def signals(image: Image, edges: Size) -> list[Size]:
-    """Return places (z, y, x) with signal around them in their plane, the strongest first, within `edges`."""
-    depth, height, width = image.shape[2:]
-    rows, columns = _middles(height, edges[1], PLACES), _middles(width, edges[2], PLACES)
-    candidates = list[tuple[float, Size]]()
-    up, left = edges[1] // 2, edges[2] // 2
-    for z in _middles(depth, edges[0] // 2, PLANES):
-        plane = image[0, slice(None), slice(z, z + 1), slice(0, height), slice(0, width)].clamp(0, 1)
-        for y, x in itertools.product(rows, columns):
-            part = plane[:, :, max(y - up, 0) : y + up, max(x - left, 0) : x + left]
-            candidates.append((-float(part.std(correction=0)), (z, y, x)))
-    return [place for _, place in sorted(candidates)]
-
-
-def strongest_windows(image: Image, roi: Size) -> list[Tensor]:
-    """Return windows [C, z, y, x] of an image, up to `roi` large and as it is sampled, where most is to be seen."""
-    size = as_size(image.shape[2:])
-    inner = [min(edge, length) for edge, length in zip(roi, size, strict=True)]
-    return _cut(image, _choose_apart((_box(place, size, inner, size) for place in signals(image, roi)), WINDOWS))
-
-
-def _middles(length: int, edge: int, most: int) -> list[int]:
-    count = min(max(round(2 * length / max(edge, 1)), 1), most)
-    return [int((index + 0.5) * length / count) for index in range(count)]
-
-
-def _cut(image: Image, boxes: Sequence[Box]) -> list[Tensor]:
-    """Return parts of the image, float32 [C, z, y, x]; every plane is read once, and none stays."""
-    parts = [torch.empty((image.shape[1], *(part.stop - part.start for part in box))) for box in boxes]
-    for z in sorted(set(itertools.chain.from_iterable(range(box[0].start, box[0].stop) for box in boxes))):
-        for part, (planes, rows, columns) in zip(parts, boxes, strict=True):
-            if planes.start <= z < planes.stop:
-                part[:, z - planes.start] = image[0, slice(None), slice(z, z + 1), rows, columns][:, 0]
-    return parts
-
-
-def _box(place: Size, size: Size, inner: Sequence[int], scaled: Sequence[int]) -> Box:
-    """Return the voxels of an image of `size` around `place` that become `inner` voxels of a grid of `scaled`."""
-    parts = []
-    for middle, length, edge, whole in zip(place, size, inner, scaled, strict=True):
-        taken = min(max(round(edge * length / whole), 1), length)
-        start = min(max(middle - taken // 2, 0), length - taken)
-        parts.append(slice(start, start + taken))
-    return parts[0], parts[1], parts[2]
-
-
-def _choose_apart(candidates: Iterable[Box], most: int) -> list[Box]:
-    """Return up to `most` boxes, each apart from those chosen before it."""
-    boxes = list[Box]()
-    for box in candidates:
-        if len(boxes) < most and all(_apart(box, other) for other in boxes):
-            boxes.append(box)
-    return boxes
-
-
-def _apart(one: Box, other: Box) -> bool:
-    """Return whether two boxes of one size have at most half of their edge in common along some axis."""
-    return any(abs(a.start - b.start) * 2 >= a.stop - a.start for a, b in zip(one, other, strict=True))
 
 
 def _near(one: Factors, other: Factors, ratio: float) -> bool:

@@ -21,7 +21,8 @@ from service.core.types import Array, Volume
 from service.inference.decoding.decoders import make_decoder
 from service.inference.preprocessing.normalize import VolumeChannel, replace_nonfinite
 from service.inference.preprocessing.percentiles import has_one_value
-from service.inference.windows.blending import Blending
+from service.inference.types import Plan, Skipped
+from service.inference.windows.blending import Blending, BlendingSetup
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.sliding_window import Image, ScoreWindows, SparseImage, WindowScan, WindowSlot
 from service.models.spec import Instances, ModelSpec
@@ -47,21 +48,6 @@ class IntensitySurvey(NamedTuple):
 
     brightest: NDArray[np.float64]
     samples: tuple[NDArray[Any], ...]
-
-
-class Skipped(NamedTuple):
-    """The number of windows that are not computed, out of `total`.
-
-    limits  grey values that no voxel of them exceeds, one per channel
-    """
-
-    windows: int
-    total: int
-    limits: tuple[float, ...]
-
-    def __str__(self) -> str:
-        """Return a short text for users."""
-        return f"{self.windows} of {self.total} windows; up to {', '.join(f'{limit:.6g}' for limit in self.limits)}"
 
 
 class Skipping(NamedTuple):
@@ -96,12 +82,10 @@ class EmptyWindowFilter:
         """
         if survey is None:
             survey = survey_intensities(volume, self._grid)
-        if below == "auto" and not all(sample.size for sample in survey.samples):
+        limits = _choose_limits(survey, below)
+        if limits is None:
             none = Skipped(0, self._grid.count, ())
             return Skipping(self._image, none, ("No window was skipped: hardly a voxel has a finite value.",))
-        limits = (
-            tuple(map(estimate_background, survey.samples)) if below == "auto" else (below,) * len(survey.brightest)
-        )
         above = (survey.brightest - np.reshape(limits, (-1, 1, 1, 1))).max(0)
         chosen = self._choose_windows(above <= 0)
         none = Skipped(0, self._grid.count, limits)
@@ -138,10 +122,25 @@ class EmptyWindowFilter:
     def _cut(self, indices: NDArray[np.intp]) -> Tensor:
         """Cut some windows, float32 [N, C, *roi] on the host."""
         windows = torch.zeros((len(indices), self._spec.input.channels, *self._grid.roi))
-        scan = WindowScan(self._image, self._grid, Blending(), windows.device)
+        scan = WindowScan(self._image, self._grid, BlendingSetup(Blending(), windows.device))
         for window, index in zip(windows, indices, strict=True):
             scan.fill_slot(WindowSlot(window), self._place(index))
         return windows
+
+
+def _choose_limits(survey: IntensitySurvey, below: float | Literal["auto"]) -> tuple[float, ...] | None:
+    """Return the grey value of each channel up to which windows are empty; None where no voxels tell it."""
+    if below != "auto":
+        return (below,) * len(survey.brightest)
+    if not all(sample.size for sample in survey.samples):
+        return None
+    return tuple(map(estimate_background, survey.samples))
+
+
+def make_filter(image: Image, spec: ModelSpec, plan: Plan, score_windows: ScoreWindows) -> EmptyWindowFilter:
+    """Return the filter for the windows of a request; `spec` as it decodes the request."""
+    grid = Grid.cover(as_size(image.shape[2:]), spec.input.roi_size, plan.overlap)
+    return EmptyWindowFilter(image, grid, plan.sw_batch_size, spec, score_windows)
 
 
 def survey_intensities(volume: Volume, grid: Grid) -> IntensitySurvey:

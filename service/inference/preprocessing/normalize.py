@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, assert_never
 
@@ -78,10 +78,9 @@ class SentPixels(Protocol):
 class SentChannel(VolumeChannel):
     """One channel of a volume whose pixels are on another device too, which counts them."""
 
-    sent: SentPixels | None = None
+    sent: SentPixels = field(kw_only=True)
 
     def count_digits(self, _shift: int, _prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
-        assert self.sent is not None  # noqa: S101 - what is made without has no use
         return {0: self.sent.count_keys(self.index)}
 
 

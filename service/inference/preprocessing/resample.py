@@ -16,7 +16,7 @@ from service.core.errors import BadFile, BadParameter
 from service.core.hardware.host import run_in_threads
 from service.core.quantities import Diameter, Size, VoxelSize
 from service.core.types import Extent, Segmentation, Volume
-from service.inference.decoding.instances import keep_objects
+from service.inference.decoding.labels import keep_objects
 from service.inference.preprocessing.normalize import NormalisedImage, normalise_volume
 from service.inference.windows.grid import Box, as_size
 from service.inference.windows.sliding_window import Image

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from service.core.quantities import Diameter, VoxelSize
-from service.inference.diameter.estimation import Sizing
+from service.inference.types import Sizing
 
 T = TypeVar("T")
 
@@ -44,8 +44,11 @@ def _median(found: Sequence[tuple[tuple[float, float, float], VoxelSize | None]]
     """Return the median of widths in voxels; in micrometres where volumes are sampled differently."""
     sizes = {voxel_size for _, voxel_size in found}
     if len(sizes) == 1 or None in sizes:
-        z, y, x = (statistics.median(width[axis] for width, _ in found) for axis in range(3))
-        return Diameter((z, y, x), "px")
+        return Diameter(_medians([width for width, _ in found]), "px")
     lengths = [tuple(n * edge for n, edge in zip(width, voxel_size or (), strict=True)) for width, voxel_size in found]
-    z, y, x = (statistics.median(length[axis] for length in lengths) for axis in range(3))
-    return Diameter((z, y, x), "um")
+    return Diameter(_medians(lengths), "um")
+
+
+def _medians(widths: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    z, y, x = (statistics.median(width[axis] for width in widths) for axis in range(3))
+    return z, y, x

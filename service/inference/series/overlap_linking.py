@@ -120,6 +120,18 @@ def _match(overlaps: _Overlaps, before: Integers, after: Integers) -> tuple[dict
         old, new = int(overlaps.before[pair]), int(overlaps.after[pair])
         if quality[pair] >= LEAST_OVERLAP and old not in ahead and new not in links:
             links[new], ahead[old] = old, new
+    mothers = _find_mothers(overlaps, after, links, ahead)
+    for daughter in mothers:
+        links.pop(daughter, None)
+    return links, mothers
+
+
+def _find_mothers(overlaps: _Overlaps, after: Integers, links: dict[int, int], ahead: dict[int, int]) -> dict[int, int]:
+    """Return the mother's label by each of two daughters that lie in it.
+
+    `links` and `ahead` have the labels that go on, by the label after and by the label before: so far, one daughter has
+    the number of its mother.
+    """
     mothers = dict[int, int]()
     inside = overlaps.voxels >= INSIDE_MOTHER * after[overlaps.after]
     within = list(zip(overlaps.before[inside].tolist(), overlaps.after[inside].tolist(), strict=True))
@@ -131,6 +143,4 @@ def _match(overlaps: _Overlaps, before: Integers, after: Integers) -> tuple[dict
         small, large = sorted((int(after[new]), int(after[sister])))
         if small >= DAUGHTER_RATIO * large:
             mothers[new] = mothers[sister] = old
-    for daughter in mothers:
-        links.pop(daughter, None)
-    return links, mothers
+    return mothers

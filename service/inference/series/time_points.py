@@ -23,15 +23,12 @@ from service.core.errors import (
 )
 from service.core.quantities import TimeInterval, VoxelSize, parse_diameter
 from service.core.telemetry import Stages
-from service.core.types import Array, Description, Linking, Options, Segmentation, StackShape, Volume, label_dtype
-from service.inference.diameter.confidence import Doubt
-from service.inference.diameter.estimation import Sizing
-from service.inference.measurements import Table, measure
-from service.inference.preprocessing.empty_windows import Skipped
-from service.inference.result import Result, SeriesFacts
+from service.core.types import Array, Description, Linking, Options, StackShape, Volume, label_dtype
+from service.inference.measurements import measure
 from service.inference.series.diameter import choose_diameter, sample
 from service.inference.series.laptrack_linking import link_by_distance
 from service.inference.series.overlap_linking import Tracks, link_by_overlap
+from service.inference.types import Doubt, Result, SeriesFacts, Sizing, Skipped, Table
 
 # Time points whose widths are estimated for the whole series.
 SAMPLED_POINTS = 3
@@ -67,7 +64,8 @@ class Series:
         cls, description: Description, read: Callable[[int], tuple[Volume, Volume | None]], link: Linking | None
     ) -> Series:
         """Return the series that was selected of a file."""
-        assert description.time_points is not None  # noqa: S101 - a range was selected
+        if description.time_points is None:
+            raise ValueError("No range of time points was selected.")
         times = range(*description.time_points)
         return cls(times, read, description.shape, description.voxel_size, description.time_interval, link)
 
@@ -128,17 +126,10 @@ def segment_series(  # noqa: PLR0913
             error.args = (f"{error} Those before it are time={series.times[0]}:{time}.",)
             fault = error
             break
-    segmentation, table = points.finish()
-    return points.last._replace(
-        segmentation=segmentation,
-        seconds=points.stages.seconds,
+    result, table = points.finish()
+    return result._replace(
         notes=tuple(filter(None, (note, *points.list_notes()))),
-        fallbacks=points.fallbacks,
-        recomputed=points.recomputed,
         estimated=estimated,
-        skipped=points.skipped,
-        confidence=points.confidence,
-        doubt=points.doubt,
         series=SeriesFacts(points.done, len(series.times), table, fault),
     )
 
@@ -201,11 +192,7 @@ class _Points:
             self._count = segmentation.count + (self._count or 0)
         for note in result.notes:
             self._notes.setdefault(note, []).append(time)
-        doubt = result.doubt and result.doubt._replace(detail=f"Time point {time}: {result.doubt.detail}")
-        if result.confidence is not None and (self.confidence is None or result.confidence < self.confidence):
-            self.confidence, self._doubt = result.confidence, doubt
-        elif self.confidence is None:
-            self._doubt = self._doubt or doubt
+        self._keep_lowest(result, time)
         self.stages.update(result.seconds)
         self.fallbacks += result.fallbacks
         self.recomputed |= result.recomputed
@@ -213,10 +200,25 @@ class _Points:
         # The pixels are in the file, and need not stay in memory.
         self.last = result._replace(segmentation=replace(segmentation, pixels=segmentation.pixels[:0].copy()))
 
+    def _keep_lowest(self, result: Result, time: int) -> None:
+        """Keep the confidence and the doubt of the time point that the model is least sure of."""
+        doubt = result.doubt and result.doubt._replace(detail=f"Time point {time}: {result.doubt.detail}")
+        if result.confidence is not None and (self.confidence is None or result.confidence < self.confidence):
+            self.confidence, self._doubt = result.confidence, doubt
+        elif self.confidence is None:
+            self._doubt = self._doubt or doubt
+
     @property
     def doubt(self) -> Doubt | None:
         """The reason not to trust the worst time point; one without objects is only where no other has any."""
         return None if self._doubt and self._doubt.confidence is None and self._count else self._doubt
+
+    @property
+    def _written(self) -> Array:
+        """Pixels of the time points so far. Raises RuntimeError before the first one."""
+        if self._pixels is None:
+            raise RuntimeError("no time point was added yet")
+        return self._pixels[: self.done]
 
     def _put(self, pixels: Array) -> None:
         """Write the pixels of the next time point, in a wider dtype from the first that needs one."""
@@ -228,17 +230,26 @@ class _Points:
         self._pixels[self.done] = pixels
         release_pages(self._pixels)
 
-    def finish(self) -> tuple[Segmentation, Table | None]:
+    def finish(self) -> tuple[Result, Table | None]:
         """Return the series as far as it has come, its objects linked where that is wanted, and their table."""
-        assert self._pixels is not None  # noqa: S101 - the first time point is there
-        pixels, count, tracks = self._pixels[: self.done], self._count, None
+        pixels, count, tracks = self._written, self._count, None
         if self._series.link is not None:
             with self.stages.measure("link"):
                 tracks = self._link(pixels, self._series.link)
                 pixels, count = self._renumber(tracks), tracks.count
         last, interval = self.last.segmentation, self._series.interval
         segmentation = replace(last, pixels=pixels, count=count, objects=None, time_interval=interval)
-        return segmentation, self._make_table(tracks)
+        table = self._make_table(tracks)
+        result = self.last._replace(
+            segmentation=segmentation,
+            seconds=self.stages.seconds,
+            fallbacks=self.fallbacks,
+            recomputed=self.recomputed,
+            skipped=self.skipped,
+            confidence=self.confidence,
+            doubt=self.doubt,
+        )
+        return result, table
 
     def _link(self, pixels: Array, how: Linking) -> Tracks:
         if how == "overlap":
@@ -247,12 +258,12 @@ class _Points:
 
     def _renumber(self, tracks: Tracks) -> Array:
         """Give every object the number of its track."""
-        assert self._pixels is not None  # noqa: S101 - the first time point is there
-        pixels, dtype = self._pixels[: self.done], label_dtype(tracks.count)
+        written = self._written
+        pixels, dtype = written, label_dtype(tracks.count)
         if not np.can_cast(dtype, pixels.dtype):
             pixels = allocate_on_disk(pixels.shape, dtype, self._folder)
         for number, lookup in enumerate(tracks.tracks):
-            for z, plane in enumerate(self._pixels[number]):
+            for z, plane in enumerate(written[number]):
                 pixels[number, z] = lookup[plane]
             release_pages(pixels)
         return pixels

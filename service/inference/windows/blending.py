@@ -23,7 +23,7 @@ from torch import Tensor
 from service.core.errors import NonFiniteScores
 from service.core.quantities import Size
 from service.inference.windows.grid import AxisOverlap, Grid, Run, split_runs
-from service.inference.windows.kernels import OverlapSums, WindowKernels
+from service.inference.windows.kernels import OverlapSums, WindowKernels, window_kernels
 
 MIN_WEIGHT = 1e-3
 
@@ -79,18 +79,34 @@ class CheckFinite(Protocol):
         """Return the scores, of half precision as float32. May raise NonFiniteScores."""
 
 
-def make_blender(  # noqa: PLR0913, PLR0917
-    grid: Grid,
-    outputs: int,
-    blending: Blending,
-    device: torch.device,
-    kernels: WindowKernels,
-    check: CheckFinite | None = None,
-) -> Blender:
-    """Return what blends windows with this number of outputs on this device; `check` None: `require_finite`."""
-    if kernels.supports(device):
-        return _KernelBlender(grid, outputs, blending, kernels)
-    return _TorchBlender(grid, outputs, blending, device, check or require_finite)
+def require_finite(scores: Tensor) -> Tensor:
+    """Return the scores, of half precision as float32. Raises NonFiniteScores."""
+    # The sum of finite scores may be beyond what half precision holds; bfloat16 has the range of float32.
+    scores = scores.float() if scores.dtype == torch.float16 else scores
+    # A sum is NaN or infinite as soon as one score is, and reads the scores once while they are in the cache.
+    if not math.isfinite(scores.sum().item()):
+        raise NonFiniteScores(NOT_FINITE)
+    return scores
+
+
+class BlendingSetup(NamedTuple):
+    """Weighting of the scores of windows, the device that they are on, and what blends and checks them there.
+
+    kernels  used on devices that they support
+    check    of finished scores
+    """
+
+    blending: Blending
+    device: torch.device
+    kernels: WindowKernels = window_kernels
+    check: CheckFinite = require_finite
+
+
+def make_blender(grid: Grid, outputs: int, setup: BlendingSetup) -> Blender:
+    """Return what blends windows with this number of outputs."""
+    if setup.kernels.supports(setup.device):
+        return _KernelBlender(grid, outputs, setup.blending, setup.kernels)
+    return _TorchBlender(grid, outputs, setup.blending, setup.device, setup.check)
 
 
 def count_buffered_floats(grid: Grid, outputs: int, *, by_kernel: bool) -> int:
@@ -192,16 +208,6 @@ class _TorchBlender(Blender):
             sums[:, : z.shared] += here[:, : z.shared]
         here[:, : self._grid.roi[0] - z.final].copy_(sums[:, z.final :])
         return self._check(sums[:-1, : z.final] / sums[-1, : z.final])
-
-
-def require_finite(scores: Tensor) -> Tensor:
-    """Return the scores, of half precision as float32. Raises NonFiniteScores."""
-    # The sum of finite scores may be beyond what half precision holds; bfloat16 has the range of float32.
-    scores = scores.float() if scores.dtype == torch.float16 else scores
-    # A sum is NaN or infinite as soon as one score is, and reads the scores once while they are in the cache.
-    if not math.isfinite(scores.sum().item()):
-        raise NonFiniteScores(NOT_FINITE)
-    return scores
 
 
 class FiniteFlag:

@@ -63,6 +63,13 @@ class Grid:
         return cls(size, roi, as_size([m // 2 for m in missing]), padded, (z, y, x))
 
     @property
+    def inside_window(self) -> tuple[slice, slice, slice]:
+        """Voxels of a window that are no padding: an axis that is shorter than the window is centred in it."""
+        lengths = (min(edge, length) for edge, length in zip(self.roi, self.size, strict=True))
+        z, y, x = (slice(first, first + n) for first, n in zip(self.pad_before, lengths, strict=True))
+        return z, y, x
+
+    @property
     def count(self) -> int:
         """Number of windows."""
         return self.rows * len(self.starts[2])

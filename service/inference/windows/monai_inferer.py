@@ -66,5 +66,6 @@ class MonaiInferer:
             sw_device=settings.sw_device,
             device=settings.device,
         )
-        assert isinstance(scores, Tensor)  # noqa: S101 - as `predict` returns one
+        if not isinstance(scores, Tensor):
+            raise TypeError(f"MONAI has returned {type(scores).__name__} for the scores of one network.")
         yield Slab(0, 0, scores)

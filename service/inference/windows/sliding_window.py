@@ -19,7 +19,15 @@ from torch import Tensor
 
 from service.core.errors import Cancelled
 from service.core.quantities import Size
-from service.inference.windows.blending import Blender, Blending, CheckFinite, Slab, make_blender, require_finite
+from service.inference.windows.blending import (
+    Blender,
+    Blending,
+    BlendingSetup,
+    CheckFinite,
+    Slab,
+    make_blender,
+    require_finite,
+)
 from service.inference.windows.grid import Box, Grid, as_size, split_runs
 from service.inference.windows.kernels import WindowKernels, window_kernels
 from service.models.network import Network
@@ -187,9 +195,8 @@ class SlidingWindow:
     def scan(self, image: Image, overlap: float, check: CheckFinite = require_finite) -> WindowScan:
         """Return a scan of `image` that begins at its first window; `check` looks at finished scores."""
         grid = Grid.cover(as_size(image.shape[2:]), self._roi, overlap)
-        return WindowScan(
-            image, grid, self._blending, self.batch.device, self._kernels, check, owns_scores=self.owns_scores
-        )
+        setup = BlendingSetup(self._blending, self.batch.device, self._kernels, check)
+        return WindowScan(image, grid, setup, owns_scores=self.owns_scores)
 
     def forward(
         self, parts: Sequence[WindowSlice], stream: int = 0, *, measure: Measure = nullcontext
@@ -242,18 +249,8 @@ class WindowScan:
     `total`, `left` and `done` count the windows that are computed, that were not taken yet, and that were blended.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917
-        self,
-        image: Image,
-        grid: Grid,
-        blending: Blending,
-        device: torch.device,
-        kernels: WindowKernels = window_kernels,
-        check: CheckFinite = require_finite,
-        *,
-        owns_scores: bool = False,
-    ) -> None:
-        self._check = check
+    def __init__(self, image: Image, grid: Grid, setup: BlendingSetup, *, owns_scores: bool = False) -> None:
+        self._setup = setup
         skipped, self._skipped_scores = frozenset[Size](), torch.empty(0)
         if isinstance(image, SparseImage):
             skipped, self._skipped_scores = image.skipped, image.scores.view(1, -1, 1, 1, 1).expand(-1, -1, *grid.roi)
@@ -261,19 +258,16 @@ class WindowScan:
         self._image, self._grid = image, grid
         # Checked once, because an isinstance check of a protocol takes longer than slicing.
         self._readable_into = image if isinstance(image, ReadableInto) else None
-        self._blending, self._device, self._kernels, self._owns_scores = blending, device, kernels, owns_scores
+        self._owns_scores = owns_scores
         places = grid.positions()
         self._positions = (place for place in places if place not in skipped) if skipped else places
         self._to_blend = grid.positions()
         self._blender: Blender | None = None
         self._padded, self._single = grid.padded != grid.size, grid.count == 1
         # An image that is computed where it is read would need the memory of a whole row.
-        has_rows = self._readable_into is None and (isinstance(image, Tensor) or device.type != "cpu")
+        has_rows = self._readable_into is None and (isinstance(image, Tensor) or setup.device.type != "cpu")
         self._copies_runs = has_rows and not self._padded
-        lengths = (min(edge, length) for edge, length in zip(grid.roi, grid.size, strict=True))
-        # An axis that is shorter than the window is centred in it.
-        inside = (slice(first, first + n) for first, n in zip(grid.pad_before, lengths, strict=True))
-        self._inside = (slice(None), *inside)
+        self._inside = (slice(None), *grid.inside_window)
         self.total = self.left = grid.count - len(skipped)
         self._skips = bool(skipped)
         self.done = 0
@@ -322,13 +316,11 @@ class WindowScan:
         if self._single:
             # The weight of a single window cancels.
             self.done = 1
-            inside = self._check(scores)
+            inside = self._setup.check(scores)
             inside = inside[(slice(None), *self._inside)] if self._padded else inside
             return [Slab(0, 0, inside if self._owns_scores else inside.clone())]
         if self._blender is None:
-            self._blender = make_blender(
-                self._grid, scores.shape[1], self._blending, self._device, self._kernels, self._check
-            )
+            self._blender = make_blender(self._grid, scores.shape[1], self._setup)
         if not self._skips:
             slabs = self._blender.add(places, scores)
         else:

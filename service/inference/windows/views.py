@@ -7,10 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from service.core.types import Views
 from service.models.network import Network
-
-Views = tuple[tuple[int, ...], ...]
-"""For each view the axes, of 2 to 4 (z, y, x), along which the window is mirrored."""
 
 # Every other view costs as much again as the window itself.
 BEST: Views = ((), (3, 4), (2, 4))

@@ -17,9 +17,7 @@ from service.serving.devices.queue.job import Job, Needs, Progress
 from service.serving.devices.queue.job_queue import JobQueue
 
 if TYPE_CHECKING:
-    from service.inference.diameter.estimation import Sizing
-    from service.inference.estimate import PlannedRequest
-    from service.inference.result import Result
+    from service.inference.types import PlannedRequest, Result, Sizing
 
 
 class Reservation:

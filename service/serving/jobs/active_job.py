@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from service.core.errors import StackSegError
 from service.core.telemetry import Stages
-from service.inference.memory_errors import translate_error
-from service.inference.result import Result
+from service.inference.runner.memory_errors import translate_error
+from service.inference.types import Result
 from service.serving.devices.queue.job import Job, Progress
 from service.serving.devices.reservation import Reservation
 from service.serving.jobs.folder_run import FolderRun

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from service.core.errors import BadFile, BadParameter, Cancelled, OutOfStorage, RateLimited
 from service.core.types import Options, Volume
-from service.inference.diameter.estimation import Sizing
-from service.inference.result import Result
 from service.inference.series.time_points import Series
+from service.inference.types import Result, Sizing
 from service.serving.devices.queue.job import Job, Progress
 from service.serving.devices.reservation import Reservation
 from service.serving.jobs.folder_records import REPORT, TABLE

@@ -27,10 +27,9 @@ from service.core.telemetry import Stages
 from service.core.types import Options, Volume
 from service.formats import thumbnail, writers
 from service.inference import measurements
-from service.inference.diameter.estimation import Sizing
-from service.inference.result import Result
 from service.inference.series.diameter import choose_diameter, sample
 from service.inference.series.time_points import Series
+from service.inference.types import Result, Sizing
 from service.models.spec import ModelSpec
 from service.serving.jobs.folder_records import RECORDS, Records, StackRecord, printable, write_report, write_table
 from service.serving.parameters import Query

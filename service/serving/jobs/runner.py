@@ -22,8 +22,8 @@ from service.core.errors import (
     StorageUnavailable,
 )
 from service.formats.sandbox.reader import Source
-from service.inference.result import Result
 from service.inference.series.time_points import Series
+from service.inference.types import Result
 from service.serving.devices.queue.job import Job, Needs
 from service.serving.devices.queue.job_queue import JobQueue
 from service.serving.jobs.active_job import ActiveJob

@@ -19,8 +19,7 @@ from service.core.telemetry import Stages
 from service.core.types import Cancelling, Segmentation, Volume, never
 from service.formats.tiff import writer as tiff_writer
 from service.inference import measurements
-from service.inference.measurements import Table
-from service.inference.result import Result
+from service.inference.types import Result, Table
 from service.serving.parameters import Query
 from service.serving.results.metadata import AnswerMetadata
 from service.serving.results.provenance import describe_origin

@@ -10,7 +10,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from service.core.files.bundled import software_version
-from service.inference.result import Result
+from service.inference.types import Result
 from service.serving.parameters import Query
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from service.cli.benchmark.deviations import find_deviations
 from service.core.sections.computing import Engine
-from service.inference.result import EngineReport
+from service.inference.types import EngineReport
 
 CPU = EngineReport(
     "cpu", "a processor", "eager", "fp32", "contiguous", None, (64, 64, 64), 2, 0.25, "gaussian", 1.0, ()

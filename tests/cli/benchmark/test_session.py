@@ -14,7 +14,7 @@ from service.cli.benchmark.session import BenchPlan, run
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
 from service.inference.batching.batcher import open_batcher
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
 
 SETTINGS = Settings.model_validate(
     {"device": {"name": "cpu", "threads": 1}, "engine": {"kind": "eager", "precision": "fp32"}}
@@ -82,7 +82,7 @@ def test_a_bare_loop_makes_the_forwards_of_the_windows_in_as_many_streams(bands,
     )
     shape = (16, 40, 70)
     with open_batcher(settings) as device:
-        segmenter, calls = Segmenter(bands, settings), []
+        segmenter, calls = ModelRunner(bands, settings), []
 
         def counted(network):
             return lambda batch: calls.append((len(batch), get_ident(), torch.get_num_threads())) or network(batch)
@@ -109,7 +109,7 @@ def test_a_bare_loop_makes_the_forwards_of_the_windows_in_as_many_streams(bands,
 def test_a_bare_loop_ends_with_fewer_windows_where_the_network_takes_them(bands, tmp_path):
     settings = override_settings(override_settings(SETTINGS, "engine", {"streams": 1}), "windows", {"sw_batch_size": 4})
     with open_batcher(settings) as device:
-        segmenter, calls = Segmenter(bands, settings), []
+        segmenter, calls = ModelRunner(bands, settings), []
         device.call(segmenter.warm_up)
         window = segmenter._ready.window
         counted = window.with_network(
@@ -206,12 +206,12 @@ def test_compile_mode_and_each_warning_are_printed(report):
 
 
 def test_a_request_with_a_smaller_batch_is_a_warning(bands, monkeypatch):
-    segment, lines = Segmenter.segment, []
+    segment, lines = requests.segment, []
 
     def short_of_memory(*arguments, **options):
         return segment(*arguments, **options)._replace(fallbacks=1, notes=("Memory did not hold 2 windows.",))
 
-    monkeypatch.setattr(Segmenter, "segment", short_of_memory)
+    monkeypatch.setattr(requests, "segment", short_of_memory)
     report = run(bands, SETTINGS, BenchPlan((16, 32, 32), repeats=2), lines.append)
     assert report.engine.warnings == ("Memory did not hold 2 windows.",)
     assert lines.count("warning: Memory did not hold 2 windows.") == 1

@@ -5,17 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
 from service.engine.tuning import plans
-from service.engine.tuning.plans import EngineConfig, EnginePlan, Trial
+from service.engine.tuning.plans import EngineConfig, EnginePlan, Outcome, Trial, Verdict
 
 CHOICE = EngineConfig("compiled", "bf16", "channels_last_3d", 4, "default")
 PLAN = EnginePlan(
     "nuclei",
     CHOICE,
     (
-        Trial(CHOICE, "chosen", 12.5, 0.0005, 9.0),
-        Trial(EngineConfig("eager", "fp32", "contiguous", 2), "skipped: no time"),
+        Trial(CHOICE, Verdict(Outcome.CHOSEN), 12.5, 0.0005, 9.0),
+        Trial(EngineConfig("eager", "fp32", "contiguous", 2), Verdict(Outcome.SKIPPED, "no time")),
     ),
     31.5,
     {"device": "a processor", "torch": "2.13", "weights": "abc", "threads": "2"},
@@ -27,6 +28,21 @@ def test_a_plan_that_was_kept_is_found(tmp_path):
     plans.save(tmp_path / "new", PLAN)
     assert plans.find(tmp_path / "new", "nuclei", PLAN.circumstances) == PLAN
     assert [file.suffix for file in (tmp_path / "new").iterdir()] == [".json"]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "text"),
+    [
+        (Verdict(Outcome.CHOSEN), "chosen"),
+        (Verdict(Outcome.SKIPPED, "bf16: as good"), "skipped: bf16: as good"),
+        (Verdict(Outcome.SLOWER, "80% of the speed of eager"), "80% of the speed of eager"),
+    ],
+)
+def test_a_verdict_is_one_text_in_json(verdict, text):
+    trial, adapter = Trial(CHOICE, verdict), TypeAdapter(Trial)
+    assert adapter.dump_python(trial, mode="json")["verdict"] == text
+    assert adapter.validate_json(adapter.dump_json(trial)) == trial
+    assert adapter.json_schema(mode="serialization")["properties"]["verdict"]["type"] == "string"
 
 
 @pytest.mark.parametrize("change", [{"torch": "2.14"}, {"threads": "4"}])

@@ -23,8 +23,8 @@ from service.formats.zarr import writer as zarr_writer
 from service.inference.blockwise import join
 from service.inference.blockwise.output import collect_table
 from service.inference.blockwise.run_folder import Step, open_run
-from service.inference.diameter.estimation import Sizing
 from service.inference.measurements import measure
+from service.inference.types import Sizing
 from service.models.repository import read_spec
 from tests.block_runs import WHOLE, begin, segment_blocks, segment_whole
 from tests.segmenters import settings_of

@@ -11,7 +11,7 @@ import pytest
 from service.core.errors import BadFile
 from service.core.types import Options, Selection, Volume
 from service.formats import stack_reader
-from service.inference.blockwise import survey
+from service.inference.blockwise import counting, survey
 from service.inference.blockwise.run_folder import BlockTask, OpenRun, open_run
 from service.inference.blockwise.survey import LayerReader
 from service.inference.preprocessing.normalize import normalise_volume
@@ -35,11 +35,11 @@ def test_planes_of_many_layers_of_chunks_are_read_at_once(depth: int, tmp_path: 
 
 def survey_in_rounds(run: OpenRun) -> int:
     """Survey a run in this process; return the number of rounds."""
-    segmenter, parts, turn = started(run.spec, settings_of()), survey.count_parts(run), 0
+    runner, parts, turn = started(run.spec, settings_of()), counting.count_parts(run), 0
     while True:
         for number in range(turn * parts, (turn + 1) * parts):
-            survey.count_part(run, number)
-        facts = survey.merge_counts(run, segmenter, turn)
+            counting.count_part(run, number)
+        facts = survey.merge_counts(run, runner, turn)
         turn += 1
         if not facts["wanted"]:
             return turn
@@ -80,7 +80,7 @@ def test_scalings_are_those_of_the_whole(case: str, tmp_path: Path, random_nucle
     pixels = volumes()[case]
     source = write_zarr(tmp_path / "in.zarr", pixels, chunks=(13, 32, 24) if pixels.size < 2**20 else (16, 128, 128))
     run = open_run(str(begin(tmp_path / "run", source, random_nuclei, Options(), settings_of(), (1, 2, 2)).path))
-    assert survey.count_parts(run) > 1 or case == "few of 32 bits"
+    assert counting.count_parts(run) > 1 or case == "few of 32 bits"
     assert survey_in_rounds(run) == (2 if pixels.itemsize > 2 and pixels.size > SORTED_VOXELS else 1)
     image, notes = normalise_volume(Volume.from_array(pixels[None]), random_nuclei)
     assert run.folder.survey.scalings == image.scalings
@@ -99,9 +99,9 @@ def test_empty_windows_are_those_of_the_whole(below: Literal["auto"] | float, tm
     folder = begin(tmp_path / "run", source, spec, options, settings_of(), (1, 1, 1))
     run = OpenRun(folder, folder.plan, spec)
     survey_in_rounds(run)
-    volume, segmenter = Volume.from_array(pixels[None]), started(spec, settings_of())
+    volume, runner = Volume.from_array(pixels[None]), started(spec, settings_of())
     image, _notes = normalise_volume(volume, spec)
-    whole = segmenter.skip_empty_windows(image, volume, segmenter.estimator.plan(options), None)
+    whole = survey.skip_empty_windows(runner, image, volume, runner.estimator.plan(options), None)
     assert isinstance(whole.image, SparseImage)
     found = folder.survey
     assert (found.skipped, found.scores) == (whole.skipped, tuple(whole.image.scores.tolist()))

@@ -19,8 +19,7 @@ from service.__main__ import main
 from service.core.errors import BadParameter, InternalError
 from service.core.types import Options
 from service.inference.blockwise.run_folder import BlockTask, RunFolder
-from service.inference.blockwise.worker import run_block
-from service.inference.blockwise.workers import MOST_DEATHS, LocalWorkers
+from service.inference.blockwise.workers import MOST_DEATHS, LocalWorkers, run_block
 from tests.block_runs import InlineWorkers, begin, segment_blocks, segment_whole
 from tests.segmenters import settings_of
 from tests.zarr_files import write_zarr

@@ -23,7 +23,9 @@ from service.core.types import Objects, OutputKind, Segmentation
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.decoders import CACHE_VOXELS, estimate_decoding, make_decoder, split_planes
 from service.inference.decoding.fill_holes import fill_holes
-from service.inference.decoding.instances import InstanceDecoder, Smoother, TorchWatershed, least_confidence
+from service.inference.decoding.instances import InstanceDecoder, least_confidence
+from service.inference.decoding.streaming import Smoother, TorchWatershed
+from service.inference.decoding.watershed import Planes
 from service.inference.decoding.watershed_kernel import SIGNATURES, WatershedKernel, WatershedParameters
 from service.models.spec import Instances, ModelSpec
 from service.training.evaluate import score
@@ -424,7 +426,7 @@ def test_the_watershed_is_freed_once_there_are_labels(random_nuclei: ModelSpec) 
 
         def start(self, size: Size, parameters: WatershedParameters, **_options: Any) -> Any:
             persistence = Persistence(parameters.depth, logits=parameters.logits)
-            watershed = TorchWatershed(size, parameters.threshold, persistence, torch.device("cpu"))
+            watershed = TorchWatershed(Planes(size, torch.device("cpu")), parameters.threshold, persistence)
             alive.append(weakref.ref(watershed))
             return watershed
 

@@ -16,16 +16,10 @@ from landscapes import CPU, Array, Size, hills
 from service.core.types import Objects, Segmentation
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.fill_holes import fill_holes
-from service.inference.decoding.instances import (
-    InstanceDecoder,
-    StreamingWatershed,
-    TorchWatershed,
-    WholeWatershed,
-    keep_objects,
-    least_confidence,
-    least_voxels,
-    look_up_labels,
-)
+from service.inference.decoding.instances import InstanceDecoder, least_confidence, least_voxels
+from service.inference.decoding.labels import keep_objects, look_up_labels
+from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed, WholeWatershed
+from service.inference.decoding.watershed import Planes
 from service.inference.decoding.watershed_kernel import WatershedParameters, watershed_kernel
 from service.models.spec import Instances, ModelSpec
 
@@ -40,7 +34,7 @@ def start(path: str, heights: Array, *, along_y: bool = False) -> StreamingWater
         made = watershed_kernel.start(size, WatershedParameters(-np.inf, 0.1, logits=False), along_y=along_y)
     else:
         torch_watershed = WholeWatershed if path == "whole" else TorchWatershed
-        made = torch_watershed(size, -np.inf, Persistence(0.1, logits=False), CPU, along_y=along_y)
+        made = torch_watershed(Planes(size, CPU, along_y), -np.inf, Persistence(0.1, logits=False))
     tensor = torch.from_numpy(heights)
     made.add(tensor, tensor)
     return made

@@ -14,8 +14,8 @@ from skimage.morphology import local_maxima
 from skimage.segmentation import watershed
 
 from service.inference.decoding.basin_merging import Persistence, find_shallow_passes
-from service.inference.decoding.instances import WholeWatershed
-from service.inference.decoding.watershed import NEIGHBOUR_BATCH, Watershed, foreground_codes
+from service.inference.decoding.streaming import WholeWatershed
+from service.inference.decoding.watershed import NEIGHBOUR_BATCH, Planes, Watershed, foreground_codes
 from service.inference.decoding.watershed_kernel import BLOCK_VOXELS, watershed_kernel
 from service.training.evaluate import score
 
@@ -140,7 +140,7 @@ def test_heights_of_either_sign_keep_their_order() -> None:
 
 
 def test_nothing_inside_gives_no_basins() -> None:
-    made = Watershed((3, 4, 5), lambda peaks: peaks, torch.device("cpu"))
+    made = Watershed(Planes((3, 4, 5), torch.device("cpu")), lambda peaks: peaks)
     inside = torch.zeros(3, 4, 5, dtype=torch.bool)
     made.add(torch.ones(3, 4, 5), inside, foreground_codes(inside))
     basins = made.finish()
@@ -199,7 +199,7 @@ def test_the_whole_volume_at_once_gives_the_labels_of_its_parts(
 def waits_of_whole_volume(*block: int) -> int:
     """Return how often the host waits for the labels of 64 x 8 x 8 voxels in blocks of this number of voxels."""
     heights = torch.from_numpy(hills(3, (64, 8, 8))).nan_to_num_(neginf=-9)
-    made = WholeWatershed((64, 8, 8), 0.0, Persistence(0.1, logits=False), heights.device, *block)
+    made = WholeWatershed(Planes((64, 8, 8), heights.device), 0.0, Persistence(0.1, logits=False), *block)
     made.add(heights, heights)
     with CountWaits() as counted:
         made.labels(0, drop_border=False)
@@ -217,7 +217,7 @@ def test_watersheds_on_a_device_share_no_tensors() -> None:
     """Each could run in a stream of its own, which does not wait for tensors of other streams."""
 
     def tensors() -> dict[int, torch.Tensor]:
-        made = Watershed((3, 4, 5), lambda peaks: peaks, torch.device("meta"))
+        made = Watershed(Planes((3, 4, 5), torch.device("meta")), lambda peaks: peaks)
         return {id(value): value for value in vars(made).values() if isinstance(value, torch.Tensor)}
 
     one, other = tensors(), tensors()
@@ -228,7 +228,7 @@ def test_watersheds_on_a_device_share_no_tensors() -> None:
 @pytest.mark.parametrize("parts", [1, 4, 12])
 def test_parts_of_a_whole_volume_wait_for_nothing(parts: int) -> None:
     heights = torch.from_numpy(hills(3, (12, 16, 16))).nan_to_num_(neginf=-9)
-    made = WholeWatershed((12, 16, 16), 0.0, Persistence(0.1, logits=False), heights.device)
+    made = WholeWatershed(Planes((12, 16, 16), heights.device), 0.0, Persistence(0.1, logits=False))
     with CountWaits() as added:
         for part in heights.chunk(parts):
             made.add(part, part)

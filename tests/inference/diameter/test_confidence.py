@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from service.core.quantities import Diameter
 from service.core.types import Objects
 from service.inference.diameter.confidence import (
-    Doubt,
     Evidence,
     count_sure,
     explain,
@@ -21,6 +20,7 @@ from service.inference.diameter.confidence import (
     shows_sheets,
     typical_width,
 )
+from service.inference.types import Doubt
 from service.models.spec import Calibration
 
 CALIBRATION = Calibration(intercept=-15, certainty=2, peak=14, size=-3, giants=-1, sheets="membranes")

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from service.core.quantities import VoxelSize
 from service.core.types import Volume
-from service.inference.diameter.estimation import DEEPER, ROUND, DiameterEstimator, Sizing, expect_flatness, signals
+from service.inference.diameter.estimation import DEEPER, ROUND, DiameterEstimator, expect_flatness
+from service.inference.diameter.places import signals
 from service.inference.preprocessing.normalize import IntensityScaling, NormalisedImage
+from service.inference.types import Sizing
 from service.models.spec import Calibration, Instances, ModelSpec
 
 ROI = (32, 32, 32)

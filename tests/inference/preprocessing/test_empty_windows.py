@@ -21,13 +21,15 @@ from service.inference.preprocessing.empty_windows import (
     DIMMEST,
     NOISE,
     EmptyWindowFilter,
-    Skipped,
     estimate_background,
     survey_intensities,
     usual_scores,
 )
 from service.inference.preprocessing.normalize import IntensityScaling, NormalisedImage
-from service.inference.segmenter import Segmenter
+from service.inference.runner.callbacks import Callbacks
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import segment
+from service.inference.types import Skipped
 from service.inference.windows.grid import Grid
 from service.inference.windows.sliding_window import SparseImage
 from service.models.spec import Instances, ModelSpec
@@ -205,8 +207,8 @@ def test_now_and_then_a_dark_row_is_computed_so_that_slabs_leave_in_portions(ban
     assert sum(rows) <= len(rows) / most + 1
 
 
-def started(spec: ModelSpec, **windows: Any) -> Segmenter:
-    segmenter = Segmenter(
+def started(spec: ModelSpec, **windows: Any) -> ModelRunner:
+    runner = ModelRunner(
         spec,
         Settings(
             device=Device(name="cpu", threads=1),
@@ -214,8 +216,8 @@ def started(spec: ModelSpec, **windows: Any) -> Segmenter:
             windows=Windows(sw_batch_size=2, **windows),
         ),
     )
-    segmenter.warm_up()
-    return segmenter
+    runner.warm_up()
+    return runner
 
 
 @pytest.fixture(scope="module")
@@ -230,17 +232,20 @@ def scattered(phantom: Any) -> Volume:
 def test_a_sparse_stack_is_segmented_alike_with_less_work(
     bands: ModelSpec, scattered: Volume, output: Any, below: Any
 ) -> None:
-    segmenter, calls = started(bands), list[int]()
+    runner, calls = started(bands), list[int]()
 
     def counted(network: Any) -> Any:
         return lambda batch: (calls.append(len(batch)), network(batch))[1]
 
-    segmenter.instrument(counted)
+    runner.instrument(counted)
     steps = list[tuple[int, int]]()
-    whole = segmenter.segment(scattered, Options(output=output))
+    whole = segment(runner, scattered, Options(output=output))
     every, _ = sum(calls), calls.clear()
-    result = segmenter.segment(
-        scattered, Options(output=output, skip_below=below), progress=lambda done, total: steps.append((done, total))
+    result = segment(
+        runner,
+        scattered,
+        Options(output=output, skip_below=below),
+        callbacks=Callbacks(progress=lambda done, total: steps.append((done, total))),
     )
     one, other = whole.segmentation.pixels, result.segmentation.pixels
     if output == "classes":
@@ -250,7 +255,7 @@ def test_a_sparse_stack_is_segmented_alike_with_less_work(
         assert np.abs(one - other).mean() < 0.01
     assert whole.skipped is None
     assert result.skipped is not None
-    total = segmenter.estimator.estimate(scattered, Options()).windows
+    total = runner.estimator.estimate(scattered, Options()).windows
     assert result.skipped.total == total
     assert result.skipped.windows > total / 2
     # Batches of two, and one more for the brightest of those that are skipped.
@@ -261,9 +266,9 @@ def test_a_sparse_stack_is_segmented_alike_with_less_work(
 
 
 def test_with_nothing_below_it_the_result_is_the_same_to_the_bit(bands: ModelSpec, scattered: Volume) -> None:
-    segmenter = started(bands, skip_below=0)
+    runner = started(bands, skip_below=0)
     without, with_it = (
-        segmenter.segment(scattered, Options(output="probabilities", skip_below=below)) for below in ("none", None)
+        segment(runner, scattered, Options(output="probabilities", skip_below=below)) for below in ("none", None)
     )
     np.testing.assert_array_equal(without.segmentation.pixels, with_it.segmentation.pixels)
     assert (without.skipped, with_it.skipped and with_it.skipped.windows) == (None, 0)
@@ -271,19 +276,19 @@ def test_with_nothing_below_it_the_result_is_the_same_to_the_bit(bands: ModelSpe
 
 
 def test_a_stack_without_anything_in_it_is_background(random_nuclei: ModelSpec) -> None:
-    segmenter = started(random_nuclei)
+    runner = started(random_nuclei)
     usual = torch.tensor([-3.0, 0.0])[:, None, None, None]
-    segmenter.instrument(lambda _network: lambda batch: batch * 0 + usual)
-    result = segmenter.segment(volume_of(np.zeros((20, 40, 50), np.uint8)), Options(skip_below="auto"))
+    runner.instrument(lambda _network: lambda batch: batch * 0 + usual)
+    result = segment(runner, volume_of(np.zeros((20, 40, 50), np.uint8)), Options(skip_below="auto"))
     assert result.segmentation.count == 0
     assert result.skipped is not None
     assert result.skipped.windows > result.skipped.total / 2
 
 
 def test_a_resampled_stack_is_skipped_by_its_own_grey_values(bands: ModelSpec, scattered: Volume) -> None:
-    segmenter = started(bands.model_copy(update={"input": bands.input.model_copy(update={"diameter": 10.0})}))
+    runner = started(bands.model_copy(update={"input": bands.input.model_copy(update={"diameter": 10.0})}))
     one, other = (
-        segmenter.segment(scattered, Options(diameter=Diameter((15.0,), "px"), skip_below=below))
+        segment(runner, scattered, Options(diameter=Diameter((15.0,), "px"), skip_below=below))
         for below in ("none", 600)
     )
     assert np.mean(one.segmentation.pixels != other.segmentation.pixels) < 1e-3

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from service.core.quantities import Diameter, VoxelSize
-from service.inference.diameter.estimation import Sizing
 from service.inference.series.diameter import choose_diameter, sample
+from service.inference.types import Sizing
 
 
 def sizing(width: float | None, *, fits: bool = False) -> Sizing:

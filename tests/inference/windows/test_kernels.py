@@ -15,8 +15,8 @@ from torch import Tensor
 from service.core.config import Settings
 from service.core.errors import NonFiniteScores
 from service.inference.preprocessing.normalize import IntensityScaling
-from service.inference.segmenter import Segmenter
-from service.inference.windows.blending import Blending, Slab, make_blender
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.windows.blending import Blending, BlendingSetup, Slab, make_blender
 from service.inference.windows.grid import Grid
 from service.inference.windows.kernels import PIXELS, OverlapSums, WindowKernels, window_kernels
 from service.models.spec import ModelSpec
@@ -40,7 +40,7 @@ def kernel() -> WindowKernels:
 
 
 def blended(kernel: WindowKernels, grid: Grid, windows: Tensor, blending: Blending) -> list[Slab]:
-    made = make_blender(grid, windows.shape[1], blending, CPU, kernel)
+    made = make_blender(grid, windows.shape[1], BlendingSetup(blending, CPU, kernel))
     return made.add(list(grid.positions()), windows)
 
 
@@ -107,7 +107,7 @@ def test_torch_gives_the_same_bits_however_windows_come_in_batches(seed, size, r
     grid = Grid.cover(size, roi, overlap)
     windows, places = torch.randn(grid.count, 2, *roi), list(grid.positions())
     expected = blended(with_library(window_kernels), grid, windows, GAUSSIAN)
-    made, found = make_blender(grid, 2, GAUSSIAN, CPU, with_library(window_kernels)), list[Slab]()
+    made, found = make_blender(grid, 2, BlendingSetup(GAUSSIAN, CPU, with_library(window_kernels))), list[Slab]()
     first, ends = 0, itertools.cycle(lengths)
     while first < len(places):
         part = slice(first, first + next(ends))
@@ -119,7 +119,7 @@ def test_torch_gives_the_same_bits_however_windows_come_in_batches(seed, size, r
 
 def test_slabs_that_leave_take_the_memory_of_those_that_have_gone(kernel):
     grid = Grid.cover((24, 32, 32), (8, 8, 8), 0.25)
-    made = make_blender(grid, 2, Blending(), CPU, kernel)
+    made = make_blender(grid, 2, BlendingSetup(Blending(), CPU, kernel))
     places, last, rows = set(), None, 0
     for place in grid.positions():
         for slab in made.add([place], torch.ones(1, 2, *grid.roi)):
@@ -237,10 +237,10 @@ def test_where_they_are_missing_torch_does_it():
 
 
 def test_the_report_warns_where_they_are_missing(bands: ModelSpec, monkeypatch):
-    monkeypatch.setattr("service.inference.segmenter.window_kernels", with_library(window_kernels))
-    segmenter = Segmenter(
+    monkeypatch.setattr("service.inference.runner.model_runner.window_kernels", with_library(window_kernels))
+    runner = ModelRunner(
         bands, Settings.model_validate({"device": {"name": "cpu", "threads": 1}, "engine": {"kind": "eager"}})
     )
-    segmenter.warm_up()
-    (warning,) = segmenter.report().warnings
+    runner.warm_up()
+    (warning,) = runner.report().warnings
     assert "AVX2" in warning

@@ -9,6 +9,8 @@ from service.core.errors import BadParameter, Cancelled
 from service.core.sections.computing import Windows
 from service.core.types import Options, Volume
 from service.inference.batching.batcher import open_batcher
+from service.inference.runner.callbacks import Callbacks
+from service.inference.segment import segment
 from service.inference.windows.blending import Blending
 from service.inference.windows.monai_inferer import MonaiInferer
 from service.inference.windows.sliding_window import SlidingWindow
@@ -63,28 +65,28 @@ def test_labels_are_those_of_the_own_inferer(random_nuclei, bands, phantom, size
     volume = Volume.from_array(np.resize(phantom.image, size)[None, :z, :y, :x])
     for spec in (random_nuclei, bands):
         own, monai = (started(spec, settings) for settings in (settings_of(), monai_settings()))
-        expected = own.segment(volume, Options()).segmentation.pixels
+        expected = segment(own, volume, Options()).segmentation.pixels
         with open_batcher(monai_settings()) as batcher:
-            found = monai.segment(volume, Options(), run=batcher.run)
+            found = segment(monai, volume, Options(), callbacks=Callbacks(run=batcher.run))
         assert np.array_equal(found.segmentation.pixels, expected)
 
 
 def test_too_large_a_batch_falls_back_to_fewer_windows(bands, phantom):
-    forward = started(bands, settings_of())._scores.module.forward
+    forward = started(bands, settings_of()).scores.module.forward
 
     def network(x):
         if len(x) > 1:
             raise torch.OutOfMemoryError("no")
         return forward(x)
 
-    result = with_network(bands, network, monai_settings()).segment(Volume.from_array(phantom.image[None]), Options())
+    result = segment(with_network(bands, network, monai_settings()), Volume.from_array(phantom.image[None]), Options())
     assert result.fallbacks == 1
 
 
 def test_windows_cannot_be_skipped(bands, phantom):
-    segmenter = started(bands, monai_settings())
+    runner = started(bands, monai_settings())
     with pytest.raises(BadParameter, match="skip_below"):
-        segmenter.segment(Volume.from_array(phantom.image[None]), Options(skip_below="auto"))
+        segment(runner, Volume.from_array(phantom.image[None]), Options(skip_below="auto"))
 
 
 def test_memory_of_whole_scores_is_counted(bands, phantom):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from service.core.errors import BrokenModel
 from service.engine.cpu import winograd
 from service.engine.prepare import prepare
-from service.inference.estimate import activation_bytes
+from service.inference.runner.memory_estimate import activation_bytes
 from service.models.graphs.torch_export import load_torch_export
 
 SHAPE = (2, 1, 32, 32, 32)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from service.core.errors import BrokenModel
 from service.engine.prepare import prepare
-from service.inference.estimate import activation_bytes
+from service.inference.runner.memory_estimate import activation_bytes
 from service.models.graphs.torchscript import load_torchscript
 
 

@@ -21,7 +21,8 @@ from torch import nn
 
 from service.core.errors import BrokenModel, UnsupportedPackage
 from service.core.types import Options, Volume
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import segment
 
 NETWORK = {
     "spatial_dims": 3,
@@ -166,9 +167,9 @@ def test_a_package_is_checked_with_its_own_tests_and_served(
     spec, notes = import_model(folder, tmp_path / "models", {}, trust=write is write_04)
     assert (spec.name, spec.licence) == ("bands-of-brightness", "CC0-1.0")
     assert any("reproduced within" in note for note in notes)
-    segmenter = Segmenter(spec, eager(tmp_path / "models"))
-    segmenter.warm_up()
-    found = segmenter.segment(Volume.from_array(phantom.image[None]), Options()).segmentation
+    runner = ModelRunner(spec, eager(tmp_path / "models"))
+    runner.warm_up()
+    found = segment(runner, Volume.from_array(phantom.image[None]), Options()).segmentation
     # The network was trained on another scaling of the intensities, so only its own answer can be expected.
     assert set(np.unique(found.pixels)) == {0, 1, 2}
     assert found.pixels.shape == phantom.image.shape
@@ -192,14 +193,14 @@ def test_onnx_weights_are_checked_and_served(
     spec, notes = import_model(folder, tmp_path / "models", {})
     assert (spec.weights.kind, spec.weights.file, spec.architecture) == ("onnx", "weights.onnx", None)
     assert any("reproduced within" in note for note in notes)
-    segmenter = Segmenter(spec, eager(tmp_path / "models"))
-    segmenter.warm_up()
-    found = segmenter.segment(Volume.from_array(phantom.image[None]), Options()).segmentation
+    runner = ModelRunner(spec, eager(tmp_path / "models"))
+    runner.warm_up()
+    found = segment(runner, Volume.from_array(phantom.image[None]), Options()).segmentation
     assert found.pixels.shape == phantom.image.shape
     other = import_model(write_05(tmp_path / "other", bands_network, image), tmp_path / "models", {}, "other").spec
-    usual = Segmenter(other, eager(tmp_path / "models"))
+    usual = ModelRunner(other, eager(tmp_path / "models"))
     usual.warm_up()
-    expected = usual.segment(Volume.from_array(phantom.image[None]), Options()).segmentation
+    expected = segment(usual, Volume.from_array(phantom.image[None]), Options()).segmentation
     assert np.mean(found.pixels == expected.pixels) > 0.9999
 
 

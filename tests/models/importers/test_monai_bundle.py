@@ -18,7 +18,8 @@ from torch import nn
 from service.core.errors import UnsupportedPackage
 from service.core.quantities import VoxelSize
 from service.core.types import Options, Volume
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import segment
 
 METADATA: dict[str, Any] = {
     "schema": "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json",
@@ -96,9 +97,9 @@ def test_a_bundle_is_served_like_the_model_it_holds(bands_network: nn.Module, tm
     assert (spec.identifier, spec.licence, spec.activation) == ("three-bands/0.2.1", "CC0", "softmax")
     assert (spec.outputs, spec.input.roi_size) == (("background", "dim", "bright"), (16, 32, 32))
     assert [file.name for file in (tmp_path / "models").iterdir()] == ["three-bands"]
-    segmenter = Segmenter(spec, eager(tmp_path / "models"))
-    segmenter.warm_up()
-    found = segmenter.segment(Volume.from_array(phantom.image[None]), Options()).segmentation
+    runner = ModelRunner(spec, eager(tmp_path / "models"))
+    runner.warm_up()
+    found = segment(runner, Volume.from_array(phantom.image[None]), Options()).segmentation
     assert np.mean(found.pixels == phantom.classes) > 0.97
     assert any("Z, Y, X" in note for note in imported.notes)
 
@@ -230,10 +231,10 @@ def test_spacing_becomes_the_voxel_size_of_the_model(
     assert imported.spec.input.voxel_size == expected
     assert imported.spec.input.normalisation.kind == "range"
     assert any("Spacingd" in note and "um along Z, Y, X" in note for note in imported.notes)
-    model = Segmenter(imported.spec, eager(tmp_path / "models"))
+    model = ModelRunner(imported.spec, eager(tmp_path / "models"))
     model.warm_up()
     volume = Volume.from_array(np.zeros((1, 8, 16, 16), np.uint16), VoxelSize(1.0, 1.0, 1.0))
-    notes = model.segment(volume, Options()).notes
+    notes = segment(model, volume, Options()).notes
     assert any("for the model's voxel size" in note for note in notes)
 
 

@@ -17,7 +17,7 @@ from live import as_tiff, eager, serve
 from service.__main__ import main
 from service.core.quantities import Diameter
 from service.core.types import Segmentation
-from service.inference.result import Doubt, Result
+from service.inference.types import Doubt, Result
 from service.models.spec import ModelSpec
 from service.serving.parameters import Query
 from service.serving.results.provenance import describe_origin, hash_file

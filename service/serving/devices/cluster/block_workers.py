@@ -12,8 +12,7 @@ from typing import Any
 
 from service.core.errors import Cancelled, InternalError
 from service.inference.blockwise.run_folder import BlockTask
-from service.inference.blockwise.worker import run_block
-from service.inference.blockwise.workers import MOST_DEATHS, Work
+from service.inference.blockwise.workers import MOST_DEATHS, Work, run_block
 from service.serving.devices.cluster.actor import Actor, WorkerLost
 
 # After which an actor that was lost is asked again whether it is there.

@@ -19,7 +19,6 @@ from service.core.sections.serving import Access, References
 from service.core.telemetry import configure_logging
 from service.engine.compile import torch_compile
 from service.inference.batching.window_request import Share
-from service.inference.segmenter import Segmenter
 from service.serving.devices.cluster.exchange import (
     Loaded,
     Outcome,
@@ -30,6 +29,7 @@ from service.serving.devices.cluster.exchange import (
     store_result,
 )
 from service.serving.devices.local.device import LoadSegmenter, LocalDevice, LocalParts
+from service.serving.devices.local.segmenter import Segmenter
 from service.serving.devices.queue.job import Job, Needs
 from service.serving.devices.reservation import Reservation
 from service.serving.metrics import Metrics

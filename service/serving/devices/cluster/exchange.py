@@ -26,9 +26,8 @@ from service.core.hardware.host import CpuStatus
 from service.core.quantities import VoxelSize
 from service.core.types import Array, Options, StackShape, Volume
 from service.inference.batching.window_request import Share
-from service.inference.diameter.estimation import Sizing
-from service.inference.estimate import Estimator
-from service.inference.result import EngineReport, Result
+from service.inference.runner.estimator import Estimator
+from service.inference.types import EngineReport, Result, Sizing
 from service.models.spec import ModelSpec
 from service.serving.devices.queue.job import Progress
 from service.serving.storage.disk import DISK_FULL

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from service.core.buffers import make_allocator
 from service.core.config import Settings
-from service.inference.estimate import Estimator
+from service.inference.runner.estimator import Estimator
 from service.models.spec import ModelSpec
 from service.serving.devices.cluster.actor_pool import ActorPool
 from service.serving.devices.cluster.exchange import Status

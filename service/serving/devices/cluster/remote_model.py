@@ -19,9 +19,8 @@ from service.serving.devices.queue.job import Job
 
 if TYPE_CHECKING:
     from service.inference.batching.window_request import Share
-    from service.inference.diameter.estimation import Sizing
-    from service.inference.estimate import Estimator, PlannedRequest
-    from service.inference.result import EngineReport, Result
+    from service.inference.runner.estimator import Estimator
+    from service.inference.types import EngineReport, PlannedRequest, Result, Sizing
 
 
 class RemotePlace(NamedTuple):

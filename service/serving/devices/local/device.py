@@ -13,7 +13,7 @@ from service.core.hardware import devices
 from service.core.hardware.devices import Driver
 from service.engine.compile import torch_compile
 from service.inference.batching.batcher import make_batcher
-from service.inference.estimate import Estimator
+from service.inference.runner.estimator import Estimator
 from service.models.spec import ModelSpec
 from service.serving.devices.device import DeviceState, Scheduler, make_queue
 from service.serving.devices.local.model import LocalModel, ModelPlace
@@ -27,7 +27,7 @@ from service.serving.devices.queue.memory import JobMemory
 from service.serving.metrics import Metrics
 
 if TYPE_CHECKING:
-    from service.inference.segmenter import Segmenter
+    from service.serving.devices.local.segmenter import Segmenter
 
 # Requests that run on a GPU at the same time: one is prepared, the windows of another are computed, and the labels of
 # two more are decoded and written.

@@ -13,11 +13,10 @@ from service.serving.devices.queue.job import Job
 
 if TYPE_CHECKING:
     from service.inference.batching.batcher import WindowBatcher
-    from service.inference.diameter.estimation import Sizing
-    from service.inference.engines.scores import RunWindows
-    from service.inference.estimate import Estimate, Estimator, PlannedRequest
-    from service.inference.result import EngineReport, Result
-    from service.inference.segmenter import Segmenter
+    from service.inference.runner.callbacks import RunWindows
+    from service.inference.runner.estimator import Estimator
+    from service.inference.types import EngineReport, Estimate, PlannedRequest, Result, Sizing
+    from service.serving.devices.local.segmenter import Segmenter
 
 
 class ModelPlace(NamedTuple):

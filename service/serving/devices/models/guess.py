@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from service.core.config import Settings
 from service.core.hardware import devices
-from service.inference.engines import selector
-from service.inference.estimate import Estimator
+from service.inference.runner.estimator import Estimator, default_batch_size, default_streams
 from service.models.spec import ModelSpec
 
 # A model on a CPU may have its weights as in the file, prepared, and packed by an engine.
@@ -21,8 +20,8 @@ def guess_estimator(spec: ModelSpec, settings: Settings, device_memory: int | No
     return Estimator(
         spec,
         settings,
-        selector.batch_size(settings, device),
+        default_batch_size(settings, device),
         on_host=device_memory is None,
-        streams=selector.streams(settings, device),
+        streams=default_streams(settings, device),
         device_memory=device_memory,
     )

@@ -13,9 +13,8 @@ from service.serving.metrics import Metrics
 
 if TYPE_CHECKING:
     from service.inference.batching.window_request import Share
-    from service.inference.diameter.estimation import Sizing
-    from service.inference.estimate import Estimate, Estimator, PlannedRequest
-    from service.inference.result import EngineReport, Result
+    from service.inference.runner.estimator import Estimator
+    from service.inference.types import EngineReport, Estimate, PlannedRequest, Result, Sizing
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from service.serving.devices.models.model import DeviceModel
 from service.serving.metrics import Metrics
 
 if TYPE_CHECKING:
-    from service.inference.estimate import Estimator
+    from service.inference.runner.estimator import Estimator
 
 # Seconds to load a model that was never loaded.
 ASSUMED_LOAD_SECONDS = 10.0

@@ -23,7 +23,6 @@ from service.core.errors import ConfigError
 from service.core.sections.computing import Cluster
 from service.core.sections.serving import Access, References
 from service.core.types import Volume
-from service.inference.segmenter import Segmenter
 from service.models.repository import read_spec
 from service.serving.build import build_runtime
 from service.serving.devices.cluster.actor import Actor, MakeActor
@@ -31,6 +30,7 @@ from service.serving.devices.cluster.actor_pool import ActorPool
 from service.serving.devices.cluster.device_actor import actor_settings
 from service.serving.devices.cluster.exchange import ABANDONED_SECONDS, MARKER, Exchange, Task
 from service.serving.devices.cluster.remote_actor import POLL_SECONDS, STATUS_SECONDS
+from service.serving.devices.local.segmenter import Segmenter
 
 Service = tuple[Live, list[ThreadActor]]
 

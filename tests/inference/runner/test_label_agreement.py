@@ -7,7 +7,7 @@ import torch
 from live import as_tiff
 
 from service.core.types import Segmentation
-from service.inference.engines.label_agreement import OVERLAP, LabelAgreement, image_of, noise, share_differing
+from service.inference.runner.label_agreement import OVERLAP, LabelAgreement, image_of, noise, share_differing
 from service.inference.windows.blending import Blending
 from service.inference.windows.grid import Grid
 from service.inference.windows.sliding_window import SlidingWindow

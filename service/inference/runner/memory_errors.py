@@ -10,7 +10,7 @@ import torch
 from service.core.errors import OutOfMemory, StackSegError
 from service.core.hardware import devices
 from service.core.hardware.devices import Driver, find_loss, is_out_of_memory
-from service.inference.estimate import Estimate
+from service.inference.types import Estimate
 
 
 def check_memory(needed: Estimate, on_host: int | None, on_device: int | None = None) -> None:

@@ -19,8 +19,10 @@ from service.core.sections.computing import Windows
 from service.core.sections.serving import Limits
 from service.core.types import Description, Options, Volume
 from service.inference.cuda import device_image
-from service.inference.estimate import Estimator, Plan, activation_bytes, estimate, make_plan
 from service.inference.preprocessing.resample import prepare
+from service.inference.runner.estimator import Estimator, make_plan
+from service.inference.runner.memory_estimate import WindowLoad, activation_bytes, estimate
+from service.inference.types import Plan
 from service.inference.windows.grid import SKIPPED_BYTES, Grid
 from service.inference.windows.kernels import window_kernels
 
@@ -32,7 +34,8 @@ import torch
 from torch.nn.functional import avg_pool3d
 from service.core.config import Settings
 from service.models.repository import read_spec
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import segment
 from service.core.types import Options, Volume
 
 def field(name):
@@ -45,18 +48,18 @@ def blobs(x):
 
 torch.set_num_threads(1)
 settings = {"device": {"name": "cpu", "threads": 1}, "engine": {"kind": "eager", "precision": "fp32"}}
-segmenter = Segmenter(read_spec(Path(sys.argv[1])), Settings.model_validate(settings))
-segmenter.warm_up()
-segmenter.instrument(lambda network: blobs)
+runner = ModelRunner(read_spec(Path(sys.argv[1])), Settings.model_validate(settings))
+runner.warm_up()
+runner.instrument(lambda network: blobs)
 z, y, x = np.ogrid[:32, :256, :256]
 wave = sum(np.sin(axis * 2 * np.pi / 16) for axis in (z, y, x))
 volume = Volume.from_array((1000 + 300 * wave).astype(np.uint16)[None])
 # Code that is loaded when it is first called is not what is told.
-segmenter.segment(Volume.from_array(volume.read(0, 8)[:, :, :32, :32]), Options())
-told = segmenter.estimator.estimate(volume, Options()).host_bytes
+segment(runner, Volume.from_array(volume.read(0, 8)[:, :, :32, :32]), Options())
+told = runner.estimator.estimate(volume, Options()).host_bytes
 Path("/proc/self/clear_refs").write_text("5")
 before = field("VmRSS")
-segmenter.segment(volume, Options())
+segment(runner, volume, Options())
 print(told, field("VmHWM") - before)
 """
 
@@ -72,9 +75,7 @@ def test_every_stream_takes_memory_for_a_batch_unless_there_are_fewer_batches(ba
     volume = volume_of(16, 64, 96)
 
     def windows(streams):
-        one, none = (
-            estimate(bands, volume, plan, nbytes, on_host=True, streams=streams).host_bytes for nbytes in (1000, 0)
-        )
+        one, none = (estimate(bands, volume, plan, WindowLoad(nbytes, streams)).host_bytes for nbytes in (1000, 0))
         return (one - none) / 1000
 
     assert [windows(streams) for streams in (1, 2, 3)] == [2, 4, 6]
@@ -123,7 +124,7 @@ def test_windows_are_skipped_as_the_operator_says_unless_a_request_does(bands):
 
 def test_slabs_that_leave_together_are_in_the_estimate(bands):
     volume, plans = volume_of(64, 512, 512), [Plan("classes", 2, 0.25), Plan("classes", 2, 0.25, skip_below=0)]
-    usual, skipping = (estimate(bands, volume, plan, 2**20, on_host=True).host_bytes for plan in plans)
+    usual, skipping = (estimate(bands, volume, plan, WindowLoad(2**20)).host_bytes for plan in plans)
     grid = Grid.cover((64, 512, 512), bands.input.roi_size, 0.25)
     (depth, height, _), skipped = grid.roi, grid.max_skipped_rows(len(bands.outputs), 2)
     rows = min(2 * (skipped + 1) + skipped, grid.rows)
@@ -153,10 +154,10 @@ def test_a_semantic_model_has_no_objects(bands):
 
 def test_windows_are_counted_on_the_grid_that_the_network_sees(bands):
     plan = Plan("classes", 2, 0.0)
-    assert estimate(bands, volume_of(16, 64, 96), plan, 0, on_host=True).windows == 1 * 2 * 3
+    assert estimate(bands, volume_of(16, 64, 96), plan, WindowLoad(0)).windows == 1 * 2 * 3
     spec = bands.model_copy(update={"input": bands.input.model_copy(update={"voxel_size": (1.0, 1.0, 1.0)})})
     fine = volume_of(16, 64, 96, voxel_size=VoxelSize(1, 0.5, 0.5))
-    coarse = estimate(spec, fine, plan, 0, on_host=True)
+    coarse = estimate(spec, fine, plan, WindowLoad(0))
     assert coarse.working_size == (16, 32, 48)
     assert coarse.windows == 1 * 1 * 2
 
@@ -164,7 +165,7 @@ def test_windows_are_counted_on_the_grid_that_the_network_sees(bands):
 def test_estimate_needs_no_pixels_only_shape_and_voxel_size(bands):
     plan = make_plan(bands, SETTINGS, Options())
     seen = Description("TIFF", "ZYX", (16, 64, 96), (1, 16, 64, 96), "uint16", None, "not stated", ("",), 1)
-    assert estimate(bands, seen, plan, 7, on_host=True) == estimate(bands, volume_of(16, 64, 96), plan, 7, on_host=True)
+    assert estimate(bands, seen, plan, WindowLoad(7)) == estimate(bands, volume_of(16, 64, 96), plan, WindowLoad(7))
 
 
 def test_channels_to_choose_from_are_named_before_pixels_are_read(bands):
@@ -176,8 +177,8 @@ def test_channels_to_choose_from_are_named_before_pixels_are_read(bands):
 def test_memory_is_that_of_the_device_or_of_the_host(random_nuclei):
     # As in a service: it takes a third of what torch takes on a device.
     plan = Plan("labels", 2, 0.25)
-    host = estimate(random_nuclei, volume_of(32, 64, 64), plan, 1000, on_host=True)
-    device = estimate(random_nuclei, volume_of(32, 64, 64), plan, 1000, on_host=False)
+    host = estimate(random_nuclei, volume_of(32, 64, 64), plan, WindowLoad(1000))
+    device = estimate(random_nuclei, volume_of(32, 64, 64), plan, WindowLoad(1000, on_host=False))
     assert host.device_bytes == 0
     assert device.device_bytes > 2 * 1000 + 4 * 32 * 64 * 64
     assert host.host_bytes > device.host_bytes > 0
@@ -202,7 +203,9 @@ def test_pixels_that_are_sent_as_stored_take_memory_of_a_device_unless_they_are_
     plan = make_plan(random_nuclei, SETTINGS, Options(output="classes"))
 
     def device_bytes(depth):
-        return estimate(random_nuclei, volume_of_shape((1, depth, 1024, 1024)), plan, 0, on_host=False).device_bytes
+        return estimate(
+            random_nuclei, volume_of_shape((1, depth, 1024, 1024)), plan, WindowLoad(0, on_host=False)
+        ).device_bytes
 
     # Stored pixels and float32 ones; of a larger volume only those of one layer of windows.
     assert device_bytes(256) - device_bytes(208) == (2 + 4) * 48 * 1024**2
@@ -212,7 +215,7 @@ def test_pixels_that_are_sent_as_stored_take_memory_of_a_device_unless_they_are_
 def test_a_window_that_is_alone_is_not_summed_up(bands):
     plan = Plan("classes", 2, 0.0)
     alone, two = (
-        estimate(bands, volume_of(16, 32, width), plan, 0, on_host=True).host_bytes - 16 * 32 * width
+        estimate(bands, volume_of(16, 32, width), plan, WindowLoad(0)).host_bytes - 16 * 32 * width
         for width in (32, 64)
     )
     voxels, outputs = 16 * 32 * 32, len(bands.outputs)
@@ -235,7 +238,7 @@ def test_only_scores_count_where_all_else_was_set_aside_for_batches_of_that_size
 def test_the_kernel_keeps_sums_of_what_windows_share_and_torch_those_of_a_row_with_weights(bands):
     plan, volume, outputs = Plan("classes", 2, 0.25), volume_of(24, 64, 96), len(bands.outputs)
     ours, torchs = (
-        estimate(bands, volume, plan, 0, on_host=True, kernel=kernel).host_bytes
+        estimate(bands, volume, plan, WindowLoad(0), kernel).host_bytes
         for kernel in (window_kernels, with_library(window_kernels))
     )
     depth, height, edge = bands.input.roi_size
@@ -250,7 +253,7 @@ def test_rows_of_windows_leave_by_the_step_to_the_next_and_the_last_as_a_whole(b
     """Two slabs beside the one that is next are shorter by what two rows share, of which there are sums instead."""
     (depth, height, width), outputs = bands.input.roi_size, len(bands.outputs)
     short, long = (
-        estimate(bands, volume_of(depth, rows, 2 * width), Plan("classes", 2, 0.25), 0, on_host=True).host_bytes
+        estimate(bands, volume_of(depth, rows, 2 * width), Plan("classes", 2, 0.25), WindowLoad(0)).host_bytes
         - depth * rows * 2 * width
         for rows in (height, height + 24)
     )
@@ -260,7 +263,7 @@ def test_rows_of_windows_leave_by_the_step_to_the_next_and_the_last_as_a_whole(b
 def test_more_windows_at_once_and_more_outputs_take_more(random_nuclei):
     def needed(batch_size, output):
         return estimate(
-            random_nuclei, volume_of(32, 64, 64), Plan(output, batch_size, 0.25), 10**6, on_host=True
+            random_nuclei, volume_of(32, 64, 64), Plan(output, batch_size, 0.25), WindowLoad(10**6)
         ).host_bytes
 
     assert needed(4, "labels") - needed(2, "labels") == 2 * 10**6
@@ -270,7 +273,7 @@ def test_more_windows_at_once_and_more_outputs_take_more(random_nuclei):
 def test_classes_of_a_large_volume_lie_on_disk_and_take_the_planes_of_a_layer_only(bands):
     plan = Plan("classes", 2, 0.0)
     small, large = (
-        estimate(bands, volume_of_shape((1, depth, 2048, 2048)), plan, 10**6, on_host=True).host_bytes
+        estimate(bands, volume_of_shape((1, depth, 2048, 2048)), plan, WindowLoad(10**6)).host_bytes
         for depth in (64, 2496)
     )
     assert large == small
@@ -314,8 +317,8 @@ def test_voxels_that_a_window_is_resampled_from_are_counted(width: tuple[float, 
     wanting = bands.model_copy(update={"input": bands.input.model_copy(update={"diameter": 6.0})})
     volume, diameter = Volume.from_array(np.zeros((1, 64, 160, 160), np.uint16)), Diameter(width, "px")
     plan = make_plan(wanting, SETTINGS, Options(diameter=diameter))
-    told = estimate(wanting, volume, plan, 0, on_host=True)
-    plain = estimate(wanting, volume_of(*told.working_size), plan._replace(diameter=None), 0, on_host=True)
+    told = estimate(wanting, volume, plan, WindowLoad(0))
+    plain = estimate(wanting, volume_of(*told.working_size), plan._replace(diameter=None), WindowLoad(0))
     image, _notes = prepare(volume, wanting, diameter)
     window = tuple(slice(0, min(edge, n)) for edge, n in zip(bands.input.roi_size, told.working_size, strict=True))
     tracemalloc.start()

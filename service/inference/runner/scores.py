@@ -14,37 +14,24 @@ from torch import Tensor, nn
 from service.core.errors import NonFiniteScores
 from service.core.hardware.devices import is_out_of_memory
 from service.core.telemetry import Stages
+from service.core.types import Views
 from service.engine.tuning.plans import EngineConfig
-from service.inference.engines.selector import EngineSelector, ReadyEngine
-from service.inference.estimate import Plan
+from service.inference.runner.callbacks import ComputeSlabs
+from service.inference.runner.engine_builder import EngineBuilder, ReadyEngine
+from service.inference.types import Plan
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow, score_stack
-from service.inference.windows.views import AveragedViews, Views
+from service.inference.windows.views import AveragedViews
 
 
 class ScoreConsumer(Protocol):
     """Consumer of slabs of scores, as every decoder is one."""
 
-    def add(self, z0: int, y0: int, scores: Tensor) -> None:
+    def add(self, z0: int, y0: int, scores: Tensor, /) -> None:
         """Take in the scores [1, K, z, y, X] of the planes from `z0` and the rows from `y0` on."""
 
 
 C = TypeVar("C", bound=ScoreConsumer)
-
-Cancelled = Callable[[], bool]
-Progress = Callable[[int, int], None]
-
-# (windows, image, overlap) -> the scores of the image.
-ComputeSlabs = Callable[[SlidingWindow, Image, float], Iterator[Slab]]
-
-
-class RunWindows(Protocol):
-    """Computes the windows of an image: `SlidingWindow.run`, or `WindowBatcher.run` together with those of others."""
-
-    def __call__(
-        self, window: SlidingWindow, image: Image, overlap: float, /, *, cancelled: Cancelled, progress: Progress
-    ) -> Iterator[Slab]:
-        """Yield the scores of `image`. Raises what `SlidingWindow.run` raises."""
 
 
 class Scored(NamedTuple, Generic[C]):
@@ -69,7 +56,7 @@ class _ScoreCollector:
 class ScoreComputer:
     """Computes scores with the network of one model. Safe to use from several threads.
 
-    selector  builds the networks to fall back on
+    builder   builds the networks to fall back on
     config    of the network
     ready     the network that was warmed up; None: until then it runs eagerly
     fit_batch  as in `Estimator`: returns the windows per call for a request that asks for so many
@@ -77,12 +64,12 @@ class ScoreComputer:
 
     def __init__(
         self,
-        selector: EngineSelector,
+        builder: EngineBuilder,
         config: EngineConfig,
         ready: ReadyEngine | None = None,
         fit_batch: Callable[[int], int] = lambda batch_size: batch_size,
     ) -> None:
-        self._selector, self._config, self._ready, self._fit_batch = selector, config, ready, fit_batch
+        self._builder, self._config, self._ready, self._fit_batch = builder, config, ready, fit_batch
         # Then computing again in eager float32 would change nothing.
         self._is_reference = config.engine == "eager" and config.precision == "fp32"
         self._smaller_windows: WeakValueDictionary[int, SlidingWindow] = WeakValueDictionary()
@@ -92,7 +79,7 @@ class ScoreComputer:
     @cached_property
     def module(self) -> nn.Module:
         """Prepared module, which runs eagerly where the warm network does not fit."""
-        return self._selector.module(self._config) if self._ready is None else self._ready.module
+        return self._builder.module(self._config) if self._ready is None else self._ready.module
 
     def compute(
         self, image: Image, plan: Plan, make_consumer: Callable[[], C], stages: Stages, run: ComputeSlabs
@@ -116,8 +103,7 @@ class ScoreComputer:
                 # Ahead of the note on recomputing, in whichever order the two happen.
                 notes.insert(fallbacks, f"Memory did not hold {batch_size} windows at once; fewer were taken.")
                 fallbacks, batch_size = fallbacks + 1, batch_size // 2
-                if window.batch.is_cuda:
-                    torch.cuda.empty_cache()
+                _release_memory(window)
             except NonFiniteScores:
                 if recomputed or self._is_reference:
                     raise
@@ -141,7 +127,7 @@ class ScoreComputer:
     def _window(self, batch_size: int, *, reference: bool) -> SlidingWindow:
         """Return the FP32 reference, the warm window, one for fewer windows at once, or an eager one."""
         if reference:
-            return self._selector.reference(batch_size)
+            return self._builder.reference(batch_size)
         if self._ready is not None and self._config.sw_batch_size == batch_size:
             return self._ready.window
         # Requests that ask for the same at the same time share batches of it.
@@ -164,12 +150,18 @@ class ScoreComputer:
     def _make_window(self, batch_size: int) -> SlidingWindow:
         if self._ready is not None and self._fit_batch(batch_size) == batch_size and self._config.engine != "eager":
             return self._ready.window.with_capacity(batch_size)
-        return self._selector.sliding_window(self.module, self._config, batch_size)
+        return self._builder.sliding_window(self.module, self._config, batch_size)
 
     def _notes(self, used: SlidingWindow) -> list[str]:
         if self._ready is None or self._config.engine == "eager" or used.network is self._ready.window.network:
             return []
         return [f"Ran eagerly: only sw_batch_size {self._config.sw_batch_size} is compiled."]
+
+
+def _release_memory(window: SlidingWindow) -> None:
+    """Give back memory that torch has cached on a CUDA device."""
+    if window.batch.is_cuda:
+        torch.cuda.empty_cache()
 
 
 def feed(consumer: ScoreConsumer, slabs: Iterator[Slab], stages: Stages) -> None:

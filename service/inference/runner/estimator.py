@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal, NamedTuple
 
 import torch
-from torch import nn
 
 from service.core.config import Settings
 from service.core.errors import BadParameter, TooLarge
-from service.core.quantities import Diameter, DiameterSetting, Size
-from service.core.types import Description, Extent, Options, OutputKind, Steering, Volume
-from service.inference.cuda.device_image import HISTOGRAMS, buffer_bytes, count_planes, is_kept_whole, planes_sent
-from service.inference.decoding.decoders import estimate_decoding
+from service.core.hardware import host
+from service.core.quantities import DiameterSetting, Size
+from service.core.sections.serving import Limits
+from service.core.types import Description, Extent, Options, OutputKind, Volume
 from service.inference.decoding.steering import check_steering, minimum_voxels
-from service.inference.decoding.watershed_kernel import CPU
-from service.inference.preprocessing.resample import working_size
-from service.inference.windows.blending import count_buffered_floats
-from service.inference.windows.grid import Grid, as_size
-from service.inference.windows.kernels import WindowKernels, window_kernels
-from service.inference.windows.views import BEST, Views, views_bytes
-from service.models.network import iter_modules
+from service.inference.runner.memory_estimate import WindowLoad, estimate, typical_activation_bytes
+from service.inference.types import Estimate, Plan, PlannedRequest
+from service.inference.windows.views import BEST, views_bytes
 from service.models.spec import Instances, ModelSpec
 
 # Share of a device's memory that one request may take before its scores are decoded on the host; models, other requests
@@ -34,58 +26,15 @@ DECODING_SHARE = 0.5
 # Overlap of windows with quality=best, where neither the request nor the operator's limit says otherwise.
 BEST_OVERLAP = 0.5
 
+# Windows per call. On a CPU one at a time is the slowest, since ATen has a slow path for small batches. A GPU needs
+# several to be busy at all; 11 windows of 64 voxels are one row of a plane of 512 x 512, so that no slot stays empty.
+CPU_BATCH = 2
+CUDA_BATCH = 11
+# Batches at the same time: on a CPU two teams of half the cores wait less than one of all.
+CPU_STREAMS = 2
+
 # Windows per call where the operator leaves that open and nothing was tuned.
 UNTUNED_BATCH = 2
-
-
-class Plan(NamedTuple):
-    """Options of a request after the operator's defaults and limits.
-
-    diameter    of the objects, where the volume is resampled by it
-    estimated   whether it is still to be estimated from the stack; until then the stack counts as it is sampled
-    skip_below  grey value of windows that are not computed; None: all are
-    steering    how scores become objects
-    decode_on_host  whether scores are decoded on the host, as the device's memory may not hold what that takes
-    views       in which windows are scored; none: as they are
-    """
-
-    output: OutputKind
-    sw_batch_size: int
-    overlap: float
-    diameter: Diameter | None = None
-    estimated: bool = False
-    skip_below: float | Literal["auto"] | None = None
-    steering: Steering = Steering()
-    decode_on_host: bool = False
-    views: Views = ()
-
-    @property
-    def scorings(self) -> int:
-        """The number of times that each window is scored."""
-        return max(len(self.views), 1)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Windows and memory of a request. Bytes are the peak beyond the loaded model; on the CPU all are host bytes.
-
-    A window counts once for each view in which it is scored: it takes as long as so many windows.
-    Pages of the stack are not counted: it is read from a mapped file, and the system takes its pages back at need.
-    """
-
-    windows: int
-    sw_batch_size: int
-    overlap: float
-    working_size: Size
-    host_bytes: int
-    device_bytes: int
-
-
-class PlannedRequest(NamedTuple):
-    """Request as it is handed down: what is done, and what that takes."""
-
-    plan: Plan
-    estimate: Estimate
 
 
 def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int = UNTUNED_BATCH) -> Plan:
@@ -94,18 +43,11 @@ def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int 
     Raises BadParameter for options beyond the operator's limits, for outputs that the model does not have, for a
     diameter that it cannot estimate, and for steering that the output does not follow.
     """
-    windows, limits = settings.windows, settings.limits
+    windows = settings.windows
     configured = tuned if windows.sw_batch_size == "auto" else windows.sw_batch_size
     batch_size = configured if options.sw_batch_size is None else options.sw_batch_size
-    best = options.quality == "best"
-    usual = max(windows.overlap, min(BEST_OVERLAP, limits.overlap)) if best else windows.overlap
-    overlap = usual if options.overlap is None else options.overlap
-    if not 1 <= batch_size <= limits.sw_batch_size:
-        raise BadParameter(
-            f"sw_batch_size must be between 1 and {limits.sw_batch_size}, not {batch_size}.", parameter="sw_batch_size"
-        )
-    if not 0 <= overlap <= limits.overlap:
-        raise BadParameter(f"overlap must be between 0 and {limits.overlap}, not {overlap}.", parameter="overlap")
+    overlap = _choose_overlap(settings, options)
+    _check_limits(settings.limits, batch_size, overlap)
     below = windows.skip_below if options.skip_below is None else options.skip_below
     if windows.inferer == "monai" and below != "none":
         raise BadParameter(
@@ -122,8 +64,24 @@ def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int 
         estimated=_needs_diameter(spec, options),
         skip_below=None if below == "none" else below,
         steering=options.steering,
-        views=BEST if best else (),
+        views=BEST if options.quality == "best" else (),
     )
+
+
+def _choose_overlap(settings: Settings, options: Options) -> float:
+    usual = settings.windows.overlap
+    if options.quality == "best":
+        usual = max(usual, min(BEST_OVERLAP, settings.limits.overlap))
+    return usual if options.overlap is None else options.overlap
+
+
+def _check_limits(limits: Limits, batch_size: int, overlap: float) -> None:
+    if not 1 <= batch_size <= limits.sw_batch_size:
+        raise BadParameter(
+            f"sw_batch_size must be between 1 and {limits.sw_batch_size}, not {batch_size}.", parameter="sw_batch_size"
+        )
+    if not 0 <= overlap <= limits.overlap:
+        raise BadParameter(f"overlap must be between 0 and {limits.overlap}, not {overlap}.", parameter="overlap")
 
 
 def choose_window(spec: ModelSpec, roi_size: Size | None) -> ModelSpec:
@@ -165,72 +123,10 @@ def _choose_output(spec: ModelSpec, wanted: OutputKind | None) -> OutputKind:
 def _needs_diameter(spec: ModelSpec, options: Options) -> bool:
     """Return whether the diameter of the objects has to be estimated from the stack."""
     if options.diameter == "auto" and (spec.input.diameter is None or not isinstance(spec.decoding, Instances)):
-        raise BadParameter(f"{spec.name} does not say how wide it wants objects to be; leave diameter out.")
+        raise BadParameter(
+            f"{spec.name} does not say how wide it wants objects to be; leave diameter out.", parameter="diameter"
+        )
     return options.diameter == "auto" or (options.diameter is None and spec.input.estimate_diameter)
-
-
-def estimate(  # noqa: PLR0913
-    spec: ModelSpec,
-    volume: Extent,
-    plan: Plan,
-    window_bytes: int,
-    *,
-    on_host: bool,
-    streams: int = 1,
-    kernel: WindowKernels = window_kernels,
-) -> Estimate:
-    """Estimate windows and memory for a volume of this shape and voxel size; `kernel` blends windows, where it suits.
-
-    `window_bytes`, `on_host` and `streams` are those of an `Estimator`.
-    """
-    size = working_size(volume, spec, plan.diameter)
-    grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
-    # Pixels become float32, and are resampled, where a window reads them, unless they are sent to a device.
-    stored, sent = as_size(volume.shape[1:]), 0
-    # Voxels of the volume that one window is made of, along each axis.
-    under = [min(-(-edge * n // new) + 2 * (n != new), n) for edge, n, new in zip(grid.roi, stored, size, strict=True)]
-    image = 0
-    if size != stored:
-        # They are normalised, and interpolated between two copies along one axis after the other.
-        reading = min(streams, grid.count) * (2 * math.prod(under) + 3 * math.prod(grid.roi))
-        image = 4 * spec.input.channels * (reading if on_host else math.prod(size))
-    # Planes on a device, with those of two channels that have just come.
-    there = spec.input.channels * count_planes(spec.input.channels, size, grid.roi[0]) + 2 * planes_sent(size)
-    if not on_host and is_kept_whole(volume.shape[0], stored):
-        # Pixels as they are stored, a block of them while it is counted, and histograms of 16 bits.
-        counting = 32 * math.prod(stored[1:]) * planes_sent(stored) + 4 * (HISTOGRAMS << 16) * volume.shape[0]
-        sent = 2 * math.prod(volume.shape) + counting
-    at_once = min(streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
-    kept = count_buffered_floats(grid, len(spec.outputs), by_kernel=on_host and kernel.supports(CPU))
-    # A device of its own may have slabs of three batches: two that were launched, and one that is handed over.
-    waiting = at_once if on_host else min(3 * at_once, grid.count)
-    running = 4 * (kept + _slab_floats(spec, grid, plan, waiting)) + at_once * window_bytes
-    decoding = estimate_decoding(spec, plan.output, size, on_host=on_host or plan.decode_on_host)
-    # Where the result lies on disk, the planes that a layer of windows is cut from are in memory.
-    planes = 4 * volume.shape[0] * math.prod(volume.shape[2:]) * under[0] if decoding.disk else 0
-    return Estimate(
-        windows=grid.count * plan.scorings,
-        sw_batch_size=plan.sw_batch_size,
-        overlap=plan.overlap,
-        working_size=size,
-        host_bytes=decoding.host + planes + image + (running if on_host else 2 * buffer_bytes(size)),
-        device_bytes=0 if on_host else decoding.device + running + sent + 4 * size[1] * size[2] * there,
-    )
-
-
-def _slab_floats(spec: ModelSpec, grid: Grid, plan: Plan, at_once: int) -> int:
-    """Return the float32 numbers in slabs of finished scores that exist at a time, with `at_once` windows computed."""
-    # One slab is decoded while those of the next batches wait.
-    slabs = 2 + -(-at_once // len(grid.starts[2]))
-    if plan.skip_below is not None:
-        # Skipped rows finish before each window that is computed, and behind the last.
-        skipped = grid.max_skipped_rows(len(spec.outputs), plan.sw_batch_size)
-        slabs += min(at_once * (skipped + 1) + skipped, grid.rows)
-    # Of the rows of slabs only the last leaves as a whole.
-    (depth, height, _), (_, _, width) = grid.roi, grid.padded
-    step = max((after - start for start, after in itertools.pairwise(grid.starts[1])), default=height)
-    rows = height if grid.count == 1 else height + (slabs - 1) * step
-    return len(spec.outputs) * depth * width * rows
 
 
 @dataclass(frozen=True)
@@ -307,6 +203,23 @@ class Estimator:
         plan = self.plan(options)
         self._check_channels(volume)
         minimum_voxels(plan.steering, volume)
+        load = self._load(plan)
+        needed = estimate(self.spec, volume, plan, load)
+        if self.device_memory is not None and needed.device_bytes > DECODING_SHARE * self.device_memory:
+            plan = plan._replace(decode_on_host=True)
+            needed = estimate(self.spec, volume, plan, load)
+        if self.settings.windows.inferer == "monai":
+            needed = self._add_whole_scores(needed)
+        if needed.windows > (most := self.settings.limits.windows):
+            raise TooLarge(
+                f"The volume would take {needed.windows} windows, and this service computes up to {most} for one"
+                f" volume. Crop it, or ask for less overlap{', quality=fast' * bool(plan.views)} or a larger diameter.",
+                suggested={"quality": "fast"} if plan.views else None,
+            )
+        return PlannedRequest(plan, needed)
+
+    def _load(self, plan: Plan) -> WindowLoad:
+        """Return how the network computes the windows of a plan."""
         window_bytes, streams = self.window_bytes, self.streams
         if window_bytes is None:
             window_bytes = typical_activation_bytes((1, self.spec.input.channels, *self.spec.input.roi_size))
@@ -317,20 +230,7 @@ class Estimator:
         if plan.views:
             voxels = math.prod(self.spec.input.roi_size)
             window_bytes += views_bytes(self.spec.input.channels, len(self.spec.outputs), voxels)
-        estimate_plan = partial(estimate, self.spec, volume, on_host=self.on_host, streams=streams)
-        needed = estimate_plan(plan, window_bytes)
-        if self.device_memory is not None and needed.device_bytes > DECODING_SHARE * self.device_memory:
-            plan = plan._replace(decode_on_host=True)
-            needed = estimate_plan(plan, window_bytes)
-        if self.settings.windows.inferer == "monai":
-            needed = self._add_whole_scores(needed)
-        if needed.windows > (most := self.settings.limits.windows):
-            raise TooLarge(
-                f"The volume would take {needed.windows} windows, and this service computes up to {most} for one"
-                f" volume. Crop it, or ask for less overlap{', quality=fast' * bool(plan.views)} or a larger diameter.",
-                suggested={"quality": "fast"} if plan.views else None,
-            )
-        return PlannedRequest(plan, needed)
+        return WindowLoad(window_bytes, streams, self.on_host)
 
     def _add_whole_scores(self, needed: Estimate) -> Estimate:
         """Add what MONAI holds beside the windows: the image, and scores and weights of every voxel, all float32."""
@@ -356,33 +256,16 @@ class Estimator:
         )
 
 
-def activation_bytes(network: nn.Module, shape: tuple[int, ...]) -> int:
-    """Measure the bytes of float32 activations for one input of `shape`; see `measure_activations`."""
-    with torch.inference_mode():
-        return measure_activations(network, torch.zeros(shape))[1]
+def default_batch_size(settings: Settings, device: torch.device) -> int:
+    """Return the windows per call where nothing else is known: the configured ones, else what suits the device."""
+    if settings.windows.sw_batch_size != "auto":
+        return settings.windows.sw_batch_size
+    return min(CPU_BATCH if device.type == "cpu" else CUDA_BATCH, settings.limits.sw_batch_size)
 
 
-def measure_activations(network: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the scores of `network` for `x`, and the bytes of its activations: the sum of its five largest.
-
-    About five of the largest outputs of layers live at once.
-    """
-    sizes: list[int] = []
-
-    def note(_module: nn.Module, _inputs: object, output: object) -> None:
-        if isinstance(output, torch.Tensor):
-            sizes.append(output.numel() * 4)
-
-    leaves = [module for module in iter_modules(network) if not list(module.children())]
-    hooks = [leaf.register_forward_hook(note) for leaf in leaves]
-    try:
-        scores: torch.Tensor = network(x)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return scores, sum(sorted(sizes)[-5:]) if leaves else typical_activation_bytes(tuple(x.shape))
-
-
-def typical_activation_bytes(shape: tuple[int, ...]) -> int:
-    """Return what `activation_bytes` gives for a typical network, with 32 channels at full resolution."""
-    return 5 * 32 * 4 * math.prod((shape[0], *shape[2:]))
+def default_streams(settings: Settings, device: torch.device) -> int:
+    """Return the batches at the same time where nothing else is known: as configured, else what suits the device."""
+    if device.type != "cpu":
+        return 1
+    wanted = settings.engine.streams
+    return min(CPU_STREAMS, settings.device.threads or host.usable_cores()) if wanted == "auto" else wanted

@@ -3,8 +3,8 @@ import torch
 from fakes import SeparateDevice
 
 from service.core.errors import DeviceLost, OutOfMemory
-from service.inference.estimate import Estimate
-from service.inference.memory_errors import check_memory, translate_errors
+from service.inference.runner.memory_errors import check_memory, translate_errors
+from service.inference.types import Estimate
 
 
 def test_device_that_answers_no_more_is_lost_and_one_that_does_is_not():

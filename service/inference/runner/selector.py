@@ -1,45 +1,30 @@
-"""Make a network ready to run: as the operator fixed it, in the known best way, or in the fastest of all."""
+"""Selection of an engine: as the operator fixed it, in the known best way, or the fastest of all."""
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from service.core.config import Settings
 from service.core.hardware import devices, host
-from service.core.hardware.devices import Driver
 from service.core.sections.computing import MAX_STREAMS
-from service.core.telemetry import step
 from service.engine import backends, precision
-from service.engine.cuda import tf32
-from service.engine.prepare import prepare
 from service.engine.tuning import plans
 from service.engine.tuning.autotune import Candidate, NothingRuns, Tuner, Winner
-from service.engine.tuning.plans import EngineConfig, EnginePlan, Trial
-from service.inference.engines.label_agreement import MAX_SHARE_BEYOND_ROUNDING, LabelAgreement, score
-from service.inference.windows.blending import Blending
+from service.engine.tuning.plans import EngineConfig, EnginePlan, Outcome, Trial
+from service.inference.runner.engine_builder import EngineBuilder, ReadyEngine
+from service.inference.runner.label_agreement import score
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import SlidingWindow
-from service.models.network import Network
-from service.models.spec import ModelSpec
 
-# Windows per call. On a CPU one at a time is the slowest, since ATen has a slow path for small batches. A GPU needs
-# several to be busy at all; 11 windows of 64 voxels are one row of a plane of 512 x 512, so that no slot stays empty.
-CPU_BATCH = 2
-CUDA_BATCH = 11
-# Batches at the same time: on a CPU two teams of half the cores wait less than one of all.
-CPU_STREAMS = 2
 # Share of the free memory that the layers of one batch may take while engines are compared.
 MEMORY_SHARE = 0.5
 # Windows of a stack on which engines race: with fewer, blending and decoding would hardly show.
@@ -49,102 +34,12 @@ LIBRARIES = ("stackseg", "torch", "monai", "openvino", "numpy")
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ReadyEngine:
-    """Network that runs, and how it was made.
-
-    window       calls it
-    module       what it was made from, to be run eagerly with other batch sizes
-    config       how it runs
-    seconds      until it ran, whatever was tried before included
-    plan         how it was chosen, None where the engine is fixed
-    cached       whether the plan was made earlier
-    nbytes       of weights that the engine keeps beside those of the module, and of what its streams keep
-    score_bytes  of one window, as in `backends.BuiltNetwork`
-    """
-
-    window: SlidingWindow
-    module: nn.Module
-    config: EngineConfig
-    seconds: float
-    warnings: tuple[str, ...] = ()
-    plan: EnginePlan | None = None
-    cached: bool = False
-    nbytes: int = 0
-    score_bytes: int | None = None
-
-
-class EngineSelector:
-    """Builds any configuration of an engine for one model on one device, and selects the one to use.
-
-    network       as loaded, float32 on the CPU
-    window_bytes  float32 that its layers take for one window
-    native        dtypes that are worth trying; None: those that the device has units for
-    faulty        dtypes that it has units for, but that are left out, and why; None: as from `faulty_precisions`
-    """
-
-    def __init__(  # noqa: PLR0913, PLR0917
-        self,
-        spec: ModelSpec,
-        settings: Settings,
-        device: torch.device,
-        network: nn.Module,
-        window_bytes: int,
-        native: frozenset[torch.dtype] | None = None,
-        driver: Driver = devices,
-        faulty: Mapping[torch.dtype, str] | None = None,
-    ) -> None:
-        self._spec, self._settings, self._device = spec, settings, device
-        self._network, self._window_bytes, self._driver = network, window_bytes, driver
-        self._native = devices.native_precisions(device) if native is None else native
-        self._faulty = devices.faulty_precisions(device) if faulty is None else faulty
-        self._batch_size, self._streams = batch_size(settings, device), streams(settings, device)
-        tf32.use(settings.engine, device)
-
-    def with_window(self, spec: ModelSpec, window_bytes: int) -> EngineSelector:
-        """Return a selector for the same network with the window of `spec`."""
-        other = copy.copy(self)
-        other._spec, other._window_bytes = spec, window_bytes
-        return other
-
-    def rebuild(self, config: EngineConfig, batch_size: int) -> ReadyEngine:
-        """Build what runs with another window or batch within seconds: as `config` says, but nothing is compiled.
-
-        On devices other than the CPU a full batch is compared with FP32, as libraries may choose other algorithms for
-        a larger window. If it differs, the network runs eagerly in FP32.
-
-        Raises one of `backends.ENGINE_FAILURES` where the network does not run eagerly either.
-        """
-        ready = self._rebuild(config, batch_size)
-        if ready.config.precision == "fp32" or self._driver.is_on_host(self._device):
-            return ready
-        difference = self._make_agreement().batch_difference(ready.window)
-        if difference <= MAX_SHARE_BEYOND_ROUNDING:
-            return ready
-        wrong = "not finite" if math.isnan(difference) else f"wrong at {difference:.2%} of the voxels of a window"
-        size = "x".join(map(str, self._spec.input.roi_size))
-        found = f"{self._spec.identifier} with windows of {size} in {ready.config}: its scores are {wrong}"
-        log.warning("%s. It runs eagerly in fp32 instead.", found)
-        del ready
-        return _require_same_size(self.build(replace(self._eager("fp32"), sw_batch_size=batch_size)))
-
-    def _rebuild(self, config: EngineConfig, batch_size: int) -> ReadyEngine:
-        config = replace(config, sw_batch_size=batch_size)
-        if config.compile_mode is not None:
-            engine = "cudagraph" if self._device.type == "cuda" else "eager"
-            config = replace(config, engine=engine, compile_mode=None)
-        try:
-            return _require_same_size(self.build(config))
-        except backends.ENGINE_FAILURES as error:
-            if config.engine == "eager":
-                raise
-            reason = backends.first_line(error)
-            log.warning("%s does not run in %s, so it runs eagerly: %s", self._spec.identifier, config, reason)
-            return _require_same_size(self.build(replace(config, engine="eager")))
+class EngineSelector(EngineBuilder):
+    """Selects the configuration to use for one model on one device, among all that the settings leave open."""
 
     def preliminary(self) -> EngineConfig:
         """Return the configuration before anything was tried: eager, with whatever else is fixed."""
-        return self._eager(precision.choose(self._settings.engine.precision, self._native).name)
+        return self.eager(precision.choose(self._settings.engine.precision, self._native).name)
 
     def run(self, *, tune: bool = False) -> ReadyEngine:
         """Build what is fixed, or else what an earlier plan says, or else the known best; keep a new plan.
@@ -186,7 +81,7 @@ class EngineSelector:
         """Build the first configuration of the known order that runs and gives the labels of the network as loaded."""
         tuner = self._make_tuner()
         names = precision.list_precisions(self._settings.engine.precision, self._native)
-        configs = [*self._known_order(), *map(self._eager, names)]
+        configs = [*self._known_order(), *map(self.eager, names)]
         return self._choose(tuner, lambda: tuner.take_first(configs), tuned=False)
 
     def _choose(
@@ -198,7 +93,7 @@ class EngineSelector:
             # What failed for want of a compiler may run at the next start, and what lacked memory where nothing ran.
             holds, warnings = tuned or not _failures(trials), self._warnings(trials)
         except NothingRuns as nothing:
-            ready, trials, holds = self.build(self._eager("fp32")), nothing.trials, False
+            ready, trials, holds = self.build(self.eager("fp32")), nothing.trials, False
             warnings = (f"{nothing} It runs eagerly in fp32.",)
         plan = EnginePlan(self._spec.name, ready.config, trials, tuner.seconds, self.circumstances(), tuned)
         if holds and self._settings.engine.kind == "auto":
@@ -214,14 +109,14 @@ class EngineSelector:
     def _warnings(self, trials: Sequence[Trial]) -> tuple[str, ...]:
         """Return warnings about trials that failed, and about labels that what the operator has set would change."""
         settings, warnings = self._settings.engine, list(_failures(trials))
-        chosen = {trial.choice.engine for trial in trials if trial.verdict == "chosen"}
+        chosen = {trial.choice.engine for trial in trials if trial.verdict.outcome is Outcome.CHOSEN}
         for trial in trials:
             # The same engine in another precision is what `engine.precision: auto` asks for.
-            if settings.kind == trial.choice.engine not in chosen and trial.verdict.startswith("wrong"):
+            if settings.kind == trial.choice.engine not in chosen and trial.verdict.outcome is Outcome.WRONG:
                 warnings.append(
                     f"The {trial.choice.engine} engine in {trial.choice.precision} is not used: {trial.verdict}"
                 )
-            if trial.verdict == "chosen" and (trial.difference or 0.0) > settings.tolerance:
+            if trial.verdict.outcome is Outcome.CHOSEN and (trial.difference or 0.0) > settings.tolerance:
                 share = f"{trial.difference:.2%} of the labels of the model's sample differ from those in fp32"
                 warnings.append(f"{share}; engine.precision {settings.precision} is set, auto would not take it.")
         return tuple(warnings)
@@ -236,48 +131,6 @@ class EngineSelector:
     @property
     def _plan_folder(self) -> Path:
         return plans.choose_folder(self._settings.engine.cache_folder)
-
-    def build(self, config: EngineConfig, *warnings: str) -> ReadyEngine:
-        """Build a configuration, with these warnings after its own.
-
-        Raises one of `backends.ENGINE_FAILURES` where it does not run.
-        """
-        with step(f"building {config}"):
-            module = self.module(config)
-            window = self.sliding_window(module, config, config.sw_batch_size)
-            built = backends.build(module, window.batch, config, self._settings.engine)
-        window = window.with_network(built.network, any_batch_size=built.any_batch_size, owns_scores=built.owns_scores)
-        ready = ReadyEngine(window, module, config, built.seconds, warnings)
-        return replace(ready, nbytes=built.nbytes, score_bytes=built.score_bytes)
-
-    def module(self, config: EngineConfig) -> nn.Module:
-        """Prepare the module that a configuration is built from."""
-        memory_format = backends.MEMORY_FORMATS[config.memory_format]
-        return prepare(self._network, self._device, backends.batch_dtype(config), memory_format)
-
-    def reference(self, batch_size: int) -> SlidingWindow:
-        """Return windows through the network exactly as it was loaded: eager, float32 without TF32, nothing folded."""
-        network: Network = copy.deepcopy(self._network).to(self._device)
-        if self._device.type == "cuda":
-            network = tf32.without_tf32(network)
-        return self.sliding_window(network, EngineConfig("eager", "fp32", "contiguous", batch_size), batch_size)
-
-    def sliding_window(self, network: Network, config: EngineConfig, batch_size: int) -> SlidingWindow:
-        """Return windows through `network` as `config` says; a batch that is smaller than its own has one stream."""
-        windows = self._settings.windows
-        # MONAI blends windows by itself, and gets the scores of each as they are.
-        mode = "constant" if windows.inferer == "monai" else windows.blending
-        return SlidingWindow(
-            network,
-            self._spec.input.channels,
-            self._spec.input.roi_size,
-            batch_size,
-            blending=Blending(mode, windows.sigma),
-            device=self._device,
-            dtype=backends.batch_dtype(config),
-            memory_format=backends.MEMORY_FORMATS[config.memory_format],
-            streams=config.streams if batch_size >= config.sw_batch_size else 1,
-        )
 
     def circumstances(self) -> dict[str, str]:
         """Return everything that a plan depends on, by name."""
@@ -307,21 +160,23 @@ class EngineSelector:
         warnings = list[str]()
         names = precision.list_precisions(settings.precision, self._native)
         unfit = {name: backend.explain_unfit(name, self._device, self._network) for name in names}
-        # The first configuration of a precision is the most promising one; what is not compiled needs no compiler.
-        candidates = self._candidates()
-        firsts = {config.precision: config for config in reversed(candidates)}
-        plain = {config.precision: config for config in reversed(candidates) if config.compile_mode is None}
-        fit = [name for name in names if unfit[name] is None]
-        configs = [chosen[name] for name in fit for chosen in (firsts, plain) if name in chosen]
+        configs = self._list_promising([name for name in names if unfit[name] is None])
         if not configs:
             warnings.append(f"The {settings.kind} engine {unfit[names[0]]}; running eagerly.")
-        configs = list(dict.fromkeys([*configs, *map(self._eager, names)]))
-        if self._device.type == "cpu" and configs[0] == self._eager("fp32"):
+        configs = list(dict.fromkeys([*configs, *map(self.eager, names)]))
+        if self._device.type == "cpu" and configs[0] == self.eager("fp32"):
             # It is what others are compared with.
             return self.build(configs[0], *warnings, *self._precision_warnings)
         tuner = self._make_tuner(explain_skip=lambda _config: None)
         ready = self._choose(tuner, lambda: tuner.take_first(configs), tuned=False)
         return replace(ready, plan=None, warnings=(*warnings, *ready.warnings))
+
+    def _list_promising(self, precisions: Sequence[str]) -> list[EngineConfig]:
+        """Return the first configuration of each precision, and the first that needs no compiler."""
+        candidates = self._candidates()
+        firsts = {config.precision: config for config in reversed(candidates)}
+        plain = {config.precision: config for config in reversed(candidates) if config.compile_mode is None}
+        return [chosen[name] for name in precisions for chosen in (firsts, plain) if name in chosen]
 
     @property
     def _tolerance(self) -> float:
@@ -349,7 +204,7 @@ class EngineSelector:
         explain_skip: Callable[[EngineConfig], str | None] | None = None,
     ) -> Tuner[ReadyEngine]:
         """Return a tuner that builds engines and checks their labels; `explain_skip` as in `Tuner`, None: as here."""
-        agreement = self._make_agreement()
+        agreement = self.make_agreement()
 
         def build(config: EngineConfig) -> Candidate[ReadyEngine]:
             ready = self.build(config)
@@ -367,15 +222,6 @@ class EngineSelector:
             announce=announce,
             find_loss=lambda error: devices.find_loss(self._device, error, self._driver),
         )
-
-    def _make_agreement(self) -> LabelAgreement:
-        """Return the comparison with FP32: on devices other than the CPU, of a full batch as well.
-
-        The reference computes one window at a time there, so that no fault with large batches affects it.
-        """
-        on_host = self._driver.is_on_host(self._device)
-        windows = self._batch_size if on_host else 1
-        return LabelAgreement(self._spec, self._device, lambda: self.reference(windows), full_batch=not on_host)
 
     def _explain_skip(self, config: EngineConfig) -> str | None:
         """Return why a configuration must not be tried; None if it may."""
@@ -408,25 +254,6 @@ class EngineSelector:
             return (self._streams,)
         return powers_of_two(min(torch.get_num_threads(), MAX_STREAMS))
 
-    def _eager(self, name: str) -> EngineConfig:
-        memory_format = backends.BACKENDS["eager"].allowed_formats(self._settings.engine, self._device)[0]
-        return EngineConfig("eager", name, memory_format, self._batch_size, streams=self._streams)
-
-
-def batch_size(settings: Settings, device: torch.device) -> int:
-    """Return the windows per call where nothing else is known: the configured ones, else what suits the device."""
-    if settings.windows.sw_batch_size != "auto":
-        return settings.windows.sw_batch_size
-    return min(CPU_BATCH if device.type == "cpu" else CUDA_BATCH, settings.limits.sw_batch_size)
-
-
-def streams(settings: Settings, device: torch.device) -> int:
-    """Return the batches at the same time where nothing else is known: as configured, else what suits the device."""
-    if device.type != "cpu":
-        return 1
-    wanted = settings.engine.streams
-    return min(CPU_STREAMS, settings.device.threads or host.usable_cores()) if wanted == "auto" else wanted
-
 
 def powers_of_two(most: int) -> tuple[int, ...]:
     """Return the powers of two up to `most`, ascending."""
@@ -444,18 +271,9 @@ def _run_in_all_streams(window: SlidingWindow, run: Callable[..., object]) -> Ca
     return lambda: list(threads.map(run, range(window.streams)))
 
 
-def _require_same_size(ready: ReadyEngine) -> ReadyEngine:
-    """Return a network whose scores are as large as its windows. Raises RuntimeError."""
-    batch = ready.window.batch
-    scores = ready.window.network(batch)
-    if scores.shape[2:] != batch.shape[2:]:
-        raise RuntimeError(f"its scores are {'x'.join(map(str, scores.shape[2:]))}")
-    return ready
-
-
 def _failures(trials: Sequence[Trial]) -> tuple[str, ...]:
     """Return warnings about trials that failed, which an operator may want to repair."""
-    failed = [trial for trial in trials if trial.verdict.startswith("failed")]
+    failed = [trial for trial in trials if trial.verdict.outcome is Outcome.FAILED]
     return tuple(f"The {trial.choice.engine} engine {trial.verdict}" for trial in failed)
 
 

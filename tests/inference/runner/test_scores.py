@@ -10,14 +10,15 @@ from torch import Tensor
 from service.core.errors import NonFiniteScores, OutOfMemory
 from service.core.types import Options, Volume
 from service.engine.tuning.plans import EngineConfig
-from service.inference.engines.scores import ScoreComputer
-from service.inference.estimate import Plan
-from service.inference.segmenter import Segmenter
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.runner.scores import ScoreComputer
+from service.inference.segment import segment
+from service.inference.types import Plan
 from service.inference.windows.blending import Slab
 
 
 @pytest.fixture(scope="module")
-def eager(bands) -> Segmenter:
+def eager(bands) -> ModelRunner:
     return started(bands, settings_of())
 
 
@@ -45,15 +46,15 @@ def test_a_pile_of_windows_passes_as_a_stack():
     "error", [MemoryError("no"), torch.OutOfMemoryError("no"), RuntimeError("DefaultCPUAllocator: can't")]
 )
 def test_too_large_a_batch_falls_back_to_fewer_windows(bands, eager, volume, error):
-    forward = eager._scores.module.network.forward
+    forward = eager.scores.module.network.forward
 
     def network(x: Tensor) -> Tensor:
         if len(x) > 1:
             raise error
         return forward(x)
 
-    result = with_network(bands, network).segment(volume, Options(sw_batch_size=5))
-    assert np.array_equal(result.segmentation.pixels, eager.segment(volume, Options()).segmentation.pixels)
+    result = segment(with_network(bands, network), volume, Options(sw_batch_size=5))
+    assert np.array_equal(result.segmentation.pixels, segment(eager, volume, Options()).segmentation.pixels)
     assert [note.split(" ")[4] for note in result.notes] == ["5", "2"]
     assert result.fallbacks == 2
 
@@ -62,10 +63,10 @@ def test_running_out_of_memory_says_how_much_is_needed(bands, volume):
     def network(x: Tensor) -> Tensor:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
 
-    segmenter = with_network(bands, network)
+    runner = with_network(bands, network)
     with pytest.raises(OutOfMemory, match="GiB are needed") as caught:
-        segmenter.segment(volume, Options())
-    assert caught.value.needed_bytes == segmenter.estimator.estimate(volume, Options()).host_bytes
+        segment(runner, volume, Options())
+    assert caught.value.needed_bytes == runner.estimator.estimate(volume, Options()).host_bytes
 
 
 def test_other_errors_of_the_network_are_not_called_memory(bands, volume):
@@ -73,22 +74,22 @@ def test_other_errors_of_the_network_are_not_called_memory(bands, volume):
         raise RuntimeError("a misallocated thing")
 
     with pytest.raises(RuntimeError, match="misallocated"):
-        with_network(bands, network).segment(volume, Options())
+        segment(with_network(bands, network), volume, Options())
 
 
 def test_scores_that_are_not_finite(bands, volume):
     with pytest.raises(NonFiniteScores):
-        with_network(bands, lambda x: x.repeat(1, 3, 1, 1, 1) * np.nan).segment(volume, Options())
+        segment(with_network(bands, lambda x: x.repeat(1, 3, 1, 1, 1) * np.nan), volume, Options())
 
 
 def test_scores_that_only_a_narrow_precision_spoils_are_computed_again(bands, eager, volume):
-    segmenter = Segmenter(bands, settings_of(precision="bf16"))
-    segmenter._scores.module.network.forward = lambda x: x.repeat(1, 3, 1, 1, 1) * np.inf
-    result = segmenter.segment(volume, Options())
+    runner = ModelRunner(bands, settings_of(precision="bf16"))
+    runner.scores.module.network.forward = lambda x: x.repeat(1, 3, 1, 1, 1) * np.inf
+    result = segment(runner, volume, Options())
     assert result.recomputed
     (note,) = result.notes
     assert "not finite (eager, bf16)" in note
-    expected = eager.segment(volume, Options()).segmentation.pixels
+    expected = segment(eager, volume, Options()).segmentation.pixels
     assert np.mean(result.segmentation.pixels != expected) < 1e-5
 
 
@@ -96,6 +97,6 @@ def test_scores_that_are_not_finite_in_float32_either(write_model, bands_content
     broken = copy.deepcopy(bands_network)
     with torch.no_grad():
         next(broken.parameters())[0, 0, 0, 0, 0] = np.inf
-    segmenter = started(write_model(bands_content, broken), settings_of(precision="bf16"))
+    runner = started(write_model(bands_content, broken), settings_of(precision="bf16"))
     with pytest.raises(NonFiniteScores):
-        segmenter.segment(volume, Options())
+        segment(runner, volume, Options())

@@ -18,7 +18,8 @@ from service.core.telemetry import Progress
 from service.core.types import Segmentation
 from service.engine import backends
 from service.engine.tuning.plans import EngineConfig
-from service.inference.engines.selector import EngineSelector, batch_size
+from service.inference.runner.estimator import default_batch_size
+from service.inference.runner.selector import EngineSelector
 from service.models.loader import load_network
 
 CPU = torch.device("cpu")
@@ -119,7 +120,7 @@ def test_the_first_of_the_known_order_is_checked_once_and_kept(bands, settings, 
         selector.reference = lambda size, make=make_reference: references.append(size) or make(size)
         ready = selector.run()
         assert (ready.config.engine, ready.cached, ready.plan.tuned) == ("other", cached, False)
-        assert [(trial.verdict, trial.difference) for trial in ready.plan.trials] == [("chosen", 0)]
+        assert [(str(trial.verdict), trial.difference) for trial in ready.plan.trials] == [("chosen", 0)]
     assert len(built) == 2
     assert len(references) == 1
 
@@ -139,7 +140,7 @@ def test_a_race_is_kept_and_the_next_start_builds_only_what_won(bands, settings,
     first = warm_up(bands, settings(precision="fp32")).tune(60)
     assert not first.cached
     assert {trial.choice.engine for trial in first.plan.trials} == {"eager", "other"}
-    assert [trial.choice for trial in first.plan.trials if trial.verdict == "chosen"] == [first.config]
+    assert [trial.choice for trial in first.plan.trials if str(trial.verdict) == "chosen"] == [first.config]
     assert {trial.difference for trial in first.plan.trials} <= {0, None}
     built.clear()
     for tune in (False, True):
@@ -190,7 +191,7 @@ def test_a_graph_that_is_not_frozen_has_one_stream(bands, settings, only):
     assert warm_up(bands, settings(kind="compiled", freeze=False, streams=2)).run().config.streams == 1
     assert warm_up(bands, settings(kind="compiled", streams=2)).run().config.streams == 2
     plan = warm_up(bands, settings(freeze=False, streams=2)).tune(60).plan
-    tried = [trial.choice for trial in plan.trials if not trial.verdict.startswith("skipped")]
+    tried = [trial.choice for trial in plan.trials if trial.verdict.outcome != "skipped"]
     assert {(config.engine, config.streams) for config in tried} == {("compiled", 1), ("eager", 2)}
 
 
@@ -216,14 +217,14 @@ def test_a_faster_engine_with_other_labels_is_not_taken(bands, settings, only, c
     only("eager", other=FakeBackend(lambda _module: Wrong()))
     ready = choose(warm_up(bands, settings()))
     assert ready.config.engine == "eager"
-    assert any(t.verdict.startswith("wrong") for t in ready.plan.trials if t.choice.engine == "other")
+    assert any(t.verdict.outcome == "wrong" for t in ready.plan.trials if t.choice.engine == "other")
 
 
 def test_a_precision_that_the_operator_chose_is_not_judged(bands, settings, only):
     only("eager", other=FakeBackend(lambda _module: Wrong()))
     ready = warm_up(bands, settings(precision="fp32")).run()
     assert ready.config.engine == "other"
-    (trial,) = (trial for trial in ready.plan.trials if trial.verdict == "chosen")
+    (trial,) = (trial for trial in ready.plan.trials if str(trial.verdict) == "chosen")
     assert trial.difference > 0.1
 
 
@@ -291,10 +292,10 @@ def test_batch_sizes_are_tried_only_where_they_are_open(bands, settings, only):
 
 
 def test_the_batch_size_of_a_device(settings):
-    assert batch_size(settings(), CPU) == 2
-    assert batch_size(settings(), torch.device("cuda")) == 11
-    assert batch_size(settings(limits={"sw_batch_size": 1}), CPU) == 1
-    assert batch_size(settings(windows={"sw_batch_size": 5}), CPU) == 5
+    assert default_batch_size(settings(), CPU) == 2
+    assert default_batch_size(settings(), torch.device("cuda")) == 11
+    assert default_batch_size(settings(limits={"sw_batch_size": 1}), CPU) == 1
+    assert default_batch_size(settings(windows={"sw_batch_size": 5}), CPU) == 5
 
 
 NO_COMPILER = """
@@ -305,7 +306,7 @@ from service.core.config import Settings
 from service.core.telemetry import Progress
 from service.models.loader import load_network
 from service.models.repository import read_spec
-from service.inference.engines.selector import EngineSelector
+from service.inference.runner.selector import EngineSelector
 
 torch.set_num_threads(1)
 spec = read_spec(Path(sys.argv[1]))
@@ -411,7 +412,7 @@ def test_a_race_segments_in_all_streams_at_the_same_time(bands, settings, only, 
     ready = warm_up(bands, settings({"sw_batch_size": 2}, kind="auto", streams=2)).tune(60)
     assert {cores for _, cores in threads} == {1}
     assert len(threads) >= 2
-    assert all("failed" not in trial.verdict for trial in ready.plan.trials)
+    assert all(trial.verdict.outcome != "failed" for trial in ready.plan.trials)
 
 
 @pytest.mark.parametrize("on_host", [True, False])
@@ -509,7 +510,7 @@ def test_a_separate_device_is_checked_with_a_full_batch(bands, settings, only, m
     chosen = settings(precision="fp32", windows={"sw_batch_size": LARGE_BATCH})
     ready = on_separate_device(bands, chosen).run()
     assert ready.config.engine == engine
-    (verdict,) = (trial.verdict for trial in ready.plan.trials if trial.choice.engine == "other")
+    (verdict,) = (str(trial.verdict) for trial in ready.plan.trials if trial.choice.engine == "other")
     assert ("in a full batch" in verdict) == (engine == "eager")
 
 

@@ -13,8 +13,7 @@ from landscapes import CountWaits, aten
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from service.inference.decoding.basin_joining import merge_basins_on_device
-from service.inference.decoding.basin_merging import Persistence, merge_shallow_basins
+from service.inference.decoding.basin_merging import Persistence, merge_basins_on_device, merge_shallow_basins
 from service.inference.decoding.watershed import Basins, Passes
 
 

@@ -1,1 +1,0 @@
-"""The choice of an engine for a model."""

@@ -1,0 +1,250 @@
+"""One model on one device: loaded once, made ready to run, and reported on."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+
+import torch
+from torch import Tensor, nn
+
+from service.core.buffers import make_allocator
+from service.core.config import Settings
+from service.core.errors import BadParameter, DeviceLost, InternalError
+from service.core.hardware import devices, host
+from service.core.hardware.devices import Driver, is_out_of_memory
+from service.core.quantities import Size
+from service.core.telemetry import step
+from service.core.types import Options
+from service.engine import backends
+from service.engine.compile import torch_compile
+from service.engine.tuning.plans import EngineConfig, EnginePlan
+from service.inference.cuda.placement import DevicePlacement
+from service.inference.diameter.cache import DiameterCache
+from service.inference.preprocessing.normalize import NormalisedImage
+from service.inference.preprocessing.resample import ResampledImage
+from service.inference.runner.callbacks import ComputeSlabs, RunWindows
+from service.inference.runner.engine_builder import ReadyEngine
+from service.inference.runner.estimator import Estimator, choose_window, window_scale
+from service.inference.runner.memory_errors import check_memory, translate_errors
+from service.inference.runner.memory_estimate import measure_activations
+from service.inference.runner.placement import HostPlacement, Placement
+from service.inference.runner.scores import ScoreComputer
+from service.inference.runner.selector import EngineSelector
+from service.inference.types import EngineReport, Estimate, Plan
+from service.inference.windows.kernels import window_kernels
+from service.inference.windows.sliding_window import Image, ScoreWindows
+from service.models.loader import load_network
+from service.models.network import Network, weight_bytes
+from service.models.spec import ModelSpec
+
+log = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Loads a model once and runs it. Several threads may segment with it once `warm_up` has returned.
+
+    placement  where its windows and scores lie
+    estimator  plans requests to it
+    scores     computes the scores of images with its network
+    diameters  estimates of earlier stacks
+    allocate   makes the arrays of results
+
+    The network is run by the thread of `warm_up`, and by those that run `SlidingWindow`s, of which there may be as many
+    at a time as these have streams. On CUDA that must always be the same thread, to which inductor ties the graphs that
+    it records.
+    Raises ConfigError for a device that is not there, BrokenModel for a model that does not load.
+    """
+
+    def __init__(self, spec: ModelSpec, settings: Settings, driver: Driver = devices) -> None:
+        self.spec, self.device = spec, devices.choose_device(settings.device.name)
+        self._settings, self._driver = settings, driver
+        on_host = driver.is_on_host(self.device)
+        self.placement: Placement = HostPlacement() if on_host else DevicePlacement(self.device, driver)
+        self.allocate = make_allocator(settings.server.scratch_folder)
+        if self.device.type == "cpu":
+            devices.use_threads(settings.device.threads)
+        if settings.engine.cache_folder is not None:
+            torch_compile.set_cache_folder(settings.engine.cache_folder)
+        with step("reading weights"):
+            network = load_network(spec, self._run_first)
+        # Weights as they were loaded stay on the host, for whenever scores have to be computed in float32.
+        self._loaded_bytes = weight_bytes(network) if on_host else 0
+        self._selector = EngineSelector(spec, settings, self.device, network, self._window_bytes, driver=driver)
+        self._use(None)
+        self.diameters = DiameterCache()
+        # The latest of other windows that requests have asked for, by its edges and the windows per call.
+        self._other_windows: dict[tuple[Size, int], ModelRunner] = {}
+        self._other_lock = threading.Lock()
+
+    def _run_first(self, network: nn.Module, window: Tensor) -> Tensor:
+        """Run the network for the first time, which takes long, and measure its activations with that one forward."""
+        scores, self._window_bytes = measure_activations(network, window)
+        return scores
+
+    def warm_up(self, *, tune: bool = False) -> None:
+        """Settle how the network runs, and run it with its one batch shape, until it runs as it always will.
+
+        With `tune`, and where the operator wants it (`engine.tune`), ways to run it race first, which takes minutes.
+        """
+        self._use(self._selector.run(tune=tune))
+        for warning in self.report().warnings:
+            log.warning("%s: %s", self.spec.identifier, warning)
+
+    def tune(self, seconds: float, announce: Callable[[EngineConfig, int], object] = lambda *_: None) -> EnginePlan:
+        """Race all ways to run the network, as `EngineSelector.tune` does, and keep and return the plan."""
+        ready = self._selector.tune(seconds, announce)
+        self._use(ready)
+        if ready.plan is None:
+            raise InternalError("A race of engines has left no plan.")
+        return ready.plan
+
+    def _use(self, ready: ReadyEngine | None) -> None:
+        """Compute scores with a network that is ready; None: eagerly until there is one."""
+        self._ready = ready
+        self._config = config = self._selector.preliminary() if ready is None else ready.config
+        self.estimator = Estimator(
+            self.spec,
+            self._settings,
+            config.sw_batch_size,
+            window_bytes=self._window_bytes * backends.batch_dtype(config).itemsize // 4,
+            on_host=self.placement.on_host,
+            device_memory=self.placement.total_bytes,
+            streams=config.streams,
+            score_bytes=None if ready is None else ready.score_bytes,
+            any_batch_size=None if ready is None or config.engine == "eager" else ready.window.any_batch_size,
+        )
+        self.scores = ScoreComputer(self._selector, config, ready, self.estimator.fit_batch)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the device's memory for weights in every form and for batches, also of the latest other window."""
+        built = [each._ready for each in (self, *self._other_windows.values())]
+        return self._loaded_bytes * (self._ready is not None) + sum(ready_bytes(ready) for ready in built if ready)
+
+    def instrument(self, wrap: Callable[[Network], Network]) -> None:
+        """Let every later forward of the warm network pass through what `wrap` makes of it; for measurements."""
+        if self._ready is not None:
+            window = self._ready.window
+            wrapped = window.with_network(
+                wrap(window.network), any_batch_size=window.any_batch_size, owns_scores=window.owns_scores
+            )
+            self._use(replace(self._ready, window=wrapped))
+
+    @contextmanager
+    def computing(self, needed: Estimate) -> Iterator[None]:
+        """Compute without gradients, and translate errors to OutOfMemory and DeviceLost."""
+        with torch.inference_mode(), translate_errors(needed, self.device, self._driver):
+            yield
+
+    def check_memory(self, needed: Estimate) -> None:
+        """Raise OutOfMemory where the host or the device has less memory free than needed."""
+        check_memory(needed, host.available_memory(), self.placement.free_bytes())
+
+    def find_loss(self, error: BaseException) -> DeviceLost | None:
+        """Return what to raise where the device was lost with an error; None where it was not."""
+        return devices.find_loss(self.device, error, self._driver)
+
+    def bring(self, image: NormalisedImage | ResampledImage) -> Image:
+        """Return an image whose windows are read on the device; MONAI's inferer takes one tensor there."""
+        if self._settings.windows.inferer == "monai":
+            return image.tensor().to(self.device)
+        return self.placement.bring(image, self.spec.input.roi_size[0])
+
+    def choose_inferer(self, run: RunWindows) -> RunWindows:
+        """Return what computes the windows of a request: `run`, or MONAI's inferer, which calls the network by it."""
+        if self._settings.windows.inferer == "own":
+            return run
+        # Imported by name: MONAI takes seconds, and the service starts without it.
+        module = import_module("service.inference.windows.monai_inferer")
+        inferer: RunWindows = module.MonaiInferer(self._settings.windows, run)
+        return inferer
+
+    def score_windows(self, plan: Plan, compute: ComputeSlabs) -> ScoreWindows:
+        """Return what computes the scores of a few windows of a request, each scored once."""
+        return partial(self.scores.score_windows, plan=plan, run=compute)
+
+    def with_window(self, options: Options, needed: Estimate) -> ModelRunner:
+        """Return a runner with the window that a request asks for, which is built unless the latest had the same.
+
+        Raises OutOfMemory, DeviceLost, and BadParameter where the network does not take such windows.
+        """
+        spec = choose_window(self.spec, options.roi_size)
+        if spec is self.spec:
+            return self
+        batch_size = options.sw_batch_size or self._config.sw_batch_size
+        key = (spec.input.roi_size, batch_size)
+        with self._other_lock, self.computing(needed):
+            if key not in self._other_windows:
+                self.check_memory(needed)
+                self._other_windows.clear()
+                self._other_windows[key] = self._build_with_window(spec, batch_size)
+            return self._other_windows[key]
+
+    def _build_with_window(self, spec: ModelSpec, batch_size: int) -> ModelRunner:
+        other = copy.copy(self)
+        other.spec, other.diameters = spec, DiameterCache()
+        other._window_bytes = int(self._window_bytes * window_scale(self.spec, spec))
+        other._selector = self._selector.with_window(spec, other._window_bytes)
+        try:
+            other._use(None if self._ready is None else other._selector.rebuild(self._config, batch_size))
+        except backends.ENGINE_FAILURES as error:
+            if is_out_of_memory(error) or self.find_loss(error) is not None:
+                raise
+            size, reason = "x".join(map(str, spec.input.roi_size)), backends.first_line(error)
+            raise BadParameter(
+                f"roi_size: {spec.name} does not run with windows of {size}: {reason}", parameter="roi_size"
+            ) from error
+        return other
+
+    def batch_notes(self, options: Options) -> tuple[str, ...]:
+        """Return a note where the request asks for another batch than the network was built for."""
+        wanted = options.sw_batch_size
+        if wanted is None or (used := self.estimator.fit_batch(wanted)) == wanted:
+            return ()
+        return (f"The {self._config.engine} engine takes {used} windows at once, not {wanted}.",)
+
+    def describe_engine(self, *, recomputed: bool = False) -> str:
+        """Return the engine that computes the windows, with its precision; scores are `recomputed` in float32."""
+        return f"{self._config.engine} {'fp32' if recomputed else self._config.precision}"
+
+    @property
+    def _kernel_warnings(self) -> tuple[str, ...]:
+        if self.device.type != "cpu" or window_kernels.ready:
+            return ()
+        return (f"Segmenting takes at least twice as long as with the C++ kernels: {window_kernels.problem}.",)
+
+    def report(self) -> EngineReport:
+        """Report the engine in use; before `warm_up` the one that would run without it."""
+        ready, config, windows = self._ready, self._config, self._settings.windows
+        plan = None if ready is None else ready.plan
+        return EngineReport(
+            device=str(self.device),
+            device_name=devices.device_name(self.device),
+            engine=config.engine if ready else "starting",
+            precision=config.precision,
+            memory_format=config.memory_format,
+            compile_mode=config.compile_mode,
+            roi_size=self.spec.input.roi_size,
+            sw_batch_size=config.sw_batch_size,
+            overlap=windows.overlap,
+            blending=windows.blending,
+            warm_up_seconds=ready.seconds if ready else 0.0,
+            warnings=(*self._kernel_warnings, *(ready.warnings if ready else ())),
+            streams=config.streams,
+            planned="fixed" if plan is None else plan.origin,
+            cached=ready is not None and ready.cached,
+            trials=plan.trials if plan else (),
+        )
+
+
+def ready_bytes(ready: ReadyEngine) -> int:
+    """Return the bytes that a network takes with its weights and batches, whatever was loaded before it."""
+    batches = sum(batch.untyped_storage().nbytes() for batch in ready.window.batches)
+    return weight_bytes(ready.module) + ready.nbytes + batches
