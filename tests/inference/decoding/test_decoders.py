@@ -153,29 +153,11 @@ def test_objects_below_the_minimum_size_vanish() -> None:
     assert labels[6, 6, 6] == 0
 
 
-@pytest.mark.parametrize(("edge", "dtype"), [(80, np.uint16), (82, np.uint32)])
-def test_labels_are_wide_enough_for_their_number(edge: int, dtype: type[np.unsignedinteger[Any]]) -> None:
-    heights = np.full((edge, edge, edge), -np.inf)
-    heights[::2, ::2, ::2] = 1.0
-    labels, count = decode(heights)
-    assert count == (edge // 2) ** 3 == labels.max()
-    assert labels.dtype == dtype
-
-
 def test_without_foreground_there_are_no_objects(random_nuclei: ModelSpec) -> None:
     result = run(random_nuclei, torch.full((1, 2, 4, 5, 6), -3.0))
     assert result.count == 0
     assert result.pixels.dtype == np.uint16
     assert not result.pixels.any()
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**16), cuts=st.sets(st.integers(1, 12)))
-def test_labels_do_not_depend_on_where_slabs_are_cut(seed: int, cuts: set[int], random_nuclei: ModelSpec) -> None:
-    scores = smooth_scores(seed)
-    whole = run(random_nuclei, scores)
-    assert whole.count
-    assert np.array_equal(run(random_nuclei, scores, tuple(sorted(cuts))).pixels, whole.pixels)
 
 
 @settings(max_examples=20, deadline=None)
@@ -248,15 +230,6 @@ def test_an_object_that_is_much_less_certain_than_the_others_is_dropped(random_n
     kept = run(with_decoding(random_nuclei, min_relative_odds=0.2), scores)
     assert kept.count == 2
     assert np.array_equal(kept.pixels > 0, logits > 2)
-
-
-def test_an_object_across_a_seam_stays_one(random_nuclei: ModelSpec) -> None:
-    inside = balls((12, 20, 20, 9))
-    scores = torch.from_numpy(np.stack([np.where(inside, 5.0, -5.0), distance_transform_edt(inside)]))[None].float()
-    result = run(random_nuclei, scores, cuts=(12,))
-    assert result.count == 1
-    assert np.array_equal(result.pixels > 0, inside)
-    assert (result.kind, result.voxel_size) == ("labels", VoxelSize(2, 1, 1))
 
 
 @pytest.mark.parametrize(("threshold", "voxels"), [(0.5, 2), (0.8, 1), (0.05, 3)])
