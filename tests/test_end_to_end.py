@@ -241,26 +241,6 @@ def test_upload_limit_holds_with_and_without_a_stated_length(
         assert running.leftovers() == []
 
 
-def test_broken_model_leaves_the_others_ready_and_is_told(
-    write_model: Any, bands_content: dict[str, Any], tmp_path: Path, phantom: Any
-) -> None:
-    write_model(bands_content)
-    broken = write_model({**bands_content, "name": "broken"})
-    broken.weights_path.write_bytes(b"other weights")
-    with serve(eager(tmp_path / "models")) as running:
-        assert running.client.get("/health/live").status_code == 200
-        ready = running.client.get("/health/ready")
-        assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
-        health = running.client.get("/health")
-        assert "broken" in " ".join(health.json()["degraded"])
-        assert running.segment(as_tiff(phantom.image), model="bands").status_code == 200
-        failed = running.segment(as_tiff(phantom.image), model="broken")
-        assert (failed.status_code, failed.json()["type"]) == (500, "urn:stackseg:problem:broken-model")
-        told = running.client.get("/models/broken").json()
-        assert (told["state"], "weights" in told["problem"]) == ("failed", True)
-        assert str(tmp_path) not in ready.text + health.text
-
-
 def test_state_endpoints(live: Live) -> None:
     for prefix in ("", "/v1", "/v2"):
         assert live.client.get(f"{prefix}/health/live").status_code == 200
