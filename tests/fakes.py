@@ -24,6 +24,16 @@ Functions = TypeVar("Functions", bound=CppFunctions)
 WINDOWS = 100
 
 
+class Clock:
+    """Seconds that pass when a test says so, in place of `time.monotonic`."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class SeparateDevice:
     """Driver of a device that computes on the CPU, and counts as one with memory of its own."""
 

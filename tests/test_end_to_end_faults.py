@@ -13,7 +13,7 @@ from typing import Any
 import faulty_server
 import httpx2
 import pytest
-from conftest import make_phantom
+from bands import make_phantom
 from fakes import until
 from live import as_tiff
 

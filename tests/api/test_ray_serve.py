@@ -33,8 +33,15 @@ REPLICAS = 2
 
 
 @pytest.fixture(scope="module")
-def client(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
-    settings = eager(bands_repository, server={"drain_seconds": 60}).model_dump(mode="json", exclude_unset=True)
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The scratch folder that all replicas have in common."""
+    return tmp_path_factory.mktemp("scratch")
+
+
+@pytest.fixture(scope="module")
+def client(bands_repository: Path, scratch: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
+    server = {"drain_seconds": 60, "scratch_folder": scratch}
+    settings = eager(bands_repository, server=server).model_dump(mode="json", exclude_unset=True)
     config = tmp_path_factory.mktemp("settings") / "config.yaml"
     config.write_text(yaml.safe_dump(settings))
     with ray_environment() as ray, ray_cluster(num_cpus=4) as cluster, socket.socket() as free:
@@ -139,19 +146,14 @@ def test_a_replica_that_is_killed_is_replaced(client: httpx2.Client, stack: byte
             assert np.array_equal(classes(answer.content), expected)
 
 
-def test_requests_finish_when_the_application_goes(client: httpx2.Client, phantom_maker: Any) -> None:
+def test_requests_finish_when_the_application_goes(client: httpx2.Client, scratch: Path, phantom_maker: Any) -> None:
     from ray import serve as ray_serve  # noqa: PLC0415
 
     large = as_tiff(phantom_maker((128, 256, 256), seed=2).image)
-
-    def running() -> int:
-        lines = client.get("/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) > 0 for line in lines if line.startswith("stackseg_running "))
-
     with ThreadPoolExecutor(2 * REPLICAS) as pool:
-        # Ray asks the less busy replica: each has to compute for one to tell of it.
         answers = [pool.submit(segment, client, large) for _ in range(2 * REPLICAS)]
-        until(running, STARTING)
+        # A request that no replica has yet would be refused once the application goes.
+        until(lambda: len(list(scratch.glob("*/requests/*"))) == len(answers), STARTING)
         ray_serve.delete("default")
-        assert [answer.result().status_code for answer in answers] == [200] * (2 * REPLICAS)
+        assert [answer.result().status_code for answer in answers] == [200] * len(answers)
     until(lambda: not replicas(), STARTING)

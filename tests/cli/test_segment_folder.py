@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -154,33 +153,6 @@ def test_labels_of_a_folder_are_ome_zarr_where_they_are_asked_for(
             assert np.array_equal(volume.array()[0], tifffile.imread(out / f"{name}_labels.ome.tif"))
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
     assert f"{names[0].replace(' ', '%20')}_labels.ome.zarr" in (out / "report.html").read_text()
-
-
-def test_stacks_of_subfolders_are_found_and_keep_their_places(folder: Path, config: Path, tmp_path: Path) -> None:
-    chosen, out = few(folder, tmp_path), tmp_path / "out"
-    below = chosen / "day 2"
-    below.mkdir()
-    (chosen / f"{STACKS[0]}.tif").rename(below / "a.ome.tif")
-    assert segment(chosen, out, "--config", config, "--glob", "**/*.tif") == 0
-    assert (out / "day 2" / "a_labels.ome.tif").is_file()
-    assert {row["stack"] for row in rows(out / "objects.csv")} <= {"day 2/a.ome.tif", *(f"{n}.tif" for n in STACKS)}
-
-
-def test_a_stack_that_goes_during_the_run_fails_alone(
-    folder: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chosen, out = few(folder, tmp_path, STACKS[:8]), tmp_path / "out"
-
-    def remove_last() -> None:
-        until(lambda: len(recorded(out)) > 0, 60)
-        (chosen / f"{STACKS[7]}.tif").unlink()
-
-    with ThreadPoolExecutor(1) as pool:
-        removal = pool.submit(remove_last)
-        assert segment(chosen, out, "--config", config) == 1
-        removal.result()
-    assert recorded(out) == [f"{name}.tif" for name in STACKS[:8]]
-    assert f"stackseg: {STACKS[7]}.tif: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

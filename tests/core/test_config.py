@@ -10,7 +10,6 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from service.core.config import PREFIX, Settings, override_settings, read_settings
 from service.core.errors import ConfigError
@@ -237,9 +236,3 @@ def test_empty_files_and_sections_change_nothing(text: str, tmp_path: Path) -> N
 def test_unreadable_variable_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"^STACKSEG_MODELS__SERVE: the value is not valid YAML"):
         read_settings(None, {"STACKSEG_MODELS__SERVE": "[nuclei"})
-
-
-def test_settings_cannot_change_later() -> None:
-    settings = Settings()
-    with pytest.raises(ValidationError):
-        settings.windows.overlap = 0.5  # type: ignore[misc]

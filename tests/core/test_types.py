@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import numpy as np
@@ -11,19 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.core.errors import BadParameter
-from service.core.quantities import PLAUSIBLE_LENGTHS, Diameter, VoxelSize
-from service.core.types import Description, Options, Segmentation, Selection, Volume, label_dtype
+from service.core.quantities import Diameter, VoxelSize
+from service.core.types import Volume, label_dtype
 
 PIXELS = np.arange(2 * 5 * 3 * 4, dtype=np.uint16).reshape(2, 5, 3, 4)
 
-plausible = st.floats(*PLAUSIBLE_LENGTHS)
 impossible = st.one_of(st.floats(max_value=9e-6), st.floats(min_value=1.1e6), st.just(math.nan))
-
-
-@given(plausible, plausible, plausible)
-def test_voxel_size_is_z_y_x(z: float, y: float, x: float) -> None:
-    size = VoxelSize(z, y, x)
-    assert tuple(size) == (size.z, size.y, size.x) == (z, y, x)
 
 
 @pytest.mark.parametrize("text", ["15px", "7,15.5,15px", "6.5um"])
@@ -85,24 +77,6 @@ def test_channels_without_names_have_empty_ones() -> None:
     assert Volume.from_array(PIXELS).channels == ("", "")
 
 
-@given(st.integers(0, 2**32 - 1))
-def test_label_dtype_is_the_smallest_that_numbers_every_object(count: int) -> None:
-    dtype = label_dtype(count)
-    assert np.array([count]).astype(dtype)[0] == count
-    assert dtype == (np.uint16 if count <= 65_535 else np.uint32)
-
-
 @pytest.mark.parametrize(("count", "expected"), [(0, np.uint16), (65_535, np.uint16), (65_536, np.uint32)])
 def test_label_dtype_at_the_border(count: int, expected: type[np.unsignedinteger]) -> None:
     assert label_dtype(count) == expected
-
-
-@pytest.mark.parametrize("noun", [VoxelSize, Selection, Volume, Segmentation, Description, Options])
-def test_nouns_are_frozen(noun: type) -> None:
-    assert noun.__dataclass_params__.frozen
-
-
-def test_options_leave_every_choice_to_the_operator() -> None:
-    choices = dataclasses.asdict(Options(), dict_factory=lambda items: {k: v for k, v in items if v is not None})
-    assert not Options().steering.given
-    assert choices == {"steering": Options().steering, "strict": False}

@@ -137,14 +137,6 @@ def test_voxel_sizes_and_notes(file: str, voxel_size: VoxelSize | None, note: st
     assert note in " ".join((found.problem, *found.notes))
 
 
-def test_a_time_series_of_planes_is_no_stack() -> None:
-    path = DATA / "formats" / "ome" / "time-series.ome.tif"
-
-    with pytest.raises(RequestError, match=r"time=.*axes=ZYX"):
-        stack_reader.read(path, Selection(), LIMIT)
-    assert stack_reader.read(path, Selection(time=6), LIMIT).shape == (1, 1, 167, 439)
-
-
 def test_a_part_of_a_set_of_files_is_a_plane_and_says_so() -> None:
     found = stack_reader.inspect(
         DATA / "formats" / "ome" / "multifile_companion" / "multifile-Z3.ome.tiff", Selection(), LIMIT

@@ -254,15 +254,6 @@ def test_nan_pixels_are_noted(eager):
     assert "1 NaN" in segment(eager, Volume.from_array(pixels), Options()).notes[0]
 
 
-def test_options_that_do_not_fit_are_refused_before_work_starts(eager, volume):
-    for options in (Options(sw_batch_size=33), Options(overlap=0.9), Options(output="labels")):
-        for call in (partial(segment, eager), eager.estimator.estimate):
-            with pytest.raises(BadParameter):
-                call(volume, options)
-    assert eager.estimator.output(Options()) == "classes"
-    assert eager.estimator.output(Options(output="probabilities")) == "probabilities"
-
-
 def test_a_volume_with_other_channels_is_refused_by_their_names(eager):
     volume = Volume.from_array(np.zeros((2, 4, 8, 8), np.uint16), channels=("DAPI", ""))
     for call in (partial(segment, eager), eager.estimator.estimate):

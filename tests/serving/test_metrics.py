@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from service.core.telemetry import Stages
@@ -11,12 +9,12 @@ from service.serving.metrics import Metrics
 def test_stages_add_up_in_the_order_in_which_they_happened() -> None:
     stages = Stages()
     with stages.measure("read"):
-        time.sleep(0.01)
+        pass
     stages.update({"windows": 2.0, "decode": 0.5})
     stages.add("windows", 1.0)
     assert list(stages.seconds) == ["read", "windows", "decode"]
     assert stages.seconds["windows"] == 3.0
-    assert 0.01 <= stages.seconds["read"] <= stages.total
+    assert 0 < stages.seconds["read"] <= stages.total
 
 
 def test_stage_that_fails_is_timed_all_the_same() -> None:

@@ -13,18 +13,14 @@ from runtimes import caches, loaded_segmenter, running, settings, submitted
 
 from service.core.config import Settings
 from service.core.errors import (
-    BrokenModel,
     Cancelled,
     ConfigError,
-    DeviceLost,
     NotReady,
     QueueFull,
     StorageUnavailable,
     UnknownModel,
 )
 from service.core.types import Options, Volume
-from service.inference.windows.blending import Blending
-from service.inference.windows.sliding_window import SlidingWindow
 from service.serving.build import build_runtime
 from service.serving.devices.local.segmenter import Segmenter
 from service.serving.devices.reservation import Reservation
@@ -33,58 +29,9 @@ from service.serving.segmentation import DeviceRequest, queue_work
 from service.serving.storage.disk import DiskUsage
 
 
-class Stuck(FakeSegmenter):
-    """Its network is called in the device's thread, and answers once `gate` is open."""
-
-    def segment(
-        self, volume: Any, options: Any, *, cancelled: Any, progress: Any, run: Any = None, **_more: Any
-    ) -> Any:
-        window = SlidingWindow(self.network, 1, (4, 4, 4), 1, blending=Blending(), device=torch.device("cpu"))
-        list(run(window, torch.zeros(1, 1, 4, 4, 4), 0.0, cancelled=cancelled, progress=progress))
-        return super().segment(volume, options, cancelled=cancelled, progress=progress)
-
-    def network(self, batch: torch.Tensor) -> torch.Tensor:
-        self.gate.wait(30)
-        return batch
-
-
 @pytest.fixture
 def stack() -> Volume:
     return Volume.from_array(np.full((1, 4, 5, 6), 200, np.uint8))
-
-
-def test_device_that_is_stuck_is_not_ready_and_one_that_gets_on_is(
-    bands_repository: Path, tmp_path: Path, stack: Volume
-) -> None:
-    patience = {"batch_seconds": 0.5, "grace_seconds": 100}
-    with running(settings(bands_repository, tmp_path, watchdog=patience), Stuck) as runtime:
-        until(lambda: runtime.unready_reasons() == ())
-        fake: Any = loaded_segmenter(runtime.models, None)
-        fake.gate.clear()
-        job = submitted(runtime, fake.spec, stack, Options())
-        until(lambda: "stuck" in " ".join(runtime.unready_reasons()))
-        assert runtime.devices.missing_workers() is None
-        fake.gate.set()
-        until(lambda: runtime.unready_reasons() == ())
-        assert job.future.result(20).segmentation.pixels.all()
-
-
-def test_device_that_is_lost_is_not_ready_any_more(bands_repository: Path, tmp_path: Path, stack: Volume) -> None:
-    with running(settings(bands_repository, tmp_path, watchdog={"grace_seconds": 100})) as runtime:
-        until(lambda: runtime.unready_reasons() == ())
-        fake: Any = loaded_segmenter(runtime.models, None)
-        fake.error = DeviceLost("cuda:0 has failed.")
-        job = submitted(runtime, fake.spec, stack, Options())
-        with pytest.raises(DeviceLost):
-            job.future.result(20)
-        until(lambda: runtime.unready_reasons() == ("cuda:0 has failed.",))
-
-
-def test_submitted_volume_is_segmented_by_the_worker(bands_repository: Path, tmp_path: Path, stack: Volume) -> None:
-    with running(settings(bands_repository, tmp_path)) as runtime:
-        until(lambda: runtime.unready_reasons() == ())
-        job = submitted(runtime, runtime.models.spec(None), stack, Options())
-        assert job.future.result(10).segmentation.pixels.all()
 
 
 def test_what_does_not_take_long_is_done_by_the_thread_that_segmented(
@@ -127,18 +74,6 @@ def test_planning_that_fails_unforeseen_ends_no_thread_and_leaves_no_request_wai
             assert submitted(runtime, runtime.models.spec(None), stack, Options()).future.result(10) is not None
 
 
-def test_full_queue_refuses_at_once(bands_repository: Path, tmp_path: Path, stack: Volume) -> None:
-    with running(settings(bands_repository, tmp_path, limits={"waiting": 0})) as runtime:
-        until(lambda: runtime.unready_reasons() == ())
-        fake = loaded_segmenter(runtime.models, None)
-        fake.gate.clear()
-        submitted(runtime, fake.spec, stack, Options())
-        with pytest.raises(QueueFull):
-            runtime.check_admission()
-        with pytest.raises(QueueFull):
-            submitted(runtime, fake.spec, stack, Options())
-
-
 def test_draining_is_not_ready_at_once_and_gives_up_in_the_end(
     bands_repository: Path, tmp_path: Path, stack: Volume
 ) -> None:
@@ -171,18 +106,6 @@ def test_a_model_that_is_still_being_loaded_is_left_behind(bands_repository: Pat
     assert not runtime.devices.ended
     gate.set()
     until(lambda: runtime.devices.ended)
-
-
-def test_work_that_was_begun_may_finish_while_draining(bands_repository: Path, tmp_path: Path, stack: Volume) -> None:
-    chosen = settings(bands_repository, tmp_path, server={"scratch_folder": tmp_path, "drain_seconds": 30})
-    with running(chosen) as runtime:
-        until(lambda: runtime.unready_reasons() == ())
-        fake = loaded_segmenter(runtime.models, None)
-        fake.gate.clear()
-        job = submitted(runtime, fake.spec, stack, Options())
-        runtime.drain()
-        fake.gate.set()
-        assert job.future.result(10).segmentation.pixels.all()
 
 
 def test_stopping_leaves_nothing_on_disk(bands_repository: Path, tmp_path: Path) -> None:
@@ -329,24 +252,6 @@ def test_what_is_kept_on_disk_is_measured_though_a_part_of_it_cannot_be(three: P
         assert 'stackseg_disk_used_bytes{files="requests"} 1000.0' in metrics
         assert 'files="jobs"' not in metrics
         hold.close()
-
-
-def test_a_model_larger_than_the_budget_is_refused_and_the_service_stays_ready(
-    three: Path, tmp_path: Path, stack: Volume
-) -> None:
-    def load(spec: Any, chosen: Settings, _driver: Any) -> FakeSegmenter:
-        fake = FakeSegmenter(spec, chosen)
-        fake.nbytes = 2**21 if spec.name == "beta" else 1000
-        return fake
-
-    with running(settings(three, tmp_path, models={"folder": three, "memory_bytes": 2**20}), load) as runtime:
-        until(lambda: runtime.unready_reasons() == ())
-        with pytest.raises(BrokenModel, match=r"beta takes 2 MiB when loaded, and models\.memory_bytes allows 1 MiB"):
-            submitted(runtime, runtime.models.spec("beta"), stack, Options()).future.result(10)
-        assert runtime.unready_reasons() == ()
-        assert runtime.models.state("beta").state == "failed"
-        assert "memory_bytes" in (runtime.models.state("beta").problem or "")
-        assert submitted(runtime, runtime.models.spec("gamma"), stack, Options()).future.result(10)
 
 
 def test_requests_go_where_the_least_work_is_and_where_the_model_is_loaded(

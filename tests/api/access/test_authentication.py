@@ -130,18 +130,6 @@ def test_callers_are_named_in_metrics_and_log_and_their_keys_never(
     assert BOB not in text + caplog.text
 
 
-def test_job_is_there_for_the_key_that_sent_it_alone(locked: TestClient) -> None:
-    sent = locked.post("/jobs", content=STACK, headers=TIFF | bearer(ADA))
-    assert sent.status_code == 202
-    place = sent.headers["location"]
-    assert locked.get(place, headers=bearer(ADA)).status_code == 200
-    assert problem_of(locked.get(place, headers=bearer(BOB))) == (404, "unknown-job")
-    assert problem_of(locked.delete(place, headers=bearer(BOB))) == (404, "unknown-job")
-    assert problem_of(locked.get(place)) == (401, "unauthorized")
-    assert [job["id"] for job in locked.get("/jobs", headers=bearer(ADA)).json()["jobs"]] == [sent.json()["id"]]
-    assert locked.get("/jobs", headers=bearer(BOB)).json()["jobs"] == []
-
-
 def test_rate_is_that_of_a_key(bands_repository: Path, tmp_path: Path) -> None:
     with service(bands_repository, tmp_path, keys=KEYS, requests_per_minute=3) as client:
         statuses = [client.get("/models", headers=bearer(ADA)).status_code for _ in range(3)]

@@ -3,18 +3,11 @@ from __future__ import annotations
 import re
 
 import pytest
+from fakes import Clock
 
 from service.api.access.rate_limit import ApiKeys, RateLimit, generate_key, hash_key
 from service.api.messages.headers import ANONYMOUS
 from service.core.errors import RateLimited, Unauthorized
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_key_is_new_every_time_and_not_to_be_read_from_its_hash() -> None:

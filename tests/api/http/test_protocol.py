@@ -274,18 +274,6 @@ def test_head_of_some_length_is_read() -> None:
         assert answer(client) == b"abc"
 
 
-LONG = "a" * MAX_HEAD_BYTES
-
-
-@pytest.mark.parametrize(
-    "long", [head(f"X-Long: {LONG}"), head(*["X: 1"] * MAX_HEAD_BYTES), f"GET /{LONG} HTTP/1.1\r\n\r\n".encode()]
-)
-def test_head_too_long_is_refused_also_where_its_end_has_come(long: bytes) -> None:
-    with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
-        client.sendall(long)
-        assert client.recv(100).startswith(b"HTTP/1.1 400 ")
-
-
 def test_what_was_answered_or_closed_is_gone_at_once() -> None:
     async def app(_scope: Scope, receive: Receive, send: Send) -> None:
         requests.append(weakref.ref(receive.__self__))  # type: ignore[attr-defined] # uvicorn's, which has the body
@@ -431,17 +419,12 @@ def test_client_that_hangs_up_is_noticed(sent: bytes, *, ended: bool) -> None:
     assert gated.asked == 1
 
 
-def test_nonsense_is_refused_but_not_in_the_midst_of_an_answer() -> None:
+def test_nonsense_does_not_cut_an_answer() -> None:
     gated = Gated()
-    with served(gated) as address:
-        for sent in (b"nonsense\r\n\r\n", head("Transfer-Encoding: chunked") + b"nonsense\r\n"):
-            with socket.create_connection(address, SECONDS) as client:
-                client.sendall(sent)
-                assert client.recv(100).startswith(b"HTTP/1.1 400 ")
-        with socket.create_connection(address, SECONDS) as client:
-            client.sendall(head() + b"nonsense\r\n\r\n")
-            gated.opened.set()
-            assert bodies(drain(client)) == [b"ok"]
+    with served(gated) as address, socket.create_connection(address, SECONDS) as client:
+        client.sendall(head() + b"nonsense\r\n\r\n")
+        gated.opened.set()
+        assert bodies(drain(client)) == [b"ok"]
 
 
 @pytest.mark.parametrize(
@@ -452,7 +435,9 @@ def test_nonsense_is_refused_but_not_in_the_midst_of_an_answer() -> None:
         (head(f"X-Long: {'a' * MAX_HEAD_BYTES}"), "too long"),
         (head("Host: there"), "one host"),
         (head(*["X: 1"] * MAX_HEADERS), "headers"),
+        (f"GET /{'a' * MAX_HEAD_BYTES} HTTP/1.1\r\n\r\n".encode(), "too long"),
         (head("Transfer-Encoding: gzip, chunked"), "Transfer-Encoding"),
+        (head("Transfer-Encoding: gzip", "Transfer-Encoding: chunked"), "Transfer-Encoding"),
         (head("Transfer-Encoding: chunked").replace(b"1.1", b"1.0"), "Transfer-Encoding"),
         (head(f"Content-Length: {'0' * 5000}3"), "Content-Length"),
         *(
@@ -520,22 +505,6 @@ def test_offer_of_another_protocol_is_ignored(protocol: str) -> None:
             time.sleep(0.05)
             client.sendall(piece)
         assert answer(client) == body
-
-
-@pytest.mark.parametrize("codings", [["gzip, chunked"], ["gzip", "chunked"]])
-def test_body_in_another_coding_is_refused_with_a_reason(codings: list[str]) -> None:
-    sent = head(*(f"Transfer-Encoding: {coding}" for coding in codings)) + b"3\r\nabc\r\n0\r\n\r\n"
-    with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
-        client.sendall(sent)
-        content = client.recv(2**16)
-    assert content.startswith(b"HTTP/1.1 400 ")
-    assert b"Transfer-Encoding" in content
-
-
-def test_nobody_is_connected_elsewhere() -> None:
-    with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
-        client.sendall(b"CONNECT there:80 HTTP/1.1\r\nHost: there:80\r\n\r\n")
-        assert client.recv(100).startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.parametrize(

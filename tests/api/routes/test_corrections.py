@@ -257,20 +257,6 @@ def test_what_is_kept_outlives_the_service_and_nothing_by_half(service: Service,
     assert service.client.get(f"/annotations/{kept['id']}").json()["overlaps"] == [again["id"]]
 
 
-def test_a_full_disk_leaves_nothing(service: Service, stack: str, folder: Path) -> None:
-    places = folder / "jobs" / "annotations"
-    before = {path.name for path in places.iterdir()}
-    kept = service.client.app.state.annotations  # type: ignore[attr-defined]
-    service.client.app.state.annotations = AnnotationStore(Path("/dev/full/annotations"), quota_bytes=100_000)  # type: ignore[attr-defined]
-    try:
-        answer = keep(service, npy(), stack=stack)
-    finally:
-        service.client.app.state.annotations = kept  # type: ignore[attr-defined]
-    assert problem(answer) == (503, "storage-unavailable")
-    assert "/dev" not in answer.text
-    assert {path.name for path in places.iterdir()} == before
-
-
 def test_operators_choose_where_and_whether(bands_repository: Path, tmp_path: Path) -> None:
     for jobs, chosen, expected in (
         (None, tmp_path / "own", tmp_path / "own"),

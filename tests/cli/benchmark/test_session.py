@@ -155,24 +155,6 @@ def test_the_report_has_a_header_rows_and_a_summary_and_every_number_is_in_the_j
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_each_line_is_shown_before_the_next_measurement(bands, monkeypatch):
-    """A machine that is taken away during the second repeat leaves the row of the first."""
-    once, lines, calls = requests.RequestRunner.once, [], []
-
-    def interrupted(self):
-        calls.append(len(lines))
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return once(self)
-
-    monkeypatch.setattr(requests.RequestRunner, "once", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(bands, SETTINGS, BenchPlan((16, 32, 32), repeats=3), lines.append)
-    assert calls[0] == 3
-    assert "first request" in lines[4]
-    assert lines[-1].startswith("| 1 | ")
-
-
 def test_a_repeat_has_a_row_with_its_ratios():
     windows = WindowSeconds(bare=1.5, stitched=2.0)
     repeat = Repeat({"windows": 2.25, "total": 2.5}, windows, windows, {"windows": 9.0, "total": 10.0})

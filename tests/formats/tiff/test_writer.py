@@ -89,15 +89,6 @@ def test_other_readers_see_the_same(tmp_path: Path, bigtiff: bool) -> None:
         np.testing.assert_array_equal(file.asarray(), scores)
 
 
-def test_labels_are_compressed(tmp_path: Path) -> None:
-    labels = np.repeat(np.arange(8, dtype=np.uint16), 64 * 64 * 4).reshape(-1, 64, 64)
-    path = tmp_path / "labels.ome.tif"
-
-    tiff_writer.write(Segmentation(labels, "labels"), path)
-
-    assert path.stat().st_size < labels.nbytes / 4
-
-
 def test_writing_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "labels.ome.tif"
     path.write_bytes(b"old")

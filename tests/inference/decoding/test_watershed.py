@@ -62,17 +62,6 @@ def test_planes_along_either_axis_give_the_same_basins(
         assert np.array_equal(one, other)
 
 
-def test_objects_on_every_seam_are_the_same_as_without_seams() -> None:
-    heights = hills(5, (48, 40, 40), sigma=3)
-    whole, count = decode(heights, 0.2)
-    for seams in (range(1, 48), range(3, 48, 3), range(16, 48, 16)):
-        for seam in seams:
-            assert set(np.unique(whole[seam - 1])) & set(np.unique(whole[seam])) - {0}
-        parts, found = decode(heights, 0.2, cuts=tuple(seams), block=1)
-        assert found == count
-        assert np.array_equal(parts, whole)
-
-
 @pytest.mark.parametrize("flips", [(), (0,), (2,), (0, 1, 2)])
 def test_a_path_that_winds_through_many_blocks_is_followed_to_its_end(flips: tuple[int, ...]) -> None:
     """A corridor up, down and up again through all planes, rising by one with every voxel."""

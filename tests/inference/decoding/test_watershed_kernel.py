@@ -180,13 +180,14 @@ def test_objects_know_their_size_their_confidence_and_their_peak(kernel: Watersh
     assert objects.peaks == pytest.approx(ndimage.maximum(probability, labels, numbers), abs=1e-4)
 
 
+@pytest.mark.parametrize("with_kernel", [False, True])
 @pytest.mark.parametrize(("edge", "dtype"), [(80, np.uint16), (82, np.uint32)])
 def test_labels_are_wide_enough_for_their_number(
-    kernel: WatershedKernel, edge: int, dtype: type[np.unsignedinteger]
+    kernel: WatershedKernel, with_kernel: bool, edge: int, dtype: type[np.unsignedinteger]
 ) -> None:
     heights = np.full((edge, edge, edge), -np.inf)
     heights[::2, ::2, ::2] = 1.0
-    labels, count = decode(heights, kernel=kernel)
+    labels, count = decode(heights, kernel=kernel if with_kernel else None)
     assert count == (edge // 2) ** 3
     assert labels.dtype == dtype
     assert np.array_equal(labels[::2, ::2, ::2].ravel(), np.arange(1, count + 1))

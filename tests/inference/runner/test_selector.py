@@ -125,15 +125,6 @@ def test_the_first_of_the_known_order_is_checked_once_and_kept(bands, settings, 
     assert len(references) == 1
 
 
-def test_a_plan_that_names_an_engine_that_there_is_not_is_made_again(bands, settings, only):
-    only("eager", other=FakeBackend(lambda module: module))
-    warm_up(bands, settings()).run()
-    (file,) = warm_up(bands, settings())._plan_folder.glob("*.json")
-    file.write_text(file.read_text().replace('"other"', '"steam"'))
-    ready = warm_up(bands, settings()).run()
-    assert (ready.config.engine, ready.cached) == ("other", False)
-
-
 def test_a_race_is_kept_and_the_next_start_builds_only_what_won(bands, settings, only):
     built = []
     only("eager", other=FakeBackend(lambda module: built.append(module) or module))

@@ -49,17 +49,6 @@ def whole(slabs) -> Tensor:
 
 
 @kernels
-@settings(max_examples=60, deadline=None)
-@given(
-    size=sizes, roi=rois, overlap=overlaps, batch_size=st.integers(1, 5), blending=blendings, channels=st.integers(1, 3)
-)
-def test_identity_network_gives_the_image_back(kernel, size, roi, overlap, batch_size, blending, channels):
-    image = torch.rand(1, channels, *size)
-    window = make(lambda x: x, roi, batch_size, blending, channels, kernel)
-    torch.testing.assert_close(whole(window.run(image, overlap)), image, atol=1e-6, rtol=1e-5)
-
-
-@kernels
 @settings(max_examples=40, deadline=None)
 @given(size=sizes, roi=rois, overlap=overlaps, batch_size=st.integers(1, 4), blending=blendings)
 def test_equals_monai(kernel, size, roi, overlap, batch_size, blending):

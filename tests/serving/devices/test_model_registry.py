@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 from fakes import FakeSegmenter, until
-from runtimes import FAKE_PARTS, loaded_segmenter, running, settings
+from runtimes import loaded_segmenter, running, settings
 
 from service.core.config import Settings
-from service.core.errors import BrokenModel, ConfigError, NotReady, UnknownModel
-from service.serving.build import build_runtime
+from service.core.errors import BrokenModel, NotReady
 
 
 def closed(gates: list[FakeSegmenter]) -> Any:
@@ -37,11 +36,6 @@ def test_models_become_ready_while_the_runtime_runs(bands_repository: Path, tmp_
         until(lambda: runtime.unready_reasons() == ())
         assert loaded_segmenter(runtime.models, "bands") is fakes[0]
         assert loaded_segmenter(runtime.models, None) is fakes[0]
-
-
-def test_unknown_model_is_refused_with_those_that_are_served(bands_repository: Path, tmp_path: Path) -> None:
-    with running(settings(bands_repository, tmp_path)) as runtime, pytest.raises(UnknownModel, match="bands"):
-        loaded_segmenter(runtime.models, "livers")
 
 
 @pytest.mark.parametrize("error", [BrokenModel("no weights"), RuntimeError("unforeseen"), TypeError("unforeseen")])
@@ -81,8 +75,3 @@ def test_a_trained_model_does_not_keep_one_of_the_operators_from_being_served(
             assert state.spec is not None
             assert state.spec.folder.parent == bands_repository
             assert runtime.models.reload().broken == {}
-
-
-def test_repository_that_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere is not a folder"):
-        build_runtime(settings(tmp_path / "nowhere", tmp_path), FAKE_PARTS)

@@ -51,6 +51,7 @@ class Job(Generic[T]):
     needs    returns the resources, and is called when the work could begin
     ready    whether the work can begin; a job that is not ready keeps its place until `JobQueue.release`
     owner    name of the API key, among which `JobQueue` is fair; None where nobody in particular asked
+    clock    returns seconds, as `time.monotonic` does
     """
 
     def __init__(  # noqa: PLR0913
@@ -62,13 +63,15 @@ class Job(Generic[T]):
         needs: Callable[[], Needs] = Needs,
         ready: bool = True,
         owner: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
+        self._clock = clock
         self.owner = owner
         self.windows = windows
         self.needs = needs
         self.ready = ready
-        # When `JobQueue` should have run it, on the clock of `time.monotonic`.
+        # When `JobQueue` should have run it, by its clock.
         self.due = 0.0
         # How long the device was busy with it, and its share of the windows that batches had room for; 0 if unknown.
         self.device_seconds = self.device_slots = 0.0
@@ -79,7 +82,7 @@ class Job(Generic[T]):
         self.progress = Progress()
         # Time points that are done, of a series.
         self.points = Progress()
-        self.created = time.monotonic()
+        self.created = self._clock()
         self._work = work
         self._cancel = threading.Event()
         self._started: float | None = None
@@ -100,21 +103,21 @@ class Job(Generic[T]):
     @property
     def seconds_waited(self) -> float:
         """Seconds between creation and the start of the work, or until now."""
-        return (self._started if self._started is not None else time.monotonic()) - self.created
+        return (self._started if self._started is not None else self._clock()) - self.created
 
     @property
     def seconds_run(self) -> float:
         """Seconds between the start of the work and its end, or until now; 0 while it waits."""
         if self._started is None:
             return 0.0
-        return (self._ended if self._ended is not None else time.monotonic()) - self._started
+        return (self._ended if self._ended is not None else self._clock()) - self._started
 
     @property
     def seconds_finishing(self) -> float:
         """Seconds between the last window and the end of the work, or until now; 0 while windows are left."""
         if self._windows_done is None:
             return 0.0
-        return (self._ended if self._ended is not None else time.monotonic()) - self._windows_done
+        return (self._ended if self._ended is not None else self._clock()) - self._windows_done
 
     def cancel(self) -> None:
         """Cancel at once while the job waits, else as soon as its work asks."""
@@ -129,7 +132,7 @@ class Job(Generic[T]):
     def advance(self, done: int, total: int) -> None:
         """Record how many windows are done."""
         # The time comes first: whoever sees that all are done finds it.
-        self._windows_done = time.monotonic() if done == total else None
+        self._windows_done = self._clock() if done == total else None
         self.progress = Progress(done, total)
         self.on_advance()
 
@@ -141,17 +144,17 @@ class Job(Generic[T]):
         """Do the work, unless the job was cancelled while it waited. The caller passes exceptions on to `fail`."""
         if not self.future.set_running_or_notify_cancel():
             return
-        self._started = time.monotonic()
+        self._started = self._clock()
         try:
             result = self._work(self)
         finally:
             self._drop_work()
-        self._ended = time.monotonic()
+        self._ended = self._clock()
         self.future.set_result(result)
 
     def fail(self, error: BaseException) -> None:
         """End with an error, in the thread that called `run`."""
-        self._ended = time.monotonic()
+        self._ended = self._clock()
         if isinstance(error, StackSegError):
             # The message says enough, and the traceback would keep volumes in memory.
             _drop_tracebacks(error)

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import math
 import threading
-import time
 from collections import Counter
 
 import pytest
+from fakes import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,19 +40,19 @@ def test_queue_gives_jobs_in_order_and_counts_who_waits() -> None:
     assert (queue.waiting, queue.running) == (0, tuple(jobs))
 
 
-def timed(queue: JobQueue, name: str, windows: int, seconds: float) -> float:
-    """Let the queue see how long jobs of this name take; gives the seconds that it really took, never less."""
+def timed(queue: JobQueue, name: str, windows: int, seconds: float) -> None:
+    """Let the queue see how long jobs of this name take."""
+    clock = Clock()
 
     def work(job: Job[None]) -> None:
         job.advance(0, windows)
-        time.sleep(seconds)
+        clock.now += seconds
         job.advance(windows, windows)
 
-    job = Job(name, work, windows=windows)
+    job = Job(name, work, windows=windows, clock=clock)
     queue.put(job)
     assert queue.take() is job
     job.run()
-    return job.seconds_run
 
 
 def test_small_job_passes_a_huge_one() -> None:
@@ -212,40 +211,36 @@ def test_pace_of_a_model_is_the_device_s_and_not_that_of_the_company_that_a_job_
 
 
 def test_decoding_counts_and_its_time_is_learnt() -> None:
-    queue = JobQueue(limit=4)
+    queue, clock = JobQueue(limit=4), Clock()
 
     def work(job: Job[None]) -> None:
         job.advance(0, 10)
-        time.sleep(0.1)
+        clock.now += 100
         job.advance(10, 10)
-        time.sleep(0.3)
+        clock.now += 300
 
-    def advance_to(done: int, seconds: float) -> None:
-        running.advance(done, 10)
-        running._started = time.monotonic() - seconds
-
-    first = Job("m", work, windows=10)
+    first = Job("m", work, windows=10, clock=clock)
     queue.offer(first)
     queue.take().run()
-    share = first.seconds_finishing / (first.seconds_run - first.seconds_finishing)
-    assert 2 < share <= 4
-    running: Job[int] = sized(10)
+    running = Job("m", done, windows=10, clock=clock)
     queue.offer(running)
-    assert queue.seconds_left(running) == pytest.approx(first.seconds_run / 10 * 10 * (1 + share))
-    assert queue.expect("m", 20) == pytest.approx(2 * first.seconds_run * (1 + share))
+    # 40 s a window with its decoding, and decoding takes three times as long as windows.
+    assert queue.seconds_left(running) == pytest.approx(400 * 4)
+    assert queue.expect("m", 20) == pytest.approx(800 * 4)
     assert queue.take() is running
     assert running.future.set_running_or_notify_cancel()
-    advance_to(5, 50)
-    assert queue.progress(running) == (5, 10 + math.ceil(10 * share))
-    assert queue.seconds_left(running) == pytest.approx(50 + 100 * share, rel=1e-3)
-    advance_to(10, 100)
-    running._windows_done = time.monotonic() - 50 * share
-    running._started = running._windows_done - 100
-    done, total = queue.progress(running)
-    assert 10 + 0.4 * (total - 10) <= done <= 10 + 0.5 * (total - 10)
-    assert queue.seconds_left(running) == pytest.approx(50 * share, rel=1e-3)
-    running._windows_done = time.monotonic() - 150 * share
-    running._started = running._windows_done - 100
+    running._started = clock.now
+    clock.now += 50
+    running.advance(5, 10)
+    assert queue.progress(running) == (5, 10 + 30)
+    assert queue.seconds_left(running) == pytest.approx(50 + 300)
+    clock.now += 50
+    running.advance(10, 10)
+    clock.now += 150
+    finished, total = queue.progress(running)
+    assert 10 + 0.4 * (total - 10) <= finished <= 10 + 0.5 * (total - 10)
+    assert queue.seconds_left(running) == pytest.approx(150)
+    clock.now += 300
     assert queue.progress(running) == (total - 1, total)
     assert queue.seconds_left(running) is None, "it takes longer than ever"
 
@@ -253,14 +248,14 @@ def test_decoding_counts_and_its_time_is_learnt() -> None:
 def test_endless_small_jobs_do_not_starve_a_huge_one() -> None:
     """Only those that come within the time that the huge one takes by itself may pass it."""
     queue = JobQueue(limit=4)
-    seconds = timed(queue, "m", windows=100, seconds=0.1)
+    timed(queue, "m", windows=100, seconds=10)
     huge = Job("m", done, windows=300)
     queue.offer(huge)
     passed = 0
     while True:
         small = Job("m", done, windows=20)
         # As if each came when the one before it was done.
-        small.created = huge.created + passed * 0.2 * seconds
+        small.created = huge.created + passed * 2
         queue.offer(small)
         taken = queue.take()
         if taken is huge:
@@ -312,26 +307,24 @@ def test_time_left_counts_what_runs_and_what_comes_before() -> None:
     queue.offer(unknown)
     assert queue.seconds_left(unknown) is None, "a model that was never timed"
     unknown.cancel()
-    seconds = timed(queue, "m", windows=10, seconds=0.1)
-    first, second = Job("m", done, windows=10), Job("m", done, windows=20)
+    clock = Clock()
+    timed(queue, "m", windows=10, seconds=10)
+    first, second = Job("m", done, windows=10, clock=clock), Job("m", done, windows=20, clock=clock)
     queue.offer(first)
     queue.offer(second)
-    assert queue.seconds_left(second) == pytest.approx(3 * seconds)
+    assert queue.seconds_left(second) == pytest.approx(30)
     assert queue.take() is first
     assert first.future.set_running_or_notify_cancel()
-    first._started = time.monotonic() - 3
+    first._started = clock.now
+    clock.now += 3
     first.advance(3, 10)
-    # Time passes meanwhile.
-    least = first.seconds_run * 7 / 3
-    left, left_of_second = queue.seconds_left(first), queue.seconds_left(second)
+    assert (queue.seconds_left(first), queue.seconds_left(second)) == pytest.approx((7, 27))
     for _ in range(3):
         queue.offer(Job("m", done))
+    clock.now += 0.1
     with pytest.raises(QueueFull) as full:
         queue.check()
-    most = first.seconds_run * 7 / 3
-    assert 7 <= least <= left <= most
-    assert least <= left_of_second - 2 * seconds <= most
-    assert math.ceil(least) <= full.value.retry_after <= math.ceil(most), "what the running one needs, rounded up"
+    assert full.value.retry_after == 8, "what the running one needs, rounded up"
 
 
 @pytest.mark.parametrize("limit", [0, 1, 3])
@@ -377,10 +370,13 @@ def test_own_work_is_never_refused() -> None:
 
 
 def test_retry_after_follows_the_recent_durations() -> None:
-    queue = JobQueue(0)
+    queue, clock = JobQueue(0), Clock()
 
     def offered(seconds: float) -> Job[None]:
-        job = Job("timed", lambda _job: time.sleep(seconds))
+        def work(_job: Job[None]) -> None:
+            clock.now += seconds
+
+        job = Job("timed", work, clock=clock)
         queue.offer(job)
         assert queue.take() is job
         return job

@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import torch
+
+from scripts.recipes.decoding import decode
+from service.core.files.bundled import bundled_folder
+from service.models.repository import read_spec
+
+
+def test_keys_of_decoding_are_changed_one_at_a_time() -> None:
+    nuclei = read_spec(bundled_folder("models") / "nuclei")
+    scores = torch.full((1, 2, 8, 8, 24), -5.0)
+    scores[0, :, 1:7, 1:7, 1:7] = 4.0
+    scores[0, :, 1:7, 1:7, 12:14] = 3.0
+    assert decode(nuclei, {"minimum_size": 1, "minimum_fraction": 0.0}, scores).max() == 2
+    assert decode(nuclei, {"minimum_size": 100, "minimum_fraction": 0.0}, scores).max() == 1
