@@ -31,9 +31,9 @@ MILLISECONDS = 100
 # The result in steps of two, as large ones are shown: what the views show before, while and after it is corrected, and
 # what the panel says when another channel is chosen meanwhile.
 COARSE = """async ([job, stack]) => {
-  const { Viewer } = await import("/page/viewer.js");
-  const { CorrectView } = await import("/page/correct_view.js");
-  const { fetchVolume } = await import("/page/planes.js");
+  const { Viewer } = await import("/page/viewer/viewer.js");
+  const { CorrectView } = await import("/page/correct/correct_view.js");
+  const { fetchVolume } = await import("/page/volumes/planes.js");
   const { signal } = new AbortController(), whole = [24, 80, 80], step = [1, 2, 2], nothing = () => {};
   const fetched = (address, ...steps) => fetchVolume(address, {}, whole, signal, nothing, ...steps);
   const viewer = new Viewer(document.getElementById("viewer"));
@@ -55,7 +55,7 @@ COARSE = """async ([job, stack]) => {
   return { before, meanwhile, after, edges, paused: view.root.textContent };
 }"""
 
-REMEMBER = 'async entry => (await import("/page/history.js")).remember(entry)'
+REMEMBER = 'async entry => (await import("/page/core/recent_jobs.js")).remember(entry)'
 
 
 class Result(NamedTuple):
@@ -484,7 +484,7 @@ def test_what_is_shown_in_coarse_steps_is_corrected_in_full_resolution(result: R
 def test_labels_that_are_too_large_for_the_browser_say_what_to_do(nuclei: Live, open_page: Open) -> None:
     text = open_page(nuclei).evaluate(
         """async () => {
-          const { CorrectView } = await import("/page/correct_view.js");
+          const { CorrectView } = await import("/page/correct/correct_view.js");
           const small = { data: new Uint16Array(8), shape: [2, 2, 2], step: [200, 999, 999], whole: [400, 1998, 1998] };
           const viewer = { scene: { image: small, labels: small } };
           const view = new CorrectView({ id: "0" }, "", "", viewer, 0, {}, new AbortController().signal);

@@ -1,30 +1,30 @@
 /** The page: which view is shown, and what happens between them. The address after # names the stack or the job. */
 
-import { annotationsList } from "./annotations.js";
-import { ChannelTools } from "./channels.js";
-import { showCompare } from "./compare_view.js";
-import { forget as forgetCorrections } from "./edit_store.js";
-import { button, byId, element } from "./elements.js";
-import { entries, forget, remember } from "./history.js";
-import { offerCorrections } from "./lost_result.js";
-import { fetchMiddle, fetchPlane, fetchVolume, partOf } from "./planes.js";
-import { showResult } from "./result_view.js";
-import { follow, RunView } from "./run_view.js";
-import { firstTime } from "./series.js";
-import { json, Problem, queryOf, request, upload, useKey, whenKeyIsWanted } from "./server.js";
-import { StackView } from "./stack_view.js";
-import { showStart } from "./start_view.js";
-import { watchStatus } from "./status.js";
-import { parseTable } from "./table.js";
-import { startTheme } from "./theme.js";
-import { TimeSlider } from "./time_slider.js";
-import { trainingDialog, trainingsList, watchTraining } from "./training.js";
-import { Viewer } from "./viewer.js";
-import { pageWords, setting, size } from "./words.js";
+import { button, byId, element } from "./core/elements.js";
+import { entries, forget, remember } from "./core/recent_jobs.js";
+import { json, Problem, queryOf, request, upload, useKey, whenKeyIsWanted } from "./core/requests.js";
+import { startTheme } from "./core/theme.js";
+import { pageWords, setting, size } from "./core/words.js";
+import { offerCorrections } from "./correct/lost_result.js";
+import { showCompare } from "./result/compare_view.js";
+import { showResult } from "./result/result_view.js";
+import { follow, RunView } from "./result/run_view.js";
+import { ChannelTools } from "./stack/channels.js";
+import { StackView } from "./stack/settings_view.js";
+import { showStart } from "./stack/start_view.js";
+import { firstTime } from "./stack/time_points.js";
+import { TimeSlider } from "./stack/time_slider.js";
+import { watchStatus } from "./status/status.js";
+import { annotationsList } from "./training/annotations.js";
+import { trainingDialog, trainingsList, watchTraining } from "./training/training.js";
+import { Viewer } from "./viewer/viewer.js";
+import { forget as forgetCorrections } from "./volumes/correction_store.js";
+import { parseTable } from "./volumes/object_table.js";
+import { fetchMiddle, fetchPlane, fetchVolume, partOf } from "./volumes/planes.js";
 
-/** @typedef {import("./server.js").Job} Job */
-/** @typedef {import("./server.js").Inspection} Inspection */
-/** @typedef {import("./planes.js").Triple} Triple */
+/** @typedef {import("./core/requests.js").Job} Job */
+/** @typedef {import("./core/requests.js").Inspection} Inspection */
+/** @typedef {import("./volumes/planes.js").Triple} Triple */
 
 const LATER_MILLISECONDS = 250;
 // Edge of the pictures of channels.
@@ -319,14 +319,14 @@ function before() {
   );
 }
 
-/** @type {import("./server.js").Model[]} */
+/** @type {import("./core/requests.js").Model[]} */
 let models = [];
 /** @type {string | null} */
 let defaultModel = null;
 /** Names of the service's parameters. @type {Set<string>} */
 let known = new Set();
 /** What the service does beside segmenting. */
-/** @type {import("./server.js").Abilities} */
+/** @type {import("./core/requests.js").Abilities} */
 let abilities = {
   corrections: false,
   training: false,

@@ -1,4 +1,4 @@
-"""The page at `/`: files of this package, which ask no other host for anything."""
+"""GET /: the web UI, plain files of this package that request nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ router = APIRouter(include_in_schema=False)
 FOLDER = Path(__file__).parents[1] / "page"
 INDEX = "index.html"
 MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-FILES = {file.name: MEDIA_TYPES[file.suffix] for file in FOLDER.iterdir() if file.suffix in MEDIA_TYPES}
+# Media types of the files that are served, by their paths below the folder.
+FILES = {
+    file.relative_to(FOLDER).as_posix(): MEDIA_TYPES[file.suffix]
+    for file in FOLDER.rglob("*")
+    if file.suffix in MEDIA_TYPES
+}
 # Blobs are pictures and files that the page itself makes; small pictures of earlier jobs are data.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
@@ -30,7 +35,17 @@ async def front() -> FileResponse:
 
 @router.get("/page/{name}")
 async def part(name: str) -> FileResponse:
+    """Return the main module. Raises HTTPException 404."""
+    return _serve(name)
+
+
+@router.get("/page/{folder}/{name}")
+async def part_in_folder(folder: str, name: str) -> FileResponse:
     """Return a module, a style sheet or a picture of the page. Raises HTTPException 404."""
-    if name not in FILES:
+    return _serve(f"{folder}/{name}")
+
+
+def _serve(file: str) -> FileResponse:
+    if file not in FILES:
         raise HTTPException(404)
-    return FileResponse(FOLDER / name, media_type=FILES[name], headers=HEADERS)
+    return FileResponse(FOLDER / file, media_type=FILES[file], headers=HEADERS)

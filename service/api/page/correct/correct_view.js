@@ -1,22 +1,22 @@
 /** The mode in which the labels of a result are corrected: its tools, its history, and where the corrected labels go. */
 
-import { describeAnnotation, fetchAnnotations, keepDialog } from "./annotations.js";
-import * as kept from "./edit_store.js";
+import { button, element, save } from "../core/elements.js";
+import { counted, number, size } from "../core/words.js";
+import { firstTime } from "../stack/time_points.js";
+import { describeAnnotation, fetchAnnotations, keepDialog } from "../training/annotations.js";
+import { trainingDialog } from "../training/training.js";
+import * as kept from "../volumes/correction_store.js";
+import { LabelEditor } from "../volumes/label_edit.js";
+import { asNpy, asTiff, gzip } from "../volumes/label_files.js";
+import { asCsv, measure } from "../volumes/label_measure.js";
+import { count, fetchVolume, MOST_PLANE_VOXELS } from "../volumes/planes.js";
+import { cssColour } from "../volumes/slices.js";
 import { EditTools, TOOLS } from "./edit_tools.js";
-import { button, element, save } from "./elements.js";
-import { LabelEditor } from "./label_edit.js";
-import { asNpy, asTiff, gzip } from "./label_files.js";
-import { asCsv, measure } from "./label_measure.js";
-import { count, fetchVolume, MOST_PLANE_VOXELS } from "./planes.js";
-import { firstTime } from "./series.js";
-import { cssColour } from "./slices.js";
-import { trainingDialog } from "./training.js";
-import { counted, number, size } from "./words.js";
 
-/** @typedef {import("./planes.js").Volume} Volume */
-/** @typedef {import("./planes.js").Triple} Triple */
-/** @typedef {import("./viewer.js").Viewer} Viewer */
-/** @typedef {import("./label_edit.js").Kind} Kind */
+/** @typedef {import("../volumes/planes.js").Volume} Volume */
+/** @typedef {import("../volumes/planes.js").Triple} Triple */
+/** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
+/** @typedef {import("../volumes/label_edit.js").Kind} Kind */
 
 const MOST_BYTES = 300_000_000;
 const NO_LABELS = "There are no labels to correct here.";
@@ -30,14 +30,14 @@ const TAKEN = "The corrections of this result go on in another tab or window of 
 
 /**
  * What is shown instead of the result once it is corrected; tools: null where it is looked at alone.
- * @typedef {{editor: LabelEditor, tools: EditTools | null, image: Volume, before: {image: Volume, labels: Volume, overlays: import("./view.js").Layer[]}}} Mode
+ * @typedef {{editor: LabelEditor, tools: EditTools | null, image: Volume, before: {image: Volume, labels: Volume, overlays: import("../viewer/slice_view.js").Layer[]}}} Mode
  */
 
 export class CorrectView {
   /**
-   * @param {import("./server.js").Job} job @param {string} stack id, "" where it is not kept @param {string} name of the file
+   * @param {import("../core/requests.js").Job} job @param {string} stack id, "" where it is not kept @param {string} name of the file
    * @param {Viewer} viewer @param {number} time point that is shown, of a series
-   * @param {import("./server.js").Abilities} abilities of the service @param {AbortSignal} signal ends the view
+   * @param {import("../core/requests.js").Abilities} abilities of the service @param {AbortSignal} signal ends the view
    */
   constructor(job, stack, name, viewer, time, abilities, signal) {
     this.job = job;
@@ -329,7 +329,7 @@ export class CorrectView {
     if (viewer.scene.labels === mode.editor.labels) viewer.setLabels(mode.before.labels);
   }
 
-  /** The table of the corrected objects. @returns {import("./table.js").Table | null} null: they are not here */
+  /** The table of the corrected objects. @returns {import("../volumes/object_table.js").Table | null} null: they are not here */
   measure() {
     if (this.mode === null) return null;
     const { editor, image } = this.mode;
@@ -410,7 +410,7 @@ export class CorrectView {
     const own = all.filter(({ job }) => job === this.job.id);
     const made = await kept.annotationsOf(this.job.id);
     const foreign = own.filter(({ id }) => !made.includes(id));
-    const list = (/** @type {import("./annotations.js").Annotation[]} */ some) =>
+    const list = (/** @type {import("../training/annotations.js").Annotation[]} */ some) =>
       some.map((one) => `${one.name} (${describeAnnotation(one)})`).join(", ");
     this.elsewhere.hidden = foreign.length === 0;
     this.elsewhere.textContent = `Corrected in another browser, and kept as annotated stack ${list(foreign)}. Those corrections are not shown here, and yours stay apart from them.`;
@@ -489,7 +489,7 @@ export class CorrectView {
     this.#refreshSolid();
   }
 
-  /** @param {number} number @param {import("./label_edit.js").Edit | null} edit */
+  /** @param {number} number @param {import("../volumes/label_edit.js").Edit | null} edit */
   async #keepEdit(number, edit) {
     const where = await kept.keep(this.key, number, edit);
     if (where === "nowhere") this.#say("This browser keeps no corrections: they are lost when the page is closed.");
@@ -606,7 +606,7 @@ export class CorrectView {
     else save(asTiff(labels, this.#voxelSize()), `${this.stem}_corrected.ome.tif`);
   }
 
-  /** @returns {Promise<import("./annotations.js").Annotation | null>} null: the reader thought better of it */
+  /** @returns {Promise<import("../training/annotations.js").Annotation | null>} null: the reader thought better of it */
   async #keep() {
     const { mode, job, stack, stem } = this;
     if (mode === null) return null;

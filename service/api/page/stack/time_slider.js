@@ -1,6 +1,6 @@
 /** The time point that the views show, where a stack has several. */
 
-import { element } from "./elements.js";
+import { element } from "../core/elements.js";
 
 const WAIT_MILLISECONDS = 120;
 

@@ -1,10 +1,10 @@
 /** The objects of a stack as solids, or the stack's brightest voxels, turned by hand: rays through textures (WebGL2). */
 
-import { COLOURS, entryOf } from "./slices.js";
+import { COLOURS, entryOf } from "../volumes/slices.js";
 
-/** @typedef {import("./planes.js").Volume} Volume */
-/** @typedef {import("./planes.js").Triple} Triple */
-/** @typedef {import("./view.js").Scene} Scene */
+/** @typedef {import("../volumes/planes.js").Volume} Volume */
+/** @typedef {import("../volumes/planes.js").Triple} Triple */
+/** @typedef {import("./slice_view.js").Scene} Scene */
 
 const MOST_VOXELS = 6_000_000;
 const VERTEX = `#version 300 es

@@ -1,12 +1,12 @@
 /** The objects of a result: in words, as histograms, and as a table of which only the visible rows are in the document. */
 
-import { button, element, redraw } from "./elements.js";
+import { button, element, redraw } from "../core/elements.js";
+import { counted, median, number } from "../core/words.js";
+import { chooseRows, column } from "../volumes/object_table.js";
+import { cssColour } from "../volumes/slices.js";
 import { Histogram } from "./histogram.js";
-import { cssColour } from "./slices.js";
-import { chooseRows, column } from "./table.js";
-import { counted, median, number } from "./words.js";
 
-/** @typedef {import("./table.js").Table} Table */
+/** @typedef {import("../volumes/object_table.js").Table} Table */
 
 const ROW_PIXELS = 28;
 const SPARE_ROWS = 8;
@@ -127,7 +127,7 @@ export class ObjectsView extends EventTarget {
     const row = this.rowOf.get(key(label, this.time));
     if (row === undefined) return null;
     const limit = (/** @type {number} */ number) => column(this.table, `bbox-${number}`)[row];
-    return /** @type {import("./planes.js").Triple} */ (
+    return /** @type {import("../volumes/planes.js").Triple} */ (
       [0, 1, 2].map((axis) => (limit(axis) + limit(axis + 3) - 1) / 2)
     );
   }

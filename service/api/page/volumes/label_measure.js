@@ -2,7 +2,7 @@
 
 /** @typedef {import("./planes.js").Volume} Volume */
 /** @typedef {import("./planes.js").Triple} Triple */
-/** @typedef {import("./table.js").Table} Table */
+/** @typedef {import("./object_table.js").Table} Table */
 
 const COLUMNS = [
   ...["label", "num_pixels", "area", "equivalent_diameter_area", "centroid-0", "centroid-1", "centroid-2"],

@@ -1,10 +1,10 @@
 /** What can be taken from a result: files, a picture of the views, and the request in three languages. */
 
-import { button, element, save } from "./elements.js";
-import { queryOf, request } from "./server.js";
-import { day } from "./words.js";
+import { button, element, save } from "../core/elements.js";
+import { queryOf, request } from "../core/requests.js";
+import { day } from "../core/words.js";
 
-/** @typedef {import("./server.js").Job} Job */
+/** @typedef {import("../core/requests.js").Job} Job */
 
 /**
  * @param {Job} job @param {string} name of the stack's file @param {boolean} hasTable

@@ -1,9 +1,9 @@
 /** The service at work, for its operators: devices, queue, models, and where the last requests spent their time. */
 
-import { button, element, redraw } from "./elements.js";
-import { Problem, requestOnce } from "./server.js";
-import { describeStage } from "./training.js";
-import { counted, duration, number, size } from "./words.js";
+import { button, element, redraw } from "../core/elements.js";
+import { Problem, requestOnce } from "../core/requests.js";
+import { counted, duration, number, size } from "../core/words.js";
+import { describeStage } from "../training/training.js";
 
 /**
  * @typedef {{name: string, cores: number, memory_total: number | null, memory_available: number | null,
@@ -31,7 +31,7 @@ import { counted, duration, number, size } from "./words.js";
  * @typedef {{health: Health, hardware: {gpus: Gpu[], cpu: Cpu, devices: Device[]}, cpu_seconds: number,
  *   models: {default: string | null, models: Model[]}, requests: Running[], recent: Segmented[],
  *   learning: Learned, disk: Disk[]}} Status
- * @typedef {import("./elements.js").Child} Child
+ * @typedef {import("../core/elements.js").Child} Child
  */
 
 const REFRESH_MILLISECONDS = 1500;

@@ -1,13 +1,13 @@
 /** Channels of a stack: pictures to choose one by, and an overlay of several in the views. */
 
-import { element, redraw } from "./elements.js";
-import { cut, paintGrey, quantiles } from "./slices.js";
-import { stretch } from "./viewer.js";
+import { element, redraw } from "../core/elements.js";
+import { stretch } from "../viewer/viewer.js";
+import { cut, paintGrey, quantiles } from "../volumes/slices.js";
 
-/** @typedef {import("./server.js").Description} Description */
-/** @typedef {import("./planes.js").Volume} Volume */
-/** @typedef {import("./view.js").Layer} Layer */
-/** @typedef {import("./view.js").Colour} Colour */
+/** @typedef {import("../core/requests.js").Description} Description */
+/** @typedef {import("../volumes/planes.js").Volume} Volume */
+/** @typedef {import("../viewer/slice_view.js").Layer} Layer */
+/** @typedef {import("../viewer/slice_view.js").Colour} Colour */
 /** @typedef {(channel: number, signal: AbortSignal, onblock: (volume: Volume) => void) => Promise<Volume>} Fetch */
 
 /** Of channels whose file states none. @type {Colour[]} */
@@ -75,7 +75,7 @@ function drawSmall(canvas, volume, colour) {
 
 /** Toggles for the channels in the toolbar of the views: those that are on are added to the one that is segmented. */
 export class ChannelTools {
-  /** @param {import("./viewer.js").Viewer} viewer */
+  /** @param {import("../viewer/viewer.js").Viewer} viewer */
   constructor(viewer) {
     this.viewer = viewer;
     /** Layers of channels that are shown beside the one that is segmented. @type {Map<number, Layer>} */

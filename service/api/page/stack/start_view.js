@@ -1,9 +1,9 @@
 /** The first screen: a place to drop a stack, the sample, and the jobs of this browser. */
 
-import * as kept from "./edit_store.js";
-import { button, element } from "./elements.js";
-import { describeCount, entries, forget } from "./history.js";
-import { ago, counted } from "./words.js";
+import { button, element } from "../core/elements.js";
+import { describeCount, entries, forget } from "../core/recent_jobs.js";
+import { ago, counted } from "../core/words.js";
+import * as kept from "../volumes/correction_store.js";
 
 /**
  * @param {HTMLElement} root
@@ -24,7 +24,11 @@ export function showStart(root, actions) {
   const drop = element(
     "section",
     { class: "drop", "aria-label": "Choose a stack" },
-    element("div", { class: "drop-mark", "aria-hidden": "true" }, element("img", { src: "page/icon.svg", alt: "" })),
+    element(
+      "div",
+      { class: "drop-mark", "aria-hidden": "true" },
+      element("img", { src: "page/core/icon.svg", alt: "" }),
+    ),
     element("h2", {}, "Drop a TIFF stack here"),
     element(
       "p",
@@ -78,7 +82,7 @@ function steps() {
   );
 }
 
-/** @param {import("./history.js").Entry[]} list @param {(id: string) => void} open @param {() => void} changed */
+/** @param {import("../core/recent_jobs.js").Entry[]} list @param {(id: string) => void} open @param {() => void} changed */
 function recent(list, open, changed) {
   const found = list.map((entry) =>
     element("span", { class: "muted" }, entry.objects === null ? "not finished when last seen" : describeCount(entry)),
@@ -95,7 +99,7 @@ function recent(list, open, changed) {
       if (edits) found[place].append(` · ${counted(edits, "correction")}`);
     }
   });
-  /** @param {import("./history.js").Entry} entry */
+  /** @param {import("../core/recent_jobs.js").Entry} entry */
   const remove = async ({ job, name }) => {
     const edits = corrections.get(job);
     if (edits && !confirm(`Remove ${name} from this list, and discard its ${counted(edits, "correction")}?`)) return;

@@ -1,11 +1,11 @@
 /** Annotated stacks: images with corrected labels that the service keeps, to train models with. */
 
-import { button, element, field } from "./elements.js";
-import { asNpy, gzip } from "./label_files.js";
-import { json, queryOf, request } from "./server.js";
-import { ago, counted } from "./words.js";
+import { button, element, field } from "../core/elements.js";
+import { json, queryOf, request } from "../core/requests.js";
+import { ago, counted } from "../core/words.js";
+import { asNpy, gzip } from "../volumes/label_files.js";
 
-/** @typedef {import("./planes.js").Volume} Volume */
+/** @typedef {import("../volumes/planes.js").Volume} Volume */
 
 /**
  * @typedef {object} Annotation
@@ -70,7 +70,7 @@ export function keepDialog({ labels, changes, stack, job, time, name }) {
             report = await json(`annotations?${query}`, { method: "POST", body, headers });
             dialog.close();
           } catch (error) {
-            const { message, status } = /** @type {import("./server.js").Problem} */ (error);
+            const { message, status } = /** @type {import("../core/requests.js").Problem} */ (error);
             problem.textContent = status === 404 ? `${message} Save the corrected labels as a file instead.` : message;
             keep.disabled = false;
             keep.textContent = "Keep";
@@ -97,7 +97,7 @@ export function keepDialog({ labels, changes, stack, job, time, name }) {
   });
 }
 
-/** Fields for the part of a stack that was checked. @param {import("./planes.js").Triple} shape */
+/** Fields for the part of a stack that was checked. @param {import("../volumes/planes.js").Triple} shape */
 function partFields(shape) {
   const inputs = ["Planes", "Rows", "Columns"].map((text, axis) => {
     /** @param {string} end @param {number} value */

@@ -1,10 +1,10 @@
 /** A job while it waits and runs: how far it is, how long it takes, a way to give it up. */
 
-import { button, element } from "./elements.js";
-import { json, request } from "./server.js";
-import { counted, duration } from "./words.js";
+import { button, element } from "../core/elements.js";
+import { json, request } from "../core/requests.js";
+import { counted, duration } from "../core/words.js";
 
-/** @typedef {import("./server.js").Job} Job */
+/** @typedef {import("../core/requests.js").Job} Job */
 
 const POLL_MILLISECONDS = 400;
 

@@ -1,12 +1,12 @@
 /** One view of a stack along an axis: a canvas with grey values, one with outlines, a crosshair, a slider. */
 
-import { element } from "./elements.js";
-import { ACROSS, cut, paintGrey, paintLabels } from "./slices.js";
+import { element } from "../core/elements.js";
+import { ACROSS, cut, paintGrey, paintLabels } from "../volumes/slices.js";
 
-/** @typedef {import("./slices.js").Axis} Axis */
-/** @typedef {import("./planes.js").Volume} Volume */
-/** @typedef {import("./slices.js").Plane} Plane */
-/** @typedef {import("./planes.js").Triple} Triple */
+/** @typedef {import("../volumes/slices.js").Axis} Axis */
+/** @typedef {import("../volumes/planes.js").Volume} Volume */
+/** @typedef {import("../volumes/slices.js").Plane} Plane */
+/** @typedef {import("../volumes/planes.js").Triple} Triple */
 
 /** @typedef {[number, number, number]} Colour red, green, blue */
 /**
@@ -135,7 +135,7 @@ export class View {
     );
   }
 
-  /** @param {Volume} image @param {import("./slices.js").Placement} place */
+  /** @param {Volume} image @param {import("../volumes/slices.js").Placement} place */
   #drawImage(image, place) {
     const { at, smooth, overlays } = this.scene;
     const context = this.base.getContext("2d");
@@ -158,8 +158,8 @@ export class View {
   }
 
   /**
-   * @param {CanvasRenderingContext2D} context @param {import("./view.js").Layer} layer
-   * @param {Plane} plane @param {import("./slices.js").Placement} place
+   * @param {CanvasRenderingContext2D} context @param {import("./slice_view.js").Layer} layer
+   * @param {Plane} plane @param {import("../volumes/slices.js").Placement} place
    */
   #paint(context, { contrast, colour }, plane, { left, top, scaleX, scaleY }) {
     const ratio = this.ratio ?? 1;
@@ -178,7 +178,7 @@ export class View {
 
   /**
    * The placement of a plane with smaller steps than the volume.
-   * @param {import("./slices.js").Placement} place @param {Triple | undefined} step
+   * @param {import("../volumes/slices.js").Placement} place @param {Triple | undefined} step
    */
   #fine(place, step) {
     const { image } = this.scene;
@@ -188,7 +188,7 @@ export class View {
     return { ...place, scaleX: place.scaleX * scaleX, scaleY: place.scaleY * scaleY };
   }
 
-  /** @param {import("./slices.js").Placement} place */
+  /** @param {import("../volumes/slices.js").Placement} place */
   #drawLabels(place) {
     const { labels, at, filled, selected, hidden, entries, opacity, shown } = this.scene;
     this.over.style.opacity = String(shown ? opacity : 0);
@@ -215,7 +215,7 @@ export class View {
     context.putImageData(image, 0, 0);
   }
 
-  /** @param {import("./slices.js").Placement} [place] */
+  /** @param {import("../volumes/slices.js").Placement} [place] */
   #moveCross(place = this.placement()) {
     const { at } = this.scene;
     const [down, right] = ACROSS[this.axis];

@@ -1,7 +1,7 @@
 /** A histogram of a column, in which a range is chosen by dragging. */
 
-import { element } from "./elements.js";
-import { number } from "./words.js";
+import { element } from "../core/elements.js";
+import { number } from "../core/words.js";
 
 const BINS = 32;
 
@@ -91,7 +91,7 @@ export class Histogram extends EventTarget {
     counts.forEach((count, bin) => {
       const middle = this.least + (bin + 0.5) / scale;
       const inside = this.chosen === null || (middle >= this.chosen[0] && middle <= this.chosen[1]);
-      context.fillStyle = style.getPropertyValue(inside ? "--accent" : "--line");
+      context.fillStyle = inside ? style.color : style.borderBottomColor;
       const height = (count / most) * (canvas.height - 2);
       context.fillRect(
         bin * width + 0.5,

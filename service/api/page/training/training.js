@@ -1,9 +1,9 @@
 /** Training a model with annotated stacks: the dialog that starts it, and the view that follows it. */
 
+import { button, element, field, redraw } from "../core/elements.js";
+import { json, Problem, request, requestOnce } from "../core/requests.js";
+import { ago, counted, duration, number } from "../core/words.js";
 import { describeAnnotation, fetchAnnotations, openDialog } from "./annotations.js";
-import { button, element, field, redraw } from "./elements.js";
-import { json, Problem, request, requestOnce } from "./server.js";
-import { ago, counted, duration, number } from "./words.js";
 
 /**
  * @typedef {object} Training

@@ -1,17 +1,17 @@
 /** The result of a job: its words, notes, objects and what can be taken; linked with the views of the stack. */
 
+import { button, element, redraw } from "../core/elements.js";
+import { remember } from "../core/recent_jobs.js";
+import { warningText } from "../core/requests.js";
+import { counted, number, setting, widths } from "../core/words.js";
+import { CorrectView } from "../correct/correct_view.js";
 import { describeResult, resultsOf } from "./compare_view.js";
-import { CorrectView } from "./correct_view.js";
-import { button, element, redraw } from "./elements.js";
-import { remember } from "./history.js";
 import { ObjectsView } from "./objects_view.js";
-import { warningText } from "./server.js";
 import { takeView } from "./take_view.js";
-import { counted, number, setting, widths } from "./words.js";
 
-/** @typedef {import("./server.js").Job} Job */
-/** @typedef {import("./planes.js").Triple} Triple */
-/** @typedef {import("./viewer.js").Viewer} Viewer */
+/** @typedef {import("../core/requests.js").Job} Job */
+/** @typedef {import("../volumes/planes.js").Triple} Triple */
+/** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
 /** @typedef {{at: () => number, go: (time: number) => Promise<void>, target: EventTarget}} Times the time point that is shown */
 
 const PER_TIME_POINT =
@@ -23,8 +23,8 @@ const AS_SEGMENTED = "These are the labels as they were segmented. Those with yo
 /**
  * @param {HTMLElement} root
  * @param {Job} job that is done
- * @param {{table: import("./table.js").Table | null, name: string, stack: string, viewer: Viewer,
- *   abilities: import("./server.js").Abilities, signal: AbortSignal,
+ * @param {{table: import("../volumes/object_table.js").Table | null, name: string, stack: string, viewer: Viewer,
+ *   abilities: import("../core/requests.js").Abilities, signal: AbortSignal,
  *   segmentWith: (changed: Record<string, string>) => Promise<void>, times: Times}} shown
  *   name of the file; id of the stack, "" where it is not kept; the signal ends the link with the views;
  *   `segmentWith` segments the stack anew with these parameters changed; `times` shows other time points
@@ -104,7 +104,7 @@ class Tables {
     this.#show(segmented);
   }
 
-  /** @param {import("./table.js").Table | null} table of the corrected objects, which the views show; null: they show the others */
+  /** @param {import("../volumes/object_table.js").Table | null} table of the corrected objects, which the views show; null: they show the others */
   correct(table) {
     const corrected = table && new ObjectsView(table);
     if (corrected === null && this.shown === this.segmented) return;

@@ -1,17 +1,17 @@
 /** Three orthogonal views with one crosshair and one scale, and the maximum projection beside them. */
 
-import { button, element } from "./elements.js";
-import { ACROSS, paintGrey, project, quantiles } from "./slices.js";
-import { clamp, View } from "./view.js";
-import { number } from "./words.js";
+import { button, element } from "../core/elements.js";
+import { number } from "../core/words.js";
+import { ACROSS, paintGrey, project, quantiles } from "../volumes/slices.js";
+import { clamp, View } from "./slice_view.js";
 
-/** @typedef {import("./planes.js").Volume} Volume */
-/** @typedef {import("./planes.js").Triple} Triple */
-/** @typedef {import("./slices.js").Axis} Axis */
-/** @typedef {import("./view.js").Scene} Scene */
+/** @typedef {import("../volumes/planes.js").Volume} Volume */
+/** @typedef {import("../volumes/planes.js").Triple} Triple */
+/** @typedef {import("../volumes/slices.js").Axis} Axis */
+/** @typedef {import("./slice_view.js").Scene} Scene */
 
-/** @typedef {import("./view.js").Layer} Layer */
-/** @typedef {import("./view.js").Sharp} Sharp */
+/** @typedef {import("./slice_view.js").Layer} Layer */
+/** @typedef {import("./slice_view.js").Sharp} Sharp */
 
 const AXES = /** @type {Axis[]} */ ([0, 1, 2]);
 const IDLE_MILLISECONDS = 200;
@@ -58,7 +58,7 @@ export class Viewer extends EventTarget {
     this.views = /** @type {[View, View, View]} */ (
       [0, 1, 2].map((axis) => new View(/** @type {Axis} */ (axis), this.scene))
     );
-    /** @type {{volume: Volume, plane: import("./slices.js").Plane} | undefined} */
+    /** @type {{volume: Volume, plane: import("../volumes/slices.js").Plane} | undefined} */
     this.projected = undefined;
     this.dirty = new Set();
     this.projection = element("canvas", {
@@ -164,7 +164,7 @@ export class Viewer extends EventTarget {
 
   /**
    * Begin to show a stack, of which planes have arrived or will.
-   * @param {Volume} image @param {import("./server.js").VoxelSize | null} voxelSize
+   * @param {Volume} image @param {import("../core/requests.js").VoxelSize | null} voxelSize
    */
   open(image, voxelSize) {
     const { scene } = this;
@@ -183,7 +183,7 @@ export class Viewer extends EventTarget {
     }
   }
 
-  /** @param {import("./server.js").VoxelSize | null} voxelSize micrometres; a voxel counts as a cube without one */
+  /** @param {import("../core/requests.js").VoxelSize | null} voxelSize micrometres; a voxel counts as a cube without one */
   setVoxelSize(voxelSize) {
     const { scene } = this;
     if (scene.image === null) return;

@@ -1,15 +1,15 @@
 /** Tools that correct labels in the views: what clicks, drags and keys do, and what is drawn over the slices meanwhile. */
 
-import { element } from "./elements.js";
-import { CannotEdit } from "./label_edit.js";
-import { ACROSS, cssColour } from "./slices.js";
-import { clamp } from "./view.js";
+import { element } from "../core/elements.js";
+import { clamp } from "../viewer/slice_view.js";
+import { CannotEdit } from "../volumes/label_edit.js";
+import { ACROSS, cssColour } from "../volumes/slices.js";
 
-/** @typedef {import("./planes.js").Triple} Triple */
-/** @typedef {import("./label_shapes.js").Point} Point */
-/** @typedef {import("./label_edit.js").LabelEditor} LabelEditor */
-/** @typedef {import("./view.js").View} View */
-/** @typedef {import("./viewer.js").Viewer} Viewer */
+/** @typedef {import("../volumes/planes.js").Triple} Triple */
+/** @typedef {import("../volumes/label_shapes.js").Point} Point */
+/** @typedef {import("../volumes/label_edit.js").LabelEditor} LabelEditor */
+/** @typedef {import("../viewer/slice_view.js").View} View */
+/** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
 /** @typedef {"look" | "merge" | "split" | "cut" | "delete" | "add" | "paint" | "erase"} ToolName */
 
 /** @type {{name: ToolName, text: string, key: string, hint: string}[]} */
@@ -50,7 +50,7 @@ const POINT_PIXELS = 2;
 const INK = "#ffd166";
 
 /** What `EditTools` tells: `changed` after a correction, `say` a hint or what was wrong. */
-/** @typedef {{changed: (edit: import("./label_edit.js").Edit) => void, say: (text: string) => void}} Told */
+/** @typedef {{changed: (edit: import("../volumes/label_edit.js").Edit) => void, say: (text: string) => void}} Told */
 
 export class EditTools extends EventTarget {
   /** @param {Viewer} viewer @param {LabelEditor} editor @param {Told} told @param {AbortSignal} signal ends the tools */
@@ -124,7 +124,7 @@ export class EditTools extends EventTarget {
     this.viewer.draw();
   }
 
-  /** Have the editor do something, and tell what came of it. @param {() => import("./label_edit.js").Edit | null} work @param {string} [said] */
+  /** Have the editor do something, and tell what came of it. @param {() => import("../volumes/label_edit.js").Edit | null} work @param {string} [said] */
   do(work, said = "") {
     const began = performance.now();
     try {

@@ -1,6 +1,6 @@
 /** Volumes in the browser: fetched in blocks from the middle outwards, in steps where the whole would be too large. */
 
-import { Problem, queryOf, request } from "./server.js";
+import { Problem, queryOf, request } from "../core/requests.js";
 import { cut } from "./slices.js";
 
 /** @typedef {Uint8Array | Int8Array | Uint16Array | Int16Array | Uint32Array | Int32Array | Float32Array} Numbers */
@@ -118,7 +118,7 @@ export async function fetchMiddle(address, parameters, whole, pixels, signal) {
 
 /**
  * The part of a stack that is looked at, as parameters of its planes.
- * @param {import("./server.js").Description} file @param {Record<string, unknown>} parameters of the request
+ * @param {import("../core/requests.js").Description} file @param {Record<string, unknown>} parameters of the request
  * @param {number | string | undefined} time point, where there are several @param {number | string | undefined} channel
  */
 export function partOf(file, { axes }, time, channel) {

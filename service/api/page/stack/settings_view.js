@@ -1,14 +1,14 @@
 /** What was understood of a stack, with a control for everything that a file leaves open, and the button that runs it. */
 
+import { button, element, field, redraw } from "../core/elements.js";
+import { request } from "../core/requests.js";
+import { counted, duration, number, pageWords, SETTINGS, size } from "../core/words.js";
 import { channelPictures, nameOf } from "./channels.js";
-import { button, element, field, redraw } from "./elements.js";
-import { isRange } from "./series.js";
-import { request } from "./server.js";
-import { counted, duration, number, pageWords, SETTINGS, size } from "./words.js";
+import { isRange } from "./time_points.js";
 
-/** @typedef {import("./server.js").Inspection} Inspection */
-/** @typedef {import("./server.js").Model} Model */
-/** @typedef {import("./server.js").Problem} Problem */
+/** @typedef {import("../core/requests.js").Inspection} Inspection */
+/** @typedef {import("../core/requests.js").Model} Model */
+/** @typedef {import("../core/requests.js").Problem} Problem */
 /** @typedef {Record<string, string>} Parameters by the names of the service; what is empty is not sent */
 
 /** Likely meanings of the axes of a file, by their number. @type {Record<number, string[]>} */
@@ -90,7 +90,7 @@ export class StackView extends EventTarget {
     this.controls.append(this.open, this.settings);
     /** @type {Inspection | null} */
     this.inspection = null;
-    /** Fetches a small plane from the middle of a channel. @type {((channel: number) => Promise<import("./planes.js").Volume>) | null} */
+    /** Fetches a small plane from the middle of a channel. @type {((channel: number) => Promise<import("../volumes/planes.js").Volume>) | null} */
     this.fetchMiddle = null;
     /** Pictures of the channels, made once for a reading of the axes. */
     this.pictures = { axes: "", root: element("div") };
@@ -274,7 +274,7 @@ export class StackView extends EventTarget {
     ]);
   }
 
-  /** @param {import("./server.js").Description} file @returns {import("./elements.js").Child[]} */
+  /** @param {import("../core/requests.js").Description} file @returns {import("../core/elements.js").Child[]} */
   #ask(file) {
     const parts = [];
     if (file.channels.length > 1) parts.push(this.#channelField(file), this.#channelPictures(file));
@@ -287,7 +287,7 @@ export class StackView extends EventTarget {
     return parts;
   }
 
-  /** @param {import("./server.js").Description} file @param {string} stated */
+  /** @param {import("../core/requests.js").Description} file @param {string} stated */
   #axesField(file, stated) {
     const likely = (LIKELY_AXES[file.axes.length] ?? []).filter(
       (axes) => axes !== stated && (stated || axes !== file.axes),
@@ -333,7 +333,7 @@ export class StackView extends EventTarget {
     example.hidden = false;
   }
 
-  /** @param {import("./server.js").Description} file */
+  /** @param {import("../core/requests.js").Description} file */
   #channelField(file) {
     const { channel } = this.parameters;
     const wanted = this.models.find((model) => model.name === this.parameters.model)?.input?.channels ?? 1;
@@ -350,7 +350,7 @@ export class StackView extends EventTarget {
     return field(SETTINGS.channel, select);
   }
 
-  /** @param {import("./server.js").Description} file */
+  /** @param {import("../core/requests.js").Description} file */
   #channelPictures(file) {
     const { channel } = this.parameters;
     const chosen = channel === undefined || channel === "" ? -1 : Number(channel);
@@ -366,7 +366,7 @@ export class StackView extends EventTarget {
     return root;
   }
 
-  /** One time point, some of them, or all. @param {import("./server.js").Description} file */
+  /** One time point, some of them, or all. @param {import("../core/requests.js").Description} file */
   #timeFields(file) {
     const time = this.parameters.time ?? "0";
     const several = isRange(time);
@@ -423,7 +423,7 @@ export class StackView extends EventTarget {
     ];
   }
 
-  /** @param {import("./server.js").Description} file */
+  /** @param {import("../core/requests.js").Description} file */
   #voxelField(file) {
     const edges = file.voxel_size;
     const inputs = /** @type {const} */ (["x", "y", "z"]).map((axis) =>

@@ -1,12 +1,12 @@
 /** Corrections of a result that the service does not keep any more: what they were made on is kept with them in this browser. */
 
-import { openDialog } from "./annotations.js";
-import * as kept from "./edit_store.js";
-import { button, element, save } from "./elements.js";
-import { LabelEditor } from "./label_edit.js";
-import { asNpy, asTiff } from "./label_files.js";
-import { count } from "./planes.js";
-import { counted } from "./words.js";
+import { button, element, save } from "../core/elements.js";
+import { counted } from "../core/words.js";
+import { openDialog } from "../training/annotations.js";
+import * as kept from "../volumes/correction_store.js";
+import { LabelEditor } from "../volumes/label_edit.js";
+import { asNpy, asTiff } from "../volumes/label_files.js";
+import { count } from "../volumes/planes.js";
 
 const TYPES = { 1: Uint8Array, 2: Uint16Array, 4: Uint32Array };
 
@@ -72,7 +72,7 @@ function files(key, edits, stem, problem) {
   );
 }
 
-/** @typedef {{volume: import("./planes.js").Volume, voxelSize: import("./server.js").VoxelSize | null}} Labels */
+/** @typedef {{volume: import("../volumes/planes.js").Volume, voxelSize: import("../core/requests.js").VoxelSize | null}} Labels */
 
 /** @param {string} key @returns {Promise<Labels | null>} */
 async function correctedLabels(key) {

@@ -1,29 +1,29 @@
 /** Two results of one stack side by side: views that go together, and their counts beside each other. */
 
-import { compareObjects } from "./agreement.js";
-import * as kept from "./edit_store.js";
-import { element } from "./elements.js";
-import { describeCount, entries } from "./history.js";
-import { LabelEditor } from "./label_edit.js";
-import { fetchPlane, fetchVolume, partOf } from "./planes.js";
-import { firstTime } from "./series.js";
-import { json, queryOf } from "./server.js";
-import { TimeSlider } from "./time_slider.js";
-import { Viewer } from "./viewer.js";
-import { counted } from "./words.js";
+import { element } from "../core/elements.js";
+import { describeCount, entries } from "../core/recent_jobs.js";
+import { json, queryOf } from "../core/requests.js";
+import { counted } from "../core/words.js";
+import { firstTime } from "../stack/time_points.js";
+import { TimeSlider } from "../stack/time_slider.js";
+import { Viewer } from "../viewer/viewer.js";
+import * as kept from "../volumes/correction_store.js";
+import { compareObjects } from "../volumes/label_agreement.js";
+import { LabelEditor } from "../volumes/label_edit.js";
+import { fetchPlane, fetchVolume, partOf } from "../volumes/planes.js";
 
-/** @typedef {import("./server.js").Job} Job */
-/** @typedef {import("./planes.js").Triple} Triple */
-/** @typedef {import("./planes.js").Volume} Volume */
+/** @typedef {import("../core/requests.js").Job} Job */
+/** @typedef {import("../volumes/planes.js").Triple} Triple */
+/** @typedef {import("../volumes/planes.js").Volume} Volume */
 
 const CLICK = "Click an object to see it in both.";
 
-/** @param {import("./history.js").Entry} entry @returns {string} of a result among others of its stack */
+/** @param {import("../core/recent_jobs.js").Entry} entry @returns {string} of a result among others of its stack */
 export function describeResult(entry) {
   return [entry.model, entry.parameters, describeCount(entry)].filter(Boolean).join(" · ");
 }
 
-/** @param {string} stack @returns {import("./history.js").Entry[]} results of it, newest first */
+/** @param {string} stack @returns {import("../core/recent_jobs.js").Entry[]} results of it, newest first */
 export function resultsOf(stack) {
   return stack ? entries().filter((entry) => entry.stack === stack && entry.objects !== null) : [];
 }
@@ -31,7 +31,7 @@ export function resultsOf(stack) {
 /** One of the two results. */
 class Side {
   /**
-   * @param {string} where @param {Job} job @param {import("./history.js").Entry[]} all
+   * @param {string} where @param {Job} job @param {import("../core/recent_jobs.js").Entry[]} all
    * @param {(job: string) => void} onchoose @param {() => void} onchange other labels of the job are shown
    */
   constructor(where, job, all, onchoose, onchange) {
@@ -85,7 +85,7 @@ class Side {
     this.#show();
   }
 
-  /** Show labels. @param {Volume | null} labels as segmented @param {import("./label_edit.js").Edit[]} edits that this browser keeps of them */
+  /** Show labels. @param {Volume | null} labels as segmented @param {import("../volumes/label_edit.js").Edit[]} edits that this browser keeps of them */
   take(labels, edits) {
     const fine = labels?.step.every((step) => step === 1) && edits.length > 0;
     const editor = labels && fine ? new LabelEditor({ ...labels, data: labels.data.slice() }, [1, 1, 1]) : null;
@@ -137,7 +137,7 @@ export async function showCompare(root, ids, signal) {
   );
   const { model: _model, measurements: _measurements, ...parameters } = jobs[0].parameters;
   const query = queryOf({ ...parameters, model: jobs[0].model.split("/")[0] });
-  /** @type {import("./server.js").Inspection} */
+  /** @type {import("../core/requests.js").Inspection} */
   const { file } = await json(`inspect?${query}`, { method: "POST", signal });
   const ranges = jobs.map(timesOf);
   times.show(
@@ -172,7 +172,7 @@ function timesOf({ parameters, time_points: points }) {
 
 /**
  * Show a time point on both sides.
- * @param {Side[]} sides @param {string} stack @param {import("./server.js").Description} file @param {Record<string, unknown>} part of the stack
+ * @param {Side[]} sides @param {string} stack @param {import("../core/requests.js").Description} file @param {Record<string, unknown>} part of the stack
  * @param {number} time @param {AbortSignal} signal
  */
 async function load(sides, stack, file, part, time, signal) {
