@@ -22,8 +22,8 @@ import { forget as forgetCorrections } from "./volumes/correction_store.js";
 import { parseTable } from "./volumes/object_table.js";
 import { fetchMiddle, fetchPlane, fetchVolume, partOf } from "./volumes/planes.js";
 
-/** @typedef {import("./core/requests.js").Job} Job */
-/** @typedef {import("./core/requests.js").Inspection} Inspection */
+/** @typedef {import("openapi").JobReport} Job */
+/** @typedef {import("openapi").Inspection} Inspection */
 /** @typedef {import("./volumes/planes.js").Triple} Triple */
 
 const LATER_MILLISECONDS = 250;
@@ -268,13 +268,12 @@ class Session {
 
 /** @param {Job} job that is over without a result */
 function ending(job) {
-  const words =
-    { failed: "The job has failed", cancelled: "Cancelled", expired: "The result had to make room" }[job.state] ??
-    job.state;
+  /** @type {Partial<Record<Job["state"], string>>} */
+  const words = { failed: "The job has failed", cancelled: "Cancelled", expired: "The result had to make room" };
   return element(
     "div",
     { class: "run" },
-    element("h2", {}, words),
+    element("h2", {}, words[job.state] ?? job.state),
     element(
       "p",
       { class: job.problem ? "warning-text" : "muted" },
@@ -319,16 +318,17 @@ function before() {
   );
 }
 
-/** @type {import("./core/requests.js").Model[]} */
+/** @type {import("openapi").ModelInfo[]} */
 let models = [];
 /** @type {string | null} */
 let defaultModel = null;
 /** Names of the service's parameters. @type {Set<string>} */
 let known = new Set();
 /** What the service does beside segmenting. */
-/** @type {import("./core/requests.js").Abilities} */
+/** @type {import("openapi").Abilities} */
 let abilities = {
   corrections: false,
+  annotations_bytes: 0,
   training: false,
   training_problem: null,
   training_minutes: 0,

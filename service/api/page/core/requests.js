@@ -2,24 +2,6 @@
 
 import { pageWords } from "./words.js";
 
-/**
- * @typedef {{z: number, y: number, x: number}} VoxelSize micrometres
- * @typedef {{container: string, axes: string, stored_shape: number[], shape: number[], dtype: string,
- *   voxel_size: VoxelSize | null, voxel_size_from: string, channels: string[], colours: string[], times: number,
- *   time_points: [number, number] | null, notes: string[]}} Description
- * @typedef {{file: Description, model: string, output: string | null, diameter: string | null, problem: string | null,
- *   estimate: {windows: number, host_bytes: number, device_bytes: number} | null, seconds: number | null}} Inspection
- * @typedef {{id: string, name: string, bytes: number}} Stack
- * @typedef {string | {detail?: string, message?: string, text?: string}} Warning
- * @typedef {{id: string, state: string, model: string, name: string, parameters: Record<string, unknown>, created: string, expires?: string | null,
- *   position: number | null, time_points: {done: number, total: number} | null, progress: {done: number, total: number}, seconds_left: number | null,
- *   seconds: Record<string, number>, confidence?: number | null, doubt?: {detail: string, try: string} | null, warnings: Warning[], diameter: string | null, objects: number | null,
- *   problem: {type: string, detail: string} | null}} Job
- * @typedef {{corrections: boolean, training: boolean, training_problem: string | null, training_minutes: number}} Abilities
- * @typedef {{name: string, state: string, picture: string | null, version: string | null, summary: string | null, decoding: string | null,
- *   input: {channels: number, channel_names: string[], diameter: number | null} | null}} Model
- */
-
 const KEY = "stackseg-key";
 
 /** What the service has said against a request: the problem document of RFC 9457. */
@@ -107,7 +89,7 @@ export function queryOf(parameters) {
  * Upload a stack, telling how far that has come: only XMLHttpRequest can.
  * @param {Blob} file @param {string} name @param {(share: number) => void} onprogress
  * @param {AbortSignal} [signal]
- * @returns {Promise<Stack>}
+ * @returns {Promise<import("openapi").StackReport>}
  */
 export async function upload(file, name, onprogress, signal) {
   /** @type {XMLHttpRequest} */
@@ -131,9 +113,4 @@ export async function upload(file, name, onprogress, signal) {
   }
   if (!answer.ok) throw await readProblem(answer);
   return answer.json();
-}
-
-/** @param {Warning} warning @returns {string} */
-export function warningText(warning) {
-  return pageWords(typeof warning === "string" ? warning : (warning.detail ?? warning.message ?? warning.text ?? ""));
 }

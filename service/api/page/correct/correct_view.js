@@ -35,9 +35,9 @@ const TAKEN = "The corrections of this result go on in another tab or window of 
 
 export class CorrectView {
   /**
-   * @param {import("../core/requests.js").Job} job @param {string} stack id, "" where it is not kept @param {string} name of the file
+   * @param {import("openapi").JobReport} job @param {string} stack id, "" where it is not kept @param {string} name of the file
    * @param {Viewer} viewer @param {number} time point that is shown, of a series
-   * @param {import("../core/requests.js").Abilities} abilities of the service @param {AbortSignal} signal ends the view
+   * @param {import("openapi").Abilities} abilities of the service @param {AbortSignal} signal ends the view
    */
   constructor(job, stack, name, viewer, time, abilities, signal) {
     this.job = job;
@@ -410,7 +410,7 @@ export class CorrectView {
     const own = all.filter(({ job }) => job === this.job.id);
     const made = await kept.annotationsOf(this.job.id);
     const foreign = own.filter(({ id }) => !made.includes(id));
-    const list = (/** @type {import("../training/annotations.js").Annotation[]} */ some) =>
+    const list = (/** @type {import("openapi").AnnotationReport[]} */ some) =>
       some.map((one) => `${one.name} (${describeAnnotation(one)})`).join(", ");
     this.elsewhere.hidden = foreign.length === 0;
     this.elsewhere.textContent = `Corrected in another browser, and kept as annotated stack ${list(foreign)}. Those corrections are not shown here, and yours stay apart from them.`;
@@ -606,7 +606,7 @@ export class CorrectView {
     else save(asTiff(labels, this.#voxelSize()), `${this.stem}_corrected.ome.tif`);
   }
 
-  /** @returns {Promise<import("../training/annotations.js").Annotation | null>} null: the reader thought better of it */
+  /** @returns {Promise<import("openapi").AnnotationReport | null>} null: the reader thought better of it */
   async #keep() {
     const { mode, job, stack, stem } = this;
     if (mode === null) return null;

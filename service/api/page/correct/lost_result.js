@@ -72,7 +72,7 @@ function files(key, edits, stem, problem) {
   );
 }
 
-/** @typedef {{volume: import("../volumes/planes.js").Volume, voxelSize: import("../core/requests.js").VoxelSize | null}} Labels */
+/** @typedef {{volume: import("../volumes/planes.js").Volume, voxelSize: import("openapi").VoxelSize | null}} Labels */
 
 /** @param {string} key @returns {Promise<Labels | null>} */
 async function correctedLabels(key) {

@@ -12,7 +12,7 @@ import { compareObjects } from "../volumes/label_agreement.js";
 import { LabelEditor } from "../volumes/label_edit.js";
 import { fetchPlane, fetchVolume, partOf } from "../volumes/planes.js";
 
-/** @typedef {import("../core/requests.js").Job} Job */
+/** @typedef {import("openapi").JobReport} Job */
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
 /** @typedef {import("../volumes/planes.js").Volume} Volume */
 
@@ -137,7 +137,7 @@ export async function showCompare(root, ids, signal) {
   );
   const { model: _model, measurements: _measurements, ...parameters } = jobs[0].parameters;
   const query = queryOf({ ...parameters, model: jobs[0].model.split("/")[0] });
-  /** @type {import("../core/requests.js").Inspection} */
+  /** @type {import("openapi").Inspection} */
   const { file } = await json(`inspect?${query}`, { method: "POST", signal });
   const ranges = jobs.map(timesOf);
   times.show(
@@ -172,7 +172,7 @@ function timesOf({ parameters, time_points: points }) {
 
 /**
  * Show a time point on both sides.
- * @param {Side[]} sides @param {string} stack @param {import("../core/requests.js").Description} file @param {Record<string, unknown>} part of the stack
+ * @param {Side[]} sides @param {string} stack @param {import("openapi").Description} file @param {Record<string, unknown>} part of the stack
  * @param {number} time @param {AbortSignal} signal
  */
 async function load(sides, stack, file, part, time, signal) {

@@ -2,14 +2,13 @@
 
 import { button, element, redraw } from "../core/elements.js";
 import { remember } from "../core/recent_jobs.js";
-import { warningText } from "../core/requests.js";
-import { counted, number, setting, widths } from "../core/words.js";
+import { counted, number, pageWords, setting, widths } from "../core/words.js";
 import { CorrectView } from "../correct/correct_view.js";
 import { describeResult, resultsOf } from "./compare_view.js";
 import { ObjectsView } from "./objects_view.js";
 import { takeView } from "./take_view.js";
 
-/** @typedef {import("../core/requests.js").Job} Job */
+/** @typedef {import("openapi").JobReport} Job */
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
 /** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
 /** @typedef {{at: () => number, go: (time: number) => Promise<void>, target: EventTarget}} Times the time point that is shown */
@@ -24,7 +23,7 @@ const AS_SEGMENTED = "These are the labels as they were segmented. Those with yo
  * @param {HTMLElement} root
  * @param {Job} job that is done
  * @param {{table: import("../volumes/object_table.js").Table | null, name: string, stack: string, viewer: Viewer,
- *   abilities: import("../core/requests.js").Abilities, signal: AbortSignal,
+ *   abilities: import("openapi").Abilities, signal: AbortSignal,
  *   segmentWith: (changed: Record<string, string>) => Promise<void>, times: Times}} shown
  *   name of the file; id of the stack, "" where it is not kept; the signal ends the link with the views;
  *   `segmentWith` segments the stack anew with these parameters changed; `times` shows other time points
@@ -170,11 +169,12 @@ function facts(job) {
  * @param {((changed: Record<string, string>) => Promise<void>) | null} segmentWith null where the stack is not kept
  */
 function notes(job, segmentWith) {
-  const doubt = job.doubt ? warningText(job.doubt) : "";
-  const [parameter, value] = job.doubt?.try.split("=") ?? [];
+  const lowConfidence = /** @type {{detail: string, try: string} | null} */ (job.doubt);
+  const doubt = lowConfidence ? pageWords(lowConfidence.detail) : "";
+  const [parameter, value] = lowConfidence?.try.split("=") ?? [];
   const attempt = segmentWith !== null && value && { [parameter]: value };
   const own = job.time_points && !job.parameters.link && job.objects !== null ? [PER_TIME_POINT] : [];
-  const texts = [...own, ...job.warnings.map(warningText).filter((note) => note && note !== doubt)];
+  const texts = [...own, ...job.warnings.map(pageWords).filter((note) => note && note !== doubt)];
   return (
     (doubt || texts.length > 0) &&
     element(

@@ -4,7 +4,7 @@ import { button, element } from "../core/elements.js";
 import { json, request } from "../core/requests.js";
 import { counted, duration } from "../core/words.js";
 
-/** @typedef {import("../core/requests.js").Job} Job */
+/** @typedef {import("openapi").JobReport} Job */
 
 const POLL_MILLISECONDS = 400;
 

@@ -4,7 +4,7 @@ import { button, element, save } from "../core/elements.js";
 import { queryOf, request } from "../core/requests.js";
 import { day } from "../core/words.js";
 
-/** @typedef {import("../core/requests.js").Job} Job */
+/** @typedef {import("openapi").JobReport} Job */
 
 /**
  * @param {Job} job @param {string} name of the stack's file @param {boolean} hasTable

@@ -4,7 +4,7 @@ import { element, redraw } from "../core/elements.js";
 import { stretch } from "../viewer/viewer.js";
 import { cut, paintGrey, quantiles } from "../volumes/slices.js";
 
-/** @typedef {import("../core/requests.js").Description} Description */
+/** @typedef {import("openapi").Description} Description */
 /** @typedef {import("../volumes/planes.js").Volume} Volume */
 /** @typedef {import("../viewer/slice_view.js").Layer} Layer */
 /** @typedef {import("../viewer/slice_view.js").Colour} Colour */

@@ -6,8 +6,8 @@ import { counted, duration, number, pageWords, SETTINGS, size } from "../core/wo
 import { channelPictures, nameOf } from "./channels.js";
 import { isRange } from "./time_points.js";
 
-/** @typedef {import("../core/requests.js").Inspection} Inspection */
-/** @typedef {import("../core/requests.js").Model} Model */
+/** @typedef {import("openapi").Inspection} Inspection */
+/** @typedef {import("openapi").ModelInfo} Model */
 /** @typedef {import("../core/requests.js").Problem} Problem */
 /** @typedef {Record<string, string>} Parameters by the names of the service; what is empty is not sent */
 
@@ -274,7 +274,7 @@ export class StackView extends EventTarget {
     ]);
   }
 
-  /** @param {import("../core/requests.js").Description} file @returns {import("../core/elements.js").Child[]} */
+  /** @param {import("openapi").Description} file @returns {import("../core/elements.js").Child[]} */
   #ask(file) {
     const parts = [];
     if (file.channels.length > 1) parts.push(this.#channelField(file), this.#channelPictures(file));
@@ -287,7 +287,7 @@ export class StackView extends EventTarget {
     return parts;
   }
 
-  /** @param {import("../core/requests.js").Description} file @param {string} stated */
+  /** @param {import("openapi").Description} file @param {string} stated */
   #axesField(file, stated) {
     const likely = (LIKELY_AXES[file.axes.length] ?? []).filter(
       (axes) => axes !== stated && (stated || axes !== file.axes),
@@ -333,7 +333,7 @@ export class StackView extends EventTarget {
     example.hidden = false;
   }
 
-  /** @param {import("../core/requests.js").Description} file */
+  /** @param {import("openapi").Description} file */
   #channelField(file) {
     const { channel } = this.parameters;
     const wanted = this.models.find((model) => model.name === this.parameters.model)?.input?.channels ?? 1;
@@ -350,7 +350,7 @@ export class StackView extends EventTarget {
     return field(SETTINGS.channel, select);
   }
 
-  /** @param {import("../core/requests.js").Description} file */
+  /** @param {import("openapi").Description} file */
   #channelPictures(file) {
     const { channel } = this.parameters;
     const chosen = channel === undefined || channel === "" ? -1 : Number(channel);
@@ -366,7 +366,7 @@ export class StackView extends EventTarget {
     return root;
   }
 
-  /** One time point, some of them, or all. @param {import("../core/requests.js").Description} file */
+  /** One time point, some of them, or all. @param {import("openapi").Description} file */
   #timeFields(file) {
     const time = this.parameters.time ?? "0";
     const several = isRange(time);
@@ -423,7 +423,7 @@ export class StackView extends EventTarget {
     ];
   }
 
-  /** @param {import("../core/requests.js").Description} file */
+  /** @param {import("openapi").Description} file */
   #voxelField(file) {
     const edges = file.voxel_size;
     const inputs = /** @type {const} */ (["x", "y", "z"]).map((axis) =>

@@ -5,34 +5,19 @@ import { Problem, requestOnce } from "../core/requests.js";
 import { counted, duration, number, size } from "../core/words.js";
 import { describeStage } from "../training/training.js";
 
-/**
- * @typedef {{name: string, cores: number, memory_total: number | null, memory_available: number | null,
- *   features: string[]}} Cpu
- * @typedef {{index: number, name: string, memory_total: number | null, memory_used: number | null,
- *   utilisation_percent: number | null, temperature_celsius: number | null, power_watts: number | null}} Gpu
- * @typedef {{name: string, waiting: number, running: number, models: string[], loaded_bytes: number,
- *   problem: string | null, host: string | null, given_back: boolean, starting: boolean}} Device
- * @typedef {{choice: {engine: string, precision: string, sw_batch_size: number, compile_mode: string | null},
- *   verdict: string, windows_per_second: number | null, difference: number | null}} Trial
- * @typedef {{engine: string, precision: string, compile_mode: string | null, roi_size: number[],
- *   sw_batch_size: number, streams: number, warm_up_seconds: number, warnings: string[], planned: string,
- *   cached: boolean, trials: Trial[]}} Engine
- * @typedef {{name: string, state: string, version: string | null, engine: Engine | null, problem: string | null,
- *   removable: boolean, devices: {device: string, bytes: number, used?: string}[]}} Model
- * @typedef {{device: string, model: string, state: string, progress: {done: number, total: number}, seconds: number,
- *   seconds_left: number | null}} Running
- * @typedef {{ended: string, model: string, voxels: number, objects: number | null,
- *   seconds: Record<string, number>}} Segmented
- * @typedef {{status: string, version: string, uptime_seconds: number, reasons: string[], degraded: string[]}} Health
- * @typedef {{name: string, base_model: string, state: string, stage: string | null, step: number, steps: number | null,
- *   seconds_left: number | null}} Learning
- * @typedef {{problem: string | null, trainings: Learning[], annotations: number, models: number, models_limit: number}} Learned
- * @typedef {{files: string, used: number, limit: number | null, free: number, total: number}} Disk
- * @typedef {{health: Health, hardware: {gpus: Gpu[], cpu: Cpu, devices: Device[]}, cpu_seconds: number,
- *   models: {default: string | null, models: Model[]}, requests: Running[], recent: Segmented[],
- *   learning: Learned, disk: Disk[]}} Status
- * @typedef {import("../core/elements.js").Child} Child
- */
+/** @typedef {import("openapi").DeviceReport} Device */
+/** @typedef {import("openapi").EngineReport} Engine */
+/** @typedef {Omit<import("openapi").ModelInfo, "devices"> & {devices: Omit<import("openapi").Loaded, "used">[]}} Model */
+/** @typedef {import("openapi").Trial} Trial */
+/** @typedef {import("openapi").Health} Health */
+/** @typedef {import("openapi").LearningReport} Learned */
+/** @typedef {import("openapi").GpuStatus} Gpu */
+/** @typedef {import("openapi").CpuStatus} Cpu */
+/** @typedef {import("openapi").RequestReport} Running */
+/** @typedef {import("openapi").SegmentedReport} Segmented */
+/** @typedef {import("openapi").DiskReport} Disk */
+/** @typedef {import("openapi").Status} Status */
+/** @typedef {import("../core/elements.js").Child} Child */
 
 const REFRESH_MILLISECONDS = 1500;
 
@@ -212,7 +197,7 @@ class StatusView {
   }
 }
 
-/** @param {{added: string[], changed: string[], removed: string[], broken: Record<string, string>}} answer */
+/** @param {import("openapi").ModelReload} answer */
 function describeReload({ broken, ...names }) {
   const done = Object.entries(names).flatMap(([what, which]) => (which.length ? [`${what} ${which.join(", ")}`] : []));
   const faults = Object.entries(broken).map(([name, problem]) => ` ${name}: ${problem}`);

@@ -7,21 +7,7 @@ import { asNpy, gzip } from "../volumes/label_files.js";
 
 /** @typedef {import("../volumes/planes.js").Volume} Volume */
 
-/**
- * @typedef {object} Annotation
- * @property {string} id
- * @property {string} name
- * @property {number[]} shape
- * @property {number} objects
- * @property {string | number[][] | null} region the part that is used; null: all
- * @property {string | null} base_model that made the labels which were corrected
- * @property {number | null} changes
- * @property {string} created
- * @property {string | null} [stack] that it was made of, and which may be kept no more
- * @property {string | null} [job] whose labels were corrected
- * @property {number | null} [time] point of a series
- * @property {string[]} overlaps ids of those with labels for the same place of the same image
- */
+/** @typedef {import("openapi").AnnotationReport} Annotation */
 
 /** @returns {Promise<Annotation[]>} */
 export async function fetchAnnotations() {

@@ -5,26 +5,7 @@ import { json, Problem, request, requestOnce } from "../core/requests.js";
 import { ago, counted, duration, number } from "../core/words.js";
 import { describeAnnotation, fetchAnnotations, openDialog } from "./annotations.js";
 
-/**
- * @typedef {object} Training
- * @property {string} id
- * @property {string} state waiting, running, done, failed, cancelled or interrupted
- * @property {string | null} stage while it runs, of `STAGES`
- * @property {number} step
- * @property {number | null} steps planned; null until that is known
- * @property {number | null} position in the queue, 1: next
- * @property {number | null} seconds_left
- * @property {[number, number][]} loss step and value
- * @property {[number, number][]} validation step and loss on what was held out
- * @property {number | null} before score of the model that was trained, on what was held out
- * @property {number | null} after score of the new model there
- * @property {boolean | null} better
- * @property {string} message
- * @property {string} name of the new model
- * @property {string | null} model the same, while it is served
- * @property {string} created
- * @property {string[]} annotations ids of the annotated stacks
- */
+/** @typedef {import("openapi").TrainingReport} Training */
 
 const POLL_MILLISECONDS = 1000;
 
@@ -142,13 +123,13 @@ export async function trainingDialog(most, model = "") {
   );
 }
 
-/** @typedef {{name: string, lineage?: {parent: string} | null}} Served */
-/** @typedef {{annotation: import("./annotations.js").Annotation, box: HTMLInputElement}[]} Boxes */
+/** @typedef {import("openapi").ModelInfo} Served */
+/** @typedef {{annotation: import("openapi").AnnotationReport, box: HTMLInputElement}[]} Boxes */
 
 /**
  * A box for each annotated stack. Of several with labels for the same place, ticking one takes the others back: a training
  * takes one of them.
- * @param {import("./annotations.js").Annotation[]} annotations newest first @returns {Boxes}
+ * @param {import("openapi").AnnotationReport[]} annotations newest first @returns {Boxes}
  */
 function makeBoxes(annotations) {
   const boxes = annotations.map((annotation) => {
@@ -188,7 +169,7 @@ function firstOf(model, models) {
   return name;
 }
 
-/** @param {string[]} ids @param {import("./annotations.js").Annotation[]} annotations */
+/** @param {string[]} ids @param {import("openapi").AnnotationReport[]} annotations */
 function namesOf(ids, annotations) {
   const names = ids.map((id) => annotations.find((one) => one.id === id)?.name ?? "another one");
   return `${names.join(", ")}; a training takes one of them`;

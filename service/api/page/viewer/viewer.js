@@ -164,7 +164,7 @@ export class Viewer extends EventTarget {
 
   /**
    * Begin to show a stack, of which planes have arrived or will.
-   * @param {Volume} image @param {import("../core/requests.js").VoxelSize | null} voxelSize
+   * @param {Volume} image @param {import("openapi").VoxelSize | null} voxelSize
    */
   open(image, voxelSize) {
     const { scene } = this;
@@ -183,7 +183,7 @@ export class Viewer extends EventTarget {
     }
   }
 
-  /** @param {import("../core/requests.js").VoxelSize | null} voxelSize micrometres; a voxel counts as a cube without one */
+  /** @param {import("openapi").VoxelSize | null} voxelSize micrometres; a voxel counts as a cube without one */
   setVoxelSize(voxelSize) {
     const { scene } = this;
     if (scene.image === null) return;

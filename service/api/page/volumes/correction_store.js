@@ -6,7 +6,7 @@
  * @typedef {object} Segmented
  * @property {Blob} zipped their numbers, in C order
  * @property {number} bytes of a number @property {import("./planes.js").Triple} shape
- * @property {import("../core/requests.js").VoxelSize | null} voxelSize
+ * @property {import("openapi").VoxelSize | null} voxelSize
  */
 
 const NAME = "stackseg-corrections";
@@ -42,7 +42,7 @@ async function store(mode) {
   return (await opening).transaction(EDITS, mode).objectStore(EDITS);
 }
 
-/** Under what the corrections of a result are kept. @param {import("../core/requests.js").Job} job @param {number} time point that is corrected, of a series */
+/** Under what the corrections of a result are kept. @param {import("openapi").JobReport} job @param {number} time point that is corrected, of a series */
 export function keyOf(job, time) {
   return job.time_points ? `${job.id}@${time}` : job.id;
 }

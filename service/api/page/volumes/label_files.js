@@ -1,7 +1,7 @@
 /** Labels as files: NumPy and OME-TIFF. */
 
 /** @typedef {import("./planes.js").Volume} Volume */
-/** @typedef {import("../core/requests.js").VoxelSize} VoxelSize */
+/** @typedef {import("openapi").VoxelSize} VoxelSize */
 
 /** @param {Volume} labels of unsigned integers @returns {Blob} `[Z, Y, X]` as NumPy writes it, version 1.0 */
 export function asNpy({ data, shape }) {

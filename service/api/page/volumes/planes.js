@@ -118,7 +118,7 @@ export async function fetchMiddle(address, parameters, whole, pixels, signal) {
 
 /**
  * The part of a stack that is looked at, as parameters of its planes.
- * @param {import("../core/requests.js").Description} file @param {Record<string, unknown>} parameters of the request
+ * @param {import("openapi").Description} file @param {Record<string, unknown>} parameters of the request
  * @param {number | string | undefined} time point, where there are several @param {number | string | undefined} channel
  */
 export function partOf(file, { axes }, time, channel) {
