@@ -35,15 +35,18 @@ COARSE = """async ([job, stack]) => {
   const { CorrectView } = await import("/page/correct/correct_view.js");
   const { fetchVolume } = await import("/page/volumes/planes.js");
   const { signal } = new AbortController(), whole = [24, 80, 80], step = [1, 2, 2], nothing = () => {};
-  const fetched = (address, ...steps) => fetchVolume(address, {}, whole, signal, nothing, ...steps);
+  const fetched = (address, step) => fetchVolume({ address, parameters: {}, whole }, signal, nothing, step);
   const viewer = new Viewer(document.getElementById("viewer"));
   const image = await fetched(`stacks/${stack}/planes`, step);
   viewer.open(image, { z: 0.5, y: 0.2, x: 0.2 });
   viewer.setLabels(await fetched(`jobs/${job}/planes`, step));
   viewer.fetchWhole = () => fetched(`stacks/${stack}/planes`, [1, 1, 1]);
-  viewer.scene.at = [5, 10, 12];
-  const shown = () => ({ at: viewer.scene.at, step: viewer.scene.image.step, labels: viewer.scene.labels.shape });
-  const view = new CorrectView({ id: job, model: "nuclei/1" }, stack, "", viewer, 0, {}, signal);
+  viewer.scene.set({ at: [5, 10, 12] });
+  const shown = () => {
+    const { at, image, labels } = viewer.scene.state;
+    return { at, step: image.step, labels: labels.shape };
+  };
+  const view = new CorrectView({ job: { id: job, model: "nuclei/1" }, stack, name: "" }, viewer, 0, {}, signal);
   const before = shown();
   await view.enter();
   const meanwhile = shown(), edges = view.mode.editor.voxel;
@@ -486,8 +489,8 @@ def test_labels_that_are_too_large_for_the_browser_say_what_to_do(nuclei: Live, 
         """async () => {
           const { CorrectView } = await import("/page/correct/correct_view.js");
           const small = { data: new Uint16Array(8), shape: [2, 2, 2], step: [200, 999, 999], whole: [400, 1998, 1998] };
-          const viewer = { scene: { image: small, labels: small } };
-          const view = new CorrectView({ id: "0" }, "", "", viewer, 0, {}, new AbortController().signal);
+          const viewer = { scene: { state: { image: small, labels: small } } };
+          const view = new CorrectView({ job: { id: "0" }, stack: "", name: "" }, viewer, 0, {}, new AbortController().signal);
           await view.enter();
           return view.root.textContent;
         }"""

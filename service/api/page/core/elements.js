@@ -73,6 +73,20 @@ export function field(text, control, hint) {
   return element("label", { class: "field" }, element("span", { class: "field-name" }, text), control, hint);
 }
 
+/**
+ * A dialog of the page's own, that is removed when it closes.
+ * @param {string} title @param {(Node | false)[]} content
+ * @returns {HTMLDialogElement}
+ */
+export function openDialog(title, ...content) {
+  const heading = element("h2", { id: "dialog-title" }, title);
+  const dialog = element("dialog", { class: "wide-dialog", "aria-labelledby": heading.id }, heading, ...content);
+  dialog.addEventListener("close", () => dialog.remove());
+  document.body.append(dialog);
+  dialog.showModal();
+  return dialog;
+}
+
 /** @param {Blob} blob @param {string} name */
 export function save(blob, name) {
   const address = URL.createObjectURL(blob);

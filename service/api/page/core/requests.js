@@ -6,13 +6,15 @@ const KEY = "stackseg-key";
 
 /** What the service has said against a request: the problem document of RFC 9457. */
 export class Problem extends Error {
-  /** @param {string} slug @param {string} detail @param {number} status */
-  constructor(slug, detail, status) {
+  /**
+   * @param {string} slug @param {string} detail @param {number} status 0: the service did not answer
+   * @param {Record<string, string>} suggested values to try, by parameter
+   */
+  constructor(slug, detail, status, suggested = {}) {
     super(pageWords(detail));
-    /** Axes that the service suggests. */
-    this.axes = /axes=([TZCYXS]+)/.exec(detail)?.[1];
     this.slug = slug;
     this.status = status;
+    this.suggested = suggested;
   }
 }
 
@@ -22,6 +24,11 @@ let askForKey = async () => "";
 /** @param {(refused: boolean) => Promise<string>} ask is called when the service wants a key, or refuses one */
 export function whenKeyIsWanted(ask) {
   askForKey = ask;
+}
+
+/** @returns {boolean} whether a key is sent */
+export function hasKey() {
+  return Boolean(sessionStorage.getItem(KEY));
 }
 
 /** @param {string} key */
@@ -46,7 +53,7 @@ export async function request(path, options = {}) {
   } catch (error) {
     if (!(error instanceof Problem) || error.status !== 401) throw error;
   }
-  useKey(await askForKey(Boolean(sessionStorage.getItem(KEY))));
+  useKey(await askForKey(hasKey()));
   return request(path, options);
 }
 
@@ -65,13 +72,11 @@ export async function requestOnce(path, options = {}) {
 async function readProblem(response) {
   const fallback = `The service answers ${response.status} ${response.statusText}.`;
   const document = await response.json().catch(() => ({}));
-  return new Problem(
+  const slug =
     String(document.type ?? "")
       .split(":")
-      .pop() ?? "",
-    document.detail ?? fallback,
-    response.status,
-  );
+      .at(-1) ?? "";
+  return new Problem(slug, document.detail ?? fallback, response.status, document.suggested);
 }
 
 /** @param {string} path @param {RequestInit} [options] @returns {Promise<any>} */
@@ -108,7 +113,7 @@ export async function upload(file, name, onprogress, signal) {
   });
   const answer = new Response(sent.responseText || "{}", { status: sent.status || 500 });
   if (answer.status === 401) {
-    useKey(await askForKey(Boolean(sessionStorage.getItem(KEY))));
+    useKey(await askForKey(hasKey()));
     return upload(file, name, onprogress, signal);
   }
   if (!answer.ok) throw await readProblem(answer);

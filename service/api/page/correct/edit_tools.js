@@ -1,53 +1,20 @@
-/** Tools that correct labels in the views: what clicks, drags and keys do, and what is drawn over the slices meanwhile. */
+/** Tools that correct labels in the views: what clicks, drags and keys do. */
 
-import { element } from "../core/elements.js";
-import { clamp } from "../viewer/slice_view.js";
+import { clamp } from "../viewer/scene.js";
 import { CannotEdit } from "../volumes/label_edit.js";
-import { ACROSS, cssColour } from "../volumes/slices.js";
+import { ACROSS } from "../volumes/slices.js";
+import { Brush } from "./brush.js";
+import { EditSketches } from "./edit_sketches.js";
+import { DRAGGED, TOOLS } from "./tool_list.js";
 
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
 /** @typedef {import("../volumes/label_shapes.js").Point} Point */
 /** @typedef {import("../volumes/label_edit.js").LabelEditor} LabelEditor */
-/** @typedef {import("../viewer/slice_view.js").View} View */
+/** @typedef {import("../viewer/slice_view.js").SliceView} SliceView */
 /** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
-/** @typedef {"look" | "merge" | "split" | "cut" | "delete" | "add" | "paint" | "erase"} ToolName */
-
-/** @type {{name: ToolName, text: string, key: string, hint: string}[]} */
-export const TOOLS = [
-  { name: "look", text: "Look", key: "v", hint: "Click an object to choose it, drag to move. Nothing is changed." },
-  { name: "merge", text: "Merge", key: "m", hint: "Click one object, then the other: they become one." },
-  {
-    name: "split",
-    text: "Split",
-    key: "s",
-    hint: "Click once into each part of one object. Further clicks into it make further parts.",
-  },
-  {
-    name: "cut",
-    text: "Cut",
-    key: "x",
-    hint: "Draw a line across an object: it is cut through all planes of this view.",
-  },
-  { name: "delete", text: "Delete", key: "d", hint: "Click what is not an object: it is deleted." },
-  {
-    name: "add",
-    text: "Outline",
-    key: "a",
-    hint: "Draw around a missing object in some planes of one view; planes between them are filled. N begins the next object.",
-  },
-  {
-    name: "paint",
-    text: "Brush",
-    key: "b",
-    hint: "Begin on an object to enlarge it. On empty ground a new object begins, or the chosen one grows, as set below.",
-  },
-  { name: "erase", text: "Eraser", key: "e", hint: "Begin on an object to take from it; others stay as they are." },
-];
-
-const DRAGGED = new Set(["cut", "add", "paint", "erase"]);
+/** @typedef {import("./tool_list.js").ToolName} ToolName */
 const CLICK_PIXELS = 4;
 const POINT_PIXELS = 2;
-const INK = "#ffd166";
 
 /** What `EditTools` tells: `changed` after a correction, `say` a hint or what was wrong. */
 /** @typedef {{changed: (edit: import("../volumes/label_edit.js").Edit) => void, say: (text: string) => void}} Told */
@@ -61,39 +28,24 @@ export class EditTools extends EventTarget {
     this.told = told;
     /** @type {ToolName} */
     this.tool = "look";
-    /** Of the brush, in micrometres. */
-    this.radius = 4 * editor.voxel[2];
-    this.ball = true;
-    this.over = false;
-    /** What a stroke of the brush adds to that begins on empty ground. @type {"new" | "chosen"} */
-    this.ground = "new";
+    this.brush = new Brush(viewer.scene, editor);
     /** The object that a merge began with. */
     this.first = 0;
     /** Where a split began. @type {{id: number, at: Triple} | null} */
     this.seed = null;
-    /** What is drawn: a line or an outline in a view. @type {{view: View, points: Point[]} | null} */
+    /** What is drawn: a line or an outline in a view. @type {{view: SliceView, points: Point[]} | null} */
     this.line = null;
-    /** A stroke of the brush under way, and whether its object is new. @type {{view: View, id: number, at: Triple, fresh: boolean} | null} */
-    this.stroke = null;
     /** Where the button was pressed, and whether the pointer has moved since: an outline ends where it began. */
     this.began = [0, 0];
     this.dragged = false;
-    /** Where the pointer is. @type {{view: View, x: number, y: number} | null} */
+    /** Where the pointer is. @type {{view: SliceView, x: number, y: number} | null} */
     this.pointer = null;
     /** The newest correction, where nothing goes on from it. @type {unknown} */
     this.closed = editor.done.at(-1);
-    this.sketches = viewer.views.map((view) => {
-      const canvas = element("canvas", { class: "sketch", "aria-hidden": "true" });
-      view.stage.append(canvas);
-      this.#listen(view, signal);
-      return canvas;
-    });
+    this.sketches = new EditSketches(this, signal);
+    for (const view of viewer.views) this.#listen(view, signal);
     viewer.addEventListener("pick", (event) => this.#onPick(/** @type {CustomEvent<number>} */ (event).detail), {
       signal,
-    });
-    viewer.addEventListener("draw", () => this.#draw(), { signal });
-    signal.addEventListener("abort", () => {
-      for (const canvas of this.sketches) canvas.remove();
     });
   }
 
@@ -108,7 +60,7 @@ export class EditTools extends EventTarget {
 
   /** Give up what was begun; the next click begins anew. */
   cancel() {
-    if (this.stroke) this.#endStroke();
+    if (this.brush.stroke) this.#endStroke();
     this.first = 0;
     this.seed = null;
     this.line = null;
@@ -118,8 +70,7 @@ export class EditTools extends EventTarget {
 
   /** @param {number} factor */
   resize(factor) {
-    const least = Math.min(...this.editor.voxel) / 2;
-    this.radius = Math.max(least, Math.min(200 * least, this.radius * factor));
+    this.brush.resize(factor);
     this.dispatchEvent(new Event("tool"));
     this.viewer.draw();
   }
@@ -144,14 +95,14 @@ export class EditTools extends EventTarget {
 
   /** Delete the chosen object. */
   deleteSelected() {
-    const { selected } = this.viewer.scene;
+    const { selected } = this.viewer.scene.state;
     if (!selected) this.told.say("Choose an object first.");
     else this.#delete(selected);
   }
 
   /** @param {number} id */
   #delete(id) {
-    this.viewer.scene.selected = 0;
+    this.viewer.scene.set({ selected: 0 });
     this.do(() => this.editor.remove(id), `Object ${id} is deleted.`);
   }
 
@@ -159,7 +110,7 @@ export class EditTools extends EventTarget {
   startNew() {
     this.cancel();
     this.viewer.select(0);
-    this.ground = "new";
+    this.brush.ground = "new";
     this.dispatchEvent(new Event("tool"));
     this.told.say("The next outline or stroke begins a new object.");
   }
@@ -185,7 +136,7 @@ export class EditTools extends EventTarget {
   #afterHistory() {
     this.closed = undefined;
     const { scene } = this.viewer;
-    if (!this.editor.objects.has(scene.selected)) scene.selected = 0;
+    if (!this.editor.objects.has(scene.state.selected)) scene.set({ selected: 0 });
     this.viewer.draw();
   }
 
@@ -217,7 +168,7 @@ export class EditTools extends EventTarget {
   /** @param {number} id */
   #split(id) {
     const { editor, seed, sketch } = this;
-    const at = /** @type {Triple} */ ([...this.viewer.scene.at]);
+    const at = /** @type {Triple} */ ([...this.viewer.scene.state.at]);
     this.seed = null;
     if (id === 0) return this.told.say("Click into an object.");
     if (sketch?.kind === "split" && sketch.ids.includes(id))
@@ -227,7 +178,7 @@ export class EditTools extends EventTarget {
     return this.told.say("Click into the other part of the same object.");
   }
 
-  /** @param {View} view @param {AbortSignal} signal */
+  /** @param {SliceView} view @param {AbortSignal} signal */
   #listen(view, signal) {
     const { stage } = view;
     const options = { signal, capture: true };
@@ -239,7 +190,7 @@ export class EditTools extends EventTarget {
       "pointerleave",
       () => {
         this.pointer = null;
-        this.#draw();
+        this.sketches.draw();
       },
       options,
     );
@@ -249,45 +200,44 @@ export class EditTools extends EventTarget {
     stage.addEventListener("keydown", (event) => this.#onKey(view, event), options);
   }
 
-  /** @param {View} view @param {MouseEvent} event @returns {Point} voxels down and to the right */
+  /** @param {SliceView} view @param {MouseEvent} event @returns {Point} voxels down and to the right */
   #pointAt(view, event) {
     const bounds = view.stage.getBoundingClientRect();
-    return this.#toPoint(view, event.clientX - bounds.left, event.clientY - bounds.top);
+    return toPoint(view, { x: event.clientX - bounds.left, y: event.clientY - bounds.top });
   }
 
-  /** @param {View} view @param {number} x @param {number} y of its stage @returns {Point} voxels down and to the right */
-  #toPoint(view, x, y) {
-    const place = view.placement();
-    return [(y - place.top) / place.scaleY, (x - place.left) / place.scaleX];
+  /** @param {SliceView} view @param {{x: number, y: number}} place of its stage @returns {Triple} the voxel there, in the plane that is shown */
+  voxelAt(view, place) {
+    return this.#voxelOf(view, toPoint(view, place));
   }
 
-  /** @param {View} view @param {Point} point @returns {Triple} the voxel there, in the plane that is shown */
-  #voxelAt(view, point) {
+  /** @param {SliceView} view @param {Point} point @returns {Triple} the voxel there, in the plane that is shown */
+  #voxelOf(view, point) {
     const [down, right] = ACROSS[view.axis];
     const { shape } = this.editor.labels;
-    const at = /** @type {Triple} */ ([...this.viewer.scene.at]);
+    const at = /** @type {Triple} */ ([...this.viewer.scene.state.at]);
     at[down] = clamp(Math.floor(point[0]), shape[down]);
     at[right] = clamp(Math.floor(point[1]), shape[right]);
     return at;
   }
 
-  /** @param {View} view @param {PointerEvent} event */
+  /** @param {SliceView} view @param {PointerEvent} event */
   #begin(view, event) {
     if (!DRAGGED.has(this.tool) || event.button !== 0) return;
     event.stopImmediatePropagation();
-    if (this.stroke !== null) return;
+    if (this.brush.stroke !== null) return;
     view.stage.setPointerCapture(event.pointerId);
     const point = this.#pointAt(view, event);
     if (this.tool === "cut") this.line = { view, points: [point, point] };
     else if (this.tool === "add") {
       if (this.line?.view !== view) this.line = { view, points: [] };
       this.line.points.push(point);
-    } else this.#startStroke(view, this.#voxelAt(view, point));
+    } else this.#startStroke(view, this.#voxelOf(view, point));
     this.began = [event.clientX, event.clientY];
     this.dragged = false;
   }
 
-  /** @param {View} view @param {PointerEvent} event */
+  /** @param {SliceView} view @param {PointerEvent} event */
   #move(view, event) {
     const bounds = view.stage.getBoundingClientRect();
     this.pointer = { view, x: event.clientX - bounds.left, y: event.clientY - bounds.top };
@@ -297,11 +247,11 @@ export class EditTools extends EventTarget {
       event.stopImmediatePropagation();
       this.dragged ||= this.#hasMoved(event, CLICK_PIXELS);
       const point = this.#pointAt(view, event);
-      if (this.stroke) this.#goOn(this.#voxelAt(view, point));
+      if (this.brush.stroke) this.#goOn(this.#voxelOf(view, point));
       else if (this.tool === "cut" && this.line) this.line.points[1] = point;
       else if (this.tool === "add" && this.#hasMoved(event, POINT_PIXELS)) this.line?.points.push(point);
     }
-    this.#draw();
+    this.sketches.draw();
   }
 
   /** @param {MouseEvent} event @param {number} pixels */
@@ -310,12 +260,12 @@ export class EditTools extends EventTarget {
     return Math.hypot(event.clientX - x, event.clientY - y) > pixels;
   }
 
-  /** @param {View} view @param {PointerEvent} event */
+  /** @param {SliceView} view @param {PointerEvent} event */
   #end(view, event) {
     if (!DRAGGED.has(this.tool) || !view.stage.hasPointerCapture(event.pointerId)) return;
     event.stopImmediatePropagation();
     view.stage.releasePointerCapture(event.pointerId);
-    if (this.stroke) this.#endStroke();
+    if (this.brush.stroke) this.#endStroke();
     else if (this.tool === "cut" && this.dragged) this.#cut();
     else if (this.tool === "add" && this.dragged) this.closeOutline();
     else this.told.say("Drag, or click corner after corner and press C to close the outline.");
@@ -328,7 +278,7 @@ export class EditTools extends EventTarget {
     if (line === null) return;
     const { axis } = line.view;
     const [from, to] = line.points;
-    const id = editor.crossed(axis, viewer.scene.at[axis], from, to);
+    const id = editor.crossed(axis, viewer.scene.state.at[axis], from, to);
     if (id === 0) this.told.say("The line crosses no object.");
     else this.do(() => editor.cut(id, axis, from, to), `Object ${id} is cut.`);
   }
@@ -341,70 +291,40 @@ export class EditTools extends EventTarget {
     const { axis } = line.view;
     const drawing = sketch?.kind === "add" ? sketch : null;
     this.do(
-      () => editor.outline(axis, viewer.scene.at[axis], line.points, drawing),
+      () => editor.outline(axis, viewer.scene.state.at[axis], line.points, drawing),
       "Go to another plane of this view and draw again, or press N for the next object.",
     );
     const drawn = this.sketch;
     if (drawn?.kind === "add") viewer.select(drawn.id);
   }
 
-  /** @param {View} view @param {Triple} at */
+  /** @param {SliceView} view @param {Triple} at */
   #startStroke(view, at) {
-    const { editor, viewer } = this;
-    const target = this.#targetAt(at);
-    if (target === null) {
-      const erasing = this.tool === "erase";
-      return this.told.say(
-        erasing ? "Begin on the object to take from." : "Choose the object that is to grow: begin the stroke on it.",
+    const erase = this.tool === "erase";
+    if (this.brush.start(view, at, erase)) this.viewer.draw();
+    else
+      this.told.say(
+        erase ? "Begin on the object to take from." : "Choose the object that is to grow: begin the stroke on it.",
       );
-    }
-    const id = target || editor.startObject();
-    viewer.scene.selected = id;
-    this.stroke = { view, id, at, fresh: target === 0 };
-    return this.#goOn(at);
   }
 
-  /** The object that a stroke adds to, or takes from, if it begins there. @param {Triple} at @returns {number | null} 0: a new one, null: there is none */
-  #targetAt(at) {
-    const { editor, viewer, tool, ground } = this;
-    const here = editor.idAt(at);
-    if (here) return here;
-    if (tool === "paint" && ground === "new") return 0;
-    const { selected } = viewer.scene;
-    return editor.objects.has(selected) ? selected : null;
-  }
-
-  /** Paint from where the stroke is to another voxel. @param {Triple} to */
+  /** @param {Triple} to */
   #goOn(to) {
-    const { stroke, editor, radius } = this;
-    if (stroke === null) return;
-    const brush = {
-      id: stroke.id,
-      erase: this.tool === "erase",
-      axis: this.ball ? null : stroke.view.axis,
-      over: this.over,
-    };
-    const way = to.map((place, axis) => place - stroke.at[axis]);
-    const length = Math.hypot(...way.map((part, axis) => part * editor.voxel[axis]));
-    const stamps = Math.max(1, Math.ceil(length / Math.max(radius / 6, Math.min(...editor.voxel))));
-    for (let stamp = 1; stamp <= stamps; stamp += 1) {
-      const centre = stroke.at.map((place, axis) => place + (way[axis] * stamp) / stamps);
-      editor.stamp(/** @type {Triple} */ (centre), radius, brush);
-    }
-    stroke.at = to;
+    this.brush.paintTo(to);
     this.viewer.draw();
   }
 
   #endStroke() {
-    const { id, fresh } = this.stroke ?? { id: 0, fresh: false };
-    this.stroke = null;
+    const { editor, brush, viewer } = this;
+    const { id, fresh } = brush.stroke ?? { id: 0, fresh: false };
+    brush.stroke = null;
     const kind = this.tool === "erase" ? "erase" : "paint";
     const grown = fresh ? "new. Begin on it to go on with it" : "larger";
-    this.do(() => this.editor.commit(kind), `Object ${id} is ${kind === "erase" ? "smaller" : grown}.`);
-    if (!this.editor.objects.has(this.viewer.scene.selected)) this.viewer.select(0);
+    this.do(() => editor.commit(kind), `Object ${id} is ${kind === "erase" ? "smaller" : grown}.`);
+    if (!editor.objects.has(viewer.scene.state.selected)) viewer.select(0);
   }
 
-  /** Let keys do what the pointer does. @param {View} view @param {KeyboardEvent} event */
+  /** Let keys do what the pointer does. @param {SliceView} view @param {KeyboardEvent} event */
   #onKey(view, event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const [down, right] = ACROSS[view.axis];
@@ -424,17 +344,15 @@ export class EditTools extends EventTarget {
     event.stopImmediatePropagation();
   }
 
-  /** Do at the crosshair what a click does there, or a press of the button. @param {View} view */
+  /** Do at the crosshair what a click does there, or a press of the button. @param {SliceView} view */
   #act(view) {
     const { viewer, editor } = this;
     const [down, right] = ACROSS[view.axis];
-    const { at } = viewer.scene;
+    const { at } = viewer.scene.state;
     /** @type {Point} */
     const point = [at[down] + 0.5, at[right] + 0.5];
     if (!DRAGGED.has(this.tool)) {
-      const id = editor.idAt(at);
-      viewer.select(id);
-      viewer.dispatchEvent(new CustomEvent("pick", { detail: id }));
+      viewer.choose(editor.idAt(at));
     } else if (this.tool === "add") {
       if (this.line?.view !== view) this.line = { view, points: [] };
       this.line.points.push(point);
@@ -450,83 +368,10 @@ export class EditTools extends EventTarget {
     }
     viewer.draw();
   }
+}
 
-  #draw() {
-    for (const [number, view] of this.viewer.views.entries()) {
-      const canvas = this.sketches[number];
-      canvas.width = view.over.width;
-      canvas.height = view.over.height;
-      const context = canvas.getContext("2d");
-      if (context === null) continue;
-      const ratio = view.ratio ?? 1;
-      context.scale(ratio, ratio);
-      context.strokeStyle = context.fillStyle = INK;
-      context.lineWidth = 1.5;
-      this.#drawSeeds(view, context);
-      this.#drawLines(view, context);
-      this.#drawBrush(view, context);
-    }
-  }
-
-  /** @param {View} view @param {CanvasRenderingContext2D} context */
-  #drawSeeds(view, context) {
-    const { sketch, seed } = this;
-    const seeds = [
-      ...(seed ? [seed.at] : []),
-      ...(sketch?.kind === "split" && this.tool === "split" ? sketch.seeds : []),
-    ];
-    const place = view.placement();
-    const [down, right] = ACROSS[view.axis];
-    for (const at of seeds) {
-      const near = Math.abs(at[view.axis] - this.viewer.scene.at[view.axis]) < 1;
-      context.globalAlpha = near ? 1 : 0.35;
-      context.beginPath();
-      context.arc(
-        place.left + (at[right] + 0.5) * place.scaleX,
-        place.top + (at[down] + 0.5) * place.scaleY,
-        4,
-        0,
-        2 * Math.PI,
-      );
-      context.fill();
-    }
-    context.globalAlpha = 1;
-  }
-
-  /** @param {View} view @param {CanvasRenderingContext2D} context */
-  #drawLines(view, context) {
-    const { line, sketch } = this;
-    const here = this.viewer.scene.at[view.axis];
-    const earlier = sketch?.kind === "add" && this.tool === "add" && sketch.axis === view.axis ? sketch.outlines : [];
-    const closed = earlier.filter(({ at }) => at === here).map(({ points }) => ({ points, whole: true }));
-    const open = line?.view === view ? [{ points: line.points, whole: false }] : [];
-    const place = view.placement();
-    for (const { points, whole } of [...closed, ...open]) {
-      context.beginPath();
-      for (const [v, u] of points) context.lineTo(place.left + u * place.scaleX, place.top + v * place.scaleY);
-      if (whole) context.closePath();
-      context.stroke();
-    }
-  }
-
-  /** @param {View} view @param {CanvasRenderingContext2D} context */
-  #drawBrush(view, context) {
-    const { pointer } = this;
-    if (pointer?.view !== view || (this.tool !== "paint" && this.tool !== "erase")) return;
-    const at = this.#voxelAt(view, this.#toPoint(view, pointer.x, pointer.y));
-    const target = this.stroke ? this.stroke.id : this.#targetAt(at);
-    const radius = Math.max(2, this.radius * this.viewer.scene.scale);
-    context.strokeStyle = target ? cssColour(target) : INK;
-    context.setLineDash(this.tool === "erase" ? [4, 3] : []);
-    context.beginPath();
-    context.arc(pointer.x, pointer.y, radius, 0, 2 * Math.PI);
-    context.stroke();
-    context.setLineDash([]);
-    const words = target === null ? "no object chosen" : target === 0 ? "new object" : `object ${target}`;
-    context.font = "12px system-ui, sans-serif";
-    context.strokeStyle = "#000c";
-    context.lineWidth = 3;
-    context.strokeText(words, pointer.x + radius + 5, pointer.y + 4);
-    context.fillText(words, pointer.x + radius + 5, pointer.y + 4);
-  }
+/** @param {SliceView} view @param {{x: number, y: number}} place of its stage @returns {Point} voxels down and to the right */
+function toPoint(view, { x, y }) {
+  const place = view.placement();
+  return [(y - place.top) / place.scaleY, (x - place.left) / place.scaleX];
 }

@@ -1,8 +1,7 @@
 /** Corrections of a result that the service does not keep any more: what they were made on is kept with them in this browser. */
 
-import { button, element, save } from "../core/elements.js";
-import { counted } from "../core/words.js";
-import { openDialog } from "../training/annotations.js";
+import { button, element, openDialog, save } from "../core/elements.js";
+import { counted } from "../core/format.js";
 import * as kept from "../volumes/correction_store.js";
 import { LabelEditor } from "../volumes/label_edit.js";
 import { asNpy, asTiff } from "../volumes/label_files.js";

@@ -1,11 +1,12 @@
 /** Two results of one stack side by side: views that go together, and their counts beside each other. */
 
 import { element } from "../core/elements.js";
+import { counted } from "../core/format.js";
 import { describeCount, entries } from "../core/recent_jobs.js";
 import { json, queryOf } from "../core/requests.js";
-import { counted } from "../core/words.js";
 import { firstTime } from "../stack/time_points.js";
 import { TimeSlider } from "../stack/time_slider.js";
+import { valueAt } from "../viewer/scene.js";
 import { Viewer } from "../viewer/viewer.js";
 import * as kept from "../volumes/correction_store.js";
 import { compareObjects } from "../volumes/label_agreement.js";
@@ -177,39 +178,40 @@ function timesOf({ parameters, time_points: points }) {
  */
 async function load(sides, stack, file, part, time, signal) {
   const whole = /** @type {Triple} */ (file.shape.slice(1));
-  const address = `stacks/${stack}/planes`;
-  const image = await fetchVolume(address, part, whole, signal, () => undefined);
+  const source = { address: `stacks/${stack}/planes`, parameters: part, whole };
+  const image = await fetchVolume(source, signal, () => undefined);
   for (const side of sides) {
     const { viewer, job } = side;
-    const first = viewer.scene.image === null;
-    const planes = planesOf(job, time);
-    viewer.fetchSharp = async (axis, at, sharpening) => {
-      const { plane, step } = await fetchPlane(address, part, whole, axis, at, sharpening);
-      const labels = planes && (await fetchPlane(`jobs/${job.id}/planes`, planes, whole, axis, at, sharpening));
+    const first = viewer.scene.state.image === null;
+    const labelled = labelsOf(job, time, whole);
+    viewer.sharp.fetch = async (axis, at, sharpening) => {
+      const { plane, step } = await fetchPlane(source, axis, at, sharpening);
+      const labels = labelled && (await fetchPlane(labelled, axis, at, sharpening));
       return { image: plane, labels: labels?.plane ?? null, step };
     };
     side.take(null, []);
     viewer.open(image, file.voxel_size);
     // Time points are shown with the same contrast.
     if (first) viewer.settle();
-    else viewer.refreshProjection();
+    else viewer.refresh();
   }
   for (const side of sides) {
-    const planes = planesOf(side.job, time);
-    side.here.textContent = planes ? CLICK : `Time point ${time} is not in this result.`;
-    if (!planes) continue;
-    const labels = await fetchVolume(`jobs/${side.job.id}/planes`, planes, whole, signal, () => undefined);
+    const labelled = labelsOf(side.job, time, whole);
+    side.here.textContent = labelled ? CLICK : `Time point ${time} is not in this result.`;
+    if (!labelled) continue;
+    const labels = await fetchVolume(labelled, signal, () => undefined);
     const edits = await kept.load(kept.keyOf(side.job, time));
     signal.throwIfAborted();
     side.take(labels, edits);
   }
 }
 
-/** @param {Job} job @param {number} time @returns {Record<string, unknown> | null} what to ask for its labels of a time point with; null: it has none */
-function planesOf(job, time) {
+/** @param {Job} job @param {number} time @param {Triple} whole @returns {import("../volumes/planes.js").Source | null} its labels of a time point; null: it has none */
+function labelsOf(job, time, whole) {
   const [first, stop] = timesOf(job);
   if (time < first || time >= stop) return null;
-  return { time: job.time_points ? time - first : undefined };
+  const parameters = { time: job.time_points ? time - first : undefined };
+  return { address: `jobs/${job.id}/planes`, parameters, whole };
 }
 
 /** Have the views of both go together, and what is clicked in one shown in the other. @param {Side[]} sides */
@@ -219,22 +221,22 @@ function link(sides) {
     viewer.addEventListener("draw", () => other.viewer.follow(viewer));
     viewer.addEventListener("pick", () => {
       other.viewer.follow(viewer);
-      other.viewer.select(other.viewer.labelHere());
-      for (const side of sides) side.name(side.viewer.scene.selected);
+      const { labels, at } = other.viewer.scene.state;
+      other.viewer.select(labels === null ? 0 : valueAt(labels, at));
+      for (const side of sides) side.name(side.viewer.scene.state.selected);
     });
   }
 }
 
 /** Say how far both agree, and give their objects colours that say so. @param {Side[]} sides */
 function describeAgreement([one, other]) {
-  const [left, right] = [one.viewer.scene.labels, other.viewer.scene.labels];
+  const [left, right] = [one, other].map(({ viewer }) => viewer.scene.state.labels);
   if (!left || !right) return "";
   if (left.data.length !== right.data.length) return "The results are of different parts.";
   if (one.job.objects === null || other.job.objects === null) return "";
   const { common, counts, entries } = compareObjects(left, right);
   [one, other].forEach(({ viewer }, place) => {
-    viewer.scene.entries = entries[place];
-    viewer.draw();
+    viewer.scene.set({ entries: entries[place] });
   });
   return `${counted(common, "object")} in both (they share more than half), ${counts[0] - common} on the left alone, ${counts[1] - common} on the right alone. The same colour is the same object; what has no counterpart is grey.`;
 }

@@ -1,7 +1,7 @@
 /** A histogram of a column, in which a range is chosen by dragging. */
 
 import { element } from "../core/elements.js";
-import { number } from "../core/words.js";
+import { number } from "../core/format.js";
 
 const BINS = 32;
 

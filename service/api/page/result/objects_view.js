@@ -1,7 +1,7 @@
 /** The objects of a result: in words, as histograms, and as a table of which only the visible rows are in the document. */
 
 import { button, element, redraw } from "../core/elements.js";
-import { counted, median, number } from "../core/words.js";
+import { counted, median, number } from "../core/format.js";
 import { chooseRows, column } from "../volumes/object_table.js";
 import { cssColour } from "../volumes/slices.js";
 import { Histogram } from "./histogram.js";

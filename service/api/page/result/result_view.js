@@ -1,12 +1,14 @@
 /** The result of a job: its words, notes, objects and what can be taken; linked with the views of the stack. */
 
 import { button, element, redraw } from "../core/elements.js";
+import { counted, number } from "../core/format.js";
 import { remember } from "../core/recent_jobs.js";
-import { counted, number, pageWords, setting, widths } from "../core/words.js";
+import { pageWords, setting, widths } from "../core/words.js";
 import { CorrectView } from "../correct/correct_view.js";
 import { describeResult, resultsOf } from "./compare_view.js";
 import { ObjectsView } from "./objects_view.js";
 import { takeView } from "./take_view.js";
+import { drawPicture } from "./view_pictures.js";
 
 /** @typedef {import("openapi").JobReport} Job */
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
@@ -21,19 +23,19 @@ const AS_SEGMENTED = "These are the labels as they were segmented. Those with yo
 
 /**
  * @param {HTMLElement} root
- * @param {Job} job that is done
- * @param {{table: import("../volumes/object_table.js").Table | null, name: string, stack: string, viewer: Viewer,
- *   abilities: import("openapi").Abilities, signal: AbortSignal,
- *   segmentWith: (changed: Record<string, string>) => Promise<void>, times: Times}} shown
- *   name of the file; id of the stack, "" where it is not kept; the signal ends the link with the views;
- *   `segmentWith` segments the stack anew with these parameters changed; `times` shows other time points
+ * @param {{job: Job, stack: string, name: string}} result of a job that is done; stack: its id, "" where it is not kept; name of the file
+ * @param {import("../volumes/object_table.js").Table | null} table
+ * @param {{viewer: Viewer, abilities: import("openapi").Abilities, signal: AbortSignal,
+ *   segmentWith: (changed: Record<string, string>) => Promise<void>, times: Times}} around
+ *   the signal ends the link with the views; `segmentWith` segments the stack anew with these parameters changed;
+ *   `times` shows other time points
  */
-export function showResult(root, job, { table, name, stack, viewer, abilities, signal, segmentWith, times }) {
+export function showResult(root, result, table, { viewer, abilities, signal, segmentWith, times }) {
+  const { job, stack, name } = result;
   const objects = table && new ObjectsView(table);
   const unnumbered = job.objects === null ? "The result has classes." : `${counted(job.objects, "object")}.`;
-  const take = takeView(job, name, objects !== null, () => viewer.picture());
-  const correct =
-    job.objects === null ? null : new CorrectView(job, stack, name, viewer, times.at(), abilities, signal);
+  const take = takeView(job, name, objects !== null, () => drawPicture(viewer));
+  const correct = job.objects === null ? null : new CorrectView(result, viewer, times.at(), abilities, signal);
   const words = element("p", { class: "big", id: "words" }, objects ? objects.words() : unnumbered);
   const tables = new Tables(objects, words, viewer, times, signal);
   const pages = tabs([
@@ -50,7 +52,7 @@ export function showResult(root, job, { table, name, stack, viewer, abilities, s
     if (shown) await correct?.enter();
     else {
       correct?.leave();
-      viewer.hide(tables.shown?.hidden ?? null);
+      viewer.scene.set({ hidden: tables.shown?.hidden ?? null });
     }
   }
   const results = versions(job, stack);
@@ -140,14 +142,14 @@ function connect(viewer, objects, times, signal) {
     const middle = objects.middle(label);
     if (middle) viewer.select(label, middle);
   });
-  objects.addEventListener("filter", () => viewer.hide(objects.hidden));
+  objects.addEventListener("filter", () => viewer.scene.set({ hidden: objects.hidden }));
   times.target.addEventListener(
     "time",
     () => {
       if (!several) return;
       objects.time = times.at();
-      viewer.hide(objects.hidden);
-      objects.select(viewer.scene.selected);
+      viewer.scene.set({ hidden: objects.hidden });
+      objects.select(viewer.scene.state.selected);
     },
     { signal },
   );

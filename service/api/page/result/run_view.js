@@ -1,8 +1,8 @@
 /** A job while it waits and runs: how far it is, how long it takes, a way to give it up. */
 
 import { button, element } from "../core/elements.js";
+import { counted, duration } from "../core/format.js";
 import { json, request } from "../core/requests.js";
-import { counted, duration } from "../core/words.js";
 
 /** @typedef {import("openapi").JobReport} Job */
 

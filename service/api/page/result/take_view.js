@@ -1,8 +1,8 @@
 /** What can be taken from a result: files, a picture of the views, and the request in three languages. */
 
 import { button, element, save } from "../core/elements.js";
+import { day } from "../core/format.js";
 import { queryOf, request } from "../core/requests.js";
-import { day } from "../core/words.js";
 
 /** @typedef {import("openapi").JobReport} Job */
 

@@ -1,13 +1,14 @@
 /** Channels of a stack: pictures to choose one by, and an overlay of several in the views. */
 
 import { element, redraw } from "../core/elements.js";
-import { stretch } from "../viewer/viewer.js";
+import { hasChanged } from "../core/store.js";
+import { fittingContrast } from "../viewer/scene.js";
 import { cut, paintGrey, quantiles } from "../volumes/slices.js";
 
 /** @typedef {import("openapi").Description} Description */
 /** @typedef {import("../volumes/planes.js").Volume} Volume */
-/** @typedef {import("../viewer/slice_view.js").Layer} Layer */
-/** @typedef {import("../viewer/slice_view.js").Colour} Colour */
+/** @typedef {import("../viewer/scene.js").Overlay} Overlay */
+/** @typedef {import("../viewer/scene.js").Colour} Colour */
 /** @typedef {(channel: number, signal: AbortSignal, onblock: (volume: Volume) => void) => Promise<Volume>} Fetch */
 
 /** Of channels whose file states none. @type {Colour[]} */
@@ -78,15 +79,21 @@ export class ChannelTools {
   /** @param {import("../viewer/viewer.js").Viewer} viewer */
   constructor(viewer) {
     this.viewer = viewer;
-    /** Layers of channels that are shown beside the one that is segmented. @type {Map<number, Layer>} */
-    this.layers = new Map();
+    this.scene = viewer.scene;
     this.toggles = element("div", { class: "tools", role: "group", "aria-label": "Channels that are shown" });
     this.target = element("select", {
       "aria-label": "Channel whose contrast is set",
-      onchange: () => viewer.adjust(this.layers.get(Number(this.target.value)) ?? viewer.scene),
+      onchange: () => {
+        const channel = Number(this.target.value);
+        this.scene.set({ adjusted: channel === this.primary ? null : channel });
+      },
     });
     this.root = element("div", { class: "tools", hidden: true }, this.toggles, this.target);
     this.loading = new AbortController();
+    this.primary = 0;
+    this.scene.subscribe((before) => {
+      if (hasChanged(before, this.scene.state, ["overlays", "adjusted"])) this.#update();
+    });
   }
 
   /**
@@ -101,51 +108,68 @@ export class ChannelTools {
     this.root.hidden = file.channels.length < 2;
     this.loading.abort();
     this.loading = new AbortController();
-    const shown = [...this.layers].filter(([channel]) => channel !== primary && channel < file.channels.length);
-    this.layers = new Map(shown);
-    for (const [channel, layer] of this.layers) this.#fetch(channel, layer);
+    const shown = this.scene.state.overlays.filter(
+      ({ channel }) => channel !== primary && channel < file.channels.length,
+    );
+    this.#setOverlays(shown);
+    for (const { channel } of shown) this.#fetch(channel);
     this.#update();
   }
 
   /** @param {number} channel */
   toggle(channel) {
-    if (!this.layers.delete(channel) && this.file) {
-      /** @type {Layer} */
-      const layer = { image: null, colour: colourOf(this.file, channel), contrast: [0, 1], range: [0, 1] };
-      this.layers.set(channel, layer);
-      this.#fetch(channel, layer);
-    }
-    this.#update();
+    const { file } = this;
+    if (!file) return;
+    const { overlays } = this.scene.state;
+    const others = overlays.filter((layer) => layer.channel !== channel);
+    if (others.length < overlays.length) return this.#setOverlays(others);
+    this.#setOverlays([
+      ...overlays,
+      { channel, image: null, colour: colourOf(file, channel), contrast: [0, 1], range: [0, 1] },
+    ]);
+    return this.#fetch(channel);
   }
 
-  /** @param {number} channel @param {Layer} layer */
-  async #fetch(channel, layer) {
-    const fresh = layer.image === null;
+  /** @param {Overlay[]} overlays */
+  #setOverlays(overlays) {
+    const { scene, file, primary } = this;
+    const adjusted = overlays.some(({ channel }) => channel === scene.state.adjusted) ? scene.state.adjusted : null;
+    scene.set({ overlays, adjusted, colour: file && overlays.length ? colourOf(file, primary) : [255, 255, 255] });
+  }
+
+  /** @param {number} channel */
+  async #fetch(channel) {
+    const { scene } = this;
     const { signal } = this.loading;
+    /** @param {Partial<Overlay>} changes */
+    const change = (changes) => {
+      const { overlays } = scene.state;
+      scene.set({ overlays: overlays.map((layer) => (layer.channel === channel ? { ...layer, ...changes } : layer)) });
+    };
+    const known = scene.state.overlays.find((layer) => layer.channel === channel);
+    const fresh = known?.image === null;
     try {
-      await this.fetchChannel?.(channel, signal, (volume) => {
-        const first = layer.image !== volume;
-        layer.image = volume;
-        if (first && fresh) stretch(layer);
+      let first = true;
+      const image = await this.fetchChannel?.(channel, signal, (volume) => {
+        change(first && fresh ? { image: volume, ...fittingContrast(volume) } : { image: volume });
+        first = false;
         this.viewer.draw();
       });
-      if (fresh) stretch(layer);
-      this.viewer.adjust(this.viewer.adjusted);
-      this.viewer.draw();
+      if (image && fresh) change(fittingContrast(image));
     } catch (error) {
       if (!signal.aborted) this.viewer.waiting.textContent = /** @type {Error} */ (error).message;
     }
   }
 
+  /** Draw the controls as the scene is. */
   #update() {
-    const { file, viewer, layers } = this;
+    const { file, scene, primary } = this;
     if (!file) return;
-    const all = [this.primary ?? 0, ...layers.keys()];
-    viewer.scene.overlays = [...layers.values()];
-    viewer.scene.colour = layers.size ? colourOf(file, all[0]) : [255, 255, 255];
+    const { overlays, adjusted } = scene.state;
+    const all = [primary, ...overlays.map(({ channel }) => channel)];
     redraw(this.toggles, () =>
       file.channels.map((_, channel) => {
-        const own = channel === this.primary;
+        const own = channel === primary;
         const properties = { type: "button", class: "quiet toggle", "aria-pressed": String(all.includes(channel)) };
         const onclick = () => this.toggle(channel);
         const title = own ? "The channel that is segmented" : "Show this channel too";
@@ -153,14 +177,15 @@ export class ChannelTools {
         return element("button", { ...properties, title, disabled: own, onclick }, ...words);
       }),
     );
-    const chosen = Math.max(0, [viewer.scene, ...layers.values()].indexOf(viewer.adjusted));
     redraw(this.target, () =>
-      all.map((channel, place) =>
-        element("option", { value: String(channel), selected: place === chosen }, nameOf(file, channel)),
+      all.map((channel) =>
+        element(
+          "option",
+          { value: String(channel), selected: channel === (adjusted ?? primary) },
+          nameOf(file, channel),
+        ),
       ),
     );
-    this.target.hidden = layers.size === 0;
-    viewer.adjust([viewer.scene, ...layers.values()][chosen]);
-    viewer.draw();
+    this.target.hidden = overlays.length === 0;
   }
 }

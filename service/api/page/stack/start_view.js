@@ -1,8 +1,8 @@
 /** The first screen: a place to drop a stack, the sample, and the jobs of this browser. */
 
 import { button, element } from "../core/elements.js";
+import { ago, counted } from "../core/format.js";
 import { describeCount, entries, forget } from "../core/recent_jobs.js";
-import { ago, counted } from "../core/words.js";
 import * as kept from "../volumes/correction_store.js";
 
 /**

@@ -1,8 +1,8 @@
 /** Annotated stacks: images with corrected labels that the service keeps, to train models with. */
 
-import { button, element, field } from "../core/elements.js";
+import { button, element, field, openDialog } from "../core/elements.js";
+import { ago, counted } from "../core/format.js";
 import { json, queryOf, request } from "../core/requests.js";
-import { ago, counted } from "../core/words.js";
 import { asNpy, gzip } from "../volumes/label_files.js";
 
 /** @typedef {import("../volumes/planes.js").Volume} Volume */
@@ -12,20 +12,6 @@ import { asNpy, gzip } from "../volumes/label_files.js";
 /** @returns {Promise<Annotation[]>} */
 export async function fetchAnnotations() {
   return (await json("annotations")).annotations;
-}
-
-/**
- * A dialog of the page's own, that is removed when it closes.
- * @param {string} title @param {(Node | false)[]} content
- * @returns {HTMLDialogElement}
- */
-export function openDialog(title, ...content) {
-  const heading = element("h2", { id: "dialog-title" }, title);
-  const dialog = element("dialog", { class: "wide-dialog", "aria-labelledby": heading.id }, heading, ...content);
-  dialog.addEventListener("close", () => dialog.remove());
-  document.body.append(dialog);
-  dialog.showModal();
-  return dialog;
 }
 
 /**

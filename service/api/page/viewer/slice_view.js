@@ -2,46 +2,18 @@
 
 import { element } from "../core/elements.js";
 import { ACROSS, cut, paintGrey, paintLabels } from "../volumes/slices.js";
+import { clamp } from "./scene.js";
 
-/** @typedef {import("../volumes/slices.js").Axis} Axis */
-/** @typedef {import("../volumes/planes.js").Volume} Volume */
-/** @typedef {import("../volumes/slices.js").Plane} Plane */
-/** @typedef {import("../volumes/planes.js").Triple} Triple */
+/** @typedef {import("./scene.js").Axis} Axis */
+/** @typedef {import("./scene.js").Volume} Volume */
+/** @typedef {import("./scene.js").Plane} Plane */
+/** @typedef {import("./scene.js").Triple} Triple */
+/** @typedef {import("./scene.js").Scene} Scene */
 
-/** @typedef {[number, number, number]} Colour red, green, blue */
-/**
- * @typedef {object} Layer grey values in a colour
- * @property {Volume | null} image
- * @property {Colour} colour of what is bright
- * @property {[number, number]} contrast grey values that are black, and as bright as can be
- * @property {[number, number]} range of the grey values
- */
-/** @typedef {{image: Plane, labels: Plane | null, step: Triple}} Sharp a plane, and every how many voxels of the whole it has */
-/** @typedef {Sharp & {at: number}} SharpPlane */
-
-/**
- * @typedef {object} SceneParts what all views of a stack show
- * @property {Layer[]} overlays other channels, which are added to the image
- * @property {Volume | null} labels
- * @property {[SharpPlane | null, SharpPlane | null, SharpPlane | null]} sharp planes across each axis in full resolution
- * @property {Triple} voxel edges of a voxel of what is here, in micrometres
- * @property {Triple} at the voxel under the crosshair
- * @property {Triple} centre voxel in the middle of the views
- * @property {number} scale pixels of the screen for a micrometre
- * @property {boolean} smooth
- * @property {boolean} shown whether objects are shown
- * @property {boolean} filled
- * @property {number} opacity of the objects
- * @property {number} selected id of the selected object, 0: none
- * @property {Uint8Array | null} hidden for each id whether it is hidden
- * @property {Uint8Array | null} entries for each id that of its colour among `COLOURS`; null: the usual one
- */
-/** @typedef {Layer & SceneParts} Scene */
-
-export const NAMES = /** @type {const} */ (["XY", "XZ", "ZY"]);
+const NAMES = /** @type {const} */ (["XY", "XZ", "ZY"]);
 const LETTERS = ["z", "y", "x"];
 
-export class View {
+export class SliceView {
   /** @param {Axis} axis @param {Scene} scene */
   constructor(axis, scene) {
     this.axis = axis;
@@ -95,7 +67,7 @@ export class View {
 
   /** Where voxel 0 lies and how large a voxel is, in pixels of the style sheet. */
   placement() {
-    const { voxel, centre, scale } = this.scene;
+    const { voxel, centre, scale } = this.scene.state;
     const [down, right] = ACROSS[this.axis];
     const scaleX = scale * voxel[right];
     const scaleY = scale * voxel[down];
@@ -105,7 +77,7 @@ export class View {
 
   /** @param {number} x @param {number} y of the stage @returns {Triple} the voxel there, within the stack */
   voxelAt(x, y) {
-    const { image, at } = this.scene;
+    const { image, at } = this.scene.state;
     const place = this.placement();
     const [down, right] = ACROSS[this.axis];
     /** @type {Triple} */
@@ -117,12 +89,12 @@ export class View {
   }
 
   draw() {
-    const { image, at } = this.scene;
+    const { image, at } = this.scene.state;
     if (image === null || this.width === 0) return;
     const place = this.placement();
     this.#drawImage(image, place);
     this.#drawLabels(place);
-    this.#moveCross(place);
+    this.moveCross(place);
     const plane = at[this.axis];
     this.slider.max = String(image.shape[this.axis] - 1);
     this.slider.value = String(plane);
@@ -137,7 +109,7 @@ export class View {
 
   /** @param {Volume} image @param {import("../volumes/slices.js").Placement} place */
   #drawImage(image, place) {
-    const { at, smooth, overlays } = this.scene;
+    const { at, smooth, overlays } = this.scene.state;
     const context = this.base.getContext("2d");
     if (context === null) return;
     context.setTransform(1, 0, 0, 1, 0, 0);
@@ -147,7 +119,7 @@ export class View {
     const sharp = this.#sharp();
     this.#paint(
       context,
-      this.scene,
+      this.scene.state,
       sharp?.image ?? cut(image, this.axis, at[this.axis]),
       this.#fine(place, sharp?.step),
     );
@@ -158,7 +130,7 @@ export class View {
   }
 
   /**
-   * @param {CanvasRenderingContext2D} context @param {import("./slice_view.js").Layer} layer
+   * @param {CanvasRenderingContext2D} context @param {import("./scene.js").Layer} layer
    * @param {Plane} plane @param {import("../volumes/slices.js").Placement} place
    */
   #paint(context, { contrast, colour }, plane, { left, top, scaleX, scaleY }) {
@@ -172,7 +144,7 @@ export class View {
 
   /** The plane in full resolution, where it has been fetched. */
   #sharp() {
-    const { sharp, at } = this.scene;
+    const { sharp, at } = this.scene.state;
     return sharp[this.axis]?.at === at[this.axis] ? sharp[this.axis] : null;
   }
 
@@ -181,7 +153,7 @@ export class View {
    * @param {import("../volumes/slices.js").Placement} place @param {Triple | undefined} step
    */
   #fine(place, step) {
-    const { image } = this.scene;
+    const { image } = this.scene.state;
     if (!step || !image) return place;
     const [down, right] = ACROSS[this.axis];
     const [scaleX, scaleY] = [step[right] / image.step[right], step[down] / image.step[down]];
@@ -190,7 +162,7 @@ export class View {
 
   /** @param {import("../volumes/slices.js").Placement} place */
   #drawLabels(place) {
-    const { labels, at, filled, selected, hidden, entries, opacity, shown } = this.scene;
+    const { labels, at, filled, selected, hidden, entries, opacity, shown } = this.scene.state;
     this.over.style.opacity = String(shown ? opacity : 0);
     const context = this.over.getContext("2d");
     if (context === null) return;
@@ -215,21 +187,11 @@ export class View {
     context.putImageData(image, 0, 0);
   }
 
-  /** @param {import("../volumes/slices.js").Placement} [place] */
-  #moveCross(place = this.placement()) {
-    const { at } = this.scene;
+  /** Show where the other views are cut. @param {import("../volumes/slices.js").Placement} [place] */
+  moveCross(place = this.placement()) {
+    const { at } = this.scene.state;
     const [down, right] = ACROSS[this.axis];
     this.horizontal.style.transform = `translateY(${place.top + (at[down] + 0.5) * place.scaleY}px)`;
     this.vertical.style.transform = `translateX(${place.left + (at[right] + 0.5) * place.scaleX}px)`;
   }
-
-  /** Show where the other views are cut, without painting anew. */
-  moveCross() {
-    this.#moveCross();
-  }
-}
-
-/** @param {number} value @param {number} length */
-export function clamp(value, length) {
-  return Math.max(0, Math.min(length - 1, value));
 }

@@ -4,7 +4,7 @@ import { COLOURS, entryOf } from "../volumes/slices.js";
 
 /** @typedef {import("../volumes/planes.js").Volume} Volume */
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
-/** @typedef {import("./slice_view.js").Scene} Scene */
+/** @typedef {import("./scene.js").Scene} Scene */
 
 const MOST_VOXELS = 6_000_000;
 const VERTEX = `#version 300 es
@@ -120,7 +120,8 @@ export class Solid {
   }
 
   #drawNow() {
-    const { gl, program, canvas, scene } = this;
+    const { gl, program, canvas } = this;
+    const scene = this.scene.state;
     if (!gl || !program || scene.image === null || canvas.clientWidth === 0) return;
     this.#hold();
     canvas.width = canvas.clientWidth;
@@ -144,7 +145,7 @@ export class Solid {
   /** Fill the textures with what is shown, unless they hold it. */
   #hold() {
     const { gl } = this;
-    const { image, labels, hidden, entries, contrast, voxel } = this.scene;
+    const { image, labels, hidden, entries, contrast, voxel } = this.scene.state;
     const wanted = [image, labels, hidden, entries, ...contrast, ...voxel];
     if (!gl || image === null || wanted.every((value, index) => value === this.held[index])) return;
     this.held = wanted;

@@ -14,6 +14,14 @@ import { cut } from "./slices.js";
  * @property {Triple} whole shape of the whole volume
  */
 
+/**
+ * Where planes come from.
+ * @typedef {object} Source
+ * @property {string} address of the planes of a stack or a job
+ * @property {Record<string, unknown>} parameters which channel, time point and axes
+ * @property {Triple} whole shape of the whole volume
+ */
+
 const TYPES = {
   uint8: Uint8Array,
   int8: Int8Array,
@@ -87,11 +95,10 @@ async function requestPlanes(address, query, signal) {
 
 /**
  * Fetch one plane as finely as it fits into one answer.
- * @param {string} address @param {Record<string, unknown>} parameters @param {Triple} whole
- * @param {import("./slices.js").Axis} axis across the plane @param {number} at voxel along it @param {AbortSignal} signal
+ * @param {Source} source @param {import("./slices.js").Axis} axis across the plane @param {number} at voxel along it @param {AbortSignal} signal
  * @returns {Promise<{plane: import("./slices.js").Plane, step: Triple}>}
  */
-export async function fetchPlane(address, parameters, whole, axis, at, signal) {
+export async function fetchPlane({ address, parameters, whole }, axis, at, signal) {
   const step = choosePlaneStep(whole, axis);
   const range = { axis: "zyx"[axis], from: at, to: at + 1, step: step.join() };
   const data = await requestPlanes(address, { ...parameters, ...range }, signal);
@@ -102,11 +109,10 @@ export async function fetchPlane(address, parameters, whole, axis, at, signal) {
 
 /**
  * Fetch a small picture of the plane in the middle of a stack.
- * @param {string} address @param {Record<string, unknown>} parameters @param {Triple} whole @param {number} pixels of the longer edge
- * @param {AbortSignal} signal
+ * @param {Source} source @param {number} pixels of the longer edge @param {AbortSignal} signal
  * @returns {Promise<Volume>}
  */
-export async function fetchMiddle(address, parameters, whole, pixels, signal) {
+export async function fetchMiddle({ address, parameters, whole }, pixels, signal) {
   const coarse = Math.ceil(Math.max(whole[1], whole[2]) / pixels);
   /** @type {Triple} */
   const step = [1, coarse, coarse];
@@ -128,15 +134,12 @@ export function partOf(file, { axes }, time, channel) {
 
 /**
  * Fetch a volume. `onblock` is called after every block, so that its planes can be drawn.
- * @param {string} address of the planes
- * @param {Record<string, unknown>} parameters of the stack
- * @param {Triple} whole
- * @param {AbortSignal} signal
+ * @param {Source} source @param {AbortSignal} signal
  * @param {(volume: Volume, share: number) => void} onblock
  * @param {Triple} [step] every how many voxels are fetched
  * @returns {Promise<Volume>}
  */
-export async function fetchVolume(address, parameters, whole, signal, onblock, step = chooseStep(whole)) {
+export async function fetchVolume({ address, parameters, whole }, signal, onblock, step = chooseStep(whole)) {
   const shape = sampled(whole, step);
   const thick = Math.max(1, Math.floor(BLOCK_VOXELS / (shape[1] * shape[2])));
   const starts = Array.from({ length: Math.ceil(shape[0] / thick) }, (_, block) => block * thick);
