@@ -58,7 +58,7 @@ COARSE = """async ([job, stack]) => {
   return { before, meanwhile, after, edges, paused: view.root.textContent };
 }"""
 
-REMEMBER = 'async entry => (await import("/page/core/recent_jobs.js")).remember(entry)'
+REMEMBER = 'async entry => (await import("/page/stack/recent_jobs.js")).remember(entry)'
 
 
 class Result(NamedTuple):
@@ -490,7 +490,8 @@ def test_labels_that_are_too_large_for_the_browser_say_what_to_do(nuclei: Live, 
           const { CorrectView } = await import("/page/correct/correct_view.js");
           const small = { data: new Uint16Array(8), shape: [2, 2, 2], step: [200, 999, 999], whole: [400, 1998, 1998] };
           const viewer = { scene: { state: { image: small, labels: small } } };
-          const view = new CorrectView({ job: { id: "0" }, stack: "", name: "" }, viewer, 0, {}, new AbortController().signal);
+          const result = { job: { id: "0" }, stack: "", name: "" };
+          const view = new CorrectView(result, viewer, 0, {}, new AbortController().signal);
           await view.enter();
           return view.root.textContent;
         }"""

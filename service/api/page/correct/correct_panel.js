@@ -9,7 +9,7 @@ import { TOOLS } from "./tool_list.js";
 /** @typedef {import("../volumes/label_edit.js").LabelEditor} LabelEditor */
 /** @typedef {import("../volumes/label_edit.js").Kind} Kind */
 /** @typedef {import("./edit_tools.js").EditTools} EditTools */
-/** @typedef {"tif" | "npy" | "csv"} FileKind */
+/** @typedef {"ome.tif" | "npy" | "csv"} FileKind */
 /**
  * @typedef {object} Actions
  * @property {(direction: "undo" | "redo") => void} travel
@@ -120,7 +120,7 @@ export class CorrectPanel {
         "div",
         { class: "row" },
         abilities.corrections && button("Keep as annotated stack", actions.keep, "primary"),
-        button("OME-TIFF", () => actions.save("tif"), "secondary"),
+        button("OME-TIFF", () => actions.save("ome.tif"), "secondary"),
         button("NumPy", () => actions.save("npy"), "secondary"),
         button("Table", () => actions.save("csv"), "secondary"),
         abilities.training && button("Improve the model", actions.improve, "secondary"),

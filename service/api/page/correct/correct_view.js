@@ -2,17 +2,16 @@
 
 import { save } from "../core/elements.js";
 import { counted } from "../core/format.js";
-import { firstTime } from "../stack/time_points.js";
-import { trainingDialog } from "../training/training_dialog.js";
 import * as kept from "../volumes/correction_store.js";
 import { LabelEditor } from "../volumes/label_edit.js";
 import { asNpy, asTiff, gzip } from "../volumes/label_files.js";
 import { asCsv, measure } from "../volumes/label_measure.js";
-import { annotate, describeAnnotations, isAnnotated } from "./annotate.js";
-import { actionOfKey } from "./correct_keys.js";
+import { firstTime } from "../volumes/time_points.js";
+import { AnnotatedStacks } from "./annotated_stacks.js";
 import { CorrectPanel } from "./correct_panel.js";
 import { EditTools } from "./edit_tools.js";
 import { edgesOfWhole, fetchImage, fetchLabels, isFine, refusalOf, showImage } from "./full_resolution.js";
+import { actionOfKey } from "./tool_list.js";
 
 /** @typedef {import("../viewer/scene.js").Volume} Volume */
 /** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
@@ -38,12 +37,10 @@ export class CorrectView {
    */
   constructor({ job, stack, name }, viewer, time, abilities, signal) {
     this.job = job;
-    this.stack = stack;
     this.stem = (name || "stack").replace(/(\.ome)?\.tiff?$/i, "");
     this.viewer = viewer;
     /** The time point whose labels are corrected, of a series. */
     this.at = time;
-    this.abilities = abilities;
     this.signal = signal;
     /** @type {Mode | null} */
     this.mode = null;
@@ -57,14 +54,15 @@ export class CorrectView {
     this.panel = new CorrectPanel(
       {
         travel: (direction) => this.#travel(direction),
-        keep: () => this.#annotate(),
-        improve: () => this.#improve(),
+        keep: () => this.mode && this.annotated.add(this.mode.editor, this.at),
+        improve: () => this.mode && this.annotated.improve(this.mode.editor, this.at),
         save: (kind) => this.#save(kind),
         discard: () => this.#discard(),
       },
       abilities,
     );
     this.root = this.panel.root;
+    this.annotated = new AnnotatedStacks({ job, stack }, this.stem, abilities, this.panel);
     signal.addEventListener("abort", () => this.leave(false));
     this.countKept();
   }
@@ -198,7 +196,7 @@ export class CorrectView {
     );
     this.#count(editor);
     describeChosen();
-    this.#describeAnnotations();
+    this.annotated.describe();
     tools.use("look");
   }
 
@@ -224,7 +222,7 @@ export class CorrectView {
     panel.tools = null;
     const corrected = shown && mode.editor.done.length > 0 && !this.job.time_points && !this.signal.aborted;
     if (!corrected) this.#restore();
-    this.#tell("corrected", corrected ? this.#measure() : null);
+    this.#tell("corrected", corrected ? this.#measure(mode) : null);
   }
 
   /** Show the labels as they were segmented, unless something else is shown by now. */
@@ -241,10 +239,8 @@ export class CorrectView {
     if (viewer.scene.state.labels === mode.editor.labels) viewer.setLabels(labels);
   }
 
-  /** Measure the corrected objects. @returns {import("../volumes/object_table.js").Table | null} null: they are not here */
-  #measure() {
-    if (this.mode === null) return null;
-    const { editor, image } = this.mode;
+  /** Measure the corrected objects. @param {Mode} mode */
+  #measure({ editor, image }) {
     const grey = image === editor.labels ? null : image;
     return measure(editor.labels, grey, editor.objects.keys(), this.viewer.scene.state.known ? editor.voxel : null);
   }
@@ -331,41 +327,14 @@ export class CorrectView {
 
   /** @param {import("./correct_panel.js").FileKind} kind */
   #save(kind) {
-    const labels = this.mode?.editor.labels;
-    const table = kind === "csv" ? this.#measure() : null;
-    if (!labels) return;
-    if (table) save(new Blob([asCsv(table)], { type: "text/csv" }), `${this.stem}_corrected.csv`);
-    else if (kind === "npy") save(asNpy(labels), `${this.stem}_corrected.npy`);
-    else save(asTiff(labels, this.#voxelSize()), `${this.stem}_corrected.ome.tif`);
-  }
-
-  /** Say which annotated stacks were made of this result, maybe in another browser. */
-  async #describeAnnotations() {
-    if (!this.abilities.corrections) return;
-    const { own, foreign } = await describeAnnotations(this.job);
-    this.panel.describeAnnotated(own, foreign);
-  }
-
-  /** Keep the labels as an annotated stack. @returns {Promise<boolean>} false: the reader thought better of it */
-  async #annotate() {
-    if (this.mode === null) return false;
-    const { job, stack, stem, at: time } = this;
-    const report = await annotate({ job, stack, stem, time }, this.mode.editor);
-    if (report === null) return false;
-    this.panel.say(`Kept as ${report.name}.`);
-    this.#describeAnnotations();
-    return true;
-  }
-
-  /** Train on what is corrected here, too: it is kept first. */
-  async #improve() {
-    try {
-      const edits = this.mode?.editor.done.length ?? 0;
-      const missing = edits > 0 && this.abilities.corrections && !(await isAnnotated(this.job, this.at, edits));
-      if (missing && !(await this.#annotate())) return;
-      await trainingDialog(this.abilities.training_minutes, this.job.model);
-    } catch (error) {
-      this.panel.say(/** @type {Error} */ (error).message);
-    }
+    const { mode } = this;
+    if (mode === null) return;
+    const { labels } = mode.editor;
+    const files = {
+      csv: () => new Blob([asCsv(this.#measure(mode))], { type: "text/csv" }),
+      npy: () => asNpy(labels),
+      "ome.tif": () => asTiff(labels, this.#voxelSize()),
+    };
+    save(files[kind](), `${this.stem}_corrected.${kind}`);
   }
 }

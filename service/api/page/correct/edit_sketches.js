@@ -79,7 +79,9 @@ export class EditSketches {
   #drawBrush(view, context) {
     const { pointer, tool, brush, viewer } = this.tools;
     if (pointer?.view !== view || (tool !== "paint" && tool !== "erase")) return;
-    const target = brush.stroke ? brush.stroke.id : brush.targetAt(this.tools.voxelAt(view, pointer), tool === "erase");
+    const target = brush.stroke
+      ? brush.stroke.id
+      : brush.targetAt(view.voxelAt(pointer.x, pointer.y), tool === "erase");
     const radius = Math.max(2, brush.radius * viewer.scene.state.scale);
     context.strokeStyle = target ? cssColour(target) : INK;
     context.setLineDash(tool === "erase" ? [4, 3] : []);

@@ -1,11 +1,10 @@
 /** Tools that correct labels in the views: what clicks, drags and keys do. */
 
-import { clamp } from "../viewer/scene.js";
 import { CannotEdit } from "../volumes/label_edit.js";
 import { ACROSS } from "../volumes/slices.js";
 import { Brush } from "./brush.js";
 import { EditSketches } from "./edit_sketches.js";
-import { DRAGGED, TOOLS } from "./tool_list.js";
+import { DRAGGED, stepOfArrow, TOOLS } from "./tool_list.js";
 
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
 /** @typedef {import("../volumes/label_shapes.js").Point} Point */
@@ -13,6 +12,7 @@ import { DRAGGED, TOOLS } from "./tool_list.js";
 /** @typedef {import("../viewer/slice_view.js").SliceView} SliceView */
 /** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
 /** @typedef {import("./tool_list.js").ToolName} ToolName */
+
 const CLICK_PIXELS = 4;
 const POINT_PIXELS = 2;
 
@@ -200,56 +200,35 @@ export class EditTools extends EventTarget {
     stage.addEventListener("keydown", (event) => this.#onKey(view, event), options);
   }
 
-  /** @param {SliceView} view @param {MouseEvent} event @returns {Point} voxels down and to the right */
-  #pointAt(view, event) {
-    const bounds = view.stage.getBoundingClientRect();
-    return toPoint(view, { x: event.clientX - bounds.left, y: event.clientY - bounds.top });
-  }
-
-  /** @param {SliceView} view @param {{x: number, y: number}} place of its stage @returns {Triple} the voxel there, in the plane that is shown */
-  voxelAt(view, place) {
-    return this.#voxelOf(view, toPoint(view, place));
-  }
-
-  /** @param {SliceView} view @param {Point} point @returns {Triple} the voxel there, in the plane that is shown */
-  #voxelOf(view, point) {
-    const [down, right] = ACROSS[view.axis];
-    const { shape } = this.editor.labels;
-    const at = /** @type {Triple} */ ([...this.viewer.scene.state.at]);
-    at[down] = clamp(Math.floor(point[0]), shape[down]);
-    at[right] = clamp(Math.floor(point[1]), shape[right]);
-    return at;
-  }
-
   /** @param {SliceView} view @param {PointerEvent} event */
   #begin(view, event) {
     if (!DRAGGED.has(this.tool) || event.button !== 0) return;
     event.stopImmediatePropagation();
     if (this.brush.stroke !== null) return;
     view.stage.setPointerCapture(event.pointerId);
-    const point = this.#pointAt(view, event);
+    const [x, y] = placeOf(view, event);
+    const point = view.pointAt(x, y);
     if (this.tool === "cut") this.line = { view, points: [point, point] };
     else if (this.tool === "add") {
       if (this.line?.view !== view) this.line = { view, points: [] };
       this.line.points.push(point);
-    } else this.#startStroke(view, this.#voxelOf(view, point));
+    } else this.#startStroke(view, view.voxelAt(x, y));
     this.began = [event.clientX, event.clientY];
     this.dragged = false;
   }
 
   /** @param {SliceView} view @param {PointerEvent} event */
   #move(view, event) {
-    const bounds = view.stage.getBoundingClientRect();
-    this.pointer = { view, x: event.clientX - bounds.left, y: event.clientY - bounds.top };
+    const [x, y] = placeOf(view, event);
+    this.pointer = { view, x, y };
     if (!DRAGGED.has(this.tool)) return;
     const held = view.stage.hasPointerCapture(event.pointerId);
     if (held) {
       event.stopImmediatePropagation();
       this.dragged ||= this.#hasMoved(event, CLICK_PIXELS);
-      const point = this.#pointAt(view, event);
-      if (this.brush.stroke) this.#goOn(this.#voxelOf(view, point));
-      else if (this.tool === "cut" && this.line) this.line.points[1] = point;
-      else if (this.tool === "add" && this.#hasMoved(event, POINT_PIXELS)) this.line?.points.push(point);
+      if (this.brush.stroke) this.#goOn(view.voxelAt(x, y));
+      else if (this.tool === "cut" && this.line) this.line.points[1] = view.pointAt(x, y);
+      else if (this.tool === "add" && this.#hasMoved(event, POINT_PIXELS)) this.line?.points.push(view.pointAt(x, y));
     }
     this.sketches.draw();
   }
@@ -327,14 +306,7 @@ export class EditTools extends EventTarget {
   /** Let keys do what the pointer does. @param {SliceView} view @param {KeyboardEvent} event */
   #onKey(view, event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const [down, right] = ACROSS[view.axis];
-    const steps = /** @type {Record<string, [0 | 1 | 2, number]>} */ ({
-      ArrowUp: [down, -1],
-      ArrowDown: [down, 1],
-      ArrowLeft: [right, -1],
-      ArrowRight: [right, 1],
-    });
-    const step = event.shiftKey ? steps[event.key] : undefined;
+    const step = event.shiftKey ? stepOfArrow(event.key, view.axis) : undefined;
     if (step) {
       this.viewer.move(...step);
       this.viewer.draw();
@@ -370,8 +342,8 @@ export class EditTools extends EventTarget {
   }
 }
 
-/** @param {SliceView} view @param {{x: number, y: number}} place of its stage @returns {Point} voxels down and to the right */
-function toPoint(view, { x, y }) {
-  const place = view.placement();
-  return [(y - place.top) / place.scaleY, (x - place.left) / place.scaleX];
+/** @param {SliceView} view @param {MouseEvent} event @returns {[number, number]} x and y of its stage */
+function placeOf({ stage }, event) {
+  const { left, top } = stage.getBoundingClientRect();
+  return [event.clientX - left, event.clientY - top];
 }

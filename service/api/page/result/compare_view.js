@@ -2,9 +2,8 @@
 
 import { element } from "../core/elements.js";
 import { counted } from "../core/format.js";
-import { describeCount, entries } from "../core/recent_jobs.js";
 import { json, queryOf } from "../core/requests.js";
-import { firstTime } from "../stack/time_points.js";
+import { describeCount, entries } from "../stack/recent_jobs.js";
 import { TimeSlider } from "../stack/time_slider.js";
 import { valueAt } from "../viewer/scene.js";
 import { Viewer } from "../viewer/viewer.js";
@@ -12,6 +11,7 @@ import * as kept from "../volumes/correction_store.js";
 import { compareObjects } from "../volumes/label_agreement.js";
 import { LabelEditor } from "../volumes/label_edit.js";
 import { fetchPlane, fetchVolume, partOf } from "../volumes/planes.js";
+import { firstTime } from "../volumes/time_points.js";
 
 /** @typedef {import("openapi").JobReport} Job */
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
@@ -19,12 +19,12 @@ import { fetchPlane, fetchVolume, partOf } from "../volumes/planes.js";
 
 const CLICK = "Click an object to see it in both.";
 
-/** @param {import("../core/recent_jobs.js").Entry} entry @returns {string} of a result among others of its stack */
+/** @param {import("../stack/recent_jobs.js").Entry} entry @returns {string} of a result among others of its stack */
 export function describeResult(entry) {
   return [entry.model, entry.parameters, describeCount(entry)].filter(Boolean).join(" · ");
 }
 
-/** @param {string} stack @returns {import("../core/recent_jobs.js").Entry[]} results of it, newest first */
+/** @param {string} stack @returns {import("../stack/recent_jobs.js").Entry[]} results of it, newest first */
 export function resultsOf(stack) {
   return stack ? entries().filter((entry) => entry.stack === stack && entry.objects !== null) : [];
 }
@@ -32,7 +32,7 @@ export function resultsOf(stack) {
 /** One of the two results. */
 class Side {
   /**
-   * @param {string} where @param {Job} job @param {import("../core/recent_jobs.js").Entry[]} all
+   * @param {string} where @param {Job} job @param {import("../stack/recent_jobs.js").Entry[]} all
    * @param {(job: string) => void} onchoose @param {() => void} onchange other labels of the job are shown
    */
   constructor(where, job, all, onchoose, onchange) {

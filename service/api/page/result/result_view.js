@@ -2,9 +2,9 @@
 
 import { button, element, redraw } from "../core/elements.js";
 import { counted, number } from "../core/format.js";
-import { remember } from "../core/recent_jobs.js";
 import { pageWords, setting, widths } from "../core/words.js";
 import { CorrectView } from "../correct/correct_view.js";
+import { remember } from "../stack/recent_jobs.js";
 import { describeResult, resultsOf } from "./compare_view.js";
 import { ObjectsView } from "./objects_view.js";
 import { takeView } from "./take_view.js";

@@ -2,8 +2,8 @@
 
 import { button, element, field, redraw } from "../core/elements.js";
 import { SETTINGS } from "../core/words.js";
+import { isRange } from "../volumes/time_points.js";
 import { channelPictures, nameOf } from "./channels.js";
-import { isRange } from "./time_points.js";
 
 /** @typedef {import("openapi").Description} Description */
 /** @typedef {import("./settings_view.js").Parameters} Parameters */

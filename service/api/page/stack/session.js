@@ -2,7 +2,6 @@
 
 import { byId } from "../core/elements.js";
 import { isAbort } from "../core/notices.js";
-import { remember } from "../core/recent_jobs.js";
 import { json, Problem, queryOf, request } from "../core/requests.js";
 import { setting } from "../core/words.js";
 import { showResult } from "../result/result_view.js";
@@ -11,10 +10,11 @@ import { drawThumbnail } from "../result/view_pictures.js";
 import { Viewer } from "../viewer/viewer.js";
 import { parseTable } from "../volumes/object_table.js";
 import { fetchMiddle, fetchPlane, fetchVolume, partOf } from "../volumes/planes.js";
+import { firstTime } from "../volumes/time_points.js";
 import { ChannelTools } from "./channels.js";
 import { afterJob, beforeRun, unreadable } from "./guidance.js";
+import { remember } from "./recent_jobs.js";
 import { SettingsView } from "./settings_view.js";
-import { firstTime } from "./time_points.js";
 import { TimeSlider } from "./time_slider.js";
 
 /** @typedef {import("openapi").JobReport} Job */

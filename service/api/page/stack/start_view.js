@@ -2,8 +2,8 @@
 
 import { button, element } from "../core/elements.js";
 import { ago, counted } from "../core/format.js";
-import { describeCount, entries, forget } from "../core/recent_jobs.js";
 import * as kept from "../volumes/correction_store.js";
+import { describeCount, entries, forget } from "./recent_jobs.js";
 
 /**
  * @param {HTMLElement} root
@@ -82,7 +82,7 @@ function steps() {
   );
 }
 
-/** @param {import("../core/recent_jobs.js").Entry[]} list @param {(id: string) => void} open @param {() => void} changed */
+/** @param {import("./recent_jobs.js").Entry[]} list @param {(id: string) => void} open @param {() => void} changed */
 function recent(list, open, changed) {
   const found = list.map((entry) =>
     element("span", { class: "muted" }, entry.objects === null ? "not finished when last seen" : describeCount(entry)),
@@ -99,7 +99,7 @@ function recent(list, open, changed) {
       if (edits) found[place].append(` · ${counted(edits, "correction")}`);
     }
   });
-  /** @param {import("../core/recent_jobs.js").Entry} entry */
+  /** @param {import("./recent_jobs.js").Entry} entry */
   const remove = async ({ job, name }) => {
     const edits = corrections.get(job);
     if (edits && !confirm(`Remove ${name} from this list, and discard its ${counted(edits, "correction")}?`)) return;

@@ -75,16 +75,22 @@ export class SliceView {
     return { left, top: this.height / 2 - centre[down] * scaleY, scaleX, scaleY };
   }
 
+  /** @param {number} x @param {number} y of the stage @returns {[number, number]} voxels down and to the right */
+  pointAt(x, y) {
+    const place = this.placement();
+    return [(y - place.top) / place.scaleY, (x - place.left) / place.scaleX];
+  }
+
   /** @param {number} x @param {number} y of the stage @returns {Triple} the voxel there, within the stack */
   voxelAt(x, y) {
     const { image, at } = this.scene.state;
-    const place = this.placement();
     const [down, right] = ACROSS[this.axis];
+    const [v, u] = this.pointAt(x, y);
     /** @type {Triple} */
     const found = [...at];
     if (image === null) return found;
-    found[right] = clamp(Math.floor((x - place.left) / place.scaleX), image.shape[right]);
-    found[down] = clamp(Math.floor((y - place.top) / place.scaleY), image.shape[down]);
+    found[right] = clamp(Math.floor(u), image.shape[right]);
+    found[down] = clamp(Math.floor(v), image.shape[down]);
     return found;
   }
 

@@ -1,6 +1,6 @@
 /** The stacks and jobs of this browser: names, numbers and thumbnails, in its own storage. */
 
-import { counted } from "./format.js";
+import { counted } from "../core/format.js";
 
 /**
  * @typedef {{job: string, stack: string, name: string, model: string, parameters: string, objects: number | null,
