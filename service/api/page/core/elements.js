@@ -87,6 +87,12 @@ export function openDialog(title, ...content) {
   return dialog;
 }
 
+/** A list of keys, or what else can be done, with what they do. @param {string[][]} keys */
+export function keyList(keys) {
+  const parts = keys.flatMap(([key, what]) => [element("dt", {}, key), element("dd", {}, what)]);
+  return element("dl", { class: "keys" }, ...parts);
+}
+
 /** @param {Blob} blob @param {string} name */
 export function save(blob, name) {
   const address = URL.createObjectURL(blob);

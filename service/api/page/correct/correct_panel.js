@@ -1,6 +1,6 @@
 /** The panel beside the views in which labels are corrected: tools, options of the brush, history, and ways to take the labels. */
 
-import { button, element } from "../core/elements.js";
+import { button, element, keyList } from "../core/elements.js";
 import { counted, number } from "../core/format.js";
 import { cssColour } from "../volumes/slices.js";
 import { BrushOptions } from "./brush_options.js";
@@ -98,16 +98,7 @@ export class CorrectPanel {
       element("p", { class: "chosen-object" }, this.dot, this.chosen),
       this.options.root,
       element("div", { class: "row tight" }, this.undo, this.redo, this.counted),
-      element(
-        "details",
-        { class: "small" },
-        element("summary", {}, "Without a mouse"),
-        element(
-          "dl",
-          { class: "keys" },
-          ...KEYS.flatMap(([key, what]) => [element("dt", {}, key), element("dd", {}, what)]),
-        ),
-      ),
+      element("details", { class: "small" }, element("summary", {}, "Without a mouse"), keyList(KEYS)),
       ...this.#takeLabels(),
     );
   }

@@ -1,6 +1,6 @@
 /** Texts beside the views: before a stack is segmented, and where there is no result. */
 
-import { element } from "../core/elements.js";
+import { element, keyList } from "../core/elements.js";
 import { pageWords } from "../core/words.js";
 
 /** @param {import("openapi").JobReport} job that is over without a result */
@@ -40,17 +40,13 @@ export function beforeRun() {
       "Check the slices, the channel and the proportions. Then press Segment: objects are outlined here, counted and measured.",
     ),
     element("h3", {}, "Moving about"),
-    element(
-      "dl",
-      { class: "keys" },
-      ...[
-        ["wheel, j and k, arrows", "next plane"],
-        ["drag", "move"],
-        ["ctrl + wheel, + and −", "zoom"],
-        ["click", "crosshair, object"],
-        ["o, f", "objects on or off, filled"],
-        ["0", "fit"],
-      ].flatMap(([key, what]) => [element("dt", {}, key), element("dd", {}, what)]),
-    ),
+    keyList([
+      ["wheel, j and k, arrows", "next plane"],
+      ["drag", "move"],
+      ["ctrl + wheel, + and −", "zoom"],
+      ["click", "crosshair, object"],
+      ["o, f", "objects on or off, filled"],
+      ["0", "fit"],
+    ]),
   );
 }

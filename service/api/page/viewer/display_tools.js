@@ -53,7 +53,7 @@ export class DisplayTools {
     this.dragged = false;
     this.#showState();
     scene.subscribe((before) => {
-      this.#showState();
+      if (hasChanged(before, scene.state, ["labels", "shown", "filled", "smooth"])) this.#showState();
       if (!this.dragged && hasChanged(before, scene.state, ["contrast", "range", "overlays", "adjusted"]))
         this.#showContrast();
     });

@@ -50,7 +50,9 @@ export class DiameterCircle {
       this.show(diameter);
       onchange(diameter);
     });
-    scene.subscribe(() => this.#place());
+    scene.subscribe((before) => {
+      if (hasChanged(before, scene.state, ["image", "scale", "voxel"])) this.#place();
+    });
   }
 
   /** @param {number | null} diameter in voxels of the whole stack */
