@@ -64,8 +64,9 @@ $(PAGE_TOOLS): package.json
 	@touch $@
 
 .PHONY: lint-page
-lint-page: $(PAGE_TOOLS) ## style and types of the page's modules (needs npm)
+lint-page: $(STAMP)dev $(PAGE_TOOLS) ## style and types of the page's modules (needs npm)
 	node_modules/.bin/biome check
+	$(BIN)/python scripts/page_types.py
 	node_modules/.bin/tsc -p .
 
 .PHONY: format

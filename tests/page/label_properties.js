@@ -1,7 +1,7 @@
 // Random corrections of random labels, and what must hold of them: the list of what does not.
 async ([seed, steps]) => {
-  const { LabelEditor, CannotEdit } = await import("/page/label_edit.js");
-  const { lookAlike } = await import("/page/slices.js");
+  const { LabelEditor, CannotEdit } = await import("/page/volumes/label_edit.js");
+  const { lookAlike } = await import("/page/volumes/slices.js");
   let state = seed;
   const random = below => Math.floor(((state = (state * 1103515245 + 12345) % 2147483648) / 2147483648) * below);
   const pick = list => list[random(list.length)];

@@ -1,6 +1,6 @@
 // How long corrections of 2,000 objects in 64 x 512 x 512 voxels take, in milliseconds: the third fastest of nine.
 async () => {
-  const { LabelEditor } = await import("/page/label_edit.js");
+  const { LabelEditor } = await import("/page/volumes/label_edit.js");
   const shape = [64, 512, 512], step = [1, 1, 1];
   const data = new Uint16Array(64 * 512 * 512);
   // Boxes of 16 x 20 x 20 in a grid of 4 x 22 x 22 = 1,936, one of every two beside another.

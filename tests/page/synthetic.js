@@ -1,7 +1,7 @@
 // A viewer and a table of so many objects, in a stack of so many planes of that edge, without a service.
 async ([objects, depth, edge]) => {
-  const { Viewer } = await import("/page/viewer.js");
-  const { ObjectsView } = await import("/page/objects_view.js");
+  const { Viewer } = await import("/page/viewer/viewer.js");
+  const { ObjectsView } = await import("/page/result/objects_view.js");
   const shape = [depth, edge, edge], step = [1, 1, 1];
   const image = new Uint16Array(depth * edge * edge), labels = new Uint16Array(image.length);
   const side = Math.ceil(Math.sqrt(objects)), cell = edge / side;
@@ -23,7 +23,7 @@ async ([objects, depth, edge]) => {
   viewer.open({ data: image, shape, step, whole: shape }, { z: 1, y: 1, x: 1 });
   viewer.settle();
   viewer.setLabels({ data: labels, shape, step, whole: shape });
-  const { parseTable } = await import("/page/table.js");
+  const { parseTable } = await import("/page/volumes/object_table.js");
   const table = new ObjectsView(parseTable(rows.join("\n")));
   document.getElementById("side").replaceChildren(table.root);
   table.addEventListener("choose", event => viewer.select(event.detail, table.middle(event.detail)));

@@ -31,19 +31,22 @@ MILLISECONDS = 100
 # The result in steps of two, as large ones are shown: what the views show before, while and after it is corrected, and
 # what the panel says when another channel is chosen meanwhile.
 COARSE = """async ([job, stack]) => {
-  const { Viewer } = await import("/page/viewer.js");
-  const { CorrectView } = await import("/page/correct_view.js");
-  const { fetchVolume } = await import("/page/planes.js");
+  const { Viewer } = await import("/page/viewer/viewer.js");
+  const { CorrectView } = await import("/page/correct/correct_view.js");
+  const { fetchVolume } = await import("/page/volumes/planes.js");
   const { signal } = new AbortController(), whole = [24, 80, 80], step = [1, 2, 2], nothing = () => {};
-  const fetched = (address, ...steps) => fetchVolume(address, {}, whole, signal, nothing, ...steps);
+  const fetched = (address, step) => fetchVolume({ address, parameters: {}, whole }, signal, nothing, step);
   const viewer = new Viewer(document.getElementById("viewer"));
   const image = await fetched(`stacks/${stack}/planes`, step);
   viewer.open(image, { z: 0.5, y: 0.2, x: 0.2 });
   viewer.setLabels(await fetched(`jobs/${job}/planes`, step));
   viewer.fetchWhole = () => fetched(`stacks/${stack}/planes`, [1, 1, 1]);
-  viewer.scene.at = [5, 10, 12];
-  const shown = () => ({ at: viewer.scene.at, step: viewer.scene.image.step, labels: viewer.scene.labels.shape });
-  const view = new CorrectView({ id: job, model: "nuclei/1" }, stack, "", viewer, 0, {}, signal);
+  viewer.scene.set({ at: [5, 10, 12] });
+  const shown = () => {
+    const { at, image, labels } = viewer.scene.state;
+    return { at, step: image.step, labels: labels.shape };
+  };
+  const view = new CorrectView({ job: { id: job, model: "nuclei/1" }, stack, name: "" }, viewer, 0, {}, signal);
   const before = shown();
   await view.enter();
   const meanwhile = shown(), edges = view.mode.editor.voxel;
@@ -55,7 +58,7 @@ COARSE = """async ([job, stack]) => {
   return { before, meanwhile, after, edges, paused: view.root.textContent };
 }"""
 
-REMEMBER = 'async entry => (await import("/page/history.js")).remember(entry)'
+REMEMBER = 'async entry => (await import("/page/stack/recent_jobs.js")).remember(entry)'
 
 
 class Result(NamedTuple):
@@ -484,10 +487,11 @@ def test_what_is_shown_in_coarse_steps_is_corrected_in_full_resolution(result: R
 def test_labels_that_are_too_large_for_the_browser_say_what_to_do(nuclei: Live, open_page: Open) -> None:
     text = open_page(nuclei).evaluate(
         """async () => {
-          const { CorrectView } = await import("/page/correct_view.js");
+          const { CorrectView } = await import("/page/correct/correct_view.js");
           const small = { data: new Uint16Array(8), shape: [2, 2, 2], step: [200, 999, 999], whole: [400, 1998, 1998] };
-          const viewer = { scene: { image: small, labels: small } };
-          const view = new CorrectView({ id: "0" }, "", "", viewer, 0, {}, new AbortController().signal);
+          const viewer = { scene: { state: { image: small, labels: small } } };
+          const result = { job: { id: "0" }, stack: "", name: "" };
+          const view = new CorrectView(result, viewer, 0, {}, new AbortController().signal);
           await view.enter();
           return view.root.textContent;
         }"""

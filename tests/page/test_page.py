@@ -148,7 +148,7 @@ def test_the_page_speaks_of_its_own_settings_and_asks_whether_pages_are_planes(f
     expect(page.locator("#settings .facts")).to_contain_text("Time points")
     page.locator("#axes").select_option("")
     expect(page.locator("#settings .facts")).to_contain_text("24 × 16 × 5")
-    words = page.evaluate("""async () => (await import("./page/words.js")).pageWords(
+    words = page.evaluate("""async () => (await import("./page/core/words.js")).pageWords(
         "Objects seem to be 7,51.5,52px wide; state diameter= where that is wrong, or diameter=none. Try diameter=4px. "
         + "Doubtful (confidence 0.37). Resampled from 48 x 192 x 160 to 64 x 162 x 135 voxels."
     )""")
@@ -157,7 +157,7 @@ def test_the_page_speaks_of_its_own_settings_and_asks_whether_pages_are_planes(f
         "diameter: as sampled”. Try “Object diameter: 4 voxels”. Doubtful (confidence 37 %). "
         "Resampled from 160 × 192 × 48 to 135 × 162 × 64 voxels."
     )
-    size = page.evaluate("""async () => (await import("./page/words.js")).setting("voxel_size", "0.5,0.2,0.2")""")
+    size = page.evaluate("""async () => (await import("./page/core/words.js")).setting("voxel_size", "0.5,0.2,0.2")""")
     assert size == "Voxel size: 0.2 × 0.2 × 0.5 µm"
 
 

@@ -38,7 +38,7 @@ CROWDED = """() => {
 }"""
 
 COMPARE = """async ([one, other]) => {
-  const { compareObjects } = await import("/page/agreement.js");
+  const { compareObjects } = await import("/page/volumes/label_agreement.js");
   const found = compareObjects({ data: Uint16Array.from(one) }, { data: Uint16Array.from(other) });
   return { ...found, entries: found.entries.map(entries => [...entries]) };
 }"""

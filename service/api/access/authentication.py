@@ -20,7 +20,7 @@ from service.core.sections.serving import Access
 # Open without a key and under any host name: probes know neither.
 HEALTH_PATH = re.compile(r"(/v[12])?/health(/live|/ready)?")
 # Open without a key: the project publishes all of it, and browsers cannot send a key for a page.
-DOCUMENTATION_PATH = re.compile(r"/(docs(/[a-z.]+)?|page/[a-z_.]+|openapi\.json)?")
+DOCUMENTATION_PATH = re.compile(r"/(docs(/[a-z.]+)?|page/([a-z]+/)?[a-z_.]+|openapi\.json)?")
 
 # CORS: methods and headers that a page on another origin may send, and headers of an answer that it may read.
 CORS_METHODS = ("GET", "POST", "DELETE")

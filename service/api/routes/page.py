@@ -1,4 +1,4 @@
-"""The page at `/`: files of this package, which ask no other host for anything."""
+"""GET /: the web UI, plain files of this package that request nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ from pathlib import Path
 
 from fastapi import APIRouter
 from starlette.exceptions import HTTPException
-from starlette.responses import FileResponse
+from starlette.responses import FileResponse, Response
 
 router = APIRouter(include_in_schema=False)
 
 FOLDER = Path(__file__).parents[1] / "page"
 INDEX = "index.html"
 MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-FILES = {file.name: MEDIA_TYPES[file.suffix] for file in FOLDER.iterdir() if file.suffix in MEDIA_TYPES}
+# Media types of the files that are served, by their paths below the folder.
+FILES = {
+    file.relative_to(FOLDER).as_posix(): MEDIA_TYPES[file.suffix]
+    for file in FOLDER.rglob("*")
+    if file.suffix in MEDIA_TYPES
+}
 # Blobs are pictures and files that the page itself makes; small pictures of earlier jobs are data.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
@@ -29,8 +34,22 @@ async def front() -> FileResponse:
 
 
 @router.get("/page/{name}")
-async def part(name: str) -> FileResponse:
+def part(name: str) -> Response:
+    """Return the main module. Raises HTTPException 404."""
+    return _serve(name)
+
+
+@router.get("/page/{folder}/{name}")
+def part_in_folder(folder: str, name: str) -> Response:
     """Return a module, a style sheet or a picture of the page. Raises HTTPException 404."""
-    if name not in FILES:
+    return _serve(f"{folder}/{name}")
+
+
+def _serve(file: str) -> Response:
+    """Return a file, read whole: a FileResponse enters a thread several times, which costs more than reading these."""
+    if file not in FILES:
         raise HTTPException(404)
-    return FileResponse(FOLDER / name, media_type=FILES[name], headers=HEADERS)
+    path = FOLDER / file
+    described = FileResponse(path, media_type=FILES[file], headers=HEADERS, stat_result=path.stat())
+    headers = {name: value for name, value in described.headers.items() if name != "accept-ranges"}
+    return Response(path.read_bytes(), headers=headers)

@@ -95,7 +95,7 @@ def test_health_and_documentation_stay_open(locked: TestClient) -> None:
         assert locked.get(f"{prefix}/health/live").status_code == 200
         assert locked.get(f"{prefix}/health/ready").status_code == 200
     assert locked.get("/health").status_code == 200
-    for path in ("/docs", "/docs/page.js", "/openapi.json"):
+    for path in ("/docs", "/docs/page.js", "/openapi.json", "/page/main.js", "/page/core/base.css"):
         assert locked.get(path).status_code == 200
     assert locked.get("/").status_code == 200
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import posixpath
 import re
 from urllib.parse import urljoin
 
@@ -12,7 +13,7 @@ def test_the_page_runs_nothing_but_files_of_the_service(service: FakeService) ->
     assert (policy["default-src"], policy["script-src"], policy["connect-src"]) == ("'none'", "'self'", "'self'")
     assert "unsafe" not in page.headers["content-security-policy"]
     addresses = re.findall(r'(?:src|href)="(page/[^"]+)"', page.text)
-    assert len(addresses) == 4
+    assert len(addresses) == 12
     for address in addresses:
         assert service.client.get(urljoin("/", address)).status_code == 200
 
@@ -28,7 +29,10 @@ def test_modules_import_modules_that_are_served(service: FakeService) -> None:
         assert module.headers["content-type"].startswith("text/javascript"), name
         assert "http://" not in module.text
         assert "https://" not in module.text
-        wanted += re.findall(r' from "\./([^"]+)"', module.text)
-    assert {"viewer.js", "slices.js", "objects_view.js"} <= seen
+        imported = re.findall(r'(?: from |import\()"(\.[^"]+)"', module.text)
+        wanted += [posixpath.normpath(posixpath.join(posixpath.dirname(name), path)) for path in imported]
+    assert {"viewer/viewer.js", "viewer/solid.js", "volumes/slices.js", "result/objects_view.js"} <= seen
     assert service.client.get("/page/page.py").json()["type"].endswith("not-found")
     assert service.client.get("/page/index.html").status_code == 404
+    assert service.client.get("/page/core/../index.html").status_code == 404
+    assert service.client.get("/page/core").status_code == 404

@@ -1,0 +1,99 @@
+/** What the tools show over the slices: where a split was clicked, lines and outlines, and the brush. */
+
+import { element } from "../core/elements.js";
+import { ACROSS, cssColour } from "../volumes/slices.js";
+
+/** @typedef {import("./edit_tools.js").EditTools} EditTools */
+/** @typedef {import("../viewer/slice_view.js").SliceView} SliceView */
+
+const INK = "#ffd166";
+const SEED_PIXELS = 4;
+
+export class EditSketches {
+  /** @param {EditTools} tools @param {AbortSignal} signal ends the tools */
+  constructor(tools, signal) {
+    this.tools = tools;
+    this.canvases = tools.viewer.views.map((view) => {
+      const canvas = element("canvas", { class: "sketch", "aria-hidden": "true" });
+      view.stage.append(canvas);
+      return canvas;
+    });
+    tools.viewer.addEventListener("draw", () => this.draw(), { signal });
+    signal.addEventListener("abort", () => {
+      for (const canvas of this.canvases) canvas.remove();
+    });
+  }
+
+  draw() {
+    for (const [number, view] of this.tools.viewer.views.entries()) {
+      const canvas = this.canvases[number];
+      canvas.width = view.over.width;
+      canvas.height = view.over.height;
+      const context = canvas.getContext("2d");
+      if (context === null) continue;
+      const ratio = view.ratio ?? 1;
+      context.scale(ratio, ratio);
+      context.strokeStyle = context.fillStyle = INK;
+      context.lineWidth = 1.5;
+      this.#drawSeeds(view, context);
+      this.#drawLines(view, context);
+      this.#drawBrush(view, context);
+    }
+  }
+
+  /** @param {SliceView} view @param {CanvasRenderingContext2D} context */
+  #drawSeeds(view, context) {
+    const { sketch, seed, tool, viewer } = this.tools;
+    const seeds = [...(seed ? [seed.at] : []), ...(sketch?.kind === "split" && tool === "split" ? sketch.seeds : [])];
+    const place = view.placement();
+    const [down, right] = ACROSS[view.axis];
+    for (const at of seeds) {
+      const near = Math.abs(at[view.axis] - viewer.scene.state.at[view.axis]) < 1;
+      const x = place.left + (at[right] + 0.5) * place.scaleX;
+      const y = place.top + (at[down] + 0.5) * place.scaleY;
+      context.globalAlpha = near ? 1 : 0.35;
+      context.beginPath();
+      context.arc(x, y, SEED_PIXELS, 0, 2 * Math.PI);
+      context.fill();
+    }
+    context.globalAlpha = 1;
+  }
+
+  /** @param {SliceView} view @param {CanvasRenderingContext2D} context */
+  #drawLines(view, context) {
+    const { line, sketch, tool, viewer } = this.tools;
+    const here = viewer.scene.state.at[view.axis];
+    const earlier = sketch?.kind === "add" && tool === "add" && sketch.axis === view.axis ? sketch.outlines : [];
+    const closed = earlier.filter(({ at }) => at === here).map(({ points }) => ({ points, whole: true }));
+    const open = line?.view === view ? [{ points: line.points, whole: false }] : [];
+    const place = view.placement();
+    for (const { points, whole } of [...closed, ...open]) {
+      context.beginPath();
+      for (const [v, u] of points) context.lineTo(place.left + u * place.scaleX, place.top + v * place.scaleY);
+      if (whole) context.closePath();
+      context.stroke();
+    }
+  }
+
+  /** @param {SliceView} view @param {CanvasRenderingContext2D} context */
+  #drawBrush(view, context) {
+    const { pointer, tool, brush, viewer } = this.tools;
+    if (pointer?.view !== view || (tool !== "paint" && tool !== "erase")) return;
+    const target = brush.stroke
+      ? brush.stroke.id
+      : brush.targetAt(view.voxelAt(pointer.x, pointer.y), tool === "erase");
+    const radius = Math.max(2, brush.radius * viewer.scene.state.scale);
+    context.strokeStyle = target ? cssColour(target) : INK;
+    context.setLineDash(tool === "erase" ? [4, 3] : []);
+    context.beginPath();
+    context.arc(pointer.x, pointer.y, radius, 0, 2 * Math.PI);
+    context.stroke();
+    context.setLineDash([]);
+    const words = target === null ? "no object chosen" : target === 0 ? "new object" : `object ${target}`;
+    context.font = "12px system-ui, sans-serif";
+    context.strokeStyle = "#000c";
+    context.lineWidth = 3;
+    context.strokeText(words, pointer.x + radius + 5, pointer.y + 4);
+    context.fillText(words, pointer.x + radius + 5, pointer.y + 4);
+  }
+}

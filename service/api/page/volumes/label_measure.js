@@ -1,0 +1,94 @@
+/** Sizes, places and intensities of objects in the browser, as the service measures them. Nothing here touches the document. */
+
+/** @typedef {import("./planes.js").Volume} Volume */
+/** @typedef {import("./planes.js").Triple} Triple */
+/** @typedef {import("./object_table.js").Table} Table */
+
+const COLUMNS = [
+  ...["label", "num_pixels", "area", "equivalent_diameter_area", "centroid-0", "centroid-1", "centroid-2"],
+  ...["bbox-0", "bbox-1", "bbox-2", "bbox-3", "bbox-4", "bbox-5", "intensity_mean", "intensity_max", "touching_border"],
+];
+
+/**
+ * Measure all objects in one pass over the rows.
+ * @param {Volume} labels @param {Volume | null} image of the same shape; without one there are no intensities
+ * @param {Iterable<number>} ids of the objects @param {Triple | null} voxel its edges in micrometres, null: not known
+ * @returns {Table} as the service writes it, for one channel
+ */
+export function measure(labels, image, ids, voxel) {
+  const label = Float64Array.from(ids).sort();
+  const rowOf = new Map([...label].map((id, row) => [id, row]));
+  /** @type {Map<string, Float64Array>} */
+  const columns = new Map(COLUMNS.map((name) => [name, new Float64Array(label.length)]));
+  const get = (/** @type {string} */ name) => /** @type {Float64Array} */ (columns.get(name));
+  const [voxels, mean, most] = ["num_pixels", "intensity_mean", "intensity_max"].map(get);
+  const places = [0, 1, 2].map((axis) => get(`centroid-${axis}`));
+  const low = [0, 1, 2].map((axis) => get(`bbox-${axis}`).fill(Infinity));
+  const high = [3, 4, 5].map((axis) => get(`bbox-${axis}`));
+  get("label").set(label);
+  most.fill(-Infinity);
+  forEachRun(labels, (id, z, y, x, length, start) => {
+    const row = /** @type {number} */ (rowOf.get(id));
+    voxels[row] += length;
+    places[0][row] += z * length;
+    places[1][row] += y * length;
+    places[2][row] += (x + (length - 1) / 2) * length;
+    low[0][row] = Math.min(low[0][row], z);
+    low[1][row] = Math.min(low[1][row], y);
+    low[2][row] = Math.min(low[2][row], x);
+    high[0][row] = Math.max(high[0][row], z + 1);
+    high[1][row] = Math.max(high[1][row], y + 1);
+    high[2][row] = Math.max(high[2][row], x + length);
+    if (image === null) return;
+    for (let place = start; place < start + length; place += 1) {
+      mean[row] += image.data[place];
+      if (image.data[place] > most[row]) most[row] = image.data[place];
+    }
+  });
+  const edges = voxel ?? [1, 1, 1];
+  const cut = labels.shape.map((length) => length > 1);
+  for (let row = 0; row < label.length; row += 1) {
+    const count = voxels[row];
+    const volume = count * edges[0] * edges[1] * edges[2];
+    get("area")[row] = volume;
+    get("equivalent_diameter_area")[row] = Math.cbrt((6 * volume) / Math.PI);
+    mean[row] /= count;
+    for (const axis of [0, 1, 2]) places[axis][row] *= edges[axis] / count;
+    const touching = labels.shape.some(
+      (length, axis) => cut[axis] && (low[axis][row] === 0 || high[axis][row] === length),
+    );
+    get("touching_border")[row] = Number(touching);
+  }
+  if (image === null) for (const name of ["intensity_mean", "intensity_max"]) columns.delete(name);
+  return { columns, length: label.length, unit: voxel === null ? "voxel" : "um" };
+}
+
+/** @param {Volume} labels @param {(id: number, z: number, y: number, x: number, length: number, start: number) => void} visit runs of voxels of one object along x */
+function forEachRun({ data, shape }, visit) {
+  const [, height, width] = shape;
+  for (let row = 0; row < data.length; row += width) {
+    const [z, y] = [Math.floor(row / (width * height)), (row / width) % height];
+    const end = row + width;
+    for (let start = row; start < end; ) {
+      const id = data[start];
+      let stop = start + 1;
+      while (stop < end && data[stop] === id) stop += 1;
+      if (id) visit(id, z, y, start - row, stop - start, start);
+      start = stop;
+    }
+  }
+}
+
+/** @param {Table} table @returns {string} comma-separated values with a line of names, as the service writes them */
+export function asCsv({ columns, length, unit }) {
+  const names = [...columns.keys()];
+  const lines = Array.from({ length }, (_, row) => {
+    const cells = names.map((name) => {
+      const value = columns.get(name)?.[row] ?? 0;
+      if (name === "touching_border") return value ? "True" : "False";
+      return String(Number(value.toPrecision(9)));
+    });
+    return [...cells, unit].join(",");
+  });
+  return `${[[...names, "unit"].join(","), ...lines].join("\n")}\n`;
+}

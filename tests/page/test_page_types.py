@@ -1,0 +1,48 @@
+"""The types that the page's modules are checked with."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.page_types import describe, write_types
+
+
+@pytest.mark.parametrize(
+    ("schema", "written"),
+    [
+        ({"type": "integer"}, "number"),
+        ({"type": "string", "enum": ["a", "b"]}, '"a" | "b"'),
+        ({"anyOf": [{"$ref": "#/components/schemas/Input"}, {"type": "null"}]}, "Input | null"),
+        ({"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "null"}]}}, "(string | null)[]"),
+        ({"type": "array", "prefixItems": [{"type": "number"}, {"type": "boolean"}]}, "[number, boolean]"),
+        ({"type": "object", "additionalProperties": {"type": "number"}}, "Record<string, number>"),
+        ({"type": "object", "additionalProperties": True}, "Record<string, unknown>"),
+        ({}, "unknown"),
+    ],
+)
+def test_a_schema_is_written_as_a_type(schema: dict[str, Any], written: str) -> None:
+    assert describe(schema) == written
+
+
+def test_properties_that_may_be_absent_are_optional() -> None:
+    text, null = {"type": "string"}, {"type": "null"}
+    properties = {"a": text, "b": text, "c": text | {"default": ""}, "d": {"anyOf": [text, null]}}
+    written = describe({"type": "object", "properties": properties, "required": ["a"]})
+    assert re.findall(r"(\w\??):", written) == ["a", "b?", "c", "d"]
+
+
+def test_every_type_that_the_page_imports_is_written(tmp_path: Path) -> None:
+    write_types(file := tmp_path / "page" / "openapi.d.ts")
+    written = set(re.findall(r"export interface (\w+) \{", file.read_text(encoding="utf-8")))
+    modules = Path(__file__).parents[2] / "service" / "api" / "page"
+    imported = {
+        name
+        for module in modules.rglob("*.js")
+        for name in re.findall(r'import\("openapi"\)\.(\w+)', module.read_text(encoding="utf-8"))
+    }
+    assert imported <= written
+    assert {"JobReport", "Status", "AnnotationReport"} <= imported
