@@ -8,6 +8,7 @@ import itertools
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from service.__main__ import main
 from service.core.quantities import TimeInterval, VoxelSize
 from service.core.types import Selection
 from service.formats import stack_reader
-from service.inference.series.laptrack_linking import missing_library
 
 POINTS = 5
 # No resampling, and no estimate.
@@ -201,7 +201,7 @@ def test_a_series_is_cancelled_in_the_middle(live: Live, pixels: NDArray[np.uint
     assert live.client.get(f"/jobs/{job['id']}/result").status_code == 410
 
 
-@pytest.mark.skipif(missing_library() is not None, reason=str(missing_library()))
+@pytest.mark.skipif(find_spec("laptrack") is None, reason="laptrack is not installed")
 def test_objects_are_linked_by_least_movement(live: Live, pixels: NDArray[np.uint8]) -> None:
     """Objects of this series hardly move, so most go through all time points but for those that leave the picture."""
     response = live.segment(as_series(pixels), time="all", diameter=WIDTH, link="laptrack", measurements="csv")

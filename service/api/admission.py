@@ -18,7 +18,6 @@ from service.api.http.threads import HOST_FILE_THREADS, run_in_thread
 from service.api.http.uploads import is_multipart
 from service.api.messages.headers import get_header
 from service.core.errors import BadParameter
-from service.inference.runner.estimator import Estimator
 from service.models.spec import ModelSpec
 from service.serving.parameters import MAX_NAME_LETTERS, Query, describe_faults
 from service.serving.results.answers import check_host_files
@@ -134,7 +133,7 @@ def select_model(runtime: Runtime, query: Query) -> ModelSpec:
     Raises UnknownModel, BrokenModel, NotReady and BadParameter.
     """
     spec = runtime.models.spec(query.model)
-    kind = Estimator(spec, runtime.settings).output(query.options)
+    kind = runtime.estimator(spec).output(query.options)
     if query.measurements is not None and kind != "labels":
         raise BadParameter(
             f"measurements: only labels have objects to measure, and the answer would be {kind}.",

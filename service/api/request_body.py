@@ -21,8 +21,7 @@ from service.core.types import Description
 from service.formats.sandbox.remote_store import RemoteStore
 from service.serving.jobs.jobs import AsyncJobs
 from service.serving.jobs.store import INPUT
-from service.serving.parameters import Query
-from service.serving.results.answers import SegmentationRequest
+from service.serving.parameters import Query, SegmentationRequest
 from service.serving.runtime import Runtime
 from service.serving.storage.disk import path_exists, translate_disk_faults
 from service.serving.storage.host_files import HostFiles, RemoteSource, Source

@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import closing
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -31,9 +32,11 @@ from service.inference.diameter.judging import Judgement, judge_objects
 from service.inference.measurements import write_csv
 from service.inference.preprocessing.resample import used_width
 from service.inference.types import Result, Sizing
-from service.models.spec import ModelSpec
-from service.serving.parameters import Query
 from service.serving.results.provenance import describe_origin
+
+if TYPE_CHECKING:
+    from service.models.spec import ModelSpec
+    from service.serving.parameters import Query
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from service.inference.batching.batcher import WindowBatcher, open_batcher
 from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import estimate_diameter
-from service.inference.series.time_points import Series
-from service.inference.types import Result
+from service.inference.types import Result, Series
 from service.serving.jobs.folder_records import REPORT
 from service.serving.jobs.folder_work import FolderWork, StackCalls, is_free, select_stacks
 from service.serving.parameters import Query

@@ -24,8 +24,8 @@ from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.estimator import Estimator
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import estimate_diameter, segment
-from service.inference.series.time_points import PointSegmenter, Progress, Series, segment_series
-from service.inference.types import Result
+from service.inference.series.time_points import PointSegmenter, Progress, segment_series
+from service.inference.types import Result, Series
 from service.models.spec import ModelSpec
 from service.serving.parameters import Query
 from service.serving.results.answers import measure_objects

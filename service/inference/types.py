@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from numpy.typing import NDArray
 
 from service.core.errors import StackSegError
-from service.core.quantities import Diameter, Size
-from service.core.types import OutputKind, Segmentation, Steering, Views
+from service.core.quantities import Diameter, Size, TimeInterval, VoxelSize
+from service.core.types import Description, Linking, OutputKind, Segmentation, StackShape, Steering, Views, Volume
 from service.engine.tuning.plans import Trial
-from service.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from service.models.spec import ModelSpec
 
 Table = dict[str, NDArray[Any]]
 """One array per column, all of one length: an entry per object, in the order of their labels."""
@@ -248,3 +252,36 @@ class EngineReport:
     planned: str = "fixed"
     cached: bool = False
     trials: tuple[Trial, ...] = ()
+
+
+@dataclass(frozen=True)
+class Series:
+    """Time points of one file, whose pixels are read when their turn comes.
+
+    times      numbers in the file
+    read       of a time point returns the volume to segment, and the one to measure objects in, None for no table
+    shape      of each time point, as are voxel size and channels
+    link       how objects are given one number through time; None: they are not
+    """
+
+    times: range
+    read: Callable[[int], tuple[Volume, Volume | None]]
+    shape: StackShape
+    voxel_size: VoxelSize | None
+    interval: TimeInterval | None
+    link: Linking | None = None
+
+    @classmethod
+    def of(
+        cls, description: Description, read: Callable[[int], tuple[Volume, Volume | None]], link: Linking | None
+    ) -> Series:
+        """Return the series that was selected of a file."""
+        if description.time_points is None:
+            raise ValueError("No range of time points was selected.")
+        times = range(*description.time_points)
+        return cls(times, read, description.shape, description.voxel_size, description.time_interval, link)
+
+    @property
+    def voxels(self) -> int:
+        """Voxels of one channel at all time points."""
+        return len(self.times) * math.prod(self.shape[1:])

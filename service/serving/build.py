@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from service.core.config import Settings
@@ -41,7 +42,7 @@ class Parts(NamedTuple):
 
     load: LoadSegmenter = Segmenter
     choose_driver: Callable[[str | None], Driver] = lambda _name: devices
-    connect: ConnectCluster = connect_cluster
+    connect: ConnectCluster = partial(connect_cluster, load=Segmenter)
 
 
 DEFAULT_PARTS = Parts()

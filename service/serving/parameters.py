@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -19,8 +21,7 @@ from service.core.quantities import (
     parse_skip_below,
     parse_time,
 )
-from service.core.types import Linking, Options, OutputKind, Quality, Selection, Steering
-from service.inference.series.laptrack_linking import missing_library
+from service.core.types import Cancelling, Linking, Options, OutputKind, Quality, Selection, Steering, never
 
 # What is told of the faults of a request: it may have thousands.
 MAX_FAULTS = 3
@@ -245,8 +246,8 @@ class Query(BaseModel):
     def _check_link(cls, link: Linking | None, field: ValidationInfo) -> Linking | None:
         if link is not None and not isinstance(parse_time(field.data.get("time") or "0"), TimeRange):
             raise ValueError("objects are linked through several time points, as of time=all or time=2:5")
-        if link == "laptrack" and (missing := missing_library()):
-            raise ValueError(missing)
+        if link == "laptrack" and find_spec("laptrack") is None:
+            raise ValueError("laptrack is not installed; add it with pip install 'stackseg[laptrack]'")
         return link
 
     @cached_property
@@ -273,6 +274,25 @@ class Query(BaseModel):
         roi_size = None if self.roi_size is None else parse_roi_size(self.roi_size)
         windows = self.sw_batch_size, self.overlap
         return Options(self.output, *windows, diameter, skip_below, steering, roi_size, bool(self.strict), self.quality)
+
+
+class SegmentationRequest(NamedTuple):
+    """A request whose file has arrived.
+
+    source     the file, in `folder` unless the request names one of the host
+    folder     the request's own folder
+    cancelled  whether nobody wants the answer any more
+    name       of the file for the record, "" where the result may answer a request with the same file of another name
+    digest     of the file, None where it is not known
+    """
+
+    query: Query
+    source: Path
+    folder: Path
+    caller: str | None = None
+    cancelled: Cancelling = never
+    name: str = ""
+    digest: str | None = None
 
 
 def describe_faults(

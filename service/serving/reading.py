@@ -6,13 +6,15 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from service.core.quantities import TimeRange
 from service.core.types import Description, Extent, Linking, Selection, Volume
-from service.formats.sandbox.reader import Reader, Source
-from service.inference.series.time_points import Series
-from service.serving.results.answers import SegmentationRequest
+from service.inference.types import Series
+
+if TYPE_CHECKING:
+    from service.formats.sandbox.reader import Reader, Source
+    from service.serving.parameters import SegmentationRequest
 
 # Of one voxel of a series, as far as objects are numbered by 16 bits.
 _LABEL_BYTES = 2

@@ -15,27 +15,26 @@ from service.core.config import Settings
 from service.core.errors import NotReady, StackSegError
 from service.core.files.bundled import software_version
 from service.core.types import Extent, Options, Volume
-from service.formats.sandbox.reader import Reader
-from service.inference.series.time_points import Series
-from service.inference.types import Estimate, Result
-from service.models.spec import ModelSpec
+from service.inference.types import Estimate, Result, Series
 from service.serving.devices.local.malloc_trim import MallocTrimmer
-from service.serving.devices.model_registry import ModelRegistry
-from service.serving.devices.pool import DevicePool
 from service.serving.devices.queue.job import Job
 from service.serving.devices.reservation import Reservation
-from service.serving.metrics import Metrics
-from service.serving.results.cache import ResultCache
-from service.serving.results.metadata import AnswerMetadata
 from service.serving.storage.disk import DiskUsage, measure_disk
-from service.serving.storage.host_files import HostFiles
-from service.serving.storage.readers import FileReaders
 from service.serving.storage.scratch import ScratchFolder, ScratchSpace
-from service.serving.storage.volume_cache import VolumeCache
 
 if TYPE_CHECKING:
+    from service.formats.sandbox.reader import Reader
     from service.inference.runner.estimator import Estimator
     from service.inference.types import Estimate, Result
+    from service.models.spec import ModelSpec
+    from service.serving.devices.model_registry import ModelRegistry
+    from service.serving.devices.pool import DevicePool
+    from service.serving.metrics import Metrics
+    from service.serving.results.cache import ResultCache
+    from service.serving.results.metadata import AnswerMetadata
+    from service.serving.storage.host_files import HostFiles
+    from service.serving.storage.readers import FileReaders
+    from service.serving.storage.volume_cache import VolumeCache
 
 # A segmentation stops before its next batch of windows. A compilation cannot be stopped, and is left behind.
 JOIN_SECONDS = 4.0

@@ -16,22 +16,17 @@ from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from service.core.errors import Cancelled
 from service.core.files.whole_file import descriptor_path
 from service.core.telemetry import Stages
 from service.core.types import Options, Volume
-from service.formats.sandbox.reader import Source
-from service.inference.series.time_points import Series
-from service.inference.types import Result
-from service.models.spec import ModelSpec
+from service.inference.types import Series
 from service.serving.devices.queue.job import Job
-from service.serving.devices.reservation import Reservation
 from service.serving.reading import Pixels, PixelSource
 from service.serving.results.answers import (
     Answer,
-    SegmentationRequest,
     answer_name,
     describe_answer,
     encode_small_answer,
@@ -39,10 +34,17 @@ from service.serving.results.answers import (
     settle,
     write_answer,
 )
-from service.serving.results.metadata import AnswerMetadata
-from service.serving.runtime import Runtime
-from service.serving.storage.fair_threads import FairThreadPool
-from service.serving.storage.scratch import Hold
+
+if TYPE_CHECKING:
+    from service.formats.sandbox.reader import Source
+    from service.inference.types import Result
+    from service.models.spec import ModelSpec
+    from service.serving.devices.reservation import Reservation
+    from service.serving.parameters import SegmentationRequest
+    from service.serving.results.metadata import AnswerMetadata
+    from service.serving.runtime import Runtime
+    from service.serving.storage.fair_threads import FairThreadPool
+    from service.serving.storage.scratch import Hold
 
 log = logging.getLogger(__name__)
 

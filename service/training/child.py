@@ -22,7 +22,7 @@ from typing import Any
 from service.core.config import Settings
 from service.core.errors import OutOfMemory, OutOfStorage, StackSegError
 from service.core.hardware import devices
-from service.inference.runner.memory_errors import translate_error
+from service.core.hardware.devices import translate_error
 from service.models.repository import read_spec
 from service.training.fine_tune import FineTuning, Report, Stack, fine_tune
 

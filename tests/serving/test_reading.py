@@ -12,10 +12,9 @@ from live import as_tiff
 from service.core.errors import Cancelled
 from service.formats import stack_reader
 from service.formats.sandbox.reader import Reader
-from service.inference.series.time_points import Series
-from service.serving.parameters import Query
+from service.inference.types import Series
+from service.serving.parameters import Query, SegmentationRequest
 from service.serving.reading import PixelSource
-from service.serving.results.answers import SegmentationRequest
 
 
 class SlowReader:

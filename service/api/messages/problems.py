@@ -19,7 +19,7 @@ from starlette.routing import Match
 
 from service.core import errors
 from service.core.errors import without_folders
-from service.inference.runner.memory_errors import translate_error
+from service.core.hardware.devices import translate_error
 from service.serving.parameters import describe_faults
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ from service.api.request_body import inspect_file, receive_file
 from service.core.errors import OutOfMemory, RequestError
 from service.core.hardware import host
 from service.core.telemetry import Stages
-from service.inference.runner.estimator import Estimator
 from service.inference.runner.memory_errors import check_memory
 
 router = APIRouter(tags=["segmentation"])
@@ -28,7 +27,7 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
         query = received.received.query
         spec = select_model(runtime, query)
         file = await run_while_connected(request, inspect_file(runtime, received))
-    estimator = Estimator(spec, runtime.settings)
+    estimator = runtime.estimator(spec)
     estimate, seconds, problems = None, None, [file.problem]
     try:
         estimate = runtime.estimate(spec, file, query.options)

@@ -13,8 +13,8 @@ from service.core.errors import ConfigError
 from service.core.quantities import Size
 from service.core.types import Volume
 from service.models.spec import ModelSpec
+from service.serving.build import DEFAULT_PARTS
 from service.serving.devices.cluster.cluster_devices import ConnectCluster, open_cluster
-from service.serving.devices.cluster.ray_cluster import connect_cluster
 from service.serving.devices.device import Device, Scheduler
 from service.serving.devices.queue.job import Job
 from service.serving.devices.reservation import Reservation
@@ -39,7 +39,7 @@ class HostsRow(NamedTuple):
 
 
 def measure(
-    spec: ModelSpec, settings: Settings, shape: Size, repeats: int, connect: ConnectCluster = connect_cluster
+    spec: ModelSpec, settings: Settings, shape: Size, repeats: int, connect: ConnectCluster = DEFAULT_PARTS.connect
 ) -> Iterator[HostsRow]:
     """Have 1, 2, ... workers of the cluster segment a stack `repeats` times each, all at the same time.
 

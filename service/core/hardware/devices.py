@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from service.core.errors import ConfigError, DeviceLost, StackSegError
+from service.core.errors import ConfigError, DeviceLost, OutOfMemory, StackSegError
 from service.core.hardware import host
 from service.core.hardware.gpus import explain_no_cuda, query_gpus
 
@@ -186,6 +186,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in _EXHAUSTED)
+
+
+def translate_error(error: BaseException) -> BaseException:
+    """Return OutOfMemory for a foreign error of exhausted memory, any other error as it is."""
+    if isinstance(error, StackSegError) or not is_out_of_memory(error):
+        return error
+    return OutOfMemory("The service is short of memory; try again later, or send a smaller part of the volume.")
 
 
 def find_loss(device: torch.device, error: BaseException, driver: Driver) -> DeviceLost | None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import colorsys
 import os
 from collections.abc import Mapping
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
-from service.core.types import Segmentation
 from service.formats.tiff import ifd
+
+if TYPE_CHECKING:
+    from service.core.types import Segmentation
 
 IMAGE_DESCRIPTION, COLOR_MAP = 270, 320
 _ASCII = 2

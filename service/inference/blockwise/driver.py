@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from service.core.config import Settings
 from service.core.errors import BadParameter
@@ -18,12 +18,14 @@ from service.formats.zarr import writer as zarr_writer
 from service.inference.blockwise import counting, output
 from service.inference.blockwise.layout import Layout, choose_windows
 from service.inference.blockwise.run_folder import BlockTask, RunFolder, RunPlan, Step, lift_limit, open_run
-from service.inference.blockwise.workers import Workers
 from service.inference.decoding.block_kernel import block_kernel
 from service.inference.decoding.steering import steer
 from service.inference.preprocessing.resample import working_size
 from service.inference.runner.estimator import Estimator
 from service.models.spec import Instances, ModelSpec
+
+if TYPE_CHECKING:
+    from service.inference.blockwise.workers import Workers
 
 Progress = Callable[[str, int, int], None]
 """Called with a step, and how many of how many blocks of it are done."""

@@ -9,7 +9,7 @@ import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,13 +19,16 @@ from numpy.typing import NDArray
 from service.core.buffers import make_allocator
 from service.core.types import Array, Objects, label_dtype
 from service.inference.blockwise.layout import firsts
-from service.inference.blockwise.run_folder import OpenRun
 from service.inference.blockwise.tiles import decoding_spec, read_pixels
 from service.inference.decoding.basin_merging import MergeForest, Persistence, find_shallow_passes
 from service.inference.decoding.instances import least_confidence, least_voxels
 from service.inference.decoding.steering import minimum_voxels, require_instances
-from service.inference.decoding.watershed import PROBABILITY_ONE, Basins, Passes, heights_of_keys
-from service.models.spec import Instances
+from service.inference.decoding.watershed import Basins, Passes, heights_of_keys
+from service.inference.decoding.watershed_kernel import PROBABILITY_ONE
+
+if TYPE_CHECKING:
+    from service.inference.blockwise.run_folder import OpenRun
+    from service.models.spec import Instances
 
 # Pieces that are worked on at a time, and passes, which as Python's numbers take some 100 bytes each.
 PIECES, PASSES = 2**20, 2**20

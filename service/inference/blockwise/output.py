@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,16 +16,18 @@ from service.core.quantities import Size
 from service.core.types import Array, Objects, Segmentation, label_dtype
 from service.formats import stack_reader
 from service.formats.zarr import writer as zarr_writer
-from service.formats.zarr.reader import ZarrStack
 from service.inference.blockwise.join import label_tile
 from service.inference.blockwise.layout import Blocks, Box, firsts, lengths, ranges, slices
-from service.inference.blockwise.run_folder import OpenRun
 from service.inference.blockwise.tiles import decoding_spec, read_pixels
 from service.inference.measurements import ObjectSums, measure_box, tabulate
 from service.inference.preprocessing.resample import nearest_voxels
-from service.inference.types import Table
 from service.inference.windows.grid import as_size
 from service.models.spec import Instances
+
+if TYPE_CHECKING:
+    from service.formats.zarr.reader import ZarrStack
+    from service.inference.blockwise.run_folder import OpenRun
+    from service.inference.types import Table
 
 
 def create_store(run: OpenRun, out: Path, origin: Mapping[str, str]) -> list[int]:

@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,12 +36,14 @@ from service.inference.preprocessing.normalize import (
     note_replaced,
 )
 from service.inference.preprocessing.resample import describe_resampling, resample_image
-from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import ALONE, estimate_diameter
 from service.inference.types import Plan
 from service.inference.windows import grid
 from service.inference.windows.grid import as_size
 from service.inference.windows.sliding_window import Image, SparseImage
+
+if TYPE_CHECKING:
+    from service.inference.runner.model_runner import ModelRunner
 
 # Edge of the boxes of planes that are read at a time, so that chunks are decoded once.
 READ_EDGE = 512

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from service.core.telemetry import Stages
 from service.core.types import Array
 from service.formats.array_writer import pack, unpack
 from service.inference.blockwise.layout import Box, firsts, lengths, slices
-from service.inference.blockwise.run_folder import BlockTask, OpenRun
 from service.inference.blockwise.window_scores import GroupScores, window_places
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.block_kernel import Block, block_kernel
@@ -25,7 +24,10 @@ from service.inference.decoding.streaming import Smoother, logit
 from service.inference.decoding.watershed_kernel import WatershedParameters
 from service.inference.preprocessing.resample import nearest_voxels
 from service.inference.windows.blending import Blending, BlendingSetup, make_blender
-from service.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from service.inference.blockwise.run_folder import BlockTask, OpenRun
+    from service.models.spec import ModelSpec
 
 # Planes of a tile that are compressed together: what is written later has a part of a tile.
 SLAB_PLANES = 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,9 +18,11 @@ from service.inference.blockwise.layout import Box, Layout, lengths, ranges
 from service.inference.blockwise.run_folder import BlockTask, OpenRun
 from service.inference.preprocessing.normalize import NormalisedImage
 from service.inference.preprocessing.resample import ResampledImage, Resampling
-from service.inference.runner.model_runner import ModelRunner
 from service.inference.windows.blending import Slab, require_finite
 from service.inference.windows.sliding_window import Image, SlidingWindow, SparseImage
+
+if TYPE_CHECKING:
+    from service.inference.runner.model_runner import ModelRunner
 
 # NumPy has no bfloat16; its bits are written.
 _BITS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "uint16"}

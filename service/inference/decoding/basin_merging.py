@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from array import array
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.inference.decoding.watershed import Basins
+if TYPE_CHECKING:
+    from service.inference.decoding.watershed import Basins
 
 # The least float32 that is as precise as others.
 MIN_DEPTH = float(np.finfo(np.float32).tiny)

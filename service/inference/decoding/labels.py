@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor
 from service.core.types import Objects, Segmentation, label_dtype
 from service.engine.cuda.events import mark_end
 from service.inference.decoding.basin_merging import Persistence, merge_shallow_basins
-from service.inference.decoding.watershed import PROBABILITY_ONE, Basins
-from service.inference.decoding.watershed_kernel import ObjectFilter, keep_all, number_objects
+from service.inference.decoding.watershed_kernel import PROBABILITY_ONE, ObjectFilter, keep_all, number_objects
+
+if TYPE_CHECKING:
+    from service.inference.decoding.watershed import Basins
 
 # Voxels that get their labels at once: few calls for a small volume, little memory for a large one.
 LOOKUP_VOXELS = 2**20

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.quantities import Size
-from service.inference.decoding.watershed_kernel import choose_block
+from service.inference.decoding.watershed_kernel import PROBABILITY_ONE, choose_block
 
 # The least 32-bit integer, below every height.
 BACKGROUND = -(2**31)
@@ -28,8 +28,7 @@ NEIGHBOUR_BATCH = 2**14
 # A height gives its last five bits to the voxel's place modulo 3 along each axis, which tells 27 neighbours apart.
 PLACE_BITS = 0b11111
 
-# Probability of the foreground by code: its logit in steps of 1/16 from -8 to 8. Integers, whose sums have no order.
-PROBABILITY_ONE = 65536
+# Probability of the foreground by code: its logit in steps of 1/16 from -8 to 8.
 PROBABILITIES = torch.from_numpy(np.rint(PROBABILITY_ONE / (1 + np.exp((128 - np.arange(256)) / 16))).astype(np.int64))
 
 NEIGHBOURS = tuple((z, y, x) for z in (-1, 0, 1) for y in (-1, 0, 1) for x in (-1, 0, 1) if (z, y, x) != (0, 0, 0))

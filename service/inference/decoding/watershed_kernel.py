@@ -42,6 +42,9 @@ SMALL_VOXELS = 2**20
 # Places in a block are 32-bit integers.
 MAX_PLACE = 2**31 - 1
 
+# Probabilities of the foreground are counted in this unit: integers, whose sums have no order.
+PROBABILITY_ONE = 65536
+
 CPU = torch.device("cpu")
 
 _Three = ctypes.c_int64 * 3

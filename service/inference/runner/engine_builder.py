@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 from service.core.config import Settings
-from service.core.hardware import devices
+from service.core.hardware import devices, host
 from service.core.hardware.devices import Driver
 from service.core.telemetry import step
 from service.engine import backends
 from service.engine.cuda import tf32
 from service.engine.prepare import prepare
 from service.engine.tuning.plans import EngineConfig, EnginePlan
-from service.inference.runner.estimator import default_batch_size, default_streams
 from service.inference.runner.label_agreement import MAX_SHARE_BEYOND_ROUNDING, LabelAgreement
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
@@ -28,6 +27,14 @@ from service.models.network import Network
 from service.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
+
+
+# Windows per call. On a CPU one at a time is the slowest, since ATen has a slow path for small batches. A GPU needs
+# several to be busy at all; 11 windows of 64 voxels are one row of a plane of 512 x 512, so that no slot stays empty.
+CPU_BATCH = 2
+CUDA_BATCH = 11
+# Batches at the same time: on a CPU two teams of half the cores wait less than one of all.
+CPU_STREAMS = 2
 
 
 @dataclass(frozen=True)
@@ -187,3 +194,18 @@ def _require_same_size(ready: ReadyEngine) -> ReadyEngine:
     if scores.shape[2:] != batch.shape[2:]:
         raise RuntimeError(f"its scores are {'x'.join(map(str, scores.shape[2:]))}")
     return ready
+
+
+def default_batch_size(settings: Settings, device: torch.device) -> int:
+    """Return the windows per call where nothing else is known: the configured ones, else what suits the device."""
+    if settings.windows.sw_batch_size != "auto":
+        return settings.windows.sw_batch_size
+    return min(CPU_BATCH if device.type == "cpu" else CUDA_BATCH, settings.limits.sw_batch_size)
+
+
+def default_streams(settings: Settings, device: torch.device) -> int:
+    """Return the batches at the same time where nothing else is known: as configured, else what suits the device."""
+    if device.type != "cpu":
+        return 1
+    wanted = settings.engine.streams
+    return min(CPU_STREAMS, settings.device.threads or host.usable_cores()) if wanted == "auto" else wanted

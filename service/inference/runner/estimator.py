@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import torch
-
 from service.core.config import Settings
 from service.core.errors import BadParameter, TooLarge
-from service.core.hardware import host
 from service.core.quantities import DiameterSetting, Size
 from service.core.sections.serving import Limits
 from service.core.types import Description, Extent, Options, OutputKind, Volume
@@ -26,12 +23,6 @@ DECODING_SHARE = 0.5
 # Overlap of windows with quality=best, where neither the request nor the operator's limit says otherwise.
 BEST_OVERLAP = 0.5
 
-# Windows per call. On a CPU one at a time is the slowest, since ATen has a slow path for small batches. A GPU needs
-# several to be busy at all; 11 windows of 64 voxels are one row of a plane of 512 x 512, so that no slot stays empty.
-CPU_BATCH = 2
-CUDA_BATCH = 11
-# Batches at the same time: on a CPU two teams of half the cores wait less than one of all.
-CPU_STREAMS = 2
 
 # Windows per call where the operator leaves that open and nothing was tuned.
 UNTUNED_BATCH = 2
@@ -254,18 +245,3 @@ class Estimator:
             f"{self.spec.name} takes {taken}, the volume has {have}: {named}; choose with channel= (index or name).",
             parameter="channel",
         )
-
-
-def default_batch_size(settings: Settings, device: torch.device) -> int:
-    """Return the windows per call where nothing else is known: the configured ones, else what suits the device."""
-    if settings.windows.sw_batch_size != "auto":
-        return settings.windows.sw_batch_size
-    return min(CPU_BATCH if device.type == "cpu" else CUDA_BATCH, settings.limits.sw_batch_size)
-
-
-def default_streams(settings: Settings, device: torch.device) -> int:
-    """Return the batches at the same time where nothing else is known: as configured, else what suits the device."""
-    if device.type != "cpu":
-        return 1
-    wanted = settings.engine.streams
-    return min(CPU_STREAMS, settings.device.threads or host.usable_cores()) if wanted == "auto" else wanted

@@ -28,13 +28,6 @@ def _check(needed: int, free: int | None, where: str) -> None:
         )
 
 
-def translate_error(error: BaseException) -> BaseException:
-    """Return OutOfMemory for a foreign error of exhausted memory, any other error as it is."""
-    if isinstance(error, StackSegError) or not is_out_of_memory(error):
-        return error
-    return OutOfMemory("The service is short of memory; try again later, or send a smaller part of the volume.")
-
-
 @contextmanager
 def translate_errors(estimate: Estimate, device: torch.device, driver: Driver = devices) -> Iterator[None]:
     """Translate foreign errors of exhausted memory to OutOfMemory, and of a device that is gone to DeviceLost."""

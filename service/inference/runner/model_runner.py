@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +25,8 @@ from service.core.telemetry import step
 from service.core.types import Options
 from service.engine import backends
 from service.engine.compile import torch_compile
-from service.engine.tuning.plans import EngineConfig, EnginePlan
 from service.inference.cuda.placement import DevicePlacement
 from service.inference.diameter.cache import DiameterCache
-from service.inference.preprocessing.normalize import NormalisedImage
-from service.inference.preprocessing.resample import ResampledImage
-from service.inference.runner.callbacks import ComputeSlabs, RunWindows
-from service.inference.runner.engine_builder import ReadyEngine
 from service.inference.runner.estimator import Estimator, choose_window, window_scale
 from service.inference.runner.memory_errors import check_memory, translate_errors
 from service.inference.runner.memory_estimate import measure_activations
@@ -39,10 +35,17 @@ from service.inference.runner.scores import ScoreComputer
 from service.inference.runner.selector import EngineSelector
 from service.inference.types import EngineReport, Estimate, Plan
 from service.inference.windows.kernels import window_kernels
-from service.inference.windows.sliding_window import Image, ScoreWindows
 from service.models.loader import load_network
 from service.models.network import Network, weight_bytes
-from service.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from service.engine.tuning.plans import EngineConfig, EnginePlan
+    from service.inference.preprocessing.normalize import NormalisedImage
+    from service.inference.preprocessing.resample import ResampledImage
+    from service.inference.runner.callbacks import ComputeSlabs, RunWindows
+    from service.inference.runner.engine_builder import ReadyEngine
+    from service.inference.windows.sliding_window import Image, ScoreWindows
+    from service.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 
 import numpy as np
@@ -17,13 +16,6 @@ from service.inference.series.overlap_linking import Integers, Tracks, count_vox
 REACH = 1.0
 # An object that is missed at so many time points keeps its track.
 MISSED_POINTS = 2
-
-
-def missing_library() -> str | None:
-    """Return what to install before `link_by_distance` can be called, None where it is there."""
-    if importlib.util.find_spec("laptrack") is None:
-        return "laptrack is not installed; add it with pip install 'stackseg[laptrack]'"
-    return None
 
 
 def link_by_distance(labels: Array, voxel_size: VoxelSize | None) -> Tracks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -21,14 +21,14 @@ from service.core.errors import (
     RequestError,
     StackSegError,
 )
-from service.core.quantities import TimeInterval, VoxelSize, parse_diameter
+from service.core.quantities import VoxelSize, parse_diameter
 from service.core.telemetry import Stages
-from service.core.types import Array, Description, Linking, Options, StackShape, Volume, label_dtype
+from service.core.types import Array, Linking, Options, Volume, label_dtype
 from service.inference.measurements import measure
 from service.inference.series.diameter import choose_diameter, sample
 from service.inference.series.laptrack_linking import link_by_distance
 from service.inference.series.overlap_linking import Tracks, link_by_overlap
-from service.inference.types import Doubt, Result, SeriesFacts, Sizing, Skipped, Table
+from service.inference.types import Doubt, Result, Series, SeriesFacts, Sizing, Skipped, Table
 
 # Time points whose widths are estimated for the whole series.
 SAMPLED_POINTS = 3
@@ -40,39 +40,6 @@ MAX_TIMES = 8
 _POINT_FAULTS = (RequestError, OutOfMemory, OutOfStorage, ReaderKilled, NonFiniteScores)
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Series:
-    """Time points of one file, whose pixels are read when their turn comes.
-
-    times      numbers in the file
-    read       of a time point returns the volume to segment, and the one to measure objects in, None for no table
-    shape      of each time point, as are voxel size and channels
-    link       how objects are given one number through time; None: they are not
-    """
-
-    times: range
-    read: Callable[[int], tuple[Volume, Volume | None]]
-    shape: StackShape
-    voxel_size: VoxelSize | None
-    interval: TimeInterval | None
-    link: Linking | None = None
-
-    @classmethod
-    def of(
-        cls, description: Description, read: Callable[[int], tuple[Volume, Volume | None]], link: Linking | None
-    ) -> Series:
-        """Return the series that was selected of a file."""
-        if description.time_points is None:
-            raise ValueError("No range of time points was selected.")
-        times = range(*description.time_points)
-        return cls(times, read, description.shape, description.voxel_size, description.time_interval, link)
-
-    @property
-    def voxels(self) -> int:
-        """Voxels of one channel at all time points."""
-        return len(self.times) * int(np.prod(self.shape[1:]))
 
 
 class PointSegmenter(NamedTuple):

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from service.core.config import Settings
 from service.core.hardware import devices
-from service.models.spec import ModelSpec
-from service.serving.devices.models.memory import LoadedModel
-from service.serving.devices.models.served import ServedModels
 from service.serving.devices.queue.job_queue import JobQueue
-from service.serving.devices.queue.memory import JobMemory
 from service.serving.devices.queue.threads import JobThreads
+
+if TYPE_CHECKING:
+    from service.models.spec import ModelSpec
+    from service.serving.devices.models.memory import LoadedModel
+    from service.serving.devices.models.served import ServedModels
+    from service.serving.devices.queue.memory import JobMemory
 
 
 class Backlog(NamedTuple):

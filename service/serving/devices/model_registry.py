@@ -6,17 +6,19 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from service.core.errors import BrokenModel, ConfigError, NotReady, StackSegError
 from service.core.sections.computing import Models
 from service.models import repository
-from service.models.spec import ModelSpec
-from service.serving.devices.device import Device
-from service.serving.devices.models.cache import ModelCache
-from service.serving.devices.models.memory import LoadedModel
-from service.serving.devices.models.model import DeviceModel
 from service.serving.devices.models.state import ModelState, read_models
+
+if TYPE_CHECKING:
+    from service.models.spec import ModelSpec
+    from service.serving.devices.device import Device
+    from service.serving.devices.models.cache import ModelCache
+    from service.serving.devices.models.memory import LoadedModel
+    from service.serving.devices.models.model import DeviceModel
 
 log = logging.getLogger(__name__)
 

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from service.core.types import Extent, Options, Volume
-from service.inference.series.time_points import PointSegmenter, Series, segment_series
-from service.serving.devices.device import Scheduler
-from service.serving.devices.models.cache import Lease
+from service.inference.series.time_points import PointSegmenter, segment_series
+from service.inference.types import Series
 from service.serving.devices.models.model import DeviceModel, ReportProgress, needs_of
 from service.serving.devices.queue.job import Job, Needs, Progress
-from service.serving.devices.queue.job_queue import JobQueue
 
 if TYPE_CHECKING:
     from service.inference.types import PlannedRequest, Result, Sizing
+    from service.serving.devices.device import Scheduler
+    from service.serving.devices.models.cache import Lease
+    from service.serving.devices.queue.job_queue import JobQueue
 
 
 class Reservation:

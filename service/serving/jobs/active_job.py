@@ -9,20 +9,22 @@ import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from service.core.errors import StackSegError
+from service.core.hardware.devices import translate_error
 from service.core.telemetry import Stages
-from service.inference.runner.memory_errors import translate_error
-from service.inference.types import Result
 from service.serving.devices.queue.job import Job, Progress
-from service.serving.devices.reservation import Reservation
-from service.serving.jobs.folder_run import FolderRun
-from service.serving.jobs.folder_work import Done
-from service.serving.jobs.record import JobRecord, JobRequest
 from service.serving.parameters import Query
-from service.serving.reading import Pixels
-from service.serving.storage.scratch import Hold
+
+if TYPE_CHECKING:
+    from service.inference.types import Result
+    from service.serving.devices.reservation import Reservation
+    from service.serving.jobs.folder_run import FolderRun
+    from service.serving.jobs.folder_work import Done
+    from service.serving.jobs.record import JobRecord, JobRequest
+    from service.serving.reading import Pixels
+    from service.serving.storage.scratch import Hold
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from service.core import errors
 from service.core.errors import StackSegError
-from service.inference.runner.memory_errors import translate_error
+from service.core.hardware.devices import translate_error
 
 UNEXPECTED_FAILURE = "Something went wrong in the service while the job ran; its log tells more."
 

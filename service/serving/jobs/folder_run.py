@@ -11,25 +11,25 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from service.core.errors import BadFile, BadParameter, Cancelled, OutOfStorage, RateLimited
 from service.core.types import Options, Volume
-from service.inference.series.time_points import Series
-from service.inference.types import Result, Sizing
 from service.serving.devices.queue.job import Job, Progress
-from service.serving.devices.reservation import Reservation
 from service.serving.jobs.folder_records import REPORT, TABLE
 from service.serving.jobs.folder_work import Done, FolderWork, StackCalls, is_free, select_stacks
-from service.serving.parameters import Query
+from service.serving.parameters import Query, SegmentationRequest
 from service.serving.reading import Pixels, PixelSource
-from service.serving.results.answers import SegmentationRequest
 from service.serving.results.metadata import AnswerMetadata
-from service.serving.runtime import Runtime
 from service.serving.segmentation import DeviceRequest, queue_work
-from service.serving.storage.fair_threads import FairThreadPool
 from service.serving.storage.host_files import HostFiles, Source
-from service.serving.storage.scratch import Hold
+
+if TYPE_CHECKING:
+    from service.inference.types import Result, Series, Sizing
+    from service.serving.devices.reservation import Reservation
+    from service.serving.runtime import Runtime
+    from service.serving.storage.fair_threads import FairThreadPool
+    from service.serving.storage.scratch import Hold
 
 # How often a stack that is read or segmented is asked after, to see whether it is still wanted.
 POLL_SECONDS = 0.2

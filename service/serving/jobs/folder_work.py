@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from service.core.errors import (
     BadParameter,
@@ -28,16 +28,17 @@ from service.core.types import Options, Volume
 from service.formats import thumbnail, writers
 from service.inference import measurements
 from service.inference.series.diameter import choose_diameter, sample
-from service.inference.series.time_points import Series
-from service.inference.types import Result, Sizing
-from service.models.spec import ModelSpec
+from service.inference.types import Result, Series, Sizing
 from service.serving.jobs.folder_records import RECORDS, Records, StackRecord, printable, write_report, write_table
 from service.serving.parameters import Query
-from service.serving.reading import Pixels
 from service.serving.results.answers import TIFF_SUFFIX, answer_name, measure_objects
 from service.serving.results.provenance import describe_origin, hash_shared_file
 from service.serving.storage.disk import translate_disk_faults
-from service.serving.storage.result_folder import ResultFolder
+
+if TYPE_CHECKING:
+    from service.models.spec import ModelSpec
+    from service.serving.reading import Pixels
+    from service.serving.storage.result_folder import ResultFolder
 
 # Stacks whose widths are estimated for all.
 SAMPLED_STACKS = 5

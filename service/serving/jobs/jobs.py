@@ -7,7 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from service.core.config import Settings
 from service.core.errors import BadParameter, NotFinished, ResultGone
@@ -19,12 +19,14 @@ from service.serving.jobs.folder_run import FolderPlaces
 from service.serving.jobs.record import JobRecord, JobRequest
 from service.serving.jobs.runner import JobRunner
 from service.serving.jobs.store import INPUT, JobStore
-from service.serving.results.answers import SegmentationRequest
-from service.serving.results.metadata import AnswerMetadata
 from service.serving.runtime import JOIN_SECONDS, Runtime
 from service.serving.storage.disk import measure_disk
 from service.serving.storage.fair_threads import begin_threads
 from service.serving.storage.stack_store import StackStore
+
+if TYPE_CHECKING:
+    from service.serving.parameters import SegmentationRequest
+    from service.serving.results.metadata import AnswerMetadata
 
 WRITE_THREADS = 2
 # Jobs on folders that run at a time: each has one stack at a device.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from service.core.errors import (
     Cancelled,
@@ -21,22 +21,25 @@ from service.core.errors import (
     StackSegError,
     StorageUnavailable,
 )
-from service.formats.sandbox.reader import Source
-from service.inference.series.time_points import Series
-from service.inference.types import Result
+from service.inference.types import Series
 from service.serving.devices.queue.job import Job, Needs
-from service.serving.devices.queue.job_queue import JobQueue
 from service.serving.jobs.active_job import ActiveJob
 from service.serving.jobs.failure import as_failure
 from service.serving.jobs.folder_run import FolderRun
 from service.serving.jobs.folder_work import Done
-from service.serving.jobs.record import JobRequest
-from service.serving.jobs.store import JobStore
+from service.serving.parameters import SegmentationRequest
 from service.serving.reading import LargePixels, Pixels, PixelSource
-from service.serving.results.answers import RECEIPT, SegmentationRequest, describe_answer, settle, write_answer
+from service.serving.results.answers import RECEIPT, describe_answer, settle, write_answer
 from service.serving.results.provenance import hash_file
-from service.serving.runtime import Runtime
 from service.serving.storage.disk import translate_disk_faults
+
+if TYPE_CHECKING:
+    from service.formats.sandbox.reader import Source
+    from service.inference.types import Result
+    from service.serving.devices.queue.job_queue import JobQueue
+    from service.serving.jobs.record import JobRequest
+    from service.serving.jobs.store import JobStore
+    from service.serving.runtime import Runtime
 
 # How long a step that the storage fails is tried again.
 FAULT_SECONDS = 60.0

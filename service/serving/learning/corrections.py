@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from service.core.errors import BadParameter
 from service.core.quantities import VoxelSize
 from service.core.types import Cancelling, Selection
-from service.formats.sandbox.reader import Reader, Source
 from service.serving.learning.annotation import Annotation, NewAnnotation, Origin, Region
-from service.serving.learning.annotations import AnnotationStore
-from service.serving.storage.scratch import Hold
+
+if TYPE_CHECKING:
+    from service.formats.sandbox.reader import Reader, Source
+    from service.serving.learning.annotations import AnnotationStore
+    from service.serving.storage.scratch import Hold
 
 
 class Correction(NamedTuple):

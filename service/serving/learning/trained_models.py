@@ -13,16 +13,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from service.core.config import Settings
 from service.core.errors import BadParameter, ModelKept, NotReady, StackSegError, Unauthorized, UnknownModel
 from service.models.repository import DEFAULT_NAME
-from service.serving.devices.model_registry import ModelRegistry
-from service.serving.devices.models.state import ModelState
-from service.serving.learning.training_queue import TrainingQueue
-from service.serving.learning.training_record import TrainingRecord
 from service.serving.storage.disk import translate_disk_faults
 from service.serving.storage.scratch import make_locked_folder
+
+if TYPE_CHECKING:
+    from service.serving.devices.model_registry import ModelRegistry
+    from service.serving.devices.models.state import ModelState
+    from service.serving.learning.training_queue import TrainingQueue
+    from service.serving.learning.training_record import TrainingRecord
 
 WORK_PREFIX = ".training-"
 # Next to the model file: the key that has trained the model, which no other client may see.

@@ -12,22 +12,24 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from service.core.config import Settings
 from service.core.errors import BadParameter, NotReady, OutOfStorage, QueueFull, StackSegError, SwitchedOff
 from service.core.errors import without_folders as shorten
 from service.models.repository import FILE_NAME
 from service.models.spec import check_trainable
-from service.serving.devices.model_registry import ModelRegistry
 from service.serving.learning.annotation import Annotation, find_overlaps
-from service.serving.learning.annotations import AnnotationStore
 from service.serving.learning.trained_models import WORK_PREFIX, TrainedModels, write_owner
 from service.serving.learning.training_child import MODULE, UNEXPECTED, TrainingChild
 from service.serving.learning.training_queue import TrainingQueue
 from service.serving.learning.training_record import INTERRUPTED, TrainingRecord
 from service.serving.storage.disk import translate_disk_faults
 from service.serving.storage.scratch import make_locked_folder, sweep
+
+if TYPE_CHECKING:
+    from service.serving.devices.model_registry import ModelRegistry
+    from service.serving.learning.annotations import AnnotationStore
 
 # Of the extra `train`.
 NEEDED = ("edt", "scipy", "skimage")

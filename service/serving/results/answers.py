@@ -9,21 +9,23 @@ import shutil
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from zipfile import ZIP_STORED, ZipFile
 
 from pydantic import BaseModel
 
 from service.core.errors import BadParameter, Cancelled, DoubtfulResult
 from service.core.telemetry import Stages
-from service.core.types import Cancelling, Segmentation, Volume, never
+from service.core.types import Segmentation, Volume
 from service.formats.tiff import writer as tiff_writer
 from service.inference import measurements
-from service.inference.types import Result, Table
-from service.serving.parameters import Query
 from service.serving.results.metadata import AnswerMetadata
 from service.serving.results.provenance import describe_origin
-from service.serving.storage.host_files import HostFiles
+
+if TYPE_CHECKING:
+    from service.inference.types import Result, Table
+    from service.serving.parameters import Query, SegmentationRequest
+    from service.serving.storage.host_files import HostFiles
 
 LABELS = "labels.ome.tif"
 MEASUREMENTS = "measurements.csv"
@@ -52,25 +54,6 @@ class Saved(BaseModel):
     bytes: int
     model: str
     objects: int | None
-
-
-class SegmentationRequest(NamedTuple):
-    """A request whose file has arrived.
-
-    source     the file, in `folder` unless the request names one of the host
-    folder     the request's own folder
-    cancelled  whether nobody wants the answer any more
-    name       of the file for the record, "" where the result may answer a request with the same file of another name
-    digest     of the file, None where it is not known
-    """
-
-    query: Query
-    source: Path
-    folder: Path
-    caller: str | None = None
-    cancelled: Cancelling = never
-    name: str = ""
-    digest: str | None = None
 
 
 class Answer(NamedTuple):

@@ -6,12 +6,15 @@ import hashlib
 import json
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
 from service.core.files.bundled import software_version
-from service.inference.types import Result
-from service.serving.parameters import Query
+
+if TYPE_CHECKING:
+    from service.inference.types import Result
+    from service.serving.parameters import Query
 
 
 def describe_origin(query: Query, result: Result, source: str, digest: str | None) -> dict[str, str]:

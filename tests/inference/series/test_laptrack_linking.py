@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 from label_series import Labels, boxes
 
 from service.core.quantities import VoxelSize
-from service.inference.series.laptrack_linking import link_by_distance, missing_library
+from service.inference.series.laptrack_linking import link_by_distance
 
-pytestmark = pytest.mark.skipif(missing_library() is not None, reason=str(missing_library()))
+pytestmark = pytest.mark.skipif(find_spec("laptrack") is None, reason="laptrack is not installed")
 
 
 def tracks(labels: Labels, voxel_size: VoxelSize | None = None) -> tuple[list[list[int]], list[int]]:

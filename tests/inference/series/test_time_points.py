@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from service.core.errors import BadFile, Cancelled, DeviceLost, OutOfMemory
 from service.core.quantities import Diameter, TimeInterval
 from service.core.types import Options, Segmentation, Volume
-from service.inference.series.time_points import MAX_NOTES, PointSegmenter, Series, segment_series
-from service.inference.types import Doubt, Result, Sizing
+from service.inference.series.time_points import MAX_NOTES, PointSegmenter, segment_series
+from service.inference.types import Doubt, Result, Series, Sizing
 
 INTERVAL = TimeInterval(2, "s")
 

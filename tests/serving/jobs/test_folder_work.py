@@ -14,8 +14,7 @@ from service.core.errors import BadFile, BadParameter, DeviceLost, OutOfMemory
 from service.core.quantities import Diameter
 from service.core.types import Options, Segmentation, Volume
 from service.formats import stack_reader
-from service.inference.series.time_points import Series
-from service.inference.types import Result, Sizing
+from service.inference.types import Result, Series, Sizing
 from service.models.spec import ModelSpec
 from service.serving.jobs.folder_records import RECORDS
 from service.serving.jobs.folder_work import Done, FolderWork, StackCalls, select_stacks

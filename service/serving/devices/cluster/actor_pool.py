@@ -8,15 +8,17 @@ import time
 import uuid
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
 from service.core.errors import Cancelled, DeviceLost, Interrupted
 from service.core.sections.computing import Cluster
 from service.serving.devices.cluster.actor import Advance, MakeActor, WorkerLost
-from service.serving.devices.cluster.exchange import Exchange, Outcome, Task
 from service.serving.devices.cluster.remote_actor import POLL_SECONDS, ModelInUse, RemoteActor
 from service.serving.devices.queue.job import Progress
+
+if TYPE_CHECKING:
+    from service.serving.devices.cluster.exchange import Exchange, Outcome, Task
 
 log = logging.getLogger(__name__)
 

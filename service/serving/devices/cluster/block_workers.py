@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from service.core.errors import Cancelled, InternalError
-from service.inference.blockwise.run_folder import BlockTask
 from service.inference.blockwise.workers import MOST_DEATHS, Work, run_block
 from service.serving.devices.cluster.actor import Actor, WorkerLost
+
+if TYPE_CHECKING:
+    from service.inference.blockwise.run_folder import BlockTask
 
 # After which an actor that was lost is asked again whether it is there.
 AGAIN_SECONDS = 1.0

@@ -7,6 +7,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from service.core.config import Settings
 from service.serving.devices.cluster.actor import MakeActor
@@ -15,7 +16,9 @@ from service.serving.devices.cluster.exchange import Exchange, Status
 from service.serving.devices.cluster.remote_actor import STATUS_SECONDS
 from service.serving.devices.cluster.remote_device import RemoteDevice
 from service.serving.devices.device import Backlog, DeviceState
-from service.serving.metrics import Metrics
+
+if TYPE_CHECKING:
+    from service.serving.metrics import Metrics
 
 log = logging.getLogger(__name__)
 

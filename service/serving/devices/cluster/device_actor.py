@@ -29,7 +29,6 @@ from service.serving.devices.cluster.exchange import (
     store_result,
 )
 from service.serving.devices.local.device import LoadSegmenter, LocalDevice, LocalParts
-from service.serving.devices.local.segmenter import Segmenter
 from service.serving.devices.queue.job import Job, Needs
 from service.serving.devices.reservation import Reservation
 from service.serving.metrics import Metrics
@@ -66,7 +65,7 @@ class DeviceActor:
     load      makes a segmenter of a model
     """
 
-    def __init__(self, settings: Settings, load: LoadSegmenter = Segmenter) -> None:
+    def __init__(self, settings: Settings, load: LoadSegmenter) -> None:
         configure_logging(settings.logging.level, settings.logging.format)
         self._device = LocalDevice(None, settings, LocalParts(load, Metrics(), torch_compile.LoadingLock()))
         self._device.start({}, ())

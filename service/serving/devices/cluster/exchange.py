@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -26,11 +26,13 @@ from service.core.hardware.host import CpuStatus
 from service.core.quantities import VoxelSize
 from service.core.types import Array, Options, StackShape, Volume
 from service.inference.batching.window_request import Share
-from service.inference.runner.estimator import Estimator
-from service.inference.types import EngineReport, Result, Sizing
-from service.models.spec import ModelSpec
-from service.serving.devices.queue.job import Progress
 from service.serving.storage.disk import DISK_FULL
+
+if TYPE_CHECKING:
+    from service.inference.runner.estimator import Estimator
+    from service.inference.types import EngineReport, Result, Sizing
+    from service.models.spec import ModelSpec
+    from service.serving.devices.queue.job import Progress
 
 FOLDER_PREFIX = "stackseg-cluster-"
 # Its time of change tells that the service runs; beyond so many seconds another one deletes the folder. Clocks of hosts

@@ -18,6 +18,7 @@ from service.core.errors import ConfigError
 from service.core.sections.computing import Cluster
 from service.serving.devices.cluster.actor import Actor, MakeActor, WorkerLost
 from service.serving.devices.cluster.device_actor import DeviceActor, actor_settings
+from service.serving.devices.local.device import LoadSegmenter
 
 # Calls that last as long as a request; others have threads of their own.
 LONG_CALLS = frozenset({"load", "segment", "estimate_diameter", "run_block"})
@@ -26,8 +27,10 @@ CONTROL_THREADS = 2
 log = logging.getLogger(__name__)
 
 
-def connect_cluster(settings: Settings) -> MakeActor:
+def connect_cluster(settings: Settings, load: LoadSegmenter) -> MakeActor:
     """Connect to the cluster, and return what asks it for an actor, which Ray starts when it has a place for it.
+
+    load  makes a segmenter of a model in the actor
 
     Raises ConfigError where Ray is not installed, the cluster does not answer, or does not ask for a token.
     """
@@ -35,7 +38,7 @@ def connect_cluster(settings: Settings) -> MakeActor:
     ray = _connect(cluster.address)
     # Requests of an actor that is lost run in those that are up.
     make = _maker(ray, DeviceActor, cluster, 2 * settings.limits.at_once)
-    return lambda: RayActor(ray, make(actor_settings(settings)))
+    return lambda: RayActor(ray, make(actor_settings(settings), load))
 
 
 def make_actors(address: str, cluster: Cluster, count: int, kind: type) -> list[Actor]:

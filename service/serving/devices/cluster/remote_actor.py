@@ -9,12 +9,14 @@ import time
 import uuid
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from service.models.spec import ModelSpec
 from service.serving.devices.cluster.actor import Actor, MakeActor, WorkerLost
 from service.serving.devices.cluster.exchange import Exchange, Status, Task
+
+if TYPE_CHECKING:
+    from service.models.spec import ModelSpec
 
 # How often an actor is asked for its state, and after how many seconds without an answer its tasks run elsewhere.
 STATUS_SECONDS = 0.5

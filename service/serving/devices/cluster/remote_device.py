@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from service.core.buffers import make_allocator
 from service.core.config import Settings
-from service.inference.runner.estimator import Estimator
-from service.models.spec import ModelSpec
-from service.serving.devices.cluster.actor_pool import ActorPool
-from service.serving.devices.cluster.exchange import Status
-from service.serving.devices.cluster.remote_actor import RemoteActor
 from service.serving.devices.cluster.remote_model import RemoteModel, RemotePlace
 from service.serving.devices.device import DeviceState, Scheduler, make_queue
 from service.serving.devices.models.guess import HOST_WEIGHT_COPIES, guess_estimator
-from service.serving.devices.models.memory import LoadedModel
 from service.serving.devices.models.model import JobCounters
 from service.serving.devices.models.served import ServedModels
-from service.serving.metrics import Metrics
+
+if TYPE_CHECKING:
+    from service.inference.runner.estimator import Estimator
+    from service.models.spec import ModelSpec
+    from service.serving.devices.cluster.actor_pool import ActorPool
+    from service.serving.devices.cluster.exchange import Status
+    from service.serving.devices.cluster.remote_actor import RemoteActor
+    from service.serving.devices.models.memory import LoadedModel
+    from service.serving.metrics import Metrics
 
 
 class RemoteLoader:

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from service.core.buffers import Allocate
 from service.core.types import Options, Volume
-from service.models.spec import ModelSpec
-from service.serving.devices.cluster.actor import Advance
 from service.serving.devices.cluster.actor_pool import ActorPool, Attempt
-from service.serving.devices.cluster.exchange import Loaded, Segmented, Task
 from service.serving.devices.cluster.remote_actor import ModelInUse, RemoteActor
-from service.serving.devices.models.model import JobCounters, ReportProgress
-from service.serving.devices.queue.job import Job
 
 if TYPE_CHECKING:
     from service.inference.batching.window_request import Share
     from service.inference.runner.estimator import Estimator
     from service.inference.types import EngineReport, PlannedRequest, Result, Sizing
+    from service.models.spec import ModelSpec
+    from service.serving.devices.cluster.actor import Advance
+    from service.serving.devices.cluster.exchange import Loaded, Segmented, Task
+    from service.serving.devices.models.model import JobCounters, ReportProgress
+    from service.serving.devices.queue.job import Job
 
 
 class RemotePlace(NamedTuple):

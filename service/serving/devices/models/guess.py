@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from service.core.config import Settings
 from service.core.hardware import devices
-from service.inference.runner.estimator import Estimator, default_batch_size, default_streams
+from service.inference.runner.engine_builder import default_batch_size, default_streams
+from service.inference.runner.estimator import Estimator
 from service.models.spec import ModelSpec
 
 # A model on a CPU may have its weights as in the file, prepared, and packed by an engine.

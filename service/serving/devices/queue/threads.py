@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from service.core.errors import StackSegError
-from service.inference.runner.memory_errors import translate_error
+from service.core.hardware.devices import translate_error
 from service.serving.devices.queue.job import Job
 
 log = logging.getLogger(__name__)
