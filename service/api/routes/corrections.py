@@ -12,7 +12,6 @@ from pydantic import TypeAdapter
 from starlette.responses import FileResponse
 
 from service.api.access.authentication import is_admin
-from service.api.admission import merge_fields
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_annotations, get_caller, get_stacks
 from service.api.http.threads import run_in_thread, run_while_connected
 from service.api.http.uploads import LABELS, is_multipart, plain_name
@@ -26,7 +25,8 @@ from service.api.messages.learning import (
     describe_annotation,
 )
 from service.api.messages.results import describe_attachment
-from service.api.request_body import incoming_folder, receive_file
+from service.api.requests.admission import merge_fields
+from service.api.requests.body import incoming_folder, receive_file
 from service.core.errors import BadParameter
 from service.core.quantities import TimeRange
 from service.core.telemetry import Stages

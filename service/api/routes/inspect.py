@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from service.api.admission import REQUEST, AdmittedQuery, select_model
 from service.api.dependencies import RuntimeDependency, get_caller
 from service.api.http.threads import run_while_connected
 from service.api.messages.stacks import Inspection
-from service.api.request_body import inspect_file, receive_file
+from service.api.requests.admission import REQUEST, AdmittedQuery, select_model
+from service.api.requests.body import inspect_file, receive_file
 from service.core.errors import OutOfMemory, RequestError
 from service.core.hardware import host
 from service.core.telemetry import Stages

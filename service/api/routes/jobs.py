@@ -12,13 +12,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 from starlette.responses import FileResponse, StreamingResponse
 
-from service.api.admission import REQUEST, AdmittedQuery
-from service.api.answers import send_part
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_client
 from service.api.http.threads import run_in_thread
-from service.api.job_requests import ACCEPTED, accept_job
 from service.api.messages.jobs import JobList, JobReport, report_job
 from service.api.messages.results import ANSWER, ResultResponse, build_response
+from service.api.requests.admission import REQUEST, AdmittedQuery
+from service.api.requests.answers import send_part
+from service.api.requests.jobs import ACCEPTED, accept_job
 from service.core.errors import StorageUnavailable, UnknownJob
 from service.core.files.whole_file import descriptor_path
 from service.serving.jobs.active_job import JobView

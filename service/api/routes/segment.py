@@ -5,14 +5,14 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse
 
-from service.api.admission import PREFER, REQUEST, RESPOND_ASYNC, admit, prefers_async, select_model
-from service.api.answers import send_segmented
 from service.api.dependencies import get_async_jobs, get_runtime
 from service.api.http.direct_route import DirectRoute
 from service.api.http.threads import FILE_THREADS, HOST_FILE_THREADS, follow, run_while_connected
-from service.api.job_requests import ACCEPTED, accept_job
 from service.api.messages.results import ANSWER, ResultResponse
-from service.api.request_body import receive_file
+from service.api.requests.admission import PREFER, REQUEST, RESPOND_ASYNC, admit, prefers_async, select_model
+from service.api.requests.answers import send_segmented
+from service.api.requests.body import receive_file
+from service.api.requests.jobs import ACCEPTED, accept_job
 from service.core.errors import Cancelled, NotReady
 from service.core.telemetry import Stages
 from service.serving.runtime import Runtime

@@ -7,11 +7,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
 
-from service.api.admission import REQUEST
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_stacks
 from service.api.http.threads import run_in_thread
 from service.api.messages.stacks import StackReport
-from service.api.request_body import incoming_folder, receive_file
+from service.api.requests.admission import REQUEST
+from service.api.requests.body import incoming_folder, receive_file
 from service.core.errors import BadParameter
 from service.core.telemetry import Stages
 from service.serving.parameters import Query as Parameters

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.api.request_body import work_folder
+from service.api.requests.body import work_folder
 from service.core.errors import Cancelled, OutOfStorage
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from fastapi import Request, Response
 from starlette.responses import JSONResponse
 
-from service.api.admission import select_model
 from service.api.http.threads import HOST_FILE_THREADS, run_in_thread, run_while_connected
 from service.api.messages.jobs import JobReport, report_job
-from service.api.request_body import incoming_folder, inspect_file, receive_file
+from service.api.requests.admission import select_model
+from service.api.requests.body import incoming_folder, inspect_file, receive_file
 from service.core.telemetry import Stages
 from service.serving.jobs.active_job import JobView
 from service.serving.jobs.jobs import AsyncJobs

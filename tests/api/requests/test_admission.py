@@ -6,7 +6,7 @@ from urllib.parse import quote
 import pytest
 from live import FakeService
 
-from service.api.admission import MAX_PARAMETERS, MAX_QUERY_BYTES, merge_fields
+from service.api.requests.admission import MAX_PARAMETERS, MAX_QUERY_BYTES, merge_fields
 from service.core.errors import BadParameter
 from service.serving.parameters import Query
 

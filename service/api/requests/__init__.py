@@ -1,0 +1,1 @@
+"""Requests with a stack: admission, the body, jobs, and what is sent back."""
