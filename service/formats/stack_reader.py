@@ -1,4 +1,4 @@
-"""Read stacks: TIFFs (`tiff_reader`), and OME-Zarr in folders and zip archives (`zarr_reader`).
+"""Read stacks: TIFFs (`formats.tiff`), and OME-Zarr in folders and zip archives (`formats.zarr`).
 
 Everything is checked before a pixel is decoded. Files that cannot be trusted are read through
 `service.formats.sandbox.reader`.

@@ -54,7 +54,7 @@ class Device(Section):
     """Devices that models run on.
 
     name     auto: the first CUDA GPU, else the CPU
-    serve    several devices for one service, each with a worker and models of its own, or all GPUs; none: `name`
+    serve    several devices for one service, each with a queue and models of its own, or all GPUs; none: `name`
     threads  CPU threads of the network; 0: one for each usable core
     """
 

@@ -1,4 +1,4 @@
-"""A child process that parses and decodes stacks, as `sandbox` uses it: started, asked, and replaced when it has ended.
+"""A child process that parses and decodes stacks, as `Reader` uses it: started, asked, and replaced when it has ended.
 
 Requests and replies are lines of JSON on a socket; files go with them as open descriptors.
 """

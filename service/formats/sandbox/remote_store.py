@@ -2,8 +2,8 @@
 
 Credentials come from the environment alone. Nothing outside of the URL that a store was opened with is asked for, and
 redirects of web servers are not followed, which could lead anywhere. Those of object storage are: obstore has no option
-against it, but does not leave https for them, and sends credentials to no other host. What comes is parsed in the
-`sandbox`.
+against it, but does not leave https for them, and sends credentials to no other host. What comes is parsed in a
+child process of `sandbox.reader`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def check_url(url: str) -> str:
 
 
 class RemoteStore:
-    """The store at a URL; a `zarr_store.Store` that may be asked from several threads.
+    """The store at a URL; a `formats.zarr.store.Store` that may be asked from several threads.
 
     Raises BadParameter for a URL of no use, and for one that needs the extra `remote` where it is not installed.
     """

@@ -19,7 +19,7 @@ Outcomes = Sequence[tuple[BatchSlice, list[Slab] | Exception]]
 
 
 class Timer(Protocol):
-    """Timer of the networks that a device runs, such as `hardware.CudaTimer`."""
+    """Timer of the networks that a device runs, such as `CudaTimer`."""
 
     def measure(self) -> AbstractContextManager[object]:
         """Return a context in which a network is launched."""

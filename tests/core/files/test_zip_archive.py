@@ -1,4 +1,4 @@
-"""Zip archives by limits of their kind; `models/test_zip_archive` has the hostile ones."""
+"""Zip archives by limits of their kind; `test_hostile_zip_archive` has the hostile ones."""
 
 from __future__ import annotations
 

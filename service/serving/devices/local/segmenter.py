@@ -1,4 +1,4 @@
-"""A model on a device of this process, as a device worker calls it."""
+"""A model on a device of this process, as `LocalModel` calls it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.inference.types import Estimate, PlannedRequest, Result, Sizing
 
 
 class Segmenter(ModelRunner):
-    """A model runner with the calls of a device worker, which a model in another process has too."""
+    """A model runner with the calls of a `LocalModel`."""
 
     def segment(  # noqa: PLR0913
         self,
