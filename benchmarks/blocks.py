@@ -56,13 +56,13 @@ from service.core.sections.computing import Device, Engine, Windows
 from service.core.types import Options, Selection
 from service.formats import stack_reader
 from service.formats.zarr import writer as zarr_writer
-from service.inference.batching.batcher import WindowBatcher, open_batcher
 from service.inference.blockwise.driver import Driver, make_plan
 from service.inference.blockwise.run_folder import BlockTask, RunFolder, Step
 from service.inference.blockwise.workers import LocalWorkers, end_with, load_runner, run_block
 from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
+from service.inference.windows.batching.batcher import WindowBatcher, open_batcher
 from service.models.architectures import ShuffleUNet
 from service.models.repository import read_spec
 

@@ -26,7 +26,7 @@ from common import START_SECONDS, wait_for
 from processes import family
 from server import Server, make_stacks
 
-from service.api.access.rate_limit import hash_key
+from service.api.access.keys import hash_key
 
 KEYS, RUDE_KEY = ("ada", "bo", "cy", "dee"), "mallory"
 # A job or a request that is not over so long after the last fault is stuck.

@@ -23,7 +23,6 @@ from service.core.types import Options, Segmentation, Selection
 from service.engine.compile.torch_compile import explain_missing_compiler
 from service.engine.tuning.plans import EngineConfig
 from service.formats import stack_reader
-from service.inference.batching.batcher import WindowBatcher, open_batcher
 from service.inference.cuda.device_image import Upload
 from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.engine_builder import ReadyEngine
@@ -32,6 +31,7 @@ from service.inference.runner.label_agreement import share_differing
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.runner.selector import EngineSelector
 from service.inference.segment import segment as segment_volume
+from service.inference.windows.batching.batcher import WindowBatcher, open_batcher
 
 # Parts of the names of operations that no BF16 channels-last forward should run: convolutions without cuDNN, and
 # conversions of the memory format.

@@ -27,11 +27,11 @@ from service.core.errors import StackSegError
 from service.core.types import Options, Segmentation, Selection, Volume
 from service.engine import backends
 from service.formats import stack_reader
-from service.inference.batching.batcher import open_batcher
 from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.label_agreement import share_differing
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
+from service.inference.windows.batching.batcher import open_batcher
 
 Segment = Callable[[Volume], Segmentation]
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import yaml
 from common import make_bomb, make_model, make_tiff, request, run_server
 
-from service.api.access.rate_limit import hash_key
+from service.api.access.keys import hash_key
 from service.api.http.listener import limit_connections
 
 LIMITS = {"/inspect": 2.0, "/segment": 10.0}

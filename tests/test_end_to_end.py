@@ -24,7 +24,7 @@ from live import Answer, Live, as_tiff, classes, eager, opened_as, serve, until
 from paths import ROOT
 from paths import SHARED_DATA as DATA
 
-from service.api.access.rate_limit import hash_key
+from service.api.access.keys import hash_key
 from service.api.http.uploads import BLOCK_BYTES, UPLOAD_MEMORY, UPLOAD_MEMORY_BYTES
 from service.core.config import Settings
 from service.core.types import Segmentation

@@ -18,7 +18,7 @@ from live import Answer, Live, as_tiff, eager, serve
 from numpy.typing import NDArray
 
 from scripts.recipes.synthetic_nuclei import synthesise
-from service.api.access.rate_limit import hash_key
+from service.api.access.keys import hash_key
 from service.models.spec import ModelSpec
 from service.training.evaluate import score
 

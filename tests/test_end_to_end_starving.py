@@ -16,7 +16,7 @@ from common import make_bomb
 from fakes import until
 from live import Live, as_tiff, eager, opened_as, serve
 
-from service.api.access.rate_limit import hash_key
+from service.api.access.keys import hash_key
 
 KEYS = {name: hash_key(name) for name in ("greedy", "modest")}
 FDS = Path("/proc/self/fd")

@@ -25,7 +25,7 @@ from live import as_tiff
 from paths import ROOT
 
 from service.__main__ import main
-from service.api.access.rate_limit import ApiKeys, hash_key
+from service.api.access.keys import ApiKeys, hash_key
 from service.cli.serve import is_public
 from service.core.config import read_settings
 from service.models.spec import ModelSpec

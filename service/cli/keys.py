@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 
-from service.api.access import rate_limit as api_keys
+from service.api.access import keys as api_keys
 from service.core.config import Settings
 from service.core.errors import BadParameter
 from service.core.sections.serving import KEY_NAME

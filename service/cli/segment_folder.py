@@ -18,11 +18,11 @@ from service.cli.segment_stack import check_output, segment_pixels
 from service.core.config import Settings
 from service.core.errors import BadParameter
 from service.core.types import Options, Volume
-from service.inference.batching.batcher import WindowBatcher, open_batcher
 from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import estimate_diameter
 from service.inference.types import Result, Series
+from service.inference.windows.batching.batcher import WindowBatcher, open_batcher
 from service.serving.jobs.folder_records import REPORT
 from service.serving.jobs.folder_work import FolderWork, StackCalls, is_free, select_stacks
 from service.serving.parameters import Query

@@ -18,7 +18,6 @@ from service.core.quantities import TimeRange
 from service.core.telemetry import Stages
 from service.core.types import Options, OutputKind, Volume
 from service.formats import stack_reader, writers
-from service.inference.batching.batcher import WindowBatcher, open_batcher
 from service.inference.measurements import write_csv
 from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.estimator import Estimator
@@ -26,6 +25,7 @@ from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import estimate_diameter, segment
 from service.inference.series.time_points import PointSegmenter, Progress, segment_series
 from service.inference.types import Result, Series
+from service.inference.windows.batching.batcher import WindowBatcher, open_batcher
 from service.models.spec import ModelSpec
 from service.serving.parameters import Query
 from service.serving.results.answers import measure_objects

@@ -18,13 +18,13 @@ from service.core.sections.computing import Device, Windows
 from service.core.sections.serving import Limits
 from service.core.types import Options, Volume
 from service.engine.compile.torch_compile import count_graphs
-from service.inference.batching import batcher as device_module
 from service.inference.cuda import device_image
 from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.estimator import Estimator
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.inference.types import Result
+from service.inference.windows.batching import batcher as device_module
 from service.models.spec import Calibration, Instances, RangeNormalisation
 
 VOXEL = VoxelSize(0.5, 0.25, 0.25)

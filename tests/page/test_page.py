@@ -19,7 +19,7 @@ from paths import ROOT
 from playwright.sync_api import Page, Route, expect
 from runtimes import loaded_segmenter
 
-from service.api.access.rate_limit import generate_key, hash_key
+from service.api.access.keys import generate_key, hash_key
 from service.core.hardware.host import usable_cores
 
 

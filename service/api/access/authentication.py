@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.api.access.rate_limit import ApiKeys, RateLimit
+from service.api.access.keys import ApiKeys
+from service.api.access.rate_limit import make_rate_limits
 from service.api.messages.headers import ANONYMOUS, RawHeaders, find_header, get_header
 from service.core.errors import Misdirected, RateLimited, Unauthorized
 from service.core.sections.serving import Access
@@ -69,8 +70,7 @@ class ApiKeyAuth:
     def __init__(self, app: ASGIApp, access: Access, handle_error: ErrorHandler) -> None:
         self._app, self._handle_error = app, handle_error
         self._keys = ApiKeys(access.keys)
-        limits = access.requests_per_minute, access.requests_at_once
-        self._rate_limits = {name: RateLimit(*limits) for name in (*access.keys, ANONYMOUS)}
+        self._rate_limits = make_rate_limits(access)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with ExitStack() as slots:

@@ -7,7 +7,7 @@ import errno
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePath
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 from urllib.parse import unquote_to_bytes
 
 from blake3 import blake3
@@ -15,6 +15,7 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 from starlette.types import Message
 
+from service.api.http.media_types import MULTIPART, STACKS, BodyKinds
 from service.api.http.multipart import MAX_FORM_BYTES, FormParser
 from service.api.http.threads import run_in_thread
 from service.api.messages.headers import get_header
@@ -22,46 +23,6 @@ from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
 from service.serving.storage.memory_budget import MemoryBudget
 from service.serving.storage.scratch import Hold
 
-MULTIPART = "multipart/form-data"
-RAW_TYPES = frozenset(
-    {
-        "",
-        "image/tiff",
-        "image/tif",
-        "image/x-tiff",
-        "image/ome-tiff",
-        "application/octet-stream",
-        "application/zip",
-        "application/x-zip-compressed",
-        # What curl sends for --data-binary when no header is given.
-        "application/x-www-form-urlencoded",
-    }
-)
-
-
-# Of a form.
-STACK_PART = "file"
-
-
-class BodyKinds(NamedTuple):
-    """Media types and content encodings of a body that is the file itself, and what such a file is called.
-
-    part  of a form that has the file
-    """
-
-    media_types: frozenset[str] = RAW_TYPES
-    encodings: frozenset[str] = frozenset({"identity"})
-    name: str = "the TIFF itself"
-    part: str = STACK_PART
-
-
-STACKS = BodyKinds()
-LABELS = BodyKinds(
-    RAW_TYPES | {"application/x-npy", "application/gzip", "application/x-gzip"},
-    frozenset({"identity", "gzip"}),
-    "labels as TIFF or .npy",
-    "labels",
-)
 # Errors of a hard link from one file system to another, or on one that has none.
 NO_HARD_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS})
 # Large enough that handing a block to a thread costs nothing, small enough that memory does not matter.

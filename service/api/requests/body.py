@@ -12,8 +12,9 @@ from pathlib import Path
 from fastapi import Request
 
 from service.api.dependencies import get_caller, get_client, get_stacks
+from service.api.http.media_types import STACK_PART, STACKS, BodyKinds
 from service.api.http.threads import HOST_FILE_THREADS, run_in_thread, time_limit
-from service.api.http.uploads import STACK_PART, STACKS, BodyKinds, Upload, is_multipart, receive
+from service.api.http.uploads import Upload, is_multipart, receive
 from service.api.requests.admission import admit_form
 from service.core.errors import BadParameter
 from service.core.telemetry import Stages

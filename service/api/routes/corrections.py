@@ -13,8 +13,9 @@ from starlette.responses import FileResponse
 
 from service.api.access.authentication import is_admin
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_annotations, get_caller, get_stacks
+from service.api.http.media_types import LABELS
 from service.api.http.threads import run_in_thread, run_while_connected
-from service.api.http.uploads import LABELS, is_multipart, plain_name
+from service.api.http.uploads import is_multipart, plain_name
 from service.api.messages.learning import (
     ANNOTATION_FILE,
     CORRECTION_BODY,

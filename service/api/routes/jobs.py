@@ -23,7 +23,7 @@ from service.core.errors import StorageUnavailable, UnknownJob
 from service.core.files.whole_file import descriptor_path
 from service.serving.jobs.active_job import JobView
 from service.serving.jobs.jobs import AsyncJobs
-from service.serving.results.parts import choose_media_type
+from service.serving.results.media_types import choose_media_type
 from service.serving.runtime import Runtime
 
 router = APIRouter(tags=["jobs"])

@@ -18,7 +18,7 @@ from service.api.http.threads import run_in_thread, run_while_connected
 from service.api.messages.planes import PLANES, PlaneRangeQuery, PlanesResponse, SelectionQuery
 from service.core.errors import RateLimited
 from service.core.types import Cancelling, Volume
-from service.serving.results.parts import read_labels
+from service.serving.results.media_types import read_labels
 from service.serving.results.planes import MAX_BYTES, PlaneRange, Planes
 from service.serving.runtime import Runtime
 from service.serving.storage.disk import translate_disk_faults

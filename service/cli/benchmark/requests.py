@@ -25,11 +25,11 @@ from service.core.telemetry import Stages
 from service.core.types import Array, Options, Selection
 from service.formats import stack_reader
 from service.formats.tiff import writer as tiff_writer
-from service.inference.batching.batcher import WindowBatcher
 from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.label_agreement import image_of
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
+from service.inference.windows.batching.batcher import WindowBatcher
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow
 from service.models.spec import ModelSpec

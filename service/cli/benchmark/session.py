@@ -30,8 +30,8 @@ from service.core.errors import BadParameter
 from service.core.hardware import devices, host
 from service.core.quantities import Size
 from service.engine.tuning.plans import EngineConfig
-from service.inference.batching.batcher import open_batcher
 from service.inference.runner.model_runner import ModelRunner
+from service.inference.windows.batching.batcher import open_batcher
 from service.models.loader import load_network
 from service.models.spec import ModelSpec
 

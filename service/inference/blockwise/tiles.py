@@ -19,8 +19,9 @@ from service.inference.blockwise.window_scores import GroupScores, window_places
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.block_kernel import Block, block_kernel
 from service.inference.decoding.decoders import make_decoder
+from service.inference.decoding.smoothing import Smoother
 from service.inference.decoding.steering import require_instances, steer
-from service.inference.decoding.streaming import Smoother, logit
+from service.inference.decoding.streaming import logit
 from service.inference.decoding.watershed_kernel import WatershedParameters
 from service.inference.preprocessing.resample import nearest_voxels
 from service.inference.windows.blending import Blending, BlendingSetup, make_blender

@@ -18,7 +18,8 @@ from service.core.quantities import Size, VoxelSize
 from service.core.types import Objects, Segmentation, label_dtype
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.fill_holes import fill_holes
-from service.inference.decoding.streaming import Smoother, StreamingWatershed, TorchWatershed, WholeWatershed, logit
+from service.inference.decoding.smoothing import Smoother
+from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed, WholeWatershed, logit
 from service.inference.decoding.watershed import Planes
 from service.inference.decoding.watershed_kernel import WatershedKernel, WatershedParameters, watershed_kernel
 from service.models.spec import Instances, ModelSpec

@@ -1,9 +1,8 @@
-"""Smoothing and watersheds of height maps that arrive in planes, by torch: block by block, or all at once."""
+"""Watersheds of height maps that arrive in planes, by torch: block by block, or all at once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -90,54 +89,6 @@ class WholeWatershed:
         del watershed, self._heights, self._inside, self._codes
         merge = merge_basins_on_device
         return label_basins(basins, self._persistence, minimum_size, drop_border=drop_border, keep=keep, merge=merge)
-
-
-class Smoother:
-    """Binomial filter (weights 1, 2, 1 along each axis), applied `times` times to planes that arrive in parts.
-
-    The outermost voxel is repeated beyond the faces of the volume. A plane leaves once the planes above that it needs
-    have arrived, so the result does not depend on how the planes were cut.
-    """
-
-    def __init__(self, times: int) -> None:
-        self._times = times
-        self._planes: Tensor | None = None
-        self._masks: list[Tensor] = []
-
-    def add(self, heights: Tensor, inside: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Add the next planes, float32 and any [planes, Y, X], and yield the finished ones."""
-        if not self._times:
-            yield heights, inside
-            return
-        first = heights[:1].expand(self._times, -1, -1) if self._planes is None else self._planes
-        self._planes = torch.cat((first, heights))
-        self._masks.append(inside)
-        yield from self._pop_finished()
-
-    def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the planes that waited for others above them."""
-        if self._planes is not None:
-            self._planes = torch.cat((self._planes, self._planes[-1:].expand(self._times, -1, -1)))
-            yield from self._pop_finished()
-
-    def _pop_finished(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if self._planes is None or (finished := len(self._planes) - 2 * self._times) < 1:
-            return
-        heights, masks = self._planes, torch.cat(self._masks)
-        for _ in range(self._times):
-            heights = (heights[:-2] + heights[2:]) * 0.25 + heights[1:-1] * 0.5
-            for axis in (1, 2):
-                heights = _smooth_axis(heights, axis)
-        self._planes, self._masks = self._planes[finished:], [masks[finished:]]
-        yield heights, masks[:finished]
-
-
-def _smooth_axis(heights: Tensor, axis: int) -> Tensor:
-    """Filter [z, y, x] with weights 1, 2, 1 along one axis, repeating the ends."""
-    last = heights.shape[axis] - 1
-    before = torch.cat((heights.narrow(axis, 0, 1), heights.narrow(axis, 0, last)), axis)
-    after = torch.cat((heights.narrow(axis, 1, last), heights.narrow(axis, last, 1)), axis)
-    return (before + after) * 0.25 + heights * 0.5
 
 
 def threshold_mask(scores: Tensor, threshold: float) -> Tensor:

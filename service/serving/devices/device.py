@@ -14,7 +14,7 @@ from service.serving.devices.queue.threads import JobThreads
 
 if TYPE_CHECKING:
     from service.models.spec import ModelSpec
-    from service.serving.devices.models.memory import LoadedModel
+    from service.serving.devices.models.eviction import LoadedModel
     from service.serving.devices.models.served import ServedModels
     from service.serving.devices.queue.memory import JobMemory
 

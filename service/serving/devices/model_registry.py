@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from service.models.spec import ModelSpec
     from service.serving.devices.device import Device
     from service.serving.devices.models.cache import ModelCache
-    from service.serving.devices.models.memory import LoadedModel
+    from service.serving.devices.models.eviction import LoadedModel
     from service.serving.devices.models.model import DeviceModel
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from runtimes import FAKE_PARTS, loaded_segmenter
 from starlette.testclient import TestClient
 
 from service.api.access.authentication import extract_key, matches_host, parse_host
-from service.api.access.rate_limit import hash_key
+from service.api.access.keys import hash_key
 from service.api.app import create_app
 from service.core import telemetry
 from service.core.config import Settings

@@ -5,7 +5,8 @@ import re
 import pytest
 from fakes import Clock
 
-from service.api.access.rate_limit import ApiKeys, RateLimit, generate_key, hash_key
+from service.api.access.keys import ApiKeys, generate_key, hash_key
+from service.api.access.rate_limit import RateLimit
 from service.api.messages.headers import ANONYMOUS
 from service.core.errors import RateLimited, Unauthorized
 

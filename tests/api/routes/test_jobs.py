@@ -19,7 +19,7 @@ from job_service import STACK, TIFF, Service, start
 from live import as_tiff
 from zarr_files import write_zarr
 
-from service.api.access.rate_limit import generate_key, hash_key
+from service.api.access.keys import generate_key, hash_key
 from service.core.config import Settings
 from service.core.errors import OutOfMemory, OutOfStorage
 from service.core.quantities import VoxelSize

@@ -13,7 +13,7 @@ from fakes import FakeSegmenter, until
 from live import as_tiff, eager, serve
 from runtimes import loaded_segmenter
 
-from service.api.access.rate_limit import hash_key
+from service.api.access.keys import hash_key
 from service.serving.learning.trained_models import OWNER
 
 STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))

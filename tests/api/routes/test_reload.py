@@ -16,7 +16,7 @@ from fakes import FakeSegmenter, until
 from live import Live, as_tiff, eager, serve
 from runtimes import caches
 
-from service.api.access.rate_limit import generate_key, hash_key
+from service.api.access.keys import generate_key, hash_key
 from service.core.errors import BrokenModel
 from service.serving.devices.device import loaded_bytes
 

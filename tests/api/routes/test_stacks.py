@@ -19,8 +19,8 @@ from live import as_tiff
 from service.api.routes.planes import answer_planes
 from service.core.errors import BadParameter, RateLimited
 from service.core.types import Volume
+from service.serving.results.media_types import choose_media_type
 from service.serving.results.metadata import AnswerMetadata
-from service.serving.results.parts import choose_media_type
 from service.serving.results.planes import PlaneRange
 from service.serving.storage.memory_budget import MemoryBudget
 

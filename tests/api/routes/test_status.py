@@ -13,7 +13,7 @@ from fakes import FakeSegmenter, until
 from live import Live, as_tiff, eager, serve
 from runtimes import loaded_segmenter
 
-from service.api.access.rate_limit import generate_key, hash_key
+from service.api.access.keys import generate_key, hash_key
 from service.serving.metrics import RECENT
 
 STACK = as_tiff(np.full((4, 16, 16), 200, np.uint8))

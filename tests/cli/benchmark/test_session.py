@@ -13,8 +13,8 @@ from service.cli.benchmark.results import Repeat, Report, WindowSeconds
 from service.cli.benchmark.session import BenchPlan, run
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
-from service.inference.batching.batcher import open_batcher
 from service.inference.runner.model_runner import ModelRunner
+from service.inference.windows.batching.batcher import open_batcher
 
 SETTINGS = Settings.model_validate(
     {"device": {"name": "cpu", "threads": 1}, "engine": {"kind": "eager", "precision": "fp32"}}

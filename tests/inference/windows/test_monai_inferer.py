@@ -8,9 +8,9 @@ from torch import nn
 from service.core.errors import BadParameter, Cancelled
 from service.core.sections.computing import Windows
 from service.core.types import Options, Volume
-from service.inference.batching.batcher import open_batcher
 from service.inference.runner.callbacks import Callbacks
 from service.inference.segment import segment
+from service.inference.windows.batching.batcher import open_batcher
 from service.inference.windows.blending import Blending
 from service.inference.windows.monai_inferer import MonaiInferer
 from service.inference.windows.sliding_window import SlidingWindow

@@ -87,7 +87,7 @@ def test_one_width_holds_for_all(stacks: Path, random_nuclei: ModelSpec) -> None
 
 def test_no_width_is_recorded_where_the_device_was_lost(stacks: Path, random_nuclei: ModelSpec) -> None:
     with pytest.raises(DeviceLost):
-        work(stacks, random_nuclei, DeviceLost("The device is gone.", 5))
+        work(stacks, random_nuclei, DeviceLost("The device is gone."))
     assert recorded(stacks) == ""
 
 

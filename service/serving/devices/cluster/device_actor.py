@@ -18,7 +18,7 @@ from service.core.sections.computing import Cluster
 from service.core.sections.serving import Access, References
 from service.core.telemetry import configure_logging
 from service.engine.compile import torch_compile
-from service.inference.batching.window_request import Share
+from service.inference.windows.batching.window_request import Share
 from service.serving.devices.cluster.exchange import (
     Loaded,
     Outcome,

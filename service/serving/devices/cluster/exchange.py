@@ -25,7 +25,7 @@ from service.core.hardware.gpus import GpuStatus
 from service.core.hardware.host import CpuStatus
 from service.core.quantities import VoxelSize
 from service.core.types import Array, Options, StackShape, Volume
-from service.inference.batching.window_request import Share
+from service.inference.windows.batching.window_request import Share
 from service.serving.storage.disk import DISK_FULL
 
 if TYPE_CHECKING:

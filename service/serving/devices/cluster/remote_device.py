@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from service.serving.devices.cluster.actor_pool import ActorPool
     from service.serving.devices.cluster.exchange import Status
     from service.serving.devices.cluster.remote_actor import RemoteActor
-    from service.serving.devices.models.memory import LoadedModel
+    from service.serving.devices.models.eviction import LoadedModel
     from service.serving.metrics import Metrics
 
 

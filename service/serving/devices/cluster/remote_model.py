@@ -13,9 +13,9 @@ from service.serving.devices.cluster.actor_pool import ActorPool, Attempt
 from service.serving.devices.cluster.remote_actor import ModelInUse, RemoteActor
 
 if TYPE_CHECKING:
-    from service.inference.batching.window_request import Share
     from service.inference.runner.estimator import Estimator
     from service.inference.types import EngineReport, PlannedRequest, Result, Sizing
+    from service.inference.windows.batching.window_request import Share
     from service.models.spec import ModelSpec
     from service.serving.devices.cluster.actor import Advance
     from service.serving.devices.cluster.exchange import Loaded, Segmented, Task

@@ -12,15 +12,15 @@ from service.core.config import Settings
 from service.core.hardware import devices
 from service.core.hardware.devices import Driver
 from service.engine.compile import torch_compile
-from service.inference.batching.batcher import make_batcher
 from service.inference.runner.estimator import Estimator
+from service.inference.windows.batching.batcher import make_batcher
 from service.models.spec import ModelSpec
 from service.serving.devices.device import DeviceState, Scheduler, make_queue
 from service.serving.devices.local.model import LocalModel, ModelPlace
 from service.serving.devices.local.torch_device import TorchDevice
 from service.serving.devices.local.watchdog import Watchdog
+from service.serving.devices.models.eviction import LoadedModel
 from service.serving.devices.models.guess import HOST_WEIGHT_COPIES, guess_estimator
-from service.serving.devices.models.memory import LoadedModel
 from service.serving.devices.models.model import JobCounters
 from service.serving.devices.models.served import ServedModels
 from service.serving.devices.queue.memory import JobMemory

@@ -12,10 +12,10 @@ from service.serving.devices.models.model import JobCounters, ReportProgress, ne
 from service.serving.devices.queue.job import Job
 
 if TYPE_CHECKING:
-    from service.inference.batching.batcher import WindowBatcher
     from service.inference.runner.callbacks import RunWindows
     from service.inference.runner.estimator import Estimator
     from service.inference.types import EngineReport, Estimate, PlannedRequest, Result, Sizing
+    from service.inference.windows.batching.batcher import WindowBatcher
     from service.serving.devices.local.segmenter import Segmenter
 
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Generic, NamedTuple
 
 from service.core.errors import BrokenModel, Cancelled, CapacityError, RequestError, StackSegError
-from service.serving.devices.models.memory import Entry, LoadedModel, ModelMemory, T
+from service.serving.devices.models.eviction import Entry, LoadedModel, ModelMemory, T
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from service.serving.devices.queue.job import Job, Needs
 from service.serving.metrics import Metrics
 
 if TYPE_CHECKING:
-    from service.inference.batching.window_request import Share
     from service.inference.runner.estimator import Estimator
     from service.inference.types import EngineReport, Estimate, PlannedRequest, Result, Sizing
+    from service.inference.windows.batching.window_request import Share
 
 log = logging.getLogger(__name__)
 

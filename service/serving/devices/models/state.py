@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from service.core.errors import BrokenModel
 from service.models import repository
 from service.models.spec import ModelSpec
-from service.serving.devices.models.memory import LoadedModel
+from service.serving.devices.models.eviction import LoadedModel
 from service.serving.devices.models.model import DeviceModel
 
 State = Literal["unloaded", "loading", "ready", "failed"]

@@ -15,8 +15,8 @@ from torch import Tensor
 from service.core.config import Settings
 from service.core.errors import NonFiniteScores
 from service.engine.cuda.events import CudaTimer
-from service.inference.batching.batcher import WindowBatcher, make_batcher
-from service.inference.batching.window_request import Share
+from service.inference.windows.batching.batcher import WindowBatcher, make_batcher
+from service.inference.windows.batching.window_request import Share
 from service.inference.windows.blending import Blending
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import SlidingWindow

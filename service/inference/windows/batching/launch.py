@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-from service.inference.batching.window_request import BatchSlice, blend
+from service.inference.windows.batching.window_request import BatchSlice, blend
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Measure
 

@@ -25,9 +25,9 @@ from service.core.errors import Cancelled
 from service.core.hardware import devices, host
 from service.core.sections.computing import MAX_STREAMS
 from service.engine.cuda.events import CudaTimer, mark_end
-from service.inference.batching.launch import Launch, Mark, Timer
-from service.inference.batching.schedule import Batch, Running, choose_requests, may_add
-from service.inference.batching.window_request import BlendingOrder, Share, WindowRequest, fill_batch, report
+from service.inference.windows.batching.launch import Launch, Mark, Timer
+from service.inference.windows.batching.schedule import Batch, Running, choose_requests, may_add
+from service.inference.windows.batching.window_request import BlendingOrder, Share, WindowRequest, fill_batch, report
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow
 

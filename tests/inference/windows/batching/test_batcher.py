@@ -17,9 +17,9 @@ from torch import Tensor
 
 from service.core.errors import Cancelled, NonFiniteScores
 from service.engine.cuda.events import mark_end
-from service.inference.batching.batcher import WindowBatcher
-from service.inference.batching.launch import Mark
-from service.inference.batching.window_request import Share
+from service.inference.windows.batching.batcher import WindowBatcher
+from service.inference.windows.batching.launch import Mark
+from service.inference.windows.batching.window_request import Share
 from service.inference.windows.blending import Blending, Slab
 from service.inference.windows.sliding_window import Network, SlidingWindow
 

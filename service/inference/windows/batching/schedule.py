@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from service.inference.batching.window_request import BatchSlice, WindowRequest
+from service.inference.windows.batching.window_request import BatchSlice, WindowRequest
 from service.inference.windows.sliding_window import SlidingWindow
 
 

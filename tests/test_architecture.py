@@ -1,0 +1,131 @@
+"""The structure of `service/` may get better, not worse. Raising a number here needs a reason in the commit."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+from paths import ROOT
+
+MAX_IMPORT_DEPTH = 17
+MAX_MODULES_BEHIND_SEGMENT = 100
+MAX_MODULES_BEHIND_SEGMENTING = 40
+MAX_FILE_LINES = 350
+MAX_FUNCTION_LINES = 40
+MAX_PACKAGE_ENTRIES = 11
+MAX_NOQA = 80
+
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in (ROOT / "service").rglob("*.py")
+}
+NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+@cache
+def parse(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text(encoding="utf-8"))
+
+
+@cache
+def list_imports(name: str, *, everywhere: bool = False) -> frozenset[str]:
+    """The modules of `service` that a module imports when it is imported itself, or `everywhere` in it."""
+    body = ast.walk(parse(name)) if everywhere else iter(parse(name).body)
+    return frozenset(found for node in body for found in _imported(node) if found in MODULES) - {name}
+
+
+def _imported(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        for alias in node.names:
+            full = f"{node.module}.{alias.name}"
+            yield full if full in MODULES else str(node.module)
+
+
+@cache
+def measure_depth(name: str) -> int:
+    return 1 + max(map(measure_depth, list_imports(name)), default=0)
+
+
+def list_behind(name: str) -> set[str]:
+    """The module and all that importing it loads."""
+    seen, waiting = set[str](), [name]
+    while waiting:
+        if (module := waiting.pop()) not in seen:
+            seen.add(module)
+            waiting += list_imports(module)
+    return seen
+
+
+def count_code_lines(source: str) -> int:
+    """Lines with a token that is neither a comment nor a docstring."""
+    documented = {
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    lines = {line for token in tokens if token.type not in NOT_CODE for line in range(token.start[0], token.end[0] + 1)}
+    return len(lines - documented)
+
+
+def test_no_chain_of_imports_is_deep() -> None:
+    deepest = max(MODULES, key=measure_depth)
+    assert measure_depth(deepest) <= MAX_IMPORT_DEPTH, deepest
+
+
+@pytest.mark.parametrize(
+    ("module", "most"),
+    [
+        ("service.api.routes.segment", MAX_MODULES_BEHIND_SEGMENT),
+        ("service.inference.segment", MAX_MODULES_BEHIND_SEGMENTING),
+    ],
+)
+def test_a_path_loads_few_modules(module: str, most: int) -> None:
+    assert len(list_behind(module)) <= most
+
+
+def test_no_modules_import_each_other_not_even_later() -> None:
+    """Imports within functions and for type checkers count."""
+    state: dict[str, bool] = {}
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert state.get(name) is not False, [*path, name]
+        if name not in state:
+            state[name] = False
+            for other in list_imports(name, everywhere=True):
+                visit(other, (*path, name))
+            state[name] = True
+
+    for module in MODULES:
+        visit(module, ())
+
+
+def test_files_and_functions_are_short() -> None:
+    for path in MODULES.values():
+        source = path.read_text(encoding="utf-8")
+        assert len(source.splitlines()) <= MAX_FILE_LINES, path
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                text = "\n".join(source.splitlines()[node.lineno - 1 : node.end_lineno])
+                indented = " " * node.col_offset + text.lstrip()
+                lines = count_code_lines("if True:\n" + indented) - 1 if node.col_offset else count_code_lines(text)
+                assert lines <= MAX_FUNCTION_LINES, (path, node.name)
+
+
+def test_packages_have_few_entries() -> None:
+    for name, path in MODULES.items():
+        if path.name == "__init__.py":
+            entries = {other for other in MODULES if other.rpartition(".")[0] == name}
+            assert len(entries) <= MAX_PACKAGE_ENTRIES, name
+
+
+def test_few_lines_are_exempt_from_rules() -> None:
+    exempt = sum(path.read_text(encoding="utf-8").count("# noqa") for path in MODULES.values())
+    assert exempt <= MAX_NOQA
