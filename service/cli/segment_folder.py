@@ -23,8 +23,9 @@ from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import estimate_diameter
 from service.inference.types import Result, Series
+from service.models.spec import ModelSpec
 from service.serving.jobs.folder_records import REPORT
-from service.serving.jobs.folder_work import FolderWork, StackCalls, is_free, select_stacks
+from service.serving.jobs.folder_work import Done, FolderWork, StackCalls, is_free, select_stacks
 from service.serving.parameters import Query
 from service.serving.reading import Pixels
 from service.serving.storage.result_folder import open_results
@@ -36,10 +37,7 @@ def run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
     Raises BadParameter for a folder without stacks, and for an output folder that holds something else.
     """
     folder, out = options.input, options.result
-    if out.resolve() == folder.resolve():
-        raise BadParameter(f"{out} is the folder of the stacks; name another for the results.")
-    if out.exists() and not out.is_dir():
-        raise BadParameter(f"{out} is a file; name a folder for the results.")
+    _check_folders(folder, out)
     if query.format == "zarr":
         # Before anything is computed: an extra may be missing.
         from service.formats.zarr import writer as zarr_writer  # noqa: F401, PLC0415
@@ -59,13 +57,26 @@ def run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
         device.call(runner.warm_up)
         calls = _make_calls(folder, query, runner, device, settings.limits.decoded_bytes, Path(scratch), bar)
         done = FolderWork(results, spec, calls, Path(scratch)).run(stacks, query)
+    _print_summary(done, len(stacks), out, spec)
+    return 1 if done.faults else 0
+
+
+def _check_folders(folder: Path, out: Path) -> None:
+    """Raise BadParameter for an output folder that is the input folder, or a file."""
+    if out.resolve() == folder.resolve():
+        raise BadParameter(f"{out} is the folder of the stacks; name another for the results.")
+    if out.exists() and not out.is_dir():
+        raise BadParameter(f"{out} is a file; name a folder for the results.")
+
+
+def _print_summary(done: Done, stacks: int, out: Path, spec: ModelSpec) -> None:
+    """Print the faults and warnings of single stacks, and how many are done."""
     sys.stderr.writelines(f"stackseg: {fault}\n" for fault in done.faults)
     sys.stderr.writelines(f"stackseg: {doubt.replace(': ', ': warning: ', 1)}\n" for doubt in done.doubts)
     before = f", {done.skipped} of them before" if done.skipped else ""
-    counted = f"{len(stacks) - len(done.faults)} of {len(stacks)} stacks{before}"
+    counted = f"{stacks - len(done.faults)} of {stacks} stacks{before}"
     objects = "" if done.objects is None else f", {done.objects} objects"
     sys.stdout.write(f"{out / REPORT}: {counted}{objects}, {spec.identifier}\n")
-    return 1 if done.faults else 0
 
 
 def find_stacks(folder: Path, glob: str | None, out: Path) -> list[str]:
