@@ -8,16 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from service.core.config import Settings
 from service.core.errors import NotReady, StackSegError
 from service.core.files.bundled import software_version
-from service.core.types import Extent, Options, Volume
-from service.inference.types import Estimate, Result, Series
+from service.core.types import Extent, Options
+from service.inference.types import Estimate
 from service.serving.devices.local.malloc_trim import MallocTrimmer
-from service.serving.devices.queue.job import Job
 from service.serving.devices.reservation import Reservation
 from service.serving.storage.disk import DiskUsage, measure_disk
 from service.serving.storage.scratch import ScratchFolder, ScratchSpace
@@ -25,7 +23,7 @@ from service.serving.storage.scratch import ScratchFolder, ScratchSpace
 if TYPE_CHECKING:
     from service.formats.sandbox.reader import Reader
     from service.inference.runner.estimator import Estimator
-    from service.inference.types import Estimate, Result
+    from service.inference.types import Estimate
     from service.models.spec import ModelSpec
     from service.serving.devices.model_registry import ModelRegistry
     from service.serving.devices.pool import DevicePool
@@ -182,28 +180,3 @@ class Runtime:
         """Choose the device that should answer a caller's request for this model first."""
         scheduler = self.devices.choose(model, caller).scheduler
         return Reservation(scheduler, model, self.settings.server.scratch_folder)
-
-    def submit(
-        self,
-        spec: ModelSpec,
-        volume: Volume | Series,
-        options: Options,
-        finish: Callable[[Result], T],
-        caller: str | None = None,
-    ) -> Job[T]:
-        """Queue a segmentation, which begins once the model is loaded. `finish` runs in the thread that segmented.
-
-        Raises BadParameter, TooLarge, QueueFull or NotReady.
-        """
-        points = len(volume.times) if isinstance(volume, Series) else 1
-        windows = points * self.estimate(spec, volume, options).windows
-        reservation = self.reserve(spec.name, caller)
-
-        def work(job: Job[T]) -> T:
-            return finish(reservation.segment(job, volume, options))
-
-        needs = partial(reservation.needs, volume, options)
-        job: Job[T] = Job(spec.name, work, windows=windows, needs=needs, ready=False, owner=caller)
-        reservation.queue.offer(job)
-        reservation.take(job)
-        return job
