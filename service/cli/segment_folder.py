@@ -7,22 +7,17 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from service.cli.local_source import local_source
 from service.cli.models import choose_model
-from service.cli.progress import ProgressBar, show_progress
+from service.cli.progress import show_progress
 from service.cli.segment_parameters import name_options
-from service.cli.segment_stack import check_output, segment_pixels
+from service.cli.segment_stack import LocalRun, check_output
 from service.core.config import Settings
 from service.core.errors import BadParameter
-from service.core.types import Options, Volume
-from service.inference.batching.batcher import WindowBatcher, open_batcher
-from service.inference.runner.callbacks import Callbacks
+from service.inference.batching.batcher import open_batcher
 from service.inference.runner.model_runner import ModelRunner
-from service.inference.segment import estimate_diameter
-from service.inference.types import Result, Series
 from service.models.spec import ModelSpec
 from service.serving.jobs.folder_records import REPORT
 from service.serving.jobs.folder_work import Done, FolderWork, StackCalls, is_free, select_stacks
@@ -55,7 +50,7 @@ def run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
         runner = ModelRunner(spec, settings)
         check_output(runner.estimator.output(query.options), query, measured=False)
         device.call(runner.warm_up)
-        calls = _make_calls(folder, query, runner, device, settings.limits.decoded_bytes, Path(scratch), bar)
+        calls = _make_calls(folder, query, LocalRun(runner, device, Path(scratch), bar), settings.limits.decoded_bytes)
         done = FolderWork(results, spec, calls, Path(scratch)).run(stacks, query)
     _print_summary(done, len(stacks), out, spec)
     return 1 if done.faults else 0
@@ -90,16 +85,8 @@ def find_stacks(folder: Path, glob: str | None, out: Path) -> list[str]:
     return stacks
 
 
-def _make_calls(  # noqa: PLR0913, PLR0917
-    folder: Path,
-    query: Query,
-    runner: ModelRunner,
-    device: WindowBatcher,
-    limit_bytes: int,
-    scratch: Path,
-    bar: ProgressBar,
-) -> StackCalls:
-    measured = runner.estimator.output(query.options) == "labels"
+def _make_calls(folder: Path, query: Query, run: LocalRun, limit_bytes: int) -> StackCalls:
+    measured = run.runner.estimator.output(query.options) == "labels"
 
     @contextmanager
     def open_stack(name: str) -> Iterator[Path]:
@@ -108,12 +95,8 @@ def _make_calls(  # noqa: PLR0913, PLR0917
     def read(path: Path, query: Query, scratch: Path) -> Pixels:
         return local_source(path, query, limit_bytes, scratch, measured=measured).read_pixels()
 
-    def segment(pixels: Volume | Series, options: Options) -> Result:
-        return segment_pixels(pixels, options, runner, device, scratch, bar)
-
     def begin(name: str, number: int, count: int) -> None:
-        bar.begin(f"[{number}/{count}] {name}" if number else f"width of objects: {name}")
+        run.bar.begin(f"[{number}/{count}] {name}" if number else f"width of objects: {name}")
 
-    estimate = partial(estimate_diameter, runner, callbacks=Callbacks(device.run))
-    is_estimated = runner.estimator.plan(query.options).estimated
-    return StackCalls(open_stack, read, segment, estimate if is_estimated else None, begin=begin, reword=name_options)
+    estimate = run.estimate_diameter if run.is_estimated(query.options) else None
+    return StackCalls(open_stack, read, run.segment, estimate, begin=begin, reword=name_options)
