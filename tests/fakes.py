@@ -15,6 +15,7 @@ from service.core.native.library import CppFunctions, load_library
 from service.core.native.variants import Variant
 from service.core.telemetry import step
 from service.core.types import Segmentation
+from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.estimator import Estimator
 from service.inference.types import EngineReport, Estimate, PlannedRequest, Result
 
@@ -84,12 +85,10 @@ class FakeSegmenter:
         if self.error is not None:
             raise self.error
 
-    def segment(
-        self, volume: Any, options: Any, *, cancelled: Any, progress: Any, run: Any = None, **_more: Any
-    ) -> Result:
-        progress(0, WINDOWS)
+    def segment(self, volume: Any, options: Any, _request: Any, callbacks: Callbacks) -> Result:
+        callbacks.progress(0, WINDOWS)
         while not self.gate.wait(0.01):
-            if cancelled():
+            if callbacks.cancelled():
                 raise Cancelled("given up")
         if self.error is not None:
             raise self.error

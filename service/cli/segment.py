@@ -11,6 +11,16 @@ from service.core.config import Settings
 
 def add_arguments(segment: argparse.ArgumentParser) -> None:
     """Add the arguments of `stackseg segment`."""
+    _add_files(segment)
+    for name, (placeholder, text) in PARAMETERS.items():
+        segment.add_argument(f"--{name.replace('_', '-')}", metavar=placeholder, help=text)
+    _add_results(segment)
+    _add_blocks(segment)
+    segment.set_defaults(run=run, reword=name_options, extra="zarr")
+
+
+def _add_files(segment: argparse.ArgumentParser) -> None:
+    """Add what is read and where the labels go."""
     segment.add_argument(
         "input",
         type=_parse_input,
@@ -36,8 +46,10 @@ def add_arguments(segment: argparse.ArgumentParser) -> None:
         choices=("tiff", "zarr"),
         help="how labels of a folder's stacks are written: OME-TIFF or OME-Zarr (default: tiff)",
     )
-    for name, (placeholder, text) in PARAMETERS.items():
-        segment.add_argument(f"--{name.replace('_', '-')}", metavar=placeholder, help=text)
+
+
+def _add_results(segment: argparse.ArgumentParser) -> None:
+    """Add what is refused, and what is written besides the labels."""
     segment.add_argument(
         "--strict",
         action="store_true",
@@ -49,6 +61,10 @@ def add_arguments(segment: argparse.ArgumentParser) -> None:
     segment.add_argument(
         "--force", action="store_true", help="replace results that are there already (default: refuse to)"
     )
+
+
+def _add_blocks(segment: argparse.ArgumentParser) -> None:
+    """Add the options of block-wise segmentation."""
     segment.add_argument(
         "--workers",
         type=int,
@@ -68,7 +84,6 @@ def add_arguments(segment: argparse.ArgumentParser) -> None:
         help="with --workers: what blocks hand on; the same command goes on with it after an interruption (default:"
         " OUT.blocks)",
     )
-    segment.set_defaults(run=run, reword=name_options, extra="zarr")
 
 
 def _parse_input(text: str) -> Path | str:

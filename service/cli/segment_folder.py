@@ -7,24 +7,20 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from service.cli.local_source import local_source
 from service.cli.models import choose_model
-from service.cli.progress import ProgressBar, show_progress
+from service.cli.progress import show_progress
 from service.cli.segment_parameters import name_options
-from service.cli.segment_stack import check_output, segment_pixels
+from service.cli.segment_stack import LocalRun, check_output
 from service.core.config import Settings
 from service.core.errors import BadParameter
-from service.core.types import Options, Volume
-from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.model_runner import ModelRunner
-from service.inference.segment import estimate_diameter
-from service.inference.types import Result, Series
-from service.inference.windows.batching.batcher import WindowBatcher, open_batcher
+from service.inference.windows.batching.batcher import open_batcher
+from service.models.spec import ModelSpec
 from service.serving.jobs.folder_records import REPORT
-from service.serving.jobs.folder_work import FolderWork, StackCalls, is_free, select_stacks
+from service.serving.jobs.folder_work import Done, FolderWork, StackCalls, is_free, select_stacks
 from service.serving.parameters import Query
 from service.serving.reading import Pixels
 from service.serving.storage.result_folder import open_results
@@ -36,10 +32,7 @@ def run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
     Raises BadParameter for a folder without stacks, and for an output folder that holds something else.
     """
     folder, out = options.input, options.result
-    if out.resolve() == folder.resolve():
-        raise BadParameter(f"{out} is the folder of the stacks; name another for the results.")
-    if out.exists() and not out.is_dir():
-        raise BadParameter(f"{out} is a file; name a folder for the results.")
+    _check_folders(folder, out)
     if query.format == "zarr":
         # Before anything is computed: an extra may be missing.
         from service.formats.zarr import writer as zarr_writer  # noqa: F401, PLC0415
@@ -57,15 +50,28 @@ def run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
         runner = ModelRunner(spec, settings)
         check_output(runner.estimator.output(query.options), query, measured=False)
         device.call(runner.warm_up)
-        calls = _make_calls(folder, query, runner, device, settings.limits.decoded_bytes, Path(scratch), bar)
+        calls = _make_calls(folder, query, LocalRun(runner, device, Path(scratch), bar), settings.limits.decoded_bytes)
         done = FolderWork(results, spec, calls, Path(scratch)).run(stacks, query)
+    _print_summary(done, len(stacks), out, spec)
+    return 1 if done.faults else 0
+
+
+def _check_folders(folder: Path, out: Path) -> None:
+    """Raise BadParameter for an output folder that is the input folder, or a file."""
+    if out.resolve() == folder.resolve():
+        raise BadParameter(f"{out} is the folder of the stacks; name another for the results.")
+    if out.exists() and not out.is_dir():
+        raise BadParameter(f"{out} is a file; name a folder for the results.")
+
+
+def _print_summary(done: Done, stacks: int, out: Path, spec: ModelSpec) -> None:
+    """Print the faults and warnings of single stacks, and how many are done."""
     sys.stderr.writelines(f"stackseg: {fault}\n" for fault in done.faults)
     sys.stderr.writelines(f"stackseg: {doubt.replace(': ', ': warning: ', 1)}\n" for doubt in done.doubts)
     before = f", {done.skipped} of them before" if done.skipped else ""
-    counted = f"{len(stacks) - len(done.faults)} of {len(stacks)} stacks{before}"
+    counted = f"{stacks - len(done.faults)} of {stacks} stacks{before}"
     objects = "" if done.objects is None else f", {done.objects} objects"
     sys.stdout.write(f"{out / REPORT}: {counted}{objects}, {spec.identifier}\n")
-    return 1 if done.faults else 0
 
 
 def find_stacks(folder: Path, glob: str | None, out: Path) -> list[str]:
@@ -79,16 +85,8 @@ def find_stacks(folder: Path, glob: str | None, out: Path) -> list[str]:
     return stacks
 
 
-def _make_calls(  # noqa: PLR0913, PLR0917
-    folder: Path,
-    query: Query,
-    runner: ModelRunner,
-    device: WindowBatcher,
-    limit_bytes: int,
-    scratch: Path,
-    bar: ProgressBar,
-) -> StackCalls:
-    measured = runner.estimator.output(query.options) == "labels"
+def _make_calls(folder: Path, query: Query, run: LocalRun, limit_bytes: int) -> StackCalls:
+    measured = run.runner.estimator.output(query.options) == "labels"
 
     @contextmanager
     def open_stack(name: str) -> Iterator[Path]:
@@ -97,12 +95,8 @@ def _make_calls(  # noqa: PLR0913, PLR0917
     def read(path: Path, query: Query, scratch: Path) -> Pixels:
         return local_source(path, query, limit_bytes, scratch, measured=measured).read_pixels()
 
-    def segment(pixels: Volume | Series, options: Options) -> Result:
-        return segment_pixels(pixels, options, runner, device, scratch, bar)
-
     def begin(name: str, number: int, count: int) -> None:
-        bar.begin(f"[{number}/{count}] {name}" if number else f"width of objects: {name}")
+        run.bar.begin(f"[{number}/{count}] {name}" if number else f"width of objects: {name}")
 
-    estimate = partial(estimate_diameter, runner, callbacks=Callbacks(device.run))
-    is_estimated = runner.estimator.plan(query.options).estimated
-    return StackCalls(open_stack, read, segment, estimate if is_estimated else None, begin=begin, reword=name_options)
+    estimate = run.estimate_diameter if run.is_estimated(query.options) else None
+    return StackCalls(open_stack, read, run.segment, estimate, begin=begin, reword=name_options)

@@ -6,8 +6,8 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from service.cli.local_source import local_source
 from service.cli.progress import ProgressBar, show_progress
@@ -24,7 +24,7 @@ from service.inference.runner.estimator import Estimator
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import estimate_diameter, segment
 from service.inference.series.time_points import PointSegmenter, Progress, segment_series
-from service.inference.types import Result, Series
+from service.inference.types import Result, Series, Sizing
 from service.inference.windows.batching.batcher import WindowBatcher, open_batcher
 from service.models.spec import ModelSpec
 from service.serving.parameters import Query
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
             runner = ModelRunner(spec, settings)
             device.call(runner.warm_up)
         bar.begin("windows")
-        result = segment_pixels(pixels.segmented, query.options, runner, device, Path(scratch), bar)
+        result = LocalRun(runner, device, Path(scratch), bar).segment(pixels.segmented, query.options)
         stages.update(result.seconds)
         bar.begin("writing")
         with stages.measure("write"):
@@ -67,31 +67,42 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
     return _warn(result)
 
 
-def segment_pixels(  # noqa: PLR0913, PLR0917
-    series: Volume | Series,
-    options: Options,
-    runner: ModelRunner,
-    device: WindowBatcher,
-    scratch: Path,
-    bar: ProgressBar,
-) -> Result:
-    """Segment a volume or a series, and show how far that is. Raises what `segment_series` raises."""
-    if isinstance(series, Volume):
-        return segment(runner, series, options, callbacks=Callbacks(device.run, progress=bar.show))
+class LocalRun(NamedTuple):
+    """A model that runs in this process.
 
-    def segment_point(volume: Volume, options: Options, progress: Progress) -> Result:
-        return segment(runner, volume, options, callbacks=Callbacks(device.run, progress=progress))
+    device   computes its windows
+    scratch  folder for the labels of a series
+    bar      shows the progress
+    """
 
-    is_estimated = runner.estimator.plan(options).estimated
-    estimate = partial(estimate_diameter, runner, callbacks=Callbacks(device.run))
-    return segment_series(
-        series,
-        options,
-        PointSegmenter(segment_point, estimate if is_estimated else None),
-        scratch,
-        began=lambda number: bar.begin(f"time point {number + 1} of {len(series.times)}"),
-        progress=bar.show,
-    )
+    runner: ModelRunner
+    device: WindowBatcher
+    scratch: Path
+    bar: ProgressBar
+
+    def segment(self, pixels: Volume | Series, options: Options) -> Result:
+        """Segment a volume or a series, and show how far that is. Raises what `segment_series` raises."""
+        if isinstance(pixels, Volume):
+            return self._segment_volume(pixels, options, self.bar.show)
+        return segment_series(
+            pixels,
+            options,
+            PointSegmenter(self._segment_volume, self.estimate_diameter if self.is_estimated(options) else None),
+            self.scratch,
+            began=lambda number: self.bar.begin(f"time point {number + 1} of {len(pixels.times)}"),
+            progress=self.bar.show,
+        )
+
+    def _segment_volume(self, volume: Volume, options: Options, progress: Progress) -> Result:
+        return segment(self.runner, volume, options, callbacks=Callbacks(self.device.run, progress=progress))
+
+    def is_estimated(self, options: Options) -> bool:
+        """Return whether the diameter of the objects is estimated."""
+        return self.runner.estimator.plan(options).estimated
+
+    def estimate_diameter(self, volume: Volume, options: Options) -> Sizing | None:
+        """Estimate the diameter of the objects of a volume, as `service.inference.segment.estimate_diameter` does."""
+        return estimate_diameter(self.runner, volume, options, Callbacks(self.device.run))
 
 
 def _check_header(options: argparse.Namespace, query: Query, estimator: Estimator, limit_bytes: int) -> None:

@@ -35,9 +35,8 @@ UPLOAD_MEMORY = MemoryBudget(UPLOAD_MEMORY_BYTES)
 class Upload:
     """A file on its way to disk, or into memory where it is small, with its name and the fields of its form.
 
-    `space` counts the announced bytes, or those that have arrived, as if all were on disk.
-
-    path  where the complete file lies, unless it is kept in memory
+    path   where the complete file lies, unless it is kept in memory
+    space  counts the announced bytes, or those that have arrived, as if all were on disk
     """
 
     def __init__(self, path: Path, limit_bytes: int, space: Hold, budget: MemoryBudget = UPLOAD_MEMORY) -> None:
@@ -47,7 +46,7 @@ class Upload:
         self.received = 0
         self.limit_bytes = limit_bytes
         self._file: BinaryIO | None = None
-        self._space, self._announced = space, 0
+        self.space, self._announced = space, 0
         self._budget = budget
         # Bytes of the budget for pending blocks, and for a file that is kept in memory.
         self._reserved = 0
@@ -66,7 +65,7 @@ class Upload:
 
     def announce(self, nbytes: int) -> None:
         """Reserve space for a file of so many bytes. Raises what `Hold.reserve` raises."""
-        self._space.reserve(nbytes - self._announced)
+        self.space.reserve(nbytes - self._announced)
         self._announced = nbytes
 
     def add_data(self, data: bytes | memoryview) -> None:

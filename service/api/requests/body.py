@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
 from fastapi import Request
 
-from service.api.dependencies import get_caller, get_client, get_stacks
+from service.api.dependencies import get_caller, get_client, get_runtime, get_stacks
 from service.api.http.media_types import STACK_PART, STACKS, BodyKinds
 from service.api.http.threads import HOST_FILE_THREADS, run_in_thread, time_limit
 from service.api.http.uploads import Upload, is_multipart, receive
@@ -26,7 +26,7 @@ from service.serving.parameters import Query, SegmentationRequest
 from service.serving.runtime import Runtime
 from service.serving.storage.disk import path_exists, translate_disk_faults
 from service.serving.storage.host_files import HostFiles, RemoteSource, Source
-from service.serving.storage.scratch import Hold, ScratchFolder
+from service.serving.storage.scratch import ScratchFolder
 from service.serving.storage.stack_store import StackStore, StoredStack
 
 # Name of a stack that a form has beside another file.
@@ -70,6 +70,7 @@ class ReceivedFile:
     name       of the file
     shared     whether it is a file of the host, which others may change
     space      what the request holds on disk, and for whom
+    stages     seconds of the request so far
     stack      the stack that a form has beside the file, None without one
     resources  folder and file, released at the end of `receive_file` unless they were taken from here
     """
@@ -79,10 +80,10 @@ class ReceivedFile:
         received: SegmentationRequest,
         named: Source | RemoteSource,
         upload: Upload,
-        space: Hold,
+        stages: Stages,
         resources: AsyncExitStack,
     ) -> None:
-        self.received, self.name, self.space = received, named.name, space
+        self.received, self.name, self.space, self.stages = received, named.name, upload.space, stages
         self.resources, self._upload, self._named = resources, upload, named
         self.stack: Upload | None = None
         self.shared = received.query.input is not None
@@ -108,11 +109,9 @@ class ReceivedFile:
 
 
 @asynccontextmanager
-async def receive_file(  # noqa: PLR0913
+async def receive_file(
     request: Request,
-    runtime: Runtime,
     query: Query,
-    stages: Stages,
     folder: AbstractAsyncContextManager[Path] | None = None,
     *,
     kinds: BodyKinds = STACKS,
@@ -125,6 +124,7 @@ async def receive_file(  # noqa: PLR0913
     read once it is complete. Raises what `receive`, `admit_form` and `HostFiles.open_input` raise, UnknownStack, and
     TimedOut.
     """
+    stages, runtime = Stages(), await get_runtime(request)
     limits = runtime.settings.limits
     async with AsyncExitStack() as stack:
         path = await stack.enter_async_context(folder or work_folder(runtime.scratch))
@@ -138,23 +138,14 @@ async def receive_file(  # noqa: PLR0913
                 await receive(request, upload, kinds, {} if kinds.part == STACK_PART else {STACK_PART: beside})
             if folder is None:
                 upload.keep_in_memory()
-            if kinds.part != STACK_PART and upload.fields:
-                raise BadParameter("State the parameters in the address; the form has files alone.")
-            if is_multipart(request) and kinds.part == STACK_PART:
-                query = await admit_form(request, runtime, query, upload.fields)
+            query = await _add_form(request, runtime, query, upload, kinds)
             caller = get_caller(request)
-            if (kept := _choose_stack(query, upload)) is not None:
-                stored = await run_in_thread(partial(_adopt, upload, get_stacks(request), kept, caller))
-                upload.set_name(stored.name)
-            source: Source | RemoteSource = Source(upload.path, upload.name)
-            name = ""
-            if (place := _choose_host_file(query, upload, kinds)) is not None:
-                opening = partial(_open_host_file, runtime.host_files, place, caller, stack, folders=folders)
-                source = await run_in_thread(opening, HOST_FILE_THREADS)
-                name = source.name
+            open_host_file = partial(_open_host_file, runtime.host_files, stack, caller, folders=folders)
+            source = await _choose_source(request, query, upload, kinds, open_host_file)
             own = source.path if isinstance(source, Source) else upload.path
+            name = "" if query.input is None else source.name
             received = SegmentationRequest(query, own, path, caller, name=name)
-            file = ReceivedFile(received, source, upload, space, stack)
+            file = ReceivedFile(received, source, upload, stages, stack)
             file.stack = beside if beside.received else None
             yield file
 
@@ -171,12 +162,36 @@ async def inspect_file(runtime: Runtime, file: ReceivedFile) -> Description:
     return await run_in_thread(complete_and_inspect, runtime.read_threads.of(file.space.client), cancelled)
 
 
+async def _add_form(request: Request, runtime: Runtime, query: Query, upload: Upload, kinds: BodyKinds) -> Query:
+    """Return the parameters with those of a form. Raises BadParameter for a form that must have none."""
+    if kinds.part != STACK_PART:
+        if upload.fields:
+            raise BadParameter("State the parameters in the address; the form has files alone.")
+        return query
+    return await admit_form(request, runtime, query, upload.fields) if is_multipart(request) else query
+
+
+async def _choose_source(
+    request: Request,
+    query: Query,
+    upload: Upload,
+    kinds: BodyKinds,
+    open_host_file: Callable[[str], Source | RemoteSource],
+) -> Source | RemoteSource:
+    """Return the uploaded file, the kept stack that stands for it, or what `open_host_file` opens."""
+    if (kept := _choose_stack(query, upload)) is not None:
+        stored = await run_in_thread(partial(_adopt, upload, get_stacks(request), kept, get_caller(request)))
+        upload.set_name(stored.name)
+    if (place := _choose_host_file(query, upload, kinds)) is not None:
+        return await run_in_thread(partial(open_host_file, place), HOST_FILE_THREADS)
+    return Source(upload.path, upload.name)
+
+
 def _open_host_file(
-    host_files: HostFiles, place: str, caller: str | None, stack: AsyncExitStack, *, folders: bool
+    host_files: HostFiles, stack: AsyncExitStack, caller: str | None, place: str, *, folders: bool
 ) -> Source | RemoteSource:
     """Open a file, a store elsewhere, or a folder where `folders` are taken. Raises BadParameter."""
-    is_folder = folders and host_files.is_folder(place, caller)
-    if is_folder:
+    if folders and host_files.is_folder(place, caller):
         return stack.enter_context(host_files.open_folder(place, caller))
     return stack.enter_context(host_files.open_input(place, caller))
 

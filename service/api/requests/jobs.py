@@ -12,7 +12,6 @@ from service.api.http.threads import HOST_FILE_THREADS, run_in_thread, run_while
 from service.api.messages.jobs import JobReport, report_job
 from service.api.requests.admission import select_model
 from service.api.requests.body import incoming_folder, inspect_file, receive_file
-from service.core.telemetry import Stages
 from service.serving.jobs.active_job import JobView
 from service.serving.jobs.jobs import AsyncJobs
 from service.serving.parameters import Query as Parameters
@@ -31,12 +30,11 @@ ACCEPTED: dict[int | str, dict[str, Any]] = {
 
 async def accept_job(request: Request, runtime: Runtime, async_jobs: AsyncJobs, query: Parameters) -> Response:
     """Receive the file into the jobs folder, and answer with the job."""
-    stages = Stages()
-    async with receive_file(request, runtime, query, stages, incoming_folder(async_jobs), folders=True) as file:
+    async with receive_file(request, query, incoming_folder(async_jobs), folders=True) as file:
         select_model(runtime, file.received.query)
 
         async def inspect_and_submit() -> JobView:
-            seconds = stages.seconds["receive"]
+            seconds = file.stages.seconds["receive"]
             place, host_files = file.received.query.input, runtime.host_files
             is_folder = partial(host_files.is_folder, place or "", file.received.caller)
             if place is not None and await run_in_thread(is_folder, HOST_FILE_THREADS):

@@ -30,7 +30,6 @@ from service.api.requests.admission import merge_fields
 from service.api.requests.body import incoming_folder, receive_file
 from service.core.errors import BadParameter
 from service.core.quantities import TimeRange
-from service.core.telemetry import Stages
 from service.serving.jobs.jobs import AsyncJobs
 from service.serving.learning.annotation import Annotation, Origin, find_overlaps
 from service.serving.learning.corrections import Correction, keep_correction
@@ -66,8 +65,7 @@ async def keep(
     find_stack = partial(_find_stack, request, parameters, caller)
     # A form may bring the stack, for which another must not be stated then; that of a job may be gone.
     stored = None if query.stack is None and is_multipart(request) else await run_in_thread(find_stack)
-    folder = incoming_folder(async_jobs)
-    async with receive_file(request, runtime, Parameters(), Stages(), folder, kinds=LABELS) as file:
+    async with receive_file(request, Parameters(), incoming_folder(async_jobs), kinds=LABELS) as file:
         if file.stack is not None and stored is not None:
             raise BadParameter("stack: the form brings the stack itself; leave one of them out.", parameter="stack")
         stack = file.stack or stored

@@ -11,7 +11,6 @@ from service.api.requests.admission import REQUEST, AdmittedQuery, select_model
 from service.api.requests.body import inspect_file, receive_file
 from service.core.errors import OutOfMemory, RequestError
 from service.core.hardware import host
-from service.core.telemetry import Stages
 from service.inference.runner.memory_errors import check_memory
 
 router = APIRouter(tags=["segmentation"])
@@ -23,7 +22,7 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
 
     The same body and parameters as `/segment`; no pixel is decoded and the device is not used.
     """
-    async with receive_file(request, runtime, query, Stages()) as received:
+    async with receive_file(request, query) as received:
         query = received.received.query
         spec = select_model(runtime, query)
         file = await run_while_connected(request, inspect_file(runtime, received))

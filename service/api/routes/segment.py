@@ -14,7 +14,6 @@ from service.api.requests.answers import send_segmented
 from service.api.requests.body import receive_file
 from service.api.requests.jobs import ACCEPTED, accept_job
 from service.core.errors import Cancelled, NotReady
-from service.core.telemetry import Stages
 from service.serving.runtime import Runtime
 from service.serving.segmentation import SegmentationTask
 
@@ -42,10 +41,9 @@ async def segment(request: Request) -> Response:
         response = await accept_job(request, runtime, await get_async_jobs(request), query)
         response.headers["Preference-Applied"] = RESPOND_ASYNC
         return response
-    stages = Stages()
-    async with receive_file(request, runtime, query, stages) as stack:
+    async with receive_file(request, query) as stack:
         spec = spec or select_model(runtime, stack.received.query)
-        task = SegmentationTask(runtime, stack, spec, stages, (FILE_THREADS, HOST_FILE_THREADS))
+        task = SegmentationTask(runtime, stack, spec, stack.stages, (FILE_THREADS, HOST_FILE_THREADS))
         answer = await run_while_connected(request, _answer(request, runtime, task))
         answer.resources.push_async_callback(stack.resources.pop_all().aclose)
         return answer

@@ -13,7 +13,6 @@ from service.api.messages.stacks import StackReport
 from service.api.requests.admission import REQUEST
 from service.api.requests.body import incoming_folder, receive_file
 from service.core.errors import BadParameter
-from service.core.telemetry import Stages
 from service.serving.parameters import Query as Parameters
 from service.serving.storage.stack_store import StoredStack
 
@@ -33,7 +32,7 @@ async def upload(request: Request, runtime: RuntimeDependency, async_jobs: Async
     if request.query_params:
         raise _no_parameters()
     query = Parameters()
-    async with receive_file(request, runtime, query, Stages(), incoming_folder(async_jobs)) as file:
+    async with receive_file(request, query, incoming_folder(async_jobs)) as file:
         if file.received.query != query:
             raise _no_parameters()
 

@@ -40,9 +40,9 @@ def list_variants(machine: str | None = None) -> tuple[Variant, ...]:
     return X86_64 if machine == "x86_64" else (Variant(machine),)
 
 
-def list_supported(flags: frozenset[str] | None = None) -> tuple[Variant, ...]:
-    """Return the variants that a processor with these flags runs, by default this one, the best first."""
-    flags = _read_flags() if flags is None else flags
+def list_supported() -> tuple[Variant, ...]:
+    """Return the variants that this processor runs, the best first."""
+    flags = _read_flags()
     return tuple(variant for variant in list_variants() if variant.needs <= flags)
 
 

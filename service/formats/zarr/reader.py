@@ -7,25 +7,20 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from service.core.errors import BadFile, TooLarge
+from service.core.errors import TooLarge
 from service.core.hardware import host
-from service.core.quantities import TimeInterval
 from service.core.types import Array, Selection
-from service.formats import axes, sampling
+from service.formats import axes
 from service.formats.axes import Layout
 from service.formats.open_stack import OpenStack
 from service.formats.placement import Placement, StoreBlock, check_size, native_dtype
-from service.formats.sampling import Calibration
-from service.formats.zarr import store as zarr_store
-from service.formats.zarr.array import ZarrArray, open_array
-from service.formats.zarr.store import Store, read_json, translate_errors
+from service.formats.zarr.image import ZarrImage, find_image
+from service.formats.zarr.store import Store
 
 # Chunks of a selection; each is a file to open, or a part of one.
 _MAX_CHUNKS = 2**21
@@ -36,33 +31,12 @@ _ROW_BYTES = 2**26
 _BATCH_BYTES, _BATCH_CHUNKS = 2**25, 64
 # Of all that threads hold at a time.
 _DECODING_BYTES = 2**29
-_IMAGE = "Name the folder of one image, whose metadata have multiscales."
-
 
 Place = tuple[int, ...]
 """Place of a chunk in the grid."""
 
 Region = tuple[range, range, range]
 """Voxels along Z, Y and X, one after the other."""
-
-
-@dataclass(frozen=True)
-class ZarrImage:
-    """The finest resolution of an OME-Zarr image; `axes` has one letter per stored dimension."""
-
-    container: str
-    array: ZarrArray
-    axes: str
-    channels: tuple[str, ...]
-    colours: tuple[str, ...]
-    calibration: Calibration
-    time_interval: TimeInterval | None
-    notes: tuple[str, ...]
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype of the pixels, in the byte order of the file."""
-        return self.array.coding.dtype
 
 
 @dataclass(frozen=True)
@@ -224,106 +198,6 @@ def open_stack(store: Store, selection: Selection, limit_bytes: int) -> ZarrStac
     stack = ZarrStack(image, layout, axes.select(layout, names, selection), names)
     stack.check(limit_bytes)
     return stack
-
-
-def find_image(store: Store) -> ZarrImage:
-    """Find the image of a store, and the finest of its resolutions. Raises BadFile, TooLarge."""
-    folder, attributes, notes = _find_group(store)
-    with translate_errors("its OME metadata"):
-        multiscales = attributes["multiscales"]
-        if len(multiscales) > 1:
-            notes.append(f"The store describes {len(multiscales)} images at one place; the first of them is read.")
-        described = multiscales[0]
-        dataset = described["datasets"][0]
-        path = zarr_store.join(folder, dataset["path"])
-    array = open_array(store, path)
-    with translate_errors("its OME metadata"):
-        version = attributes.get("version") or described.get("version") or ""
-        letters, units = _parse_axes(described.get("axes"), len(array.shape))
-        scale = _parse_scale(dataset, described, len(array.shape))
-        steps = dict(zip(letters, zip(scale, units, strict=True), strict=True)) if scale else {}
-        names, colours = _parse_channels(attributes)
-        return ZarrImage(
-            f"OME-Zarr {version}".strip(),
-            array,
-            letters,
-            names,
-            colours,
-            _parse_calibration(steps),
-            sampling.parse_time_interval(*steps["T"]) if "T" in steps else None,
-            tuple(notes),
-        )
-
-
-def _find_group(store: Store) -> tuple[str, dict[str, Any], list[str]]:
-    """Return the group of the image, its OME metadata, and notes about its choice. Raises BadFile."""
-    folder, attributes, notes = "", _attributes(store, ""), list[str]()
-    if "multiscales" not in attributes and "bioformats2raw.layout" in attributes:
-        folder, notes = "0", ["The store is a collection of images; the first of them is read."]
-        attributes = _attributes(store, folder)
-    if not attributes.get("multiscales"):
-        kind = "a plate" if "plate" in attributes else "a well" if "well" in attributes else "no image of OME-Zarr"
-        raise BadFile(f"The Zarr store holds {kind}. {_IMAGE}")
-    return folder, attributes, notes
-
-
-def _attributes(store: Store, folder: str) -> dict[str, Any]:
-    """Return the OME metadata of a group. Raises BadFile."""
-    prefix = f"{folder}/" if folder else ""
-    group = read_json(store, f"{prefix}zarr.json")
-    with translate_errors("zarr.json"):
-        if group is not None:
-            if group["node_type"] != "group":
-                raise BadFile(f"The folder is a single array of Zarr. {_IMAGE}")
-            return dict(group.get("attributes", {}).get("ome", {}))
-    return read_json(store, f"{prefix}.zattrs") or {}
-
-
-def _parse_axes(stated: Any, dimensions: int) -> tuple[str, list[str]]:
-    """Return one letter per dimension, Q where it has no meaning here, and the units."""
-    if stated is None and dimensions == 5:
-        return "TCZYX", [""] * 5
-    letters, units = "", []
-    for axis in stated or ["?"] * dimensions:
-        fields = axis if isinstance(axis, dict) else {"name": axis}
-        name = str(fields["name"]).upper()
-        letters += {"time": "T", "channel": "C"}.get(str(fields.get("type")), name if name in {*"TCZYX"} else "Q")
-        units.append(str(fields.get("unit") or ""))
-    if len(letters) != dimensions:
-        raise BadFile(f"The OME metadata name {len(letters)} axes of an array of {dimensions} dimensions.")
-    return letters, units
-
-
-def _parse_scale(dataset: dict[str, Any], described: dict[str, Any], dimensions: int) -> list[float]:
-    """Return the step along each dimension, [] where none is stated."""
-    steps: list[float] = []
-    for transformations in (dataset.get("coordinateTransformations"), described.get("coordinateTransformations")):
-        for transformation in transformations or ():
-            if transformation.get("type") == "scale":
-                factors = [float(factor) for factor in transformation["scale"]]
-                if len(factors) != dimensions:
-                    raise BadFile(f"The OME metadata state a scale of {len(factors)} numbers for {dimensions} axes.")
-                steps = [step * factor for step, factor in zip(steps or [1.0] * dimensions, factors, strict=True)]
-    return steps
-
-
-def _parse_calibration(steps: Mapping[str, tuple[float, str]]) -> Calibration:
-    """Return the voxel size from the step along each axis and its unit."""
-    edges = [steps.get(axis, (None, "")) for axis in "ZYX"]
-    return sampling.from_lengths([size for size, _ in edges], [unit for _, unit in edges], "OME-Zarr")
-
-
-def _parse_channels(attributes: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return a name and a colour per channel, () where there are none."""
-    channels = (attributes.get("omero") or {}).get("channels") or ()
-    names = tuple(str(channel.get("label") or "")[:200] for channel in channels)
-    return names, tuple(_parse_colour(channel.get("color")) for channel in channels)
-
-
-def _parse_colour(stated: Any) -> str:
-    """Return a colour as #rrggbb, "" where none is stated."""
-    is_colour = isinstance(stated, str) and re.fullmatch("[0-9a-fA-F]{6}", stated)
-    return f"#{stated.lower()}" if is_colour else ""
 
 
 def _expand(chunk: Array, letters: str) -> Array:

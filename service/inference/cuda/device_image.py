@@ -133,11 +133,6 @@ class DeviceImage:
         self._first = self._end = 0
         self._load(0)
 
-    @property
-    def whole(self) -> Tensor | None:
-        """All planes, [C, Z, Y, X], where they are on the device; None where some are not."""
-        return self.planes if self.planes.shape[1] == self.shape[2] else None
-
     def __getitem__(self, box: Box) -> Tensor:
         _, channels, z, y, x = box
         first, end, _ = z.indices(self.shape[2])

@@ -19,7 +19,7 @@ from service.core.quantities import Size, VoxelSize
 from service.core.types import OutputKind, Segmentation
 from service.inference.decoding.instances import InstanceDecoder
 from service.inference.decoding.streaming import WHOLE_NEIGHBOURS, WHOLE_VOXELS, logit, threshold_mask
-from service.inference.decoding.watershed_kernel import CPU, WatershedKernel, choose_block, watershed_kernel
+from service.inference.decoding.watershed_kernel import CPU, choose_block, watershed_kernel
 from service.models.spec import Instances, ModelSpec
 
 # Number of voxels whose scores fit a core's cache.
@@ -83,14 +83,7 @@ class DecodingMemory(NamedTuple):
     disk: int = 0
 
 
-def estimate_decoding(
-    spec: ModelSpec,
-    output: OutputKind,
-    size: Size,
-    *,
-    on_host: bool,
-    kernel: WatershedKernel = watershed_kernel,
-) -> DecodingMemory:
+def estimate_decoding(spec: ModelSpec, output: OutputKind, size: Size, *, on_host: bool) -> DecodingMemory:
     """Estimate the memory for decoding a volume of `size` (Z, Y, X) with scores on the host or on a device."""
     voxels = math.prod(size)
     if output != "labels":
@@ -100,7 +93,7 @@ def estimate_decoding(
     # The kernel keeps the key of every voxel in a block of planes and one more on either side. For foreground, hardly
     # more than three of four voxels even in crowded stacks, it keeps their places and targets.
     block = min(voxels, choose_block(size) + 2 * size[1] * size[2])
-    if on_host and kernel.supports(CPU, size):
+    if on_host and watershed_kernel.supports(CPU, size):
         # Each voxel has the number of its piece, and its label in two bytes up to 65535 objects. By measurement, pieces
         # of dense tissues and the passes between them take two to four bytes a voxel, up to six without clear peaks.
         return DecodingMemory((4 + 3 * 8 // 4) * block + (4 + 2 + 4) * voxels)

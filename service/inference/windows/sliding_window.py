@@ -132,11 +132,6 @@ class SlidingWindow:
         self._streams = tuple(_Stream(batch.to(memory_format=memory_format)) for batch in empty)
 
     @property
-    def blending(self) -> Blending:
-        """Weighting of voxels by their position in a window."""
-        return self._blending
-
-    @property
     def batch(self) -> Tensor:
         """Batch buffer of the first stream, [B, C, *roi], with the dtype and strides that the network always sees."""
         return self._streams[0].batch

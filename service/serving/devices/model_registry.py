@@ -126,12 +126,10 @@ class ModelRegistry:
 
     def _renew(self, name: str, found: ModelState, *, load: bool) -> ModelState:
         """Return the model that is served from now on, after its folder was read again."""
-        known = self._states.get(name)
         if found.spec is None:
-            # A folder may have a name other than that of the model that it held.
-            held = (state for state in self._states.values() if state.spec and state.spec.folder.name == name)
-            known = next(held, known)
+            known = self._find_by_folder(name)
             return found if known is None else self._keep(known, found.problem)
+        known = self._states.get(name)
         failed = any(name in cache.problems for cache in self._caches)
         if known is not None and known.spec == found.spec and not failed:
             return known._replace(problem=None)
@@ -141,6 +139,11 @@ class ModelRegistry:
             if known is not None:
                 return self._keep(known, str(error))
         return found
+
+    def _find_by_folder(self, name: str) -> ModelState | None:
+        """Return the model that was read from a folder, which may have another name than the model."""
+        held = (state for state in self._states.values() if state.spec and state.spec.folder.name == name)
+        return next(held, self._states.get(name))
 
     def _renew_on_devices(self, spec: ModelSpec, *, load: bool) -> None:
         """Serve a model on every device, or on none where the first cannot load it. Raises the error of loading.

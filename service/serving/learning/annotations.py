@@ -194,11 +194,7 @@ def _write(folder: Path, image: Volume, labels: Volume, stated: NewAnnotation) -
 
 def _write_labels(labels: Volume, path: Path, voxel_size: VoxelSize | None, region: Region | None) -> int:
     """Write labels as uint16, or uint32 where there are more, and return the number of objects in the region."""
-    planes = range(labels.shape[1])
-    extremes = [(int(plane.min()), int(plane.max())) for plane in (labels.read(z, z + 1) for z in planes)]
-    if min(low for low, _ in extremes) < 0:
-        raise BadParameter("The labels have numbers below 0; objects are numbered from 1, and background is 0.")
-    highest = max(high for _, high in extremes)
+    planes, highest = range(labels.shape[1]), _highest_number(labels)
     counted = np.zeros(min(highest, _TABLE_NUMBERS) + 1, np.bool_)
     large = np.empty(0, np.uint32)
     pixels = make_allocator(path.parent)(labels.shape[1:], label_dtype(highest))
@@ -218,6 +214,15 @@ def _write_labels(labels: Volume, path: Path, voxel_size: VoxelSize | None, regi
     objects = int(np.count_nonzero(counted[1:])) + len(large)
     tiff_writer.write(Segmentation(pixels, "labels", voxel_size, objects), path)
     return objects
+
+
+def _highest_number(labels: Volume) -> int:
+    """Return the highest of all labels. Raises BadParameter for one below 0."""
+    planes = (labels.read(z, z + 1) for z in range(labels.shape[1]))
+    extremes = [(int(plane.min()), int(plane.max())) for plane in planes]
+    if min(low for low, _ in extremes) < 0:
+        raise BadParameter("The labels have numbers below 0; objects are numbered from 1, and background is 0.")
+    return max(high for _, high in extremes)
 
 
 def _digest(image: Volume) -> str:

@@ -86,15 +86,19 @@ class TrainingRecord:
             step, value = news["validation"]
             _append(self.validation, int(step), float(value))
         if "loss" in news:
-            self.step = int(news["step"])
-            if self.step % self.stride == 0:
-                _append(self.loss, self.step, float(news["loss"]))
-            if len(self.loss) > MOST_POINTS:
-                self.stride *= 2
-                self.loss = [point for point in self.loss if point[0] % self.stride == 0]
+            self._add_loss(int(news["step"]), float(news["loss"]))
         if "done" in news:
             done = news["done"]
             self.after, self.better, self.message = float(done["after"]), bool(done["better"]), str(done["message"])
+
+    def _add_loss(self, step: int, loss: float) -> None:
+        """Add a point to the curve of the loss, which becomes coarser as it grows."""
+        self.step = step
+        if step % self.stride == 0:
+            _append(self.loss, step, loss)
+        if len(self.loss) > MOST_POINTS:
+            self.stride *= 2
+            self.loss = [point for point in self.loss if point[0] % self.stride == 0]
 
     def save(self, folder: Path) -> None:
         """Write the record, whole or not at all. Raises OSError.

@@ -141,19 +141,24 @@ def check_host_files(host_files: HostFiles, query: Query, caller: str | None) ->
             raise BadParameter(f"{name}: it goes with an input that is a folder.", parameter=name)
     if query.output_to is None and query.overwrite is not None:
         raise BadParameter("overwrite: it goes with output_to, which is not given.", parameter="overwrite")
-    is_zarr = False
-    if query.output_to is not None:
-        suffixes = OUTPUT_SUFFIXES[MEDIA_TYPES[query.measurements]]
-        is_zarr = query.measurements is None and host_files.is_zarr(query.output_to, caller)
-        if not is_zarr and not query.output_to.lower().endswith(suffixes):
-            host_files.check(query.input, None, caller)
-            raise BadParameter(
-                f"output_to: the name must end with {' or '.join(suffixes)}, after what is written.",
-                parameter="output_to",
-            )
-        if is_zarr:
-            check_zarr_extra("output_to")
+    is_zarr = query.output_to is not None and _is_zarr_output(host_files, query, query.output_to, caller)
     host_files.check(query.input, query.output_to, caller, overwrite=bool(query.overwrite), as_zarr=is_zarr)
+
+
+def _is_zarr_output(host_files: HostFiles, query: Query, output: str, caller: str | None) -> bool:
+    """Return whether labels are written as OME-Zarr. Raises BadParameter for a name that does not fit the result."""
+    if query.measurements is None and host_files.is_zarr(output, caller):
+        check_zarr_extra("output_to")
+        return True
+    suffixes = OUTPUT_SUFFIXES[MEDIA_TYPES[query.measurements]]
+    if not output.lower().endswith(suffixes):
+        # A mistake in `input` is reported first.
+        host_files.check(query.input, None, caller)
+        raise BadParameter(
+            f"output_to: the name must end with {' or '.join(suffixes)}, after what is written.",
+            parameter="output_to",
+        )
+    return False
 
 
 def _check_folder(query: Query) -> None:

@@ -119,7 +119,7 @@ class HostFiles:
                 return None
             url, rest = allowed[name], slash + rest
         rest = rest.rstrip("/")
-        if not rest or not _are_file_names(rest.split("/")[1:]):
+        if not rest or not all(map(_is_file_name, rest.split("/")[1:])):
             raise BadParameter(
                 f"input: the way from {url} to the store must be names with single slashes in between.",
                 parameter="input",
@@ -289,7 +289,7 @@ def _parse_place(
             f" as in {next(iter(allowed))}/2026/stack.tif.",
             parameter=parameter,
         )
-    if not _are_file_names(parts):
+    if not all(map(_is_file_name, parts)):
         raise BadParameter(
             f"{parameter}: the way from {name} to the file must be names with single slashes in between.",
             parameter=parameter,
@@ -300,11 +300,6 @@ def _parse_place(
 def _may(caller: str | None, keys: tuple[str, ...]) -> bool:
     """Return whether a caller is among the keys, or all are."""
     return not keys or caller in keys
-
-
-def _are_file_names(parts: Sequence[str]) -> bool:
-    """Return whether all parts of a place are names of files or folders."""
-    return all(_is_file_name(part) for part in parts)
 
 
 def _is_file_name(part: str) -> bool:

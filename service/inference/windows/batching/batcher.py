@@ -180,12 +180,7 @@ class WindowBatcher:
     def _next_slab(self, request: WindowRequest) -> Slab | None:
         """Return the next slab of the request; None after the last one. Raises the error of the request."""
         slab = self._wait_for_slab(request)
-        if request.error is not None:
-            error, request.error = request.error, None
-            try:
-                raise error
-            finally:
-                del error  # which refers to this frame, and with it to the request
+        request.raise_error()
         if slab is not None and request.scan.left:
             with self._lock:
                 request.untaken -= 1

@@ -82,6 +82,15 @@ class WindowRequest:
             self.failed, self.error = True, error
             self.answers.put(None)
 
+    def raise_error(self) -> None:
+        """Raise the error that the request got, if any, and forget it."""
+        if self.error is not None:
+            error, self.error = self.error, None
+            try:
+                raise error
+            finally:
+                del error  # which refers to this frame, and with it to the request
+
     def hand_over(self, slabs: Sequence[Slab], done: int) -> None:
         """Hand finished slabs to the thread of the request, of which so many windows are done."""
         self.untaken += len(slabs)

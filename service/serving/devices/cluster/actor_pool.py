@@ -157,7 +157,7 @@ class ActorPool:
                 raise Cancelled("given up while it ran in the cluster")
             if not actor.up:
                 raise WorkerLost(f"{actor.name} does not answer")
-            done = (actor.status and actor.status.progress.get(task.id)) or Progress()
+            done = actor.progress(task)
             if done.total and done != reported:
                 reported = done
                 attempt.advance(*done)

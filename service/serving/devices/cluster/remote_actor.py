@@ -14,6 +14,7 @@ from weakref import WeakSet
 
 from service.serving.devices.cluster.actor import Actor, MakeActor, WorkerLost
 from service.serving.devices.cluster.exchange import Exchange, Status, Task
+from service.serving.devices.queue.job import Progress
 
 if TYPE_CHECKING:
     from service.models.spec import ModelSpec
@@ -133,6 +134,10 @@ class RemoteActor:
             raise WorkerLost(f"{self.name} was given back")
         return self._actor.call(method, task)
 
+    def progress(self, task: Task) -> Progress:
+        """Return how far a task has come, as the latest status says."""
+        return Progress() if self.status is None else self.status.progress.get(task.id, Progress())
+
     def give_up(self, future: Future[Any], task: Task) -> None:
         """Cancel a task, whether it has begun or not."""
         if self._actor is not None:
@@ -154,13 +159,8 @@ class RemoteActor:
         if actor is None:
             return
         future = actor.call("status", {model.identity for model in self._list_models()})
-        deadline = time.monotonic() + SILENT_SECONDS
-        while not wait([future], POLL_SECONDS).done:
-            if self._closed.is_set() or actor is not self._actor:
-                return
-            self._exchange.renew()
-            if self.up and time.monotonic() > deadline:
-                log.warning("%s", self._lose("does not answer"))
+        if not self._await(future, actor):
+            return
         status: Status = future.result()
         if status.problem is None and not self.up:
             log.info("the worker %s of the cluster is up on %s", self.name, status.host)
@@ -172,6 +172,17 @@ class RemoteActor:
             # Unless it was given back meanwhile.
             if actor is self._actor:
                 self.status, self.up = status, status.problem is None
+
+    def _await(self, future: Future[Any], actor: Actor) -> bool:
+        """Wait for an answer; False once the actor was given back or this is closed."""
+        deadline = time.monotonic() + SILENT_SECONDS
+        while not wait([future], POLL_SECONDS).done:
+            if self._closed.is_set() or actor is not self._actor:
+                return False
+            self._exchange.renew()
+            if self.up and time.monotonic() > deadline:
+                log.warning("%s", self._lose("does not answer"))
+        return True
 
     def _list_models(self) -> list[ModelInUse]:
         with self._lock:

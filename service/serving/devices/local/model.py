@@ -1,4 +1,4 @@
-"""A model that is loaded on a device of this host: the one module of serving that calls the segmenter."""
+"""A model that is loaded on a device of this host: the one module of serving that segments in this process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from service.core.types import Options, Volume
+from service.inference.runner.callbacks import Callbacks
 from service.models.spec import ModelSpec
 from service.serving.devices.local.torch_device import TorchDevice
 from service.serving.devices.models.model import JobCounters, ReportProgress, needs_of
@@ -57,23 +58,15 @@ class LocalModel:
             job.revise(needs_of(needed))
 
         with self._place.device.report_loss():
-            result = self.segmenter.segment(
-                volume,
-                options,
-                request=request,
-                cancelled=job.cancelled,
-                progress=progress,
-                run=self._run_windows(job),
-                revised=revise,
-            )
+            callbacks = Callbacks(self._run_windows(job), job.cancelled, progress, revise)
+            result = self.segmenter.segment(volume, options, request, callbacks)
         self._place.counters.count_result(self.spec.name, result)
         return result
 
     def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> Sizing | None:
         """Estimate the diameter of the objects of a volume [C, Z, Y, X] for a job."""
-        run = self._run_windows(job)
         with self._place.device.report_loss():
-            return self.segmenter.estimate_diameter(volume, options, cancelled=job.cancelled, run=run)
+            return self.segmenter.estimate_diameter(volume, options, Callbacks(self._run_windows(job), job.cancelled))
 
     def _run_windows(self, job: Job[Any]) -> RunWindows:
         """Return what computes windows for a job, and counts them."""

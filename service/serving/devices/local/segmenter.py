@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from service.core.types import Options, Volume
-from service.inference.runner.callbacks import Callbacks, Cancelled, Progress, RunWindows
+from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.model_runner import ModelRunner
-from service.inference.segment import ALONE, estimate_diameter, segment
-from service.inference.types import Estimate, PlannedRequest, Result, Sizing
+from service.inference.segment import estimate_diameter, segment
+from service.inference.types import PlannedRequest, Result, Sizing
 
 
 class Segmenter(ModelRunner):
     """A model runner with the calls of a `LocalModel`."""
 
-    def segment(  # noqa: PLR0913
-        self,
-        volume: Volume,
-        options: Options,
-        *,
-        request: PlannedRequest | None = None,
-        cancelled: Cancelled = ALONE.cancelled,
-        progress: Progress = ALONE.progress,
-        run: RunWindows = ALONE.run,
-        revised: Callable[[Estimate], object] = ALONE.revised,
-    ) -> Result:
+    def segment(self, volume: Volume, options: Options, request: PlannedRequest | None, callbacks: Callbacks) -> Result:
         """Segment a volume, as `service.inference.segment.segment` does."""
-        return segment(self, volume, options, request, Callbacks(run, cancelled, progress, revised))
+        return segment(self, volume, options, request, callbacks)
 
-    def estimate_diameter(
-        self,
-        volume: Volume,
-        options: Options,
-        *,
-        cancelled: Cancelled = ALONE.cancelled,
-        run: RunWindows = ALONE.run,
-    ) -> Sizing | None:
-        """Estimate how wide the objects of a volume are; None where `segment` with these options would not."""
-        return estimate_diameter(self, volume, options, Callbacks(run, cancelled))
+    def estimate_diameter(self, volume: Volume, options: Options, callbacks: Callbacks) -> Sizing | None:
+        """Estimate the diameter of the objects, as `service.inference.segment.estimate_diameter` does."""
+        return estimate_diameter(self, volume, options, callbacks)
