@@ -50,7 +50,7 @@ from processes import Sampler, cpu_seconds, family, proc_text
 from safetensors.torch import save_file
 from torch import nn
 
-from service.cli.segment_blocks import share_threads
+from service.cli.segmentation.blocks import share_threads
 from service.core.config import Settings
 from service.core.sections.computing import Device, Engine, Windows
 from service.core.types import Options, Selection

@@ -17,7 +17,9 @@ MAX_MODULES_BEHIND_SEGMENTING = 40
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 40
 MAX_PACKAGE_ENTRIES = 11
-MAX_NOQA = 80
+# A module for each command.
+MAX_COMMAND_LINE_ENTRIES = 13
+MAX_NOQA = 75
 
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -123,7 +125,8 @@ def test_packages_have_few_entries() -> None:
     for name, path in MODULES.items():
         if path.name == "__init__.py":
             entries = {other for other in MODULES if other.rpartition(".")[0] == name}
-            assert len(entries) <= MAX_PACKAGE_ENTRIES, name
+            most = MAX_COMMAND_LINE_ENTRIES if name == "service.cli" else MAX_PACKAGE_ENTRIES
+            assert len(entries) <= most, name
 
 
 def test_few_lines_are_exempt_from_rules() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from service.cli.segment_parameters import PARAMETERS, name_options
+from service.cli.segmentation.parameters import PARAMETERS, name_options
 from service.core.config import Settings
 
 
@@ -95,6 +95,6 @@ def _parse_input(text: str) -> Path | str:
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
     """Segment a file, a store or a folder; print what was found and the seconds of each stage."""
-    from service.cli import segment_source  # noqa: PLC0415 - what it imports takes seconds
+    from service.cli.segmentation import source as segment_source  # noqa: PLC0415 - what it imports takes seconds
 
     return segment_source.run(options, settings)

@@ -18,7 +18,7 @@ from zarr_files import write_zarr
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.__main__ import main
 from service.cli.models import choose_model
-from service.cli.segment_parameters import PARAMETERS, name_options
+from service.cli.segmentation.parameters import PARAMETERS, name_options
 from service.core.config import Settings, read_settings
 from service.core.errors import BadParameter
 from service.core.quantities import VoxelSize

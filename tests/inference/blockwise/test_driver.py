@@ -13,7 +13,7 @@ import tifffile
 import zarr
 from scipy.ndimage import gaussian_filter, zoom
 
-from service.cli.segment_blocks import read_objects
+from service.cli.segmentation.blocks import read_objects
 from service.core.config import override_settings
 from service.core.files.bundled import bundled_folder
 from service.core.quantities import Diameter, ObjectVolume

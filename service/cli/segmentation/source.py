@@ -9,9 +9,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from service.cli import segment_folder, segment_stack
 from service.cli.models import choose_model
-from service.cli.segment_parameters import PARAMETERS, spell_option
+from service.cli.segmentation import folder as segment_folder
+from service.cli.segmentation import stack as segment_stack
+from service.cli.segmentation.parameters import PARAMETERS, spell_option
 from service.core.config import Settings
 from service.core.errors import BadParameter
 from service.formats.sandbox.remote_store import RemoteStore
@@ -49,7 +50,7 @@ def _run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
     spec = choose_model(options.model, settings)
     if options.workers is None:
         return segment_stack.run(options, query, spec, settings)
-    from service.cli import segment_blocks  # noqa: PLC0415 - it needs the extra `zarr`
+    from service.cli.segmentation import blocks as segment_blocks  # noqa: PLC0415 - it needs the extra `zarr`
 
     return segment_blocks.run(options, query, spec, settings)
 

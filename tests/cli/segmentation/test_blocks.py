@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from service.__main__ import main
-from service.cli.segment_blocks import read_facts
+from service.cli.segmentation.blocks import read_facts
 from service.core.types import Options, Steering
 from tests.block_runs import begin, segment_blocks, segment_whole
 from tests.segmenters import settings_of

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from service.cli.local_source import local_source
 from service.cli.models import choose_model
 from service.cli.progress import show_progress
-from service.cli.segment_parameters import name_options
-from service.cli.segment_stack import LocalRun, check_output
+from service.cli.segmentation.local_source import local_source
+from service.cli.segmentation.parameters import name_options
+from service.cli.segmentation.stack import LocalRun, check_output
 from service.core.config import Settings
 from service.core.errors import BadParameter
 from service.inference.runner.model_runner import ModelRunner

@@ -15,8 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from service.cli.progress import ProgressBar, show_progress
-from service.cli.segment_parameters import name_options
-from service.cli.segment_stack import check_output
+from service.cli.segmentation.parameters import name_options
+from service.cli.segmentation.stack import check_output
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter, DoubtfulResult, StackSegError
 from service.core.hardware import host

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from service.cli.local_source import local_source
 from service.cli.progress import ProgressBar, show_progress
-from service.cli.segment_parameters import name_options
+from service.cli.segmentation.local_source import local_source
+from service.cli.segmentation.parameters import name_options
 from service.core.config import Settings
 from service.core.errors import BadParameter
 from service.core.quantities import TimeRange

@@ -1,0 +1,1 @@
+"""`stackseg segment`: one stack, a folder, or an image block by block."""
