@@ -86,8 +86,6 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, show: Show) -> Rep
         devices.use_threads(threads)
         runner = RequestRunner(model, folder / "stack.tif", folder, device, threads)
         answered = _time_requests(runner, plan, show)
-        if runner.fallback_notes:
-            _show_all(show, ("", *report.format_warnings(runner.fallback_notes)))
         peak = _measure_peak(spec, torch_device, engine.precision)
         measured = Report(
             model=spec.identifier,
@@ -100,7 +98,7 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, show: Show) -> Rep
             gflop=peak.gflop,
             peaks=peak.peaks,
             peak_bytes=peak_bytes(),
-            device_bytes=torch.cuda.max_memory_allocated(torch_device) if torch_device.type == "cuda" else 0,
+            device_bytes=_device_bytes(torch_device),
             tf32=with_tf32,
         )
         _show_all(show, report.format_summary(measured))
@@ -112,6 +110,11 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, show: Show) -> Rep
             rows = compare_with(in_use, builders, peak, build_seconds=plan.build_seconds)
             _show_all(show, chain([""], report.format_table("engine", collect_rows(rows, measured.rows))))
         return measured
+
+
+def _device_bytes(device: torch.device) -> int:
+    """Return the most bytes of its own memory that the device had in use."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _check(plan: BenchPlan) -> None:
@@ -163,6 +166,8 @@ def _time_requests(runner: RequestRunner, plan: BenchPlan, show: Show) -> Reques
             _show_all(show, report.format_repeat_head(repeat))
         repeats.append(repeat)
         show(report.format_repeat(number, repeat))
+    if runner.fallback_notes:
+        _show_all(show, ("", *report.format_warnings(runner.fallback_notes)))
     return RequestTimes.summarise(runner.windows, first, repeats)
 
 
