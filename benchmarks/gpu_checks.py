@@ -25,8 +25,7 @@ from service.engine.tuning.plans import EngineConfig
 from service.formats import stack_reader
 from service.inference.cuda.device_image import Upload
 from service.inference.runner.callbacks import Callbacks
-from service.inference.runner.engine_builder import ReadyEngine
-from service.inference.runner.estimator import default_batch_size
+from service.inference.runner.engine_builder import ReadyEngine, default_batch_size
 from service.inference.runner.label_agreement import share_differing
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.runner.selector import EngineSelector

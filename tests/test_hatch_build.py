@@ -16,7 +16,7 @@ from paths import ROOT
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     """A clone with one source."""
-    (tmp_path / "service" / "core").mkdir(parents=True)
+    (tmp_path / "service" / "core" / "native").mkdir(parents=True)
     for file in ("hatch_build.py", "service/core/native/variants.py"):
         shutil.copy(ROOT / file, tmp_path / file)
     (tmp_path / "service" / "one.cpp").write_text(
@@ -34,7 +34,7 @@ def build(clone: Path, **environment: str) -> str:
 
 def test_libraries_export_kernels_alone_and_are_made_again_for_changed_sources(clone: Path) -> None:
     assert not build(clone)
-    (library,) = clone.glob("service/core/*.so")
+    (library,) = clone.glob("service/core/native/*.so")
     loaded = ctypes.CDLL(str(library))
     assert loaded.stackseg_answer() == 42
     assert not hasattr(loaded, "_Z5innerv")
@@ -55,4 +55,4 @@ def test_without_a_compiler_it_says_what_to_do_and_keeps_no_library_of_other_sou
     assert not build(clone)
     (clone / "service" / "one.cpp").write_text("no C++")
     assert "g++ failed" in build(clone)
-    assert not list(clone.glob("service/core/*.so"))
+    assert not list(clone.glob("service/core/native/*.so"))

@@ -63,12 +63,15 @@ def build(settings: Settings, parts: Parts = DEFAULT_PARTS) -> Service:
     annotations = AnnotationStore(settings.annotations_folder, quota_bytes=settings.annotations.quota_bytes)
     trainings = Trainings(settings, annotations, runtime.models, lambda: runtime.draining)
     trained = settings.trained_folder
+    async_jobs = AsyncJobs(settings)
     runtime.disk_usages |= {
+        "jobs": async_jobs.measure_jobs,
+        "stacks": async_jobs.measure_stacks,
         "annotations": lambda: measure_disk(annotations.folder, annotations.measure().nbytes, None),
         "trained-models": lambda: measure_disk(trained, count_bytes(trained), None),
     }
     runtime.metrics.watch_each("stackseg_trainings", trainings.queue.count)
-    return Service(runtime, AsyncJobs(settings), annotations, trainings)
+    return Service(runtime, async_jobs, annotations, trainings)
 
 
 def build_runtime(settings: Settings, parts: Parts = DEFAULT_PARTS) -> Runtime:

@@ -20,7 +20,7 @@ from service.serving.jobs.record import JobRecord, JobRequest
 from service.serving.jobs.runner import JobRunner
 from service.serving.jobs.store import INPUT, JobStore
 from service.serving.runtime import JOIN_SECONDS, Runtime
-from service.serving.storage.disk import measure_disk
+from service.serving.storage.disk import DiskUsage, measure_disk
 from service.serving.storage.fair_threads import begin_threads
 from service.serving.storage.stack_store import StackStore
 
@@ -64,6 +64,7 @@ class AsyncJobs:
     def start(self, runtime: Runtime) -> None:
         """Run the jobs that an earlier process left behind. The runtime starts before this, and stops after it."""
         self._runtime = runtime
+        self._folder = self._settings.jobs.folder or runtime.scratch.path
         if self._settings.jobs.folder is None:
             self._store = self._open_store(runtime.scratch.path / "jobs")
         self._writers = begin_threads(WRITE_THREADS, "write")
@@ -82,11 +83,6 @@ class AsyncJobs:
         self._folder_threads.start()
         runtime.checks.append(lambda: self._problem)
         runtime.unfinished.append(self._is_busy)
-        folder, jobs = self._settings.jobs.folder or runtime.scratch.path, self._settings.jobs
-        runtime.disk_usages |= {
-            "jobs": lambda: measure_disk(folder, self._store.nbytes, jobs.quota_bytes),
-            "stacks": lambda: measure_disk(folder, self.stacks.nbytes, jobs.stacks_bytes),
-        }
         self._keeper.start()
 
     def stop(self) -> None:
@@ -110,6 +106,14 @@ class AsyncJobs:
         self._writers.shutdown()
         self.runner.record_failures()
         self._store.close()
+
+    def measure_jobs(self) -> DiskUsage:
+        """Measure the files of jobs. Jobs have started."""
+        return measure_disk(self._folder, self._store.nbytes, self._settings.jobs.quota_bytes)
+
+    def measure_stacks(self) -> DiskUsage:
+        """Measure the stacks that were uploaded to be kept. Jobs have started."""
+        return measure_disk(self._folder, self.stacks.nbytes, self._settings.jobs.stacks_bytes)
 
     def _is_busy(self) -> bool:
         """Whether a job runs or is being written."""

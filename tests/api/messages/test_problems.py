@@ -194,7 +194,7 @@ def test_what_became_of_the_process_that_reads_files_is_told(
         until(lambda: service.runtime.read_threads.waiting == 0)
         before = client.get("/health").json()["degraded"]
         service.runtime.reader.close()
-        service.runtime.reader = Reader(
+        service.runtime._readers.reader = Reader(
             memory_bytes=2**29, seconds=30, decoded_bytes=2**20, processes=1, module=doomed_reader.__name__
         )
         response = client.post("/segment", params={"axes": "ZYX"}, content=packed.getvalue(), headers=TIFF)

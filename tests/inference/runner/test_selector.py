@@ -18,7 +18,7 @@ from service.core.telemetry import Progress
 from service.core.types import Segmentation
 from service.engine import backends
 from service.engine.tuning.plans import EngineConfig
-from service.inference.runner.estimator import default_batch_size
+from service.inference.runner.engine_builder import default_batch_size
 from service.inference.runner.selector import EngineSelector
 from service.models.loader import load_network
 
