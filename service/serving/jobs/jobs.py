@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from service.core.config import Settings
-from service.core.errors import BadParameter, NotFinished, ResultGone
+from service.core.errors import BadParameter, NotFinished, NotReady, ResultGone
 from service.core.types import Description
 from service.serving.devices.queue.job_queue import JobQueue
 from service.serving.devices.queue.threads import JobThreads
@@ -49,6 +49,8 @@ class AsyncJobs:
         self._settings, self.keep_seconds = settings, settings.jobs.keep_hours * 3600
         self._store: JobStore
         self.stacks: StackStore
+        # None until the jobs have started.
+        self._folder: Path | None = None
         if settings.jobs.folder is not None:
             self._store = self._open_store(settings.jobs.folder)
         self.runner: JobRunner
@@ -108,12 +110,17 @@ class AsyncJobs:
         self._store.close()
 
     def measure_jobs(self) -> DiskUsage:
-        """Measure the files of jobs. Jobs have started."""
-        return measure_disk(self._folder, self._store.nbytes, self._settings.jobs.quota_bytes)
+        """Measure the files of jobs. Raises NotReady before the jobs have started."""
+        return measure_disk(self._started_folder(), self._store.nbytes, self._settings.jobs.quota_bytes)
 
     def measure_stacks(self) -> DiskUsage:
-        """Measure the stacks that were uploaded to be kept. Jobs have started."""
-        return measure_disk(self._folder, self.stacks.nbytes, self._settings.jobs.stacks_bytes)
+        """Measure the stacks that were uploaded to be kept. Raises NotReady before the jobs have started."""
+        return measure_disk(self._started_folder(), self.stacks.nbytes, self._settings.jobs.stacks_bytes)
+
+    def _started_folder(self) -> Path:
+        if self._folder is None:
+            raise NotReady("The jobs have not started.")
+        return self._folder
 
     def _is_busy(self) -> bool:
         """Whether a job runs or is being written."""
