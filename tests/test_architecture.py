@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from collections.abc import Iterator
 from functools import cache
@@ -132,3 +133,9 @@ def test_packages_have_few_entries() -> None:
 def test_few_lines_are_exempt_from_rules() -> None:
     exempt = sum(path.read_text(encoding="utf-8").count("# noqa") for path in MODULES.values())
     assert exempt <= MAX_NOQA
+
+
+def test_modules_that_documents_name_exist() -> None:
+    for document in (ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"):
+        for name in re.findall(r"`([\w/]+\.(?:py|js|cpp|hpp))`", document.read_text(encoding="utf-8")):
+            assert (ROOT / name).is_file() or any(ROOT.glob(f"service/**/{name}")), (document.name, name)

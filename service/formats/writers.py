@@ -1,4 +1,4 @@
-"""Write a segmentation in the form that the name of its file asks for."""
+"""Write a segmentation in the format that the suffix of its file name selects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_zarr(path: Path) -> bool:
 
 
 def write(segmentation: Segmentation, path: Path, origin: Mapping[str, str]) -> None:
-    """Write OME-TIFF, OME-Zarr, .npy or NIfTI, after the end of the name.
+    """Write OME-TIFF, OME-Zarr, .npy or NIfTI, depending on the suffix of the name.
 
     origin  describes how the segmentation was made; .npy and NIfTI have no place for it
 

@@ -1,4 +1,4 @@
-"""Read what a request asks for: one volume or several time points, and the channels that objects are measured in."""
+"""Read the pixels of a request: one volume or several time points, and the channels to measure objects in."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PixelSource:
     inspect     describes a selection
     link        how objects of several time points get one number; None: they do not
     measured    whether objects are measured, in every channel of the file
-    drop        deletes decoded pixels that nobody waits for any more
+    drop        deletes decoded pixels once the request was cancelled
     """
 
     read: Callable[[Selection], Volume]

@@ -78,7 +78,7 @@ class ReceivedStack(Protocol):
 
 
 class DeviceRequest(NamedTuple):
-    """What a device is asked for: a model, what it is to segment, how, and for whom."""
+    """A segmentation to queue: the model, the pixels, the options and the caller."""
 
     spec: ModelSpec
     pixels: Volume | Series
