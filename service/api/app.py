@@ -12,7 +12,6 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api.access.authentication import (
@@ -24,7 +23,6 @@ from service.api.access.authentication import (
     TrustedHosts,
 )
 from service.api.access.middleware import DrainBody, RequestLog, SecurityHeaders
-from service.api.http.direct_route import DirectDispatch
 from service.api.http.threads import begin_file_threads
 from service.api.messages.problems import (
     EXCEPTION_HANDLERS,
@@ -130,9 +128,6 @@ def create_app(settings: Settings, parts: Parts = DEFAULT_PARTS) -> FastAPI:
     ]
     for module in _ENDPOINTS:
         app.include_router(module.router)
-    app.add_middleware(DirectDispatch, routes=app.state.endpoints)
-    # Direct routes lie outside of the handlers that FastAPI itself puts around its routes.
-    app.add_middleware(ExceptionMiddleware, handlers=EXCEPTION_HANDLERS)
     for kind, handler in EXCEPTION_HANDLERS.items():
         app.add_exception_handler(kind, handler)
     app.add_exception_handler(Exception, UNEXPECTED_HANDLER)

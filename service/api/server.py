@@ -18,7 +18,6 @@ from starlette.types import ASGIApp
 
 from service.api.app import create_app
 from service.api.http.data_rate import Patience
-from service.api.http.joined_writes import JoiningConnection
 from service.api.http.listener import Listener, limit_connections
 from service.api.http.protocol import Connection
 from service.core.config import Settings
@@ -140,7 +139,7 @@ def build_config(app: ASGIApp, **more: Any) -> uvicorn.Config:
     """Return the configuration of uvicorn for an application; `more` are further arguments of it."""
     return uvicorn.Config(
         app,
-        http=JoiningConnection,
+        http=Connection,
         ws="none",
         # `Listener` is asked for connections by asyncio's own loop alone.
         loop="asyncio",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 import weakref
 from collections import deque
 from http import HTTPStatus
@@ -20,7 +21,7 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service.api.http.data_rate import DataRate, Patience, count_acknowledged, count_unsent, keep_alive
-from service.api.http.reading import READ_AHEAD_BYTES, READ_BUFFER, ReadFlow
+from service.api.http.flow_control import READ_AHEAD_BYTES, ClosedOnce, ReadFlow
 from service.api.http.refusals import MAX_HEAD_BYTES, Refusal, Refused, check_head, check_headers
 from service.api.messages.headers import choose_request_id, get_header
 from service.api.messages.problems import status_of
@@ -29,6 +30,8 @@ from service.core.errors import Cancelled, NotReady, OutOfMemory, RequestError, 
 
 log = logging.getLogger("service.access")
 
+# Bytes read at a time, and so the most that a request holds of its body before it asks for more.
+READ_BYTES = 2 * 2**20
 # Requests that a client may send before the answer to the first.
 MAX_UNANSWERED = 16
 # How often the system is asked whether a client that has ended its side has hung up.
@@ -37,10 +40,15 @@ PROBE_SECONDS = 0.2
 FIRST_REQUEST_SECONDS = 1.0
 
 
-def close(transport: asyncio.Transport) -> None:
-    """Close a transport unless that was done: one of TLS that is closed twice can neither be asked nor aborted."""
-    if not transport.is_closing():
-        transport.close()
+class _ReadBuffer(threading.local):
+    """Memory that an event loop reads to, shared by all connections: bytes are taken out before the loop goes on."""
+
+    def __init__(self) -> None:
+        # A view, whose slices are the same memory: the TLS transport slices what `get_buffer` returns.
+        self.memory = memoryview(bytearray(READ_BYTES))
+
+
+_READ_BUFFER = _ReadBuffer()
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:
@@ -69,7 +77,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
         """Start reading."""
-        super().connection_made(transport)
+        super().connection_made(ClosedOnce(transport))  # type: ignore[arg-type] # all methods that are used
         self.flow = ReadFlow(transport, weakref.WeakMethod(self._count_unread))
         self._receiving, self._sending = DataRate(), DataRate()
         self._head_since = self._last_received = self.loop.time()
@@ -84,7 +92,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         """Return the memory for the next bytes."""
         # Bytes that come belong to the newest request, but it is the oldest one that has asked for its body.
         wanted = self.flow.body_asked and not self.pipeline and self.cycle.more_body and not self._count_unread()
-        return READ_BUFFER.memory if wanted else READ_BUFFER.memory[:READ_AHEAD_BYTES]
+        return _READ_BUFFER.memory if wanted else _READ_BUFFER.memory[:READ_AHEAD_BYTES]
 
     def _count_unread(self) -> int:
         """Return bytes of bodies that were read and not received."""
@@ -97,7 +105,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._framing_bytes += nbytes
         self._received += nbytes
         self._last_received = self.loop.time()
-        with READ_BUFFER.memory[:nbytes] as data:
+        with _READ_BUFFER.memory[:nbytes] as data:
             self.data_received(data)  # type: ignore[arg-type] # the parser takes any buffer
         if self.cycle is not None and self.cycle.more_body and self._count_unread() >= READ_AHEAD_BYTES:
             # Until the request has received them. Fewer bytes are mostly received by the next turn of the loop, and the
@@ -150,7 +158,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._refuse(refusal)
         elif self._end_input():
             return
-        close(self.transport)
+        self.transport.close()
 
     def eof_received(self) -> bool:  # type: ignore[override] # uvicorn closes every connection
         """Keep a connection whose client has ended its own side alone until its requests are answered."""
@@ -187,11 +195,6 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self.transport.abort()
         else:
             self.loop.call_later(PROBE_SECONDS, self._abort_if_broken)
-
-    def shutdown(self) -> None:
-        """Close the connection, now or once the answer is complete."""
-        if not self.transport.is_closing():
-            super().shutdown()
 
     def close_if_stalled(self, seconds: float) -> None:
         """Close the connection of a stopping service, unless an answer is owed or a first request still arrives.
@@ -330,20 +333,18 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def on_body(self, body: bytes) -> None:
         """Hand a piece of a body to its request."""
         self._framing_bytes = 0
-        if not self.cycle.response_complete:
-            self._append_body(body)
-            self.cycle.message_event.set()
+        if self.cycle.response_complete:
+            return
+        waiting: bytes | bytearray = self.cycle.body
+        if isinstance(waiting, bytearray) and waiting:
+            waiting += body
+        else:
+            # Mostly none wait, and the piece is not copied.
+            self.cycle.body = bytearray(waiting + body) if waiting else body  # type: ignore[assignment]
+        self.cycle.message_event.set()
 
     def on_message_complete(self) -> None:
         """End a request after the parser has read all of it."""
         self._framing_bytes = 0
         if not self.parser.should_upgrade():
             super().on_message_complete()
-
-    def _append_body(self, body: bytes) -> None:
-        """Append to the bytes that wait to be received; mostly none wait, and the piece is not copied."""
-        waiting: bytes | bytearray = self.cycle.body
-        if isinstance(waiting, bytearray) and waiting:
-            waiting += body
-        else:
-            self.cycle.body = bytearray(waiting + body) if waiting else body  # type: ignore[assignment]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse
 
-from service.api.dependencies import get_async_jobs, get_runtime
-from service.api.http.direct_route import DirectRoute
+from service.api.dependencies import AsyncJobsDependency, RuntimeDependency
 from service.api.http.threads import FILE_THREADS, HOST_FILE_THREADS, follow, run_while_connected
 from service.api.messages.results import ANSWER, ResultResponse
 from service.api.requests.admission import PREFER, REQUEST, RESPOND_ASYNC, admit, prefers_async, select_model
@@ -17,7 +16,7 @@ from service.core.errors import Cancelled, NotReady
 from service.serving.runtime import Runtime
 from service.serving.segmentation import SegmentationTask
 
-router = APIRouter(tags=["segmentation"], route_class=DirectRoute)
+router = APIRouter(tags=["segmentation"])
 
 
 @router.post(
@@ -26,7 +25,7 @@ router = APIRouter(tags=["segmentation"], route_class=DirectRoute)
     responses=ANSWER | ACCEPTED,
     openapi_extra=REQUEST | {"parameters": [*REQUEST["parameters"], PREFER]},
 )
-async def segment(request: Request) -> Response:
+async def segment(request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency) -> Response:
     """Segment a 3D stack.
 
     Post the TIFF itself (`curl --data-binary @stack.tif`), or a form with the field `file`, or name a file of the
@@ -35,10 +34,9 @@ async def segment(request: Request) -> Response:
     `Accept` chooses the form of the labels as at `GET /jobs/{id}/result`.
     With `Prefer: respond-async` the answer is that of `POST /jobs`.
     """
-    runtime = await get_runtime(request)
     query, spec = await admit(request, runtime)
     if prefers_async(request):
-        response = await accept_job(request, runtime, await get_async_jobs(request), query)
+        response = await accept_job(request, runtime, async_jobs, query)
         response.headers["Preference-Applied"] = RESPOND_ASYNC
         return response
     async with receive_file(request, query) as stack:

@@ -37,8 +37,8 @@ from sockets import (
 from starlette.types import Receive, Scope, Send
 
 from service.api.access.middleware import RequestLog
-from service.api.http.protocol import MAX_UNANSWERED, PROBE_SECONDS, Connection
-from service.api.http.reading import READ_AHEAD_BYTES, READ_BYTES
+from service.api.http.flow_control import READ_AHEAD_BYTES
+from service.api.http.protocol import MAX_UNANSWERED, PROBE_SECONDS, READ_BYTES, Connection
 from service.api.http.refusals import MAX_HEAD_BYTES, MAX_HEADERS
 from service.api.messages.problems import Problem
 from service.api.server import build_config

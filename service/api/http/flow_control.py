@@ -1,29 +1,30 @@
-"""How the bytes of a connection are read: into one buffer, and few of a body that is not asked for."""
+"""The transport of a connection as uvicorn sees it: closed once, and read only as far as a request asks for."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
-# Bytes read at a time, and so the most that a request holds of its body before it asks for more.
-READ_BYTES = 2 * 2**20
 # Bytes read of a body that nobody has asked for: its request waits for its turn, or for admission.
 READ_AHEAD_BYTES = 2**16
 
 
-class _ReadBuffer(threading.local):
-    """Memory that an event loop reads to, shared by all connections: bytes are taken out before the loop goes on."""
+class ClosedOnce:
+    """A transport that may be closed twice: one of TLS could then be neither asked nor aborted."""
 
-    def __init__(self) -> None:
-        # A view, whose slices are the same memory: the TLS transport slices what `get_buffer` returns.
-        self.memory = memoryview(bytearray(READ_BYTES))
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
-READ_BUFFER = _ReadBuffer()
+    def close(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.close()
 
 
 class ReadFlow(FlowControl):
