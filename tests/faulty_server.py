@@ -27,7 +27,7 @@ from service.core.hardware import devices
 from service.core.hardware.devices import Driver
 from service.models.spec import ModelSpec
 from service.serving.build import Parts
-from service.serving.devices.local.segmenter import Segmenter
+from service.serving.devices.local.model import Segmenter
 
 
 class FaultyDevice(SeparateDevice):

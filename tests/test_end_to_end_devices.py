@@ -18,7 +18,7 @@ from torch import Tensor
 
 from service.core.errors import DeviceLost
 from service.models.network import Network
-from service.serving.devices.local.segmenter import Segmenter
+from service.serving.devices.local.model import Segmenter
 
 SECONDS = 0.05
 

@@ -17,7 +17,7 @@ from runtimes import loaded_segmenter
 from torch import Tensor
 
 from service.models.network import Network
-from service.serving.devices.local.segmenter import Segmenter
+from service.serving.devices.local.model import Segmenter
 
 ROOM = 4
 SECONDS = 0.1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from service.core.errors import DeviceLost
 from service.serving.devices.cluster.actor import WorkerLost
 from service.serving.devices.cluster.device_actor import DeviceActor, actor_settings
 from service.serving.devices.cluster.exchange import Outcome
-from service.serving.devices.local.segmenter import Segmenter
+from service.serving.devices.local.model import Segmenter, load_model
 
 
 def remote(folder: Path, shared: Path, **sections: Any) -> Settings:
@@ -25,7 +26,7 @@ def remote(folder: Path, shared: Path, **sections: Any) -> Settings:
 
 
 def make_device_actor(settings: Settings, load: Any = Segmenter) -> ThreadActor:
-    return ThreadActor(lambda: DeviceActor(actor_settings(settings), load))
+    return ThreadActor(lambda: DeviceActor(actor_settings(settings), partial(load_model, load)))
 
 
 class SilentActor:

@@ -13,8 +13,8 @@ from service.engine.compile import torch_compile
 from service.serving.devices.cluster.cluster_devices import ConnectCluster, open_cluster
 from service.serving.devices.cluster.ray_cluster import connect_cluster
 from service.serving.devices.device import loaded_bytes
-from service.serving.devices.local.device import LoadSegmenter, LocalDevice, LocalParts
-from service.serving.devices.local.segmenter import Segmenter
+from service.serving.devices.local.device import LocalDevice, LocalParts
+from service.serving.devices.local.model import MakeSegmenter, Segmenter, load_model
 from service.serving.devices.local.settings import split_settings
 from service.serving.devices.model_registry import ModelRegistry
 from service.serving.devices.pool import DevicePool
@@ -40,9 +40,9 @@ class Parts(NamedTuple):
     connect        returns what asks the cluster for an actor
     """
 
-    load: LoadSegmenter = Segmenter
+    load: MakeSegmenter = Segmenter
     choose_driver: Callable[[str | None], Driver] = lambda _name: devices
-    connect: ConnectCluster = partial(connect_cluster, load=Segmenter)
+    connect: ConnectCluster = partial(connect_cluster, load=partial(load_model, Segmenter))
 
 
 DEFAULT_PARTS = Parts()
@@ -77,7 +77,7 @@ def build(settings: Settings, parts: Parts = DEFAULT_PARTS) -> Service:
 def build_runtime(settings: Settings, parts: Parts = DEFAULT_PARTS) -> Runtime:
     """Create what requests use, without jobs and trainings. Raises ConfigError."""
     host_files, metrics, loading_lock = HostFiles(settings.references), Metrics(), torch_compile.LoadingLock()
-    shared = LocalParts(parts.load, metrics, loading_lock)
+    shared = LocalParts(partial(load_model, parts.load), metrics, loading_lock)
     local = [LocalDevice(name, own, shared, parts.choose_driver(name)) for name, own in split_settings(settings)]
     cluster = open_cluster(settings, parts.connect, metrics)
     devices = DevicePool(local, [device.watchdog for device in local], cluster)

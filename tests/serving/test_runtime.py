@@ -22,7 +22,7 @@ from service.core.errors import (
 )
 from service.core.types import Options, Volume
 from service.serving.build import build_runtime
-from service.serving.devices.local.segmenter import Segmenter
+from service.serving.devices.local.model import Segmenter
 from service.serving.devices.reservation import Reservation
 from service.serving.runtime import Runtime
 from service.serving.segmentation import DeviceRequest, queue_work

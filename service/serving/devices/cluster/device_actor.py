@@ -28,7 +28,7 @@ from service.serving.devices.cluster.exchange import (
     Task,
     store_result,
 )
-from service.serving.devices.local.device import LoadSegmenter, LocalDevice, LocalParts
+from service.serving.devices.local.device import LoadModel, LocalDevice, LocalParts
 from service.serving.devices.queue.job import Job, Needs
 from service.serving.devices.reservation import Reservation
 from service.serving.metrics import Metrics
@@ -62,10 +62,10 @@ class DeviceActor:
     """The owner of one device in a process of its own. Methods are called by several threads at a time.
 
     settings  of `actor_settings`
-    load      makes a segmenter of a model
+    load      loads a model onto the device
     """
 
-    def __init__(self, settings: Settings, load: LoadSegmenter) -> None:
+    def __init__(self, settings: Settings, load: LoadModel) -> None:
         configure_logging(settings.logging.level, settings.logging.format)
         self._device = LocalDevice(None, settings, LocalParts(load, Metrics(), torch_compile.LoadingLock()))
         self._device.start({}, ())

@@ -18,7 +18,7 @@ from service.core.errors import ConfigError
 from service.core.sections.computing import Cluster
 from service.serving.devices.cluster.actor import Actor, MakeActor, WorkerLost
 from service.serving.devices.cluster.device_actor import DeviceActor, actor_settings
-from service.serving.devices.local.device import LoadSegmenter
+from service.serving.devices.local.device import LoadModel
 
 # Calls that last as long as a request; others have threads of their own.
 LONG_CALLS = frozenset({"load", "segment", "estimate_diameter", "run_block"})
@@ -27,10 +27,10 @@ CONTROL_THREADS = 2
 log = logging.getLogger(__name__)
 
 
-def connect_cluster(settings: Settings, load: LoadSegmenter) -> MakeActor:
+def connect_cluster(settings: Settings, load: LoadModel) -> MakeActor:
     """Connect to the cluster, and return what asks it for an actor, which Ray starts when it has a place for it.
 
-    load  makes a segmenter of a model in the actor
+    load  loads a model onto the actor's device
 
     Raises ConfigError where Ray is not installed, the cluster does not answer, or does not ask for a token.
     """

@@ -16,8 +16,7 @@ from service.inference.runner.estimator import Estimator
 from service.inference.windows.batching.batcher import make_batcher
 from service.models.spec import ModelSpec
 from service.serving.devices.device import DeviceState, Scheduler, make_queue
-from service.serving.devices.local.model import LocalModel, ModelPlace
-from service.serving.devices.local.torch_device import TorchDevice
+from service.serving.devices.local.torch_device import ModelPlace, TorchDevice
 from service.serving.devices.local.watchdog import Watchdog
 from service.serving.devices.models.eviction import LoadedModel
 from service.serving.devices.models.guess import HOST_WEIGHT_COPIES, guess_estimator
@@ -27,7 +26,7 @@ from service.serving.devices.queue.memory import JobMemory
 from service.serving.metrics import Metrics
 
 if TYPE_CHECKING:
-    from service.serving.devices.local.segmenter import Segmenter
+    from service.serving.devices.local.model import LocalModel
 
 # Requests that run on a GPU at the same time: one is prepared, the windows of another are computed, and the labels of
 # two more are decoded and written.
@@ -35,17 +34,18 @@ GPU_JOBS = 4
 # Age up to which a measurement of the free memory is used again.
 FREE_MEMORY_SECONDS = 0.02
 
-LoadSegmenter = Callable[[ModelSpec, Settings, Driver], "Segmenter"]
+
+LoadModel = Callable[[ModelSpec, Settings, ModelPlace], "LocalModel"]
 
 
 class LocalParts(NamedTuple):
     """What all devices of this host share.
 
-    load          makes a segmenter of a model
+    load          loads a model onto a device
     loading_lock  held while a model is loaded
     """
 
-    load: LoadSegmenter
+    load: LoadModel
     metrics: Metrics
     loading_lock: torch_compile.LoadingLock
 
@@ -53,13 +53,11 @@ class LocalParts(NamedTuple):
 class LocalLoader:
     """Loads models on a device of this host, as `ModelLoader`.
 
-    load      makes a segmenter of a model
+    load      loads a model onto the device
     may_tune  returns whether ways to run a model of this name may race before it runs, which takes minutes
     """
 
-    def __init__(
-        self, settings: Settings, load: LoadSegmenter, place: ModelPlace, may_tune: Callable[[str], bool]
-    ) -> None:
+    def __init__(self, settings: Settings, load: LoadModel, place: ModelPlace, may_tune: Callable[[str], bool]) -> None:
         self._settings, self._load, self._place, self._may_tune = settings, load, place, may_tune
 
     @property
@@ -68,17 +66,17 @@ class LocalLoader:
         return HOST_WEIGHT_COPIES if self._place.device.on_host else 1
 
     def load(self, spec: ModelSpec) -> LocalModel:
-        """Load a model and make it ready to run. Raises what `Segmenter` raises, and DeviceLost."""
+        """Load a model and make it ready to run. Raises what `ModelRunner` raises, and DeviceLost."""
         device = self._place.device
         with device.report_loss():
-            segmenter = self._load(spec, self._settings, device.driver)
-            warm_up = partial(segmenter.warm_up, tune=self._may_tune(spec.name))
+            model = self._load(spec, self._settings, self._place)
+            warm_up = partial(model.segmenter.warm_up, tune=self._may_tune(spec.name))
             if device.on_host:
                 warm_up()
             else:
                 # Recorded graphs belong to the thread that recorded them.
                 self._place.batcher.call(partial(contextvars.copy_context().run, warm_up))
-        return LocalModel(segmenter, self._place)
+        return model
 
     def free_memory(self) -> None:
         """Free cycles of objects that an unloaded model has left behind, and memory that torch keeps for later."""

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from service.core.config import Settings
+from service.core.hardware.devices import Driver
 from service.core.types import Options, Volume
 from service.inference.runner.callbacks import Callbacks
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import estimate_diameter, segment
 from service.models.spec import ModelSpec
-from service.serving.devices.local.torch_device import TorchDevice
-from service.serving.devices.models.model import JobCounters, ReportProgress, needs_of
+from service.serving.devices.models.model import ReportProgress, needs_of
 from service.serving.devices.queue.job import Job
 
 if TYPE_CHECKING:
     from service.inference.runner.callbacks import RunWindows
     from service.inference.runner.estimator import Estimator
     from service.inference.types import EngineReport, Estimate, PlannedRequest, Result, Sizing
-    from service.inference.windows.batching.batcher import WindowBatcher
-    from service.serving.devices.local.segmenter import Segmenter
+    from service.serving.devices.local.torch_device import ModelPlace
 
 
-class ModelPlace(NamedTuple):
-    """The device that a model is loaded on; `batcher` computes the windows of all requests together."""
+class Segmenter(ModelRunner):
+    """A model runner with the calls of a `LocalModel`."""
 
-    device: TorchDevice
-    batcher: WindowBatcher
-    counters: JobCounters
+    def segment(self, volume: Volume, options: Options, request: PlannedRequest | None, callbacks: Callbacks) -> Result:
+        """Segment a volume, as `service.inference.segment.segment` does."""
+        return segment(self, volume, options, request, callbacks)
+
+    def estimate_diameter(self, volume: Volume, options: Options, callbacks: Callbacks) -> Sizing | None:
+        """Estimate the diameter of the objects, as `service.inference.segment.estimate_diameter` does."""
+        return estimate_diameter(self, volume, options, callbacks)
 
 
 class LocalModel:
-    """A segmenter that is warmed up, as `DeviceModel`."""
+    """A segmenter on a device, as `DeviceModel`. It segments once the segmenter is warmed up."""
 
     def __init__(self, segmenter: Segmenter, place: ModelPlace) -> None:
         self.segmenter, self._place = segmenter, place
@@ -72,3 +79,11 @@ class LocalModel:
         """Return what computes windows for a job, and counts them."""
         count = partial(self._place.counters.count_share, job, self.spec.name)
         return partial(self._place.batcher.run, due=job.due, share=count)
+
+
+MakeSegmenter = Callable[[ModelSpec, Settings, Driver], Segmenter]
+
+
+def load_model(make: MakeSegmenter, spec: ModelSpec, settings: Settings, place: ModelPlace) -> LocalModel:
+    """Load a model onto a device, with a segmenter that `make` makes. Raises what `ModelRunner` raises."""
+    return LocalModel(make(spec, settings, place.device.driver), place)

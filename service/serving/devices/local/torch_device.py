@@ -5,10 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, NamedTuple
 
 from service.core.hardware import devices, host
 from service.core.hardware.devices import Driver
 from service.serving.devices.queue.job import FreeMemory
+
+if TYPE_CHECKING:
+    from service.inference.windows.batching.batcher import WindowBatcher
+    from service.serving.devices.models.model import JobCounters
 
 
 class TorchDevice:
@@ -62,3 +67,11 @@ class TorchDevice:
     def _find_loss(self, error: Exception) -> None:
         with suppress(Exception), self._probing, self.report_loss():
             raise error
+
+
+class ModelPlace(NamedTuple):
+    """The device that a model is loaded on; `batcher` computes the windows of all requests together."""
+
+    device: TorchDevice
+    batcher: WindowBatcher
+    counters: JobCounters

@@ -30,7 +30,7 @@ from service.serving.devices.cluster.actor_pool import ActorPool
 from service.serving.devices.cluster.device_actor import actor_settings
 from service.serving.devices.cluster.exchange import ABANDONED_SECONDS, MARKER, Exchange, Task
 from service.serving.devices.cluster.remote_actor import POLL_SECONDS, STATUS_SECONDS
-from service.serving.devices.local.segmenter import Segmenter
+from service.serving.devices.local.model import Segmenter
 
 Service = tuple[Live, list[ThreadActor]]
 
