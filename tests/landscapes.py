@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from service.core.types import Objects
+from service.inference.cuda.watershed import WholeWatershed
 from service.inference.decoding.basin_merging import Persistence
-from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed, WholeWatershed
+from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed
 from service.inference.decoding.watershed import Basins, Planes, Watershed, foreground_codes
 from service.inference.decoding.watershed_kernel import BLOCK_VOXELS, WatershedKernel, WatershedParameters
 

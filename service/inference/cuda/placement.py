@@ -10,6 +10,7 @@ import torch
 from service.core.hardware.devices import Driver
 from service.core.types import Volume
 from service.inference.cuda.device_image import DeviceImage, SentVolume
+from service.inference.cuda.watershed import WholeWatershed
 from service.inference.decoding.decoders import Decoder, HostDecoder
 from service.inference.preprocessing.normalize import NormalisedImage
 from service.inference.preprocessing.resample import ResampledImage
@@ -44,4 +45,4 @@ class DevicePlacement:
 
     def choose_decoder(self, make: Callable[..., Decoder], plan: Plan, /) -> Callable[[], Decoder]:
         """Return what decodes on the device with all scores at once, or on the host where its memory is too small."""
-        return partial(HostDecoder, make) if plan.decode_on_host else partial(make, whole=True)
+        return partial(HostDecoder, make) if plan.decode_on_host else partial(make, start=WholeWatershed)

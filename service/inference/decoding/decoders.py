@@ -17,8 +17,8 @@ from torch import Tensor
 from service.core.buffers import LARGE_BYTES, Allocate, release_pages
 from service.core.quantities import Size, VoxelSize
 from service.core.types import OutputKind, Segmentation
-from service.inference.decoding.instances import InstanceDecoder
-from service.inference.decoding.streaming import WHOLE_NEIGHBOURS, WHOLE_VOXELS, logit, threshold_mask
+from service.inference.decoding.instances import InstanceDecoder, StartWatershed
+from service.inference.decoding.streaming import logit, threshold_mask
 from service.inference.decoding.watershed_kernel import CPU, choose_block, watershed_kernel
 from service.models.spec import Instances, ModelSpec
 
@@ -47,18 +47,18 @@ def make_decoder(  # noqa: PLR0913
     voxel_size: VoxelSize | None,
     allocate: Allocate = np.zeros,
     *,
-    whole: bool = False,
+    start: StartWatershed | None = None,
 ) -> Decoder:
     """Return the decoder for an output of this model; `size` is (Z, Y, X), `allocate` makes the result array.
 
-    whole  as of an `InstanceDecoder`
+    start  as of an `InstanceDecoder`
     """
     if output == "probabilities":
         return ProbabilityDecoder(spec, size, voxel_size, allocate)
     if isinstance(spec.decoding, Instances):
         if output == "classes":
             return ForegroundDecoder(spec, spec.decoding, size, voxel_size, allocate)
-        return InstanceDecoder(spec, spec.decoding, size, voxel_size, whole=whole)
+        return InstanceDecoder(spec, spec.decoding, size, voxel_size, start=start)
     return ClassDecoder(spec, size, voxel_size, allocate)
 
 
@@ -76,15 +76,14 @@ class HostDecoder:
 
 
 class DecodingMemory(NamedTuple):
-    """Peak bytes of decoding and its result: in the host's memory, in a separate device's memory, and on disk."""
+    """Peak bytes of decoding and its result: in the host's memory, and on disk."""
 
     host: int
-    device: int = 0
     disk: int = 0
 
 
-def estimate_decoding(spec: ModelSpec, output: OutputKind, size: Size, *, on_host: bool) -> DecodingMemory:
-    """Estimate the memory for decoding a volume of `size` (Z, Y, X) with scores on the host or on a device."""
+def estimate_decoding(spec: ModelSpec, output: OutputKind, size: Size) -> DecodingMemory:
+    """Estimate the memory for decoding a volume of `size` (Z, Y, X) on the host."""
     voxels = math.prod(size)
     if output != "labels":
         # The result is gathered on the host, wherever the scores are.
@@ -93,19 +92,13 @@ def estimate_decoding(spec: ModelSpec, output: OutputKind, size: Size, *, on_hos
     # The kernel keeps the key of every voxel in a block of planes and one more on either side. For foreground, hardly
     # more than three of four voxels even in crowded stacks, it keeps their places and targets.
     block = min(voxels, choose_block(size) + 2 * size[1] * size[2])
-    if on_host and watershed_kernel.supports(CPU, size):
+    if watershed_kernel.supports(CPU, size):
         # Each voxel has the number of its piece, and its label in two bytes up to 65535 objects. By measurement, pieces
         # of dense tissues and the passes between them take two to four bytes a voxel, up to six without clear peaks.
         return DecodingMemory((4 + 3 * 8 // 4) * block + (4 + 2 + 4) * voxels)
     # Torch needs some nine 32-bit arrays for a block, then pieces and labels, and by measurement two bytes for the
     # passes between crowded objects.
-    if on_host:
-        return DecodingMemory(36 * block + 8 * voxels)
-    plane = (size[1] + 2) * (size[2] + 2)
-    block = min(size[0] * plane, WHOLE_VOXELS) + 2 * plane
-    # Besides: heights, foreground and its code of every voxel, and the neighbours of some. The host receives the labels
-    # and the numbers of pieces that they are looked up by.
-    return DecodingMemory(8 * voxels, 36 * block + (8 + 6) * voxels + 600 * WHOLE_NEIGHBOURS)
+    return DecodingMemory(36 * block + 8 * voxels)
 
 
 def split_planes(z0: int, scores: Tensor) -> Iterator[tuple[int, Tensor]]:

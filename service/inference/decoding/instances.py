@@ -7,7 +7,7 @@ rows are computed; ties are broken by the same places as along z, so the basins 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from service.core.types import Objects, Segmentation, label_dtype
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.fill_holes import fill_holes
 from service.inference.decoding.smoothing import Smoother
-from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed, WholeWatershed, logit
+from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed, logit
 from service.inference.decoding.watershed import Planes
 from service.inference.decoding.watershed_kernel import WatershedKernel, WatershedParameters, watershed_kernel
 from service.models.spec import Instances, ModelSpec
@@ -27,13 +27,16 @@ from service.models.spec import Instances, ModelSpec
 # Mean probability of foreground that no object has to exceed for the sake of others that are more certain.
 CERTAIN = 0.9
 
+StartWatershed = Callable[[Planes, float, Persistence], StreamingWatershed]
+"""Begins a watershed of some planes, with the least score of the foreground and the persistence of objects."""
+
 
 class InstanceDecoder:
     """Decoder of objects, numbered from 1 in the order of the places of their peaks.
 
     It keeps one int32 per voxel, and the distances of planes that are not complete.
 
-    whole  decodes once all scores are there, by torch on the device of these, without waiting for it before
+    start  begins the watershed; None: the kernel does, or torch where that cannot
     """
 
     def __init__(  # noqa: PLR0913
@@ -44,9 +47,9 @@ class InstanceDecoder:
         voxel_size: VoxelSize | None,
         kernel: WatershedKernel = watershed_kernel,
         *,
-        whole: bool = False,
+        start: StartWatershed | None = None,
     ) -> None:
-        self._whole = whole
+        self._start = start
         self._decoding, self._voxel_size, self._size = decoding, voxel_size, size
         self._foreground = spec.outputs.index(decoding.foreground)
         self._distance = spec.outputs.index(decoding.distance)
@@ -91,8 +94,8 @@ class InstanceDecoder:
     def _get_watershed(self, device: torch.device, *, along_y: bool) -> StreamingWatershed:
         if self._watershed is None:
             planes = Planes(self._size, device, along_y)
-            if self._whole:
-                self._watershed = WholeWatershed(planes, self._threshold, self._persistence)
+            if self._start is not None:
+                self._watershed = self._start(planes, self._threshold, self._persistence)
             elif self._kernel.supports(device, self._size):
                 parameters = WatershedParameters(self._threshold, self._persistence.depth, self._persistence.logits)
                 self._watershed = self._kernel.start(self._size, parameters, along_y=along_y)

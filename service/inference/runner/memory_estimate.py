@@ -12,7 +12,8 @@ from torch import nn
 from service.core.quantities import Size
 from service.core.types import Extent
 from service.inference.cuda.device_image import buffer_bytes, image_bytes, sent_bytes
-from service.inference.decoding.decoders import estimate_decoding
+from service.inference.cuda.watershed import watershed_bytes
+from service.inference.decoding.decoders import DecodingMemory, estimate_decoding
 from service.inference.decoding.watershed_kernel import CPU
 from service.inference.preprocessing.resample import working_size
 from service.inference.types import Estimate, Plan
@@ -39,7 +40,10 @@ def estimate(
     grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
     under = _count_voxels_under(grid, stored)
     at_once = min(load.streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
-    decoding = estimate_decoding(spec, plan.output, size, on_host=load.on_host or plan.decode_on_host)
+    decoding, decoding_on_device = estimate_decoding(spec, plan.output, size), 0
+    if plan.output == "labels" and not (load.on_host or plan.decode_on_host):
+        # The host receives the labels and the numbers of pieces that they are looked up by.
+        decoding, decoding_on_device = DecodingMemory(8 * math.prod(size)), watershed_bytes(size)
     # Where the result lies on disk, the planes that a layer of windows is cut from are in memory.
     host, device = decoding.host, 0
     if decoding.disk:
@@ -57,7 +61,7 @@ def estimate(
         # Slabs of three batches may wait: of two that were launched, and one that is handed over.
         waiting = min(3 * at_once, grid.count)
         running = 4 * (kept + _slab_floats(spec, grid, plan, waiting)) + at_once * load.window_bytes
-        device = decoding.device + running + sent_bytes(volume.shape) + image_bytes(channels, size, grid.roi[0])
+        device = decoding_on_device + running + sent_bytes(volume.shape) + image_bytes(channels, size, grid.roi[0])
     return Estimate(grid.count * plan.scorings, plan.sw_batch_size, plan.overlap, size, host, device)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from service.core.buffers import allocate_on_disk
 from service.core.quantities import Size, VoxelSize
 from service.core.types import Objects, OutputKind, Segmentation
+from service.inference.cuda.watershed import watershed_bytes
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.decoders import CACHE_VOXELS, estimate_decoding, make_decoder, split_planes
 from service.inference.decoding.fill_holes import fill_holes
@@ -359,14 +360,13 @@ def test_scores_in_bfloat16_are_decoded_like_the_same_numbers_in_float32(
 
 def test_what_decoding_takes_lies_where_it_happens(bands: ModelSpec, random_nuclei: ModelSpec) -> None:
     size, voxels = (64, 512, 512), 64 * 512 * 512
-    here, there = (estimate_decoding(random_nuclei, "labels", size, on_host=on_host) for on_host in (True, False))
-    assert (here.device, here.disk, there.disk) == (0, 0, 0)
-    assert there.device > here.host > there.host == 8 * voxels
-    assert 36 * 66 * 514 * 514 < there.device < 64 * voxels, "a block includes the rims of its planes"
-    for on_host in (True, False):
-        assert estimate_decoding(bands, "classes", size, on_host=on_host) == (voxels, 0, 0)
-        large = 4 * len(bands.outputs) * 2 * voxels
-        assert estimate_decoding(bands, "probabilities", (128, 512, 512), on_host=on_host) == (0, 0, large)
+    labels = estimate_decoding(random_nuclei, "labels", size)
+    assert labels.disk == 0
+    assert watershed_bytes(size) > labels.host > 8 * voxels
+    assert 36 * 66 * 514 * 514 < watershed_bytes(size) < 64 * voxels, "a block includes the rims of its planes"
+    assert estimate_decoding(bands, "classes", size) == (voxels, 0)
+    large = 4 * len(bands.outputs) * 2 * voxels
+    assert estimate_decoding(bands, "probabilities", (128, 512, 512)) == (0, large)
 
 
 def test_the_watershed_is_freed_once_there_are_labels(random_nuclei: ModelSpec) -> None:

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from landscapes import CPU, Array, Size, hills
 
 from service.core.types import Objects, Segmentation
+from service.inference.cuda.watershed import WholeWatershed
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.fill_holes import fill_holes
 from service.inference.decoding.instances import InstanceDecoder, least_confidence, least_voxels
 from service.inference.decoding.labels import keep_objects, look_up_labels
-from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed, WholeWatershed
+from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed
 from service.inference.decoding.watershed import Planes
 from service.inference.decoding.watershed_kernel import WatershedParameters, watershed_kernel
 from service.models.spec import Instances, ModelSpec
@@ -142,7 +143,7 @@ def test_the_decoder_drops_what_it_would_drop_from_finished_labels(
     def decode(changes: dict[str, Any]) -> Segmentation:
         chosen = Instances.model_validate({"kind": "instances", "persistence": 0.05} | changes)
         kernel = watershed_kernel if path == "kernel" else with_library(watershed_kernel)
-        decoder = InstanceDecoder(spec, chosen, size, None, kernel, whole=path == "whole")
+        decoder = InstanceDecoder(spec, chosen, size, None, kernel, start=WholeWatershed if path == "whole" else None)
         decoder.add(0, 0, scores)
         return decoder.finish()
 

@@ -7,16 +7,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from landscapes import CountWaits, basins_of, decode, decode_objects, hills
+from landscapes import basins_of, decode, hills
 from scipy.ndimage import maximum
 from skimage.measure import label
 from skimage.morphology import local_maxima
 from skimage.segmentation import watershed
 
 from service.inference.decoding.basin_merging import Persistence, find_shallow_passes
-from service.inference.decoding.streaming import WholeWatershed
 from service.inference.decoding.watershed import NEIGHBOUR_BATCH, Planes, Watershed, foreground_codes
-from service.inference.decoding.watershed_kernel import BLOCK_VOXELS, watershed_kernel
+from service.inference.decoding.watershed_kernel import BLOCK_VOXELS
 from service.training.evaluate import score
 
 SIZE = (11, 23, 19)
@@ -152,56 +151,6 @@ def test_more_voxels_near_tops_than_are_looked_at_together_find_the_same_passes(
     assert np.array_equal(together, apart)
 
 
-@settings(max_examples=20, deadline=None)
-@given(
-    seed=st.integers(0, 2**16),
-    size=st.tuples(st.integers(1, 9), st.integers(1, 23), st.integers(1, 19)),
-    levels=st.sampled_from([0, 1, 3]),
-    cuts=st.sets(st.integers(1, 22)),
-    along_y=st.booleans(),
-    logits=st.booleans(),
-    drop_border=st.booleans(),
-    block=st.sampled_from([1, 500, BLOCK_VOXELS]),
-)
-def test_the_whole_volume_at_once_gives_the_labels_of_its_parts(
-    seed: int,
-    size: tuple[int, int, int],
-    levels: int,
-    cuts: set[int],
-    along_y: bool,
-    logits: bool,
-    drop_border: bool,
-    block: int,
-) -> None:
-    heights = hills(seed, size) if max(size) > 1 else np.ones(size, np.float32)
-    if levels:
-        heights = np.round(heights * levels) / levels
-    inner = tuple(sorted(cut for cut in cuts if cut < size[along_y]))
-    options = {"logits": logits, "drop_border": drop_border}
-    expected, objects = decode_objects(heights, 0.1, 3, kernel=watershed_kernel, **options)
-    found, others = decode_objects(heights, 0.1, 3, inner, block, along_y=along_y, whole=True, **options)
-    assert np.array_equal(found, expected)
-    for name in ("voxels", "confidence", "peaks"):
-        np.testing.assert_allclose(getattr(others, name), getattr(objects, name), rtol=1e-6)
-
-
-def waits_of_whole_volume(*block: int) -> int:
-    """Return how often the host waits for the labels of 64 x 8 x 8 voxels in blocks of this number of voxels."""
-    heights = torch.from_numpy(hills(3, (64, 8, 8))).nan_to_num_(neginf=-9)
-    made = WholeWatershed(Planes((64, 8, 8), heights.device), 0.0, Persistence(0.1, logits=False), *block)
-    made.add(heights, heights)
-    with CountWaits() as counted:
-        made.labels(0, drop_border=False)
-    return counted.waits
-
-
-def test_a_volume_on_a_device_is_one_block_if_the_block_holds_it_with_the_rims_of_its_planes() -> None:
-    one_block = waits_of_whole_volume(2**30)
-    assert waits_of_whole_volume() == one_block
-    assert waits_of_whole_volume(64 * 10 * 10) == one_block
-    assert waits_of_whole_volume(64 * 10 * 10 - 1) > one_block
-
-
 def test_watersheds_on_a_device_share_no_tensors() -> None:
     """Each could run in a stream of its own, which does not wait for tensors of other streams."""
 
@@ -212,17 +161,3 @@ def test_watersheds_on_a_device_share_no_tensors() -> None:
     one, other = tensors(), tensors()
     assert len(one) > 4
     assert not one.keys() & other.keys()
-
-
-@pytest.mark.parametrize("parts", [1, 4, 12])
-def test_parts_of_a_whole_volume_wait_for_nothing(parts: int) -> None:
-    heights = torch.from_numpy(hills(3, (12, 16, 16))).nan_to_num_(neginf=-9)
-    made = WholeWatershed(Planes((12, 16, 16), heights.device), 0.0, Persistence(0.1, logits=False))
-    with CountWaits() as added:
-        for part in heights.chunk(parts):
-            made.add(part, part)
-    with CountWaits() as counted:
-        labels, _objects = made.labels(0, drop_border=False)
-    assert added.waits == 0
-    assert counted.waits < 30, "however many parts there are"
-    assert labels.max() > 1
