@@ -23,7 +23,6 @@ from service.api.access.authentication import (
     TrustedHosts,
 )
 from service.api.access.middleware import DrainBody, RequestLog, SecurityHeaders
-from service.api.http.threads import begin_file_threads
 from service.api.messages.problems import (
     EXCEPTION_HANDLERS,
     KEY_SCHEMES,
@@ -48,6 +47,7 @@ from service.api.routes import (
 from service.core.config import Settings
 from service.core.files.bundled import software_version
 from service.serving.build import DEFAULT_PARTS, Parts, build
+from service.serving.storage.threads import begin_file_threads
 
 _ENDPOINTS = (
     segment,

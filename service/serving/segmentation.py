@@ -6,17 +6,17 @@ functions: `PixelSource` reads, `queue_work` plans and admits, `Reservation.segm
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, Protocol, TypeVar
 
 from service.core.errors import Cancelled
 from service.core.files.whole_file import descriptor_path
@@ -24,7 +24,7 @@ from service.core.telemetry import Stages
 from service.core.types import Options, Volume
 from service.inference.types import Series
 from service.serving.devices.queue.job import Job
-from service.serving.reading import Pixels, PixelSource
+from service.serving.reading import LargePixels, Pixels, PixelSource
 from service.serving.results.answers import (
     Answer,
     answer_name,
@@ -34,8 +34,11 @@ from service.serving.results.answers import (
     settle,
     write_answer,
 )
+from service.serving.storage.threads import FILE_THREADS, HOST_FILE_THREADS, run_in_thread, wait_for
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from service.formats.sandbox.reader import Source
     from service.inference.types import Result
     from service.models.spec import ModelSpec
@@ -43,7 +46,6 @@ if TYPE_CHECKING:
     from service.serving.parameters import SegmentationRequest
     from service.serving.results.metadata import AnswerMetadata
     from service.serving.runtime import Runtime
-    from service.serving.storage.fair_threads import FairThreadPool
     from service.serving.storage.scratch import Hold
 
 log = logging.getLogger(__name__)
@@ -131,47 +133,36 @@ class SegmentedStack(NamedTuple):
     file: BinaryIO | None = None
 
 
-Step: TypeAlias = "SegmentedStack | Future[Step] | Job[Step]"
-"""The answer, or what the next step returns: a call in another thread, or the work of a device."""
-
-
 class SegmentationTask:
-    """One posted stack on its way to its answer, in steps that each return the next one.
-
-    A trip to a thread and back takes a small request longer than most of the work there. One thread therefore looks
-    into the cache, reads the file and queues the job, and the thread that segments encodes a small answer.
+    """One posted stack on its way from its file to its answer.
 
     stack      the file, which has been received
-    files      threads for the service's own disk, and for folders of the host, which may be slow to answer
     cancelled  is set when no client waits for the answer any more
     """
 
-    def __init__(
-        self, runtime: Runtime, stack: ReceivedStack, spec: ModelSpec, stages: Stages, files: tuple[Executor, Executor]
-    ) -> None:
+    def __init__(self, runtime: Runtime, stack: ReceivedStack, spec: ModelSpec, stages: Stages) -> None:
         self._runtime, self._stack, self._spec, self._stages = runtime, stack, spec, stages
-        self._files, self._host_files = files
         self.cancelled = threading.Event()
         self._request = stack.received._replace(cancelled=self.cancelled.is_set)
         self._decoded_bytes = 0
 
-    def start(self) -> Future[Step]:
-        """Begin the first step: look into the cache, then read. A cached answer need not wait for its turn to read."""
-        readers, client = self._runtime.read_threads, self._stack.space.client
-        if self._runtime.result_cache.enabled and readers.busy(client):
-            return self._files.submit(self._find_or_queue)
-        return readers.submit(client, partial(self._find_or_read, time.perf_counter()))
+    async def run(self) -> SegmentedStack:
+        """Find the answer in the cache, or read the stack, segment it on a device, and write the answer.
 
-    def _find_or_queue(self) -> Step:
-        return self._find_cached() or self._read_in_turn(self._runtime.read_threads, self._read_small)
+        Raises what reading, `queue_work`, `Reservation.segment` and writing raise, and Cancelled if the service stops.
+        """
+        if (cached := await self._run(self._find_cached, FILE_THREADS)) is not None:
+            return cached
+        pixels = await self._read()
+        job = await self._run(partial(self._queue, pixels), FILE_THREADS)
+        result = await self._wait(job)
+        self._stages.add("queue", job.seconds_waited)
+        self._stages.update(result.seconds)
+        threads = FILE_THREADS if self._request.query.output_to is None else HOST_FILE_THREADS
+        return await self._run(partial(self._answer, pixels, result), threads)
 
-    def _find_or_read(self, asked: float) -> Step:
-        """Look into the cache, else read, without counting the time of looking as reading."""
-        waited = time.perf_counter() - asked
-        return self._find_cached() or self._read_small(time.perf_counter() - waited)
-
-    def _read_in_turn(self, readers: FairThreadPool, read: Callable[[float], Step]) -> Future[Step]:
-        return readers.submit(self._stack.space.client, partial(read, time.perf_counter()))
+    def _run(self, work: Callable[[], T], executor: Executor) -> Awaitable[T]:
+        return run_in_thread(work, executor, self.cancelled)
 
     def _find_cached(self) -> SegmentedStack | None:
         """Complete the file, and return the cached answer for it."""
@@ -193,27 +184,35 @@ class SegmentationTask:
         path = descriptor_path(cached.file.fileno())
         return SegmentedStack(path, metadata, key=key, cache="hit", file=cached.file)
 
-    def _read_small(self, asked: float) -> Step:
-        """Read the file in the turn that was asked for at `asked` on `time.perf_counter`, unless it is large."""
-        pixels = self._read(asked, PixelSource.read_small_pixels)
+    async def _read(self) -> Pixels:
+        """Read the file in this client's turn. A large one has another turn, once it is known that there is space."""
+        client, runtime = self._stack.space.client, self._runtime
+        pixels = await self._run(self._timed(PixelSource.read_small_pixels), runtime.read_threads.of(client))
         if isinstance(pixels, Pixels):
-            return self._submit(pixels)
-        # It has another turn, once it is known that it may be segmented and that there is space for it.
+            return pixels
+        await self._run(partial(self._reserve, pixels), FILE_THREADS)
+        return await self._run(self._timed(PixelSource.read_pixels), runtime.decode_threads.of(client))
+
+    def _timed(self, read: Callable[[PixelSource], T]) -> Callable[[], T]:
+        """Return a call that reads, and counts the time until its turn and that of reading."""
+        asked = time.perf_counter()
+
+        def read_in_turn() -> T:
+            self._check_cancelled()
+            try:
+                return read(PixelSource.sandboxed(self._runtime.reader, self._request, self._stack.source))
+            finally:
+                self._stages.add("read", time.perf_counter() - asked)
+
+        return read_in_turn
+
+    def _reserve(self, pixels: LargePixels) -> None:
+        """Reserve space for decoded pixels, if they may be segmented."""
         self._runtime.estimate(self._spec, pixels.segmented, self._request.query.options)
         self._stack.space.reserve(pixels.nbytes)
         self._decoded_bytes = pixels.nbytes
-        return self._read_in_turn(self._runtime.decode_threads, self._read_large)
 
-    def _read_large(self, asked: float) -> Step:
-        return self._submit(self._read(asked, PixelSource.read_pixels))
-
-    def _read(self, asked: float, read: Callable[[PixelSource], T]) -> T:
-        self._stages.add("read", time.perf_counter() - asked)
-        self._check_cancelled()
-        with self._stages.measure("read"):
-            return read(PixelSource.sandboxed(self._runtime.reader, self._request, self._stack.source))
-
-    def _submit(self, pixels: Pixels) -> Job[Step]:
+    def _queue(self, pixels: Pixels) -> Job[Result]:
         """Queue the segmentation."""
         self._stack.drop_content()
         self._check_cancelled()
@@ -221,25 +220,44 @@ class SegmentationTask:
         self._spec = self._runtime.models.servable_spec(self._spec.name)
         options, caller = self._request.query.options, self._request.caller
 
-        def segment(reservation: Reservation, job: Job[Step]) -> Step:
-            result = reservation.segment(job, pixels.segmented, options)
-            self._stages.add("queue", job.seconds_waited)
-            self._stages.update(result.seconds)
-            return self._finish(pixels, result)
+        def segment(reservation: Reservation, job: Job[Result]) -> Result:
+            return reservation.segment(job, pixels.segmented, options)
 
         return queue_work(self._runtime, DeviceRequest(self._spec, pixels.segmented, options, caller), segment)
 
-    def _finish(self, pixels: Pixels, result: Result) -> Step:
-        """Encode a small answer in the thread that has segmented it; have another one written by another thread."""
+    async def _wait(self, job: Job[Result]) -> Result:
+        """Wait for the job. A job whose client has gone is cancelled and left behind: its device may hang."""
+        try:
+            return await wait_for(job.future)
+        except asyncio.CancelledError:
+            job.cancel()
+            raise
+
+    def _answer(self, pixels: Pixels, result: Result) -> SegmentedStack:
+        """Write, describe, count and cache the answer."""
         if result.series is not None and result.series.fault is not None:
             raise result.series.fault
-        answer = encode_small_answer(self._request, result)
+        runtime, stages = self._runtime, self._stages
+        answer, status = encode_small_answer(self._request, result), None
         if answer is None:
-            threads = self._files if self._request.query.output_to is None else self._host_files
-            return threads.submit(self._write, pixels, result)
-        return self._conclude(pixels, result, answer)
+            answer, status = self._write(pixels, result)
+        nbytes = status.st_size if status is not None else len(answer.content or b"")
+        # Nothing refers to decoded pixels once this returns; the answer stays until the client has taken it.
+        self._stack.space.add(nbytes - self._decoded_bytes)
+        # A device may have loaded another model of this name by the time the job began.
+        self._spec = result.spec or self._spec
+        stages.update(answer.seconds)
+        objects = result.segmentation.count
+        runtime.metrics.count_segmentation(self._spec.name, pixels.segmented.voxels, objects, stages.seconds)
+        metadata = describe_answer(self._stack.name, answer, result, {**stages.seconds, "total": stages.total})
+        # The key depends on how the model runs, which is known only once it is loaded.
+        key = self._cache_key()
+        stack = SegmentedStack(answer.path, metadata, answer.content, status, key)
+        if key is None or not runtime.result_cache.enabled:
+            return stack
+        return self._cache(stack._replace(cache="miss"), key, answer.suffix)
 
-    def _write(self, pixels: Pixels, result: Result) -> Step:
+    def _write(self, pixels: Pixels, result: Result) -> tuple[Answer, os.stat_result]:
         """Write the answer, and read it back if it is small.
 
         One call does both, so that a client that disconnects meanwhile leaves nothing on the host but its result.
@@ -255,28 +273,9 @@ class SegmentationTask:
             # The request may have deleted its folder before the answer was written.
             if self.cancelled.is_set():
                 shutil.rmtree(self._request.folder, ignore_errors=True)
-        return self._conclude(pixels, result, answer, status)
+        return answer, status
 
-    def _conclude(self, pixels: Pixels, result: Result, answer: Answer, status: os.stat_result | None = None) -> Step:
-        """Describe, count and cache the answer."""
-        runtime, stages = self._runtime, self._stages
-        nbytes = status.st_size if status is not None else len(answer.content or b"")
-        # Nothing refers to decoded pixels once this returns; the answer stays until the client has taken it.
-        self._stack.space.add(nbytes - self._decoded_bytes)
-        # A device may have loaded another model of this name by the time the job began.
-        self._spec = result.spec or self._spec
-        stages.update(answer.seconds)
-        objects = result.segmentation.count
-        runtime.metrics.count_segmentation(self._spec.name, pixels.segmented.voxels, objects, stages.seconds)
-        metadata = describe_answer(self._stack.name, answer, result, {**stages.seconds, "total": stages.total})
-        # The key depends on how the model runs, which is known only once it is loaded.
-        key = self._cache_key()
-        stack = SegmentedStack(answer.path, metadata, answer.content, status, key)
-        if key is None or not runtime.result_cache.enabled:
-            return stack
-        return self._files.submit(self._cache, stack._replace(cache="miss"), key, answer.suffix)
-
-    def _cache(self, stack: SegmentedStack, key: str, suffix: str) -> Step:
+    def _cache(self, stack: SegmentedStack, key: str, suffix: str) -> SegmentedStack:
         """Cache the answer; on a full disk this caller gets it nevertheless."""
         content = stack.path if stack.content is None else stack.content
         try:

@@ -17,11 +17,11 @@ from starlette.types import Message
 
 from service.api.http.media_types import MULTIPART, STACKS, BodyKinds
 from service.api.http.multipart import MAX_FORM_BYTES, FormParser
-from service.api.http.threads import run_in_thread
 from service.api.messages.headers import get_header
 from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
 from service.serving.storage.memory_budget import MemoryBudget
 from service.serving.storage.scratch import Hold
+from service.serving.storage.threads import run_in_thread
 
 # Errors of a hard link from one file system to another, or on one that has none.
 NO_HARD_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS})

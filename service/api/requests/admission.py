@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from starlette.datastructures import QueryParams
 
 from service.api.dependencies import RuntimeDependency, get_caller
-from service.api.http.threads import HOST_FILE_THREADS, run_in_thread
 from service.api.http.uploads import is_multipart
 from service.api.messages.headers import get_header
 from service.core.errors import BadParameter
@@ -22,6 +21,7 @@ from service.models.spec import ModelSpec
 from service.serving.parameters import MAX_NAME_LETTERS, Query, describe_faults
 from service.serving.results.answers import check_host_files
 from service.serving.runtime import Runtime
+from service.serving.storage.threads import HOST_FILE_THREADS, run_in_thread
 
 # Query strings whose parsed parameters are kept.
 CACHED_QUERIES = 64

@@ -10,7 +10,6 @@ from typing import BinaryIO
 from fastapi import Request
 
 from service.api.dependencies import get_client
-from service.api.http.threads import run_in_thread
 from service.api.messages.headers import get_header
 from service.api.messages.results import ResultResponse, build_response
 from service.serving.results.media_types import choose_media_type, extract
@@ -18,6 +17,7 @@ from service.serving.results.metadata import AnswerMetadata
 from service.serving.runtime import Runtime
 from service.serving.segmentation import SegmentedStack
 from service.serving.storage.disk import translate_disk_faults
+from service.serving.storage.threads import run_in_thread
 
 
 async def send_segmented(request: Request, runtime: Runtime, stack: SegmentedStack) -> ResultResponse:

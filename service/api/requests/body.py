@@ -13,8 +13,8 @@ from fastapi import Request
 
 from service.api.dependencies import get_caller, get_client, get_runtime, get_stacks
 from service.api.http.media_types import STACK_PART, STACKS, BodyKinds
-from service.api.http.threads import HOST_FILE_THREADS, run_in_thread, time_limit
 from service.api.http.uploads import Upload, is_multipart, receive
+from service.api.http.waiting import time_limit
 from service.api.requests.admission import admit_form
 from service.core.errors import BadParameter
 from service.core.telemetry import Stages
@@ -28,6 +28,7 @@ from service.serving.storage.disk import path_exists, translate_disk_faults
 from service.serving.storage.host_files import HostFiles, RemoteSource, Source
 from service.serving.storage.scratch import ScratchFolder
 from service.serving.storage.stack_store import StackStore, StoredStack
+from service.serving.storage.threads import HOST_FILE_THREADS, run_in_thread
 
 # Name of a stack that a form has beside another file.
 BESIDE = "stack.tif"

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request, Response
 from starlette.responses import JSONResponse
 
-from service.api.http.threads import HOST_FILE_THREADS, run_in_thread, run_while_connected
+from service.api.http.waiting import run_while_connected
 from service.api.messages.jobs import JobReport, report_job
 from service.api.requests.admission import select_model
 from service.api.requests.body import incoming_folder, inspect_file, receive_file
@@ -16,6 +16,7 @@ from service.serving.jobs.active_job import JobView
 from service.serving.jobs.jobs import AsyncJobs
 from service.serving.parameters import Query as Parameters
 from service.serving.runtime import Runtime
+from service.serving.storage.threads import HOST_FILE_THREADS, run_in_thread
 
 LOCATION: dict[str, Any] = {
     "Location": {

@@ -14,8 +14,8 @@ from starlette.responses import FileResponse
 from service.api.access.authentication import is_admin
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_annotations, get_caller, get_stacks
 from service.api.http.media_types import LABELS
-from service.api.http.threads import run_in_thread, run_while_connected
 from service.api.http.uploads import is_multipart, plain_name
+from service.api.http.waiting import run_while_connected
 from service.api.messages.learning import (
     ANNOTATION_FILE,
     CORRECTION_BODY,
@@ -36,6 +36,7 @@ from service.serving.learning.corrections import Correction, keep_correction
 from service.serving.parameters import Query as Parameters
 from service.serving.runtime import Runtime
 from service.serving.storage.stack_store import StoredStack
+from service.serving.storage.threads import run_in_thread
 
 router = APIRouter(tags=["learning"])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from service.api.dependencies import RuntimeDependency, get_caller
-from service.api.http.threads import run_while_connected
+from service.api.http.waiting import run_while_connected
 from service.api.messages.stacks import Inspection
 from service.api.requests.admission import REQUEST, AdmittedQuery, select_model
 from service.api.requests.body import inspect_file, receive_file

@@ -13,7 +13,6 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from starlette.responses import FileResponse, StreamingResponse
 
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_client
-from service.api.http.threads import run_in_thread
 from service.api.messages.jobs import JobList, JobReport, report_job
 from service.api.messages.results import ANSWER, ResultResponse, build_response
 from service.api.requests.admission import REQUEST, AdmittedQuery
@@ -25,6 +24,7 @@ from service.serving.jobs.active_job import JobView
 from service.serving.jobs.jobs import AsyncJobs
 from service.serving.results.media_types import choose_media_type
 from service.serving.runtime import Runtime
+from service.serving.storage.threads import run_in_thread
 
 router = APIRouter(tags=["jobs"])
 

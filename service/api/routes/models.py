@@ -11,8 +11,8 @@ from starlette.responses import FileResponse
 
 from service.api.access.authentication import check_admin, identify
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_trainings
-from service.api.http.threads import run_in_thread
 from service.api.messages.models import PICTURE_FILE, ModelInfo, ModelList, ModelReload, report_model, report_models
+from service.serving.storage.threads import run_in_thread
 
 router = APIRouter(tags=["models"])
 

@@ -14,7 +14,7 @@ from fastapi import Path as PathParameter
 from starlette.responses import Response
 
 from service.api.dependencies import RuntimeDependency, get_async_jobs, get_caller, get_client, get_stacks
-from service.api.http.threads import run_in_thread, run_while_connected
+from service.api.http.waiting import run_while_connected
 from service.api.messages.planes import PLANES, PlaneRangeQuery, PlanesResponse, SelectionQuery
 from service.core.errors import RateLimited
 from service.core.types import Cancelling, Volume
@@ -23,6 +23,7 @@ from service.serving.results.planes import MAX_BYTES, PlaneRange, Planes
 from service.serving.runtime import Runtime
 from service.serving.storage.disk import translate_disk_faults
 from service.serving.storage.memory_budget import MemoryBudget
+from service.serving.storage.threads import run_in_thread
 
 router = APIRouter()
 

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse
 
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency
-from service.api.http.threads import FILE_THREADS, HOST_FILE_THREADS, follow, run_while_connected
+from service.api.http.waiting import run_while_connected
 from service.api.messages.results import ANSWER, ResultResponse
 from service.api.requests.admission import PREFER, REQUEST, RESPOND_ASYNC, admit, prefers_async, select_model
 from service.api.requests.answers import send_segmented
@@ -41,7 +41,7 @@ async def segment(request: Request, runtime: RuntimeDependency, async_jobs: Asyn
         return response
     async with receive_file(request, query) as stack:
         spec = spec or select_model(runtime, stack.received.query)
-        task = SegmentationTask(runtime, stack, spec, stack.stages, (FILE_THREADS, HOST_FILE_THREADS))
+        task = SegmentationTask(runtime, stack, spec, stack.stages)
         answer = await run_while_connected(request, _answer(request, runtime, task))
         answer.resources.push_async_callback(stack.resources.pop_all().aclose)
         return answer
@@ -49,7 +49,7 @@ async def segment(request: Request, runtime: RuntimeDependency, async_jobs: Asyn
 
 async def _answer(request: Request, runtime: Runtime, task: SegmentationTask) -> ResultResponse:
     try:
-        segmented = await follow(task.start(), task.cancelled)
+        segmented = await task.run()
     except Cancelled:
         raise NotReady("The service stopped before the request was finished; send it again.") from None
     return await send_segmented(request, runtime, segmented)

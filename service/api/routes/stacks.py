@@ -8,13 +8,13 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Request
 
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_stacks
-from service.api.http.threads import run_in_thread
 from service.api.messages.stacks import StackReport
 from service.api.requests.admission import REQUEST
 from service.api.requests.body import incoming_folder, receive_file
 from service.core.errors import BadParameter
 from service.serving.parameters import Query as Parameters
 from service.serving.storage.stack_store import StoredStack
+from service.serving.storage.threads import run_in_thread
 
 router = APIRouter(tags=["stacks"])
 

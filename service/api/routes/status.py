@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request, Response
 
 from service.api.access.authentication import check_admin, check_trainer, identify
 from service.api.dependencies import RuntimeDependency, get_annotations, get_trainings
-from service.api.http.threads import run_in_thread
 from service.api.messages.learning import Abilities
 from service.api.messages.models import report_models
 from service.api.messages.status import (
@@ -28,6 +27,7 @@ from service.api.messages.status import (
 from service.core.errors import NotReady, SwitchedOff, Unauthorized
 from service.core.hardware import gpus
 from service.serving.metrics import CONTENT_TYPE
+from service.serving.storage.threads import run_in_thread
 
 router = APIRouter()
 

@@ -11,11 +11,11 @@ from starlette.responses import JSONResponse, Response
 
 from service.api.access.authentication import check_trainer, is_admin
 from service.api.dependencies import RuntimeDependency, get_caller, get_trainings
-from service.api.http.threads import run_in_thread
 from service.api.messages.learning import ID_PATTERN, TrainingList, TrainingReport, TrainingRequest, report_training
 from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
 from service.serving.learning.trainings import NewTraining
 from service.serving.parameters import describe_faults
+from service.serving.storage.threads import run_in_thread
 
 router = APIRouter(tags=["learning"])
 

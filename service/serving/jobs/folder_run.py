@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from service.inference.types import Result, Series, Sizing
     from service.serving.devices.reservation import Reservation
     from service.serving.runtime import Runtime
-    from service.serving.storage.fair_threads import FairThreadPool
     from service.serving.storage.scratch import Hold
+    from service.serving.storage.threads import FairThreadPool
 
 # How often a stack that is read or segmented is asked after, to see whether it is still wanted.
 POLL_SECONDS = 0.2

@@ -21,8 +21,8 @@ from service.serving.jobs.runner import JobRunner
 from service.serving.jobs.store import INPUT, JobStore
 from service.serving.runtime import JOIN_SECONDS, Runtime
 from service.serving.storage.disk import DiskUsage, measure_disk
-from service.serving.storage.fair_threads import begin_threads
 from service.serving.storage.stack_store import StackStore
+from service.serving.storage.threads import begin_threads
 
 if TYPE_CHECKING:
     from service.serving.parameters import SegmentationRequest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from service.core.config import Settings
 from service.core.hardware import host
 from service.formats.sandbox.reader import Reader
-from service.serving.storage.fair_threads import FairThreadPool
+from service.serving.storage.threads import FairThreadPool
 
 # Beyond its share of the decoded volume, a child that reads a file may need codec tables and one decoded page.
 READER_BYTES = 2 * 2**30

@@ -23,7 +23,6 @@ from starlette.testclient import TestClient
 from zarr_files import pack, write_zarr
 
 from service.api.app import create_app
-from service.api.http.threads import HOST_FILE_THREADS
 from service.api.http.uploads import BLOCK_BYTES
 from service.api.messages.results import MAX_NOTE_LETTERS, build_headers
 from service.core.config import Settings
@@ -35,6 +34,7 @@ from service.serving.results.answers import answer_name, fingerprint
 from service.serving.results.metadata import AnswerMetadata
 from service.serving.runtime import Runtime
 from service.serving.storage.readers import SMALL_READERS
+from service.serving.storage.threads import HOST_FILE_THREADS
 
 TIFF = {"Content-Type": "image/tiff"}
 STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))

@@ -1,22 +1,25 @@
 from __future__ import annotations
 
+import asyncio
+import gc
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 from fakes import until
 
-from service.serving.storage.fair_threads import FairThreadPool
+from service.core.errors import BadParameter, Cancelled
+from service.serving.storage.threads import FairThreadPool, run_in_thread, wait_for
 
 # Uses a pool once while the process may begin no more threads, and once later.
 SHORT_OF_MEMORY = """
 import resource, threading
 from pathlib import Path
-from service.serving.storage.fair_threads import FairThreadPool
+from service.serving.storage.threads import FairThreadPool
 
 pool = FairThreadPool(1, "fair")
 pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -137,3 +140,78 @@ def test_pool_works_where_memory_does_not_allow_for_more_threads() -> None:
         [sys.executable, "-c", SHORT_OF_MEMORY], check=False, capture_output=True, text=True, timeout=60
     )
     assert ended.stdout.split() == ["short", "first", "second"], ended.stderr
+
+
+def test_thread_is_waited_for_however_often_its_caller_is_cancelled() -> None:
+    events: list[str] = []
+    begun, release, gone = threading.Event(), threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        release.wait(20)
+        events.append(f"thread ended, told: {gone.is_set()}")
+        raise BadParameter("seen by nobody")
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: events.append(context["message"]))
+        work = asyncio.ensure_future(run_in_thread(slow, cancelled=gone))
+        await asyncio.to_thread(begun.wait, 20)
+        for _ in range(3):
+            work.cancel()
+            await asyncio.sleep(0.01)
+        assert not work.done()
+        release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        events.append("given up")
+        del work
+        gc.collect()
+
+    asyncio.run(main())
+    assert events == ["thread ended, told: True", "given up"]
+
+
+def test_thread_that_has_not_begun_never_will() -> None:
+    ran: list[int] = []
+    release = threading.Event()
+
+    async def main() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            first = asyncio.ensure_future(run_in_thread(release.wait, pool))
+            second = asyncio.ensure_future(run_in_thread(lambda: ran.append(1), pool))
+            await asyncio.sleep(0.05)
+            second.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await second
+            release.set()
+            await first
+
+    asyncio.run(main())
+    assert ran == []
+
+
+def test_a_future_that_was_left_behind_complains_of_nothing() -> None:
+    left: Future[int] = Future()
+    complaints: list[str] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
+        waiting = asyncio.ensure_future(wait_for(left))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        left.set_exception(BadParameter("seen by nobody"))
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    gc.collect()
+    assert complaints == []
+
+
+def test_a_cancelled_future_is_an_error_of_its_own() -> None:
+    """The task that waits for it was not cancelled."""
+    cancelled: Future[int] = Future()
+    cancelled.cancel()
+    with pytest.raises(Cancelled):
+        asyncio.run(wait_for(cancelled))

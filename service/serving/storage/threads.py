@@ -1,15 +1,45 @@
-"""Threads that several clients share, so that no client keeps all of them from the others."""
+"""Threads for files: pools, one that clients share fairly, and how the event loop waits for blocking work.
+
+Work is awaited to its end, so that nothing it uses disappears meanwhile.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
 from typing import Any, ParamSpec, TypeVar
+
+from service.core.errors import Cancelled
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+# For the service's own disk: writing uploads and results, deleting folders.
+FILE_THREAD_COUNT = 8
+FILE_THREADS = ThreadPoolExecutor(FILE_THREAD_COUNT, "files")
+
+# For files that requests name. Their folders may lie on a server that does not answer, which must not block the others.
+HOST_FILE_THREAD_COUNT = 4
+HOST_FILE_THREADS = ThreadPoolExecutor(HOST_FILE_THREAD_COUNT, "named")
+
+_beginning = threading.Lock()
+
+
+def begin_file_threads() -> None:
+    """Begin the threads of this module, before there is work for them. Raises what `begin_all` raises."""
+    with _beginning:
+        _begin_file_threads()
+
+
+@cache
+def _begin_file_threads() -> None:
+    begin_all(FILE_THREADS, FILE_THREAD_COUNT)
+    begin_all(HOST_FILE_THREADS, HOST_FILE_THREAD_COUNT)
 
 
 def begin_threads(threads: int, name: str) -> ThreadPoolExecutor:
@@ -124,3 +154,68 @@ class _ClientExecutor(Executor):
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Schedule a call."""
         return self._pool.submit(self._client, lambda: fn(*args, **kwargs))
+
+
+async def run_in_thread(
+    work: Callable[[], T], executor: Executor = FILE_THREADS, cancelled: threading.Event | None = None
+) -> T:
+    """Return what `work` returns in a thread, or raise what it raises.
+
+    When the caller is cancelled, work that has not begun never begins. Work that has begun is awaited, however often
+    the caller is cancelled, since it may still use the request's folder; it can poll `cancelled`, which is set then.
+    """
+    future = executor.submit(work)
+    try:
+        return await wait_for(future)
+    except asyncio.CancelledError:
+        if cancelled is not None:
+            cancelled.set()
+        if not future.cancel():
+            await _wait_until_done(future)
+        raise
+
+
+async def wait_for(future: Future[T]) -> T:
+    """Return the result of a future that a thread sets. Raises Cancelled if it was cancelled.
+
+    A caller that is cancelled leaves the future behind.
+    """
+    result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    future.add_done_callback(lambda done: _copy_from_thread(result, done))
+    try:
+        return await result
+    except asyncio.CancelledError:
+        _retrieve_error(result)
+        raise
+
+
+def _copy_from_thread(result: asyncio.Future[Any], done: Future[Any]) -> None:
+    """Have the event loop copy the end of `done`, unless nobody waits for the result any more."""
+    if not result.done():
+        result.get_loop().call_soon_threadsafe(_copy, result, done)
+
+
+def _copy(result: asyncio.Future[Any], done: Future[Any]) -> None:
+    if result.done():
+        return
+    if done.cancelled():
+        result.set_exception(Cancelled("given up before it began"))
+    elif (error := done.exception()) is not None:
+        result.set_exception(error)
+    else:
+        result.set_result(done.result())
+
+
+async def _wait_until_done(work: Future[Any]) -> None:
+    """Wait for work however often the caller is cancelled: a client hangs up, and a time limit ends meanwhile."""
+    done = asyncio.wrap_future(work)
+    while not done.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([done])
+    _retrieve_error(done)
+
+
+def _retrieve_error(future: asyncio.Future[Any]) -> None:
+    """Mark the error of a future as seen: asyncio logs errors that nobody has retrieved."""
+    if future.done() and not future.cancelled():
+        future.exception()

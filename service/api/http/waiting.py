@@ -1,0 +1,58 @@
+"""How long a request is worked on: until its time limit, or until its client disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar, cast
+
+from starlette.requests import Request
+
+from service.core.errors import Cancelled, TimedOut
+
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def time_limit(seconds: float, explain: Callable[[], str | None] = lambda: None) -> AsyncIterator[None]:
+    """Cancel the block after `seconds` and raise TimedOut, with what `explain` then knows of the cause."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        advice = explain() or "Send a smaller part of the volume."
+        message = f"The request was not finished within {seconds:g} s. {advice}"
+        raise TimedOut(message) from None
+
+
+async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` returns; cancel it and raise Cancelled when the client disconnects.
+
+    The body must have been received. Never returns before `work` has ended.
+    """
+    task = cast("asyncio.Task[Any]", asyncio.current_task())
+    listening = asyncio.ensure_future(_wait_for_disconnect(request))
+    ended = cancelled = False
+
+    def cancel(_listening: asyncio.Future[None]) -> None:
+        # Called one turn of the loop after the client disconnected: the work may have ended since.
+        nonlocal cancelled
+        if not ended:
+            cancelled = task.cancel()
+
+    listening.add_done_callback(cancel)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if not cancelled or task.uncancel() > 0:
+            raise
+    finally:
+        ended = True
+        listening.cancel()
+    raise Cancelled("The client hung up.")
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
