@@ -113,3 +113,12 @@ class CountWaits(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, _types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         self.waits += function.overloadpacket in self.WAITING
         return function(*arguments, **(keywords or {}))
+
+
+CENTRES = ((12, 12, 12), (14, 34, 15), (34, 13, 34), (35, 36, 36))
+
+
+def distance_to(*centres: tuple[int, int, int], edge: int = 48) -> NDArray[np.float64]:
+    """Distances [edge, edge, edge] of voxels to the closest centre."""
+    grid = np.indices((edge, edge, edge))
+    return np.min([np.sqrt(sum((axis - c) ** 2 for axis, c in zip(grid, place, strict=True))) for place in centres], 0)

@@ -16,8 +16,8 @@ from service.core.telemetry import Stages
 from service.core.types import Options, Segmentation, Steering, Volume
 from service.inference.decoding.decoders import Decoder, make_decoder
 from service.inference.decoding.steering import minimum_voxels, steer
-from service.inference.diameter.confidence import Evidence
-from service.inference.diameter.judging import Judgement, judge_objects
+from service.inference.diameter.advice import Evidence
+from service.inference.diameter.confidence import Judgement, judge_objects
 from service.inference.diameter.places import strongest_windows
 from service.inference.diameter.sizing import SizedRequest, measure_diameter, plan_by_diameter
 from service.inference.preprocessing.empty_windows import Skipping, make_filter

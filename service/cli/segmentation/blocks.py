@@ -27,8 +27,8 @@ from service.inference.blockwise.driver import Driver, Progress, make_plan
 from service.inference.blockwise.run_folder import OpenRun, RunFolder, open_run
 from service.inference.blockwise.survey import look_again
 from service.inference.blockwise.workers import LocalWorkers, Workers
-from service.inference.diameter.confidence import Evidence
-from service.inference.diameter.judging import Judgement, judge_objects
+from service.inference.diameter.advice import Evidence
+from service.inference.diameter.confidence import Judgement, judge_objects
 from service.inference.measurements import write_csv
 from service.inference.preprocessing.resample import used_width
 from service.inference.types import Result, Sizing

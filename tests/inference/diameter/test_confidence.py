@@ -1,26 +1,10 @@
-"""Confidence in results, and what is advised where there is little of it."""
-
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from numpy.typing import NDArray
 
-from service.core.quantities import Diameter
 from service.core.types import Objects
-from service.inference.diameter.confidence import (
-    Evidence,
-    count_sure,
-    explain,
-    explain_nothing,
-    judge,
-    shows_sheets,
-    typical_width,
-)
-from service.inference.types import Doubt
+from service.inference.diameter.confidence import count_sure, judge, typical_width
 from service.models.spec import Calibration
 
 CALIBRATION = Calibration(intercept=-15, certainty=2, peak=14, size=-3, giants=-1, sheets="membranes")
@@ -63,89 +47,8 @@ def test_the_typical_width_is_that_of_the_object_of_the_median_voxel() -> None:
     assert typical_width(objects([20, 4, 4, 4, 4], 0.9, 0.9)) == pytest.approx(20, abs=0.1)
 
 
-def distance_to(*centres: tuple[int, int, int], edge: int = 48) -> NDArray[np.float64]:
-    grid = np.indices((edge, edge, edge))
-    return np.min([np.sqrt(sum((axis - c) ** 2 for axis, c in zip(grid, place, strict=True))) for place in centres], 0)
-
-
-CENTRES = ((12, 12, 12), (14, 34, 15), (34, 13, 34), (35, 36, 36))
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.2])
-def test_shells_are_sheets_and_balls_are_not(noise: float) -> None:
-    grain = np.random.default_rng(0).normal(0, noise, (48, 48, 48))
-    shells = np.exp(-(((distance_to(*CENTRES) - 11) / 1.5) ** 2)) + grain
-    balls = np.clip((9 - distance_to(*CENTRES)) / 3, 0, 1) + grain
-    assert shows_sheets([torch.from_numpy(shells).float()])
-    assert not shows_sheets([torch.from_numpy(balls).float()])
-    assert not shows_sheets([torch.zeros(1, 30, 30)])
-
-
-def test_the_edge_of_something_bright_is_no_sheet() -> None:
-    edge = torch.from_numpy(1 / (1 + np.exp(-(np.indices((48, 48, 48))[0] - 24) / 1.5))).float()
-    assert shows_sheets([edge]) is False
-    assert shows_sheets([edge[:4]]) is None
-
-
-SHELLS = torch.from_numpy(np.exp(-(((distance_to(*CENTRES) - 11) / 1.5) ** 2))).float()[None]
-BLANK = torch.zeros(1, 32, 32, 32)
-BALLS = torch.from_numpy(np.clip((9 - distance_to(*CENTRES)) / 3, 0, 1)).float()[None]
-USED = (20.0, 20.0, 20.0)
-NARROW = Diameter((4.0,), "px")
-
-
-def attempt(*, calibration: Calibration = CALIBRATION, **evidence: Any) -> str:
-    given: dict[str, Any] = {"windows": [BALLS], "guess": None, "used": USED}
-    doubt = explain(0.1, Evidence(**given | evidence), calibration)
-    assert doubt.attempt in doubt.detail
-    return doubt.attempt
-
-
-def test_the_next_try_is_a_value_of_a_parameter() -> None:
-    assert Doubt(0.1, "It is odd.", "diameter=4,8,8px").suggested == {"diameter": "4,8,8px"}
-    assert Doubt(0.1, "It is odd.", "").suggested == {}
-
-
-def test_the_next_try_is_named() -> None:
-    assert attempt(windows=[SHELLS], guess=NARROW) == "model=membranes"
-    assert attempt(guess=NARROW) == "diameter=4px"
-    assert attempt(guess=NARROW, sure=9) == "diameter=4px"
-    assert attempt(guess=NARROW, sure=9, stated=True) == attempt(sure=9) == "min_confidence=0.8"
-    other_way = CALIBRATION.model_copy(update={"sheets": None, "blobs": "nuclei"})
-    assert attempt(calibration=other_way, guess=NARROW) == "model=nuclei"
-    assert attempt(calibration=other_way, windows=[SHELLS], guess=NARROW) == "diameter=4px"
-
-
-@pytest.mark.parametrize("stated", [False, True])
-def test_training_is_advised_where_no_request_is_known_to_help(stated: bool) -> None:
-    for guess in (None, Diameter((18.0, 22.0, 22.0), "px")):
-        unknown = explain(0.1, Evidence([BALLS], guess, USED, stated=stated, steered=True, sure=9), CALIBRATION)
-        assert unknown.attempt == ""
-        assert "train a model" in unknown.detail
-        assert ("diameter=" in unknown.detail) is not stated
-
-
 def test_objects_that_stand_out_from_grain_are_counted() -> None:
     nuclei, grain = objects([20, 21], 0.94, 0.8), objects(100 * [12], 0.7, 0.55)
     both = Objects(*(np.concatenate(pair) for pair in zip(vars(nuclei).values(), vars(grain).values(), strict=True)))
     assert count_sure(both, 20.0, CALIBRATION) == 2
     assert count_sure(nuclei, 20.0, CALIBRATION) == count_sure(grain, 20.0, CALIBRATION) == 0
-
-
-def test_a_reason_is_named_why_nothing_was_found() -> None:
-    found = {
-        reason: explain_nothing(Evidence([window], guess, USED, steered=steered), CALIBRATION)
-        for reason, window, guess, steered in (
-            ("one grey value", BLANK, NARROW, True),
-            ("min_confidence=", BALLS, NARROW, True),
-            ("membranes", SHELLS, NARROW, False),
-            ("4px wide", BALLS, NARROW, False),
-            ("train a model", BALLS, None, False),
-        )
-    }
-    for reason, doubt in found.items():
-        assert doubt.confidence is None
-        assert doubt.detail.startswith("No object was found: ")
-        assert reason in doubt.detail
-    assert [doubt.attempt for doubt in found.values()] == ["", "", "model=membranes", "diameter=4px", ""]
-    assert explain_nothing(Evidence([SHELLS], None, None), None).attempt == ""
