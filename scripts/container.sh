@@ -139,7 +139,7 @@ check_confinement() {
 
 check_training() {
   in_container python -c '
-import json, service.training.child, urllib.request
+import json, service.training.process, urllib.request
 limits = json.load(urllib.request.urlopen("http://127.0.0.1:8000/limits"))
 assert limits["training"], limits
 ' || fail "Nobody can train there."

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from service.api.http.data_rate import count_unread
 from service.api.http.protocol import Connection
+from service.api.http.sockets import count_unread
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,7 @@
 """An HTTP protocol for uvicorn that reads large bodies with few copies, limits unread bytes and drains at shutdown.
 
 asyncio otherwise reads 256 KiB at a time into new memory, and h11 and uvicorn copy each piece several times: a body of
-33 MB takes 37 ms of the event loop otherwise, and 14 ms here (docs/experiments.md). Without this file uvicorn serves
-with its own protocol, without the limits, refusals and draining below.
+33 MB takes 37 ms of the event loop otherwise, and 14 ms here (docs/experiments.md).
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from service.api.http.data_rate import DataRate, Patience, count_acknowledged, count_unsent, keep_alive
+from service.api.http.data_rate import DataRate, Patience
 from service.api.http.flow_control import READ_AHEAD_BYTES, ClosedOnce, ReadFlow
 from service.api.http.refusals import MAX_HEAD_BYTES, Refusal, Refused, check_head, check_headers
+from service.api.http.sockets import count_acknowledged, count_unsent, keep_alive
 from service.api.messages.headers import choose_request_id, get_header
 from service.api.messages.problems import status_of
 from service.core import telemetry

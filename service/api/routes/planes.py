@@ -19,7 +19,7 @@ from service.api.messages.planes import PLANES, PlaneRangeQuery, PlanesResponse,
 from service.core.errors import RateLimited
 from service.core.types import Cancelling, Volume
 from service.serving.results.media_types import read_labels
-from service.serving.results.planes import MAX_BYTES, PlaneRange, Planes
+from service.serving.results.planes import MEMORY, PlaneRange, Planes
 from service.serving.runtime import Runtime
 from service.serving.storage.disk import translate_disk_faults
 from service.serving.storage.memory_budget import MemoryBudget
@@ -27,8 +27,6 @@ from service.serving.storage.threads import run_in_thread
 
 router = APIRouter()
 
-# Memory of this process for planes that are being read and sent.
-MEMORY = MemoryBudget(4 * MAX_BYTES)
 RETRY_SECONDS = 1
 
 StackId = Annotated[str, PathParameter(pattern="^[0-9a-f]{32}$", description="The id of the stack.")]

@@ -17,7 +17,7 @@ from typing import Any
 from service.core.errors import without_folders as shorten
 from service.formats.sandbox.child_process import child_environment
 
-MODULE = "service.training.child"
+MODULE = "service.training.process"
 # Variables of the environment that choose devices and caches.
 INHERITED = ("CUDA_VISIBLE_DEVICES", "HOME", "XDG_CACHE_HOME")
 # Bytes of what the child has complained of that are logged.
@@ -35,7 +35,7 @@ class TrainingChild:
     """A child process, which waits for what it is to train.
 
     name     of the training, for the log
-    module   what it runs, with the request and the progress of `service.training.child`
+    module   what it runs, with the request and the progress of `service.training.process`
     process  which is started at once
     """
 

@@ -61,7 +61,7 @@ class Trainings:
     """The thread that runs trainings one at a time. Safe to use from threads.
 
     is_stopping  returns whether the service was told to stop
-    module       what the child process runs, with the request and the progress of `service.training.child`
+    module       what the child process runs, with the request and the progress of `service.training.process`
 
     A training that the service does not finish is interrupted: nothing of it is taken up again.
     """
@@ -240,7 +240,7 @@ class Trainings:
             return child.explain(failure)
 
     def _describe_work(self, record: TrainingRecord, out: Path) -> dict[str, Any]:
-        """Return the request for `service.training.child`. Raises UnknownModel, BrokenModel and UnknownAnnotation."""
+        """Return the request for `service.training.process`. Raises UnknownModel, BrokenModel and UnknownAnnotation."""
         spec = self._models.servable_spec(record.base_model.partition("/")[0])
         stacks = [self._annotations.find(annotation, None, everyone=True) for annotation in record.annotations]
         limits = self._settings.trainings

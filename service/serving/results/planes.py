@@ -10,8 +10,11 @@ import numpy as np
 
 from service.core.errors import BadParameter
 from service.core.types import Array, Volume
+from service.serving.storage.memory_budget import MemoryBudget
 
 MAX_BYTES = 2**25
+# Memory of this process for planes that are being read and sent.
+MEMORY = MemoryBudget(4 * MAX_BYTES)
 # What typed arrays of browsers hold; other numbers are read as float32.
 SENT_TYPES = {"uint8", "int8", "uint16", "int16", "uint32", "int32", "float32"}
 

@@ -1,14 +1,9 @@
 from __future__ import annotations
 
-import socket
-import time
-from types import SimpleNamespace
-from typing import Any
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.api.http.data_rate import DataRate, Patience, count_acknowledged, count_unsent
+from service.api.http.data_rate import DataRate, Patience
 
 PATIENCE = Patience(head_seconds=5, bytes_per_second=100, window_seconds=10)
 
@@ -43,28 +38,3 @@ def test_window_begins_anew_after_a_pause_and_nothing_is_said_of_what_is_not_kno
     assert not rate.is_too_low(PATIENCE, 19, 0)
     assert not rate.is_too_low(PATIENCE, 20, None)
     assert rate.is_too_low(PATIENCE, 20, 0)
-
-
-def test_system_tells_what_has_reached_the_client() -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname()) as client,
-        listener.accept()[0] as end,
-    ):
-        transport: Any = SimpleNamespace(get_write_buffer_size=lambda: 7, get_extra_info={"socket": end}.get)
-        assert (count_acknowledged(transport), count_unsent(transport)) == (None, 7)
-        end.settimeout(0.2)
-        sent = 0
-        try:
-            while True:
-                sent += end.send(bytes(2**16))
-        except TimeoutError:
-            pass
-        taken = count_acknowledged(transport)
-        assert taken is not None
-        assert count_unsent(transport) == sent - taken + 7
-        while sent:
-            sent -= len(client.recv(2**20))
-        time.sleep(0.5)
-        assert count_unsent(transport) == 7
-    assert (count_acknowledged(transport), count_unsent(transport)) == (None, 7)

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import socket
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from service.api.http.sockets import count_acknowledged, count_unsent
+
+
+def test_system_tells_what_has_reached_the_client() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as client,
+        listener.accept()[0] as end,
+    ):
+        transport: Any = SimpleNamespace(get_write_buffer_size=lambda: 7, get_extra_info={"socket": end}.get)
+        assert (count_acknowledged(transport), count_unsent(transport)) == (None, 7)
+        end.settimeout(0.2)
+        sent = 0
+        try:
+            while True:
+                sent += end.send(bytes(2**16))
+        except TimeoutError:
+            pass
+        taken = count_acknowledged(transport)
+        assert taken is not None
+        assert count_unsent(transport) == sent - taken + 7
+        while sent:
+            sent -= len(client.recv(2**20))
+        time.sleep(0.5)
+        assert count_unsent(transport) == 7
+    assert (count_acknowledged(transport), count_unsent(transport)) == (None, 7)
