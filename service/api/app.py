@@ -14,15 +14,14 @@ from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.api.access.authentication import (
+from service.api.access.authentication import HEALTH_PATH, ApiKeyAuth
+from service.api.access.middleware import DrainBody, RequestLog, SecurityHeaders
+from service.api.access.trusted_hosts import (
     CORS_METHODS,
     CORS_REQUEST_HEADERS,
     CORS_RESPONSE_HEADERS,
-    HEALTH_PATH,
-    ApiKeyAuth,
     TrustedHosts,
 )
-from service.api.access.middleware import DrainBody, RequestLog, SecurityHeaders
 from service.api.messages.problems import (
     EXCEPTION_HANDLERS,
     KEY_SCHEMES,

@@ -10,7 +10,7 @@ from live import FakeService, as_tiff
 from paths import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.api.access.authentication import CORS_RESPONSE_HEADERS
+from service.api.access.trusted_hosts import CORS_RESPONSE_HEADERS
 from service.serving.parameters import Query
 
 TIFF = {"Content-Type": "image/tiff"}

@@ -1,4 +1,4 @@
-"""ASGI middleware for HTTP that refuses requests: by the host that they name, and by API key and its rate limits."""
+"""API keys: ASGI middleware that lets known callers in, and what each caller may do."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api.access.keys import ApiKeys
 from service.api.access.rate_limit import make_rate_limits
-from service.api.messages.headers import ANONYMOUS, RawHeaders, find_header, get_header
-from service.core.errors import Misdirected, RateLimited, Unauthorized
+from service.api.messages.headers import ANONYMOUS, RawHeaders, find_header
+from service.core.errors import RateLimited, Unauthorized
 from service.core.sections.serving import Access
 
 # Open without a key and under any host name: probes know neither.
@@ -23,45 +23,7 @@ HEALTH_PATH = re.compile(r"(/v[12])?/health(/live|/ready)?")
 # Open without a key: the project publishes all of it, and browsers cannot send a key for a page.
 DOCUMENTATION_PATH = re.compile(r"/(docs(/[a-z.]+)?|page/([a-z]+/)?[a-z_.]+|openapi\.json)?")
 
-# CORS: methods and headers that a page on another origin may send, and headers of an answer that it may read.
-CORS_METHODS = ("GET", "POST", "DELETE")
-CORS_REQUEST_HEADERS = (
-    "Authorization",
-    "Content-Encoding",
-    "Content-Type",
-    "If-None-Match",
-    "Prefer",
-    "X-API-Key",
-    "X-Filename",
-    "X-Request-ID",
-)
-CORS_RESPONSE_HEADERS = (
-    "Content-Disposition", "ETag", "Location", "Retry-After", "Server-Timing", "X-Cache", "X-Request-ID",
-    "X-StackSeg-Confidence", "X-StackSeg-Diameter", "X-StackSeg-Dtype", "X-StackSeg-Model", "X-StackSeg-Note",
-    "X-StackSeg-Objects", "X-StackSeg-Shape", "X-StackSeg-Skipped", "X-StackSeg-Volume", "X-StackSeg-Voxel-Size",
-    "X-StackSeg-Warning",
-)  # fmt: skip
-
 ErrorHandler = Callable[[Request, Exception], Response]
-
-
-class TrustedHosts:
-    """Middleware that refuses hosts other than the configured ones, against DNS rebinding."""
-
-    def __init__(self, app: ASGIApp, access: Access, handle_error: ErrorHandler) -> None:
-        self._app, self._handle_error = app, handle_error
-        self._hosts = tuple(host.lower() for host in access.hosts)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._hosts or HEALTH_PATH.fullmatch(scope["path"]):
-            await self._app(scope, receive, send)
-            return
-        host = parse_host(get_header(scope, b"host"))
-        if any(matches_host(host, pattern) for pattern in self._hosts):
-            await self._app(scope, receive, send)
-            return
-        error = Misdirected("The service does not answer for this host name; its operator may add it to access.hosts.")
-        await self._handle_error(Request(scope), error)(scope, receive, send)
 
 
 class ApiKeyAuth:
@@ -146,14 +108,3 @@ def extract_key(headers: RawHeaders) -> str | None:
     """Return the key in `Authorization: Bearer KEY`, else in `X-API-Key: KEY`; None without either."""
     scheme, _, key = find_header(headers, b"authorization").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else find_header(headers, b"x-api-key") or None
-
-
-def parse_host(header: str) -> str:
-    """Return the host of a Host header, without its port, in lower case; an IPv6 address without its brackets."""
-    host = header.strip().lower()
-    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].rstrip(".")
-
-
-def matches_host(host: str, pattern: str) -> bool:
-    """Return whether a host equals a pattern, or lies below the domain of a pattern that begins with `*.`."""
-    return host.endswith(pattern[1:]) if pattern.startswith("*.") else host == pattern

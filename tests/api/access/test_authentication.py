@@ -17,8 +17,9 @@ from live import as_tiff
 from runtimes import FAKE_PARTS, loaded_segmenter
 from starlette.testclient import TestClient
 
-from service.api.access.authentication import extract_key, matches_host, parse_host
+from service.api.access.authentication import extract_key
 from service.api.access.keys import hash_key
+from service.api.access.trusted_hosts import matches_host, parse_host
 from service.api.app import create_app
 from service.core import telemetry
 from service.core.config import Settings
