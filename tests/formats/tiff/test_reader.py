@@ -15,6 +15,7 @@ import tifffile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from pixels import noise
 
 from service.core.errors import AmbiguousAxes, BadFile, BadParameter, RequestError, TooLarge
 from service.core.quantities import TimeInterval, TimeRange, VoxelSize
@@ -38,13 +39,6 @@ def make(tmp_path: Path) -> Make:
         return path
 
     return write
-
-
-def noise(*shape: int, dtype: str = "uint16", seed: int | None = None) -> NDArray[Any]:
-    rng = np.random.default_rng(len(shape) if seed is None else seed)
-    if np.dtype(dtype).kind == "f":
-        return rng.normal(size=shape).astype(dtype)
-    return rng.integers(0, 120, shape).astype(dtype)
 
 
 def pixels(path: Path, selection: Selection = ALL, scratch: Path | None = None) -> NDArray[Any]:
