@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from imagecodecs import jpeg_encode, png_encode
-from live import eager, serve
 
-from service.__main__ import main
 from service.core.errors import UnsupportedMedia
 from service.formats.tiff import foreign_formats, ifd
 
@@ -69,22 +67,6 @@ def test_a_format_is_named_with_what_makes_a_tiff_of_it(name: str) -> None:
     with pytest.raises(UnsupportedMedia, match=re.escape(f"Send a TIFF; this file is {name}. ")) as caught:
         ifd.scan(io.BytesIO(content))
     assert advice in str(caught.value)
-
-
-def test_server_and_command_line_say_the_same_whatever_the_file_is_called(
-    bands_repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    content, _ = FILES["Zeiss CZI"]
-    path, config = tmp_path / "scan.tif", tmp_path / "config.yaml"
-    path.write_bytes(content)
-    config.write_text(f"models: {{folder: {bands_repository}}}\nengine: {{kind: eager}}\ndevice: {{name: cpu}}\n")
-    assert main(["segment", str(path), str(tmp_path / "out.tif"), "--config", str(config)]) == 1
-    (told,) = capsys.readouterr().err.splitlines()
-    with serve(eager(bands_repository)) as live:
-        answer = live.segment(content)
-        assert answer.status_code == 415
-        assert told == f"stackseg: {answer.json()['detail']}"
-        assert answer.json()["detail"] == foreign_formats.explain(content)
 
 
 @pytest.mark.parametrize("name", ["HDF5", "NumPy", "NIfTI"])
