@@ -71,9 +71,6 @@ def test_volume_from_array_copies_nothing() -> None:
     assert volume.shape == PIXELS.shape
     assert volume.channels == ("nuclei", "membranes")
     assert np.shares_memory(volume.array(), PIXELS)
-
-
-def test_channels_without_names_have_empty_ones() -> None:
     assert Volume.from_array(PIXELS).channels == ("", "")
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import live
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from paths import ROOT, SHARED_DATA
 from torch import nn
 
@@ -62,24 +62,14 @@ def eager(nuclei: ModelSpec) -> ModelRunner:
 
 
 def eager_of(spec: ModelSpec) -> ModelRunner:
-    settings = {
-        "STACKSEG_DEVICE__NAME": "cpu",
-        "STACKSEG_DEVICE__THREADS": "1",
-        "STACKSEG_ENGINE__KIND": "eager",
-        "STACKSEG_ENGINE__PRECISION": "fp32",
-        "STACKSEG_WINDOWS__SW_BATCH_SIZE": "1",
-    }
-    made = ModelRunner(spec, read_settings(None, settings))
+    precise = {"engine": {"precision": "fp32"}, "windows": {"sw_batch_size": 1}}
+    made = ModelRunner(spec, live.eager(spec.folder.parent, **precise))
     made.warm_up()
     return made
 
 
 def read(path: Path) -> Volume:
     return stack_reader.read(path, Selection(), LIMIT)
-
-
-def labels_of(made: ModelRunner, volume: Volume) -> NDArray[np.unsignedinteger]:
-    return segment(made, volume, Options()).segmentation.pixels
 
 
 def test_these_are_bundled_and_nuclei_answers_who_names_none(specs: dict[str, ModelSpec]) -> None:
@@ -122,8 +112,8 @@ def test_cells_of_an_embryo_are_found_by_their_membranes(specs: dict[str, ModelS
 @pytest.mark.skipif(not RECORDED.is_dir(), reason=f"the recorded stacks are not at {RECORDED}")
 def test_embryos_finds_the_nuclei_of_an_embryo_that_it_has_not_learned_from(specs: dict[str, ModelSpec]) -> None:
     folder = RECORDED / "mouse_embryo_8cell"
-    labels = labels_of(eager_of(specs["embryos"]), read(folder / "image.tif"))
-    scores = score(read(folder / "mask.tif").array()[0], labels)
+    found = segment(eager_of(specs["embryos"]), read(folder / "image.tif"), Options()).segmentation
+    scores = score(read(folder / "mask.tif").array()[0], found.pixels)
     assert (scores.found, scores.splits, scores.merges) == (8, 0, 0)
     assert scores.f1 > 0.85
 

@@ -6,6 +6,7 @@ import platform
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,17 +17,12 @@ from service.core.hardware import devices, gpus, host
 NO_GPU = not torch.cuda.is_available()
 
 
-@pytest.mark.parametrize("name", ["cpu", "auto"])
 @pytest.mark.skipif(not NO_GPU, reason="describes a machine without a GPU")
-def test_without_a_gpu_the_cpu_is_chosen(name: str) -> None:
-    assert devices.choose_device(name) == torch.device("cpu")
-
-
-@pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:7"])
-@pytest.mark.skipif(not NO_GPU, reason="describes a machine without a GPU")
-def test_a_gpu_that_is_not_there_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"device.name is {name}.*cpu or auto"):
-        devices.choose_device(name)
+def test_without_a_gpu_the_cpu_is_chosen_and_a_gpu_refused_by_name() -> None:
+    assert devices.choose_device("cpu") == devices.choose_device("auto") == torch.device("cpu")
+    for name in ("cuda", "cuda:0", "cuda:7"):
+        with pytest.raises(ConfigError, match=f"device.name is {name}.*cpu or auto"):
+            devices.choose_device(name)
 
 
 PASCAL, VOLTA, TURING, AMPERE, HOPPER = (6, 1), (7, 0), (7, 5), (8, 0), (9, 0)
@@ -147,32 +143,17 @@ def test_a_real_gpu_reports_what_this_process_holds() -> None:
 )
 def test_memory_runs_out_in_many_words(error: BaseException) -> None:
     assert devices.is_out_of_memory(error)
-
-
-def test_any_allocation_that_is_mentioned_is_not_exhausted_memory() -> None:
     assert not devices.is_out_of_memory(RuntimeError("allocation"))
     assert not devices.is_out_of_memory(OSError(errno.EACCES, "Cannot allocate memory"))
 
 
-class Probed:
-    """A device that fails with these errors, one after the other, before it answers."""
-
-    def __init__(self, *errors: Exception) -> None:
-        self.errors = list(errors)
-
-    def __call__(self, _device: torch.device) -> bool:
-        if self.errors:
-            raise self.errors.pop(0)
-        return True
-
-
 def test_a_device_is_lost_only_if_it_fails_again_and_again() -> None:
-    device = torch.device("cpu")
+    device, full = torch.device("cpu"), torch.OutOfMemoryError("no")
     capturing = RuntimeError("CUDA error: operation would make the legacy stream depend on a capturing stream")
     assert devices.is_working(device)
-    assert devices.is_working(device, Probed(capturing, capturing), pause=0)
-    assert not devices.is_working(device, Probed(*[capturing] * 3), pause=0)
-    assert devices.is_working(device, Probed(*[torch.OutOfMemoryError("no")] * 3), pause=0)
+    assert devices.is_working(device, Mock(side_effect=[capturing, capturing, True]), pause=0)
+    assert not devices.is_working(device, Mock(side_effect=[capturing] * 3), pause=0)
+    assert devices.is_working(device, Mock(side_effect=[full] * 3), pause=0)
 
 
 def test_memory_that_was_freed_is_returned() -> None:

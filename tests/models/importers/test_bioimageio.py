@@ -161,6 +161,10 @@ def package(bands_network: nn.Module, tmp_path: Path, image: np.ndarray) -> Path
     return write_05(tmp_path / "package", bands_network, image)
 
 
+def weights(kind: str, **entry: Any) -> dict[str, Any]:
+    return {"weights": {kind: entry}}
+
+
 def changed(package: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     description = yaml.safe_load((package / "rdf.yaml").read_text())
     change(description)
@@ -182,25 +186,18 @@ def test_a_package_is_checked_with_its_own_tests_and_served(
     assert found.pixels.shape == phantom.image.shape
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_onnx_weights_are_checked_and_served(
-    bands_network: nn.Module, tmp_path: Path, phantom: Any, image: np.ndarray, *, beside: bool
+def test_onnx_weights_are_checked_and_served_with_the_tensors_beside_them(
+    bands_network: nn.Module, package: Path, tmp_path: Path, phantom: Any
 ) -> None:
-    folder = write_05(tmp_path / "package", bands_network, image)
-    path = export_onnx(bands_network, folder / "weights.onnx", SHAPE, {"x": {0: "b", 2: "z", 3: "y", 4: "w"}})
-    described: dict[str, Any] = {"source": path.name, "opset_version": 20}
-    if beside:
-        onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.data", size_threshold=0)
-        described["external_data"] = {"source": "weights.data", "sha256": digest(folder / "weights.data")}
-    described["sha256"] = digest(path)
-    changed(folder, lambda description: description.update(weights={"onnx": described}))
-    if not beside:
-        assert_valid(folder)
-    spec, notes = import_model(folder, tmp_path / "models", {})
+    usual = import_model(package, tmp_path / "models", {}, "usual").spec
+    path = export_onnx(bands_network, package / "weights.onnx", SHAPE, {"x": {0: "b", 2: "z", 3: "y", 4: "w"}})
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.data", size_threshold=0)
+    beside = {"source": "weights.data", "sha256": digest(package / "weights.data")}
+    entry = weights("onnx", source=path.name, sha256=digest(path), opset_version=20, external_data=beside)
+    spec, notes = import_model(changed(package, lambda stated: stated.update(entry)), tmp_path / "models", {})
     assert (spec.weights.kind, spec.weights.file, spec.architecture) == ("onnx", "weights.onnx", None)
     assert any("reproduced within" in note for note in notes)
     volume = Volume.from_array(phantom.image[None])
-    usual = import_model(write_05(tmp_path / "other", bands_network, image), tmp_path / "models", {}, "other").spec
     found, expected = (run(each, volume).segmentation.pixels for each in (spec, usual))
     assert np.mean(found == expected) > 0.9999
 
@@ -215,25 +212,18 @@ def test_a_zipped_package_is_the_same(package: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stated", "field"),
     [
-        ({"weights": {"keras_hdf5": {"source": "weights.h5"}}}, "weights: there are keras_hdf5"),
+        (weights("keras_hdf5", source="weights.h5"), "weights: there are keras_hdf5"),
         ({"format_version": "0.3.6"}, "format_version: 0.3.6"),
         ({"inputs": []}, "inputs: 0 tensors"),
         (
-            {
-                "weights": {
-                    "pytorch_state_dict": {
-                        "source": "weights.pt",
-                        "architecture": {"callable": "Net", "source": "net.py"},
-                    }
-                }
-            },
+            weights("pytorch_state_dict", source="weights.pt", architecture={"callable": "Net", "source": "net.py"}),
             "weights.pytorch_state_dict.architecture",
         ),
-        ({"weights": {"torchscript": {"source": "../weights.ts"}}}, "not a file inside the package"),
-        ({"weights": {"torchscript": {"source": "https://example.org/weights.ts"}}}, "not a file inside the package"),
-        ({"weights": {"torchscript": {"source": "weights.ts", "sha256": "0" * 64}}}, "weights.torchscript.sha256"),
-        ({"weights": {"torchscript": {"source": "weights.ts\0"}}}, "does not fit together"),
-        ({"weights": {"torchscript": {"source": "/etc/passwd"}}}, "not a file inside the package"),
+        (weights("torchscript", source="../weights.ts"), "not a file inside the package"),
+        (weights("torchscript", source="https://example.org/weights.ts"), "not a file inside the package"),
+        (weights("torchscript", source="weights.ts", sha256="0" * 64), "weights.torchscript.sha256"),
+        (weights("torchscript", source="weights.ts\0"), "does not fit together"),
+        (weights("torchscript", source="/etc/passwd"), "not a file inside the package"),
         ({"inputs": [{"axes": 5}]}, "inputs"),
         ({"inputs": [{"axes": "bczyx", "shape": 7}]}, "inputs"),
         ({"inputs": [{"axes": "bczyx", "shape": [1, 10**9, 8, 8, 8]}]}, "1000000000 channels"),

@@ -137,33 +137,30 @@ def test_a_bundle_of_torchscript_and_yaml_gives_the_same(
 
 
 @pytest.mark.parametrize(
-    ("step", "expected"),
+    ("name", "arguments", "expected"),
     [
         (
-            {"_target_": "ScaleIntensityRanged", "a_min": 100, "a_max": 300, "b_min": -1, "b_max": 1, "clip": True},
+            "ScaleIntensityRanged",
+            {"a_min": 100, "a_max": 300, "b_min": -1, "b_max": 1, "clip": True},
             {"kind": "range", "low": 200.0, "high": 300.0, "clip": (-1.0, 1.0)},
         ),
         (
-            {
-                "_target_": "monai.transforms.ScaleIntensityRangePercentilesd",
-                "lower": 1,
-                "upper": 99,
-                "b_min": 0,
-                "b_max": 1,
-            },
+            "monai.transforms.ScaleIntensityRangePercentilesd",
+            {"lower": 1, "upper": 99, "b_min": 0, "b_max": 1},
             {"kind": "percentile", "low": 1.0, "high": 99.0, "clip": None},
         ),
-        ({"_target_": "NormalizeIntensityd", "channel_wise": True}, {"kind": "zscore"}),
+        ("NormalizeIntensityd", {"channel_wise": True}, {"kind": "zscore"}),
         (
-            {"_target_": "NormalizeIntensityd", "subtrahend": 10, "divisor": 4},
+            "NormalizeIntensityd",
+            {"subtrahend": 10, "divisor": 4},
             {"kind": "range", "low": 10.0, "high": 14.0, "clip": None},
         ),
     ],
 )
 def test_known_normalisations_are_translated(
-    imported: Callable[..., Imported], step: dict[str, Any], expected: dict[str, Any]
+    imported: Callable[..., Imported], name: str, arguments: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    spec = imported(scaled(step)).spec
+    spec = imported(scaled({"_target_": name, **arguments})).spec
     assert spec.input.normalisation.model_dump() == expected
 
 

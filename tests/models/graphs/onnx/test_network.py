@@ -54,11 +54,7 @@ def test_engines_run_it_like_any_other(tmp_path: Path) -> None:
     image = torch.rand(SHAPE)
     with torch.inference_mode():
         expected = loaded(image)
-        plain = prepare(loaded, CPU, torch.float32, torch.channels_last_3d)
-        torch.testing.assert_close(
-            plain(image.to(memory_format=torch.channels_last_3d)), expected, rtol=1e-4, atol=1e-4
-        )
-        narrow = prepare(loaded, CPU, torch.bfloat16, torch.contiguous_format)
+        narrow = prepare(loaded, CPU, torch.bfloat16, torch.channels_last_3d)
         torch.testing.assert_close(narrow(image.bfloat16()), expected, rtol=0.1, atol=0.1)
         if OpenVinoBackend().explain_missing() is None:
             module = prepare(loaded, CPU, torch.float32, torch.contiguous_format)
