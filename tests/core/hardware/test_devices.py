@@ -5,7 +5,6 @@ import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -86,37 +85,24 @@ def test_cpu_describes_this_machine() -> None:
     assert devices.device_name(torch.device("cpu")) == cpu.name
 
 
-class CudaMemory:
-    """A fake of `torch.cuda` that tells of memory: 100 bytes free, 60 cached, of which graphs keep some."""
-
-    def __init__(self) -> None:
-        pools = ((6, (0, 0), 50, 20), (6, (0, 1), 40, 10), (6, (3, 0), 20, 20), (7, (0, 2), 30, 0))
-        self.segments = [
-            {"device": device, "segment_pool_id": pool, "total_size": total, "allocated_size": allocated}
-            for device, pool, total, allocated in pools
-        ]
-
-    def memory_snapshot(self) -> list[dict[str, Any]]:
-        return self.segments
-
-    def mem_get_info(self, _device: torch.device) -> tuple[int, int]:
-        return 100, 1000
-
-    def memory_stats_as_nested_dict(self, device: torch.device) -> dict[str, Any]:
-        here = [each for each in self.segments if each["device"] == device.index]
-        sums = {"reserved": "total_size", "allocated": "allocated_size"}
-        return {f"{name}_bytes": {"all": {"current": sum(each[key] for each in here)}} for name, key in sums.items()}
-
-
 def test_memory_that_graphs_keep_between_replays_is_not_free() -> None:
-    cuda, device = CudaMemory(), torch.device("cuda", 6)
+    pools = ((6, (0, 0), 50, 20), (6, (0, 1), 40, 10), (6, (3, 0), 20, 20), (7, (0, 2), 30, 0))
+    segments = [
+        {"device": device, "segment_pool_id": pool, "total_size": total, "allocated_size": allocated}
+        for device, pool, total, allocated in pools
+    ]
+    # Of GPU 6: 100 bytes are free, and 60 of those that torch has reserved are not allocated.
+    stats = {"reserved_bytes": {"all": {"current": 110}}, "allocated_bytes": {"all": {"current": 50}}}
+    cuda, device = Mock(), torch.device("cuda", 6)
+    cuda.mem_get_info.return_value, cuda.memory_stats_as_nested_dict.return_value = (100, 1000), stats
+    cuda.memory_snapshot.return_value = segments
     assert devices.free_bytes(device, cuda) == 100 + 60, "before any was recorded"
     assert devices.count_pools(device, cuda) == 60
     assert devices.free_bytes(device, cuda) == 100 + 30
     assert devices.count_pools(torch.device("cuda", 7), cuda) == 30
-    cuda.segments = cuda.segments[:1]
+    cuda.memory_snapshot.return_value = segments[:1]
     assert devices.count_pools(device, cuda) == 0
-    assert devices.free_bytes(device, cuda) == 100 + 30
+    assert devices.free_bytes(device, cuda) == 100 + 60
     assert devices.count_pools(torch.device("cpu")) == 0
 
 

@@ -14,13 +14,9 @@ from service.core.errors import BadFile, RequestError, TooLarge, UnsupportedMedi
 from service.formats.tiff import ifd
 
 
-def written(pages: list[np.ndarray], **options: object) -> io.BytesIO:
+def written(pages: list[np.ndarray], **options: Any) -> io.BytesIO:
     stream = io.BytesIO()
-    with tifffile.TiffWriter(
-        stream, bigtiff=bool(options.pop("bigtiff", False)), byteorder=str(options.pop("byteorder", "<"))
-    ) as writer:
-        for page in pages:
-            writer.write(page, photometric="minisblack", metadata=None, **options)
+    tifffile.imwrite(stream, np.stack(pages), photometric="minisblack", metadata=None, **options)
     return stream
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 import zipfile
@@ -110,16 +111,12 @@ def test_only_chunks_of_the_selection_are_opened(movie: np.ndarray, reader: Read
         reader.read(store, Selection(channel=2, time=1), tmp_path)
 
 
-def test_reading_is_given_up_between_two_chunks(tmp_path: Path) -> None:
+def test_reading_is_given_up_between_two_chunks(reader: Reader, tmp_path: Path) -> None:
     store = write_zarr(tmp_path / "a.zarr", np.ones((4, 16, 16), np.uint8), version="0.4", chunks=(1, 1, 1))
     edit(store, "0/.zarray", shape=[64, 128, 128])
-    with (
-        Reader(memory_bytes=2**29, seconds=120, decoded_bytes=LIMIT, processes=1) as reader,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        reader.await_start()
-        began = time.monotonic()
-        cancelled = threading.Event()
+    reader.await_start()
+    began, cancelled = time.monotonic(), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(reader.read, store, Selection(), tmp_path, cancelled=cancelled.is_set)
         with pytest.raises(TimeoutError):
             reading.result(0.5)
@@ -356,13 +353,8 @@ def test_hostile_shards_are_refused(reader: Reader, tmp_path: Path) -> None:
 def test_archives_are_read_without_trust(reader: Reader, tmp_path: Path) -> None:
     store = write_zarr(tmp_path / "a.zarr", np.ones((4, 16, 16), np.uint16), version="0.4")
     whole = pack(store).read_bytes()
-    for content, error in (
-        (whole[: len(whole) // 2], BadFile),
-        (
-            whole.replace(b".zgroup", b".zgroop").replace(b".zattrs", b".zatters"[:7]).replace(b".zarray", b".zarroy"),
-            UnsupportedMedia,
-        ),
-    ):
+    without_metadata = re.sub(rb"\.z(group|attrs|array)", rb"_z\1", whole)
+    for content, error in ((whole[: len(whole) // 2], BadFile), (without_metadata, UnsupportedMedia)):
         with pytest.raises(error):
             reader.read(bytearray(content), Selection(), tmp_path)
     followed = bytearray(whole + b"x")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,8 @@ KINDS = {
 }
 
 
-def as_onnx(network: nn.Module, path: Path) -> nn.Module:
-    return load_onnx(export_onnx(network, path, (1, *WINDOW)), WINDOW)
-
-
-def as_open_onnx(network: nn.Module, path: Path) -> nn.Module:
-    return load_onnx(export_onnx(network, path, (1, *WINDOW), OPEN), WINDOW)
+def as_onnx(network: nn.Module, path: Path, axes: Any = None) -> nn.Module:
+    return load_onnx(export_onnx(network, path, (1, *WINDOW), axes), WINDOW)
 
 
 def as_torch_export(network: nn.Module, path: Path, sizes: Any = None) -> nn.Module:
@@ -53,8 +50,8 @@ def as_torch_export(network: nn.Module, path: Path, sizes: Any = None) -> nn.Mod
     return load_torch_export(path.with_suffix(".pt2"), WINDOW)
 
 
-def as_open_torch_export(network: nn.Module, path: Path) -> nn.Module:
-    return as_torch_export(network, path, ({0: torch.export.Dim("batch", min=1, max=64)},))
+as_open_onnx = partial(as_onnx, axes=OPEN)
+as_open_torch_export = partial(as_torch_export, sizes=({0: torch.export.Dim("batch", min=1, max=64)},))
 
 
 def count_layers(network: nn.Module) -> dict[str, int]:

@@ -38,18 +38,22 @@ def test_a_file_says_its_window_and_the_operator_the_rest(bands_network: nn.Modu
         import_model(path, tmp_path / "models", other, "other")
 
 
+def name_other_file(path: Path, location: str, **place: int) -> None:
+    """Have all stored tensors of a file lie in another one."""
+    model = onnx.load(path)
+    for tensor in model.graph.initializer:
+        onnx.external_data_helper.set_external_data(tensor, location, **place)
+        tensor.ClearField("raw_data")
+    path.write_bytes(model.SerializeToString())
+
+
 @pytest.mark.parametrize("location", ["../secret", "link", "{folder}/secret", "file:../secret"])
 def test_tensors_outside_of_the_folder_are_not_taken(bands_network: nn.Module, tmp_path: Path, location: str) -> None:
     (tmp_path / "package").mkdir()
     path = export_onnx(bands_network, tmp_path / "package" / "bands.onnx", SHAPE)
     (tmp_path / "secret").write_bytes(bytes(2**20))
     (path.parent / "link").symlink_to(tmp_path / "secret")
-    model = onnx.load(path)
-    named = location.format(folder=tmp_path)
-    for tensor in model.graph.initializer:
-        onnx.external_data_helper.set_external_data(tensor, named)
-        tensor.ClearField("raw_data")
-    path.write_bytes(model.SerializeToString())
+    name_other_file(path, location.format(folder=tmp_path))
     with pytest.raises(UnsupportedPackage, match="not a file inside the package"):
         import_model(path, tmp_path / "models", STATED)
 
@@ -57,10 +61,6 @@ def test_tensors_outside_of_the_folder_are_not_taken(bands_network: nn.Module, t
 def test_a_length_that_no_file_has_takes_no_memory(bands_network: nn.Module, tmp_path: Path) -> None:
     path = export_onnx(bands_network, tmp_path / "bands.onnx", SHAPE)
     (tmp_path / "bands.data").write_bytes(bytes(8))
-    model = onnx.load(path)
-    tensor = model.graph.initializer[0]
-    onnx.external_data_helper.set_external_data(tensor, "bands.data", offset=4, length=2**60)
-    tensor.ClearField("raw_data")
-    path.write_bytes(model.SerializeToString())
+    name_other_file(path, "bands.data", offset=4, length=2**60)
     with pytest.raises(BrokenModel, match="cannot be read as ONNX"):
         import_model(path, tmp_path / "models", STATED)
