@@ -186,14 +186,17 @@ def test_a_package_is_checked_with_its_own_tests_and_served(
     assert found.pixels.shape == phantom.image.shape
 
 
-def test_onnx_weights_are_checked_and_served_with_the_tensors_beside_them(
-    bands_network: nn.Module, package: Path, tmp_path: Path, phantom: Any
+@pytest.mark.parametrize("beside", [False, True])
+def test_onnx_weights_are_checked_and_served(
+    bands_network: nn.Module, package: Path, tmp_path: Path, phantom: Any, beside: bool
 ) -> None:
     usual = import_model(package, tmp_path / "models", {}, "usual").spec
     path = export_onnx(bands_network, package / "weights.onnx", SHAPE, {"x": {0: "b", 2: "z", 3: "y", 4: "w"}})
-    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.data", size_threshold=0)
-    beside = {"source": "weights.data", "sha256": digest(package / "weights.data")}
-    entry = weights("onnx", source=path.name, sha256=digest(path), opset_version=20, external_data=beside)
+    external = dict[str, Any]()
+    if beside:
+        onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.data", size_threshold=0)
+        external["external_data"] = {"source": "weights.data", "sha256": digest(package / "weights.data")}
+    entry = weights("onnx", source=path.name, sha256=digest(path), opset_version=20, **external)
     spec, notes = import_model(changed(package, lambda stated: stated.update(entry)), tmp_path / "models", {})
     assert (spec.weights.kind, spec.weights.file, spec.architecture) == ("onnx", "weights.onnx", None)
     assert any("reproduced within" in note for note in notes)
