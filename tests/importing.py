@@ -1,4 +1,4 @@
-"""Importing packages as `stackseg models import` does."""
+"""Importing packages as `stackseg models import` does, and running what was imported."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from live import eager
+
+from service.core.types import Options, Volume
 from service.inference.preprocessing.resample import prepare_tensor
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import segment
+from service.inference.types import Result
 from service.models.importers import import_model as importer
 from service.models.importers.import_model import Imported
+from service.models.spec import ModelSpec
 
 
 def import_model(
@@ -16,3 +23,10 @@ def import_model(
 ) -> Imported:
     keys = {**stated, **({} if name is None else {"name": name})}
     return importer.import_model(path, models, keys, prepare=prepare_tensor, trust=trust)
+
+
+def run(spec: ModelSpec, volume: Volume) -> Result:
+    """Segment a volume as a service does."""
+    runner = ModelRunner(spec, eager(spec.folder.parent))
+    runner.warm_up()
+    return segment(runner, volume, Options())

@@ -1,4 +1,4 @@
-"""Pixels of every dtype, and variants of a model's input, for tests of preparing images."""
+"""Pixels of every dtype, and variants of a model's input."""
 
 import numpy as np
 
@@ -14,3 +14,11 @@ def spec_of(bands, **changes):
 def some_pixels(dtype, shape=(3, 7, 11)):
     pixels = np.random.default_rng(0).uniform(0, 120, shape)
     return pixels > 60 if dtype == "bool" else pixels.astype(dtype)
+
+
+def noise(*shape, dtype="uint16", seed=None):
+    """Random pixels, the same for the same shape unless there is a seed: normal floats, or integers below 120."""
+    rng = np.random.default_rng(len(shape) if seed is None else seed)
+    if np.dtype(dtype).kind == "f":
+        return rng.normal(size=shape).astype(dtype)
+    return rng.integers(0, 120, shape).astype(dtype)

@@ -5,12 +5,14 @@ Only one guess is made: the pages of a plain grey stack without any description 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from service.core.errors import AmbiguousAxes, BadFile, BadParameter
 from service.core.quantities import TimeRange
-from service.core.types import Selection, StackShape
+from service.core.types import Array, Selection, StackShape
 
 LETTERS = "TZCYXS"
 _NAMELESS = "QI"  # tifffile's letters for dimensions that a file does not name
@@ -48,6 +50,27 @@ class Part:
 def part_shape(layout: Layout, part: Part) -> StackShape:
     """Return (C, Z, Y, X) of the selected part."""
     return len(part.channels), layout.length("Z"), layout.length("Y"), layout.length("X")
+
+
+def expand(pixels: Array, letters: str) -> Array:
+    """Return pixels with these axes, of CSZYX, as [C, S, Z, Y, X]."""
+    missing = "".join(axis for axis in "CSZYX" if axis not in letters)
+    pixels = pixels[(np.newaxis,) * len(missing)]
+    return pixels.transpose([(missing + letters).index(axis) for axis in "CSZYX"])
+
+
+def find_channels(
+    layout: Layout, part: Part, first: tuple[int, int], block: Array
+) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Yield the selected channels in a block [C, S, ...]: number among the selected, and place in it.
+
+    `first` has the numbers of the channel and of the sample that the block begins with.
+    """
+    for position, number in enumerate(part.channels):
+        c, s = divmod(number, layout.length("S"))
+        c, s = c - first[0], s - first[1]
+        if 0 <= c < block.shape[0] and 0 <= s < block.shape[1]:
+            yield position, (c, s)
 
 
 def resolve_axes(axes: str, shape: Sequence[int], override: str | None, doubt: str = "") -> Layout:

@@ -159,7 +159,7 @@ def _open_folder(file: Path, files: ExitStack) -> Store:
     """Return the store in a folder."""
     folder = os.open(file, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     files.callback(os.close, folder)
-    return files.enter_context(FolderStore(partial(open_file, folder)))
+    return FolderStore(partial(open_file, folder))
 
 
 def _open_archive(stream: BinaryIO) -> Store | None:

@@ -28,10 +28,6 @@ def write(folder: Path, content: Any) -> Path:
     return path
 
 
-def test_without_file_and_variables_the_defaults_hold() -> None:
-    assert read_settings(None, {}) == Settings()
-
-
 def test_limits_are_documented_with_their_defaults() -> None:
     document = Path(__file__).parents[2] / "docs/security.md"
     rows = re.findall(r"^\| `(\w+)\.(\w+)` \| ([\d.]+)( GiB)? \|", document.read_text(encoding="utf-8"), re.MULTILINE)
@@ -58,6 +54,7 @@ def test_every_key_is_read_from_file_and_environment(section: str, key: str, tmp
     ("text", "section", "key", "value"),
     [
         ("cuda:1", "device", "name", "cuda:1"),
+        ("[cuda:0, cuda:1]", "device", "serve", ("cuda:0", "cuda:1")),
         ("[nuclei, bands]", "models", "serve", ("nuclei", "bands")),
         ("0", "limits", "waiting", 0),
         ("0.5", "windows", "overlap", 0.5),
@@ -82,6 +79,7 @@ def test_variable_overrides_one_key_and_leaves_its_neighbours(tmp_path: Path) ->
 
 
 def test_other_variables_are_none_of_our_business() -> None:
+    assert read_settings(None, {}) == Settings()
     assert read_settings(None, {"WINDOWS__OVERLAP": "2", "PATH": "/bin", "MYSTACKSEG_DEVICE__NAME": "?"}) == Settings()
 
 
@@ -106,41 +104,50 @@ def test_unknown_sections_and_keys_that_are_no_words_are_refused(content: Any, t
         read_settings(write(tmp_path, content), {})
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("windows.overlap", "1.0"),
-        ("windows.overlap", "-0.1"),
-        ("windows.overlap", ".nan"),
-        ("windows.sigma", "0"),
-        ("windows.skip_below", "dark"),
-        ("windows.skip_below", ".inf"),
-        ("windows.sw_batch_size", "0"),
-        ("windows.sw_batch_size", "2.5"),
-        ("windows.blending", "triangle"),
-        ("device.name", "gpu"),
-        ("device.name", "cuda:"),
-        ("engine.precision", "int8"),
-        ("limits.upload_bytes", "4 GB"),
-        ("limits.waiting", "-1"),
-        ("server.port", "65536"),
-        ("server.port", ""),
-        ("logging.level", "loud"),
-        ("logging.format", "xml"),
-        ("access.requests_per_minute", "-1"),
-    ],
-)
+IMPOSSIBLE = {
+    "windows.overlap": ["1.0", "-0.1", ".nan"],
+    "windows.sigma": ["0"],
+    "windows.skip_below": ["dark", ".inf"],
+    "windows.sw_batch_size": ["0", "2.5"],
+    "windows.blending": ["triangle"],
+    "device.name": ["gpu", "cuda:"],
+    "device.serve": ["[cuda]"],
+    "engine.precision": ["int8"],
+    "limits.upload_bytes": ["4 GB"],
+    "limits.waiting": ["-1"],
+    "server.port": ["65536", ""],
+    "logging.level": ["loud"],
+    "logging.format": ["xml"],
+    "access.requests_per_minute": ["-1"],
+    # They could never match.
+    "access.keys": ["{ada: secret}", f"{{'two words': {HASH}}}"],
+    "access.hosts": ["[https://example.org]", "['example.org:8000']", "['*']"],
+    "access.origins": ["[example.org]", "[https://example.org/page]"],
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in IMPOSSIBLE.items() for text in texts])
 def test_impossible_value_is_refused_with_its_key(name: str, text: str) -> None:
     section, key = name.split(".")
     with pytest.raises(ConfigError, match=rf"not understood: {section}\.{key}: "):
         read_settings(None, {variable(section, key): text})
 
 
-@pytest.mark.parametrize(("serve", "fault"), [("[cuda]", "serve"), ("[cuda:0, cuda:0]", "a GPU twice")])
-def test_devices_that_cannot_be_served_on_are_refused(serve: str, fault: str) -> None:
-    with pytest.raises(ConfigError, match=fault):
-        read_settings(None, {"STACKSEG_DEVICE__SERVE": serve})
-    assert read_settings(None, {"STACKSEG_DEVICE__SERVE": "[cuda:0, cuda:1]"}).device.serve == ("cuda:0", "cuda:1")
+@pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        ("device.serve", "[cuda:0, cuda:0]", "device: .*a GPU twice"),
+        ("access.requests_per_minute", "60", "access: .*there are no keys"),
+        ("windows.sw_batch_size", "33", "settings: windows.sw_batch_size exceeds limits.sw_batch_size"),
+        ("windows.overlap", "0.8", "settings: windows.overlap exceeds limits.overlap"),
+    ],
+)
+def test_value_that_contradicts_others_is_refused(name: str, text: str, fault: str) -> None:
+    section, key = name.split(".")
+    with pytest.raises(ConfigError, match=f"understood: {fault}"):
+        read_settings(None, {variable(section, key): text})
+    if section == "windows":
+        assert read_settings(None, {variable("windows", key): text, variable("limits", key): text})
 
 
 def test_every_fault_is_told_at_once() -> None:
@@ -151,41 +158,11 @@ def test_every_fault_is_told_at_once() -> None:
         assert name in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [
-        ("keys", "{ada: secret}"),
-        ("keys", f"{{'two words': {HASH}}}"),
-        ("hosts", "[https://example.org]"),
-        ("hosts", "['example.org:8000']"),
-        ("hosts", "['*']"),
-        ("origins", "[example.org]"),
-        ("origins", "[https://example.org/page]"),
-    ],
-)
-def test_access_that_could_never_match_is_refused(key: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=rf"not understood: access\.{key}"):
-        read_settings(None, {variable("access", key): text})
-
-
-def test_limits_of_keys_need_keys() -> None:
-    with pytest.raises(ConfigError, match="there are no keys"):
-        read_settings(None, {"STACKSEG_ACCESS__REQUESTS_PER_MINUTE": "60"})
-
-
 def test_one_section_is_overruled_and_checked_again() -> None:
     settings = override_settings(Settings(), "server", {"port": 9})
     assert (settings.server.port, settings.server.host) == (9, Settings().server.host)
     with pytest.raises(ConfigError, match=r"server\.port"):
         override_settings(Settings(), "server", {"port": -1})
-
-
-@pytest.mark.parametrize("key", ["sw_batch_size", "overlap"])
-def test_defaults_of_requests_stay_within_their_own_limits(key: str) -> None:
-    beyond = {"sw_batch_size": "33", "overlap": "0.8"}[key]
-    with pytest.raises(ConfigError, match=rf"understood: settings: windows\.{key} exceeds limits\.{key}"):
-        read_settings(None, {variable("windows", key): beyond})
-    assert read_settings(None, {variable("windows", key): beyond, variable("limits", key): beyond})
 
 
 @pytest.mark.parametrize(
@@ -226,11 +203,9 @@ def test_preset_is_found_by_name_from_anywhere_unless_a_file_has_the_name(
     assert read_settings(Path("cpu"), {}) == read_settings(None, {"STACKSEG_SERVER__PORT": "9000"})
 
 
-@pytest.mark.parametrize("text", ["", "# nothing but a comment\n", "windows:\n"])
-def test_empty_files_and_sections_change_nothing(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "settings.yaml"
-    path.write_text(text, encoding="utf-8")
-    assert read_settings(path, {}) == Settings()
+@pytest.mark.parametrize("content", [None, {"windows": None}])
+def test_empty_files_and_sections_change_nothing(content: Any, tmp_path: Path) -> None:
+    assert read_settings(write(tmp_path, content), {}) == Settings()
 
 
 def test_unreadable_variable_is_refused_by_name() -> None:

@@ -1,4 +1,4 @@
-"""Files that fuzzing found something with, and a short, repeatable fuzz of the tags: refused, or read as described.
+"""Files that fuzzing found something with, and a short, repeatable fuzz: refused, or read as described.
 
 `benchmarks/fuzz_tiff.py` fuzzes longer, guided by coverage.
 """
@@ -55,6 +55,11 @@ SEEDS = [
     written(photometric="minisblack", metadata=None, compression="zlib", predictor=True),
     written(photometric="minisblack", metadata=None, tile=(16, 16), compression="packbits"),
 ]
+# Whose tags have another form.
+OTHER_SEEDS = [
+    written(photometric="minisblack", metadata={"axes": "ZYX"}),
+    written(photometric="minisblack", metadata={"axes": "ZYX"}, bigtiff=True, tile=(16, 16)),
+]
 
 
 def look(data: bytes) -> None:
@@ -100,3 +105,12 @@ def test_changed_tags_are_refused_or_read_as_described(seed: int, edits: list[tu
     for index, changes in edits:
         data = with_entry(data, index % len(tags_of(SEEDS[seed])), **changes)
     look(data)
+
+
+@settings(max_examples=100, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(SEEDS + OTHER_SEEDS), st.lists(st.tuples(st.integers(0, 1999), st.integers(0, 255)), min_size=1))
+def test_changed_bytes_are_refused_or_read_as_described(seed: bytes, edits: list[tuple[int, int]]) -> None:
+    data = bytearray(seed)
+    for place, value in edits[:4]:
+        data[place % len(data)] = value
+    look(bytes(data))

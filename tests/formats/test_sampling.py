@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,41 +15,26 @@ from service.formats.sampling import Resolution
 PLAIN = Resolution(((5, 1), (4, 1)), "")
 
 
-@pytest.mark.parametrize(
-    ("unit", "micrometres"),
-    [
-        ("µm", 1),
-        ("μm", 1),
-        ("um", 1),
-        ("\\u00B5m", 1),
-        ("Âµm", 1),
-        ("micron", 1),
-        ("Microns", 1),
-        ("micrometer", 1),
-        ("micrometres", 1),
-        (" um\0", 1),
-        ("nm", 1e-3),
-        ("nanometers", 1e-3),
-        ("Å", 1e-4),
-        ("pm", 1e-6),
-        ("mm", 1e3),
-        ("cm", 1e4),
-        ("dm", 1e5),
-        ("m", 1e6),
-        ("meter", 1e6),
-        ("km", 1e9),
-        ("in", 25400),
-        ("inch", 25400),
-        ("ft", 304800),
-        ("thou", 25.4),
-        ("pt", 25400 / 72),
-    ],
-)
-def test_units_of_length(unit: str, micrometres: float) -> None:
-    found = sampling.micrometres(unit)
+UNITS = {
+    1: ["µm", "μm", "um", "\\u00B5m", "Âµm", "micron", "Microns", "micrometer", "micrometres", " um\0"],
+    1e-6: ["pm"],
+    1e-4: ["Å"],
+    1e-3: ["nm", "nanometers"],
+    1e3: ["mm"],
+    1e4: ["cm"],
+    1e5: ["dm"],
+    1e6: ["m", "meter"],
+    1e9: ["km"],
+    25400: ["in", "inch"],
+    304800: ["ft"],
+    25.4: ["thou"],
+    25400 / 72: ["pt"],
+}
 
-    assert found is not None
-    assert math.isclose(found, micrometres, rel_tol=1e-12)
+
+@pytest.mark.parametrize(("micrometres", "unit"), [(length, unit) for length, units in UNITS.items() for unit in units])
+def test_units_of_length(unit: str, micrometres: float) -> None:
+    assert sampling.micrometres(unit) == pytest.approx(micrometres, rel=1e-12)
 
 
 @pytest.mark.parametrize("unit", ["pixel", "pixels", "reference frame", "", "s", "furlong", "µ", "2 um"])
@@ -67,17 +52,22 @@ def test_sizes_in_micrometres_are_kept(size: float) -> None:
     assert sampling.length(repr(size), "µm") == size
 
 
-def test_imagej_has_z_in_its_text_and_xy_in_the_tags() -> None:
-    found = sampling.from_spacing({"spacing": 0.5, "unit": "micron"}, PLAIN, "ImageJ metadata")
+@pytest.mark.parametrize(
+    ("metadata", "size"),
+    [
+        # z is in the text, y and x are in the tags.
+        ({"spacing": 0.5, "unit": "micron"}, VoxelSize(0.5, 0.25, 0.2)),
+        ({"spacing": 500, "unit": "um", "yunit": "mm", "zunit": "nm"}, VoxelSize(0.5, 250.0, 0.2)),
+        ({"spacing": 2, "unit": "pixel"}, None),
+        ({"spacing": 2, "unit": ""}, None),
+        ({"spacing": 2, "unit": "sec"}, None),
+    ],
+)
+def test_imagej_may_have_a_unit_of_length_or_one_per_axis(metadata: dict[str, Any], size: VoxelSize | None) -> None:
+    found = sampling.from_spacing(metadata, PLAIN, "ImageJ metadata")
 
-    assert found.voxel_size() == VoxelSize(0.5, 0.25, 0.2)
-    assert found.remarks() == ()
-
-
-def test_imagej_may_have_a_unit_per_axis() -> None:
-    metadata = {"spacing": 500, "unit": "um", "yunit": "mm", "zunit": "nm"}
-
-    assert sampling.from_spacing(metadata, PLAIN, "").voxel_size() == VoxelSize(0.5, 250.0, 0.2)
+    assert found.voxel_size() == size
+    assert found.remarks() == (() if size else (sampling.NO_VOXEL_SIZE,))
 
 
 @pytest.mark.parametrize("spacing", [0, -0.5, float("nan"), "x"])
@@ -101,11 +91,6 @@ def test_exactly_one_pixel_per_unit_is_used_with_a_caution() -> None:
 
     assert found.voxel_size() == VoxelSize(2, 1, 1)
     assert "exactly one pixel per um" in found.notes[0]
-
-
-@pytest.mark.parametrize("unit", ["pixel", "", "sec"])
-def test_imagej_without_a_unit_of_length_is_uncalibrated(unit: str) -> None:
-    assert sampling.from_spacing({"spacing": 2, "unit": unit}, PLAIN, "") == sampling.NOTHING
 
 
 @pytest.mark.parametrize(

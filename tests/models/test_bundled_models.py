@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import live
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from paths import ROOT, SHARED_DATA
 from torch import nn
 
@@ -62,14 +62,8 @@ def eager(nuclei: ModelSpec) -> ModelRunner:
 
 
 def eager_of(spec: ModelSpec) -> ModelRunner:
-    settings = {
-        "STACKSEG_DEVICE__NAME": "cpu",
-        "STACKSEG_DEVICE__THREADS": "1",
-        "STACKSEG_ENGINE__KIND": "eager",
-        "STACKSEG_ENGINE__PRECISION": "fp32",
-        "STACKSEG_WINDOWS__SW_BATCH_SIZE": "1",
-    }
-    made = ModelRunner(spec, read_settings(None, settings))
+    precise = {"engine": {"precision": "fp32"}, "windows": {"sw_batch_size": 1}}
+    made = ModelRunner(spec, live.eager(spec.folder.parent, **precise))
     made.warm_up()
     return made
 
@@ -78,23 +72,16 @@ def read(path: Path) -> Volume:
     return stack_reader.read(path, Selection(), LIMIT)
 
 
-def labels_of(made: ModelRunner, volume: Volume) -> NDArray[np.unsignedinteger]:
-    return segment(made, volume, Options()).segmentation.pixels
-
-
 def test_these_are_bundled_and_nuclei_answers_who_names_none(specs: dict[str, ModelSpec]) -> None:
     assert tuple(specs) == BUNDLED
     assert select_model(specs, None, None) == specs["nuclei"]
-    assert {name: spec.decoding.kind for name, spec in specs.items() if name != "nuclei"} == {
-        "embryos": "instances",
-        "membranes": "instances",
-        "tissue": "classes",
-    }
+    assert specs["nuclei"].input.voxel_size is None
 
 
 @pytest.mark.parametrize("name", BUNDLED)
 def test_a_model_is_small_and_comes_with_its_scores(specs: dict[str, ModelSpec], name: str) -> None:
     spec = specs[name]
+    assert spec.decoding.kind == ("classes" if name == "tissue" else "instances")
     assert spec.weights_path.stat().st_size < (4 if name == "tissue" else 10) * 2**20
     assert "classical" in (spec.folder / "README.md").read_text(encoding="utf-8")
 
@@ -122,16 +109,11 @@ def test_cells_of_an_embryo_are_found_by_their_membranes(specs: dict[str, ModelS
     assert np.mean(found[truth[0] == 0] > 0) < 0.08
 
 
-def test_it_needs_no_voxel_size_and_names_its_outputs(nuclei: ModelSpec) -> None:
-    assert nuclei.outputs == ("foreground", "distance")
-    assert nuclei.input.voxel_size is None
-
-
 @pytest.mark.skipif(not RECORDED.is_dir(), reason=f"the recorded stacks are not at {RECORDED}")
 def test_embryos_finds_the_nuclei_of_an_embryo_that_it_has_not_learned_from(specs: dict[str, ModelSpec]) -> None:
     folder = RECORDED / "mouse_embryo_8cell"
-    labels = labels_of(eager_of(specs["embryos"]), read(folder / "image.tif"))
-    scores = score(read(folder / "mask.tif").array()[0], labels)
+    found = segment(eager_of(specs["embryos"]), read(folder / "image.tif"), Options()).segmentation
+    scores = score(read(folder / "mask.tif").array()[0], found.pixels)
     assert (scores.found, scores.splits, scores.merges) == (8, 0, 0)
     assert scores.f1 > 0.85
 

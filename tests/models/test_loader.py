@@ -14,12 +14,14 @@ from torch import nn
 
 from service.core.errors import BrokenModel
 from service.inference.runner.memory_estimate import activation_bytes, measure_activations
-from service.models.architectures import build_network
+from service.models.architectures import ShuffleUNet, build_network
 from service.models.loader import compute_scores, load_network
 from service.models.network import is_sequence
 from service.models.spec import Architecture, ModelSpec, Weights
 
 WriteModel = Callable[..., ModelSpec]
+
+VAST = {"arguments": {"in_channels": 1, "out_channels": 2, "widths": [2**20, 2**20]}}
 
 
 def test_loaded_network_is_the_one_that_was_saved(bands: ModelSpec, bands_network: nn.Module) -> None:
@@ -40,20 +42,16 @@ def test_loaded_network_is_for_inference_in_float32(
     assert set(floating) == {torch.float32}
 
 
-def test_weights_of_another_network_are_refused(write_model: WriteModel, random_nuclei_content: dict[str, Any]) -> None:
-    wider = build_network(
-        Architecture(name="ShuffleUNet", arguments={"in_channels": 1, "out_channels": 2, "widths": [8, 16]})
-    )
+def test_weights_of_another_network_or_without_a_layer_are_refused(random_nuclei: ModelSpec, tmp_path: Path) -> None:
+    elsewhere = random_nuclei.model_copy(update={"folder": tmp_path})
+    save_file(ShuffleUNet(1, 2, (8, 16)).state_dict(), tmp_path / "weights.safetensors")
     with pytest.raises(BrokenModel, match=r"weights\.safetensors: the weights do not fit ShuffleUNet: .* more\)$"):
-        load_network(write_model(random_nuclei_content, wider))
-
-
-def test_weights_with_a_missing_layer_are_refused(random_nuclei: ModelSpec, tmp_path: Path) -> None:
+        load_network(elsewhere)
     state = load_network(random_nuclei).state_dict()
     state.pop("head.bias")
     save_file(state, tmp_path / "weights.safetensors")
     with pytest.raises(BrokenModel, match=r"Missing key.*head\.bias"):
-        load_network(random_nuclei.model_copy(update={"folder": tmp_path}))
+        load_network(elsewhere)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", b"\xff" * 64])
@@ -66,23 +64,20 @@ def test_weights_that_are_no_safetensors_are_refused_and_never_unpickled(
         load_network(random_nuclei.model_copy(update={"folder": tmp_path, "weights": stated}))
 
 
-def test_a_network_or_window_for_which_there_are_no_weights_or_memory_is_not_made(random_nuclei: ModelSpec) -> None:
-    vast = Architecture(name="ShuffleUNet", arguments={"in_channels": 1, "out_channels": 2, "widths": [2**20, 2**20]})
-    with pytest.raises(BrokenModel, match="do not fit ShuffleUNet, which has more numbers"):
-        load_network(random_nuclei.model_copy(update={"architecture": vast}))
-    wide = random_nuclei.input.model_copy(update={"roi_size": (2**12, 2**12, 2**12)})
-    with pytest.raises(
-        BrokenModel, match=r"input\.roi_size: a window of shape \(1, 1, 4096, 4096, 4096\) is too large"
-    ):
-        load_network(random_nuclei.model_copy(update={"input": wide}))
-
-
-def test_window_that_the_network_cannot_take_is_refused(
-    write_model: WriteModel, random_nuclei_content: dict[str, Any]
+@pytest.mark.parametrize(
+    ("key", "changed", "reason"),
+    [
+        ("architecture", VAST, "do not fit ShuffleUNet, which has more numbers"),
+        ("input", {"roi_size": (2**12,) * 3}, r"input\.roi_size: a window of shape \(1, 1, 4096, 4096, 4096\) is too"),
+        ("input", {"roi_size": (16, 15, 16)}, r"does not take a window of shape \(1, 1, 16, 15, 16\)"),
+    ],
+)
+def test_a_network_or_window_for_which_there_are_no_weights_or_memory_is_not_made(
+    random_nuclei: ModelSpec, key: str, changed: dict[str, Any], reason: str
 ) -> None:
-    odd = random_nuclei_content["input"] | {"roi_size": [16, 15, 16]}
-    with pytest.raises(BrokenModel, match=r"does not take a window of shape \(1, 1, 16, 15, 16\)"):
-        load_network(write_model(random_nuclei_content | {"input": odd}))
+    part = getattr(random_nuclei, key).model_copy(update=changed)
+    with pytest.raises(BrokenModel, match=reason):
+        load_network(random_nuclei.model_copy(update={key: part}))
 
 
 def test_the_one_window_that_is_computed_while_loading_can_be_watched(random_nuclei: ModelSpec) -> None:
@@ -113,12 +108,10 @@ def test_first_window_tells_which_sequences_are_called_whole(random_nuclei: Mode
     assert is_sequence(network.get_submodule("down.0"))
 
 
-def test_more_stated_outputs_than_scores_are_refused(
-    write_model: WriteModel, random_nuclei_content: dict[str, Any]
-) -> None:
-    outputs = ["foreground", "distance", "boundary"]
+def test_more_stated_outputs_than_scores_are_refused(random_nuclei: ModelSpec) -> None:
+    spec = random_nuclei.model_copy(update={"outputs": ("foreground", "distance", "boundary")})
     with pytest.raises(BrokenModel, match=r"returned \(1, 2, 16, 16, 16\) where \(1, 3, 16, 16, 16\) was expected"):
-        load_network(write_model(random_nuclei_content | {"outputs": outputs}))
+        load_network(spec)
 
 
 def test_what_is_no_tensor_is_refused_as_scores(random_nuclei: ModelSpec) -> None:

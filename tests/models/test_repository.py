@@ -10,7 +10,7 @@ import pytest
 from model_files import INSTANCES, WEIGHTS, changed, write_folder
 
 from service.core.errors import BrokenModel, ConfigError, UnknownModel
-from service.models.repository import default_name, read_repository, read_spec, select_model
+from service.models.repository import read_repository, read_spec, select_model
 
 
 def test_other_weights_than_the_stated_ones_are_refused_with_both_hashes(tmp_path: Path) -> None:
@@ -37,16 +37,7 @@ def test_weights_that_never_end_are_not_waited_for(tmp_path: Path) -> None:
         read_spec(folder)
 
 
-@pytest.mark.parametrize("file", ["../weights", "/etc/passwd", "a/b", "weights\0", "..", ""])
-def test_weights_lie_in_the_folder(file: str, tmp_path: Path) -> None:
-    with pytest.raises(BrokenModel, match="must be a plain file name"):
-        read_spec(write_folder(tmp_path, changed("weights.file", file)))
-
-
-TEXTS = ["[1, 2]", "", "name: {", "name: !!python/name:os.system", "version: 2001-99-99", "[" * 5000, "a: &a [*a]"]
-
-
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", ["[1, 2]", "", "name: {"])
 def test_file_that_is_no_mapping_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "model.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(BrokenModel, match=r"model\.yaml: "):
@@ -109,18 +100,19 @@ def test_model_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "default", "chosen"),
-    [("cells", None, 2), (None, "cells", 2), (None, None, 1), ("nuclei", "cells", 1), ("", None, 1)],
+    ("served", "name", "default", "chosen"),
+    [
+        ("cells nuclei", "cells", None, "cells"),
+        ("cells nuclei", None, "cells", "cells"),
+        ("cells nuclei", "nuclei", "cells", "nuclei"),
+        ("cells nuclei", None, None, "nuclei"),
+        ("cells plants", "", None, "cells"),
+    ],
 )
-def test_model_is_chosen_by_name_then_by_default_then_by_order(
-    name: str | None, default: str | None, chosen: int
+def test_model_is_chosen_by_name_then_by_default_then_nuclei_or_the_first(
+    served: str, name: str | None, default: str | None, chosen: str
 ) -> None:
-    assert select_model({"nuclei": 1, "cells": 2}, name, default) == chosen
-
-
-@pytest.mark.parametrize(("served", "name"), [(["cells", "nuclei"], "nuclei"), (["cells", "plants"], "cells")])
-def test_without_a_default_nuclei_answer_or_the_first_by_name(served: list[str], name: str) -> None:
-    assert default_name(served) == name
+    assert select_model({each: each for each in served.split()}, name, default) == chosen
 
 
 def test_choice_that_is_not_there_is_refused_with_those_that_are() -> None:

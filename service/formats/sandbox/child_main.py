@@ -106,9 +106,8 @@ def main(memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
         _send(channel, {"missing": missing})
         for request, file in messages:
             signal.setitimer(signal.ITIMER_REAL, seconds + 5)
-            with FolderStore(lambda key: ask({"open": key})[1]) as folder:
-                store = FetchedStore(fetch) if request.get("remote") else folder
-                reply = answer(request, store if file is None else file, make_output)
+            store = FetchedStore(fetch) if request.get("remote") else FolderStore(lambda key: ask({"open": key})[1])
+            reply = answer(request, store if file is None else file, make_output)
             _send(channel, reply)
             signal.setitimer(signal.ITIMER_REAL, 0)
 

@@ -57,7 +57,7 @@ def scan(stream: BinaryIO, max_pages: int = MAX_PAGES) -> Structure:
     TooLarge for more than `max_pages` pages.
     """
     size = stream.seek(0, os.SEEK_END)
-    packing, offset = read_header(stream)
+    packing, offset = _read_header(stream)
     offsets: list[int] = []
     layouts: dict[int, bytes] = {}
     directories = _DirectoryReader(stream, packing, size)
@@ -74,7 +74,7 @@ def scan(stream: BinaryIO, max_pages: int = MAX_PAGES) -> Structure:
     return Structure(size, tuple(offsets), layouts)
 
 
-def read_header(stream: BinaryIO) -> tuple[Packing, int]:
+def _read_header(stream: BinaryIO) -> tuple[Packing, int]:
     """Return the packing of a TIFF's directories and the offset of the first. Raises UnsupportedMedia, BadFile."""
     stream.seek(0)
     header = stream.read(16)

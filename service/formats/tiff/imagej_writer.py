@@ -7,17 +7,14 @@ Micro-Manager writes both descriptions, too.
 from __future__ import annotations
 
 import colorsys
-import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, BinaryIO
-
-from service.formats.tiff import ifd
+from functools import cache
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from service.core.types import Segmentation
 
-IMAGE_DESCRIPTION, COLOR_MAP = 270, 320
-_ASCII = 2
+COLOR_MAP = 320
 
 
 def describe(segmentation: Segmentation) -> str:
@@ -47,6 +44,7 @@ def describe_origin(origin: Mapping[str, str]) -> str:
     return "".join(lines).encode("ascii", "replace").decode()
 
 
+@cache
 def label_colours() -> tuple[int, ...]:
     """Return 256 reds, greens and blues of 16 bits, as the tag ColorMap has them; 0 is black, neighbours differ.
 
@@ -59,33 +57,3 @@ def label_colours() -> tuple[int, ...]:
             colorsys.hsv_to_rgb(label * 0.618034 % 1, (1.0, 0.55, 0.8)[label % 3], (1.0, 0.9, 0.7)[label % 3])
         )
     return tuple(round(65535 * colour[channel]) for channel in range(3) for colour in colours)
-
-
-def append_description(stream: BinaryIO, text: str) -> int:
-    """Add an ImageDescription to the first page of a TIFF, after its present one, and return the text's position.
-
-    Text and a longer copy of the page directory go to the end of the file; everything else stays in place.
-    """
-    data = text.encode("ascii") + b"\0"
-    packing, offset = ifd.read_header(stream)
-    stream.seek(offset)
-    count = packing.count.unpack(stream.read(packing.count.size))[0]
-    entries = [stream.read(packing.entry.size) for _ in range(count)]
-    following = stream.read(packing.offset.size)
-    position = _aligned_end(stream.seek(0, os.SEEK_END))
-    stream.seek(position)
-    stream.write(data)
-    value = packing.offset.pack(position)
-    entry = packing.entry.pack(IMAGE_DESCRIPTION, _ASCII, len(data), value)
-    before = sum(packing.entry.unpack(known)[0] <= IMAGE_DESCRIPTION for known in entries)
-    entries.insert(before, entry)
-    directory = _aligned_end(stream.tell())
-    stream.seek(directory)
-    stream.write(packing.count.pack(count + 1) + b"".join(entries) + following)
-    stream.seek(packing.offset.size)
-    stream.write(packing.offset.pack(directory))
-    return position
-
-
-def _aligned_end(position: int) -> int:
-    return position + -position % 8

@@ -206,17 +206,10 @@ def _frames(layout: Layout, part: Part, outer: int) -> Iterator[_Frame]:
 
 def _blocks(pixels: Array, layout: Layout, part: Part, frame: _Frame) -> Iterator[tuple[int, Array]]:
     """Yield the selected channels of a decoded page: (number among the selected, [z, Y, X])."""
-    axes = frame.axes
-    if "T" in axes:
-        pixels = pixels.take(part.time or 0, axis=axes.index("T"))
-        axes = axes.replace("T", "")
-    for axis in "CSZ":
-        if axis not in axes:
-            pixels = pixels[np.newaxis]
-            axes = axis + axes
-    pixels = pixels.transpose([axes.index(axis) for axis in "CSZYX"])
-    for position, number in enumerate(part.channels):
-        c, s = divmod(number, layout.length("S"))
-        c, s = c - frame.channel, s - frame.sample
-        if 0 <= c < pixels.shape[0] and 0 <= s < pixels.shape[1]:
-            yield position, np.ascontiguousarray(pixels[c, s])
+    letters = frame.axes
+    if "T" in letters:
+        pixels = pixels.take(part.time or 0, axis=letters.index("T"))
+        letters = letters.replace("T", "")
+    pixels = axes.expand(pixels, letters)
+    for number, place in axes.find_channels(layout, part, (frame.channel, frame.sample), pixels):
+        yield number, np.ascontiguousarray(pixels[place])

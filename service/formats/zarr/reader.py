@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -160,8 +160,9 @@ class ZarrStack(OpenStack):
             inside.append(slice(begin - first.get(axis, 0), min(length, extent.stop - first.get(axis, 0))))
         z, y, x = start
         cropped: Array = joined[:, :, inside[0], inside[1], inside[2]]
-        for number, c, s in self._wanted(first, joined.shape):
-            store(number, (z, y, x), np.ascontiguousarray(cropped[c, s]))
+        start_of_channels = first.get("C", 0), first.get("S", 0)
+        for number, channel in axes.find_channels(self.layout, self.part, start_of_channels, joined):
+            store(number, (z, y, x), np.ascontiguousarray(cropped[channel]))
 
     def _decode_chunk(self, place: Place, stored: bytes | None) -> Array:
         """Decode one chunk without what lies beyond the array, [C, S, Z, Y, X] at the selected time."""
@@ -176,15 +177,7 @@ class ZarrStack(OpenStack):
             if letters[axis] in ".T":
                 time = (self.part.time or 0) - place[axis] * array.chunks[axis] if letters[axis] == "T" else 0
                 chunk = chunk.take(time, axis)
-        return _expand(chunk, letters.replace(".", "").replace("T", ""))
-
-    def _wanted(self, first: dict[str, int], shape: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-        """Yield the selected channels in a block: number among the selected, and place in it."""
-        for position, number in enumerate(self.part.channels):
-            c, s = divmod(number, self.layout.length("S"))
-            c, s = c - first.get("C", 0), s - first.get("S", 0)
-            if 0 <= c < shape[0] and 0 <= s < shape[1]:
-                yield position, c, s
+        return axes.expand(chunk, letters.replace(".", "").replace("T", ""))
 
 
 def open_stack(store: Store, selection: Selection, limit_bytes: int) -> ZarrStack:
@@ -198,13 +191,6 @@ def open_stack(store: Store, selection: Selection, limit_bytes: int) -> ZarrStac
     stack = ZarrStack(image, layout, axes.select(layout, names, selection), names)
     stack.check(limit_bytes)
     return stack
-
-
-def _expand(chunk: Array, letters: str) -> Array:
-    """Return pixels with these axes as [C, S, Z, Y, X]."""
-    missing = "".join(axis for axis in "CSZYX" if axis not in letters)
-    chunk = chunk[(np.newaxis,) * len(missing)]
-    return chunk.transpose([(missing + letters).index(axis) for axis in "CSZYX"])
 
 
 def _split_rows(grid: Sequence[Sequence[int]], x: int, count: int) -> list[list[Place]]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import stat
-import threading
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol, Self
+from typing import IO, Any, NamedTuple, Protocol
 from zipfile import ZIP_STORED, BadZipFile
 
 from service.core.errors import BadFile
@@ -31,8 +31,6 @@ _PART = re.compile(r"(?!\.)[^/\\\x00-\x1f\x7f\ud800-\udfff]{1,255}\Z")
 _MOST_PARTS = 64
 # Of the 255 that file systems take, less those of `.NAME.part`.
 _MOST_NAME_BYTES = 249
-# Files of which parts are read and that stay open for the next part, as many as a process has descriptors to spare.
-_MOST_OPEN = 32
 # A store of more files is better packed with shards. The comment of an archive of OME-Zarr tells its version.
 _ZIP_LIMITS = ZipLimits(entries=2**18, directory_bytes=2**25, comment=True)
 
@@ -156,50 +154,28 @@ def read_json(store: Store, key: str) -> dict[str, Any] | None:
 
 
 class FolderStore:
-    """A folder. `open_file` returns the descriptor of the file with a key, or None, as `open_file` does.
-
-    Files of which parts are read, such as shards, stay open for further parts, the last ones that were used.
-    """
+    """A folder. `open_file` returns the descriptor of the file with a key, or None, as `open_file` does."""
 
     def __init__(self, open_file: Callable[[str], int | None]) -> None:
         self._open_file = open_file
-        self._opened: OrderedDict[str, int] = OrderedDict()
-        self._lock = threading.Lock()
 
     def read(self, parts: Sequence[Part]) -> list[bytes | None]:
-        """Read parts of files, None for each whose file is not there. Raises BadFile."""
-        return [self._read(part) for part in parts]
+        """Read parts of files, None for each whose file is not there. Raises BadFile.
 
-    def close(self) -> None:
-        """Close the files that are still open."""
-        while self._opened:
-            os.close(self._opened.popitem()[1])
+        A file is opened once for parts that follow each other, such as the chunks of a shard.
+        """
+        files = itertools.groupby(parts, attrgetter("key"))
+        return [content for key, parts_of_file in files for content in self._read(key, list(parts_of_file))]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _read(self, part: Part) -> bytes | None:
-        with self._lock:
-            descriptor = self._opened.pop(part.key, None)
-        if descriptor is None and (descriptor := self._open_file(part.key)) is None:
-            return None
+    def _read(self, key: str, parts: Sequence[Part]) -> list[bytes | None]:
+        descriptor = self._open_file(key)
+        if descriptor is None:
+            return [None] * len(parts)
         try:
-            return read_exactly(descriptor, *place_part(part, os.fstat(descriptor).st_size))
+            size = os.fstat(descriptor).st_size
+            return [read_exactly(descriptor, *place_part(part, size)) for part in parts]
         finally:
-            self._put_away(part, descriptor)
-
-    def _put_away(self, part: Part, descriptor: int) -> None:
-        """Keep a file open for its next part, if there may be one, and close the one that was used longest ago."""
-        with self._lock:
-            if part.start is None or part.key in self._opened:
-                os.close(descriptor)
-                return
-            self._opened[part.key] = descriptor
-            if len(self._opened) > _MOST_OPEN:
-                os.close(self._opened.popitem(last=False)[1])
+            os.close(descriptor)
 
 
 class FetchedStore:

@@ -243,8 +243,7 @@ def list_labels(labels: Path, folder: int, cancelled: Cancelling) -> None:
     with _locked(folder, cancelled):
         for path in sorted(labels.iterdir()):
             if path.name in METADATA_NAMES:
-                with FolderStore(partial(open_file, folder)) as store:
-                    present = read_json(store, path.name)
+                present = read_json(FolderStore(partial(open_file, folder)), path.name)
                 with translate_errors(f"labels/{path.name}"):
                     merged = _merge(present or {}, json.loads(path.read_bytes()))
                 part = f".{path.name}.part"

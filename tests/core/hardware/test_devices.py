@@ -5,7 +5,7 @@ import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,40 +16,24 @@ from service.core.hardware import devices, gpus, host
 NO_GPU = not torch.cuda.is_available()
 
 
-@pytest.mark.parametrize("name", ["cpu", "auto"])
 @pytest.mark.skipif(not NO_GPU, reason="describes a machine without a GPU")
-def test_without_a_gpu_the_cpu_is_chosen(name: str) -> None:
-    assert devices.choose_device(name) == torch.device("cpu")
+def test_without_a_gpu_the_cpu_is_chosen_and_a_gpu_refused_by_name() -> None:
+    assert devices.choose_device("cpu") == devices.choose_device("auto") == torch.device("cpu")
+    for name in ("cuda", "cuda:0", "cuda:7"):
+        with pytest.raises(ConfigError, match=f"device.name is {name}.*cpu or auto"):
+            devices.choose_device(name)
 
 
-@pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:7"])
-@pytest.mark.skipif(not NO_GPU, reason="describes a machine without a GPU")
-def test_a_gpu_that_is_not_there_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"device.name is {name}.*cpu or auto"):
-        devices.choose_device(name)
+PASCAL, VOLTA, TURING, AMPERE, HOPPER = (6, 1), (7, 0), (7, 5), (8, 0), (9, 0)
+FP16 = {torch.float16}
+BOTH = {torch.float16, torch.bfloat16}
 
 
 @pytest.mark.parametrize(
-    ("capability", "fastest"),
-    [
-        ((6, 1), {torch.float32}),
-        ((7, 0), {torch.float32, torch.float16}),
-        ((7, 5), {torch.float32, torch.float16}),
-        ((8, 0), {torch.float32, torch.float16, torch.bfloat16}),
-        ((9, 0), {torch.float32, torch.float16, torch.bfloat16}),
-    ],
+    ("capability", "fastest"), [(PASCAL, set()), (VOLTA, FP16), (TURING, FP16), (AMPERE, BOTH), (HOPPER, BOTH)]
 )
 def test_cuda_precisions_follow_the_compute_capability(capability: tuple[int, int], fastest: set[torch.dtype]) -> None:
-    assert devices.cuda_precisions(capability) == fastest
-
-
-PASCAL = (6, 1)
-VOLTA = (7, 0)
-TURING = (7, 5)
-AMPERE = (8, 0)
-HOPPER = (9, 0)
-FP16 = {torch.float16}
-BOTH = {torch.float16, torch.bfloat16}
+    assert devices.cuda_precisions(capability) == fastest | {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -75,24 +59,18 @@ def test_16_bit_precisions_are_faulty_by_the_version_of_cudnn(
     assert devices.faulty_cuda_precisions(capability, cudnn_version).keys() == faulty
 
 
-def test_the_cpu_has_no_faulty_precisions() -> None:
-    assert devices.faulty_precisions(torch.device("cpu")) == {}
-
-
-def test_a_faulty_cudnn_is_named_with_what_to_install() -> None:
-    found, missing = devices.explain_faulty_cudnn(91002), devices.explain_faulty_cudnn(None)
-    assert found is not None
-    assert found.startswith("cuDNN 9.10.2 is installed.")
-    assert missing is not None
-    assert missing.startswith("torch finds no cuDNN")
-    assert "Install cuDNN 9.15 or later" in found
-    assert "Install cuDNN 9.15 or later" in missing
+@pytest.mark.parametrize(("version", "found"), [(91002, "cuDNN 9.10.2 is installed."), (None, "torch finds no cuDNN")])
+def test_a_faulty_cudnn_is_named_with_what_to_install(version: int | None, found: str) -> None:
+    told = devices.explain_faulty_cudnn(version) or ""
+    assert told.startswith(found)
+    assert "Install cuDNN 9.15 or later" in told
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs Linux")
 def test_the_cpu_computes_bf16_where_its_flags_say_so() -> None:
     flags = Path("/proc/cpuinfo").read_text().split()
     native = devices.native_precisions(torch.device("cpu"))
+    assert devices.faulty_precisions(torch.device("cpu")) == {}
     assert torch.float32 in native
     assert (torch.bfloat16 in native) == ("avx512_bf16" in flags or "amx_tile" in flags)
 
@@ -107,37 +85,24 @@ def test_cpu_describes_this_machine() -> None:
     assert devices.device_name(torch.device("cpu")) == cpu.name
 
 
-class CudaMemory:
-    """A fake of `torch.cuda` that tells of memory: 100 bytes free, 60 cached, of which graphs keep some."""
-
-    def __init__(self) -> None:
-        pools = ((6, (0, 0), 50, 20), (6, (0, 1), 40, 10), (6, (3, 0), 20, 20), (7, (0, 2), 30, 0))
-        self.segments = [
-            {"device": device, "segment_pool_id": pool, "total_size": total, "allocated_size": allocated}
-            for device, pool, total, allocated in pools
-        ]
-
-    def memory_snapshot(self) -> list[dict[str, Any]]:
-        return self.segments
-
-    def mem_get_info(self, _device: torch.device) -> tuple[int, int]:
-        return 100, 1000
-
-    def memory_stats_as_nested_dict(self, device: torch.device) -> dict[str, Any]:
-        here = [each for each in self.segments if each["device"] == device.index]
-        sums = {"reserved": "total_size", "allocated": "allocated_size"}
-        return {f"{name}_bytes": {"all": {"current": sum(each[key] for each in here)}} for name, key in sums.items()}
-
-
 def test_memory_that_graphs_keep_between_replays_is_not_free() -> None:
-    cuda, device = CudaMemory(), torch.device("cuda", 6)
+    pools = ((6, (0, 0), 50, 20), (6, (0, 1), 40, 10), (6, (3, 0), 20, 20), (7, (0, 2), 30, 0))
+    segments = [
+        {"device": device, "segment_pool_id": pool, "total_size": total, "allocated_size": allocated}
+        for device, pool, total, allocated in pools
+    ]
+    # Of GPU 6: 100 bytes are free, and 60 of those that torch has reserved are not allocated.
+    stats = {"reserved_bytes": {"all": {"current": 110}}, "allocated_bytes": {"all": {"current": 50}}}
+    cuda, device = Mock(), torch.device("cuda", 6)
+    cuda.mem_get_info.return_value, cuda.memory_stats_as_nested_dict.return_value = (100, 1000), stats
+    cuda.memory_snapshot.return_value = segments
     assert devices.free_bytes(device, cuda) == 100 + 60, "before any was recorded"
     assert devices.count_pools(device, cuda) == 60
     assert devices.free_bytes(device, cuda) == 100 + 30
     assert devices.count_pools(torch.device("cuda", 7), cuda) == 30
-    cuda.segments = cuda.segments[:1]
+    cuda.memory_snapshot.return_value = segments[:1]
     assert devices.count_pools(device, cuda) == 0
-    assert devices.free_bytes(device, cuda) == 100 + 30
+    assert devices.free_bytes(device, cuda) == 100 + 60
     assert devices.count_pools(torch.device("cpu")) == 0
 
 
@@ -164,32 +129,17 @@ def test_a_real_gpu_reports_what_this_process_holds() -> None:
 )
 def test_memory_runs_out_in_many_words(error: BaseException) -> None:
     assert devices.is_out_of_memory(error)
-
-
-def test_any_allocation_that_is_mentioned_is_not_exhausted_memory() -> None:
     assert not devices.is_out_of_memory(RuntimeError("allocation"))
     assert not devices.is_out_of_memory(OSError(errno.EACCES, "Cannot allocate memory"))
 
 
-class Probed:
-    """A device that fails with these errors, one after the other, before it answers."""
-
-    def __init__(self, *errors: Exception) -> None:
-        self.errors = list(errors)
-
-    def __call__(self, _device: torch.device) -> bool:
-        if self.errors:
-            raise self.errors.pop(0)
-        return True
-
-
 def test_a_device_is_lost_only_if_it_fails_again_and_again() -> None:
-    device = torch.device("cpu")
+    device, full = torch.device("cpu"), torch.OutOfMemoryError("no")
     capturing = RuntimeError("CUDA error: operation would make the legacy stream depend on a capturing stream")
     assert devices.is_working(device)
-    assert devices.is_working(device, Probed(capturing, capturing), pause=0)
-    assert not devices.is_working(device, Probed(*[capturing] * 3), pause=0)
-    assert devices.is_working(device, Probed(*[torch.OutOfMemoryError("no")] * 3), pause=0)
+    assert devices.is_working(device, Mock(side_effect=[capturing, capturing, True]), pause=0)
+    assert not devices.is_working(device, Mock(side_effect=[capturing] * 3), pause=0)
+    assert devices.is_working(device, Mock(side_effect=[full] * 3), pause=0)
 
 
 def test_memory_that_was_freed_is_returned() -> None:

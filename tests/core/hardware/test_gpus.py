@@ -77,16 +77,7 @@ def test_gpus_are_described_by_the_driver() -> None:
 
 
 def test_what_a_gpu_does_not_support_is_none() -> None:
-    driver = FakeDriver(
-        "SystemGetDriverVersion",
-        "DeviceGetName",
-        "DeviceGetUUID",
-        "DeviceGetMemoryInfo",
-        "DeviceGetCudaComputeCapability",
-        "DeviceGetUtilizationRates",
-        "DeviceGetTemperature",
-        "DeviceGetPowerUsage",
-    )
+    driver = FakeDriver("DeviceGetName", "DeviceGetUUID", *(ANSWERS.keys() - {"DeviceGetCount"}))
     assert gpus.query_gpus(driver)[0] == gpus.GpuStatus(0, "unknown", None, None, None, None, 0, None, None, None)
 
 

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from imagecodecs import jpeg_encode, png_encode
-from live import eager, serve
 
-from service.__main__ import main
 from service.core.errors import UnsupportedMedia
 from service.formats.tiff import foreign_formats, ifd
 
@@ -71,28 +69,11 @@ def test_a_format_is_named_with_what_makes_a_tiff_of_it(name: str) -> None:
     assert advice in str(caught.value)
 
 
-def test_server_and_command_line_say_the_same_whatever_the_file_is_called(
-    bands_repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    content, _ = FILES["Zeiss CZI"]
-    path, config = tmp_path / "scan.tif", tmp_path / "config.yaml"
-    path.write_bytes(content)
-    config.write_text(f"models: {{folder: {bands_repository}}}\nengine: {{kind: eager}}\ndevice: {{name: cpu}}\n")
-    assert main(["segment", str(path), str(tmp_path / "out.tif"), "--config", str(config)]) == 1
-    (told,) = capsys.readouterr().err.splitlines()
-    with serve(eager(bands_repository)) as live:
-        answer = live.segment(content)
-        assert answer.status_code == 415
-        assert told == f"stackseg: {answer.json()['detail']}"
-        assert answer.json()["detail"] == foreign_formats.explain(content)
-
-
-@pytest.mark.parametrize("name", ["HDF5", "NumPy", "NIfTI"])
-def test_python_lines_can_be_run_where_their_libraries_are(name: str, tmp_path: Path, monkeypatch: Any) -> None:
-    line = re.findall(r"in Python: (import .*?\)); and", foreign_formats.explain(FILES[name][0]))[0]
-    compile(line, name, "exec")
-    if name == "NumPy":
-        monkeypatch.chdir(tmp_path)
-        np.save("stack.npy", np.arange(24, dtype=np.uint16).reshape(2, 3, 4))
-        exec(line, {})
-        assert ifd.scan(io.BytesIO(Path("stack.tif").read_bytes())).offsets
+def test_python_lines_can_be_run_where_their_libraries_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("stack.npy", np.arange(24, dtype=np.uint16).reshape(2, 3, 4))
+    for name in ("HDF5", "NIfTI", "NumPy"):
+        line = re.findall(r"in Python: (import .*?\)); and", foreign_formats.explain(FILES[name][0]))[0]
+        code = compile(line, name, "exec")
+    exec(code, {})
+    assert ifd.scan(io.BytesIO(Path("stack.tif").read_bytes())).offsets

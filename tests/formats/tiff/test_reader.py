@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -12,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
+from pixels import noise
 
 from service.core.errors import AmbiguousAxes, BadFile, BadParameter, RequestError, TooLarge
 from service.core.quantities import TimeInterval, TimeRange, VoxelSize
@@ -38,13 +36,6 @@ def make(tmp_path: Path) -> Make:
         return path
 
     return write
-
-
-def noise(*shape: int, dtype: str = "uint16", seed: int | None = None) -> NDArray[Any]:
-    rng = np.random.default_rng(len(shape) if seed is None else seed)
-    if np.dtype(dtype).kind == "f":
-        return rng.normal(size=shape).astype(dtype)
-    return rng.integers(0, 120, shape).astype(dtype)
 
 
 def pixels(path: Path, selection: Selection = ALL, scratch: Path | None = None) -> NDArray[Any]:
@@ -80,14 +71,15 @@ CODECS: dict[str, dict[str, Any]] = {
     "jpeg 2000": {"compression": "jpeg2000", "compressionargs": {"reversible": True}},
     "big": {"bigtiff": True},
     "big, deflate, strips": {"bigtiff": True, "compression": "adobe_deflate", "rowsperstrip": 5},
+    "in several threads": {"compression": "zlib"},
 }
 
 
-@pytest.mark.parametrize("options", CODECS.values(), ids=CODECS.keys())
+@pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("in_file", [False, True])
-def test_every_codec_and_arrangement(make: Make, tmp_path: Path, options: dict[str, Any], in_file: bool) -> None:
-    stack = noise(3, 40, 50)
-    path = make(stack, metadata={"axes": "ZYX"}, **options)
+def test_every_codec_and_arrangement(make: Make, tmp_path: Path, name: str, in_file: bool) -> None:
+    stack = noise(13, 300, 300) if name == "in several threads" else noise(3, 40, 50)
+    path = make(stack, metadata={"axes": "ZYX"}, **CODECS[name])
 
     np.testing.assert_array_equal(pixels(path, scratch=tmp_path if in_file else None)[0], stack)
 
@@ -104,16 +96,6 @@ def test_one_bit_pixels_become_zero_and_one(make: Make) -> None:
 def test_complex_pixels_are_refused(make: Make) -> None:
     with pytest.raises(BadFile, match="complex64"):
         stack_reader.inspect(make(np.zeros((3, 9, 11), np.complex64)), ALL, LIMIT)
-
-
-@pytest.mark.parametrize("edge", [40, 300])
-def test_planes_are_where_they_belong_whether_one_thread_decodes_or_several(
-    make: Make, tmp_path: Path, edge: int
-) -> None:
-    stack = noise(13, edge, edge, dtype="u2")
-    path = make(stack, compression="zlib", metadata={"axes": "ZYX"})
-    for scratch in (None, tmp_path / "scratch"):
-        np.testing.assert_array_equal(pixels(path, ALL, scratch)[0], stack)
 
 
 @pytest.mark.parametrize("compression", [None, "adobe_deflate"])
@@ -216,7 +198,7 @@ def test_ome_in_every_order(make: Make, axes: str, compression: str | None) -> N
         np.testing.assert_array_equal(pixels(path, Selection(time=time)), expected.reshape(-1, 4, 9, 11))
 
 
-def test_channels_by_name(make: Make) -> None:
+def test_names_of_channels(make: Make) -> None:
     stack = noise(2, 4, 9, 11)
     path = make(stack, ome=True, metadata={"axes": "CZYX", "Channel": {"Name": ["DAPI", "GFP"]}})
 
@@ -225,8 +207,6 @@ def test_channels_by_name(make: Make) -> None:
     assert volume.channels == ("GFP",)
     np.testing.assert_array_equal(volume.array()[0], stack[1])
     assert stack_reader.read(path, ALL, LIMIT).channels == ("DAPI", "GFP")
-    with pytest.raises(BadParameter, match=r"0 \(DAPI\), 1 \(GFP\)"):
-        stack_reader.inspect(path, Selection(channel="RFP"), LIMIT)
 
 
 @pytest.mark.parametrize("planar", ["contig", "separate"])
@@ -247,10 +227,7 @@ def test_colours_of_several_channels_count_through(make: Make, compression: str 
     stack = noise(2, 4, 9, 11, 3, dtype="uint8")
     path = make(stack, photometric="rgb", metadata={"axes": "CZYXS"}, compression=compression)
 
-    everything = pixels(path)
-
-    assert everything.shape == (6, 4, 9, 11)
-    np.testing.assert_array_equal(everything[4], stack[1, ..., 1])
+    np.testing.assert_array_equal(pixels(path), stack.transpose(0, 4, 1, 2, 3).reshape(6, 4, 9, 11))
     np.testing.assert_array_equal(pixels(path, Selection(channel=5))[0], stack[1, ..., 2])
 
 
@@ -325,49 +302,35 @@ def test_the_callers_voxel_size_wins(make: Make) -> None:
     assert stack_reader.inspect(path, ALL, LIMIT).voxel_size_from == "ImageJ metadata"
 
 
-@pytest.mark.parametrize(
-    ("unit", "factor"), [("nm", 1e-3), ("mm", 1e3), ("inch", 25400), ("pixel", None), ("reference frame", None)]
-)
-def test_ome_units(make: Make, unit: str, factor: float | None) -> None:
+@pytest.mark.parametrize(("unit", "is_known"), [("nm", True), ("pixel", False)])
+def test_ome_units(make: Make, unit: str, is_known: bool) -> None:
     sizes = {f"PhysicalSize{axis}": size for axis, size in zip("ZYX", (2.0, 0.5, 0.25), strict=True)}
     units = {f"PhysicalSize{axis}Unit": unit for axis in "ZYX"}
     path = make(noise(5, 9, 11), ome=True, metadata={"axes": "ZYX", **sizes, **units})
 
     found = stack_reader.inspect(path, ALL, LIMIT)
 
-    if factor is None:
-        assert found.voxel_size is None
-        assert found.voxel_size_from == "not stated"
-    else:
-        assert tuple(found.voxel_size or ()) == pytest.approx((2 * factor, 0.5 * factor, 0.25 * factor))
+    assert tuple(found.voxel_size or ()) == (pytest.approx((2e-3, 5e-4, 2.5e-4)) if is_known else ())
+    assert found.voxel_size_from == ("OME-XML" if is_known else "not stated")
 
 
 def test_what_is_stored_plainly_is_mapped_and_the_rest_decoded_once(make: Make, tmp_path: Path) -> None:
-    made = []
+    made, scratch, stack = list[int](), tmp_path / "scratch", noise(5, 9, 11)
+    plain, packed = make(stack, byteorder=">"), make(stack, "packed.tif", compression="zlib")
 
     def make_output(nbytes: int) -> int:
         made.append(nbytes)
         return os.open(tmp_path / "raw", os.O_RDWR | os.O_CREAT)
 
-    assert not stack_reader.extract(make(noise(5, 9, 11), byteorder=">"), ALL, LIMIT, make_output, LIMIT).decoded
+    assert not stack_reader.extract(plain, ALL, LIMIT, make_output, LIMIT).decoded
     assert not made
-
-    stack = noise(5, 9, 11)
-    found = stack_reader.extract(make(stack, "packed.tif", compression="zlib"), ALL, LIMIT, make_output, LIMIT)
-    assert found.decoded
+    assert stack_reader.extract(packed, ALL, LIMIT, make_output, LIMIT).decoded
     assert made == [stack.nbytes]
     assert (tmp_path / "raw").read_bytes() == stack.tobytes()
-
-
-def test_nothing_is_left_in_the_folder_for_decoded_pixels(make: Make, tmp_path: Path) -> None:
-    scratch = tmp_path / "scratch"
-
-    stack_reader.read(make(noise(5, 9, 11), byteorder=">"), ALL, LIMIT, scratch)
+    stack_reader.read(plain, ALL, LIMIT, scratch)
     assert not scratch.exists()
-
-    stack = noise(5, 9, 11)
-    volume = stack_reader.read(make(stack, "packed.tif", compression="zlib"), ALL, LIMIT, scratch)
-    assert not list(scratch.iterdir())
+    volume = stack_reader.read(packed, ALL, LIMIT, scratch)
+    assert not list(scratch.iterdir()), "the file for decoded pixels has no name"
     np.testing.assert_array_equal(volume.array()[0], stack)
 
 
@@ -388,12 +351,8 @@ def test_more_than_the_limit_is_refused_before_decoding(make: Make, limit: int, 
         with pytest.raises(TooLarge, match="990 bytes"):
             use(path, ALL, limit)
     assert stack_reader.read(path, ALL, 990).nbytes == 990
-
-
-def test_only_the_selection_counts_against_the_limit(make: Make) -> None:
-    path = make(noise(2, 5, 9, 11), metadata={"axes": "CZYX"})
-
-    assert stack_reader.read(path, Selection(channel=1), 990).shape == (1, 5, 9, 11)
+    two_channels = make(noise(2, 5, 9, 11), metadata={"axes": "CZYX"}, compression=compression)
+    assert stack_reader.read(two_channels, Selection(channel=1), 990).shape == (1, 5, 9, 11)
 
 
 WRITERS: dict[str, dict[str, Any]] = {
@@ -420,14 +379,6 @@ def test_a_stack_cut_anywhere_is_refused_and_never_read_as_less(make: Make, opti
         except RequestError:
             continue
         np.testing.assert_array_equal(found, noise(5, 2, 9, 11).swapaxes(0, 1), f"cut at byte {end}")
-
-
-def test_half_an_imagej_stack_is_not_a_plane(make: Make) -> None:
-    path = make(noise(6, 32, 32), imagej=True, metadata={"axes": "ZYX"})
-    os.truncate(path, path.stat().st_size // 2)
-
-    with pytest.raises(BadFile, match="cut short"):
-        stack_reader.inspect(path, ALL, LIMIT)
 
 
 @pytest.mark.parametrize("slices", [2, 9])
@@ -457,12 +408,9 @@ def test_planes_must_lie_in_pages_that_are_decoded(make: Make, axes: str) -> Non
     ("compression", "count", "complaint"), [("zlib", 0, "no bytes"), (None, 2**32 - 16, "cut short")]
 )
 def test_a_strip_must_take_as_many_bytes_as_the_file_can_hold(
-    tmp_path: Path, compression: str | None, count: int, complaint: str
+    make: Make, compression: str | None, count: int, complaint: str
 ) -> None:
-    path = tmp_path / "stack.tif"
-    tifffile.imwrite(
-        path, np.ones((9, 11), np.uint16), compression=compression, metadata=None, photometric="minisblack"
-    )
+    path = make(np.ones((9, 11), np.uint16), compression=compression, metadata=None)
     with tifffile.TiffFile(path, mode="r+") as written:
         written.pages.first.tags["StripByteCounts"].overwrite(count)
 
@@ -494,10 +442,6 @@ def test_decoding_that_fails_leaves_nothing_behind(make: Make, tmp_path: Path) -
     with pytest.raises(BadFile, match="decoding its pixels failed"):
         stack_reader.read(path, ALL, LIMIT, scratch)
     assert not list(scratch.iterdir())
-
-
-def test_pixels_that_are_not_numbers_are_read_as_they_are(make: Make) -> None:
-    assert np.isnan(pixels(make(np.full((3, 9, 11), np.nan, np.float32)))).all()
 
 
 OPENED: list[str] = []
@@ -555,21 +499,3 @@ def test_a_file_that_the_xml_names_is_never_opened(tmp_path: Path, opened: list[
     np.testing.assert_array_equal(stack[0], noise(3, 9, 11))
     assert not any("secret" in name for name in opened)
     assert {name for name in opened if str(tmp_path) in name} == {str(path)}
-
-
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(data=st.data(), writer=st.sampled_from(sorted(WRITERS)))
-def test_damage_is_a_request_error_or_a_readable_file(tmp_path: Path, data: st.DataObject, writer: str) -> None:
-    path = tmp_path / "damaged.tif"
-    tifffile.imwrite(path, noise(3, 2, 20, 20), photometric="minisblack", **WRITERS[writer])
-    content = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.integers(0, min(len(content), 2000) - 1))
-        content[place] = data.draw(st.integers(0, 255))
-    path.write_bytes(content)
-
-    with contextlib.suppress(RequestError):
-        assert (
-            stack_reader.inspect(path, ALL, LIMIT).shape
-            == stack_reader.read(path, Selection(time=0), LIMIT).array().shape
-        )

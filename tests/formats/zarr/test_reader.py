@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 import zipfile
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,7 @@ from service.formats.sandbox.reader import Reader
 from service.formats.zarr import reader as zarr_reader
 from service.formats.zarr import store as zarr_store
 
-LIMIT = 2**26
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[Reader]:
-    with Reader(memory_bytes=2**29, seconds=30, decoded_bytes=LIMIT, processes=1) as reader:
-        yield reader
+LIMIT = 2**28
 
 
 @pytest.fixture(scope="module")
@@ -117,16 +111,12 @@ def test_only_chunks_of_the_selection_are_opened(movie: np.ndarray, reader: Read
         reader.read(store, Selection(channel=2, time=1), tmp_path)
 
 
-def test_reading_is_given_up_between_two_chunks(tmp_path: Path) -> None:
+def test_reading_is_given_up_between_two_chunks(reader: Reader, tmp_path: Path) -> None:
     store = write_zarr(tmp_path / "a.zarr", np.ones((4, 16, 16), np.uint8), version="0.4", chunks=(1, 1, 1))
     edit(store, "0/.zarray", shape=[64, 128, 128])
-    with (
-        Reader(memory_bytes=2**29, seconds=120, decoded_bytes=LIMIT, processes=1) as reader,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        reader.await_start()
-        began = time.monotonic()
-        cancelled = threading.Event()
+    reader.await_start()
+    began, cancelled = time.monotonic(), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(reader.read, store, Selection(), tmp_path, cancelled=cancelled.is_set)
         with pytest.raises(TimeoutError):
             reading.result(0.5)
@@ -284,36 +274,20 @@ def test_bytes_that_changed_are_noticed_by_their_checksums(shards: Any, reader: 
                 reader.read(source, Selection(), tmp_path)
 
 
-class CountingStore(zarr_store.FolderStore):
-    """A folder that knows which files were opened, as often as they were, and which parts were read."""
+class RecordingStore(zarr_store.FolderStore):
+    """A folder that knows which parts of files were read."""
 
     def __init__(self, store: Path) -> None:
-        self.opened, self.parts = Counter[str](), list[zarr_store.Part]()
-        self._store = store
-        super().__init__(self._open)
+        self.parts = list[zarr_store.Part]()
+        super().__init__(lambda key: os.open(store / key, os.O_RDONLY))
 
     def read(self, parts: Sequence[zarr_store.Part]) -> list[bytes | None]:
         self.parts += parts
         return super().read(parts)
 
-    def _open(self, key: str) -> int | None:
-        self.opened[key] += 1
-        return os.open(self._store / key, os.O_RDONLY)
-
 
 def count_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def test_a_shard_is_opened_once_and_closed(movie: np.ndarray, tmp_path: Path) -> None:
-    sharded = write_zarr(tmp_path / "a.zarr", movie, "tczyx", chunks=(1, 1, 4, 8, 16), shards=(1, 1, 8, 32, 64))
-    before = count_descriptors()
-    with CountingStore(sharded) as store:
-        stack = zarr_reader.open_stack(store, Selection(channel=1, time=1), LIMIT)
-        stack.decode(lambda _channel, _start, _block: None)
-    assert store.opened == {"zarr.json": 1, "0/zarr.json": 1, "0/c/1/1/0/0/0": 1}
-    assert len(store.parts) > 30
-    assert count_descriptors() == before
 
 
 @pytest.mark.parametrize("shards", [None, (10, 20, 40)])
@@ -325,10 +299,11 @@ def test_a_region_reads_its_chunks_alone(region: zarr_reader.Region, chunks: int
     pixels = np.random.default_rng(3).integers(0, 60_000, (20, 50, 70)).astype(np.uint16)
     big_endian = zarr.codecs.BytesCodec(endian="big")
     path = write_zarr(tmp_path / "a.zarr", pixels, chunks=(5, 10, 20), shards=shards, serializer=big_endian)
-    with CountingStore(path) as store:
-        stack = zarr_reader.open_stack(store, Selection(), LIMIT)
-        store.parts.clear()
-        part = stack.read_region(region)
+    store, before = RecordingStore(path), count_descriptors()
+    stack = zarr_reader.open_stack(store, Selection(), LIMIT)
+    store.parts.clear()
+    part = stack.read_region(region)
+    assert count_descriptors() == before
     z, y, x = (slice(extent.start, extent.stop) for extent in region)
     assert np.array_equal(part[0], pixels[z, y, x])
     assert part.dtype == np.uint16
@@ -378,13 +353,8 @@ def test_hostile_shards_are_refused(reader: Reader, tmp_path: Path) -> None:
 def test_archives_are_read_without_trust(reader: Reader, tmp_path: Path) -> None:
     store = write_zarr(tmp_path / "a.zarr", np.ones((4, 16, 16), np.uint16), version="0.4")
     whole = pack(store).read_bytes()
-    for content, error in (
-        (whole[: len(whole) // 2], BadFile),
-        (
-            whole.replace(b".zgroup", b".zgroop").replace(b".zattrs", b".zatters"[:7]).replace(b".zarray", b".zarroy"),
-            UnsupportedMedia,
-        ),
-    ):
+    without_metadata = re.sub(rb"\.z(group|attrs|array)", rb"_z\1", whole)
+    for content, error in ((whole[: len(whole) // 2], BadFile), (without_metadata, UnsupportedMedia)):
         with pytest.raises(error):
             reader.read(bytearray(content), Selection(), tmp_path)
     followed = bytearray(whole + b"x")

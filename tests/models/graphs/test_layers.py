@@ -1,18 +1,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 import torch
 from monai.networks.nets.basic_unet import BasicUNet
 from monai.networks.nets.dynunet import DynUNet
 from monai.networks.nets.segresnet import SegResNet
 from monai.networks.nets.unet import UNet
-from onnx import TensorProto, helper, numpy_helper
-from onnx_export import export_onnx
+from onnx import helper
+from onnx_export import export_onnx, write_onnx
 from torch import Tensor, nn
 
 from service.engine.fusion import adjacent_modules
@@ -24,6 +25,7 @@ from service.models.network import observe_calls
 WINDOW = (1, 32, 32, 64)
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "UNet": lambda: UNet(3, 1, 2, (4, 8), (2,), num_res_units=1),
+    "UNet, batch norm": lambda: UNet(3, 1, 2, (4, 8), (2,), num_res_units=1, norm="batch"),
     "BasicUNet": lambda: BasicUNet(3, 1, 2, features=(4, 4, 8, 8, 8, 4)),
     "DynUNet": lambda: DynUNet(3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 8, 8]),
     "SegResNet": lambda: SegResNet(3, 8, 1, 2, blocks_down=(1, 1), blocks_up=(1,)),
@@ -38,27 +40,18 @@ KINDS = {
 }
 
 
-def as_onnx(network: nn.Module, path: Path) -> nn.Module:
-    return load_onnx(export_onnx(network, path, (1, *WINDOW)), WINDOW)
+def as_onnx(network: nn.Module, path: Path, axes: Any = None) -> nn.Module:
+    return load_onnx(export_onnx(network, path, (1, *WINDOW), axes), WINDOW)
 
 
-def as_open_onnx(network: nn.Module, path: Path) -> nn.Module:
-    return load_onnx(export_onnx(network, path, (1, *WINDOW), OPEN), WINDOW)
-
-
-def as_torch_export(network: nn.Module, path: Path) -> nn.Module:
-    torch.export.save(torch.export.export(network.eval(), (torch.rand(1, *WINDOW),)), path.with_suffix(".pt2"))
+def as_torch_export(network: nn.Module, path: Path, sizes: Any = None) -> nn.Module:
+    images = (torch.rand(2 if sizes else 1, *WINDOW),)
+    torch.export.save(torch.export.export(network.eval(), images, dynamic_shapes=sizes), path.with_suffix(".pt2"))
     return load_torch_export(path.with_suffix(".pt2"), WINDOW)
 
 
-def write_graph(path: Path, nodes: list[onnx.NodeProto], shape: list[int], stored: dict[str, np.ndarray]) -> Path:
-    """A graph from `x` to `y`, with stored tensors."""
-    image = helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)
-    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
-    tensors = [numpy_helper.from_array(array, name) for name, array in stored.items()]
-    graph = helper.make_graph(nodes, "g", [image], [result], tensors)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
-    return path
+as_open_onnx = partial(as_onnx, axes=OPEN)
+as_open_torch_export = partial(as_torch_export, sizes=({0: torch.export.Dim("batch", min=1, max=64)},))
 
 
 def count_layers(network: nn.Module) -> dict[str, int]:
@@ -71,8 +64,8 @@ def count_fusable_activations(network: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("reload", [as_onnx, as_open_onnx, as_torch_export])
-def test_the_layers_of_the_module_are_found(
+@pytest.mark.parametrize("reload", [as_onnx, as_open_onnx, as_torch_export, as_open_torch_export])
+def test_a_network_gives_what_it_gave_before_and_its_layers_are_found(
     name: str, reload: Callable[[nn.Module, Path], nn.Module], tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -83,6 +76,10 @@ def test_the_layers_of_the_module_are_found(
             expected = network(image)
         with observe_calls(loaded):
             torch.testing.assert_close(loaded(image), expected, rtol=1e-4, atol=1e-4)
+        # An ONNX file of one window is run window by window; one of torch.export has the batch that it was made for.
+        if reload is not as_torch_export:
+            others = torch.rand(2, 1, 32, 48, 64) if reload is as_open_onnx else torch.rand(3, *WINDOW)
+            torch.testing.assert_close(loaded(others), network(others), rtol=1e-4, atol=1e-4)
     assert count_layers(loaded) == count_layers(network)
     assert count_fusable_activations(loaded) >= max(count_fusable_activations(network), 1)
 
@@ -114,7 +111,7 @@ def test_a_shuffle_that_moves_nothing_keeps_what_others_read(tmp_path: Path) -> 
         helper.make_node("Add", ["e", "a"], ["y"]),
     ]
     sizes = {"s": np.array([1, 1, 32, 1, 32, 1, 64, 1]), "t": np.array([1, *WINDOW])}
-    loaded = load_onnx(write_graph(tmp_path / "m.onnx", nodes, [1, *WINDOW], sizes), WINDOW)
+    loaded = load_onnx(write_onnx(tmp_path / "m.onnx", nodes, [1, *WINDOW], sizes), WINDOW)
     x = torch.rand(1, *WINDOW)
     torch.testing.assert_close(loaded(x), 3 * x)
 
@@ -135,7 +132,7 @@ def test_a_norm_of_groups_keeps_what_is_not_its_own_weight(tmp_path: Path) -> No
         helper.make_node("Reshape", ["b", "t"], ["d"]),
         helper.make_node("Add", ["d", "w"], ["y"]),
     ]
-    path = write_graph(tmp_path / "m.onnx", nodes, [1, 1, 8, 8, 8], numbers)
+    path = write_onnx(tmp_path / "m.onnx", nodes, [1, 1, 8, 8, 8], numbers)
     loaded, x = load_onnx(path, (1, 8, 8, 8)), torch.rand(1, 1, 8, 8, 8)
     expected = nn.functional.group_norm(x.expand(1, 4, 8, 8, 8), 2) + torch.arange(8.0).reshape(8, 1, 1)
     torch.testing.assert_close(loaded(x), expected)
@@ -150,7 +147,7 @@ def test_another_order_of_voxels_is_no_shuffle(order: list[int], tmp_path: Path)
         helper.make_node("Reshape", ["b", "t"], ["y"]),
     ]
     sizes = {"s": np.array([1, 1, 16, 2, 16, 2, 32, 2]), "t": np.array([1, 8, 16, 16, 32])}
-    write_graph(tmp_path / "m.onnx", nodes, [1, *WINDOW], sizes)
+    write_onnx(tmp_path / "m.onnx", nodes, [1, *WINDOW], sizes)
     loaded, x = load_onnx(tmp_path / "m.onnx", WINDOW), torch.rand(1, *WINDOW)
     expected = x.reshape(1, 1, 16, 2, 16, 2, 32, 2).permute(order).reshape(1, 8, 16, 16, 32)
     assert torch.equal(loaded(x), expected)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import zipfile
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,12 @@ import pytest
 import torch
 import yaml
 from bioimageio.spec import InvalidDescr, ValidationContext, build_description
-from importing import import_model
-from live import eager
+from importing import import_model, run
 from onnx_export import export_onnx
 from torch import nn
 
 from service.core.errors import BrokenModel, UnsupportedPackage
-from service.core.types import Options, Volume
-from service.inference.runner.model_runner import ModelRunner
-from service.inference.segment import segment
+from service.core.types import Volume
 
 NETWORK = {
     "spatial_dims": 3,
@@ -73,7 +70,7 @@ def common(folder: Path, network: nn.Module, image: np.ndarray) -> dict[str, Any
     }
 
 
-def write_05(folder: Path, network: nn.Module, image: np.ndarray, **changed: Any) -> Path:
+def write_05(folder: Path, network: nn.Module, image: np.ndarray) -> Path:
     description = common(folder, network, image) | {"format_version": "0.5.4"}
     tensors = {name: {"source": name, "sha256": digest(folder / name)} for name in ("input.npy", "output.npy")}
     scale = {"id": "scale_linear", "kwargs": {"gain": 1 / 2000, "offset": -0.2}}
@@ -101,10 +98,10 @@ def write_05(folder: Path, network: nn.Module, image: np.ndarray, **changed: Any
             }
         },
     }
-    return finished(folder, description | changed)
+    return finished(folder, description)
 
 
-def write_04(folder: Path, network: nn.Module, image: np.ndarray, **changed: Any) -> Path:
+def write_04(folder: Path, network: nn.Module, image: np.ndarray) -> Path:
     description = common(folder, network, image) | {"format_version": "0.4.10"}
     scale = {"name": "scale_linear", "kwargs": {"gain": 1 / 2000, "offset": -0.2, "axes": "zyx"}}
     description |= {
@@ -133,7 +130,7 @@ def write_04(folder: Path, network: nn.Module, image: np.ndarray, **changed: Any
     with torch.inference_mode():
         scores = network(torch.from_numpy((np.load(folder / "input.npy") - 400) / 2000))
     np.save(folder / "output.npy", scores.numpy())
-    return finished(folder, description | changed)
+    return finished(folder, description)
 
 
 def finished(folder: Path, description: dict[str, Any]) -> Path:
@@ -158,6 +155,22 @@ def image(phantom: Any) -> np.ndarray:
     return phantom.image[:16, :32, :32]
 
 
+@pytest.fixture
+def package(bands_network: nn.Module, tmp_path: Path, image: np.ndarray) -> Path:
+    """A package of version 0.5 with a state dict."""
+    return write_05(tmp_path / "package", bands_network, image)
+
+
+def weights(kind: str, **entry: Any) -> dict[str, Any]:
+    return {"weights": {kind: entry}}
+
+
+def changed(package: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    description = yaml.safe_load((package / "rdf.yaml").read_text())
+    change(description)
+    return finished(package, description)
+
+
 @pytest.mark.parametrize("write", [write_05, write_04])
 def test_a_package_is_checked_with_its_own_tests_and_served(
     bands_network: nn.Module, tmp_path: Path, phantom: Any, image: np.ndarray, write: Any
@@ -167,9 +180,7 @@ def test_a_package_is_checked_with_its_own_tests_and_served(
     spec, notes = import_model(folder, tmp_path / "models", {}, trust=write is write_04)
     assert (spec.name, spec.licence) == ("bands-of-brightness", "CC0-1.0")
     assert any("reproduced within" in note for note in notes)
-    runner = ModelRunner(spec, eager(tmp_path / "models"))
-    runner.warm_up()
-    found = segment(runner, Volume.from_array(phantom.image[None]), Options()).segmentation
+    found = run(spec, Volume.from_array(phantom.image[None])).segmentation
     # The network was trained on another scaling of the intensities, so only its own answer can be expected.
     assert set(np.unique(found.pixels)) == {0, 1, 2}
     assert found.pixels.shape == phantom.image.shape
@@ -177,105 +188,75 @@ def test_a_package_is_checked_with_its_own_tests_and_served(
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_onnx_weights_are_checked_and_served(
-    bands_network: nn.Module, tmp_path: Path, phantom: Any, image: np.ndarray, *, beside: bool
+    bands_network: nn.Module, package: Path, tmp_path: Path, phantom: Any, beside: bool
 ) -> None:
-    folder = write_05(tmp_path / "package", bands_network, image)
-    path = export_onnx(bands_network, folder / "weights.onnx", SHAPE, {"x": {0: "b", 2: "z", 3: "y", 4: "w"}})
-    described: dict[str, Any] = {"source": path.name, "opset_version": 20}
+    usual = import_model(package, tmp_path / "models", {}, "usual").spec
+    path = export_onnx(bands_network, package / "weights.onnx", SHAPE, {"x": {0: "b", 2: "z", 3: "y", 4: "w"}})
+    external = dict[str, Any]()
     if beside:
         onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.data", size_threshold=0)
-        described["external_data"] = {"source": "weights.data", "sha256": digest(folder / "weights.data")}
-    described["sha256"] = digest(path)
-    description = yaml.safe_load((folder / "rdf.yaml").read_text())
-    finished(folder, description | {"weights": {"onnx": described}})
-    if not beside:
-        assert_valid(folder)
-    spec, notes = import_model(folder, tmp_path / "models", {})
+        external["external_data"] = {"source": "weights.data", "sha256": digest(package / "weights.data")}
+    entry = weights("onnx", source=path.name, sha256=digest(path), opset_version=20, **external)
+    spec, notes = import_model(changed(package, lambda stated: stated.update(entry)), tmp_path / "models", {})
     assert (spec.weights.kind, spec.weights.file, spec.architecture) == ("onnx", "weights.onnx", None)
     assert any("reproduced within" in note for note in notes)
-    runner = ModelRunner(spec, eager(tmp_path / "models"))
-    runner.warm_up()
-    found = segment(runner, Volume.from_array(phantom.image[None]), Options()).segmentation
-    assert found.pixels.shape == phantom.image.shape
-    other = import_model(write_05(tmp_path / "other", bands_network, image), tmp_path / "models", {}, "other").spec
-    usual = ModelRunner(other, eager(tmp_path / "models"))
-    usual.warm_up()
-    expected = segment(usual, Volume.from_array(phantom.image[None]), Options()).segmentation
-    assert np.mean(found.pixels == expected.pixels) > 0.9999
+    volume = Volume.from_array(phantom.image[None])
+    found, expected = (run(each, volume).segmentation.pixels for each in (spec, usual))
+    assert np.mean(found == expected) > 0.9999
 
 
-def test_a_zipped_package_is_the_same(bands_network: nn.Module, tmp_path: Path, image: np.ndarray) -> None:
-    folder = write_05(tmp_path / "package", bands_network, image)
-    with zipfile.ZipFile(tmp_path / "package.zip", "w") as archive:
-        for file in folder.iterdir():
-            archive.write(file, file.name)
-    spec = import_model(tmp_path / "package.zip", tmp_path / "models", {}).spec
+def test_a_zipped_package_is_the_same(package: Path, tmp_path: Path) -> None:
+    archive = Path(shutil.make_archive(str(package), "zip", package))
+    spec = import_model(archive, tmp_path / "models", {}).spec
     assert spec.outputs == ("background", "dim", "bright")
     assert spec.input.roi_size == (64, 64, 64)
 
 
 @pytest.mark.parametrize(
-    ("changed", "field"),
+    ("stated", "field"),
     [
-        ({"weights": {"keras_hdf5": {"source": "weights.h5"}}}, "weights: there are keras_hdf5"),
+        (weights("keras_hdf5", source="weights.h5"), "weights: there are keras_hdf5"),
         ({"format_version": "0.3.6"}, "format_version: 0.3.6"),
         ({"inputs": []}, "inputs: 0 tensors"),
         (
-            {
-                "weights": {
-                    "pytorch_state_dict": {
-                        "source": "weights.pt",
-                        "architecture": {"callable": "Net", "source": "net.py"},
-                    }
-                }
-            },
+            weights("pytorch_state_dict", source="weights.pt", architecture={"callable": "Net", "source": "net.py"}),
             "weights.pytorch_state_dict.architecture",
         ),
-        ({"weights": {"torchscript": {"source": "../weights.ts"}}}, "not a file inside the package"),
-        ({"weights": {"torchscript": {"source": "https://example.org/weights.ts"}}}, "not a file inside the package"),
-        ({"weights": {"torchscript": {"source": "weights.ts", "sha256": "0" * 64}}}, "weights.torchscript.sha256"),
-        ({"weights": {"torchscript": {"source": "weights.ts\0"}}}, "does not fit together"),
-        ({"weights": {"torchscript": {"source": "/etc/passwd"}}}, "not a file inside the package"),
+        (weights("torchscript", source="../weights.ts"), "not a file inside the package"),
+        (weights("torchscript", source="https://example.org/weights.ts"), "not a file inside the package"),
+        (weights("torchscript", source="weights.ts", sha256="0" * 64), "weights.torchscript.sha256"),
+        (weights("torchscript", source="weights.ts\0"), "does not fit together"),
+        (weights("torchscript", source="/etc/passwd"), "not a file inside the package"),
         ({"inputs": [{"axes": 5}]}, "inputs"),
         ({"inputs": [{"axes": "bczyx", "shape": 7}]}, "inputs"),
         ({"inputs": [{"axes": "bczyx", "shape": [1, 10**9, 8, 8, 8]}]}, "1000000000 channels"),
         ({"inputs": [{"axes": "bczyx", "shape": {"min": 1, "step": "x"}}]}, "does not fit together"),
     ],
 )
-def test_what_cannot_be_honoured_is_named(
-    bands_network: nn.Module, tmp_path: Path, image: np.ndarray, changed: dict[str, Any], field: str
-) -> None:
-    folder = write_05(tmp_path / "package", bands_network, image, **changed)
+def test_what_cannot_be_honoured_is_named(package: Path, tmp_path: Path, stated: dict[str, Any], field: str) -> None:
     with pytest.raises(UnsupportedPackage, match=field):
-        import_model(folder, tmp_path / "models", {})
+        import_model(changed(package, lambda description: description.update(stated)), tmp_path / "models", {})
 
 
 @pytest.mark.parametrize(
-    ("side", "chain", "steps", "field"),
+    ("side", "chain", "step", "field"),
     [
+        ("inputs", "preprocessing", {"id": "binarize"}, r"inputs\[0\].preprocessing\[0\]"),
         (
             "inputs",
             "preprocessing",
-            [{"id": "binarize", "kwargs": {"threshold": 1}}],
-            r"inputs\[0\].preprocessing\[0\]",
-        ),
-        (
-            "inputs",
-            "preprocessing",
-            [{"id": "zero_mean_unit_variance", "kwargs": {"axes": ["channel"]}}],
+            {"id": "zero_mean_unit_variance", "kwargs": {"axes": ["channel"]}},
             r"preprocessing\[0\].kwargs.axes",
         ),
-        ("outputs", "postprocessing", [{"id": "cellpose_flow_dynamics", "kwargs": {}}], r"outputs\[0\].postprocessing"),
+        ("outputs", "postprocessing", {"id": "cellpose_flow_dynamics"}, r"outputs\[0\].postprocessing"),
     ],
 )
 def test_processing_that_cannot_be_honoured_is_named(
-    bands_network: nn.Module, tmp_path: Path, image: np.ndarray, side: str, chain: str, steps: list[Any], field: str
+    package: Path, tmp_path: Path, side: str, chain: str, step: dict[str, Any], field: str
 ) -> None:
-    folder = write_05(tmp_path / "package", bands_network, image)
-    description = yaml.safe_load((folder / "rdf.yaml").read_text())
-    description[side][0][chain] = steps
+    changed(package, lambda description: description[side][0].update({chain: [step]}))
     with pytest.raises(UnsupportedPackage, match=field):
-        import_model(finished(folder, description), tmp_path / "models", {})
+        import_model(package, tmp_path / "models", {})
 
 
 def huge(path: Path) -> None:
@@ -303,21 +284,16 @@ def cut(path: Path) -> None:
 
 @pytest.mark.parametrize("plant", [huge, several, pickled, linked, cut])
 def test_test_tensors_are_arrays_as_large_as_their_files(
-    bands_network: nn.Module, tmp_path: Path, image: np.ndarray, plant: Callable[[Path], None]
+    package: Path, tmp_path: Path, plant: Callable[[Path], None]
 ) -> None:
-    folder = write_05(tmp_path / "package", bands_network, image)
-    plant(folder / "input.npy")
-    description = yaml.safe_load((folder / "rdf.yaml").read_text())
-    del description["inputs"][0]["test_tensor"]["sha256"]
+    plant(package / "input.npy")
+    changed(package, lambda description: description["inputs"][0]["test_tensor"].pop("sha256"))
     with pytest.raises(UnsupportedPackage, match=r"input\.npy: (cannot be read|an array|not a file)"):
-        import_model(finished(folder, description), tmp_path / "models", {})
+        import_model(package, tmp_path / "models", {})
 
 
-def test_a_package_whose_test_is_not_reproduced_is_refused(
-    bands_network: nn.Module, tmp_path: Path, image: np.ndarray
-) -> None:
-    folder = write_05(tmp_path / "package", bands_network, image)
+def test_a_package_whose_test_is_not_reproduced_is_refused(package: Path, tmp_path: Path) -> None:
     stated = {"input": {"normalisation": {"kind": "zscore"}}}
     with pytest.raises(BrokenModel, match="differs from the package's expected output"):
-        import_model(folder, tmp_path / "models", stated)
+        import_model(package, tmp_path / "models", stated)
     assert list((tmp_path / "models").iterdir()) == []

@@ -106,16 +106,23 @@ def test_a_damaged_pickle_is_named(tmp_path: Path, damaged: bytes) -> None:
         read_checkpoint(tmp_path / "damaged.pt")
 
 
-@pytest.mark.parametrize("wrap", [dict, lambda s: {"model": s}, lambda s: {f"module.{k}": v for k, v in s.items()}])
-def test_checkpoints_of_usual_shapes_are_understood(tmp_path: Path, wrap: Any) -> None:
-    torch.save(wrap({"head.weight": torch.ones(2)}), tmp_path / "checkpoint.pt")
-    assert list(read_checkpoint(tmp_path / "checkpoint.pt").tensors) == ["head.weight"]
+STATE = {"head.weight": torch.ones(2)}
 
 
-def test_a_configuration_beside_the_tensors_is_not_taken_for_them(tmp_path: Path) -> None:
-    content = {"model": {"name": "unet"}, "state_dict": {"head.weight": torch.ones(2)}}
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        (STATE, ()),
+        ({"model": STATE}, ("model",)),
+        ({"module.head.weight": torch.ones(2)}, ()),
+        # A configuration beside the tensors.
+        ({"model": {"name": "unet"}, "state_dict": STATE}, ("state_dict",)),
+    ],
+)
+def test_checkpoints_of_usual_shapes_are_understood(tmp_path: Path, content: Any, place: tuple[str, ...]) -> None:
     torch.save(content, tmp_path / "checkpoint.pt")
-    assert read_checkpoint(tmp_path / "checkpoint.pt").place == ("state_dict",)
+    found = read_checkpoint(tmp_path / "checkpoint.pt")
+    assert (list(found.tensors), found.place) == (["head.weight"], place)
 
 
 def small_network() -> nn.Module:

@@ -25,37 +25,18 @@ STATED: dict[str, Any] = {
 }
 
 
-def archive_of(path: Path, **entries: bytes) -> Path:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in entries.items():
-            archive.writestr(name, content)
-    return path
-
-
-@pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", "a/../../escaped", "a\\..\\escaped"])
-def test_entries_that_would_land_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
-    path = archive_of(tmp_path / "package.zip", **{name: b"x"})
-    with pytest.raises(UnsupportedPackage, match="outside of its own folder"), unpack(path, 1000):
-        pass
-    assert not list(tmp_path.parent.rglob("escaped"))
-
-
-def test_links_and_too_much_are_refused(tmp_path: Path) -> None:
-    link = zipfile.ZipInfo("link")
-    link.external_attr = 0o120777 << 16
-    with zipfile.ZipFile(tmp_path / "link.zip", "w") as archive:
-        archive.writestr(link, "/etc/passwd")
-    with pytest.raises(UnsupportedPackage, match="'link'"), unpack(tmp_path / "link.zip", 1000):
-        pass
-    bomb = archive_of(tmp_path / "bomb.zip", zeros=bytes(10_000_000))
-    with pytest.raises(UnsupportedPackage, match="more than 1000 bytes"), unpack(bomb, 1000):
+def test_an_archive_of_too_much_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("zeros", bytes(10_000_000))
+    with pytest.raises(UnsupportedPackage, match="more than 1000 bytes"), unpack(tmp_path / "bomb.zip", 1000):
         pass
 
 
 def test_what_is_no_package_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "notes.zip").write_bytes(b"no archive")
-    with pytest.raises(UnsupportedPackage, match="cannot be unpack"):
-        import_model(tmp_path / "notes.zip", tmp_path / "models", {})
+    with zipfile.ZipFile(tmp_path / "outside.zip", "w") as archive:
+        archive.writestr("../escaped", b"x")
+    with pytest.raises(UnsupportedPackage, match=r"cannot be unpacked: .* outside of its own folder"):
+        import_model(tmp_path / "outside.zip", tmp_path / "models", {})
     (tmp_path / "empty").mkdir()
     with pytest.raises(UnsupportedPackage, match="nor a MONAI bundle"):
         import_model(tmp_path / "empty", tmp_path / "models", {})
@@ -63,24 +44,27 @@ def test_what_is_no_package_is_refused(tmp_path: Path) -> None:
         import_model(tmp_path / "nowhere", tmp_path / "models", {})
 
 
-def test_a_bare_program_needs_everything_stated(bands_network: nn.Module, tmp_path: Path) -> None:
+@pytest.fixture
+def scripted(bands_network: nn.Module, tmp_path: Path) -> Path:
     file = tmp_path / "My Bands.ts"
     torch.jit.script(bands_network).save(str(file))
+    return file
+
+
+def test_a_bare_program_needs_everything_stated(scripted: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedPackage, match=r"input\.normalisation.*input\.roi_size.*outputs.*decoding"):
-        import_model(file, tmp_path / "models", {}, trust=True)
-    spec, notes = import_model(file, tmp_path / "models", STATED, trust=True)
+        import_model(scripted, tmp_path / "models", {}, trust=True)
+    spec, notes = import_model(scripted, tmp_path / "models", STATED, trust=True)
     assert (spec.name, spec.network) == ("my-bands", "torchscript")
     assert any("no test of its own" in note for note in notes)
     with pytest.raises(UnsupportedPackage, match="is there already"):
-        import_model(file, tmp_path / "models", STATED, trust=True)
+        import_model(scripted, tmp_path / "models", STATED, trust=True)
 
 
-def test_a_program_that_nobody_trusts_is_neither_imported_nor_loaded(bands_network: nn.Module, tmp_path: Path) -> None:
-    file = tmp_path / "bands.ts"
-    torch.jit.script(bands_network).save(str(file))
-    with pytest.raises(UnsupportedPackage, match=r"bands\.ts: TorchScript is a program.*--trust"):
-        import_model(file, tmp_path / "models", STATED)
-    spec = import_model(file, tmp_path / "models", STATED, trust=True).spec
+def test_a_program_that_nobody_trusts_is_neither_imported_nor_loaded(scripted: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedPackage, match=r"My Bands\.ts: TorchScript is a program.*--trust"):
+        import_model(scripted, tmp_path / "models", STATED)
+    spec = import_model(scripted, tmp_path / "models", STATED, trust=True).spec
     assert spec.weights.trusted
     load_network(spec)
     stated = spec.folder / "model.yaml"
@@ -117,20 +101,14 @@ def test_a_network_that_keeps_what_it_is_sent_is_refused(tmp_path: Path) -> None
         import_model(tmp_path / "keeps.pt2", tmp_path / "models", STATED)
 
 
-def test_the_command_imports_and_then_lists(
-    bands_network: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, stated, config = tmp_path / "bands.ts", tmp_path / "stated.yaml", tmp_path / "config.yaml"
-    torch.jit.script(bands_network).save(str(file))
+def test_the_command_imports_and_then_lists(scripted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stated, config = tmp_path / "stated.yaml", tmp_path / "config.yaml"
     config.write_text(f"models: {{folder: {tmp_path / 'models'}}}\n")
-    stated.write_text("outputs: [background, dim, bright]\n")
-    arguments = ["models", "import", str(file), "--with", str(stated), "--config", str(config)]
-    assert main([*arguments, "--trust"]) == 1
-    assert "input.roi_size" in capsys.readouterr().err
     stated.write_text(str(STATED))
-    assert main([*arguments, "--name", "mine"]) == 1
+    arguments = ["models", "import", str(scripted), "--with", str(stated), "--config", str(config), "--name", "mine"]
+    assert main(arguments) == 1
     assert "--trust" in capsys.readouterr().err
-    assert main([*arguments, "--name", "mine", "--trust"]) == 0
+    assert main([*arguments, "--trust"]) == 0
     assert "mine/1, torchscript" in capsys.readouterr().out
     assert main(["models", "--config", str(config)]) == 0
     assert "mine/1" in capsys.readouterr().out

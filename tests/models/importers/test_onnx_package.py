@@ -5,17 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import pytest
 import torch
 from importing import import_model
-from onnx import TensorProto, helper, numpy_helper
 from onnx_export import export_onnx
 from torch import nn
 
 from service.core.errors import BrokenModel, UnsupportedPackage
-from service.models.graphs.onnx.network import load_onnx
 from service.models.loader import load_network
 
 SHAPE = (1, 1, 16, 32, 32)
@@ -41,70 +38,29 @@ def test_a_file_says_its_window_and_the_operator_the_rest(bands_network: nn.Modu
         import_model(path, tmp_path / "models", other, "other")
 
 
+def name_other_file(path: Path, location: str, **place: int) -> None:
+    """Have all stored tensors of a file lie in another one."""
+    model = onnx.load(path)
+    for tensor in model.graph.initializer:
+        onnx.external_data_helper.set_external_data(tensor, location, **place)
+        tensor.ClearField("raw_data")
+    path.write_bytes(model.SerializeToString())
+
+
 @pytest.mark.parametrize("location", ["../secret", "link", "{folder}/secret", "file:../secret"])
 def test_tensors_outside_of_the_folder_are_not_taken(bands_network: nn.Module, tmp_path: Path, location: str) -> None:
     (tmp_path / "package").mkdir()
     path = export_onnx(bands_network, tmp_path / "package" / "bands.onnx", SHAPE)
     (tmp_path / "secret").write_bytes(bytes(2**20))
     (path.parent / "link").symlink_to(tmp_path / "secret")
-    model = onnx.load(path)
-    named = location.format(folder=tmp_path)
-    for tensor in model.graph.initializer:
-        onnx.external_data_helper.set_external_data(tensor, named)
-        tensor.ClearField("raw_data")
-    path.write_bytes(model.SerializeToString())
+    name_other_file(path, location.format(folder=tmp_path))
     with pytest.raises(UnsupportedPackage, match="not a file inside the package"):
         import_model(path, tmp_path / "models", STATED)
-
-
-def test_a_graph_whose_shapes_are_not_known_before_it_runs_cannot_take_all_memory(tmp_path: Path) -> None:
-    """Numbers of the shape of the image become a tensor on the CPU, which no tensor without numbers goes with."""
-    nodes = [
-        helper.make_node("Shape", ["x"], ["sizes"]),
-        helper.make_node("Reshape", ["sizes", "five"], ["row"]),
-        helper.make_node("Cast", ["row"], ["floats"], to=TensorProto.FLOAT),
-        helper.make_node("ReduceMax", ["floats"], ["factor"], keepdims=1),
-        helper.make_node("Mul", ["x", "factor"], ["grown"]),
-        helper.make_node("Pad", ["grown", "pads"], ["vast"]),
-        helper.make_node("GlobalMaxPool", ["vast"], ["y"]),
-    ]
-    stored = {"five": np.array([1, 1, 1, 1, 5]), "pads": np.array([0] * 7 + [2**12] * 3)}
-    image = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["b", 1, "z", "y", "w"])
-    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
-    tensors = [numpy_helper.from_array(array, name) for name, array in stored.items()]
-    graph = helper.make_graph(nodes, "g", [image], [result], tensors)
-    path = tmp_path / "vast.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=9), path)
-    with pytest.raises(BrokenModel, match=r"makes a value of \(1, 1, 4112, 4128, 4128\), too large"):
-        import_model(path, tmp_path / "models", STATED | {"input": {**STATED["input"], "roi_size": [16, 32, 32]}})
-
-
-@pytest.mark.parametrize(
-    ("constant", "reason"), [(True, "constants have more than 536870912 elements"), (False, "would exist at a time")]
-)
-def test_a_few_nodes_cannot_take_all_memory_together(tmp_path: Path, *, constant: bool, reason: str) -> None:
-    """Each of their values is allowed."""
-    nodes = [helper.make_node("Expand", ["one" if constant else "x", "size"], [f"v{n}"]) for n in range(6)]
-    nodes.append(helper.make_node("Sum", ["x"] if constant else [f"v{n}" for n in range(6)], ["y"]))
-    size = np.array([1, 1, 512, 512, 1024] if constant else [1, 4, 1024, 512, 1024])
-    stored = {"one": np.ones((1, 1, 1, 1, 1), np.float32), "size": size}
-    image = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["b", 1, "z", "y", "w"])
-    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
-    tensors = [numpy_helper.from_array(array, name) for name, array in stored.items()]
-    path = tmp_path / "m.onnx"
-    graph = helper.make_graph(nodes, "g", [image], [result], tensors)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=9), path)
-    with pytest.raises(BrokenModel, match=reason):
-        load_onnx(path, (1, 1, 1, 1))
 
 
 def test_a_length_that_no_file_has_takes_no_memory(bands_network: nn.Module, tmp_path: Path) -> None:
     path = export_onnx(bands_network, tmp_path / "bands.onnx", SHAPE)
     (tmp_path / "bands.data").write_bytes(bytes(8))
-    model = onnx.load(path)
-    tensor = model.graph.initializer[0]
-    onnx.external_data_helper.set_external_data(tensor, "bands.data", offset=4, length=2**60)
-    tensor.ClearField("raw_data")
-    path.write_bytes(model.SerializeToString())
+    name_other_file(path, "bands.data", offset=4, length=2**60)
     with pytest.raises(BrokenModel, match="cannot be read as ONNX"):
         import_model(path, tmp_path / "models", STATED)

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx_export import write_onnx
 
 from service.core.errors import BrokenModel
 from service.models.graphs.onnx import file
@@ -29,21 +31,17 @@ KINDS = {
 }
 
 
-def written(path: Path, tensors: list[onnx.TensorProto], **attributes: object) -> Path:
-    place = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["b", 1, 8, None, 8])
-    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+def written(path: Path, tensors: dict[str, Any], **attributes: object) -> Path:
     node = helper.make_node("Relu", ["x", ""], ["y"], **attributes)
-    graph = helper.make_graph([node], "g", [place], [result], tensors)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
-    return path
+    return write_onnx(path, [node], ["b", 1, 8, None, 8], tensors, 17)
 
 
 def test_tensors_are_read_however_they_are_stored(tmp_path: Path) -> None:
-    raw = [numpy_helper.from_array(array, name) for name, array in ARRAYS.items()]
-    listed = [
-        helper.make_tensor(f"{n}!", kind, ARRAYS[n].shape, ARRAYS[n].ravel().tolist()) for n, kind in KINDS.items()
-    ]
-    model = file.read(written(tmp_path / "m.onnx", raw + listed))
+    listed = {
+        f"{n}!": helper.make_tensor(f"{n}!", kind, ARRAYS[n].shape, ARRAYS[n].ravel().tolist())
+        for n, kind in KINDS.items()
+    }
+    model = file.read(written(tmp_path / "m.onnx", ARRAYS | listed))
     for name, expected in (ARRAYS | {f"{name}!": ARRAYS[name] for name in KINDS}).items():
         assert np.array_equal(model.tensors[name], expected)
         assert model.tensors[name].dtype == expected.dtype
@@ -51,7 +49,7 @@ def test_tensors_are_read_however_they_are_stored(tmp_path: Path) -> None:
 
 def test_calls_have_their_attributes(tmp_path: Path) -> None:
     attributes = {"whole": -3, "real": 0.25, "text": "reflect", "wholes": [1, -2], "reals": [0.5, -1.0]}
-    model = file.read(written(tmp_path / "m.onnx", [], **attributes))
+    model = file.read(written(tmp_path / "m.onnx", {}, **attributes))
     (node,) = model.nodes
     assert (model.opset, node.operator, node.domain, node.inputs, node.outputs) == (17, "Relu", "", ("x", ""), ("y",))
     assert node.attributes == attributes | {"wholes": (1, -2), "reals": (0.5, -1.0)}
@@ -60,7 +58,7 @@ def test_calls_have_their_attributes(tmp_path: Path) -> None:
 
 def test_tensors_beside_the_file_are_taken_in_and_not_followed(tmp_path: Path) -> None:
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
-    path = written(tmp_path / "m.onnx", [numpy_helper.from_array(array, "w")])
+    path = written(tmp_path / "m.onnx", {"w": array})
     onnx.save(onnx.load(path), path, save_as_external_data=True, location="m.data", size_threshold=0)
     with pytest.raises(BrokenModel, match="'w' lies in another file"):
         file.read(path)
@@ -82,7 +80,7 @@ def test_no_tensor_is_read_from_a_place_that_a_file_names(tmp_path: Path) -> Non
     stored = TensorProto(data_type=TensorProto.FLOAT, dims=[1], data_location=TensorProto.EXTERNAL, name="w")
     stored.external_data.add(key="location", value=str(tmp_path / "w.data"))
     with pytest.raises(BrokenModel, match="'w' lies in another file"):
-        file.read(written(tmp_path / "m.onnx", [], value=stored))
+        file.read(written(tmp_path / "m.onnx", {}, value=stored))
 
 
 def test_what_no_memory_or_stack_would_hold_is_refused(tmp_path: Path) -> None:
@@ -90,7 +88,7 @@ def test_what_no_memory_or_stack_would_hold_is_refused(tmp_path: Path) -> None:
     folded = TensorProto(data_type=TensorProto.FLOAT, dims=[2, -1], raw_data=bytes(16), name="w")
     for tensor in (vast, folded):
         with pytest.raises(BrokenModel, match="cannot be read as ONNX"):
-            file.read(written(tmp_path / "m.onnx", [tensor]))
+            file.read(written(tmp_path / "m.onnx", {"w": tensor}))
     # A graph in an attribute of a node of a graph, and so on; longer messages than 127 bytes have a longer length.
     nested = b""
     for number in [7, *[1, 5, 6] * 60][::-1]:
@@ -102,14 +100,14 @@ def test_what_no_memory_or_stack_would_hold_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_extra_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = written(tmp_path / "m.onnx", [])
+    path = written(tmp_path / "m.onnx", {})
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(BrokenModel, match=r"pip install 'stackseg\[onnx\]'"):
         file.read(path)
 
 
 def test_files_that_are_damaged_are_refused(tmp_path: Path) -> None:
-    path = written(tmp_path / "m.onnx", [numpy_helper.from_array(np.ones((3, 4), np.float32), "w")])
+    path = written(tmp_path / "m.onnx", {"w": np.ones((3, 4), np.float32)})
     data = path.read_bytes()
     rng = np.random.default_rng(0)
     refused = 0

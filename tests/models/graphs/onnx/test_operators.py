@@ -10,8 +10,9 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
+from onnx_export import write_onnx
 
 from service.core.errors import BrokenModel
 from service.models.graphs.onnx.elementwise import UnsupportedCall
@@ -22,13 +23,7 @@ INTS, FLOATS = np.int64, np.float32
 
 
 def model(path: Path, nodes: list[onnx.NodeProto], stored: dict[str, np.ndarray], opset: int = 18) -> Path:
-    """Nodes from `x` to `y`, with stored tensors."""
-    places = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["b", 4, 6, 6, 8]) for name in ("x",)]
-    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
-    tensors = [numpy_helper.from_array(np.array(array), name) for name, array in stored.items()]
-    graph = helper.make_graph(nodes, "g", places, [result], tensors)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=9), path)
-    return path
+    return write_onnx(path, nodes, ["b", *SHAPE[1:]], stored, opset)
 
 
 def agrees(path: Path) -> None:
@@ -49,120 +44,99 @@ def test_functions_of_every_voxel(name: str, tmp_path: Path) -> None:
     agrees(model(tmp_path / "m.onnx", [helper.make_node(name, ["x"], ["y"])], {}))
 
 
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
-    "prelu": ("PRelu", {"slope": np.arange(4, dtype=FLOATS).reshape(4, 1, 1, 1)}, {}, 18),
-    "clip": ("Clip", {"low": FLOATS(-0.5), "high": FLOATS(0.25)}, {}, 18),
-    "clip from above": ("Clip", {"": None, "high": FLOATS(0.25)}, {}, 18),
-    "clip as before opset 11": ("Clip", {}, {"min": -0.1, "max": 0.2}, 10),
-    "softmax": ("Softmax", {}, {"axis": 1}, 18),
-    "add": ("Add", {"b": np.arange(8, dtype=FLOATS)}, {}, 18),
-    "divide": ("Div", {"b": FLOATS(3)}, {}, 18),
-    "power": ("Pow", {"b": FLOATS(2)}, {}, 18),
-    "largest": ("Max", {"b": FLOATS(0.3)}, {}, 18),
-    "smallest": ("Min", {"b": FLOATS(0.3)}, {}, 18),
-    "transposed": ("Transpose", {}, {"perm": [0, 4, 1, 3, 2]}, 18),
-    "flattened": ("Flatten", {}, {"axis": 2}, 18),
-    "reshaped": ("Reshape", {"s": np.array([0, 2, -1, 8], INTS)}, {}, 18),
-    "squeezed": ("Unsqueeze", {"a": np.array([1, -1], INTS)}, {}, 18),
-    "unsqueezed as before opset 13": ("Unsqueeze", {}, {"axes": [2]}, 11),
-    "sliced": (
-        "Slice",
-        {"s": np.array([1, -3], INTS), "e": np.array([2**62, -1], INTS), "a": np.array([2, -1], INTS)},
-        {},
-        18,
+def case(
+    operator: str, inputs: dict[str, Any] | None = None, attributes: dict[str, Any] | None = None, opset: int = 18
+) -> tuple[str, dict[str, Any], dict[str, Any], int]:
+    return operator, inputs or {}, attributes or {}, opset
+
+
+CASES = {
+    "prelu": case("PRelu", {"slope": np.arange(4, dtype=FLOATS).reshape(4, 1, 1, 1)}),
+    "clip": case("Clip", {"low": FLOATS(-0.5), "high": FLOATS(0.25)}),
+    "clip from above": case("Clip", {"": None, "high": FLOATS(0.25)}),
+    "clip as before opset 11": case("Clip", {}, {"min": -0.1, "max": 0.2}, 10),
+    "softmax": case("Softmax", {}, {"axis": 1}),
+    "add": case("Add", {"b": np.arange(8, dtype=FLOATS)}),
+    "divide": case("Div", {"b": FLOATS(3)}),
+    "power": case("Pow", {"b": FLOATS(2)}),
+    "largest": case("Max", {"b": FLOATS(0.3)}),
+    "smallest": case("Min", {"b": FLOATS(0.3)}),
+    "transposed": case("Transpose", {}, {"perm": [0, 4, 1, 3, 2]}),
+    "flattened": case("Flatten", {}, {"axis": 2}),
+    "reshaped": case("Reshape", {"s": np.array([0, 2, -1, 8], INTS)}),
+    "squeezed": case("Unsqueeze", {"a": np.array([1, -1], INTS)}),
+    "unsqueezed as before opset 13": case("Unsqueeze", {}, {"axes": [2]}, 11),
+    "sliced": case(
+        "Slice", {"s": np.array([1, -3], INTS), "e": np.array([2**62, -1], INTS), "a": np.array([2, -1], INTS)}
     ),
-    "sliced backwards": (
-        "Slice",
-        {"s": np.array([-1], INTS), "e": np.array([-(2**62)], INTS), "a": np.array([3]), "t": np.array([-2])},
-        {},
-        18,
+    "sliced backwards": case(
+        "Slice", {"s": np.array([-1], INTS), "e": np.array([-(2**62)], INTS), "a": np.array([3]), "t": np.array([-2])}
     ),
-    "gathered": ("Gather", {"i": np.array([3, -4, 1], INTS)}, {"axis": 1}, 18),
-    "one gathered": ("Gather", {"i": np.array(-1, INTS)}, {"axis": 2}, 18),
-    "expanded": ("Expand", {"s": np.array([3, 1, 1, 1, 1, 1], INTS)}, {}, 18),
-    "tiled": ("Tile", {"r": np.array([1, 2, 1, 1, 3], INTS)}, {}, 18),
-    "products summed": (
-        "Einsum",
-        {"w": np.linspace(-1, 1, 24, dtype=FLOATS).reshape(8, 3)},
-        {"equation": "bczyx,xk->bkczy"},
-        18,
+    "gathered": case("Gather", {"i": np.array([3, -4, 1], INTS)}, {"axis": 1}),
+    "one gathered": case("Gather", {"i": np.array(-1, INTS)}, {"axis": 2}),
+    "expanded": case("Expand", {"s": np.array([3, 1, 1, 1, 1, 1], INTS)}),
+    "tiled": case("Tile", {"r": np.array([1, 2, 1, 1, 3], INTS)}),
+    "products summed": case(
+        "Einsum", {"w": np.linspace(-1, 1, 24, dtype=FLOATS).reshape(8, 3)}, {"equation": "bczyx,xk->bkczy"}
     ),
-    "places": ("GatherND", {"i": np.array([[1, 3], [0, -1]], INTS)}, {}, 18),
-    "places overwritten": (
-        "ScatterND",
-        {"i": np.array([[1, 3], [0, 0]], INTS), "u": np.ones((2, 6, 6, 8), FLOATS)},
-        {},
-        18,
+    "places": case("GatherND", {"i": np.array([[1, 3], [0, -1]], INTS)}),
+    "places overwritten": case(
+        "ScatterND", {"i": np.array([[1, 3], [0, 0]], INTS), "u": np.ones((2, 6, 6, 8), FLOATS)}
     ),
-    "remainder": ("Mod", {"b": FLOATS(0.3)}, {"fmod": 1}, 18),
-    "gathered in two axes": ("Gather", {"i": np.array([[3, -4], [1, 0]], INTS)}, {"axis": -1}, 18),
-    "padded": ("Pad", {"p": np.array([0, 0, 1, 0, 2, 0, 1, 0, 3, 0], INTS), "v": FLOATS(0.5)}, {}, 18),
-    "mirrored": ("Pad", {"p": np.array([0, 0, 1, 0, 2, 0, 0, 0, 3, 0], INTS)}, {"mode": "reflect"}, 18),
-    "edges": ("Pad", {"p": np.array([0, 0, 1, 0, 2, 0, 0, 0, 3, 0], INTS)}, {"mode": "edge"}, 18),
-    "enlarged": (
+    "remainder": case("Mod", {"b": FLOATS(0.3)}, {"fmod": 1}),
+    "gathered in two axes": case("Gather", {"i": np.array([[3, -4], [1, 0]], INTS)}, {"axis": -1}),
+    "padded": case("Pad", {"p": np.array([0, 0, 1, 0, 2, 0, 1, 0, 3, 0], INTS), "v": FLOATS(0.5)}),
+    "mirrored": case("Pad", {"p": np.array([0, 0, 1, 0, 2, 0, 0, 0, 3, 0], INTS)}, {"mode": "reflect"}),
+    "edges": case("Pad", {"p": np.array([0, 0, 1, 0, 2, 0, 0, 0, 3, 0], INTS)}, {"mode": "edge"}),
+    "enlarged": case(
         "Resize",
         {"": None, "s": np.array([1, 1, 2, 2, 3], FLOATS)},
         {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"},
-        18,
     ),
-    "interpolated": ("Resize", {"": None, "s": np.array([1, 1, 2, 0.5, 1.5], FLOATS)}, {"mode": "linear"}, 18),
-    "interpolated to a size": (
+    "interpolated": case("Resize", {"": None, "s": np.array([1, 1, 2, 0.5, 1.5], FLOATS)}, {"mode": "linear"}),
+    "interpolated to a size": case(
         "Resize",
         {"": None, " ": None, "s": np.array([2, 4, 11, 12, 15], INTS)},
         {"mode": "linear", "coordinate_transformation_mode": "align_corners"},
-        18,
     ),
-    "largest of windows": (
-        "MaxPool",
-        {},
-        {"kernel_shape": [2, 2, 3], "strides": [2, 1, 2], "pads": [1, 0, 0, 0, 0, 2]},
-        18,
+    "largest of windows": case(
+        "MaxPool", {}, {"kernel_shape": [2, 2, 3], "strides": [2, 1, 2], "pads": [1, 0, 0, 0, 0, 2]}
     ),
-    "means of windows": ("AveragePool", {}, {"kernel_shape": [3, 3, 3], "strides": [2, 2, 2], "pads": [1] * 6}, 18),
-    "means of the channels": ("GlobalAveragePool", {}, {}, 18),
-    "mean": ("ReduceMean", {"a": np.array([2, -1], INTS)}, {"keepdims": 0}, 18),
-    "mean as before opset 18": ("ReduceMean", {}, {"axes": [1]}, 13),
-    "instance norm": ("InstanceNormalization", {"s": np.arange(4, dtype=FLOATS), "b": np.ones(4, FLOATS)}, {}, 18),
-    "layer norm": ("LayerNormalization", {"s": np.arange(8, dtype=FLOATS), "b": np.ones(8, FLOATS)}, {}, 18),
-    "group norm": (
-        "GroupNormalization",
-        {"s": np.arange(4, dtype=FLOATS), "b": np.ones(4, FLOATS)},
-        {"num_groups": 2},
-        21,
+    "means of windows": case("AveragePool", {}, {"kernel_shape": [3, 3, 3], "strides": [2, 2, 2], "pads": [1] * 6}),
+    "means of the channels": case("GlobalAveragePool"),
+    "mean": case("ReduceMean", {"a": np.array([2, -1], INTS)}, {"keepdims": 0}),
+    "mean as before opset 18": case("ReduceMean", {}, {"axes": [1]}, 13),
+    "instance norm": case("InstanceNormalization", {"s": np.arange(4, dtype=FLOATS), "b": np.ones(4, FLOATS)}),
+    "layer norm": case("LayerNormalization", {"s": np.arange(8, dtype=FLOATS), "b": np.ones(8, FLOATS)}),
+    "group norm": case(
+        "GroupNormalization", {"s": np.arange(4, dtype=FLOATS), "b": np.ones(4, FLOATS)}, {"num_groups": 2}, 21
     ),
-    "batch norm": (
+    "batch norm": case(
         "BatchNormalization",
         {name: np.arange(1, 5, dtype=FLOATS) * factor for name, factor in zip("sbmv", (1, 2, 0.1, 0.5), strict=True)},
-        {},
-        18,
     ),
-    "convolution": (
+    "convolution": case(
         "Conv",
         {"w": np.linspace(-1, 1, 6 * 2 * 27, dtype=FLOATS).reshape(6, 2, 3, 3, 3), "b": np.arange(6, dtype=FLOATS)},
         {"group": 2, "strides": [1, 2, 2], "pads": [1] * 6},
-        18,
     ),
-    "convolution padded on one side": (
-        "Conv",
-        {"w": np.linspace(-1, 1, 4 * 8, dtype=FLOATS).reshape(1, 4, 2, 2, 2)},
-        {"auto_pad": "SAME_UPPER"},
-        18,
+    "convolution padded on one side": case(
+        "Conv", {"w": np.linspace(-1, 1, 4 * 8, dtype=FLOATS).reshape(1, 4, 2, 2, 2)}, {"auto_pad": "SAME_UPPER"}
     ),
-    "transposed convolution": (
+    "transposed convolution": case(
         "ConvTranspose",
         {"w": np.linspace(-1, 1, 4 * 3 * 27, dtype=FLOATS).reshape(4, 3, 3, 3, 3)},
         {"strides": [2, 2, 2], "pads": [1] * 6, "output_padding": [1, 1, 1]},
-        18,
     ),
-    "matrix product": ("MatMul", {"w": np.linspace(-1, 1, 24, dtype=FLOATS).reshape(8, 3)}, {}, 18),
+    "matrix product": case("MatMul", {"w": np.linspace(-1, 1, 24, dtype=FLOATS).reshape(8, 3)}),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_operators_with_settings(case: str, tmp_path: Path) -> None:
-    name, inputs, attributes, opset = CASES[case]
+@pytest.mark.parametrize("name", CASES)
+def test_operators_with_settings(name: str, tmp_path: Path) -> None:
+    operator, inputs, attributes, opset = CASES[name]
     stored = {key: np.asarray(value) for key, value in inputs.items() if value is not None}
-    node = helper.make_node(name, ["x", *(key.strip() for key in inputs)], ["y"], **attributes)
+    node = helper.make_node(operator, ["x", *(key.strip() for key in inputs)], ["y"], **attributes)
     agrees(model(tmp_path / "m.onnx", [node], stored, opset))
 
 
