@@ -91,9 +91,8 @@ def test_weights_go_with_the_network_and_those_of_others_stay(freeze: bool) -> N
         return sum(one.shape[:2] == (37, 41) for one in tensors)
 
     def make() -> Network:
-        return torch_compile.compile_module(
-            nn.Conv3d(41, 37, 3).eval().requires_grad_(requires_grad=False), "default", freeze=freeze
-        )
+        layer = nn.Conv3d(41, 37, 3).eval().requires_grad_(requires_grad=False)
+        return torch_compile.compile_module(layer, "default", freeze=freeze)
 
     example = torch.rand(1, 41, 4, 4, 4)
     with torch.inference_mode():
