@@ -1,7 +1,5 @@
 """Basins that are merged all at once are those that are merged pass by pass, whatever the ties."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -47,9 +45,7 @@ def some_basins(peaks: Tensor, first: Tensor, second: Tensor, height: Tensor) ->
     persistence=st.sampled_from([0.0, 0.1, 0.4, 2.0]),
     logits=st.booleans(),
 )
-def test_objects_are_those_of_merging_pass_by_pass(
-    seed: int, count: int, passes: int, levels: int, persistence: float, logits: bool
-) -> None:
+def test_objects_are_those_of_merging_pass_by_pass(seed, count, passes, levels, persistence, logits) -> None:
     """With few levels peaks and passes are as high as each other, and some pairs have several passes or are one."""
     rng = np.random.default_rng(seed)
     peaks, heights = (rng.random(number).astype(np.float32) for number in (count, passes if count else 0))

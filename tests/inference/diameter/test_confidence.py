@@ -1,7 +1,5 @@
 """Confidence in results, and what is advised where there is little of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -47,16 +45,10 @@ def test_objects_like_those_of_the_training_are_believed_and_others_are_not() ->
     assert confidence_in(objects([20, 20, 20] + 3 * [3], 0.94, 0.85)) == pytest.approx(good, abs=0.01)
 
 
-def test_what_finds_nothing_is_neither_good_nor_bad() -> None:
+def test_confidence_is_a_number_whatever_the_network_says_unless_nothing_is_found() -> None:
+    unknown, lowest, highest = (confidence_in(objects([20], 1.0, peak)) for peak in (np.nan, 0.0, 1.0))
+    assert unknown == lowest < highest
     assert judge(objects([], 0.9, 0.9), 20.0, CALIBRATION) is None
-
-
-def test_confidence_is_a_number_whatever_the_network_says() -> None:
-    assert (
-        confidence_in(objects([20], 1.0, np.nan))
-        == confidence_in(objects([20], 1.0, 0.0))
-        < confidence_in(objects([20], 1.0, 1.0))
-    )
 
 
 def test_the_typical_width_is_that_of_the_object_of_the_median_voxel() -> None:
@@ -71,27 +63,22 @@ def distance_to(*centres: tuple[int, int, int], edge: int = 48) -> NDArray[np.fl
 CENTRES = ((12, 12, 12), (14, 34, 15), (34, 13, 34), (35, 36, 36))
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.2])
-def test_shells_are_sheets_and_balls_are_not(noise: float) -> None:
-    grain = np.random.default_rng(0).normal(0, noise, (48, 48, 48))
-    shells = np.exp(-(((distance_to(*CENTRES) - 11) / 1.5) ** 2)) + grain
-    balls = np.clip((9 - distance_to(*CENTRES)) / 3, 0, 1) + grain
-    assert shows_sheets([torch.from_numpy(shells).float()])
-    assert not shows_sheets([torch.from_numpy(balls).float()])
-    assert not shows_sheets([torch.zeros(1, 30, 30)])
-
-
-def test_the_edge_of_something_bright_is_no_sheet() -> None:
-    edge = torch.from_numpy(1 / (1 + np.exp(-(np.indices((48, 48, 48))[0] - 24) / 1.5))).float()
-    assert shows_sheets([edge]) is False
-    assert shows_sheets([edge[:4]]) is None
-
-
 SHELLS = torch.from_numpy(np.exp(-(((distance_to(*CENTRES) - 11) / 1.5) ** 2))).float()[None]
 BLANK = torch.zeros(1, 32, 32, 32)
 BALLS = torch.from_numpy(np.clip((9 - distance_to(*CENTRES)) / 3, 0, 1)).float()[None]
 USED = (20.0, 20.0, 20.0)
 NARROW = Diameter((4.0,), "px")
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_shells_are_sheets_and_balls_and_edges_of_something_bright_are_not(noise: float) -> None:
+    grain = noise * torch.randn(48, 48, 48)
+    assert shows_sheets([SHELLS[0] + grain])
+    assert not shows_sheets([BALLS[0] + grain])
+    assert not shows_sheets([torch.zeros(1, 30, 30)])
+    edge = torch.sigmoid((torch.arange(48.0)[:, None, None].expand(48, 48, 48) - 24) / 1.5)
+    assert shows_sheets([edge]) is False
+    assert shows_sheets([edge[:4]]) is None
 
 
 def attempt(*, calibration: Calibration = CALIBRATION, **evidence: Any) -> str:
@@ -101,12 +88,9 @@ def attempt(*, calibration: Calibration = CALIBRATION, **evidence: Any) -> str:
     return doubt.attempt
 
 
-def test_the_next_try_is_a_value_of_a_parameter() -> None:
+def test_the_next_try_is_named_and_is_a_value_of_a_parameter() -> None:
     assert Doubt(0.1, "It is odd.", "diameter=4,8,8px").suggested == {"diameter": "4,8,8px"}
     assert Doubt(0.1, "It is odd.", "").suggested == {}
-
-
-def test_the_next_try_is_named() -> None:
     assert attempt(windows=[SHELLS], guess=NARROW) == "model=membranes"
     assert attempt(guess=NARROW) == "diameter=4px"
     assert attempt(guess=NARROW, sure=9) == "diameter=4px"

@@ -1,3 +1,4 @@
+import math
 import os
 import subprocess
 import sys
@@ -67,7 +68,13 @@ SETTINGS = Settings(windows=Windows(sw_batch_size=2, overlap=0.25), limits=Limit
 
 
 def volume_of(*size, voxel_size=None):
-    return Volume.from_array(np.zeros((1, *size), np.uint16), voxel_size)
+    """The header of a stack: no pixel is needed."""
+    return Description("TIFF", "ZYX", size, (1, *size), "uint16", voxel_size, "not stated", ("",), 1)
+
+
+def host_bytes(spec, size, plan, load=0, *kernel):
+    """Bytes of the host for a stack, whose network takes `load` bytes for a window."""
+    return estimate(spec, volume_of(*size), plan, WindowLoad(load), *kernel).host_bytes
 
 
 def test_every_stream_takes_memory_for_a_batch_unless_there_are_fewer_batches(bands):
@@ -82,12 +89,9 @@ def test_every_stream_takes_memory_for_a_batch_unless_there_are_fewer_batches(ba
     assert windows(8) == 6, "six windows are three batches"
 
 
-def test_what_is_not_asked_for_is_the_operators_choice(bands, random_nuclei):
+def test_what_is_asked_for_is_taken_up_to_the_limits_and_all_else_is_the_operators_choice(bands, random_nuclei):
     assert make_plan(bands, SETTINGS, Options()) == Plan("classes", 2, 0.25)
     assert make_plan(random_nuclei, SETTINGS, Options()) == Plan("labels", 2, 0.25)
-
-
-def test_what_is_asked_for_is_taken_up_to_the_limits(random_nuclei):
     options = Options(output="probabilities", sw_batch_size=8, overlap=0.5)
     assert make_plan(random_nuclei, SETTINGS, options) == Plan("probabilities", 8, 0.5)
     assert make_plan(random_nuclei, SETTINGS, Options(sw_batch_size=1, overlap=0.0)).overlap == 0
@@ -103,8 +107,7 @@ def test_best_quality_overlaps_more_unless_told_or_not_allowed_to(bands):
 
 
 def test_a_window_counts_once_for_each_view_of_it(bands):
-    volume = Volume.from_array(np.zeros((1, 40, 80, 80), np.uint8))
-    estimator = Estimator(bands, SETTINGS)
+    volume, estimator = volume_of(40, 80, 80), Estimator(bands, SETTINGS)
     fast = estimator.estimate(volume, Options(overlap=0.25))
     best = estimator.estimate(volume, Options(overlap=0.25, quality="best"))
     assert best.windows == 3 * fast.windows > 3
@@ -140,16 +143,13 @@ def test_slabs_that_leave_together_are_in_the_estimate(bands):
         (Options(overlap=0.51), "overlap must be between 0 and 0.5"),
         (Options(overlap=-0.1), "overlap"),
         (Options(overlap=float("nan")), "overlap"),
+        # A semantic model has no objects.
+        (Options(output="labels"), "output=classes"),
     ],
 )
 def test_options_beyond_the_limits_are_refused(bands, options, name):
     with pytest.raises(BadParameter, match=name):
         make_plan(bands, SETTINGS, options)
-
-
-def test_a_semantic_model_has_no_objects(bands):
-    with pytest.raises(BadParameter, match="output=classes"):
-        make_plan(bands, SETTINGS, Options(output="labels"))
 
 
 def test_windows_are_counted_on_the_grid_that_the_network_sees(bands):
@@ -163,9 +163,10 @@ def test_windows_are_counted_on_the_grid_that_the_network_sees(bands):
 
 
 def test_estimate_needs_no_pixels_only_shape_and_voxel_size(bands):
-    plan = make_plan(bands, SETTINGS, Options())
-    seen = Description("TIFF", "ZYX", (16, 64, 96), (1, 16, 64, 96), "uint16", None, "not stated", ("",), 1)
-    assert estimate(bands, seen, plan, WindowLoad(7)) == estimate(bands, volume_of(16, 64, 96), plan, WindowLoad(7))
+    plan, size = make_plan(bands, SETTINGS, Options()), VoxelSize(1, 2, 3)
+    volume = Volume.from_array(np.zeros((1, 16, 64, 96), np.uint16), size)
+    told = estimate(bands, volume_of(16, 64, 96, voxel_size=size), plan, WindowLoad(7))
+    assert told == estimate(bands, volume, plan, WindowLoad(7))
 
 
 def test_channels_to_choose_from_are_named_before_pixels_are_read(bands):
@@ -189,7 +190,7 @@ def test_a_deeper_stack_takes_no_more_of_a_device_where_scores_leave_it(random_n
 
     def plan(depth, memory):
         estimator = Estimator(random_nuclei, SETTINGS, on_host=False, window_bytes=1000, device_memory=memory)
-        return estimator.plan_request(volume_of_shape((1, depth, 640, 640)), Options())
+        return estimator.plan_request(volume_of(depth, 640, 640), Options())
 
     ample, tight = plan(640, 2**40), plan(640, 2**30)
     assert not ample.plan.decode_on_host
@@ -203,9 +204,7 @@ def test_pixels_that_are_sent_as_stored_take_memory_of_a_device_unless_they_are_
     plan = make_plan(random_nuclei, SETTINGS, Options(output="classes"))
 
     def device_bytes(depth):
-        return estimate(
-            random_nuclei, volume_of_shape((1, depth, 1024, 1024)), plan, WindowLoad(0, on_host=False)
-        ).device_bytes
+        return estimate(random_nuclei, volume_of(depth, 1024, 1024), plan, WindowLoad(0, on_host=False)).device_bytes
 
     # Stored pixels and float32 ones; of a larger volume only those of one layer of windows.
     assert device_bytes(256) - device_bytes(208) == (2 + 4) * 48 * 1024**2
@@ -214,10 +213,7 @@ def test_pixels_that_are_sent_as_stored_take_memory_of_a_device_unless_they_are_
 
 def test_a_window_that_is_alone_is_not_summed_up(bands):
     plan = Plan("classes", 2, 0.0)
-    alone, two = (
-        estimate(bands, volume_of(16, 32, width), plan, WindowLoad(0)).host_bytes - 16 * 32 * width
-        for width in (32, 64)
-    )
+    alone, two = (host_bytes(bands, (16, 32, width), plan) - 16 * 32 * width for width in (32, 64))
     voxels, outputs = 16 * 32 * 32, len(bands.outputs)
     assert alone == 4 * outputs * voxels
     assert two >= 2 * 4 * (2 * outputs + 1) * voxels
@@ -236,13 +232,11 @@ def test_only_scores_count_where_all_else_was_set_aside_for_batches_of_that_size
 
 
 def test_the_kernel_keeps_sums_of_what_windows_share_and_torch_those_of_a_row_with_weights(bands):
-    plan, volume, outputs = Plan("classes", 2, 0.25), volume_of(24, 64, 96), len(bands.outputs)
-    ours, torchs = (
-        estimate(bands, volume, plan, WindowLoad(0), kernel).host_bytes
-        for kernel in (window_kernels, with_library(window_kernels))
-    )
+    plan, size, outputs = Plan("classes", 2, 0.25), (24, 64, 96), len(bands.outputs)
+    kernels = (window_kernels, with_library(window_kernels))
+    ours, torchs = (host_bytes(bands, size, plan, 0, kernel) for kernel in kernels)
     depth, height, edge = bands.input.roi_size
-    planes, rows, columns = Grid.cover((24, 64, 96), bands.input.roi_size, 0.25).max_shared
+    planes, rows, columns = Grid.cover(size, bands.input.roi_size, 0.25).max_shared
     shared = outputs * (2 * depth * height * columns + depth * rows * 96 + planes * 64 * 96)
     whole = 96 * ((outputs + 1) * (depth * (height + rows) + planes * 64) + depth * height)
     whole += 4 * outputs * depth * height * edge  # weighted scores of the windows of a row
@@ -252,19 +246,14 @@ def test_the_kernel_keeps_sums_of_what_windows_share_and_torch_those_of_a_row_wi
 def test_rows_of_windows_leave_by_the_step_to_the_next_and_the_last_as_a_whole(bands):
     """Two slabs beside the one that is next are shorter by what two rows share, of which there are sums instead."""
     (depth, height, width), outputs = bands.input.roi_size, len(bands.outputs)
-    short, long = (
-        estimate(bands, volume_of(depth, rows, 2 * width), Plan("classes", 2, 0.25), WindowLoad(0)).host_bytes
-        - depth * rows * 2 * width
-        for rows in (height, height + 24)
-    )
+    sizes = ((depth, rows, 2 * width) for rows in (height, height + 24))
+    short, long = (host_bytes(bands, size, Plan("classes", 2, 0.25)) - math.prod(size) for size in sizes)
     assert short - long == 4 * outputs * depth * 2 * width * (2 - 1) * (height - 24)
 
 
 def test_more_windows_at_once_and_more_outputs_take_more(random_nuclei):
     def needed(batch_size, output):
-        return estimate(
-            random_nuclei, volume_of(32, 64, 64), Plan(output, batch_size, 0.25), WindowLoad(10**6)
-        ).host_bytes
+        return host_bytes(random_nuclei, (32, 64, 64), Plan(output, batch_size, 0.25), 10**6)
 
     assert needed(4, "labels") - needed(2, "labels") == 2 * 10**6
     assert needed(2, "classes") < needed(2, "probabilities") < needed(2, "labels")
@@ -272,15 +261,7 @@ def test_more_windows_at_once_and_more_outputs_take_more(random_nuclei):
 
 def test_classes_of_a_large_volume_lie_on_disk_and_take_the_planes_of_a_layer_only(bands):
     plan = Plan("classes", 2, 0.0)
-    small, large = (
-        estimate(bands, volume_of_shape((1, depth, 2048, 2048)), plan, WindowLoad(10**6)).host_bytes
-        for depth in (64, 2496)
-    )
-    assert large == small
-
-
-def volume_of_shape(shape):
-    return Description("TIFF", "ZYX", shape[1:], shape, "uint16", None, "not stated", ("",), 1)
+    assert host_bytes(bands, (64, 2048, 2048), plan, 10**6) == host_bytes(bands, (2496, 2048, 2048), plan, 10**6)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")

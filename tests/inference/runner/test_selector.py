@@ -1,5 +1,3 @@
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -9,7 +7,6 @@ import pytest
 import torch
 from fake_backends import FakeBackend, change
 from fakes import SeparateDevice
-from paths import ROOT
 from torch import nn
 
 from service.core.config import Settings
@@ -76,11 +73,16 @@ def warm_up(spec, chosen, network=None, window_bytes=1000):
     return EngineSelector(spec, chosen, CPU, load_network(spec) if network is None else network, window_bytes, native)
 
 
+def fixed(settings, **engine):
+    """Settings with the engine of a test's own, whose name the configuration does not know."""
+    chosen = settings(**engine)
+    return chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"kind": "other"})})
+
+
 def test_a_fixed_engine_is_built_and_nothing_else(bands, settings, tmp_path):
     ready = warm_up(bands, settings(kind="eager")).run()
-    assert ready.config == EngineConfig(
-        "eager", ready.config.precision, "channels_last_3d", 2, streams=min(2, host.usable_cores())
-    )
+    streams = min(2, host.usable_cores())
+    assert ready.config == EngineConfig("eager", ready.config.precision, "channels_last_3d", 2, streams=streams)
     assert ready.plan is None
     assert not (tmp_path / "cache").exists()
 
@@ -89,13 +91,9 @@ def test_a_fixed_engine_is_built_and_nothing_else(bands, settings, tmp_path):
     ("attributes", "engine", "warning"),
     [
         ({}, "other", None),
-        (
-            {"memory_formats": {"cuda": ("contiguous",)}},
-            "eager",
-            "The other engine needs a CUDA device; running eagerly.",
-        ),
-        ({"precisions": ("fp16",)}, "eager", "The other engine does not compute in fp32; running eagerly."),
-        ({"suits": lambda _: False}, "eager", "The other engine changes nothing in this network; running eagerly."),
+        ({"memory_formats": {"cuda": ("contiguous",)}}, "eager", "needs a CUDA device"),
+        ({"precisions": ("fp16",)}, "eager", "does not compute in fp32"),
+        ({"suits": lambda _: False}, "eager", "changes nothing in this network"),
     ],
     ids=["fits", "device", "precision", "network"],
 )
@@ -103,12 +101,9 @@ def test_a_fixed_engine_that_does_not_fit_is_not_what_runs_under_its_name(
     bands, settings, only, attributes, engine, warning
 ):
     only("eager", other=FakeBackend(lambda module: module, **attributes))
-    chosen = settings(precision="fp32")
-    # A name that the settings allow for an engine of the test's own.
-    chosen = chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"kind": "other"})})
-    ready = warm_up(bands, chosen).run()
+    ready = warm_up(bands, fixed(settings, precision="fp32")).run()
     assert ready.config.engine == engine
-    assert ready.warnings == (() if warning is None else (warning,))
+    assert ready.warnings == (() if warning is None else (f"The other engine {warning}; running eagerly.",))
 
 
 def test_the_first_of_the_known_order_is_checked_once_and_kept(bands, settings, only):
@@ -150,14 +145,6 @@ def test_a_start_races_only_where_that_is_set_and_there_is_time(bands, settings,
     assert warm_up(bands, chosen).run(tune=tune).plan.tuned == tuned
 
 
-def test_all_ways_are_announced(bands, settings, only):
-    only("eager")
-    announced = []
-    ready = warm_up(bands, settings()).tune(60, lambda config, total: announced.append((config, total)))
-    assert {trial.choice for trial in ready.plan.trials} == {config for config, _ in announced}
-    assert {total for _, total in announced} == {len(announced)}
-
-
 def test_streams_are_tried_where_they_are_open(bands, settings, only, use_two_threads):
     class Slow(nn.Module):
         def __init__(self, module):
@@ -194,11 +181,8 @@ def test_other_settings_are_checked_anew(bands, settings, only, change):
 
 
 def test_other_weights_are_checked_anew(bands, settings):
-    weights = bands.weights.model_copy(update={"sha256": "0" * 64})
-    one, other = (
-        warm_up(spec, settings(), load_network(bands))
-        for spec in (bands, bands.model_copy(update={"weights": weights}))
-    )
+    others = bands.model_copy(update={"weights": bands.weights.model_copy(update={"sha256": "0" * 64})})
+    one, other = (warm_up(spec, settings(), load_network(bands)) for spec in (bands, others))
     assert one.circumstances() != other.circumstances()
     assert {"device", "torch", "threads", "openvino", "engines"} <= one.circumstances().keys()
 
@@ -209,14 +193,6 @@ def test_a_faster_engine_with_other_labels_is_not_taken(bands, settings, only, c
     ready = choose(warm_up(bands, settings()))
     assert ready.config.engine == "eager"
     assert any(t.verdict.outcome == "wrong" for t in ready.plan.trials if t.choice.engine == "other")
-
-
-def test_a_precision_that_the_operator_chose_is_not_judged(bands, settings, only):
-    only("eager", other=FakeBackend(lambda _module: Wrong()))
-    ready = warm_up(bands, settings(precision="fp32")).run()
-    assert ready.config.engine == "other"
-    (trial,) = (trial for trial in ready.plan.trials if str(trial.verdict) == "chosen")
-    assert trial.difference > 0.1
 
 
 def test_an_engine_that_fails_is_warned_about_and_tried_at_every_start(bands, settings, only):
@@ -276,8 +252,11 @@ def test_what_does_not_fit_into_memory_is_skipped_by_its_size(bands, settings, o
 
 def test_batch_sizes_are_tried_only_where_they_are_open(bands, settings, only):
     only("eager")
-    sizes = {trial.choice.sw_batch_size for trial in warm_up(bands, settings()).tune(60).plan.trials}
-    assert sizes == {1, 2, 4}
+    announced = []
+    trials = warm_up(bands, settings()).tune(60, lambda *news: announced.append(news)).plan.trials
+    assert {trial.choice.sw_batch_size for trial in trials} == {1, 2, 4}
+    assert {trial.choice for trial in trials} == {config for config, _ in announced}
+    assert {total for _, total in announced} == {len(announced)}
     fixed = warm_up(bands, settings(windows={"sw_batch_size": 3})).tune(60)
     assert {trial.choice.sw_batch_size for trial in fixed.plan.trials} == {3}
 
@@ -289,37 +268,11 @@ def test_the_batch_size_of_a_device(settings):
     assert default_batch_size(settings(windows={"sw_batch_size": 5}), CPU) == 5
 
 
-NO_COMPILER = """
-import sys
-from pathlib import Path
-import torch
-from service.core.config import Settings
-from service.core.telemetry import Progress
-from service.models.loader import load_network
-from service.models.repository import read_spec
-from service.inference.runner.selector import EngineSelector
-
-torch.set_num_threads(1)
-spec = read_spec(Path(sys.argv[1]))
-settings = Settings.model_validate({"engine": {"kind": "compiled"}})
-ready = EngineSelector(spec, settings, torch.device("cpu"), load_network(spec), 1).run()
-assert ready.config.engine == "eager", ready
-assert "compiled engine failed" in ready.warnings[0], ready
-"""
-
-
-def test_without_a_compiler_the_model_still_runs(bands, tmp_path):
-    environment = {
-        "CXX": "/nowhere/g++",
-        "PATH": "",
-        "PYTHONPATH": str(ROOT),
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "HOME": str(tmp_path),
-    }
-    command = [sys.executable, "-c", NO_COMPILER, str(bands.folder)]
-    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_without_a_compiler_the_model_still_runs(bands, settings, monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    ready = warm_up(bands, settings(kind="compiled")).run()
+    assert ready.config.engine == "eager"
+    assert "compiled engine failed" in ready.warnings[0]
 
 
 class Wide(nn.Module):
@@ -352,9 +305,7 @@ def test_a_network_that_does_not_run_in_the_narrowest_precision_runs_in_the_next
     bands, settings, only, make, precisions, engine
 ):
     only("eager", other=FakeBackend(make, precisions=precisions))
-    chosen = settings()
-    chosen = chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"kind": "other"})})
-    ready = EngineSelector(bands, chosen, CPU, Wide(load_network(bands)), 1000, BOTH).run()
+    ready = EngineSelector(bands, fixed(settings), CPU, Wide(load_network(bands)), 1000, BOTH).run()
     assert (ready.config.engine, ready.config.precision) == (engine, "fp32")
 
 
@@ -423,18 +374,33 @@ def test_a_race_times_decoding_only_where_the_network_runs_on_the_same_cores(ban
     assert sum(batches) == candidate.windows == 4
 
 
-def fixed(settings, **engine):
-    """Settings with the engine of a test's own, whose name the configuration does not know."""
-    chosen = settings(**engine)
-    return chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"kind": "other"})})
+def not_finite(module):
+    return lambda x: module(x) * torch.nan
 
 
-def test_a_fixed_engine_with_other_labels_is_not_taken(bands, settings, only, tmp_path):
-    only("eager", other=FakeBackend(lambda _module: Wrong()))
-    ready = warm_up(bands, fixed(settings)).run()
-    assert (ready.config.engine, ready.plan) == ("eager", None)
-    assert "The other engine in fp32 is not used: wrong" in ready.warnings[0]
+@pytest.mark.parametrize(
+    ("make", "options", "engine", "warning"),
+    [
+        (lambda _module: Wrong(), {}, "eager", "The other engine in fp32 is not used: wrong"),
+        # A precision that the operator chose is used whatever labels change, but with no other scores.
+        (lambda _module: Wrong(), {"precision": "fp32"}, "other", "differ from those in fp32"),
+        (not_finite, {"precision": "fp32"}, "eager", "scores that are not finite"),
+    ],
+    ids=["other labels", "precision set", "not finite"],
+)
+def test_a_fixed_engine_is_judged_by_its_labels(bands, settings, only, tmp_path, make, options, engine, warning):
+    only("eager", other=FakeBackend(make))
+    ready = warm_up(bands, fixed(settings, **options)).run()
+    assert (ready.config.engine, ready.plan) == (engine, None)
+    assert warning in ready.warnings[0]
     assert not (tmp_path / "cache").exists()
+
+
+def test_what_the_operator_chose_is_not_judged_where_the_engine_is_open_either(bands, settings, only):
+    only("eager", other=FakeBackend(lambda _module: Wrong()))
+    ready = warm_up(bands, settings(precision="fp32")).run()
+    (trial,) = (trial for trial in ready.plan.trials if str(trial.verdict) == "chosen")
+    assert (ready.config.engine, trial.difference > 0.1) == ("other", True)
 
 
 def test_a_start_says_what_it_builds_as_that_may_take_minutes(bands, settings, only):
@@ -448,18 +414,6 @@ def test_a_start_says_what_it_builds_as_that_may_take_minutes(bands, settings, o
     with progress.follow():
         warm_up(bands, fixed(settings)).run()
     assert "building other fp32" in told[0]
-
-
-def test_a_fixed_precision_with_other_labels_is_used_and_warned_of(bands, settings, only):
-    only("eager", other=FakeBackend(lambda _module: Wrong()))
-    ready = warm_up(bands, fixed(settings, precision="fp32")).run()
-    assert ready.config.engine == "other"
-    assert "differ from those in fp32" in ready.warnings[0]
-
-
-def test_a_fixed_engine_whose_scores_are_not_finite_is_never_taken(bands, settings, only):
-    only("eager", other=FakeBackend(lambda module: lambda x: module(x) * torch.nan))
-    assert warm_up(bands, fixed(settings, precision="fp32")).run().config.engine == "eager"
 
 
 def test_a_fixed_engine_that_cannot_compile_runs_as_it_is(bands, settings, only):
@@ -526,7 +480,7 @@ OTHER = EngineConfig("other", "bf16", "contiguous", LARGE_BATCH)
         (lambda module: module, {}, ("other", "bf16"), None),
         (faulty_at_the_end, {}, ("eager", "fp32"), "It runs eagerly in fp32 instead."),
         (faulty_at_the_end, {"precision": "bf16"}, ("eager", "fp32"), "It runs eagerly in fp32 instead."),
-        (lambda module: lambda x: module(x) * torch.nan, {"precision": "bf16"}, ("eager", "fp32"), "not finite"),
+        (not_finite, {"precision": "bf16"}, ("eager", "fp32"), "not finite"),
     ],
     ids=["right", "faulty", "faulty and set", "not finite"],
 )

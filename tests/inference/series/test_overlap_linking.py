@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,11 +35,8 @@ def test_daughters_have_their_mother_as_parent() -> None:
     assert tracks(boxes([(0, 20)], [(0, 9), (11, 20)], [(0, 9), (11, 20)])) == ([[1], [2, 3], [2, 3]], [0, 1, 1])
 
 
-def test_a_fragment_is_no_daughter() -> None:
+def test_neither_fragments_nor_objects_that_lie_mostly_elsewhere_are_daughters() -> None:
     assert tracks(boxes([(0, 20)], [(0, 17), (18, 20)])) == ([[1], [1, 2]], [0, 0])
-
-
-def test_an_object_that_lies_mostly_elsewhere_is_no_daughter() -> None:
     assert tracks(boxes([(0, 20)], [(8, 34), (0, 7)])) == ([[1], [1, 2]], [0, 0])
 
 

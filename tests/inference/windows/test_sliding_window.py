@@ -85,16 +85,8 @@ def test_batches_have_the_dtype_and_layout_that_were_asked_for():
         formats.append((x.dtype, x.is_contiguous(memory_format=torch.channels_last_3d)))
         return x.float()
 
-    window = SlidingWindow(
-        network,
-        2,
-        (4, 4, 4),
-        2,
-        blending=GAUSSIAN,
-        device=CPU,
-        dtype=torch.bfloat16,
-        memory_format=torch.channels_last_3d,
-    )
+    options = {"dtype": torch.bfloat16, "memory_format": torch.channels_last_3d}
+    window = SlidingWindow(network, 2, (4, 4, 4), 2, blending=GAUSSIAN, device=CPU, **options)
     image = torch.rand(1, 2, 6, 6, 6).bfloat16().float()
     torch.testing.assert_close(whole(window.run(image, 0.5)), image, atol=1e-6, rtol=1e-5)
     assert set(formats) == {(torch.bfloat16, True)}
@@ -133,24 +125,17 @@ def test_slabs_leave_as_soon_as_no_later_window_reaches_them():
     ]
 
 
-def test_progress_counts_windows():
-    steps = []
-    window = make(lambda x: x, (4, 4, 4), 3)
-    whole(window.run(torch.rand(1, 1, 8, 8, 4), 0, progress=lambda done, total: steps.append((done, total))))
+def test_progress_counts_windows_and_cancelling_stops_before_the_next_batch():
+    window, steps = make(lambda x: x, (4, 4, 4), 3), []
+
+    def note(*done):
+        steps.append(done)
+
+    whole(window.run(torch.rand(1, 1, 8, 8, 4), 0, progress=note))
     assert steps == [(3, 4), (4, 4)]
-
-
-def test_cancelling_stops_before_the_next_batch():
-    calls = []
-
-    def network(x: Tensor) -> Tensor:
-        calls.append(len(x))
-        return x
-
-    window = make(network, (4, 4, 4), 2)
-    with pytest.raises(Cancelled, match="after 4 of 8"):
-        whole(window.run(torch.rand(1, 1, 8, 8, 8), 0, cancelled=lambda: len(calls) == 2))
-    assert len(calls) == 2
+    with pytest.raises(Cancelled, match="after 6 of 8"):
+        whole(window.run(torch.rand(1, 1, 8, 8, 8), 0, cancelled=lambda: len(steps) == 4, progress=note))
+    assert steps[2:] == [(3, 8), (6, 8)]
 
 
 @kernels
@@ -240,11 +225,3 @@ def test_windows_that_are_skipped_have_their_scores_and_their_weight(kernel, dat
     got = whole(window.run(SparseImage(image, skipped, scores), overlap))
     torch.testing.assert_close(got, blended(image, grid, skipped, scores, blending), atol=1e-5, rtol=1e-5)
     assert len(calls) == -(-len(computed) // batch_size)
-
-
-@settings(max_examples=15, deadline=None)
-@given(sizes, rois, overlaps, st.integers(1, 4))
-def test_nothing_skipped_is_bit_equal(size, roi, overlap, batch_size):
-    image, window = torch.rand(1, 1, *size), make(lambda x: x, roi, batch_size)
-    sparse = SparseImage(image, frozenset(), torch.zeros(1))
-    assert torch.equal(whole(window.run(sparse, overlap)), whole(window.run(image, overlap)))
