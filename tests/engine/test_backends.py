@@ -218,6 +218,8 @@ def test_what_is_fixed_is_not_varied():
 def test_compile_modes(setting, device, kind, expected):
     settings = Engine(compile_mode=setting, kind=kind)
     assert BACKENDS["compiled"].compile_modes(settings, device) == expected
+    # Only where that is asked for, or tried out.
+    assert BACKENDS["winograd"].compile_modes(settings, CPU) == ((None, "default") if setting == "auto" else (setting,))
     assert BACKENDS["eager"].compile_modes(settings, device) == (None,)
 
 

@@ -88,14 +88,10 @@ def test_sums_of_large_integers_stay_exact() -> None:
     assert table["intensity_max"].dtype == np.uint16
 
 
-def test_no_objects_give_a_table_without_rows(tmp_path: Path) -> None:
-    table = table_of(np.zeros((2, 3, 4), np.uint16), np.zeros((1, 2, 3, 4), np.float32))
-    write_csv(table, tmp_path / "none.csv")
-    (line,) = (tmp_path / "none.csv").read_text().splitlines()
-    assert line.split(",") == list(table)
-
-
 def test_csv_gives_the_table_back(tmp_path: Path) -> None:
+    nothing = table_of(np.zeros((2, 3, 4), np.uint16), np.zeros((1, 2, 3, 4), np.float32))
+    write_csv(nothing, tmp_path / "none.csv")
+    assert (tmp_path / "none.csv").read_text() == ",".join(nothing) + "\n"
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 70_000, (4, 40, 40)).astype(np.uint32)
     table = table_of(labels, rng.normal(0, 1e6, (2, *labels.shape)), VoxelSize(1 / 3, 0.1, 0.1))

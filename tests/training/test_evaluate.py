@@ -56,13 +56,10 @@ def test_the_classical_method_tells_bright_balls_apart() -> None:
     [("mean", "7.26px"), ("extents", "4,5,10px"), ("7px", "7px"), ("auto", "auto"), ("none", "none")],
 )
 def test_a_request_may_be_told_what_is_true(text: str, diameter: str) -> None:
-    assert str(state_size(text, boxes((10, 20), (25, 35)))) == diameter
+    truth, size = boxes((10, 20), (25, 35)), VoxelSize(2, 0.25, 0.25)
+    assert str(state_size(text, truth)) == diameter
     assert str(state_size("extents", boxes())) == "1,1,1px"
-
-
-def test_the_mean_is_told_as_a_ball_in_micrometres() -> None:
-    truth = boxes((10, 20), (25, 35))
-    size = VoxelSize(2, 0.25, 0.25)
-    diameter = state_size("mean", truth, size)
-    assert isinstance(diameter, Diameter)
-    assert math.prod(diameter.in_voxels(size) or ()) == pytest.approx(mean_diameter(truth) ** 3)
+    # The mean is told as a ball in micrometres.
+    mean = state_size("mean", truth, size)
+    assert isinstance(mean, Diameter)
+    assert math.prod(mean.in_voxels(size) or ()) == pytest.approx(mean_diameter(truth) ** 3)

@@ -37,14 +37,6 @@ def test_winograd_convolutions_take_any_number_of_windows_and_leave_scores_as_na
     assert (scores.float() - expected).abs().max() <= {"bf16": 0.02, "fp32": 1e-5}[precision] * expected.abs().max()
 
 
-def test_winograd_is_compiled_only_where_that_is_asked_for_or_tried_out():
-    def modes(**settings):
-        return BACKENDS["winograd"].compile_modes(Engine(**settings), CPU)
-
-    assert modes() == modes(kind="winograd") == (None, "default")
-    assert modes(kind="winograd", compile_mode="default") == ("default",)
-
-
 def test_what_every_stream_keeps_is_counted():
     network = ShuffleUNet(1, 2, (16, 32))
     module = prepare(network, CPU, torch.float32, torch.channels_last_3d)

@@ -49,14 +49,15 @@ SLOPES.weight.data = torch.linspace(-1, 1, 12)
 @pytest.mark.parametrize("norm", NORMS, ids=str)
 @pytest.mark.parametrize("activation", [nn.Identity(), SLOPES], ids=repr)
 @pytest.mark.parametrize("offset", [0.0, 50.0])
-@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
-def test_scores_are_those_of_the_norm_and_channels_stay_last(norm, activation, offset, kernels, monkeypatch):
-    if not kernels:
+@pytest.mark.parametrize("way", ["kernels", "torch", "traced"])
+def test_scores_are_those_of_the_norm_and_channels_stay_last(norm, activation, offset, way, monkeypatch):
+    if way == "torch":
         monkeypatch.setattr(norms, "KERNELS", with_library(norms.KERNELS))
     network, x = nn.Sequential(with_weights(norm), activation), image(offset)
-    y = replace_norms(copy.deepcopy(network))(x)
+    fast = replace_norms(copy.deepcopy(network))
+    y = (torch.compile(fast, fullgraph=True, backend="eager") if way == "traced" else fast)(x)
     assert y.is_contiguous(memory_format=torch.channels_last_3d)
-    tolerance = 1e-5 if kernels else 1e-4
+    tolerance = 1e-5 if way == "kernels" else 1e-4
     torch.testing.assert_close(y, exactly(network, x), atol=tolerance, rtol=tolerance)
 
 
@@ -92,18 +93,12 @@ def test_the_kernel_rounds_to_bfloat16_once(channels, activation):
     assert norm(x).is_contiguous(memory_format=torch.channels_last_3d)
 
 
-@torch.inference_mode()
-def test_traced_it_computes_the_same():
-    norm = with_weights(nn.GroupNorm(4, 12))
-    x = image(offset=50.0)
-    network = torch.compile(replace_norms(nn.Sequential(norm)), fullgraph=True, backend="eager")
-    torch.testing.assert_close(network(x), exactly(norm, x), atol=1e-4, rtol=1e-4)
-
-
-def test_norms_with_running_statistics_and_other_modules_stay():
+def test_norms_with_running_statistics_other_modules_and_programs_stay():
     network = nn.Sequential(nn.InstanceNorm3d(4, track_running_stats=True), nn.BatchNorm3d(4), nn.ReLU())
     before = list(network)
     assert list(replace_norms(network)) == before
+    program = torch.jit.script(nn.Sequential(nn.GroupNorm(4, 12)).eval())
+    assert replace_norms(program) is program
 
 
 def test_they_are_replaced_where_channels_are_last_only():
@@ -113,8 +108,3 @@ def test_they_are_replaced_where_channels_are_last_only():
     assert sum(isinstance(module, ChannelsLastNorm) for module in last.modules()) == 1
     assert not any(isinstance(module, ChannelsLastNorm) for module in first.modules())
     assert isinstance(network[1], nn.InstanceNorm3d)
-
-
-def test_programs_are_left_as_they_are():
-    program = torch.jit.script(nn.Sequential(nn.GroupNorm(4, 12)).eval())
-    assert replace_norms(program) is program

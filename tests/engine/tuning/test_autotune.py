@@ -137,6 +137,10 @@ def test_where_nothing_runs_the_reasons_are_told(choose):
     with pytest.raises(NothingRuns, match=r"no compiler; .*broken") as caught:
         getattr(world.make_tuner(), choose)([COMPILED, EAGER])
     assert [trial.choice for trial in caught.value.trials] == [COMPILED, EAGER]
+    for configs in ((EAGER,), (EAGER, COMPILED)):
+        timed = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.08}, last={"compiled": 3, "eager": 3})
+        with pytest.raises(NothingRuns, match="out of memory"):
+            timed.race(*configs)
 
 
 @given(st.floats(0.5, 60), st.floats(0.01, 3), st.floats(1, 300))
@@ -192,13 +196,6 @@ def test_what_fails_at_any_time_is_out_and_nobody_else(last, configs):
     assert made == EAGER
     assert str(trials[COMPILED].verdict) == "failed: out of memory"
     assert str(trials[EAGER].verdict) == "chosen"
-
-
-@pytest.mark.parametrize("configs", [(EAGER,), (EAGER, COMPILED)])
-def test_where_all_fail_while_they_are_timed_nothing_runs(configs):
-    world = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.08}, last={"compiled": 3, "eager": 3})
-    with pytest.raises(NothingRuns, match="out of memory"):
-        world.race(*configs)
 
 
 def test_the_first_that_is_right_is_taken_and_nothing_is_timed():

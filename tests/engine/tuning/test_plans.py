@@ -24,10 +24,13 @@ PLAN = EnginePlan(
 )
 
 
-def test_a_plan_that_was_kept_is_found(tmp_path):
+def test_a_plan_that_was_kept_is_found_in_the_same_circumstances(tmp_path):
     plans.save(tmp_path / "new", PLAN)
     assert plans.find(tmp_path / "new", "nuclei", PLAN.circumstances) == PLAN
     assert [file.suffix for file in (tmp_path / "new").iterdir()] == [".json"]
+    assert plans.find(tmp_path / "new", "cells", PLAN.circumstances) is None
+    for change in ({"torch": "2.14"}, {"threads": "4"}):
+        assert plans.find(tmp_path / "new", "nuclei", PLAN.circumstances | change) is None
 
 
 @pytest.mark.parametrize(
@@ -43,13 +46,6 @@ def test_a_verdict_is_one_text_in_json(verdict, text):
     assert adapter.dump_python(trial, mode="json")["verdict"] == text
     assert adapter.validate_json(adapter.dump_json(trial)) == trial
     assert adapter.json_schema(mode="serialization")["properties"]["verdict"]["type"] == "string"
-
-
-@pytest.mark.parametrize("change", [{"torch": "2.14"}, {"threads": "4"}])
-def test_other_circumstances_need_another_plan(tmp_path, change):
-    plans.save(tmp_path, PLAN)
-    assert plans.find(tmp_path, "nuclei", PLAN.circumstances | change) is None
-    assert plans.find(tmp_path, "cells", PLAN.circumstances) is None
 
 
 @pytest.mark.parametrize(

@@ -86,18 +86,13 @@ def compare(tmp_path: Path, pixels: np.ndarray, spec, options=AS_SAMPLED, window
 FEW = {"odd groups", "empty windows", "coarser"}
 
 
-@pytest.fixture
-def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Join few pieces and passes at a time."""
-    monkeypatch.setattr(join, "PIECES", 100)
-    monkeypatch.setattr(join, "PASSES", 50)
-
-
-@pytest.mark.usefixtures("few_at_a_time")
 @pytest.mark.parametrize(
     "case", [case if case in FEW else pytest.param(case, marks=pytest.mark.thorough) for case in CASES]
 )
-def test_labels_are_those_of_the_whole(case: str, tmp_path: Path, write_model, random_nuclei_content) -> None:
+def test_labels_are_those_of_the_whole(case, tmp_path, write_model, random_nuclei_content, monkeypatch) -> None:
+    """Also where few pieces and passes are joined at a time."""
+    monkeypatch.setattr(join, "PIECES", 100)
+    monkeypatch.setattr(join, "PASSES", 50)
     windows, decoding, options = CASES[case]
     spec = write_model(instances(wanting(random_nuclei_content, 6.0), **decoding))
     pixels, has_empty = hills(SHAPE, 3), "empty windows" in case

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from landscapes import CountWaits, aten
 from torch import Tensor
@@ -36,7 +36,6 @@ def some_basins(peaks: Tensor, first: Tensor, second: Tensor, height: Tensor) ->
     return Basins(none, torch.zeros(0, 0, 0, dtype=torch.int32), peaks, none, none, passes)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     count=st.integers(0, 30),

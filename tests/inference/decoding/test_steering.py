@@ -65,6 +65,8 @@ def test_a_stated_minimum_is_in_the_stack_whatever_that_is_resampled_to(random_n
 
 
 def test_a_minimum_may_be_nothing_and_none_is_too_large_for_the_kernel(random_nuclei: ModelSpec) -> None:
+    with pytest.raises(BadParameter, match=r"minimum_size: .*voxel_size=Z,Y,X"):
+        minimum_voxels(Steering(minimum_size=ObjectVolume(12, "um3")), UNSIZED)
     for stated, voxels in ((ObjectVolume(0, "px"), 0), (ObjectVolume(1e18, "um3"), 20 * 40 * 40 + 1)):
         assert decoding_of(random_nuclei, Steering(minimum_size=stated), (80, 160, 160)).minimum_size == voxels
 
@@ -108,8 +110,3 @@ def test_steering_that_changes_nothing_is_refused(random_nuclei, bands, output: 
         check_steering(bands, "classes", steering)
     check_steering(random_nuclei, "labels", steering)
     check_steering(random_nuclei, "classes", Steering(threshold=0.4))
-
-
-def test_cubic_micrometres_need_a_voxel_size() -> None:
-    with pytest.raises(BadParameter, match=r"minimum_size: .*voxel_size=Z,Y,X"):
-        minimum_voxels(Steering(minimum_size=ObjectVolume(12, "um3")), UNSIZED)

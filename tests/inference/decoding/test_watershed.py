@@ -5,16 +5,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from landscapes import CountWaits, basins_of, decode, decode_objects, hills
-from scipy.ndimage import maximum
+from landscapes import CountWaits, basins_of, decode, hills
 from skimage.measure import label
 from skimage.morphology import local_maxima
 from skimage.segmentation import watershed
 
 from service.inference.decoding.basin_merging import Persistence, find_shallow_passes
 from service.inference.decoding.streaming import WholeWatershed
-from service.inference.decoding.watershed import NEIGHBOUR_BATCH, Planes, Watershed, foreground_codes
-from service.inference.decoding.watershed_kernel import BLOCK_VOXELS, watershed_kernel
+from service.inference.decoding.watershed import NEIGHBOUR_BATCH, Planes, Watershed
 from service.training.evaluate import score
 
 
@@ -99,30 +97,11 @@ def test_the_passes_are_the_highest_ones_between_neighbours() -> None:
     assert (np.diff(height) <= 0).all()
 
 
-def test_basins_know_their_size_and_peak() -> None:
-    heights = hills(2, (10, 24, 24))
-    basins = basins_of(heights, Persistence(0.1, logits=False), cuts=(4,), block=1)
-    basin = basins.basin_of.numpy()[basins.pieces.numpy()] + 1
-    assert np.bincount(basin.ravel())[1:].tolist() == basins.voxels.tolist()
-    expected = maximum(heights, basin, np.arange(1, basin.max() + 1))
-    np.testing.assert_allclose(basins.peaks, expected, rtol=2**-18)
-
-
 def test_heights_of_either_sign_keep_their_order() -> None:
     heights = np.array([-3.0, -1e30, 1e-30, 0.0, -0.5, 2e30, 7.0]).reshape(1, 1, -1)
     labels, count = decode(heights)
     assert count == 3
     assert labels.ravel().tolist() == [1, 2, 2, 2, 3, 3, 3]
-
-
-def test_nothing_inside_gives_no_basins() -> None:
-    made = Watershed(Planes((3, 4, 5), torch.device("cpu")), lambda peaks: peaks)
-    inside = torch.zeros(3, 4, 5, dtype=torch.bool)
-    made.add(torch.ones(3, 4, 5), inside, foreground_codes(inside))
-    basins = made.finish()
-    assert not len(basins.peaks)
-    assert not basins.pieces.any()
-    assert basins.pieces.shape == (3, 4, 5)
 
 
 def test_more_voxels_near_tops_than_are_looked_at_together_find_the_same_passes() -> None:
@@ -132,32 +111,6 @@ def test_more_voxels_near_tops_than_are_looked_at_together_find_the_same_passes(
     apart, other = decode(heights, persistence=0.03, block=NEIGHBOUR_BATCH // 2)
     assert 1 < count == other
     assert np.array_equal(together, apart)
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    seed=st.integers(0, 2**16),
-    size=st.tuples(st.integers(1, 9), st.integers(1, 23), st.integers(1, 19)),
-    levels=st.sampled_from([0, 1, 3]),
-    cuts=st.sets(st.integers(1, 22)),
-    along_y=st.booleans(),
-    logits=st.booleans(),
-    drop_border=st.booleans(),
-    block=st.sampled_from([1, 500, BLOCK_VOXELS]),
-)
-def test_the_whole_volume_at_once_gives_the_labels_of_its_parts(
-    seed, size, levels, cuts, along_y, logits, drop_border, block
-) -> None:
-    heights = hills(seed, size) if max(size) > 1 else np.ones(size, np.float32)
-    if levels:
-        heights = np.round(heights * levels) / levels
-    inner = tuple(sorted(cut for cut in cuts if cut < size[along_y]))
-    options = {"logits": logits, "drop_border": drop_border}
-    expected, objects = decode_objects(heights, 0.1, 3, kernel=watershed_kernel, **options)
-    found, others = decode_objects(heights, 0.1, 3, inner, block, along_y=along_y, whole=True, **options)
-    assert np.array_equal(found, expected)
-    for name in ("voxels", "confidence", "peaks"):
-        np.testing.assert_allclose(getattr(others, name), getattr(objects, name), rtol=1e-6)
 
 
 def waits_of_whole_volume(*block: int) -> int:

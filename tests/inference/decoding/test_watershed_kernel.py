@@ -36,19 +36,22 @@ def kernel() -> WatershedKernel:
 
 
 def compare(kernel: WatershedKernel, heights: Array, persistence: float, **options: Any) -> Array:
-    """Assert that both ways give the same labels, of the same type, and know the same of the objects; the labels.
+    """Assert that all ways give the same labels, of the same type, and know the same of the objects; the labels.
 
-    `options` are those of `decode_objects`.
+    `options` are those of `decode_objects`. The ways are torch, plane by plane and with all planes at once, and C++.
     """
-    (expected, many), (labels, objects) = (
-        decode_objects(heights, persistence, kernel=one, **options) for one in (None, kernel)
+    (expected, many), (whole, others), (labels, objects) = (
+        decode_objects(heights, persistence, **options, **way) for way in ({}, {"whole": True}, {"kernel": kernel})
     )
     assert len(objects) == len(many) == labels.max(initial=0)
     assert np.array_equal(objects.voxels, many.voxels)
     assert np.array_equal(objects.confidence, many.confidence)
     assert np.allclose(objects.peaks, many.peaks, rtol=1e-6)
-    assert labels.dtype == expected.dtype
+    assert labels.dtype == whole.dtype == expected.dtype
     assert np.array_equal(labels, expected)
+    assert np.array_equal(whole, expected)
+    for name in ("voxels", "confidence", "peaks"):
+        assert np.allclose(getattr(others, name), getattr(objects, name), rtol=1e-6, atol=0)
     return labels
 
 
@@ -124,6 +127,7 @@ def test_needless_passes_are_forgotten_without_a_trace(kernel, levels, *, along_
 def test_a_block_has_planes_of_any_size_but_places_of_32_bits(kernel: WatershedKernel) -> None:
     """Others, and tensors elsewhere, are left to torch."""
     assert not kernel.supports(torch.device("cuda"))
+    assert not with_library(watershed_kernel).supports(CPU)
     assert kernel.supports(CPU, (2000, 2000, 2000))
     assert not kernel.supports(CPU, (2**15, 10, 2**15))
     assert not kernel.supports(CPU, (10, 10, 10), block=2**31)
@@ -229,10 +233,3 @@ def test_nothing_is_read_or_written_that_is_not_there(kernel: WatershedKernel) -
 def test_what_memory_does_not_hold_is_a_memory_error(kernel: WatershedKernel) -> None:
     with pytest.raises(MemoryError):
         kernel.start((17 * 10**7, 17 * 10**7, 1), PARAMETERS)
-
-
-def test_where_it_is_missing_torch_does_it(random_nuclei: ModelSpec) -> None:
-    none = with_library(watershed_kernel)
-    assert not none.supports(CPU)
-    scores = torch.ones(1, 2, 3, 4, 5)
-    assert decoded(random_nuclei, Instances(kind="instances"), none, scores, 3, 4).max() == 1

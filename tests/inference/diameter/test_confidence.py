@@ -43,16 +43,14 @@ def test_objects_like_those_of_the_training_are_believed_and_others_are_not() ->
     assert confidence_in(objects([20, 21, 19], 0.94, 0.55)) < 0.3
     assert confidence_in(objects([50, 60, 55], 0.94, 0.85)) < good
     assert confidence_in(objects([20, 20, 20] + 3 * [3], 0.94, 0.85)) == pytest.approx(good, abs=0.01)
+    # The typical object is that of the median voxel.
+    assert typical_width(objects([20, 4, 4, 4, 4], 0.9, 0.9)) == pytest.approx(20, abs=0.1)
 
 
 def test_confidence_is_a_number_whatever_the_network_says_unless_nothing_is_found() -> None:
     unknown, lowest, highest = (confidence_in(objects([20], 1.0, peak)) for peak in (np.nan, 0.0, 1.0))
     assert unknown == lowest < highest
     assert judge(objects([], 0.9, 0.9), 20.0, CALIBRATION) is None
-
-
-def test_the_typical_width_is_that_of_the_object_of_the_median_voxel() -> None:
-    assert typical_width(objects([20, 4, 4, 4, 4], 0.9, 0.9)) == pytest.approx(20, abs=0.1)
 
 
 def distance_to(*centres: tuple[int, int, int], edge: int = 48) -> NDArray[np.float64]:

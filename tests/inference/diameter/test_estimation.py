@@ -92,22 +92,25 @@ def test_a_first_look_is_enough_for_objects_of_the_right_width(spec: ModelSpec) 
     assert "suits the model" in found.note
 
 
-@pytest.mark.parametrize("pixels", [np.zeros((40, 40, 40)), np.pad(cones((12, 12, 12), 10), 20), np.ones((1, 9, 9))])
-def test_where_hardly_anything_is_found_nothing_is_claimed(spec: ModelSpec, pixels: NDArray[Any]) -> None:
-    found = sized(pixels.astype(np.float32), spec)
-    assert found.diameter is None
-    assert not found.fits
-    assert "could not be told" in found.note
-
-
 def unsure(windows: Tensor) -> Tensor:
     """Return the scores of `see` with distances so low that no object has a certain middle."""
     return see(windows) - torch.tensor([0.0, 2.5])[:, None, None, None]
 
 
-def test_objects_without_peaks_are_not_believed(spec: ModelSpec) -> None:
-    """What is found everywhere, but never with a certain middle, is noise."""
-    assert sized(cones((48, 72, 80), 7), spec, unsure).diameter is None
+@pytest.mark.parametrize(
+    ("pixels", "look"),
+    [
+        *((np.zeros((40, 40, 40)), see), (np.pad(cones((12, 12, 12), 10), 20), see), (np.ones((1, 9, 9)), see)),
+        # What is found everywhere, but never with a certain middle, is noise.
+        (cones((48, 72, 80), 7), unsure),
+    ],
+    ids=["nothing", "one object", "no object", "no peaks"],
+)
+def test_where_hardly_anything_is_found_nothing_is_claimed(spec: ModelSpec, pixels: NDArray[Any], look: Any) -> None:
+    found = sized(pixels.astype(np.float32), spec, look)
+    assert found.diameter is None
+    assert not found.fits
+    assert "could not be told" in found.note
 
 
 def test_windows_have_the_one_shape_and_are_few(spec: ModelSpec) -> None:

@@ -50,27 +50,22 @@ def test_zscore_range_and_clipping():
 
 
 @pytest.mark.parametrize("normalisation", [PERCENTILE, ZSCORE])
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "float32", "float64"])
-def test_constant_volumes_become_zeros(normalisation, dtype):
-    assert not normalised(np.full((2, 3, 4), 7, dtype), normalisation).any()
+def test_constant_volumes_become_zeros_and_extreme_pixels_stay_finite(normalisation):
+    for dtype in ("uint8", "uint16", "int32", "float32", "float64"):
+        assert not normalised(np.full((2, 3, 4), 7, dtype), normalisation).any()
+    for extreme in (3e38, 1e300):
+        pixels = np.random.default_rng(0).normal(0, 1e-3, (4, 30, 30))
+        pixels[1, 2, 3], pixels[0, 0, 0] = extreme, -extreme
+        values = normalised(pixels, normalisation)
+        assert np.isfinite(values).all()
+        assert np.abs(values).max() <= MAX_MAGNITUDE
 
 
 def test_few_bright_pixels_on_a_flat_background_do_not_vanish():
     pixels = np.zeros((4, 50, 50), np.uint16)
     pixels[2, 3, 4] = 1000
     values = normalised(pixels)
-    assert values[2, 3, 4] == 1
-    assert np.count_nonzero(values) == 1
-
-
-@pytest.mark.parametrize("normalisation", [PERCENTILE, ZSCORE])
-@pytest.mark.parametrize("extreme", [3e38, 1e300])
-def test_extreme_pixels_stay_finite(normalisation, extreme):
-    pixels = np.random.default_rng(0).normal(0, 1e-3, (4, 30, 30))
-    pixels[1, 2, 3], pixels[0, 0, 0] = extreme, -extreme
-    values = normalised(pixels, normalisation)
-    assert np.isfinite(values).all()
-    assert np.abs(values).max() <= MAX_MAGNITUDE
+    assert (values[2, 3, 4], np.count_nonzero(values)) == (1, 1)
 
 
 def test_nan_and_infinity_count_as_the_lowest_finite_value(bands):

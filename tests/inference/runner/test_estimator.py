@@ -1,17 +1,17 @@
 import math
-import os
-import subprocess
-import sys
 import tracemalloc
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from fakes import with_library
-from paths import ROOT
+from segmenters import settings_of, started
 from torch import nn
+from torch.nn.functional import avg_pool3d
 
 from service.core.config import Settings
 from service.core.errors import BadParameter, TooLarge
@@ -23,46 +23,11 @@ from service.inference.cuda import device_image
 from service.inference.preprocessing.resample import prepare
 from service.inference.runner.estimator import Estimator, make_plan
 from service.inference.runner.memory_estimate import WindowLoad, activation_bytes, estimate
+from service.inference.segment import segment
 from service.inference.types import Plan
 from service.inference.windows.grid import SKIPPED_BYTES, Grid
 from service.inference.windows.kernels import window_kernels
-
-MEASURE = """
-import sys
-from pathlib import Path
-import numpy as np
-import torch
-from torch.nn.functional import avg_pool3d
-from service.core.config import Settings
 from service.models.repository import read_spec
-from service.inference.runner.model_runner import ModelRunner
-from service.inference.segment import segment
-from service.core.types import Options, Volume
-
-def field(name):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
-
-def blobs(x):
-    height = avg_pool3d(x, 3, 1, 1)
-    return torch.cat((height - 0.2, height), 1)
-
-torch.set_num_threads(1)
-settings = {"device": {"name": "cpu", "threads": 1}, "engine": {"kind": "eager", "precision": "fp32"}}
-runner = ModelRunner(read_spec(Path(sys.argv[1])), Settings.model_validate(settings))
-runner.warm_up()
-runner.instrument(lambda network: blobs)
-z, y, x = np.ogrid[:32, :256, :256]
-wave = sum(np.sin(axis * 2 * np.pi / 16) for axis in (z, y, x))
-volume = Volume.from_array((1000 + 300 * wave).astype(np.uint16)[None])
-# Code that is loaded when it is first called is not what is told.
-segment(runner, Volume.from_array(volume.read(0, 8)[:, :, :32, :32]), Options())
-told = runner.estimator.estimate(volume, Options()).host_bytes
-Path("/proc/self/clear_refs").write_text("5")
-before = field("VmRSS")
-segment(runner, volume, Options())
-print(told, field("VmHWM") - before)
-"""
 
 SETTINGS = Settings(windows=Windows(sw_batch_size=2, overlap=0.25), limits=Limits(sw_batch_size=8, overlap=0.5))
 
@@ -95,6 +60,10 @@ def test_what_is_asked_for_is_taken_up_to_the_limits_and_all_else_is_the_operato
     options = Options(output="probabilities", sw_batch_size=8, overlap=0.5)
     assert make_plan(random_nuclei, SETTINGS, options) == Plan("probabilities", 8, 0.5)
     assert make_plan(random_nuclei, SETTINGS, Options(sw_batch_size=1, overlap=0.0)).overlap == 0
+    skipping = Settings(windows=Windows(skip_below="auto"))
+    assert make_plan(bands, SETTINGS, Options(skip_below=7)).skip_below == 7
+    assert make_plan(bands, skipping, Options()).skip_below == "auto"
+    assert make_plan(bands, skipping, Options(skip_below="none")).skip_below is None
 
 
 def test_best_quality_overlaps_more_unless_told_or_not_allowed_to(bands):
@@ -115,14 +84,6 @@ def test_a_window_counts_once_for_each_view_of_it(bands):
     assert narrow.estimate(volume, Options(overlap=0.25)) == fast
     with pytest.raises(TooLarge, match="quality=fast"):
         narrow.estimate(volume, Options(overlap=0.25, quality="best"))
-
-
-def test_windows_are_skipped_as_the_operator_says_unless_a_request_does(bands):
-    skipping = Settings(windows=Windows(skip_below="auto"))
-    assert make_plan(bands, SETTINGS, Options()).skip_below is None
-    assert make_plan(bands, SETTINGS, Options(skip_below=7)).skip_below == 7
-    assert make_plan(bands, skipping, Options()).skip_below == "auto"
-    assert make_plan(bands, skipping, Options(skip_below="none")).skip_below is None
 
 
 def test_slabs_that_leave_together_are_in_the_estimate(bands):
@@ -264,21 +225,42 @@ def test_classes_of_a_large_volume_lie_on_disk_and_take_the_planes_of_a_layer_on
     assert host_bytes(bands, (64, 2048, 2048), plan, 10**6) == host_bytes(bands, (2496, 2048, 2048), plan, 10**6)
 
 
+def blobs(x):
+    height = avg_pool3d(x, 3, 1, 1)
+    return torch.cat((height - 0.2, height), 1)
+
+
+def read_status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+
+def measure_memory(folder):
+    """Return the bytes that are told for a stack, and those that it then takes in this process."""
+    torch.set_num_threads(1)
+    runner = started(read_spec(folder), settings_of())
+    runner.instrument(lambda _network: blobs)
+    wave = sum(np.sin(axis * 2 * np.pi / 16) for axis in np.ogrid[:32, :256, :256])
+    volume = Volume.from_array((1000 + 300 * wave).astype(np.uint16)[None])
+    # Code that is loaded when it is first called is not what is told.
+    segment(runner, Volume.from_array(volume.read(0, 8)[:, :, :32, :32]), Options())
+    told = runner.estimator.estimate(volume, Options()).host_bytes
+    Path("/proc/self/clear_refs").write_text("5")
+    before = read_status("VmRSS")
+    segment(runner, volume, Options())
+    return told, read_status("VmHWM") - before
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
-def test_memory_of_a_stack_is_told_within_a_quarter(random_nuclei):
+def test_memory_of_a_stack_is_told_within_a_quarter(random_nuclei, monkeypatch):
     """In a process of its own, whose peak nobody else has raised; the network's part is left out.
 
     One arena that keeps nothing that is free: otherwise the peak depends on which thread asked first.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(random_nuclei.folder)],
-        cwd=ROOT,
-        env=os.environ | {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    told, taken = (int(number) for number in done.stdout.split())
+    for name, value in (("ARENA_MAX", "1"), ("MMAP_THRESHOLD_", "65536"), ("TRIM_THRESHOLD_", "0")):
+        monkeypatch.setenv(f"MALLOC_{name}", value)
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        told, taken = pool.submit(measure_memory, random_nuclei.folder).result()
     assert 0.75 < taken / told < 1.25
 
 

@@ -124,18 +124,14 @@ def test_a_sample_smaller_than_a_window_is_enough(bands, bands_network, tmp_path
     assert parity.difference(windows_of(bands, bands_network)) == 0
 
 
-def labels(*rows):
-    return Segmentation(np.array(rows, np.uint16), "labels", count=9)
+def test_numbers_of_objects_do_not_matter_but_their_voxels_and_classes_do():
+    def labels(*row):
+        return Segmentation(np.array([row], np.uint16), "labels", count=9)
 
-
-def test_numbers_of_objects_do_not_matter_but_their_voxels_do():
-    truth = labels([1, 1, 1, 0, 2, 2, 2, 0, 0, 0])
-    assert share_differing(truth, labels([7, 7, 7, 0, 3, 3, 3, 0, 0, 0])) == 0
-    assert share_differing(truth, labels([7, 7, 7, 7, 3, 3, 3, 0, 0, 0])) == pytest.approx(0.1)
-    assert share_differing(truth, labels([7, 7, 7, 0, 7, 7, 7, 0, 0, 0])) == pytest.approx(0.3)
-    assert share_differing(truth, labels([0] * 10)) == pytest.approx(0.6)
-
-
-def test_classes_are_compared_voxel_by_voxel():
+    truth = labels(1, 1, 1, 0, 2, 2, 2, 0, 0, 0)
+    assert share_differing(truth, labels(7, 7, 7, 0, 3, 3, 3, 0, 0, 0)) == 0
+    assert share_differing(truth, labels(7, 7, 7, 7, 3, 3, 3, 0, 0, 0)) == pytest.approx(0.1)
+    assert share_differing(truth, labels(7, 7, 7, 0, 7, 7, 7, 0, 0, 0)) == pytest.approx(0.3)
+    assert share_differing(truth, labels(*[0] * 10)) == pytest.approx(0.6)
     one, other = (Segmentation(np.array([[0, 1, value]], np.uint8), "classes") for value in (1, 2))
     assert share_differing(one, other) == pytest.approx(1 / 3)

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from service.core.errors import BadFile, Cancelled, DeviceLost, OutOfMemory
 from service.core.quantities import Diameter, TimeInterval
@@ -15,11 +14,6 @@ from service.inference.series.time_points import MAX_NOTES, PointSegmenter, segm
 from service.inference.types import Doubt, Result, Series, Sizing
 
 INTERVAL = TimeInterval(2, "s")
-
-
-def number_objects(volume: Volume) -> NDArray[Any]:
-    """Every brightness is an object."""
-    return volume.array()[0]
 
 
 class Fake:
@@ -39,8 +33,8 @@ class Fake:
         self.diameters.append(options.diameter)
         for done in range(3):
             progress(done, 2)
-        labels = number_objects(volume)
-        result = Result(Segmentation(labels, "labels", None, 1), {"windows": 1.0}, self.notes(time))
+        # Every brightness is an object.
+        result = Result(Segmentation(volume.array()[0], "labels", None, 1), {"windows": 1.0}, self.notes(time))
         confidence = self.confidences.get(time)
         doubt = Doubt(confidence, "It is odd.", "") if confidence is not None and confidence < 0.4 else None
         return result._replace(confidence=confidence, doubt=doubt)

@@ -65,31 +65,20 @@ def test_equals_monai(kernel, size, roi, overlap, batch_size, blending):
 
 
 @pytest.mark.parametrize("size", [(16, 16, 16), (3, 5, 9), (9, 17, 30)])
-def test_one_shape_is_ever_passed_to_the_network(size):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
+def test_one_shape_of_the_dtype_and_layout_that_were_asked_for_is_ever_passed_to_the_network(size, dtype, layout):
     seen = set()
 
     def network(x: Tensor) -> Tensor:
-        seen.add((tuple(x.shape), x.dtype, x.stride(), x.data_ptr()))
-        return x
-
-    window = make(network, (8, 8, 8), 3)
-    whole(window.run(torch.rand(1, 1, *size), 0.25))
-    assert len(seen) == 1
-    assert next(iter(seen))[0] == (3, 1, 8, 8, 8)
-
-
-def test_batches_have_the_dtype_and_layout_that_were_asked_for():
-    formats = []
-
-    def network(x: Tensor) -> Tensor:
-        formats.append((x.dtype, x.is_contiguous(memory_format=torch.channels_last_3d)))
+        seen.add((tuple(x.shape), x.dtype, x.is_contiguous(memory_format=layout), x.stride(), x.data_ptr()))
         return x.float()
 
-    options = {"dtype": torch.bfloat16, "memory_format": torch.channels_last_3d}
-    window = SlidingWindow(network, 2, (4, 4, 4), 2, blending=GAUSSIAN, device=CPU, **options)
-    image = torch.rand(1, 2, 6, 6, 6).bfloat16().float()
-    torch.testing.assert_close(whole(window.run(image, 0.5)), image, atol=1e-6, rtol=1e-5)
-    assert set(formats) == {(torch.bfloat16, True)}
+    options = {"blending": GAUSSIAN, "device": CPU, "dtype": dtype, "memory_format": layout}
+    image = torch.rand(1, 2, *size).bfloat16().float()
+    got = whole(SlidingWindow(network, 2, (8, 8, 8), 3, **options).run(image, 0.25))
+    torch.testing.assert_close(got, image, atol=1e-6, rtol=1e-5)
+    assert [each[:3] for each in seen] == [((3, 2, 8, 8, 8), dtype, True)]
 
 
 def test_what_an_earlier_volume_left_in_the_batch_does_not_show():
@@ -181,11 +170,10 @@ def test_an_elastic_network_is_given_no_more_windows_than_there_are():
 
 
 def test_another_network_runs_through_the_same_batch_buffer():
-    window = make(lambda x: x, (4, 4, 4))
+    window, image = make(lambda x: x, (4, 4, 4)), torch.rand(1, 1, 5, 5, 5)
     doubled = window.with_network(lambda x: 2 * x, owns_scores=True)
     assert doubled.owns_scores
     assert not doubled.with_network(lambda x: x).owns_scores, "another network need not be"
-    image = torch.rand(1, 1, 5, 5, 5)
     assert doubled.batch is window.batch
     torch.testing.assert_close(whole(doubled.run(image, 0.25)), 2 * image)
     torch.testing.assert_close(whole(window.run(image, 0.25)), image)
