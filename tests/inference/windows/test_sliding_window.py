@@ -115,7 +115,8 @@ def test_slabs_leave_as_soon_as_no_later_window_reaches_them():
 
 
 def test_progress_counts_windows_and_cancelling_stops_before_the_next_batch():
-    window, steps = make(lambda x: x, (4, 4, 4), 3), []
+    calls, steps = [], []
+    window = make(lambda x: calls.append(len(x)) or x, (4, 4, 4), 3)
 
     def note(*done):
         steps.append(done)
@@ -125,6 +126,7 @@ def test_progress_counts_windows_and_cancelling_stops_before_the_next_batch():
     with pytest.raises(Cancelled, match="after 6 of 8"):
         whole(window.run(torch.rand(1, 1, 8, 8, 8), 0, cancelled=lambda: len(steps) == 4, progress=note))
     assert steps[2:] == [(3, 8), (6, 8)]
+    assert len(calls) == 4
 
 
 @kernels
