@@ -34,8 +34,9 @@ def shuffle_unet() -> nn.Module:
     return with_statistics(ShuffleUNet(1, 2, (4, 6)))
 
 
-def monai_unet(**arguments) -> nn.Module:
-    return UNet(spatial_dims=3, in_channels=1, out_channels=2, strides=(2,), norm="BATCH", **arguments)
+def monai_unet(*channels) -> nn.Module:
+    strides = (2,) * (len(channels) - 1)
+    return UNet(spatial_dims=3, in_channels=1, out_channels=2, channels=channels, strides=strides, norm="BATCH")
 
 
 @torch.inference_mode()
@@ -45,7 +46,7 @@ def monai_unet(**arguments) -> nn.Module:
         lambda: ShuffleUNet(1, 2, (4, 6)),
         lambda: nn.Sequential(nn.Conv3d(1, 3, 3), nn.BatchNorm3d(3, affine=False)),
         # Sequences of sequences, with either kind of convolution.
-        lambda: monai_unet(channels=(4, 6)),
+        lambda: monai_unet(4, 6, 8),
     ],
     ids=["ShuffleUNet", "without weights", "UNet"],
 )
@@ -86,7 +87,7 @@ def test_prepared_networks_return_the_same_scores_as_float32(shuffle_unet, dtype
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last_3d, torch.contiguous_format])
 def test_weights_are_converted_and_laid_out(memory_format):
-    prepared = prepare(monai_unet(channels=(8, 16)), CPU, torch.bfloat16, memory_format)
+    prepared = prepare(monai_unet(8, 16), CPU, torch.bfloat16, memory_format)
     convolutions = [parameter for parameter in prepared.parameters() if parameter.dim() == 5]
     assert convolutions
     assert all(parameter.is_contiguous(memory_format=memory_format) for parameter in convolutions)
