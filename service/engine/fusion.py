@@ -39,6 +39,15 @@ def adjacent_modules(network: nn.Module) -> Iterator[tuple[ModuleSlot, ModuleSlo
             yield from itertools.pairwise(list(_iterate_slots(module, places)))
 
 
+def fuse_pairs(network: nn.Module, fuse: Callable[[nn.Module, nn.Module], nn.Module | None]) -> nn.Module:
+    """Replace every two adjacent modules for which `fuse` returns one by that, in place, and return `network`."""
+    for first, second in adjacent_modules(network):
+        if (fused := fuse(first.module, second.module)) is not None:
+            first.put(fused)
+            second.put(nn.Identity())
+    return network
+
+
 def replace_modules(network: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
     """Replace every module within `network` for which `replacement` returns one, in place, and return `network`."""
     if not isinstance(network, torch.jit.ScriptModule):

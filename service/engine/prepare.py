@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from service.engine.cpu import norm
-from service.engine.fusion import adjacent_modules, is_plain
+from service.engine.fusion import fuse_pairs, is_plain
 
 
 class Float32Scores(nn.Module):
@@ -55,14 +54,12 @@ def fold_batch_norms(module: nn.Module) -> nn.Module:
 
     Only a sequence, also a nested one, tells the order of calls without tracing; other modules stay unchanged.
     """
-    for first, second in adjacent_modules(module):
-        convolution, norm = first.module, second.module
-        if _foldable(convolution) and is_plain(norm, nn.BatchNorm3d) and norm.track_running_stats:
-            transposed = isinstance(convolution, nn.ConvTranspose3d)
-            first.put(fuse_conv_bn_eval(convolution, norm, transpose=transposed))
-            second.put(nn.Identity())
-    return module
+    return fuse_pairs(module, _fold)
 
 
-def _foldable(module: nn.Module) -> TypeGuard[nn.Conv3d | nn.ConvTranspose3d]:
-    return is_plain(module, nn.Conv3d) or (is_plain(module, nn.ConvTranspose3d) and module.groups == 1)
+def _fold(convolution: nn.Module, norm: nn.Module) -> nn.Module | None:
+    if not is_plain(norm, nn.BatchNorm3d) or not norm.track_running_stats:
+        return None
+    if is_plain(convolution, nn.ConvTranspose3d) and convolution.groups == 1:
+        return fuse_conv_bn_eval(convolution, norm, transpose=True)
+    return fuse_conv_bn_eval(convolution, norm) if is_plain(convolution, nn.Conv3d) else None

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from numpy.random import Generator
 from numpy.typing import NDArray
 from scipy.ndimage import find_objects, gaussian_filter, zoom
 from torch import Tensor
@@ -26,9 +25,10 @@ from service.training.instance_targets import instance_targets
 Floats = NDArray[np.float32]
 Pair = tuple[NDArray[Any], NDArray[Any]]
 """Image and labels of one stack, both [Z, Y, X]."""
-Source = Callable[[Generator], Pair]
+Source = Callable[[np.random.Generator], Pair]
 Normalise = Callable[[NDArray[Any]], Floats]
 Targets = Callable[[NDArray[Any]], Floats]
+Made = TypeVar("Made")
 
 LIMIT_BYTES = 4 * 2**30
 STEPS_PER_VOLUME = 2
@@ -105,12 +105,12 @@ class RecordedStacks:
 
     pairs: Sequence[Pair]
 
-    def __call__(self, rng: Generator) -> Pair:
+    def __call__(self, rng: np.random.Generator) -> Pair:
         image, labels = self.pairs[int(rng.integers(len(self.pairs)))]
         return zoom_pair(image, labels, draw_zoom(rng))
 
 
-def draw_zoom(rng: Generator) -> NDArray[np.float64]:
+def draw_zoom(rng: np.random.Generator) -> NDArray[np.float64]:
     """Draw zoom factors along z, y and x, [3]: a common one, and a smaller one for each axis."""
     return np.asarray(np.exp(rng.uniform(-0.2, 0.2) + rng.uniform(-0.12, 0.12, 3)))
 
@@ -145,7 +145,9 @@ class ExamplePool:
     """
 
     def __init__(self, dataset: ExampleDataset, size: int, *, first: int = 0, workers: int = 0) -> None:
-        self._source = _load_in_processes(dataset, first, workers) if workers else _prefetch(dataset, first)
+        self._source: Iterator[Example] = (
+            _load_in_processes(dataset, first, workers) if workers else _prefetch(dataset.__getitem__, first)
+        )
         self._oldest = first
         made = {number % size: next(self._source) for number in range(first, first + size)}
         self._examples = [made[place] for place in range(size)]
@@ -167,12 +169,12 @@ class ExamplePool:
         self._source = iter(())
 
 
-def _prefetch(dataset: ExampleDataset, first: int) -> Iterator[Example]:
-    """Yield examples in order, made in a thread, one ahead of those that were asked for."""
+def _prefetch(make: Callable[[int], Made], first: int) -> Generator[Made, None, None]:
+    """Yield what `make` returns for `first`, `first + 1`, ..., made in a thread, one ahead of what was asked for."""
     with ThreadPoolExecutor(1) as executor:
-        ahead = executor.submit(dataset.__getitem__, first)
+        ahead = executor.submit(make, first)
         for number in itertools.count(first + 1):
-            made, ahead = ahead, executor.submit(dataset.__getitem__, number)
+            made, ahead = ahead, executor.submit(make, number)
             yield made.result()
 
 
@@ -197,14 +199,14 @@ def _keep_arrays(example: Any) -> Any:
     return example
 
 
-def draw_batch(pool: ExamplePool, rng: Generator, size: int, edge: int) -> tuple[Tensor, Tensor]:
+def draw_batch(pool: ExamplePool, rng: np.random.Generator, size: int, edge: int) -> tuple[Tensor, Tensor]:
     """Draw images [size, 1, edge, edge, edge] and targets [size, T, edge, edge, edge], float32."""
     crops = [_augment(_crop(pool[int(rng.integers(len(pool)))], rng, edge), rng) for _ in range(size)]
     stacked = torch.from_numpy(np.stack(crops))
     return stacked[:, :1].contiguous(), stacked[:, 1:].contiguous()
 
 
-def _crop(example: Example, rng: Generator, edge: int) -> Floats:
+def _crop(example: Example, rng: np.random.Generator, edge: int) -> Floats:
     """Cut image and targets somewhere in the volume, [1 + T, edge, edge, edge].
 
     Outside of the volume are zeros, because sliding windows pad with them. Every second crop holds some voxel of an
@@ -228,7 +230,7 @@ def _crop(example: Example, rng: Generator, edge: int) -> Floats:
     return crop
 
 
-def _augment(crop: Floats, rng: Generator) -> Floats:
+def _augment(crop: Floats, rng: np.random.Generator) -> Floats:
     """Mirror, turn in the plane, then change the image's contrast, gamma, sharpness and noise."""
     flips = tuple(axis for axis in (1, 2, 3) if rng.random() < 0.5)
     crop = np.flip(crop, flips)
@@ -247,31 +249,20 @@ def _augment(crop: Floats, rng: Generator) -> Floats:
     return crop
 
 
-class BatchPrefetcher:
-    """Batches of steps `first`, `first + 1`, ...; the next one is made while the device trains on the current one.
+def prefetch_batches(
+    pool: ExamplePool, plan: Training, first: int, *, pinned: bool
+) -> Generator[tuple[Tensor, Tensor], None, None]:
+    """Yield images and targets of steps `first`, `first + 1`, ..., in page-locked memory if `pinned`.
 
-    The pool is refreshed before a step, so that a resumed training begins that step with an equal pool.
+    The next ones are made while the device trains on the current ones. The pool is refreshed before a step, so that a
+    resumed training begins that step with an equal pool.
     """
 
-    def __init__(self, pool: ExamplePool, plan: Training, first: int, *, pinned: bool) -> None:
-        self._pool, self._plan, self._pinned = pool, plan, pinned
-        self._first = self._step = first
-        self._executor = ThreadPoolExecutor(1)
-        self._next = self._executor.submit(self._make, first)
+    def make(step: int) -> tuple[Tensor, Tensor]:
+        if step > first and step % STEPS_PER_VOLUME == 0:
+            pool.refresh()
+        rng = np.random.default_rng([plan.seed, 2, step])
+        images, targets = draw_batch(pool, rng, plan.batch_size, plan.edge)
+        return (images.pin_memory(), targets.pin_memory()) if pinned else (images, targets)
 
-    def __next__(self) -> tuple[Tensor, Tensor]:
-        batch = self._next.result()
-        self._step += 1
-        self._next = self._executor.submit(self._make, self._step)
-        return batch
-
-    def close(self) -> None:
-        self._executor.shutdown(wait=True)
-
-    def _make(self, step: int) -> tuple[Tensor, Tensor]:
-        """Draw the images and targets of a step, in page-locked memory if `pinned`."""
-        if step > self._first and step % STEPS_PER_VOLUME == 0:
-            self._pool.refresh()
-        rng = np.random.default_rng([self._plan.seed, 2, step])
-        images, targets = draw_batch(self._pool, rng, self._plan.batch_size, self._plan.edge)
-        return (images.pin_memory(), targets.pin_memory()) if self._pinned else (images, targets)
+    return _prefetch(make, first)

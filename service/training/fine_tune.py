@@ -16,10 +16,8 @@ from numpy.typing import NDArray
 
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
-from service.core.hardware import devices
 from service.core.quantities import Diameter, VoxelSize
 from service.core.types import Options, Selection, Volume
-from service.engine import precision
 from service.formats import stack_reader
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
@@ -27,7 +25,7 @@ from service.models.repository import FILE_NAME, read_spec
 from service.models.spec import Lineage, ModelSpec
 from service.training.evaluate import Scores, score
 from service.training.examples import LIMIT_BYTES, Pair, median_extents, zoom_pair
-from service.training.from_files import prepare_training
+from service.training.from_files import choose_dtype, prepare_training
 from service.training.model_folder import describe_stacks, draft_content, write_model
 from service.training.training_loop import CHECKPOINT, Trainer
 
@@ -115,8 +113,8 @@ def fine_tune(stacks: Sequence[Stack], task: FineTuning, *, minutes: float) -> O
     before = score_model(base, held_out, eager)
     report({"before": round(before.f1, 4)})
     scoring = time.monotonic() - began
-    trained, content = _train(parts, task, max(60 * minutes - 2 * scoring, LEAST_SHARE * 60 * minutes))
-    spec = write_model(trained.network, content, out, _read_sample(base), settings)
+    network, failure, content = _train(parts, task, max(60 * minutes - 2 * scoring, LEAST_SHARE * 60 * minutes))
+    spec = write_model(network, content, out, _read_sample(base), settings)
     report({"stage": "evaluating"})
     after = score_model(spec, held_out, eager)
     better = (after.f1, after.f1_strict) > (before.f1, before.f1_strict)
@@ -134,7 +132,7 @@ def fine_tune(stacks: Sequence[Stack], task: FineTuning, *, minutes: float) -> O
         better=better,
         remark=remark,
     )
-    return Outcome(_record(spec, lineage), lineage, _explain(lineage, trained.failure, unseen=unseen))
+    return Outcome(_record(spec, lineage), lineage, _explain(lineage, failure, unseen=unseen))
 
 
 def read_stack(stack: Stack) -> Annotated:
@@ -231,33 +229,30 @@ def _join(scores: Sequence[Scores]) -> Scores:
     )
 
 
-class _Trained(NamedTuple):
-    network: torch.nn.Module
-    failure: str | None
-
-
-def _train(parts: Sequence[Annotated], task: FineTuning, seconds: float) -> tuple[_Trained, dict[str, Any]]:
-    """Train; return the network and the keys of its model file."""
+def _train(
+    parts: Sequence[Annotated], task: FineTuning, seconds: float
+) -> tuple[torch.nn.Module, str | None, dict[str, Any]]:
+    """Train; return the network, why it is the one of the start, if it is, and the keys of its model file."""
     base, out, settings, report = task
     pairs = [resample(part, base.input.diameter) for part in parts]
     content = draft_content(base, out.name, [part.name for part in parts])
     # Everybody may see it, and names of stacks are their owners' own.
     content["training_data"] = f"{base.training_data} Then: {describe_stacks(len(parts))}."
-    device = devices.choose_device(settings.device.name)
-    chosen = precision.choose(settings.engine.precision, devices.native_precisions(device))
+    dtype = choose_dtype(settings)
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
-    pace = _measure_pace(prepare_training(pairs, settings, content, base)(out, chosen.dtype), device)
+    probe = prepare_training(pairs, settings, content, base)(out, dtype)
+    pace = max(statistics.median(probe.time_step() for _ in range(3)), 1e-3)
     left = max(seconds - (time.monotonic() - began), LEAST_SHARE * seconds)
     steps = min(max(round(STEPS_SHARE * left / pace), LEAST_STEPS), MOST_STEPS)
     report({"stage": "learning", "steps": steps})
     timed = {"steps": steps, "every": -(-steps // VALIDATIONS), "minutes": left / 60}
     make_trainer = prepare_training(pairs, override_settings(settings, "training", timed), content, base)
-    trainer = make_trainer(out, chosen.dtype)
+    trainer = make_trainer(out, dtype)
     trainer.follow = _Follower(report)
     network = trainer.run()
     (out / CHECKPOINT).unlink(missing_ok=True)
-    return _Trained(network, trainer.state.describe_failure()), content
+    return network, trainer.state.describe_failure(), content
 
 
 def _read_sample(base: ModelSpec) -> NDArray[Any] | None:
@@ -294,18 +289,6 @@ def resample(stack: Annotated, diameter: float | None) -> Pair:
             f" {MOST_VOXELS:,} voxels; keep a smaller part."
         )
     return zoom_pair(image, labels, factors)
-
-
-def _measure_pace(trainer: Trainer, device: torch.device) -> float:
-    """Return the seconds of a step, by a trainer that is not used any more."""
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        trainer.step(*trainer.example())
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began)
-    return max(statistics.median(times), 1e-3)
 
 
 class _Follower:

@@ -59,6 +59,12 @@ def prepare_training(
     return make_trainer
 
 
+def choose_dtype(settings: Settings) -> torch.dtype:
+    """Return the dtype of mixed precision, by the settings and their device."""
+    device = devices.choose_device(settings.device.name)
+    return precision.choose(settings.engine.precision, devices.native_precisions(device)).dtype
+
+
 def _check_edge(network: nn.Module, edge: int) -> None:
     """Raise BadParameter where a network does not take cubes of `edge` voxels."""
     empty = copy.deepcopy(network).to("meta")
@@ -93,10 +99,8 @@ def train_model(
     content = draft_content(base, out.name, [path.name for path in paths[0]])
     pairs = read_pairs(*paths)
     make_trainer = prepare_training(pairs, settings, content, base)
-    device = devices.choose_device(settings.device.name)
-    chosen = precision.choose(settings.engine.precision, devices.native_precisions(device))
     out.mkdir(parents=True, exist_ok=True)
-    trainer = make_trainer(out, chosen.dtype)
+    trainer = make_trainer(out, choose_dtype(settings))
     if resume:
         trainer.resume()
     trained = trainer.run()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from service.training.model_folder import draft_content
 from service.training.training_loop import Trainer
 
 HEADER = "| precision | crops per second | milliseconds per step | peak memory of a step |\n|---|---|---|---|"
-WARM_UP = 2
+WARM_UP, STEPS = 2, 10
 # No round begins after so many seconds: where a precision is emulated, a step can take half a minute.
 SECONDS = 60.0
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
@@ -47,12 +46,29 @@ class StepCost:
         return f"| {self.precision} | {rate:.2f} | {1000 * self.seconds:.0f} | {memory} |"
 
 
-def measure_steps(paths: Paths, settings: Settings, base: ModelSpec | None = None, steps: int = 10) -> list[StepCost]:
+def measure_steps(paths: Paths, settings: Settings, base: ModelSpec | None = None) -> list[StepCost]:
     """Measure steps of a training in FP32 and in mixed precision; write nothing. Raise what `train_model` raises."""
     device = devices.choose_device(settings.device.name)
     names = compared_precisions(settings.engine.precision, devices.native_precisions(device))
     make_trainer = prepare_training(read_pairs(*paths), settings, draft_content(base, "mine", []), base)
-    return compare(make_trainer, names, device, steps)
+    trainers, peaks = list[Trainer](), list[int | None]()
+    with tempfile.TemporaryDirectory(prefix="stackseg-benchmark-") as folder:
+        for name in names:
+            trainers.append(make_trainer(Path(folder), DTYPES[name]))
+            peaks.append(_measure_peak(trainers[-1], device))
+        times: list[list[float]] = [[] for _ in names]
+        deadline = time.monotonic() + SECONDS
+        for done in range(STEPS):
+            if done and time.monotonic() > deadline:
+                break
+            # In turn, so that other work on the machine slows all of them alike.
+            for trainer, taken in zip(trainers, times, strict=True):
+                taken.append(trainer.time_step())
+    size = trainers[0].plan.batch_size
+    return [
+        StepCost(name, size, statistics.median(taken), peak)
+        for name, taken, peak in zip(names, times, peaks, strict=True)
+    ]
 
 
 def compared_precisions(setting: str, native: frozenset[torch.dtype]) -> tuple[str, str]:
@@ -63,49 +79,17 @@ def compared_precisions(setting: str, native: frozenset[torch.dtype]) -> tuple[s
     return "fp32", next((name for name in narrow if DTYPES[name] in native), "bf16")
 
 
-def compare(
-    make_trainer: Callable[[Path, torch.dtype], Trainer], names: Sequence[str], device: torch.device, steps: int
-) -> list[StepCost]:
-    """Train a few steps in every precision, in turn, so that other work on the machine slows all of them alike."""
-    trainers: list[Trainer] = []
-    peaks: list[int | None] = []
-    with tempfile.TemporaryDirectory(prefix="stackseg-benchmark-") as folder:
-        for name in names:
-            trainers.append(make_trainer(Path(folder), DTYPES[name]))
-            peaks.append(_measure_peak(trainers[-1], device))
-        times: list[list[float]] = [[] for _ in names]
-        deadline = time.monotonic() + SECONDS
-        for done in range(steps):
-            if done and time.monotonic() > deadline:
-                break
-            for trainer, taken in zip(trainers, times, strict=True):
-                taken.append(_time_step(trainer, device))
-    size = trainers[0].plan.batch_size
-    return [
-        StepCost(name, size, statistics.median(taken), peak)
-        for name, taken, peak in zip(names, times, peaks, strict=True)
-    ]
-
-
-def _time_step(trainer: Trainer, device: torch.device) -> float:
-    began = time.perf_counter()
-    trainer.step(*trainer.example())
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began
-
-
 def _measure_peak(trainer: Trainer, device: torch.device) -> int | None:
     """Return the bytes that the first steps took beyond those before them; None: not known."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         for _ in range(WARM_UP):
-            _time_step(trainer, device)
+            trainer.time_step()
         return torch.cuda.max_memory_allocated(device) - before
     start = _reset_peak()
     for _ in range(WARM_UP):
-        _time_step(trainer, device)
+        trainer.time_step()
     peak = _read_status("VmHWM")
     return None if start is None or peak is None else peak - start
 

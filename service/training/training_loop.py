@@ -25,13 +25,13 @@ from service.core.files.whole_file import write_whole
 from service.core.sections.computing import Training
 from service.training.examples import (
     STEPS_PER_VOLUME,
-    BatchPrefetcher,
     ExampleDataset,
     ExamplePool,
     Normalise,
     Pair,
     RecordedStacks,
     draw_batch,
+    prefetch_batches,
 )
 from service.training.instance_targets import instance_loss, instance_targets
 from service.training.techniques import checkpoint_blocks, make_convolutions_safe, measure_statistics, update_average
@@ -143,7 +143,7 @@ class Trainer:
         plan, state = self.plan, self.state
         first = state.step // STEPS_PER_VOLUME
         pool = ExamplePool(self._dataset, plan.pool, first=first, workers=plan.workers)
-        batches = BatchPrefetcher(pool, plan, state.step, pinned=self._device.type == "cuda")
+        batches = prefetch_batches(pool, plan, state.step, pinned=self._device.type == "cuda")
         began = time.monotonic()
         try:
             if not state.step:
@@ -185,6 +185,14 @@ class Trainer:
         images, targets = self._validation[0]
         places = [number % len(images) for number in range(self.plan.batch_size)]
         return images[places], targets[places]
+
+    def time_step(self) -> float:
+        """Update the weights once by `example`, and return the seconds that it took."""
+        began = time.perf_counter()
+        self.step(*self.example())
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - began
 
     def step(self, images: Tensor, targets: Tensor) -> None:
         """Update the weights once; skip and count an update whose loss or gradient is not finite."""

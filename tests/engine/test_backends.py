@@ -32,6 +32,17 @@ class Counting(nn.Module):
         return 2 * x
 
 
+@pytest.fixture
+def build_other(monkeypatch):
+    """build_other(make, **attributes): build with an engine whose networks are `make(module)`."""
+
+    def build_with(make, config=None, **attributes):
+        monkeypatch.setitem(BACKENDS, "other", FakeBackend(make, **attributes))
+        return build(Counting(), EXAMPLE, config or make_config("other"), Engine())
+
+    return build_with
+
+
 class Uncompilable(nn.Module):
     """Runs, but not while it is being compiled."""
 
@@ -53,6 +64,7 @@ def test_a_module_that_cannot_be_compiled_is_an_error():
     with pytest.raises(RuntimeError, match="cannot be compiled") as caught:
         build(Uncompilable(), EXAMPLE, make_config("compiled", mode="default"), Engine())
     assert "\n" not in backends.first_line(caught.value)
+    assert backends.first_line(RuntimeError()) == "RuntimeError"
 
 
 def test_more_modules_of_one_kind_are_compiled_than_torch_has_variants_of_a_function():
@@ -62,14 +74,8 @@ def test_more_modules_of_one_kind_are_compiled_than_torch_has_variants_of_a_func
         assert built.network(EXAMPLE).shape[1] == 1 + width
 
 
-def test_an_error_without_words_is_called_by_its_name():
-    assert backends.first_line(RuntimeError()) == "RuntimeError"
-
-
-def test_a_module_is_transformed_before_the_engine_is_made(monkeypatch):
-    backend = FakeBackend(lambda module: module, transform=lambda module: nn.ReLU())
-    monkeypatch.setitem(BACKENDS, "other", backend)
-    assert isinstance(build(Counting(), EXAMPLE, make_config("other"), Engine()).network, nn.ReLU)
+def test_a_module_is_transformed_before_the_engine_is_made(build_other):
+    assert isinstance(build_other(lambda module: module, transform=lambda module: nn.ReLU()).network, nn.ReLU)
 
 
 @pytest.mark.parametrize(
@@ -82,25 +88,22 @@ def test_a_module_is_transformed_before_the_engine_is_made(monkeypatch):
     ids=["any batch", "not said to be", "other scores"],
 )
 def test_what_takes_fewer_windows_must_give_the_same_scores_for_them(
-    monkeypatch, network, varying_batch, any_batch_size
+    build_other, network, varying_batch, any_batch_size
 ):
-    backend = FakeBackend(lambda _: network, varying_batch=varying_batch)
-    monkeypatch.setitem(BACKENDS, "other", backend)
-    assert build(Counting(), EXAMPLE, make_config("other"), Engine()).any_batch_size == any_batch_size
+    assert build_other(lambda _: network, varying_batch=varying_batch).any_batch_size == any_batch_size
 
 
 @pytest.mark.parametrize(("streams", "any_batch_size"), [(1, True), (2, False)])
-def test_fewer_windows_must_give_the_same_scores_in_any_stream(monkeypatch, streams, any_batch_size):
+def test_fewer_windows_must_give_the_same_scores_in_any_stream(build_other, streams, any_batch_size):
     def network(x):
         # As libraries do that choose an algorithm by the threads there are.
         return 2 * x + (len(x) if torch.get_num_threads() == 1 else 0)
 
-    monkeypatch.setitem(BACKENDS, "other", FakeBackend(lambda _: network, varying_batch=True))
     before = torch.get_num_threads()
     devices.use_threads(2)
     try:
-        engine_config = replace(make_config("other"), streams=streams)
-        assert build(Counting(), EXAMPLE, engine_config, Engine()).any_batch_size == any_batch_size
+        built = build_other(lambda _: network, replace(make_config("other"), streams=streams), varying_batch=True)
+        assert built.any_batch_size == any_batch_size
         assert torch.get_num_threads() == 2
     finally:
         devices.use_threads(before)
@@ -114,18 +117,11 @@ BUFFER = torch.empty(EXAMPLE.shape)
     [(lambda x: 2 * x, True), (lambda x: x.view(-1), False), (lambda x: BUFFER.copy_(x).view(-1), False)],
     ids=["new", "the batch itself", "the same buffer"],
 )
-def test_scores_last_where_each_call_gives_new_ones(monkeypatch, network, owns_scores):
-    monkeypatch.setitem(BACKENDS, "other", FakeBackend(lambda _: network))
-    assert build(Counting(), EXAMPLE, make_config("other"), Engine()).owns_scores == owns_scores
+def test_scores_last_where_each_call_gives_new_ones(build_other, network, owns_scores):
+    assert build_other(lambda _: network).owns_scores == owns_scores
 
 
-def test_winograd_is_what_is_tried_first_in_the_narrowest_precision_that_it_computes():
-    configs = list_configs(Engine(), CPU, ("bf16", "fp32"), 2)
-    assert configs[0] == make_config("winograd", "bf16", "channels_last_3d")
-    assert {engine_config.precision for engine_config in configs if engine_config.engine == "winograd"} == {
-        "bf16",
-        "fp32",
-    }
+def test_what_is_not_for_winograd_convolutions():
     module = nn.Sequential(nn.Conv3d(8, 16, 3, padding=1)).eval()
     assert BACKENDS["winograd"].explain_unfit("fp16", CPU, module) == "does not compute in fp16"
     assert BACKENDS["winograd"].explain_unfit("bf16", CUDA, module) == "needs a CPU"
@@ -133,11 +129,9 @@ def test_winograd_is_what_is_tried_first_in_the_narrowest_precision_that_it_comp
     assert BACKENDS["winograd"].explain_unfit("bf16", CPU, module.bfloat16()) is None
 
 
-def test_an_engine_that_is_missing_says_how_to_get_it(monkeypatch):
-    backend = FakeBackend(lambda module: module, explain_missing=lambda: "install it")
-    monkeypatch.setitem(BACKENDS, "other", backend)
+def test_an_engine_that_is_missing_says_how_to_get_it(build_other):
     with pytest.raises(ImportError, match="install it"):
-        build(Counting(), EXAMPLE, make_config("other"), Engine())
+        build_other(lambda module: module, explain_missing=lambda: "install it")
 
 
 @pytest.mark.parametrize(
@@ -181,9 +175,11 @@ def test_every_engine_that_can_be_configured_is_known():
     assert set(literal.__args__) == {"auto", *BACKENDS}
 
 
-def test_a_cpu_tries_its_own_engines_in_every_open_format():
-    configs = list_configs(Engine(), CPU, ("fp32",), 2)
+def test_a_cpu_tries_its_own_engines_in_every_open_format_and_the_narrowest_winograd_convolutions_first():
+    configs = list_configs(Engine(), CPU, ("bf16", "fp32"), 2)
+    assert configs[0] == make_config("winograd", "bf16", "channels_last_3d")
     assert set(configs) >= {
+        make_config("winograd", memory_format="channels_last_3d"),
         make_config("eager"),
         make_config("eager", memory_format="channels_last_3d"),
         make_config("openvino"),
@@ -222,6 +218,8 @@ def test_what_is_fixed_is_not_varied():
 def test_compile_modes(setting, device, kind, expected):
     settings = Engine(compile_mode=setting, kind=kind)
     assert BACKENDS["compiled"].compile_modes(settings, device) == expected
+    # Only where that is asked for, or tried out.
+    assert BACKENDS["winograd"].compile_modes(settings, CPU) == ((None, "default") if setting == "auto" else (setting,))
     assert BACKENDS["eager"].compile_modes(settings, device) == (None,)
 
 

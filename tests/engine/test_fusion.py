@@ -98,31 +98,25 @@ def hooked(module):
     return module
 
 
+def around(module, *between):
+    """The module itself before and behind others."""
+    return nn.Sequential(module, *between[:1], module, *between[1:])
+
+
 def sequence_twice():
-    inner = nn.Sequential(convolution())
-    return nn.Sequential(inner, nn.LeakyReLU(0.3), inner)
-
-
-def norm_behind_a_sequence_twice():
-    inner = nn.Sequential(convolution())
-    return nn.Sequential(inner, norm(), inner, nn.ReLU())
+    return around(nn.Sequential(convolution()), nn.LeakyReLU(0.3))
 
 
 def layer_twice():
     layer = convolution()
-    return nn.Sequential(layer, nn.LeakyReLU(0.3), layer, norm(), layer)
-
-
-def module_between():
-    pool = nn.AvgPool3d(3, 1, 1)
-    return nn.Sequential(pool, convolution(), pool, nn.LeakyReLU(0.3))
+    return around(layer, nn.LeakyReLU(0.3), norm(), layer)
 
 
 UNUSUAL = {
     "a sequence twice": sequence_twice,
-    "a sequence with a norm behind": norm_behind_a_sequence_twice,
+    "a sequence with a norm behind": lambda: around(nn.Sequential(convolution()), norm(), nn.ReLU()),
     "a layer twice": layer_twice,
-    "a module twice": module_between,
+    "a module twice": lambda: around(nn.AvgPool3d(3, 1, 1), convolution(), nn.LeakyReLU(0.3)),
     "a sequence elsewhere": Elsewhere,
     "a convolution of its own": lambda: nn.Sequential(Centred(16, 16, 3, padding=1), nn.ReLU(), convolution()),
     "a rectifier of its own": lambda: nn.Sequential(convolution(), Raised(), convolution()),
@@ -144,9 +138,7 @@ def test_what_is_called_in_unusual_ways_computes_the_same(make):
 def test_torchscript_within_a_sequence_stays_as_it_is(compiled):
     torch.manual_seed(0)
     inner = torch.jit.script(nn.Sequential(convolution(), norm()).eval().requires_grad_(requires_grad=False))
-    check_ways(
-        nn.Sequential(inner if compiled is torch.jit.script else compiled(inner), nn.ReLU(), convolution()).eval()
-    )
+    check_ways(nn.Sequential(compiled(inner), nn.ReLU(), convolution()).eval())
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)

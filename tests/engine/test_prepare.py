@@ -34,13 +34,28 @@ def shuffle_unet() -> nn.Module:
     return with_statistics(ShuffleUNet(1, 2, (4, 6)))
 
 
+def monai_unet(*channels) -> nn.Module:
+    strides = (2,) * (len(channels) - 1)
+    return UNet(spatial_dims=3, in_channels=1, out_channels=2, channels=channels, strides=strides, norm="BATCH")
+
+
 @torch.inference_mode()
-def test_folding_keeps_the_scores_and_leaves_no_norm(shuffle_unet):
-    folded = fold_batch_norms(copy.deepcopy(shuffle_unet))
-    x = torch.rand(2, 1, 8, 8, 8)
-    assert norms(shuffle_unet) > 0
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ShuffleUNet(1, 2, (4, 6)),
+        lambda: nn.Sequential(nn.Conv3d(1, 3, 3), nn.BatchNorm3d(3, affine=False)),
+        # Sequences of sequences, with either kind of convolution.
+        lambda: monai_unet(4, 6, 8),
+    ],
+    ids=["ShuffleUNet", "without weights", "UNet"],
+)
+def test_folding_keeps_the_scores_and_leaves_no_norm(make):
+    network, x = with_statistics(make()), torch.rand(2, 1, 8, 8, 8)
+    assert norms(network) > 0
+    folded = fold_batch_norms(copy.deepcopy(network))
     assert norms(folded) == 0
-    torch.testing.assert_close(folded(x), shuffle_unet(x), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(folded(x), network(x), atol=1e-4, rtol=1e-4)
 
 
 @torch.inference_mode()
@@ -59,53 +74,20 @@ def test_norms_that_cannot_be_folded_stay(network):
 
 
 @torch.inference_mode()
-def test_norms_without_weights_are_folded():
-    network = with_statistics_without_weights()
-    x = torch.rand(1, 1, 4, 4, 4)
-    expected = network(x)
-    torch.testing.assert_close(fold_batch_norms(network)(x), expected, atol=1e-5, rtol=1e-5)
-    assert norms(network) == 0
-
-
-@torch.inference_mode()
-def test_norms_in_sequences_of_sequences_are_folded_into_either_kind_of_convolution():
-    network = UNet(spatial_dims=3, in_channels=1, out_channels=2, channels=(4, 6), strides=(2,), norm="BATCH")
-    with_statistics(network)
-    x = torch.rand(1, 1, 8, 8, 8)
-    expected = network(x)
-    assert any(isinstance(module, nn.ConvTranspose3d) for module in network.modules())
-    torch.testing.assert_close(fold_batch_norms(network)(x), expected, atol=1e-4, rtol=1e-4)
-    assert norms(network) == 0
-
-
-def with_statistics_without_weights() -> nn.Module:
-    return with_statistics(nn.Sequential(nn.Conv3d(1, 3, 3), nn.BatchNorm3d(3, affine=False)))
-
-
-@torch.inference_mode()
-def test_preparing_leaves_the_network_alone(shuffle_unet):
-    before = {name: tensor.clone() for name, tensor in shuffle_unet.state_dict().items()}
-    prepare(shuffle_unet, CPU, torch.bfloat16, torch.channels_last_3d)
-    after = shuffle_unet.state_dict()
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        torch.testing.assert_close(after[name], tensor, rtol=0, atol=0)
-
-
-@torch.inference_mode()
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
 @pytest.mark.parametrize("memory_format", [torch.channels_last_3d, torch.contiguous_format])
 def test_prepared_networks_return_the_same_scores_as_float32(shuffle_unet, dtype, tolerance, memory_format):
     x = torch.rand(2, 1, 8, 8, 8)
+    expected = shuffle_unet(x)
     scores = prepare(shuffle_unet, CPU, dtype, memory_format)(x.to(dtype))
     assert scores.dtype == torch.float32
-    assert (scores - shuffle_unet(x)).abs().max() < tolerance * shuffle_unet(x).abs().max()
+    assert (scores - expected).abs().max() < tolerance * expected.abs().max()
+    assert torch.equal(shuffle_unet(x), expected), "the network is left alone"
 
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last_3d, torch.contiguous_format])
 def test_weights_are_converted_and_laid_out(memory_format):
-    network = UNet(spatial_dims=3, in_channels=1, out_channels=2, channels=(8, 16), strides=(2,), norm="BATCH")
-    prepared = prepare(network, CPU, torch.bfloat16, memory_format)
+    prepared = prepare(monai_unet(8, 16), CPU, torch.bfloat16, memory_format)
     convolutions = [parameter for parameter in prepared.parameters() if parameter.dim() == 5]
     assert convolutions
     assert all(parameter.is_contiguous(memory_format=memory_format) for parameter in convolutions)

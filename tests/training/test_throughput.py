@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -16,9 +14,7 @@ from service.training.throughput import HEADER, StepCost, compared_precisions
         ("fp16", {torch.float32, torch.bfloat16}, "fp16"),
     ],
 )
-def test_full_precision_is_compared_with_the_mixed_one_that_would_be_used(
-    setting: str, native: set[torch.dtype], expected: str
-) -> None:
+def test_full_precision_is_compared_with_the_mixed_one_that_would_be_used(setting, native, expected) -> None:
     assert compared_precisions(setting, frozenset(native)) == ("fp32", expected)
 
 

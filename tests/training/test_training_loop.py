@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 import csv
 import io
@@ -19,6 +17,7 @@ from service.core.errors import BadParameter
 from service.models.architectures import ShuffleUNet
 from service.training import training_loop as trainer_module
 from service.training.examples import Pair, split_pairs
+from service.training.instance_targets import instance_loss
 from service.training.model_folder import save_weights
 from service.training.training_loop import CHECKPOINT, COLUMNS, CURVE, Placement, Plan, State, Trainer, TrainingData
 
@@ -31,11 +30,12 @@ def pair() -> Pair:
     return synthesise(np.random.default_rng(0), (16, 32, 48))
 
 
-def trainer(pair: Pair, folder: Path, plan: Plan = PLAN, dtype: torch.dtype = torch.float32) -> Trainer:
+def trainer(pair: Pair, folder: Path, network=None, dtype=torch.float32, **options) -> Trainer:
+    """A trainer as by `PLAN`, but for some options."""
     torch.manual_seed(0)
     folder.mkdir(exist_ok=True)
-    data = TrainingData(*split_pairs([pair], 0.25), Percentiles())
-    return Trainer(ShuffleUNet(1, 2, (4, 8)), data, plan, folder, Placement(CPU, dtype))
+    data, plan = TrainingData(*split_pairs([pair], 0.25), Percentiles()), Plan(**{**PLAN.model_dump(), **options})
+    return Trainer(network or ShuffleUNet(1, 2, (4, 8)), data, plan, folder, Placement(CPU, dtype))
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
@@ -47,9 +47,7 @@ def curve(folder: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO((folder / CURVE).read_text())))
 
 
-def test_an_interrupted_training_ends_as_an_uninterrupted_one(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_training_ends_as_an_uninterrupted_one(pair, tmp_path, monkeypatch) -> None:
     whole = trainer(pair, tmp_path / "whole")
     expected = whole.run()
     broken = trainer(pair, tmp_path / "broken")
@@ -74,35 +72,26 @@ def test_an_interrupted_training_ends_as_an_uninterrupted_one(
     assert tuple(curve(tmp_path / "whole")[0]) == COLUMNS
 
 
-def test_losses_that_are_not_finite_are_skipped_and_counted(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = trainer(pair, tmp_path, Plan(**{**PLAN.model_dump(), "steps": 2}))
-    before = {name: value.clone() for name, value in made._network.state_dict().items() if "weight" in name}
-    real = trainer_module.instance_loss
-    monkeypatch.setattr(trainer_module, "instance_loss", lambda s, t: real(s, t) * (math.nan if s.requires_grad else 1))
-    made.run()
-    assert made.state.skipped == 2
-    after = made._network.state_dict()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-
-
-def test_gradients_that_are_not_finite_are_skipped_too(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = trainer(pair, tmp_path)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda scores, targets: instance_loss(scores, targets) * (math.nan if scores.requires_grad else 1),
+        # Finite itself, with a derivative that is not.
+        lambda scores, _targets: (scores * 0).abs().sqrt().sum(),
+    ],
+    ids=["losses", "gradients"],
+)
+def test_steps_that_are_not_finite_are_skipped_and_counted(pair, tmp_path, monkeypatch, loss) -> None:
+    made = trainer(pair, tmp_path, steps=2)
     before = copy.deepcopy(made._network.state_dict())
-    # Finite itself, with a derivative that is not.
-    monkeypatch.setattr(trainer_module, "instance_loss", lambda scores, _targets: (scores * 0).abs().sqrt().sum())
-    made.step(*made.example())
-    assert made.state.skipped == made.state.step == 1
+    monkeypatch.setattr(trainer_module, "instance_loss", loss)
+    made.run()
+    assert made.state.skipped == made.state.step == 2
     after = made._network.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items() if "weight" in name)
 
 
-def test_the_scaler_backs_off_and_goes_on_where_it_stood(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_scaler_backs_off_and_goes_on_where_it_stood(pair, tmp_path, monkeypatch) -> None:
     made = trainer(pair, tmp_path, dtype=torch.float16)
     monkeypatch.setattr(trainer_module, "instance_loss", lambda scores, _targets: scores.sum() * math.nan)
     began = made._scaler.get_scale()
@@ -122,12 +111,9 @@ def test_the_scaler_backs_off_and_goes_on_where_it_stood(
 
 @pytest.mark.parametrize("changed", [{"checkpointing": True}, {"channels_last": False}, {"workers": 1}])
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_how_the_network_is_computed_does_not_change_the_curve(
-    pair: Pair, tmp_path: Path, changed: dict[str, object]
-) -> None:
-    plan = Plan(**{**PLAN.model_dump(), "steps": 4})
-    trainer(pair, tmp_path / "usual", plan).run()
-    trainer(pair, tmp_path / "other", Plan(**{**plan.model_dump(), **changed})).run()
+def test_how_the_network_is_computed_does_not_change_the_curve(pair, tmp_path, changed: dict[str, object]) -> None:
+    trainer(pair, tmp_path / "usual", steps=4).run()
+    trainer(pair, tmp_path / "other", steps=4, **changed).run()
     usual, other = (
         [[float(value or 0) for value in row.values()] for row in curve(tmp_path / name)] for name in ("usual", "other")
     )
@@ -143,14 +129,9 @@ def test_a_compiled_network_takes_the_same_steps(pair: Pair, tmp_path: Path, mon
         return compiling(network, backend="aot_eager", **options)
 
     monkeypatch.setattr(torch, "compile", compile_quickly)
-    data = TrainingData(*split_pairs([pair], 0.25), Percentiles())
-    losses = []
+    losses, network = [], nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.BatchNorm3d(2))
     for compiled in (False, True):
-        torch.manual_seed(0)
-        network = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.BatchNorm3d(2))
-        plan = Plan(**{**PLAN.model_dump(), "compile": compiled})
-        made = Trainer(network, data, plan, tmp_path, Placement(CPU, torch.float32))
-        taken = []
+        made, taken = trainer(pair, tmp_path, copy.deepcopy(network), compile=compiled), []
         for _ in range(3):
             made.step(*made.example())
             taken.append(made._recent)
@@ -160,23 +141,17 @@ def test_a_compiled_network_takes_the_same_steps(pair: Pair, tmp_path: Path, mon
     assert len(compiled_ones) == 1
 
 
-def test_progress_is_shown_on_a_terminal_and_nowhere_else(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
+def test_progress_is_shown_on_a_terminal_and_nowhere_else(pair, tmp_path, monkeypatch) -> None:
+    for shown in (True, False):
+        stream = io.StringIO()
+        stream.isatty = lambda shown=shown: shown
         monkeypatch.setattr("sys.stderr", stream)
-        trainer(pair, tmp_path, Plan(**{**PLAN.model_dump(), "steps": 2})).run()
+        trainer(pair, tmp_path, steps=2).run()
         assert ("2/2" in stream.getvalue()) == shown
 
 
 def test_training_stops_when_validation_no_longer_improves(pair: Pair, tmp_path: Path) -> None:
-    unmoved = {"steps": 40, "every": 1, "patience": 2, "learning_rate": 1e-30, "weight_decay": 0.0}
-    plan = Plan(**{**PLAN.model_dump(), **unmoved})
-    made = trainer(pair, tmp_path, plan)
+    made = trainer(pair, tmp_path, steps=40, every=1, patience=2, learning_rate=1e-30, weight_decay=0.0)
     made._average.requires_grad_(requires_grad=False)
     for norm in (module for module in made._network.modules() if isinstance(module, torch.nn.BatchNorm3d)):
         norm.momentum = 0.0
@@ -185,12 +160,9 @@ def test_training_stops_when_validation_no_longer_improves(pair: Pair, tmp_path:
 
 
 def test_a_network_with_shared_layers_trains_and_is_saved(pair: Pair, tmp_path: Path) -> None:
-    torch.manual_seed(0)
     network = DynUNet(3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 6, 8])
     before = copy.deepcopy(network)
-    data = TrainingData(*split_pairs([pair], 0.25), Percentiles())
-    plan = Plan(**{**PLAN.model_dump(), "steps": 2, "checkpointing": True})
-    trained = Trainer(network, data, plan, tmp_path, Placement(CPU, torch.float32)).run()
+    trained = trainer(pair, tmp_path, network, steps=2, checkpointing=True).run()
     save_weights(trained, tmp_path)
     assert not same(before, trained)
     before.load_state_dict(load_file(tmp_path / "weights.safetensors"))
@@ -199,12 +171,10 @@ def test_a_network_with_shared_layers_trains_and_is_saved(pair: Pair, tmp_path: 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_small_training_gets_better_and_says_so(pair: Pair, tmp_path: Path, dtype: torch.dtype) -> None:
-    plan = Plan(**{**PLAN.model_dump(), "steps": 40, "every": 20, "batch_size": 2, "learning_rate": 0.01})
     torch.manual_seed(0)
     # The lowest level has two planes, of which oneDNN's gradients in BF16 are wrong.
     network = ShuffleUNet(1, 2, (4, 16, 16))
-    data = TrainingData(*split_pairs([pair], 0.25), Percentiles())
-    made = Trainer(network, data, plan, tmp_path, Placement(CPU, dtype))
+    made = trainer(pair, tmp_path, network, dtype, steps=40, every=20, batch_size=2, learning_rate=0.01)
     assert all(value.isfinite().all() for value in made.run().state_dict().values())
     assert made.state.skipped == 0
     assert made.state.describe_failure() is None
@@ -220,14 +190,10 @@ def test_a_small_training_gets_better_and_says_so(pair: Pair, tmp_path: Path, dt
 def test_a_training_that_got_no_better_says_what_to_try() -> None:
     rows: list[list[float | None]] = [[0, 0.1, None, 0.5, 0, None], [25, 0.1, 0.4, 0.6, 0, 0.7]]
     state = State(step=25, best=0.5, curve=rows)
-    assert state.describe_failure() is not None
-    assert "after 25 steps no better than before: validation loss 0.5000 at the start, 0.6000" in (
-        state.describe_failure() or ""
-    )
-    assert "--learning-rate" in (state.describe_failure() or "")
-    assert state.summarise() == (
-        "25 steps, validation loss 0.5000 before, 0.5000 at best, Dice score - before, - there"
-    )
+    failure = state.describe_failure() or ""
+    assert "after 25 steps no better than before: validation loss 0.5000 at the start, 0.6000" in failure
+    assert "--learning-rate" in failure
+    assert state.summarise() == "25 steps, validation loss 0.5000 before, 0.5000 at best, Dice score - before, - there"
     skipping = State(step=25, skipped=20, curve=[[0, 0.1, None, math.nan, 0, None]])
     failure = skipping.describe_failure() or ""
     assert "engine.precision: fp32" in failure
@@ -246,7 +212,7 @@ def test_checkpoints_without_a_scaler_still_load_and_others_are_refused(pair: Pa
     torch.save(content, tmp_path / CHECKPOINT)
     trainer(pair, tmp_path).resume()
     with pytest.raises(BadParameter, match="other options"):
-        trainer(pair, tmp_path, Plan(**{**PLAN.model_dump(), "seed": 7})).resume()
+        trainer(pair, tmp_path, seed=7).resume()
     (tmp_path / CHECKPOINT).write_bytes(b"nothing")
     with pytest.raises(BadParameter, match="cannot be resumed from"):
         trainer(pair, tmp_path).resume()

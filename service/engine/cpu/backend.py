@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from service.core.sections.computing import Engine as EngineSettings
 from service.engine.base import WARM_UP_CALLS, Backend
 from service.engine.compile.torch_compile import TorchCompileBackend
-from service.engine.cpu import graph as cpu_graph
 from service.engine.cpu import onednn, winograd
+from service.engine.cpu.graph import CpuGraph, capture
 from service.engine.prepare import Float32Scores
 from service.engine.tuning.plans import EngineConfig
 from service.models.network import Network
@@ -45,7 +45,7 @@ class WinogradBackend(Backend):
             return TorchCompileBackend().build(module, example, config, settings)
         # Blending widens scores where it reads them: a float32 copy of them would be written and read for nothing.
         network = module.network if isinstance(module, Float32Scores) else module
-        return cpu_graph.capture(onednn.pack(network, gives_scores=True), example)
+        return capture(onednn.pack(network, gives_scores=True), example)
 
 
 class CpuBuild:
@@ -58,8 +58,8 @@ class CpuBuild:
 
     def count_kept_bytes(self, network: Network, streams: int) -> int:
         """Return the bytes that all streams keep between calls."""
-        return streams * cpu_graph.arena_bytes(network)
+        return streams * network.nbytes if isinstance(network, CpuGraph) else 0
 
     def count_score_bytes(self, network: Network) -> int | None:
         """Return the bytes of one window's scores, where a forward allocates nothing else; None where it does."""
-        return cpu_graph.score_bytes(network)
+        return network.score_bytes if isinstance(network, CpuGraph) else None

@@ -121,16 +121,6 @@ class CapturedGraph:
         return scores
 
 
-def arena_bytes(network: Network) -> int:
-    """Return the bytes that each thread keeps that has called `network`."""
-    return network.nbytes if isinstance(network, CpuGraph) else 0
-
-
-def score_bytes(network: Network) -> int | None:
-    """Return the bytes of one window's scores, where a forward allocates nothing else; None where it does."""
-    return network.score_bytes if isinstance(network, CpuGraph) else None
-
-
 def capture(module: nn.Module, example: Tensor) -> Network:
     """Return `module` captured for batches like `example`, or the module itself where it cannot be captured."""
     try:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from service.engine.cpu.kernel_call import DTYPES, KernelCall, Kernels
-from service.engine.fusion import adjacent_modules, is_plain, read_slope, replace_modules
+from service.engine.fusion import fuse_pairs, is_plain, read_slope, replace_modules
 
 VOXELS = (2, 3, 4)
 
@@ -90,14 +90,15 @@ def replace_norms(module: nn.Module) -> nn.Module:
 
     A ReLU, LeakyReLU or PReLU that follows in a sequence is fused with the norm.
     """
-    for step, following in adjacent_modules(module):
-        slopes = _slope(following.module)
-        norm = _replacement(step.module) if slopes is not None else None
-        if norm is not None and slopes is not None:
-            norm.fuse_activation(slopes)
-            step.put(norm)
-            following.put(nn.Identity())
-    return replace_modules(module, _replacement)
+    return replace_modules(fuse_pairs(module, _with_activation), _replacement)
+
+
+def _with_activation(module: nn.Module, activation: nn.Module) -> ChannelsLastNorm | None:
+    slopes, norm = _slope(activation), _replacement(module)
+    if norm is None or slopes is None:
+        return None
+    norm.fuse_activation(slopes)
+    return norm
 
 
 def _replacement(module: nn.Module) -> ChannelsLastNorm | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from service.engine.cpu import pixel_shuffle, strided_conv, winograd
 from service.engine.cpu.strided_conv import Layer
-from service.engine.fusion import adjacent_modules, is_plain, read_slope, replace_modules
+from service.engine.fusion import fuse_pairs, is_plain, read_slope, replace_modules
 
 # oneDNN's fused ReLU turns NaN into 0 and would hide non-finite scores. A leaky slope of 2**-100 propagates NaN, and
 # negative values become so small that they change no sum with anything but zeros.
@@ -76,12 +76,8 @@ def pack(module: nn.Module, *, gives_scores: bool = False) -> nn.Module:
     Raises OSError where kernels cannot be compiled.
     """
     exact = _find_exact_layers(module) if gives_scores else set[nn.Module]()
-    for step, following in adjacent_modules(module):
-        layer = _with_activation(step.module, following.module, exact=step.module in exact)
-        if layer is not None:
-            step.put(layer)
-            following.put(nn.Identity())
-    return replace_modules(module, _replacement)
+    fused = fuse_pairs(module, lambda layer, following: _with_activation(layer, following, exact=layer in exact))
+    return replace_modules(fused, _replacement)
 
 
 def _with_activation(layer: nn.Module, following: nn.Module, *, exact: bool) -> nn.Module | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from service.engine.cpu.kernel_call import DTYPES, KernelCall, Kernels
-from service.engine.fusion import adjacent_modules, is_plain, read_slope, replace_modules
+from service.engine.fusion import fuse_pairs, is_plain, read_slope, replace_modules
 
 KERNELS = Kernels(["stackseg_convolve"], [("stackseg_columns", "q", "q"), ("stackseg_blocking", "qqqq", "q")])
 
@@ -69,13 +69,14 @@ def replace_convolutions(module: nn.Module) -> nn.Module:
 
     Raises OSError where the kernels are missing.
     """
-    copied = copy.deepcopy(module)
     # Only in a sequence is it known which module follows the convolution.
-    for step, following in adjacent_modules(copied):
-        if is_replaceable(step.module) and (negative := read_slope(following.module)) is not None:
-            step.put(WinogradConvolution(step.module, negative))
-            following.put(nn.Identity())
-    return replace_modules(copied, lambda child: WinogradConvolution(child) if is_replaceable(child) else None)
+    fused = fuse_pairs(copy.deepcopy(module), _with_activation)
+    return replace_modules(fused, lambda child: WinogradConvolution(child) if is_replaceable(child) else None)
+
+
+def _with_activation(layer: nn.Module, activation: nn.Module) -> WinogradConvolution | None:
+    slope = read_slope(activation)
+    return WinogradConvolution(layer, slope) if is_replaceable(layer) and slope is not None else None
 
 
 def count_replaceable(module: nn.Module) -> int:

@@ -83,7 +83,7 @@ def count_parts(run: OpenRun) -> int:
         return len(counting.parts) if counting.needed else 0
 
 
-def count_part(run: OpenRun, number: int) -> None:
+def count_part(run: OpenRun, number: int) -> dict[str, Any]:
     """Count a part, by its number among those of all rounds one after the other, and write what was found."""
     with open_counting(run) as (stack, counting):
         parts = counting.parts
@@ -101,6 +101,7 @@ def count_part(run: OpenRun, number: int) -> None:
         digits = count_digits([counted], asked["shift"], frozenset(asked["prefixes"]))
         found |= {f"counts-{index}-{asked['shift']}-{prefix}": counts for prefix, counts in digits.items()}
     run.folder.write_arrays(f"survey/{number}.npz", found)
+    return {}
 
 
 def _survey_part(run: OpenRun, counting: Counting, pixels: Array, box: Box) -> dict[str, Array]:

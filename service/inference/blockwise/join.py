@@ -22,9 +22,9 @@ from service.inference.blockwise.layout import firsts
 from service.inference.blockwise.tiles import decoding_spec, read_pixels
 from service.inference.decoding.basin_merging import MergeForest, Persistence, find_shallow_passes
 from service.inference.decoding.instances import least_confidence, least_voxels
+from service.inference.decoding.labels import gather_objects
 from service.inference.decoding.steering import minimum_voxels, require_instances
 from service.inference.decoding.watershed import Basins, Passes, heights_of_keys
-from service.inference.decoding.watershed_kernel import PROBABILITY_ONE
 
 if TYPE_CHECKING:
     from service.inference.blockwise.run_folder import OpenRun
@@ -123,21 +123,15 @@ def _choose_objects(
 
     group, heights  of each basin: the object that it belongs to, and the distance at its maximum
     """
-    found = int(group.max(initial=-1)) + 1
-    voxels, foreground = np.zeros((2, found), np.int64)
-    np.add.at(voxels, group, sums.voxels)
-    np.add.at(foreground, group, sums.foreground)
-    peaks = np.full(found, -np.inf)
-    np.fmax.at(peaks, group, heights)
-    kept = voxels >= max(decoding.minimum_size, 1)
+    objects = gather_objects(group, sums.voxels, sums.foreground, heights)
+    kept = objects.voxels >= max(decoding.minimum_size, 1)
     if decoding.border == "drop":
         kept[group[sums.at_face]] = False
-    objects = Objects.from_sums(voxels, foreground / PROBABILITY_ONE, peaks)
     chosen = objects.select(kept)
     whole = least_voxels(run.spec.input.diameter or math.inf, decoding, chosen, run.plan.layout.size)
     kept &= (objects.confidence >= least_confidence(decoding, chosen)) & (objects.voxels >= whole)
     if run.plan.layout.size != run.plan.size:
-        on_stack = np.zeros(found, np.int64)
+        on_stack = np.zeros(len(objects), np.int64)
         np.add.at(on_stack, group, sums.stack_voxels)
         kept &= on_stack >= max(minimum_voxels(run.plan.options.steering, run.plan), 1)
     return objects, kept

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from service.inference.types import Table
 
 
-def create_store(run: OpenRun, out: Path, origin: Mapping[str, str]) -> list[int]:
-    """Make the store of the result without pixels; return the number of blocks of each resolution."""
+def create_store(run: OpenRun, out: Path, origin: Mapping[str, str]) -> None:
+    """Make the store of the result without pixels, and write which blocks it has."""
     plan, spec = run.plan, decoding_spec(run)
     count, names = None, spec.outputs
     if plan.output == "labels":
@@ -45,7 +45,6 @@ def create_store(run: OpenRun, out: Path, origin: Mapping[str, str]) -> list[int
     levels = zarr_writer.create(Segmentation(nothing, plan.output, plan.voxel_size, count, tuple(names)), out, origin)
     facts = {"out": str(out), "levels": [{"steps": level.steps, "block": level.block} for level in levels]}
     run.folder.write_levels(facts)
-    return [sum(1 for _ in level.parts) for level in levels]
 
 
 def write_block(run: OpenRun, number: int) -> dict[str, Any]:

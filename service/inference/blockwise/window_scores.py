@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, Any
@@ -92,26 +93,19 @@ def _raw_windows(window: SlidingWindow, image: Image, overlap: float) -> Iterato
 def window_places(layout: Layout, windows: Box) -> list[Size]:
     """Return the first voxels of windows, z slowest, as `Grid.positions` does of all."""
     z, y, x = (axis[first:end] for (first, end), axis in zip(windows, layout.grid.starts, strict=True))
-    return [(plane, row, column) for plane in z for row in y for column in x]
+    return list(itertools.product(z, y, x))
 
 
 def skipped_in(run: OpenRun, windows: Box) -> set[Size]:
     """Return the first voxels of those of some windows that are not computed."""
     places = run.folder.read_array("skipped.npy")
-    low, high = places_range(run.plan.layout, windows)
+    axes = [axis[first:end] for (first, end), axis in zip(windows, run.plan.layout.grid.starts, strict=True)]
+    low, high = (np.array([axis[at] for axis in axes]) for at in (0, -1))
     # They are sorted by z.
     span = np.searchsorted(places[:, 0], (low[0], high[0] + 1))
     part = np.asarray(places[span[0] : span[1]])
     inside = ((part >= low) & (part <= high)).all(1)
     return {(int(z), int(y), int(x)) for z, y, x in part[inside]}
-
-
-def places_range(layout: Layout, windows: Box) -> tuple[Array, Array]:
-    """Return the first voxels of the first and of the last of some windows."""
-    axes = layout.grid.starts
-    low = [axis[first] for (first, _), axis in zip(windows, axes, strict=True)]
-    high = [axis[end - 1] for (_, end), axis in zip(windows, axes, strict=True)]
-    return np.array(low), np.array(high)
 
 
 def _shifted(place: Size, origin: Size) -> Size:

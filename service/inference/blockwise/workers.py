@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from service.core.errors import Cancelled, InternalError
 from service.core.telemetry import Stages
 from service.inference.blockwise import counting, join, output, survey, tiles, window_scores
-from service.inference.blockwise.run_folder import BlockTask, OpenRun, open_run
+from service.inference.blockwise.run_folder import BlockTask, OpenRun, Step, open_run
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.windows.blending import Blending
 
@@ -34,7 +34,7 @@ def run_block(task: BlockTask) -> dict[str, Any]:
     """
     run = open_run(task.folder, surveyed=task.step not in {"count", "survey"})
     stages, began, cpu = Stages(), time.time(), time.process_time()
-    facts = _STEPS[task.step](run, task, stages)
+    facts = _do(run, task, stages)
     spent = {"seconds": stages.seconds, "began": began, "ended": time.time(), "cpu": time.process_time() - cpu}
     record = facts | spent
     run.folder.write_record(task, record)
@@ -50,51 +50,26 @@ def load_runner(folder: str) -> ModelRunner:
     return runner
 
 
-def _count(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
-    with stages.measure("count"):
-        counting.count_part(run, task.number)
-    return {}
+def _do(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
+    """Do a block; return facts for its record, with the time that it takes in `stages`."""
+    if task.step == "scores":
+        return window_scores.score_group(run, task, load_runner(task.folder), stages)
+    if task.step == "tile":
+        windows, device = run.folder.settings.windows, load_runner(task.folder).device
+        return tiles.decode_tile(run, task, Blending(windows.blending, windows.sigma), device, stages)
+    if task.step == "survey":
+        # Loading the model does not count.
+        load_runner(task.folder)
+    with stages.measure("write" if task.step == "labels" else task.step):
+        return _STEPS[task.step](run, task.number)
 
 
-def _survey(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
-    runner = load_runner(task.folder)
-    with stages.measure("survey"):
-        return survey.merge_counts(run, runner, task.number)
-
-
-def _score(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
-    return window_scores.score_group(run, task, load_runner(task.folder), stages)
-
-
-def _decode(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
-    windows = run.folder.settings.windows
-    blending = Blending(windows.blending, windows.sigma)
-    return tiles.decode_tile(run, task, blending, load_runner(task.folder).device, stages)
-
-
-def _link(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
-    with stages.measure("link"):
-        return join.link_tile(run, task.number)
-
-
-def _join(run: OpenRun, _task: BlockTask, stages: Stages) -> dict[str, Any]:
-    with stages.measure("join"):
-        return join.join_tiles(run)
-
-
-def _write(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
-    with stages.measure("write"):
-        return output.write_block(run, task.number)
-
-
-_STEPS = {
-    "count": _count,
-    "survey": _survey,
-    "scores": _score,
-    "tile": _decode,
-    "link": _link,
-    "join": _join,
-    "labels": _write,
+_STEPS: dict[Step, Callable[[OpenRun, int], dict[str, Any]]] = {
+    "count": counting.count_part,
+    "survey": lambda run, turn: survey.merge_counts(run, load_runner(str(run.folder.path)), turn),
+    "link": join.link_tile,
+    "join": lambda run, _number: join.join_tiles(run),
+    "labels": output.write_block,
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -53,13 +54,20 @@ def make_decoder(  # noqa: PLR0913
 
     start  as of an `InstanceDecoder`
     """
-    if output == "probabilities":
-        return ProbabilityDecoder(spec, size, voxel_size, allocate)
-    if isinstance(spec.decoding, Instances):
-        if output == "classes":
-            return ForegroundDecoder(spec, spec.decoding, size, voxel_size, allocate)
-        return InstanceDecoder(spec, spec.decoding, size, voxel_size, start=start)
-    return ClassDecoder(spec, size, voxel_size, allocate)
+    decoding, outputs = spec.decoding, len(spec.outputs)
+    if output == "labels" and isinstance(decoding, Instances):
+        return InstanceDecoder(spec, decoding, size, voxel_size, start=start)
+    kind: OutputKind = "probabilities" if output == "probabilities" else "classes"
+    names: tuple[str, ...] = spec.outputs
+    convert: Callable[[Tensor], Tensor]
+    if kind == "probabilities":
+        pixels, convert = allocate((outputs, *size), np.float32), partial(_activate, spec)
+    elif isinstance(decoding, Instances):
+        pixels, names = allocate(size, np.uint8), ("background", decoding.foreground)
+        convert = partial(_find_foreground, spec.outputs.index(decoding.foreground), logit(decoding.threshold))
+    else:
+        pixels, convert = allocate(size, np.uint8 if outputs <= 256 else np.uint16), _find_highest
+    return VoxelDecoder(Segmentation(pixels, kind, voxel_size, names=names), convert)
 
 
 class HostDecoder:
@@ -108,7 +116,7 @@ def split_planes(z0: int, scores: Tensor) -> Iterator[tuple[int, Tensor]]:
     malloc hardly ever reuses freed memory for the aligned arrays of torch.
     """
     planes = scores.shape[2]
-    step = max(CACHE_VOXELS // math.prod(scores.shape[3:]), 1) if scores.is_cpu else planes
+    step = max(CACHE_VOXELS // max(math.prod(scores.shape[3:]), 1), 1) if scores.is_cpu else planes
     yield from zip(range(z0, z0 + planes, step), torch.split(scores, step, 2), strict=True)
 
 
@@ -120,60 +128,41 @@ def write_slab(pixels: NDArray[Any], z0: int, y0: int, slab: NDArray[Any]) -> No
         release_pages(pixels)
 
 
-class ProbabilityDecoder:
-    """Decoder of all outputs after the model's activation, float32 [K, Z, Y, X]."""
+class VoxelDecoder:
+    """Decoder of each voxel by itself, which writes into the pixels of a segmentation.
 
-    def __init__(self, spec: ModelSpec, size: Size, voxel_size: VoxelSize | None, allocate: Allocate) -> None:
-        self._spec, self._voxel_size = spec, voxel_size
-        self._pixels = allocate((len(spec.outputs), *size), np.float32)
+    convert  raw scores [1, K, z, y, X] -> pixels [..., z, y, X]
+    """
 
-    def add(self, z0: int, y0: int, scores: Tensor) -> None:
-        for first, part in split_planes(z0, scores):
-            write_slab(self._pixels, first, y0, self._activated(part.float())[0].cpu().numpy())
-
-    def _activated(self, scores: Tensor) -> Tensor:
-        match self._spec.activation:
-            case "sigmoid":
-                return torch.sigmoid(scores)
-            case "softmax":
-                return torch.softmax(scores, dim=1)
-            case "none":
-                return scores
-
-    def finish(self) -> Segmentation:
-        return Segmentation(self._pixels, "probabilities", self._voxel_size, names=self._spec.outputs)
-
-
-class ClassDecoder:
-    """Decoder of the index of the highest score, uint8 [Z, Y, X] (uint16 beyond 256 classes)."""
-
-    def __init__(self, spec: ModelSpec, size: Size, voxel_size: VoxelSize | None, allocate: Allocate) -> None:
-        self._spec, self._voxel_size = spec, voxel_size
-        self._pixels = allocate(size, np.uint8 if len(spec.outputs) <= 256 else np.uint16)
+    def __init__(self, segmentation: Segmentation, convert: Callable[[Tensor], Tensor]) -> None:
+        self._segmentation, self._convert = segmentation, convert
 
     def add(self, z0: int, y0: int, scores: Tensor) -> None:
         for first, part in split_planes(z0, scores):
-            # The indices of `max` equal argmax, which takes nine times as long along the first axis.
-            write_slab(self._pixels, first, y0, part[0].max(0).indices.cpu().numpy())
+            write_slab(self._segmentation.pixels, first, y0, self._convert(part).cpu().numpy())
 
     def finish(self) -> Segmentation:
-        return Segmentation(self._pixels, "classes", self._voxel_size, names=self._spec.outputs)
+        return self._segmentation
 
 
-class ForegroundDecoder:
-    """Decoder of background and foreground of a model of instances, uint8 [Z, Y, X] of 0 and 1."""
+def _activate(spec: ModelSpec, scores: Tensor) -> Tensor:
+    """Return all outputs after the model's activation, float32 [K, z, y, X]."""
+    scores = scores[0].float()
+    match spec.activation:
+        case "sigmoid":
+            return torch.sigmoid(scores)
+        case "softmax":
+            return torch.softmax(scores, dim=0)
+        case "none":
+            return scores
 
-    def __init__(
-        self, spec: ModelSpec, decoding: Instances, size: Size, voxel_size: VoxelSize | None, allocate: Allocate
-    ) -> None:
-        self._voxel_size = voxel_size
-        self._channel = spec.outputs.index(decoding.foreground)
-        self._name = decoding.foreground
-        self._threshold = logit(decoding.threshold)
-        self._pixels = allocate(size, np.uint8)
 
-    def add(self, z0: int, y0: int, scores: Tensor) -> None:
-        write_slab(self._pixels, z0, y0, threshold_mask(scores[0, self._channel], self._threshold).cpu().numpy())
+def _find_highest(scores: Tensor) -> Tensor:
+    """Return the index of the highest score, int64 [z, y, X]."""
+    # It equals argmax, which takes nine times as long along the first axis.
+    return scores[0].max(0).indices
 
-    def finish(self) -> Segmentation:
-        return Segmentation(self._pixels, "classes", self._voxel_size, names=("background", self._name))
+
+def _find_foreground(channel: int, threshold: float, scores: Tensor) -> Tensor:
+    """Return where the foreground of a model of instances is, bool [z, y, X]."""
+    return threshold_mask(scores[0, channel], threshold)

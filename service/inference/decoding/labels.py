@@ -43,23 +43,34 @@ def label_basins(  # noqa: PLR0913
     merge         returns the object of every basin
     """
     # NumPy takes a fraction of torch's time for so few numbers.
-    group = merge(basins, persistence)
-    found = int(np.max(group, initial=-1)) + 1
-    voxels, foreground = np.zeros((2, found), np.int64)
-    np.add.at(voxels, group, basins.voxels.numpy())
-    np.add.at(foreground, group, basins.foreground.numpy())
-    peaks = np.full(found, -np.inf)
-    np.fmax.at(peaks, group, persistence.distance(basins.peaks).cpu().numpy())
-    kept = voxels >= max(minimum_size, 1)
+    group, peaks = merge(basins, persistence), persistence.distance(basins.peaks).cpu().numpy()
+    objects = gather_objects(group, basins.voxels.numpy(), basins.foreground.numpy(), peaks)
+    kept = objects.voxels >= max(minimum_size, 1)
     if drop_border:
         kept[group[_at_faces(basins).numpy()]] = False
-    objects = Objects.from_sums(voxels[kept], foreground[kept] / PROBABILITY_ONE, peaks[kept])
+    objects = objects.select(kept)
     chosen = keep(objects)
     kept[kept] = chosen
     objects = objects.select(chosen)
     # The background has basin -1, so its label is the last one.
     label_of_basin = np.append(number_objects(kept)[1:][group], 0).astype(label_dtype(len(objects)))
     return look_up_labels(basins.pieces, label_of_basin[basins.basin_of.numpy()]), objects
+
+
+def gather_objects(
+    group: NDArray[np.int64], voxels: NDArray[np.int64], foreground: NDArray[np.int64], peaks: NDArray[np.float64]
+) -> Objects:
+    """Return the objects that basins are merged to.
+
+    group                      object of every basin, int64 [R], from 0
+    voxels, foreground, peaks  of every basin: as of `Basins`, and the distance at its maximum
+    """
+    found = int(group.max(initial=-1)) + 1
+    sums, highest = np.zeros((2, found), np.int64), np.full(found, -np.inf)
+    np.add.at(sums[0], group, voxels)
+    np.add.at(sums[1], group, foreground)
+    np.fmax.at(highest, group, peaks)
+    return Objects.from_sums(sums[0], sums[1] / PROBABILITY_ONE, highest)
 
 
 def look_up_labels(pieces: Tensor, label_of: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:

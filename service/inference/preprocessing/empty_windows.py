@@ -157,7 +157,7 @@ def survey_intensities(volume: Volume, grid: Grid) -> IntensitySurvey:
         for block in VolumeChannel(volume, index):
             part = block[:, ::step, ::step].ravel()
             sample.append(part[np.isfinite(part)])
-            _raise(cells, replace_nonfinite(block, -math.inf if block.dtype.kind == "f" else None), z, spans)
+            _raise(cells, block, z, spans)
             z += len(block)
         samples.append(np.concatenate(sample))
     return IntensitySurvey(brightest, tuple(samples))
@@ -185,13 +185,14 @@ def survey_box(
     brightest = np.full((len(pixels), *map(len, inside)), -np.inf)
     if brightest.size:
         for cells, block in zip(brightest, pixels, strict=True):
-            _raise(cells, replace_nonfinite(block, -math.inf if block.dtype.kind == "f" else None), 0, inside)
+            _raise(cells, block, 0, inside)
     return as_size(firsts), brightest
 
 
 def _raise(cells: NDArray[np.float64], block: NDArray[Any], z: int, spans: Sequence[Sequence[slice]]) -> None:
     """Let `cells`, [z, y, x] windows, be at least as bright as their part of a block of planes from `z` on."""
     planes, rows, columns = spans
+    block = replace_nonfinite(block, -math.inf if block.dtype.kind == "f" else None)
     if has_one_value(block):
         narrow = np.broadcast_to(block[:, :1, :1], (len(block), len(rows), len(columns)))
     else:

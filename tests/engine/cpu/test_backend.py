@@ -1,4 +1,3 @@
-import copy
 from dataclasses import replace
 
 import pytest
@@ -22,40 +21,20 @@ def make_config(engine, precision="fp32", memory_format="contiguous"):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_winograd_convolutions_take_any_number_of_windows_unless_they_are_compiled(precision):
+@torch.inference_mode()
+def test_winograd_convolutions_take_any_number_of_windows_and_leave_scores_as_narrow_as_they_were_computed(precision):
     torch.manual_seed(0)
-    module = nn.Sequential(
+    network = nn.Sequential(
         *(nn.Conv3d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 16, 3, padding=1), nn.PReLU()),
         *(nn.Conv3d(16, 32, 2, stride=2), nn.ReLU(), nn.Conv3d(32, 2, 1)),
     )
-    module = module.eval().requires_grad_(requires_grad=False).to(DTYPES[precision])
+    module = prepare(network, CPU, DTYPES[precision], torch.channels_last_3d)
     example = torch.rand(2, 8, 8, 8, 8).to(DTYPES[precision], memory_format=torch.channels_last_3d)
-    engine_config = make_config("winograd", precision, memory_format="channels_last_3d")
-    built = build(module, example, engine_config, Engine())
+    built = build(module, example, make_config("winograd", precision, memory_format="channels_last_3d"), Engine())
     assert built.any_batch_size
-    with torch.inference_mode():
-        expected = copy.deepcopy(module).float()(example.float())
-        difference = (built.network(example).float() - expected).abs().max()
-    assert difference <= {"bf16": 0.02, "fp32": 1e-5}[precision] * expected.abs().max()
-
-
-def test_scores_of_winograd_convolutions_stay_as_narrow_as_they_were_computed():
-    module = nn.Sequential(nn.Conv3d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 2, 1))
-    example = torch.rand(2, 8, 8, 8, 8).to(torch.bfloat16, memory_format=torch.channels_last_3d)
-    wide = prepare(module, CPU, torch.bfloat16, torch.channels_last_3d)
-    built = build(wide, example, make_config("winograd", "bf16", memory_format="channels_last_3d"), Engine())
-    with torch.inference_mode():
-        scores, expected = built.network(example), wide(example)
-    assert (scores.dtype, expected.dtype) == (torch.bfloat16, torch.float32)
-    assert (scores - expected).abs().max() <= 0.02 * expected.abs().max()
-
-
-def test_winograd_is_compiled_only_where_that_is_asked_for_or_tried_out():
-    def modes(**settings):
-        return BACKENDS["winograd"].compile_modes(Engine(**settings), CPU)
-
-    assert modes() == modes(kind="winograd") == (None, "default")
-    assert modes(kind="winograd", compile_mode="default") == ("default",)
+    scores, expected = built.network(example), module.float()(example.float())
+    assert scores.dtype == DTYPES[precision]
+    assert (scores.float() - expected).abs().max() <= {"bf16": 0.02, "fp32": 1e-5}[precision] * expected.abs().max()
 
 
 def test_what_every_stream_keeps_is_counted():

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from fakes import with_library
 from torch import nn
 
 from service.core.buffers import BufferPool
@@ -51,6 +50,13 @@ def batch(channels, windows=3, dtype=torch.float32, size=(8, 16, 24)):
     return torch.randn(windows, channels, *size).to(dtype).to(memory_format=FORMAT)
 
 
+@pytest.fixture
+def captured():
+    """A module, a batch, and the module captured for such batches."""
+    module, x = ready(ShuffleUNet(1, 2, (16, 32))), batch(1)
+    return module, x, CpuGraph(module, x)
+
+
 NETWORKS = [(lambda: ShuffleUNet(1, 2, (16, 32)), 1), (lambda: ShuffleUNet(2, 3, (16, 16, 32)), 2), (Residual, 8)]
 
 
@@ -76,12 +82,11 @@ def test_scores_are_those_of_the_module_to_the_bit(make, channels, dtype):
 
 
 @torch.inference_mode()
-def test_it_does_not_come_back_to_python():
-    module, x = ready(ShuffleUNet(1, 2, (16, 32))), batch(1)
-    captured = CpuGraph(module, x)
+def test_it_does_not_come_back_to_python(captured):
+    module, x, graph = captured
     expected = module(x)
     module.forward = None
-    assert torch.equal(captured(x), expected)
+    assert torch.equal(graph(x), expected)
 
 
 @torch.inference_mode()
@@ -99,42 +104,40 @@ def test_weights_stay_as_long_as_the_tape():
 
 
 @torch.inference_mode()
-def test_scores_last_and_nothing_is_left_of_earlier_calls():
-    module, x = ready(ShuffleUNet(1, 2, (16, 32))), batch(1)
-    captured = CpuGraph(module, x)
-    first, kept = captured(x), module(x)
+def test_scores_last_and_nothing_is_left_of_earlier_calls(captured):
+    module, x, graph = captured
+    first, kept = graph(x), module(x)
     bad = x.clone()
     bad[0, 0, 3, 4, 5] = torch.nan
-    assert captured(bad)[0].isnan().any()
-    assert torch.equal(captured(bad)[1:], kept[1:])
-    assert torch.equal(captured(x), kept)
+    assert graph(bad)[0].isnan().any()
+    assert torch.equal(graph(bad)[1:], kept[1:])
+    assert torch.equal(graph(x), kept)
     assert torch.equal(first, kept)
 
 
 @torch.inference_mode()
-def test_memory_of_scores_serves_again_once_nobody_looks_at_them():
+def test_memory_of_scores_serves_again_once_nobody_looks_at_them(captured):
     """Also for batches of other lengths; and no more of it waits than may be kept."""
-    module, x = ready(ShuffleUNet(1, 2, (16, 32))), batch(1)
-    captured = CpuGraph(module, x)
-    scores = captured(x)
+    _module, x, graph = captured
+    scores = graph(x)
     place, part = scores.data_ptr(), scores[1:]
     expected = part.clone()
     del scores
-    assert captured(x[:1]).data_ptr() != place
+    assert graph(x[:1]).data_ptr() != place
     assert torch.equal(part, expected)
     del part
-    assert captured(x[:1]).data_ptr() == place
+    assert graph(x[:1]).data_ptr() == place
 
 
-def test_threads_do_not_disturb_each_other():
-    module, x = ready(ShuffleUNet(1, 2, (16, 32))), batch(1)
-    with torch.inference_mode():
-        captured, inputs = CpuGraph(module, x), [torch.randn_like(x) for _ in range(4)]
-        expected = [module(each) for each in inputs]
+@torch.inference_mode()
+def test_threads_do_not_disturb_each_other(captured):
+    module, x, graph = captured
+    inputs = [torch.randn_like(x) for _ in range(4)]
+    expected = [module(each) for each in inputs]
 
     @torch.inference_mode()
     def run(index):
-        return all(torch.equal(captured(inputs[index]), expected[index]) for _ in range(20))
+        return all(torch.equal(graph(inputs[index]), expected[index]) for _ in range(20))
 
     with ThreadPoolExecutor(4) as crew:
         assert all(crew.map(run, range(4)))
@@ -142,17 +145,11 @@ def test_threads_do_not_disturb_each_other():
 
 @torch.inference_mode()
 def test_what_it_was_not_made_for_goes_through_the_module():
-    module, x = ready(ShuffleUNet(1, 2, (16, 32))), batch(1)
-    captured = CpuGraph(module, x)
-    strided = torch.randn(3, 1, 8, 16, 48)[..., ::2]
-    for other in (batch(1, 4), batch(1, size=(16, 16, 16)), strided, strided[..., :16]):
-        assert torch.equal(captured(other), module(other))
-
-
-@torch.inference_mode()
-def test_examples_with_gaps_are_no_promise_for_batches_like_them():
-    module, example = ready(ShuffleUNet(1, 2, (16, 32))), torch.randn(2, 1, 8, 16, 48)[..., ::2]
-    assert torch.equal(CpuGraph(module, example)(example), module(example))
+    module, strided = ready(ShuffleUNet(1, 2, (16, 32))), torch.randn(3, 1, 8, 16, 48)[..., ::2]
+    # Examples with gaps are no promise for batches like them.
+    for captured in (CpuGraph(module, batch(1)), CpuGraph(module, strided[:2])):
+        for other in (batch(1, 4), batch(1, size=(16, 16, 16)), strided, strided[:2], strided[..., :16]):
+            assert torch.equal(captured(other), module(other))
 
 
 class Other(nn.Module):
@@ -253,9 +250,3 @@ def test_what_is_never_needed_at_the_same_time_shares_the_arena():
     layers = [nn.Conv3d(16, 16, 3, padding=1) for _ in range(9)]
     x = batch(16, 1, size=(8, 8, 8))
     assert cpu_graph.capture_graph(ready(nn.Sequential(*layers)), x).arena == 2 * x.nbytes
-
-
-def test_where_kernels_are_missing_the_error_says_so(monkeypatch):
-    monkeypatch.setattr(cpu_graph, "KERNELS", with_library(cpu_graph.KERNELS))
-    with pytest.raises(OSError, match="AVX2"):
-        CpuGraph(nn.Identity(), batch(1))

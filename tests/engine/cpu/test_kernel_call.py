@@ -1,32 +1,149 @@
+"""Calls of kernels, and what holds for every layer that they compute."""
+
+import copy
+import itertools
 import threading
 
+import pytest
 import torch
+from fakes import with_library
+from torch import nn
 
-from service.engine.cpu.kernel_call import KernelCall, observe_calls
-from service.engine.cpu.pixel_shuffle import SpaceToDepth
+from service.core.native.variants import list_supported
+from service.engine.cpu import graph, norm, pixel_shuffle, strided_conv, winograd
+from service.engine.cpu.kernel_call import DTYPES, KernelCall, observe_calls
+from service.engine.cpu.norm import replace_norms
+
+# Of the scale of the results: float32 sums in another order, and BF16 results that are rounded once.
+TOLERANCES = {torch.float32: 3e-5, torch.bfloat16: 2.0**-8}
+
+PLAIN = {
+    "winograd": lambda: nn.Conv3d(24, 48, 3, padding=1),
+    "strided": lambda: nn.Conv3d(24, 44, 2, stride=2),
+    "transposed": lambda: nn.ConvTranspose3d(24, 44, 2, stride=2),
+    "norm": lambda: nn.GroupNorm(2, 24),
+}
+CONVOLUTIONS = [kind for kind in PLAIN if kind != "norm"]
+
+
+def make(kind, slope=1.0, dtype=torch.float32, bias=None):
+    """A layer of torch's, followed by a rectifier, and the same by our kernels."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(PLAIN[kind](), nn.LeakyReLU(slope)).to(dtype).requires_grad_(requires_grad=False)
+    if bias is not None:
+        plain[0].bias.fill_(bias)
+    if kind == "norm":
+        return plain, replace_norms(copy.deepcopy(plain))
+    layer = winograd.WinogradConvolution if kind == "winograd" else strided_conv.StridedConvolution
+    return plain, layer(plain[0], slope)
+
+
+@pytest.fixture(params=list_supported(), ids=lambda variant: variant.name)
+def variant(request, monkeypatch):
+    """Kernels as they are compiled for one kind of processor."""
+    for module in (norm, strided_conv, winograd):
+        monkeypatch.setattr(module, "KERNELS", with_library(module.KERNELS, request.param))
+
+
+@pytest.mark.usefixtures("variant")
+@pytest.mark.parametrize("kind", PLAIN)
+@torch.inference_mode()
+def test_every_variant_computes_what_torch_does(kind):
+    for dtype in DTYPES:
+        plain, fast = make(kind, 0.0, dtype)
+        x = torch.randn(2, 24, 6, 10, 14).to(dtype)
+        expected, y = copy.deepcopy(plain).double()(x.double()), fast(x)
+        assert (y - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
+    if kind in {"winograd", "norm"}:
+        # Weights are float32 whatever the dtype of the image.
+        assert torch.equal(y, fast(x.float()).bfloat16())
+
+
+@pytest.mark.usefixtures("variant")
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("slope", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@torch.inference_mode()
+def test_a_value_that_is_not_finite_is_not_lost(kind, value, slope, dtype):
+    plain, fast = make(kind, slope, dtype)
+    x = torch.zeros(2, 24, 4, 4, 6, dtype=dtype)
+    x[1, 5, 1, 2, 3] = value
+    y, lost = fast(x), plain.float()(x.float()).isnan()
+    assert not torch.isfinite(y.sum())
+    assert not y[0].isnan().any()
+    if value != value:
+        # Winograd's algorithm spoils a whole tile.
+        assert y.isnan()[lost].all() if kind == "winograd" else torch.equal(y.isnan(), lost)
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("slope", "expected"), [(0.0, 0.0), (0.1, -torch.inf), (1.0, -torch.inf)])
+@torch.inference_mode()
+def test_activations_of_infinity(kind, slope, expected, dtype):
+    _, fast = make(kind, slope, dtype, bias=-torch.inf)
+    assert (fast(torch.ones(1, 24, 4, 4, 4, dtype=dtype)) == expected).all()
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@torch.inference_mode()
+def test_fewer_windows_and_more_threads_give_the_same_bits(kind, dtype):
+    _, fast = make(kind, 0.0, dtype)
+    x = torch.randn(3, 24, 20, 20, 20).to(dtype)
+    before, scores = torch.get_num_threads(), fast(x)
+    try:
+        for threads, windows in itertools.product((1, 2, 3), repeat=2):
+            torch.set_num_threads(threads)
+            assert torch.equal(fast(x[:windows]), scores[:windows])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_images_that_there_are_no_weights_for_are_refused_and_nothing_gives_nothing(kind):
+    _, fast = make(kind)
+    for size in ((0, 24, 4, 4, 4), (1, 24, 0, 4, 4)):
+        assert fast(torch.zeros(size)).numel() == 0
+    for channels in (8, 25, 48):
+        with pytest.raises(RuntimeError, match="no weights for"):
+            fast(torch.zeros(1, channels, 4, 4, 4))
+    with pytest.raises(TypeError if kind == "winograd" else RuntimeError, match="float16"):
+        fast(torch.zeros(1, 24, 4, 4, 4).half())
+
+
+@pytest.mark.parametrize(
+    ("module", "build"),
+    [
+        (winograd, lambda: make("winograd")),
+        (strided_conv, lambda: make("strided")),
+        (pixel_shuffle, lambda: pixel_shuffle.SpaceToDepth((2, 2, 2))),
+        (graph, lambda: graph.CpuGraph(nn.Identity(), torch.zeros(1, 1, 2, 2, 2))),
+    ],
+    ids=["winograd", "strided", "shuffle", "graph"],
+)
+def test_where_kernels_are_missing_the_error_says_so(monkeypatch, module, build):
+    monkeypatch.setattr(module, "KERNELS", with_library(module.KERNELS))
+    with pytest.raises(OSError, match="AVX2"):
+        build()
 
 
 def fold(x):
-    return SpaceToDepth((2, 2, 2))(x)
+    return pixel_shuffle.SpaceToDepth((2, 2, 2))(x)
 
 
-def test_every_step_is_overheard_with_what_it_took_and_nothing_before_or_after():
+def test_every_step_is_overheard_with_what_it_took_and_nothing_before_or_after_or_in_other_threads():
     heard = list[KernelCall]()
     x = torch.randn(2, 1, 4, 6, 8)
     fold(x)
     with observe_calls(heard.append):
         y = fold(x)
+        thread = threading.Thread(target=fold, args=(x,))
+        thread.start()
+        thread.join()
     fold(x)
     (call,) = heard
     assert call.kernel == "stackseg_space_to_depth"
     assert (call.inputs[0].data_ptr(), call.output.data_ptr()) == (x.data_ptr(), y.data_ptr())
     assert call.sizes == (2, 1, 2, 3, 4, 2, 2, 2, 4)
-
-
-def test_other_threads_are_not_observe_calls():
-    heard = list[KernelCall]()
-    with observe_calls(heard.append):
-        thread = threading.Thread(target=fold, args=(torch.randn(1, 1, 4, 4, 4),))
-        thread.start()
-        thread.join()
-    assert not heard

@@ -5,12 +5,10 @@ import itertools
 
 import pytest
 import torch
-from fakes import with_library
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from service.core.native.variants import list_supported
 from service.engine.cpu import winograd
 
 FORMAT = torch.channels_last_3d
@@ -50,76 +48,25 @@ def test_any_shape_gives_what_torch_gives(size, batch, inputs, outputs, bias, sl
     assert ((result - expected).abs() < 6e-5 + rounding).all()
 
 
-def test_bfloat16_is_float32_rounded_once():
-    layer = winograd.WinogradConvolution(convolution(16, 32))
-    x = torch.randn(2, 16, 6, 9, 11).bfloat16()
-    assert torch.equal(layer(x), layer(x.float()).bfloat16())
-
-
-@pytest.mark.parametrize("dtype", winograd.DTYPES)
-def test_fewer_windows_give_the_same_to_the_bit(dtype):
-    layer = winograd.WinogradConvolution(convolution(16, 48), 0.0)
-    x = torch.randn(3, 16, 9, 8, 7).to(dtype)
-    for windows in (1, 2):
-        assert torch.equal(layer(x[:windows]), layer(x)[:windows])
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_the_result_does_not_depend_on_threads_or_blocking(monkeypatch, threads):
+def test_the_result_does_not_depend_on_blocking(monkeypatch):
     layer = winograd.WinogradConvolution(convolution(16, 32))
     x = torch.randn(2, 16, 13, 18, 9)
-    before, expected = torch.get_num_threads(), layer(x)
-    torch.set_num_threads(threads)
-    try:
-        for tiles in (1, 30, 500):
-            monkeypatch.setattr(winograd, "TILES", tiles)
-            assert torch.equal(layer(x), expected)
-    finally:
-        torch.set_num_threads(before)
+    expected = layer(x)
+    for tiles in (1, 30, 500):
+        monkeypatch.setattr(winograd, "TILES", tiles)
+        assert torch.equal(layer(x), expected)
 
 
 def choose_block_tiles(tiles, across, threads):
     return winograd.KERNELS.call("stackseg_blocking", tiles, across, winograd.TILES, threads)
 
 
-@pytest.mark.parametrize("across", [1, 3, 8, 9, 16, 25, 100])
-def test_blocks_are_whole_rows_of_tiles_unless_rows_are_long(across):
-    assert choose_block_tiles(across * 1000, across, 2) % across == 0 or across >= 1.5 * winograd.TILES
-    assert winograd.TILES / 2 < choose_block_tiles(across * 1000, across, 2) < 2 * winograd.TILES
-
-
-def test_every_thread_gets_a_block():
+def test_blocks_are_whole_rows_of_tiles_unless_rows_are_long_and_every_thread_gets_one():
+    for across in (1, 3, 8, 9, 16, 25, 100):
+        assert choose_block_tiles(across * 1000, across, 2) % across == 0 or across >= 1.5 * winograd.TILES
+        assert winograd.TILES / 2 < choose_block_tiles(across * 1000, across, 2) < 2 * winograd.TILES
     for tiles, threads in itertools.product([1, 5, 16, 31, 33, 64], [1, 2, 7]):
         assert -(-tiles // choose_block_tiles(tiles, 1, threads)) >= min(tiles, threads) / 2
-
-
-def test_an_impulse_puts_the_flipped_weights_where_they_belong():
-    layer = convolution(8, 16, bias=False)
-    x = torch.zeros(1, 8, 7, 10, 11)
-    x[0, 3, 2, 5, 6] = 1
-    result = winograd.WinogradConvolution(layer)(x)
-    assert torch.allclose(result[0, :, 1:4, 4:7, 5:8], layer.weight[:, 3].flip(1, 2, 3), atol=1e-6)
-    result[0, :, 1:4, 4:7, 5:8] = 0
-    assert result.abs().max() < 1e-6
-
-
-@pytest.mark.parametrize("dtype", winograd.DTYPES)
-@pytest.mark.parametrize("slope", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_value_that_is_not_finite_is_not_lost(value, slope, dtype):
-    x = torch.zeros(1, 8, 4, 4, 4, dtype=dtype)
-    x[0, 0, 0, 0, 0] = value
-    result = winograd.WinogradConvolution(convolution(8, 16), slope)(x)
-    assert not torch.isfinite(result.sum())
-
-
-@pytest.mark.parametrize("dtype", winograd.DTYPES)
-@pytest.mark.parametrize(("slope", "expected"), [(0.0, 0.0), (0.1, -torch.inf), (1.0, -torch.inf)])
-def test_activations_of_infinity(slope, expected, dtype):
-    layer = convolution(8, 16)
-    layer.bias.fill_(-torch.inf)
-    result = winograd.WinogradConvolution(layer, slope)(torch.ones(1, 8, 4, 4, 4, dtype=dtype))
-    assert (result == expected).all()
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, FORMAT])
@@ -180,38 +127,3 @@ def test_the_fake_operator_has_the_shape_and_strides_of_the_real_one():
     for bias, slope, dtype in itertools.product([None, torch.zeros(16)], [0.0, 1.0], winograd.DTYPES):
         x = torch.randn(1, 8, 5, 6, 7).to(dtype, memory_format=FORMAT)
         torch.library.opcheck(torch.ops.stackseg.convolve, (x, weights, bias, 16, slope))
-
-
-def test_other_types_are_refused():
-    with pytest.raises(TypeError, match="float16"):
-        winograd.WinogradConvolution(convolution(8, 16))(torch.zeros(1, 8, 4, 4, 4).half())
-
-
-@pytest.mark.parametrize("variant", list_supported(), ids=lambda variant: variant.name)
-def test_every_variant_computes_the_same(variant, monkeypatch):
-    layer, x = convolution(24, 48), torch.randn(2, 24, 6, 9, 7)
-    narrow = x.bfloat16()
-    narrow[1, 5, 3, 4, 5] = torch.nan
-    monkeypatch.setattr(winograd, "KERNELS", with_library(winograd.KERNELS, variant))
-    fast = winograd.WinogradConvolution(layer, 0.0)
-    assert (fast(x) - reference(layer, x).relu()).abs().max() < 4e-5
-    assert torch.equal(fast(narrow)[0], fast(narrow.float())[0].bfloat16())
-    assert torch.equal(fast(narrow).isnan(), fast(narrow.float()).isnan())
-    assert fast(narrow)[1].isnan().any()
-
-
-def test_where_kernels_are_missing_the_error_says_so(monkeypatch):
-    monkeypatch.setattr(winograd, "KERNELS", with_library(winograd.KERNELS))
-    with pytest.raises(OSError, match="AVX2"):
-        winograd.WinogradConvolution(convolution(8, 16))
-
-
-@pytest.mark.parametrize("channels", [8, 24])
-def test_other_channels_than_there_are_weights_for_are_refused(channels):
-    with pytest.raises(RuntimeError, match="no weights for the channels"):
-        winograd.WinogradConvolution(convolution(16, 16))(torch.zeros(1, channels, 4, 4, 4))
-
-
-@pytest.mark.parametrize("size", [(0, 16, 4, 4, 4), (1, 16, 0, 4, 4)])
-def test_nothing_gives_nothing(size):
-    assert winograd.WinogradConvolution(convolution(16, 16))(torch.zeros(size)).shape == size

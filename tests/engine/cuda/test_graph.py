@@ -141,34 +141,19 @@ def test_captures_leave_other_threads_alone_and_have_a_stream_on_their_own_devic
     assert streams[1] is streams[2]
 
 
-def test_capture_that_fails_leaves_the_stream_of_the_thread_as_it_was():
-    cuda, device = FakeCuda(), torch.device("cuda", 0)
+@pytest.mark.parametrize(
+    ("cuda", "released"),
+    [(FakeCuda(), [(1, (0, 1))]), (FakeCuda(ends_pools=True), []), (FakeCuda(invalid=False), [])],
+    ids=["before torch 2.12", "since torch 2.12", "error in Python alone"],
+)
+def test_capture_that_fails_leaves_stream_and_allocator_as_they_were(cuda, released):
+    device = torch.device("cuda", 1)
     before = cuda.current_stream(device)
     with pytest.raises(RuntimeError, match="not permitted"):
         CudaRecorder(device, cuda, cuda).capture(fail)
     assert cuda.current_stream(device) is before
-
-
-@pytest.mark.parametrize(
-    ("cuda", "released"),
-    [
-        (FakeCuda(), [(1, (0, 1))]),
-        (FakeCuda(ends_pools=True), []),
-        (FakeCuda(invalid=False), []),
-    ],
-    ids=["before torch 2.12", "since torch 2.12", "error in Python alone"],
-)
-def test_capture_that_fails_leaves_the_allocator_as_it_was(cuda, released):
-    with pytest.raises(RuntimeError, match="not permitted"):
-        CudaRecorder(torch.device("cuda", 1), cuda, cuda).capture(fail)
     assert not cuda.recording
     assert cuda.released == released, "what torch releases itself must not be released twice"
-
-
-def test_all_captures_on_a_device_share_a_stream():
-    cuda, device = FakeCuda(), torch.device("cuda", 0)
-    recorders = [CudaRecorder(device, cuda, cuda) for _ in range(2)]
-    assert recorders[0]._stream is recorders[1]._stream
 
 
 def test_memory_of_a_graph_is_that_of_its_own_pool():
@@ -202,11 +187,18 @@ class ForgetfulRecorder(FakeRecorder):
 
 @torch.inference_mode()
 def test_a_graph_is_recorded_once_after_warming_up_and_then_replayed():
-    recorder = FakeRecorder()
-    network = GraphedNetwork(lambda x: 2 * x, torch.zeros(2, 1, 3, 3, 3), recorder)
+    """It leaves example and inputs alone, and its scores lie in the same place."""
+    recorder, example, places = FakeRecorder(), torch.zeros(2, 1, 3, 3, 3), set()
+    network = GraphedNetwork(lambda x: 2 * x, example, recorder)
     assert recorder.log == ["warm up", "capture"]
     for value in (1.0, 5.0):
-        assert torch.equal(network(torch.full((2, 1, 3, 3, 3), value)), torch.full((2, 1, 3, 3, 3), 2 * value))
+        x = torch.full((2, 1, 3, 3, 3), value)
+        scores = network(x)
+        assert torch.equal(scores, 2 * x)
+        assert (x == value).all()
+        places.add(scores.data_ptr())
+    assert len(places) == 1
+    assert not example.any()
     assert recorder.log == ["warm up", "capture", "replay", "replay"]
 
 
@@ -230,22 +222,6 @@ def test_networks_that_are_loaded_at_the_same_time_are_recorded_one_after_the_ot
     with ThreadPoolExecutor(4) as pool:
         examples = [torch.zeros(1, 1, 2, 2, 2)] * 4
         list(pool.map(lambda example: GraphedNetwork(nn.Identity(), example, BusyRecorder()), examples))
-
-
-@torch.inference_mode()
-def test_the_example_and_the_input_are_left_alone():
-    example, x = torch.zeros(1, 1, 2, 2, 2), torch.ones(1, 1, 2, 2, 2)
-    network = GraphedNetwork(lambda x: x + 1, example, FakeRecorder())
-    network(x)
-    assert not example.any()
-    assert torch.equal(x, torch.ones(1, 1, 2, 2, 2))
-
-
-@torch.inference_mode()
-def test_scores_of_every_call_lie_in_the_same_place():
-    network = GraphedNetwork(lambda x: x + 1, torch.zeros(1, 1, 2, 2, 2), FakeRecorder())
-    first, second = network(torch.zeros(1, 1, 2, 2, 2)), network(torch.ones(1, 1, 2, 2, 2))
-    assert first.data_ptr() == second.data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -28,15 +28,12 @@ def _restored():
         (Engine(matmul_precision="highest"), ("highest", False, True)),
     ],
 )
-def test_a_gpu_computes_as_configured(settings, expected):
+def test_a_gpu_computes_as_configured_and_a_cpu_is_left_as_it_is(settings, expected):
+    before = switches()
+    tf32.use(settings, CPU)
+    assert switches() == before
     tf32.use(settings, CUDA)
     assert switches() == expected
-
-
-def test_a_cpu_is_left_as_it_is():
-    before = switches()
-    tf32.use(Engine(matmul_precision="medium"), CPU)
-    assert switches() == before
 
 
 def test_the_reference_is_exact_and_what_was_set_comes_back():

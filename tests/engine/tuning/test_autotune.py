@@ -81,21 +81,20 @@ def test_the_winner_is_within_the_margin_of_the_fastest_and_the_first_within_it_
     assert world.most_alive <= 2
 
 
-def test_one_that_is_alone_is_timed_too():
-    _, trials = World({("eager", "fp32"): 0.1}).race(EAGER)
-    assert trials[EAGER].windows_per_second == pytest.approx(10)
-
-
-def test_challengers_run_in_turn_with_the_champion():
-    world = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.1})
-    world.race(EAGER, COMPILED)
-    assert world.calls == [EAGER, COMPILED] * (1 + ROUNDS)
-
-
-def test_what_is_slower_in_every_call_is_called_a_few_times_only():
-    world = World({("eager", "fp32"): 0.2, ("compiled", "fp32"): 0.1})
-    world.race(COMPILED, EAGER)
-    assert world.calls == [COMPILED, EAGER] * (1 + FIRST_ROUNDS)
+@pytest.mark.parametrize(
+    ("seconds", "configs", "rounds"),
+    [
+        ((0.1, 0.1), (EAGER,), ROUNDS),
+        ((0.1, 0.1), (EAGER, COMPILED), ROUNDS),
+        ((0.2, 0.1), (COMPILED, EAGER), FIRST_ROUNDS),
+    ],
+    ids=["alone", "as fast", "slower in every call"],
+)
+def test_challengers_run_in_turn_with_the_champion_until_that_tells_enough(seconds, configs, rounds):
+    world = World({("eager", "fp32"): seconds[0], ("compiled", "fp32"): seconds[1]})
+    _, trials = world.race(*configs)
+    assert world.calls == [*configs] * (1 + rounds)
+    assert trials[EAGER].windows_per_second == pytest.approx(1 / seconds[0])
 
 
 @pytest.mark.parametrize(("difference", "word"), [(0.0011, "0.11% of the labels differ"), (math.nan, "not finite")])
@@ -138,6 +137,10 @@ def test_where_nothing_runs_the_reasons_are_told(choose):
     with pytest.raises(NothingRuns, match=r"no compiler; .*broken") as caught:
         getattr(world.make_tuner(), choose)([COMPILED, EAGER])
     assert [trial.choice for trial in caught.value.trials] == [COMPILED, EAGER]
+    for configs in ((EAGER,), (EAGER, COMPILED)):
+        timed = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.08}, last={"compiled": 3, "eager": 3})
+        with pytest.raises(NothingRuns, match="out of memory"):
+            timed.race(*configs)
 
 
 @given(st.floats(0.5, 60), st.floats(0.01, 3), st.floats(1, 300))
@@ -149,14 +152,6 @@ def test_nothing_is_begun_when_the_time_is_up(builds, seconds, limit):
     skipped = [trial for trial in trials.values() if str(trial.verdict) == "skipped: the time was up"]
     assert world.calls, "something has to run"
     assert bool(skipped) == (len(set(world.calls)) < len(ENGINES))
-
-
-def test_what_must_not_be_tried_is_not_built():
-    made, trials = World({("eager", "fp32"): 0.1}).race(
-        COMPILED, EAGER, explain_skip=lambda config: "too large" if config.engine == "compiled" else None
-    )
-    assert made == EAGER
-    assert str(trials[COMPILED].verdict) == "skipped: too large"
 
 
 @pytest.mark.parametrize(("per_call", "best"), [(0.1, 8), (0.001, 2)])
@@ -175,14 +170,18 @@ def test_streams_are_tried_with_the_best_batch_size():
     assert {config.sw_batch_size for config in trials if config.streams > 1} == {4}
 
 
-def test_every_configuration_is_announced_before_it_is_tried():
-    announced = []
-    world = World({("eager", "fp32"): 0.1})
-    world.race(
-        EAGER, changes={"streams": (1, 2)}, announce=lambda config, total: announced.append((config, total, world.now))
+def test_every_configuration_is_announced_before_it_is_tried_and_none_is_built_that_must_not_be():
+    announced, world = [], World({("eager", "fp32"): 0.1})
+    made, trials = world.race(
+        *(EAGER, COMPILED),
+        changes={"streams": (1, 2)},
+        announce=lambda config, total: announced.append((config, total, world.now)),
+        explain_skip=lambda config: "too large" if config.engine == "compiled" else None,
     )
-    assert announced[0] == (EAGER, 2, 0)
-    assert [config.streams for config, _, _ in announced] == [1, 2]
+    assert made.engine == "eager"
+    assert str(trials[COMPILED].verdict) == "skipped: too large"
+    assert announced[0] == (EAGER, 3, 0)
+    assert [config for config, _, _ in announced] == [EAGER, COMPILED, replace(EAGER, streams=2)]
 
 
 @pytest.mark.parametrize("last", [0, 1, FIRST_ROUNDS, ROUNDS])
@@ -193,13 +192,6 @@ def test_what_fails_at_any_time_is_out_and_nobody_else(last, configs):
     assert made == EAGER
     assert str(trials[COMPILED].verdict) == "failed: out of memory"
     assert str(trials[EAGER].verdict) == "chosen"
-
-
-@pytest.mark.parametrize("configs", [(EAGER,), (EAGER, COMPILED)])
-def test_where_all_fail_while_they_are_timed_nothing_runs(configs):
-    world = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.08}, last={"compiled": 3, "eager": 3})
-    with pytest.raises(NothingRuns, match="out of memory"):
-        world.race(*configs)
 
 
 def test_the_first_that_is_right_is_taken_and_nothing_is_timed():

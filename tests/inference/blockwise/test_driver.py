@@ -1,7 +1,5 @@
 """Labels of a block-wise run are those of the whole volume, to the bit, however it is cut."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +47,8 @@ def wanting(content: dict[str, Any], diameter: float) -> dict[str, Any]:
     return content | {"input": content["input"] | {"diameter": diameter}}
 
 
+AS_SAMPLED = Options()
+NINE = ObjectVolume(9, "px")
 CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any], Options]] = {
     "single windows": ((1, 1, 1), {}, Options()),
     "odd groups": ((1, 2, 3), {}, Options()),
@@ -56,11 +56,7 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any], Options]] = {
     "much overlap": ((2, 3, 2), {}, Options(overlap=0.6)),
     "no border": ((2, 2, 2), {"border": "drop", "minimum_size": 5}, Options(overlap=0.5)),
     "in views": ((2, 2, 1), {}, Options(quality="best")),
-    "steered": (
-        (1, 2, 2),
-        {"minimum_fraction": 0.1},
-        Options(steering=Steering(threshold=0.45, min_confidence=0.52, minimum_size=ObjectVolume(9, "px"))),
-    ),
+    "steered": ((1, 2, 2), {"minimum_fraction": 0.1}, Options(steering=Steering(0.45, NINE, min_confidence=0.52))),
     "believed": ((2, 1, 2), {"min_relative_odds": 0.97, "min_confidence": 0.51}, Options()),
     "finer": ((1, 2, 2), {"threshold": 0.45}, Options(diameter=Diameter((4.3,), "px"))),
     "coarser": (
@@ -69,89 +65,72 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any], Options]] = {
         Options(diameter=Diameter((4.1, 8.3, 13.0), "px"), steering=Steering(minimum_size=ObjectVolume(200, "px"))),
     ),
     "coarser foreground": ((1, 1, 1), {}, Options(output="classes", diameter=Diameter((9.0, 14.0, 5.0), "px"))),
-    "finer, empty windows": (
-        (1, 2, 1),
-        {"threshold": 0.45},
-        Options(skip_below=20000.0, diameter=Diameter((5.0,), "px")),
-    ),
+    "finer, empty windows": ((1, 2, 1), {"threshold": 0.45}, Options(skip_below=2e4, diameter=Diameter((5.0,), "px"))),
     "foreground": ((1, 1, 2), {}, Options(output="classes")),
     "empty windows": ((1, 2, 1), {}, Options(skip_below=20000.0)),
 }
 
 
+def compare(tmp_path: Path, pixels: np.ndarray, spec, options=AS_SAMPLED, windows=None, chunks=(16, 20, 24)):
+    """Assert that both ways give the same labels and notes; return the folder of the run, and the labels."""
+    source = write_zarr(tmp_path / "in.zarr", pixels, chunks=chunks)
+    whole = segment_whole(source, spec, options, settings_of())
+    folder = begin(tmp_path / "run", source, spec, options, settings_of(), windows)
+    labels = segment_blocks(folder, tmp_path / "out.zarr")
+    assert labels.dtype == whole.segmentation.pixels.dtype
+    assert np.array_equal(labels, whole.segmentation.pixels)
+    assert folder.survey.notes == whole.notes
+    return folder, labels
+
+
 FEW = {"odd groups", "empty windows", "coarser"}
 
 
-@pytest.fixture
-def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Join few pieces and passes at a time."""
-    monkeypatch.setattr(join, "PIECES", 100)
-    monkeypatch.setattr(join, "PASSES", 50)
-
-
-@pytest.mark.usefixtures("few_at_a_time")
 @pytest.mark.parametrize(
     "case", [case if case in FEW else pytest.param(case, marks=pytest.mark.thorough) for case in CASES]
 )
-def test_labels_are_those_of_the_whole(case: str, tmp_path: Path, write_model, random_nuclei_content) -> None:
+def test_labels_are_those_of_the_whole(case, tmp_path, write_model, random_nuclei_content, monkeypatch) -> None:
+    """Also where few pieces and passes are joined at a time."""
+    monkeypatch.setattr(join, "PIECES", 100)
+    monkeypatch.setattr(join, "PASSES", 50)
     windows, decoding, options = CASES[case]
     spec = write_model(instances(wanting(random_nuclei_content, 6.0), **decoding))
     pixels, has_empty = hills(SHAPE, 3), "empty windows" in case
     if has_empty:
         pixels[:, 20:] = 100
-    source = write_zarr(tmp_path / "in.zarr", pixels, chunks=(16, 20, 24))
-    whole = segment_whole(source, spec, options, settings_of()).segmentation
-    folder = begin(tmp_path / "run", source, spec, options, settings_of(), windows)
-    labels = segment_blocks(folder, tmp_path / "out.zarr")
+    folder, labels = compare(tmp_path, pixels, spec, options, windows)
     skipped = folder.survey.skipped
     assert (skipped is not None and skipped.windows > 0) == has_empty
-    assert whole.pixels.any()
-    assert labels.dtype == whole.pixels.dtype
-    assert np.array_equal(labels, whole.pixels)
+    assert labels.any()
 
 
 def test_a_volume_with_nothing_in_it_has_no_labels(tmp_path: Path, write_model, random_nuclei_content) -> None:
-    spec = write_model(instances(random_nuclei_content))
-    source = write_zarr(tmp_path / "in.zarr", hills((20, 20, 30), 3), chunks=(16, 20, 24))
-    options = Options(steering=Steering(threshold=0.999))
-    folder = begin(tmp_path / "run", source, spec, options, settings_of(), (1, 1, 2))
-    assert not segment_blocks(folder, tmp_path / "out.zarr").any()
+    spec, options = write_model(instances(random_nuclei_content)), Options(steering=Steering(threshold=0.999))
+    folder, labels = compare(tmp_path, hills((20, 20, 30), 3), spec, options, (1, 1, 2))
+    assert not labels.any()
     assert folder.read_record("join")["objects"] == 0
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(1, 40, 50), (9, 16, 61), (40, 7, 8), (16, 16, 16), (17, 16, 16)])
-def test_shapes_that_are_hardly_larger_than_a_window(
-    shape: tuple[int, int, int], tmp_path: Path, write_model, random_nuclei_content
-) -> None:
+def test_shapes_that_are_hardly_larger_than_a_window(shape, tmp_path: Path, write_model, random_nuclei_content) -> None:
     spec = write_model(instances(random_nuclei_content))
-    source = write_zarr(tmp_path / "in.zarr", hills(shape, 5).astype(np.float32), chunks=(8, 16, 16))
-    whole = segment_whole(source, spec, Options(), settings_of()).segmentation.pixels
-    folder = begin(tmp_path / "run", source, spec, Options(), settings_of(), (1, 1, 1))
-    assert np.array_equal(segment_blocks(folder, tmp_path / "out.zarr"), whole)
+    compare(tmp_path, hills(shape, 5).astype(np.float32), spec, windows=(1, 1, 1), chunks=(8, 16, 16))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(10))
-def test_any_widths_give_the_labels_and_notes_of_the_whole(
-    seed: int, tmp_path: Path, write_model, random_nuclei_content
-) -> None:
+def test_any_widths_give_the_labels_of_the_whole(seed: int, tmp_path: Path, write_model, random_nuclei_content) -> None:
     rng = np.random.default_rng(seed)
     z, y, x = rng.integers(12, 50, 3).tolist()
     widths = np.exp(rng.uniform(np.log(3), np.log(14), 3)).tolist()
     least = Steering(minimum_size=ObjectVolume(float(rng.integers(1, 300)), "px")) if seed % 3 else Steering()
     options = Options(diameter=Diameter((widths[0], widths[1], widths[2]), "px"), steering=least)
     spec = write_model(instances(wanting(random_nuclei_content, 6.0), threshold=0.44, smoothing=seed % 2))
-    source = write_zarr(tmp_path / "in.zarr", hills((z, y, x), seed), chunks=(8, 16, 16))
-    whole = segment_whole(source, spec, options, settings_of())
-    folder = begin(tmp_path / "run", source, spec, options, settings_of(), (1, 2, 1))
-    assert np.array_equal(segment_blocks(folder, tmp_path / "out.zarr"), whole.segmentation.pixels)
-    assert folder.survey.notes == whole.notes
+    compare(tmp_path, hills((z, y, x), seed), spec, options, (1, 2, 1), (8, 16, 16))
 
 
-def test_a_width_that_was_estimated_stays_when_a_run_goes_on(
-    tmp_path: Path, write_model, random_nuclei_content
-) -> None:
+def test_a_width_that_was_estimated_stays_when_a_run_goes_on(tmp_path, write_model, random_nuclei_content) -> None:
     spec = write_model(instances(wanting(random_nuclei_content, 6.0), threshold=0.44))
     source = write_zarr(tmp_path / "in.zarr", hills((20, 24, 28), 4), chunks=(16, 20, 24))
     wide = Diameter((9.0,), "px")
@@ -170,9 +149,7 @@ def test_a_width_that_was_estimated_stays_when_a_run_goes_on(
     assert np.array_equal(labels, whole)
 
 
-def test_a_run_that_goes_on_with_another_name_for_its_result_writes_all_of_it_there(
-    tmp_path: Path, bands, phantom
-) -> None:
+def test_a_run_that_goes_on_with_another_name_for_its_result_writes_all_of_it_there(tmp_path, bands, phantom) -> None:
     source = write_zarr(tmp_path / "in.zarr", phantom.image, chunks=(16, 32, 32))
     folder = begin(tmp_path / "run", source, bands, Options(), settings_of())
     labels = segment_blocks(folder, tmp_path / "first.zarr")
@@ -187,20 +164,13 @@ def test_a_run_that_goes_on_with_another_name_for_its_result_writes_all_of_it_th
 def test_told_nothing_the_width_is_estimated_as_of_the_whole(tmp_path: Path) -> None:
     nuclei = read_spec(bundled_folder("models") / "nuclei")
     wide = zoom(tifffile.imread(nuclei.folder / "sample.tif")[:, :64, :64], 1.7, order=1)
-    source = write_zarr(tmp_path / "in.zarr", wide, chunks=(16, 32, 32))
-    whole = segment_whole(source, nuclei, Options(), settings_of())
-    folder = begin(tmp_path / "run", source, nuclei, Options(), settings_of())
-    labels = segment_blocks(folder, tmp_path / "out.zarr")
-    assert whole.segmentation.pixels.any()
-    assert np.array_equal(labels, whole.segmentation.pixels)
-    assert folder.survey.notes == whole.notes
-    assert any(note.startswith("Resampled from") for note in whole.notes)
+    folder, labels = compare(tmp_path, wide, nuclei, chunks=(16, 32, 32))
+    assert labels.any()
+    assert any(note.startswith("Resampled from") for note in folder.survey.notes)
 
 
 @pytest.mark.parametrize("options", [Options(), Options(diameter=Diameter((9.0,), "px"))])
-def test_objects_are_measured_in_every_channel(
-    options: Options, tmp_path: Path, write_model, random_nuclei_content
-) -> None:
+def test_objects_are_measured_in_every_channel(options, tmp_path, write_model, random_nuclei_content) -> None:
     spec = write_model(instances(wanting(random_nuclei_content, 6.0), threshold=0.44))
     # Labels are written in blocks of 64 planes.
     pixels = np.stack([hills((70, 20, 24), 4), hills((70, 20, 24), 5)])

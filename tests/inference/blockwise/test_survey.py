@@ -1,7 +1,5 @@
 """The survey of a volume in parts tells what one pass over the whole does, to the bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

@@ -1,12 +1,11 @@
 """Workers and drivers that are killed: only what they were doing is done again, and the result is the same."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -47,10 +46,20 @@ def source(tmp_path: Path, phantom) -> Path:
     return write_zarr(tmp_path / "in.zarr", phantom.image, chunks=(16, 32, 32))
 
 
+@pytest.fixture
+def start(tmp_path: Path, source: Path, bands) -> Callable[..., RunFolder]:
+    """start(folder, options, windows): begin a run."""
+
+    def begin_there(folder: Path = tmp_path / "run", options=Options(), windows=None) -> RunFolder:  # noqa: B008
+        return begin(folder, source, bands, options, settings_of(), windows)
+
+    return begin_there
+
+
 @pytest.mark.thorough
-def test_a_worker_that_is_killed_loses_its_block_alone(tmp_path: Path, source: Path, bands) -> None:
+def test_a_worker_that_is_killed_loses_its_block_alone(tmp_path: Path, source: Path, bands, start) -> None:
     whole = segment_whole(source, bands, Options(), settings_of()).segmentation.pixels
-    folder = begin(tmp_path / "run", source, bands, Options(), settings_of(), (1, 1, 1))
+    folder = start(windows=(1, 1, 1))
     with closing(LocalWorkers(2, die_once)) as workers:
         assert np.array_equal(segment_blocks(folder, tmp_path / "out.zarr", workers), whole)
     assert (folder.path / "died-before").exists()
@@ -63,9 +72,8 @@ def test_a_block_that_kills_every_worker_ends_the_run(tmp_path: Path) -> None:
         workers.submit(BlockTask(str(tmp_path), "scores", 3)).result(60)
 
 
-def test_what_is_done_is_not_done_again(tmp_path: Path, source: Path, bands) -> None:
-    folder = begin(tmp_path / "run", source, bands, Options(), settings_of(), (1, 1, 1))
-    first, again = InlineWorkers(), InlineWorkers()
+def test_what_is_done_is_not_done_again(tmp_path: Path, start) -> None:
+    folder, first, again = start(windows=(1, 1, 1)), InlineWorkers(), InlineWorkers()
     labels = segment_blocks(folder, tmp_path / "out.zarr", first)
     count = folder.plan.layout.count
     assert not list((folder.path / "scores").iterdir())
@@ -78,40 +86,36 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, source: Path, bands) -> 
     assert [number for step, number in again.seen if step == "tile"] == [count - 1]
 
 
-def test_a_folder_of_another_run_is_refused(tmp_path: Path, source: Path, bands) -> None:
+def test_a_folder_of_another_run_is_refused(tmp_path: Path, source: Path, start) -> None:
     for strict in (True, False):
-        begin(tmp_path / "run", source, bands, Options(strict=strict), settings_of())
+        start(options=Options(strict=strict))
     with pytest.raises(BadParameter, match="another stack, model or options"):
-        begin(tmp_path / "run", source, bands, Options(overlap=0.4), settings_of())
+        start(options=Options(overlap=0.4))
     with pytest.raises(BadParameter, match="something else"):
-        begin(source, source, bands, Options(), settings_of())
+        start(source)
     (tmp_path / "run" / "plan.json").write_text("{}")
     with pytest.raises(BadParameter, match="of another version"):
-        begin(tmp_path / "run", source, bands, Options(), settings_of())
+        start()
 
 
-def test_a_run_that_was_killed_as_it_began_begins_again(tmp_path: Path, source: Path, bands) -> None:
-    whole = begin(tmp_path / "run", source, bands, Options(), settings_of()).path
-    left = whole.with_name("killed")
-    left.mkdir()
-    (left / "records").mkdir()
+def test_a_run_that_was_killed_as_it_began_begins_again(tmp_path: Path, start) -> None:
+    whole, left = start(), tmp_path / "killed"
+    (left / "records").mkdir(parents=True)
     (left / "plan.json.part-17").touch()
-    folder = begin(left, source, bands, Options(), settings_of())
-    assert folder.plan == RunFolder(whole).plan
+    folder = start(left)
+    assert folder.plan == whole.plan
     (left / "settings.json").unlink()
-    assert begin(left, source, bands, Options(), settings_of()).settings == folder.settings
+    assert start(left).settings == folder.settings
 
 
-def test_records_of_no_block_do_not_count(tmp_path: Path, source: Path, bands) -> None:
-    folder = begin(tmp_path / "run", source, bands, Options(), settings_of())
+def test_records_of_no_block_do_not_count(start) -> None:
+    folder = start()
     for name in ("tile-x.json", "tile-3.json.part-8", "tile.json", "tile-4.json"):
         (folder.path / "records" / name).write_text("{}")
     assert folder.done("tile") == {4}
 
 
-def test_a_folder_that_another_command_uses_is_refused(
-    tmp_path: Path, source: Path, bands, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_another_command_uses_is_refused(tmp_path, source, bands, capsys, monkeypatch) -> None:
     out, scratch = tmp_path / "out.zarr", tmp_path / "run"
     command = ["segment", str(source), str(out), "--workers", "1", "--scratch", str(scratch)]
     # A name of a model, or of its folder, has at most 64 characters.

@@ -1,20 +1,17 @@
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from landscapes import CountWaits, aten, decode_objects, hills
+from landscapes import CountWaits, aten, hills
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from service.inference.cuda.watershed import WholeWatershed, merge_basins_on_device
 from service.inference.decoding.basin_merging import Persistence, merge_shallow_basins
 from service.inference.decoding.watershed import Basins, Passes, Planes
-from service.inference.decoding.watershed_kernel import BLOCK_VOXELS, watershed_kernel
 
 
 class CountMasks(TorchDispatchMode):
@@ -38,7 +35,6 @@ def some_basins(peaks: Tensor, first: Tensor, second: Tensor, height: Tensor) ->
     return Basins(none, torch.zeros(0, 0, 0, dtype=torch.int32), peaks, none, none, passes)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     count=st.integers(0, 30),
@@ -47,9 +43,7 @@ def some_basins(peaks: Tensor, first: Tensor, second: Tensor, height: Tensor) ->
     persistence=st.sampled_from([0.0, 0.1, 0.4, 2.0]),
     logits=st.booleans(),
 )
-def test_objects_are_those_of_merging_pass_by_pass(
-    seed: int, count: int, passes: int, levels: int, persistence: float, logits: bool
-) -> None:
+def test_objects_are_those_of_merging_pass_by_pass(seed, count, passes, levels, persistence, logits) -> None:
     """With few levels peaks and passes are as high as each other, and some pairs have several passes or are one."""
     rng = np.random.default_rng(seed)
     peaks, heights = (rng.random(number).astype(np.float32) for number in (count, passes if count else 0))
@@ -83,39 +77,6 @@ def test_merging_without_ties_uses_no_masks_as_indices() -> None:
     assert counted.masks == 0
 
 
-@settings(max_examples=20, deadline=None)
-@given(
-    seed=st.integers(0, 2**16),
-    size=st.tuples(st.integers(1, 9), st.integers(1, 23), st.integers(1, 19)),
-    levels=st.sampled_from([0, 1, 3]),
-    cuts=st.sets(st.integers(1, 22)),
-    along_y=st.booleans(),
-    logits=st.booleans(),
-    drop_border=st.booleans(),
-    block=st.sampled_from([1, 500, BLOCK_VOXELS]),
-)
-def test_the_whole_volume_at_once_gives_the_labels_of_its_parts(
-    seed: int,
-    size: tuple[int, int, int],
-    levels: int,
-    cuts: set[int],
-    along_y: bool,
-    logits: bool,
-    drop_border: bool,
-    block: int,
-) -> None:
-    heights = hills(seed, size) if max(size) > 1 else np.ones(size, np.float32)
-    if levels:
-        heights = np.round(heights * levels) / levels
-    inner = tuple(sorted(cut for cut in cuts if cut < size[along_y]))
-    options = {"logits": logits, "drop_border": drop_border}
-    expected, objects = decode_objects(heights, 0.1, 3, kernel=watershed_kernel, **options)
-    found, others = decode_objects(heights, 0.1, 3, inner, block, along_y=along_y, whole=True, **options)
-    assert np.array_equal(found, expected)
-    for name in ("voxels", "confidence", "peaks"):
-        np.testing.assert_allclose(getattr(others, name), getattr(objects, name), rtol=1e-6)
-
-
 def waits_of_whole_volume(*block: int) -> int:
     """Return how often the host waits for the labels of 64 x 8 x 8 voxels in blocks of this number of voxels."""
     heights = torch.from_numpy(hills(3, (64, 8, 8))).nan_to_num_(neginf=-9)
@@ -139,9 +100,10 @@ def test_parts_of_a_whole_volume_wait_for_nothing(parts: int) -> None:
     made = WholeWatershed(Planes((12, 16, 16), heights.device), 0.0, Persistence(0.1, logits=False))
     with CountWaits() as added:
         for part in heights.chunk(parts):
-            made.add(part, part)
+            made.add(part, part > 0 if parts == 4 else part)
     with CountWaits() as counted:
-        labels, _objects = made.labels(0, drop_border=False)
+        labels, objects = made.labels(0, drop_border=False)
     assert added.waits == 0
     assert counted.waits < 30, "however many parts there are"
     assert labels.max() > 1
+    assert parts != 4 or (objects.confidence > 0.999).all(), "a mask is certain"

@@ -1,7 +1,5 @@
 """What a request changes in a model's decoding."""
 
-from __future__ import annotations
-
 import math
 from decimal import Decimal
 
@@ -58,14 +56,19 @@ def test_a_stated_confidence_is_the_only_one_that_holds(random_nuclei: ModelSpec
 
 
 @pytest.mark.parametrize(("size", "voxels"), [((20, 40, 40), 60), ((40, 80, 80), 60), ((10, 20, 40), 15)])
-def test_a_stated_minimum_is_in_the_stack_whatever_that_is_resampled_to(
-    random_nuclei: ModelSpec, size: tuple[int, int, int], voxels: int
-) -> None:
-    for stated in (ObjectVolume(60, "px"), ObjectVolume(30, "um3")):
-        steering = Steering(minimum_size=stated)
-        assert minimum_voxels(steering, VOLUME) == 60
-        decoding = decoding_of(with_fraction(random_nuclei, 0.5), steering, size)
-        assert (decoding.minimum_size, decoding.minimum_fraction) == (voxels, 0)
+@pytest.mark.parametrize("stated", [ObjectVolume(60, "px"), ObjectVolume(30, "um3")], ids=str)
+def test_a_stated_minimum_is_in_the_stack_whatever_that_is_resampled_to(random_nuclei, size, voxels, stated) -> None:
+    steering = Steering(minimum_size=stated)
+    assert minimum_voxels(steering, VOLUME) == 60
+    decoding = decoding_of(with_fraction(random_nuclei, 0.5), steering, size)
+    assert (decoding.minimum_size, decoding.minimum_fraction) == (voxels, 0)
+
+
+def test_a_minimum_may_be_nothing_and_none_is_too_large_for_the_kernel(random_nuclei: ModelSpec) -> None:
+    with pytest.raises(BadParameter, match=r"minimum_size: .*voxel_size=Z,Y,X"):
+        minimum_voxels(Steering(minimum_size=ObjectVolume(12, "um3")), UNSIZED)
+    for stated, voxels in ((ObjectVolume(0, "px"), 0), (ObjectVolume(1e18, "um3"), 20 * 40 * 40 + 1)):
+        assert decoding_of(random_nuclei, Steering(minimum_size=stated), (80, 160, 160)).minimum_size == voxels
 
 
 SIZES = st.tuples(*[st.integers(1, 9)] * 3)
@@ -73,7 +76,7 @@ SIZES = st.tuples(*[st.integers(1, 9)] * 3)
 
 @given(SIZES, SIZES, st.integers(1, 60), st.integers(0, 2**32 - 1))
 def test_the_grid_of_the_network_keeps_what_is_large_enough_in_the_stack(
-    random_nuclei: ModelSpec, grid: tuple[int, int, int], stack: tuple[int, int, int], least: int, seed: int
+    random_nuclei, grid, stack, least, seed
 ) -> None:
     inside = (np.random.default_rng(seed).random(grid) < 0.5).astype(np.uint16)
     volume = Volume.from_array(np.zeros((1, *stack), np.uint8))
@@ -91,38 +94,19 @@ def test_micrometres_are_as_many_voxels_as_they_would_be_on_paper(voxels: int, e
     assert minimum_voxels(Steering(minimum_size=ObjectVolume(amount, "um3")), volume) == voxels
 
 
-def test_a_minimum_of_nothing_keeps_what_the_model_would_drop(random_nuclei: ModelSpec) -> None:
-    assert decoding_of(random_nuclei, Steering(minimum_size=ObjectVolume(0, "px"))).minimum_size == 0
-
-
-def test_no_minimum_is_too_large_for_the_kernel(random_nuclei: ModelSpec) -> None:
-    steering = Steering(minimum_size=ObjectVolume(1e18, "um3"))
-    assert decoding_of(random_nuclei, steering, (80, 160, 160)).minimum_size == 20 * 40 * 40 + 1
-
-
 @pytest.mark.parametrize(
     ("output", "steering", "words"),
     [
         ("classes", Steering(border="drop"), "border: there are no objects in classes"),
         ("probabilities", Steering(threshold=0.4), "threshold: there are no objects in probabilities"),
         ("probabilities", Steering(fill_holes=False), "fill_holes: there are no objects"),
+        ("classes", Steering(min_confidence=0.0), "min_confidence: there are no objects"),
     ],
 )
-def test_steering_that_changes_nothing_is_refused(
-    random_nuclei: ModelSpec, output: OutputKind, steering: Steering, words: str
-) -> None:
+def test_steering_that_changes_nothing_is_refused(random_nuclei, bands, output: OutputKind, steering, words) -> None:
     with pytest.raises(BadParameter, match=words):
         check_steering(random_nuclei, output, steering)
-    check_steering(random_nuclei, "labels", steering)
-    check_steering(random_nuclei, "classes", Steering(threshold=0.4))
-
-
-@pytest.mark.parametrize("steering", [Steering(threshold=0.5), Steering(min_confidence=0.0)])
-def test_classes_are_not_steered(bands: ModelSpec, steering: Steering) -> None:
     with pytest.raises(BadParameter, match=r"bands gives each voxel the class"):
         check_steering(bands, "classes", steering)
-
-
-def test_cubic_micrometres_need_a_voxel_size() -> None:
-    with pytest.raises(BadParameter, match=r"minimum_size: .*voxel_size=Z,Y,X"):
-        minimum_voxels(Steering(minimum_size=ObjectVolume(12, "um3")), UNSIZED)
+    check_steering(random_nuclei, "labels", steering)
+    check_steering(random_nuclei, "classes", Steering(threshold=0.4))

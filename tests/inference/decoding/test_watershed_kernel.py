@@ -1,6 +1,6 @@
 """Objects found in C++ are those that torch and NumPy find, voxel by voxel."""
 
-from __future__ import annotations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ import torch
 from fakes import with_library
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from landscapes import CPU, Array, decode, decode_objects, hills
+from landscapes import CPU, Array, decode_objects, hills
 from scipy import ndimage
 from torch import Tensor
 
@@ -35,39 +35,23 @@ def kernel() -> WatershedKernel:
     return watershed_kernel
 
 
-def compare(
-    kernel: WatershedKernel,
-    heights: Array,
-    persistence: float,
-    minimum_size: int = 0,
-    cuts: tuple[int, ...] = (),
-    block: int = BLOCK_VOXELS,
-    *,
-    along_y: bool = False,
-    logits: bool = False,
-    drop_border: bool = False,
-) -> Array:
-    """Assert that both ways give the same labels, of the same type, and know the same of the objects; the labels."""
-    (expected, many), (labels, objects) = (
-        decode_objects(
-            heights,
-            persistence,
-            minimum_size,
-            cuts,
-            block,
-            one,
-            along_y=along_y,
-            logits=logits,
-            drop_border=drop_border,
-        )
-        for one in (None, kernel)
+def compare(kernel: WatershedKernel, heights: Array, persistence: float, **options: Any) -> Array:
+    """Assert that all ways give the same labels, of the same type, and know the same of the objects; the labels.
+
+    `options` are those of `decode_objects`. The ways are torch, plane by plane and with all planes at once, and C++.
+    """
+    (expected, many), (whole, others), (labels, objects) = (
+        decode_objects(heights, persistence, **options, **way) for way in ({}, {"whole": True}, {"kernel": kernel})
     )
     assert len(objects) == len(many) == labels.max(initial=0)
     assert np.array_equal(objects.voxels, many.voxels)
     assert np.array_equal(objects.confidence, many.confidence)
     assert np.allclose(objects.peaks, many.peaks, rtol=1e-6)
-    assert labels.dtype == expected.dtype
+    assert labels.dtype == whole.dtype == expected.dtype
     assert np.array_equal(labels, expected)
+    assert np.array_equal(whole, expected)
+    for name in ("voxels", "confidence", "peaks"):
+        assert np.allclose(getattr(others, name), getattr(objects, name), rtol=1e-6, atol=0)
     return labels
 
 
@@ -86,18 +70,7 @@ def compare(
     drop_border=st.booleans(),
 )
 def test_labels_are_those_of_torch(
-    kernel: WatershedKernel,
-    seed: int,
-    size: Size,
-    sigma: float,
-    levels: int,
-    persistence: float,
-    logits: bool,
-    cuts: set[int],
-    planes: int,
-    along_y: bool,
-    minimum_size: int,
-    drop_border: bool,
+    kernel, seed, size, sigma, levels, persistence, logits, cuts, planes, along_y, minimum_size, drop_border
 ) -> None:
     """With ties and plateaus, in slabs and blocks of any number of planes, anisotropic or not."""
     heights = hills(seed, size, sigma) if max(size) > 1 else np.ones(size, np.float32)
@@ -105,12 +78,8 @@ def test_labels_are_those_of_torch(
         heights = np.round(heights * levels) / levels
     inner = tuple(sorted(cut for cut in cuts if cut < size[along_y]))
     block = planes * (size[not along_y] + 2) * (size[2] + 2)
-    compare(
-        *(kernel, heights, persistence, minimum_size, inner, block),
-        along_y=along_y,
-        logits=logits,
-        drop_border=drop_border,
-    )
+    options = {"along_y": along_y, "logits": logits, "drop_border": drop_border}
+    compare(kernel, heights, persistence, minimum_size=minimum_size, cuts=inner, block=block, **options)
 
 
 @pytest.mark.parametrize("size", [(1, 1, 1), (1, 1, 9), (7, 1, 1), (2, 3, 1), (5, 8, 13)])
@@ -132,23 +101,18 @@ def test_single_voxels_anywhere(kernel: WatershedKernel) -> None:
         assert compare(kernel, heights, 0.1, drop_border=True).any() != at_a_face
 
 
-def test_thin_stretched_and_flattened_objects(kernel: WatershedKernel) -> None:
+def test_thin_stretched_and_flattened_objects_and_crowds_of_passes(kernel: WatershedKernel) -> None:
     for stride in ((4, 1, 1), (1, 4, 1), (1, 1, 4), (3, 3, 1)):
         heights = hills(7, (40, 40, 40), sigma=4)[tuple(slice(None, None, step) for step in stride)]
         compare(kernel, heights, 0.2, cuts=(3,))
-
-
-def test_crowds_of_passes_in_any_blocks(kernel: WatershedKernel) -> None:
-    heights = np.random.default_rng(2).random((24, 25, 26))
+    crowd = np.random.default_rng(2).random((24, 25, 26))
     for persistence in (0.05, 0.3, np.inf):
-        assert compare(kernel, heights, persistence, cuts=(7,), block=3 * 27 * 28).any()
+        assert compare(kernel, crowd, persistence, cuts=(7,), block=3 * 27 * 28).any()
 
 
 @pytest.mark.parametrize("levels", [None, 200])
 @pytest.mark.parametrize("along_y", [False, True])
-def test_needless_passes_are_forgotten_without_a_trace(
-    kernel: WatershedKernel, levels: int | None, *, along_y: bool
-) -> None:
+def test_needless_passes_are_forgotten_without_a_trace(kernel, levels, *, along_y) -> None:
     """Low hills in blocks of one plane have millions of passes, many as high as others where there are few levels."""
     heights = 0.3 * hills(8, (300, 14, 300) if along_y else (14, 300, 300), sigma=2)
     if levels is not None:
@@ -161,6 +125,12 @@ def test_needless_passes_are_forgotten_without_a_trace(
 
 
 def test_a_block_has_planes_of_any_size_but_places_of_32_bits(kernel: WatershedKernel) -> None:
+    """Others, and tensors elsewhere, are left to torch."""
+    assert not kernel.supports(torch.device("cuda"))
+    assert not with_library(watershed_kernel).supports(CPU)
+    assert kernel.supports(CPU, (2000, 2000, 2000))
+    assert not kernel.supports(CPU, (2**15, 10, 2**15))
+    assert not kernel.supports(CPU, (10, 10, 10), block=2**31)
     assert choose_block((64, 100, 100)) == BLOCK_VOXELS
     assert choose_block((64, 3000, 2000)) == BLOCK_PLANES * 3002 * 2002
     assert choose_block((64, 3000, 2000), along_y=True) == BLOCK_VOXELS
@@ -178,20 +148,6 @@ def test_objects_know_their_size_their_confidence_and_their_peak(kernel: Watersh
     assert np.array_equal(objects.voxels, np.bincount(labels.ravel())[1:])
     assert objects.confidence == pytest.approx(ndimage.mean(probability, labels, numbers), abs=0.005)
     assert objects.peaks == pytest.approx(ndimage.maximum(probability, labels, numbers), abs=1e-4)
-
-
-@pytest.mark.parametrize("with_kernel", [False, True])
-@pytest.mark.parametrize(("edge", "dtype"), [(80, np.uint16), (82, np.uint32)])
-def test_labels_are_wide_enough_for_their_number(
-    kernel: WatershedKernel, with_kernel: bool, edge: int, dtype: type[np.unsignedinteger]
-) -> None:
-    heights = np.full((edge, edge, edge), -np.inf)
-    heights[::2, ::2, ::2] = 1.0
-    labels, count = decode(heights, kernel=kernel if with_kernel else None)
-    assert count == (edge // 2) ** 3
-    assert labels.dtype == dtype
-    assert np.array_equal(labels[::2, ::2, ::2].ravel(), np.arange(1, count + 1))
-    assert np.count_nonzero(labels) == count
 
 
 def decoded(
@@ -231,19 +187,7 @@ LAYOUTS = (
     activation=st.sampled_from(["none", "sigmoid"]),
 )
 def test_scores_of_any_kind_and_layout_are_decoded_as_by_torch(
-    kernel: WatershedKernel,
-    random_nuclei: ModelSpec,
-    seed: int,
-    size: Size,
-    dtype: torch.dtype,
-    layout: int,
-    parts: tuple[int, int],
-    smoothing: int,
-    spoilt: float,
-    threshold: float,
-    border: str,
-    holes: str,
-    activation: str,
+    kernel, random_nuclei, seed, size, dtype, layout, parts, smoothing, spoilt, threshold, border, holes, activation
 ) -> None:
     """Also where some are no numbers; averages of such may differ in sign, by which they would be ordered."""
     random = np.random.default_rng(seed)
@@ -251,17 +195,8 @@ def test_scores_of_any_kind_and_layout_are_decoded_as_by_torch(
     if not smoothing:
         heights[random.random(heights.shape) < spoilt] = np.nan
     scores = torch.from_numpy(heights).to(dtype)[None]
-    decoding = Instances.model_validate(
-        {
-            "kind": "instances",
-            "smoothing": smoothing,
-            "minimum_size": 2,
-            "persistence": 0.05,
-            "threshold": threshold,
-            "border": border,
-            "holes": holes,
-        }
-    )
+    stated = {"smoothing": smoothing, "threshold": threshold, "border": border, "holes": holes}
+    decoding = Instances.model_validate({"kind": "instances", "minimum_size": 2, "persistence": 0.05} | stated)
     spec = random_nuclei.model_copy(update={"activation": activation})
     depth, rows = min(parts[0], size[0]), min(parts[1], size[1])
     expected = decoded(spec, decoding, with_library(watershed_kernel), scores, depth, rows)
@@ -298,17 +233,3 @@ def test_nothing_is_read_or_written_that_is_not_there(kernel: WatershedKernel) -
 def test_what_memory_does_not_hold_is_a_memory_error(kernel: WatershedKernel) -> None:
     with pytest.raises(MemoryError):
         kernel.start((17 * 10**7, 17 * 10**7, 1), PARAMETERS)
-
-
-def test_where_it_is_missing_torch_does_it(random_nuclei: ModelSpec) -> None:
-    none = with_library(watershed_kernel)
-    assert not none.supports(CPU)
-    scores = torch.ones(1, 2, 3, 4, 5)
-    assert decoded(random_nuclei, Instances(kind="instances"), none, scores, 3, 4).max() == 1
-
-
-def test_tensors_elsewhere_and_blocks_beyond_32_bits_are_left_to_torch(kernel: WatershedKernel) -> None:
-    assert not kernel.supports(torch.device("cuda"))
-    assert kernel.supports(CPU, (2000, 2000, 2000))
-    assert not kernel.supports(CPU, (2**15, 10, 2**15))
-    assert not kernel.supports(CPU, (10, 10, 10), block=2**31)

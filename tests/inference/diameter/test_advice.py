@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -13,6 +11,7 @@ from service.inference.types import Doubt
 from service.models.spec import Calibration
 
 CALIBRATION = Calibration(intercept=-15, certainty=2, peak=14, size=-3, giants=-1, sheets="membranes")
+
 SHELLS = torch.from_numpy(np.exp(-(((distance_to(*CENTRES) - 11) / 1.5) ** 2))).float()[None]
 BLANK = torch.zeros(1, 32, 32, 32)
 BALLS = torch.from_numpy(np.clip((9 - distance_to(*CENTRES)) / 3, 0, 1)).float()[None]
@@ -27,12 +26,9 @@ def attempt(*, calibration: Calibration = CALIBRATION, **evidence: Any) -> str:
     return doubt.attempt
 
 
-def test_the_next_try_is_a_value_of_a_parameter() -> None:
+def test_the_next_try_is_named_and_is_a_value_of_a_parameter() -> None:
     assert Doubt(0.1, "It is odd.", "diameter=4,8,8px").suggested == {"diameter": "4,8,8px"}
     assert Doubt(0.1, "It is odd.", "").suggested == {}
-
-
-def test_the_next_try_is_named() -> None:
     assert attempt(windows=[SHELLS], guess=NARROW) == "model=membranes"
     assert attempt(guess=NARROW) == "diameter=4px"
     assert attempt(guess=NARROW, sure=9) == "diameter=4px"

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -29,22 +27,14 @@ def test_objects_like_those_of_the_training_are_believed_and_others_are_not() ->
     assert confidence_in(objects([20, 21, 19], 0.94, 0.55)) < 0.3
     assert confidence_in(objects([50, 60, 55], 0.94, 0.85)) < good
     assert confidence_in(objects([20, 20, 20] + 3 * [3], 0.94, 0.85)) == pytest.approx(good, abs=0.01)
-
-
-def test_what_finds_nothing_is_neither_good_nor_bad() -> None:
-    assert judge(objects([], 0.9, 0.9), 20.0, CALIBRATION) is None
-
-
-def test_confidence_is_a_number_whatever_the_network_says() -> None:
-    assert (
-        confidence_in(objects([20], 1.0, np.nan))
-        == confidence_in(objects([20], 1.0, 0.0))
-        < confidence_in(objects([20], 1.0, 1.0))
-    )
-
-
-def test_the_typical_width_is_that_of_the_object_of_the_median_voxel() -> None:
+    # The typical object is that of the median voxel.
     assert typical_width(objects([20, 4, 4, 4, 4], 0.9, 0.9)) == pytest.approx(20, abs=0.1)
+
+
+def test_confidence_is_a_number_whatever_the_network_says_unless_nothing_is_found() -> None:
+    unknown, lowest, highest = (confidence_in(objects([20], 1.0, peak)) for peak in (np.nan, 0.0, 1.0))
+    assert unknown == lowest < highest
+    assert judge(objects([], 0.9, 0.9), 20.0, CALIBRATION) is None
 
 
 def test_objects_that_stand_out_from_grain_are_counted() -> None:

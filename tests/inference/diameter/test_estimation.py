@@ -1,7 +1,5 @@
 """The width of objects, estimated with a network that sees every object at any scale."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -69,9 +67,7 @@ def test_objects_are_as_wide_as_they_are(spec: ModelSpec, width: float, flatness
 @pytest.mark.parametrize(
     ("spacing", "flatness", "expected"), [(2, 2, 2), (4, 4, 4), (4, 2.5, 4), (2, 5, 5 * DEEPER / ROUND)]
 )
-def test_planes_tell_how_deep_objects_are_that_light_blurs(
-    spec: ModelSpec, spacing: float, flatness: float, expected: float
-) -> None:
+def test_planes_tell_how_deep_objects_are_that_light_blurs(spec, spacing, flatness, expected) -> None:
     found = sized(cones((80, 80, 88), 16, flatness), spec, voxel_size=VoxelSize(spacing, 1, 1))
     assert found.diameter is not None
     deep, wide = found.diameter.lengths[0], found.diameter.lengths[-1]
@@ -96,22 +92,25 @@ def test_a_first_look_is_enough_for_objects_of_the_right_width(spec: ModelSpec) 
     assert "suits the model" in found.note
 
 
-@pytest.mark.parametrize("pixels", [np.zeros((40, 40, 40)), np.pad(cones((12, 12, 12), 10), 20), np.ones((1, 9, 9))])
-def test_where_hardly_anything_is_found_nothing_is_claimed(spec: ModelSpec, pixels: NDArray[Any]) -> None:
-    found = sized(pixels.astype(np.float32), spec)
-    assert found.diameter is None
-    assert not found.fits
-    assert "could not be told" in found.note
-
-
 def unsure(windows: Tensor) -> Tensor:
     """Return the scores of `see` with distances so low that no object has a certain middle."""
     return see(windows) - torch.tensor([0.0, 2.5])[:, None, None, None]
 
 
-def test_objects_without_peaks_are_not_believed(spec: ModelSpec) -> None:
-    """What is found everywhere, but never with a certain middle, is noise."""
-    assert sized(cones((48, 72, 80), 7), spec, unsure).diameter is None
+@pytest.mark.parametrize(
+    ("pixels", "look"),
+    [
+        *((np.zeros((40, 40, 40)), see), (np.pad(cones((12, 12, 12), 10), 20), see), (np.ones((1, 9, 9)), see)),
+        # What is found everywhere, but never with a certain middle, is noise.
+        (cones((48, 72, 80), 7), unsure),
+    ],
+    ids=["nothing", "one object", "no object", "no peaks"],
+)
+def test_where_hardly_anything_is_found_nothing_is_claimed(spec: ModelSpec, pixels: NDArray[Any], look: Any) -> None:
+    found = sized(pixels.astype(np.float32), spec, look)
+    assert found.diameter is None
+    assert not found.fits
+    assert "could not be told" in found.note
 
 
 def test_windows_have_the_one_shape_and_are_few(spec: ModelSpec) -> None:
@@ -139,11 +138,6 @@ def test_only_planes_of_windows_are_read_one_at_a_time(spec: ModelSpec) -> None:
     assert found.diameter is not None
     assert all(z1 - z0 == 1 for z0, z1 in reads)
     assert len({z0 for z0, _ in reads}) < 400
-
-
-def test_the_same_image_gives_the_same_width(spec: ModelSpec) -> None:
-    noisy = cones((40, 48, 48), 9) + np.random.default_rng(0).normal(0, 0.02, (40, 48, 48)).astype(np.float32)
-    assert sized(noisy, spec) == sized(noisy, spec)
 
 
 def test_windows_go_where_the_signal_is() -> None:
@@ -182,10 +176,8 @@ def test_where_the_model_doubts_what_it_sees_the_width_is_taken_that_it_doubts_l
     assert found.trial.confidence > 0.3 > 0.1 > found.trial.before
     assert f"{found.diameter} wide, chosen by a trial of {found.trial.widths} widths" in found.note
     assert f"confidence {found.trial.confidence:.2g} against {found.trial.before:.2g}" in found.note
-    assert (
-        "confidence 0.014 against 0.0042;"
-        in found._replace(trial=found.trial._replace(confidence=0.0141, before=0.0042)).note
-    )
+    low = found._replace(trial=found.trial._replace(confidence=0.0141, before=0.0042)).note
+    assert "confidence 0.014 against 0.0042;" in low
     assert "diameter=none" in found.note
     narrowest = found._replace(trial=found.trial._replace(narrowest=True)).note
     assert "where that is wrong (none narrower was tried), or" in narrowest
@@ -202,12 +194,12 @@ def test_a_few_objects_larger_than_a_window_are_seen_where_it_shows_more(spec: M
 
 
 def test_a_trial_costs_nothing_where_the_first_confidence_is_good(spec: ModelSpec) -> None:
-    for pixels, look in (
-        (cones((48, 72, 80), 11), see),
-        (cones((48, 72, 80), 11), unsure),
-        (cones((80,) * 3, 14), see),
-    ):
+    """And the same image gives the same width again."""
+    noisy = cones((40, 48, 48), 9) + np.random.default_rng(0).normal(0, 0.02, (40, 48, 48)).astype(np.float32)
+    fitting = cones((48, 72, 80), 11)
+    for pixels, look in ((fitting, see), (fitting, unsure), (cones((80,) * 3, 14), see)):
         assert sized(pixels, by_width(spec), look) == sized(pixels, spec, look)
+    assert sized(noisy, spec) == sized(noisy, spec)
 
 
 def test_a_trial_that_is_hardly_better_changes_nothing(spec: ModelSpec) -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -7,18 +5,16 @@ from landscapes import CENTRES, distance_to
 
 from service.inference.diameter.sheets import shows_sheets
 
+SHELLS = torch.from_numpy(np.exp(-(((distance_to(*CENTRES) - 11) / 1.5) ** 2))).float()[None]
+BALLS = torch.from_numpy(np.clip((9 - distance_to(*CENTRES)) / 3, 0, 1)).float()[None]
+
 
 @pytest.mark.parametrize("noise", [0.0, 0.2])
-def test_shells_are_sheets_and_balls_are_not(noise: float) -> None:
-    grain = np.random.default_rng(0).normal(0, noise, (48, 48, 48))
-    shells = np.exp(-(((distance_to(*CENTRES) - 11) / 1.5) ** 2)) + grain
-    balls = np.clip((9 - distance_to(*CENTRES)) / 3, 0, 1) + grain
-    assert shows_sheets([torch.from_numpy(shells).float()])
-    assert not shows_sheets([torch.from_numpy(balls).float()])
+def test_shells_are_sheets_and_balls_and_edges_of_something_bright_are_not(noise: float) -> None:
+    grain = noise * torch.randn(48, 48, 48)
+    assert shows_sheets([SHELLS[0] + grain])
+    assert not shows_sheets([BALLS[0] + grain])
     assert not shows_sheets([torch.zeros(1, 30, 30)])
-
-
-def test_the_edge_of_something_bright_is_no_sheet() -> None:
-    edge = torch.from_numpy(1 / (1 + np.exp(-(np.indices((48, 48, 48))[0] - 24) / 1.5))).float()
+    edge = torch.sigmoid((torch.arange(48.0)[:, None, None].expand(48, 48, 48) - 24) / 1.5)
     assert shows_sheets([edge]) is False
     assert shows_sheets([edge[:4]]) is None

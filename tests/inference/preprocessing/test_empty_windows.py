@@ -1,7 +1,5 @@
 """Windows that are left out because nothing is in them, and what stands for their scores."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -10,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from segmenters import settings_of, started
 from torch import Tensor
 from torch.nn import functional
 
-from service.core.config import Settings
+from service.core.config import override_settings
 from service.core.quantities import Diameter
-from service.core.sections.computing import Device, Engine, Windows
 from service.core.types import Options, Volume
 from service.inference.preprocessing.empty_windows import (
     DIMMEST,
@@ -27,7 +25,6 @@ from service.inference.preprocessing.empty_windows import (
 )
 from service.inference.preprocessing.normalize import IntensityScaling, NormalisedImage
 from service.inference.runner.callbacks import Callbacks
-from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.inference.types import Skipped
 from service.inference.windows.grid import Grid
@@ -46,9 +43,7 @@ def volume_of(pixels: NDArray[Any]) -> Volume:
 
 @settings(max_examples=40)
 @given(sizes, rois, st.sampled_from([0.0, 0.25, 0.6]), st.integers(1, 2), st.integers(0, 9))
-def test_the_brightest_voxel_of_every_window(
-    size: tuple[int, int, int], roi: tuple[int, int, int], overlap: float, channels: int, seed: int
-) -> None:
+def test_the_brightest_voxel_of_every_window(size, roi, overlap, channels, seed) -> None:
     pixels = np.random.default_rng(seed).integers(0, 1000, (channels, *size)).astype(np.uint16)
     grid = Grid.cover(size, roi, overlap)
     padded = np.zeros((channels, *grid.padded), np.uint16)
@@ -72,9 +67,7 @@ def test_a_volume_of_several_blocks_is_surveyed_like_one() -> None:
 
 @settings(max_examples=60)
 @given(sizes, sizes, rois, st.sampled_from([0.0, 0.25]), st.data())
-def test_no_window_of_a_resampled_volume_is_brighter_than_what_it_was_made_of(
-    size: tuple[int, int, int], scaled: tuple[int, int, int], roi: tuple[int, int, int], overlap: float, data: Any
-) -> None:
+def test_no_window_of_a_resampled_volume_is_brighter_than_what_it_was_made_of(size, scaled, roi, overlap, data) -> None:
     pixels = np.zeros(size, np.float32)
     pixels[tuple(data.draw(st.integers(0, edge - 1)) for edge in size)] = 1
     resampled = functional.interpolate(torch.from_numpy(pixels)[None, None], size=scaled, mode="trilinear")[0, 0]
@@ -94,17 +87,14 @@ def test_pixels_that_are_not_finite_are_dark() -> None:
 
 
 @pytest.mark.parametrize("kind", ["uint16", "float32"])
-def test_background_is_what_noise_explains(kind: str) -> None:
+def test_background_is_what_noise_explains_but_far_below_what_the_stack_makes_use_of(kind: str) -> None:
     rng = np.random.default_rng(0)
     noise = rng.normal(500, 10, 300_000)
     bright = rng.uniform(500, 5000, 30_000)
     sample = np.concatenate([noise, bright]).round(0 if kind == "uint16" else 9).astype(kind)
     assert estimate_background(sample) == pytest.approx(500 + NOISE * 10, abs=6)
     assert noise.max() < estimate_background(sample)
-
-
-def test_background_stays_far_below_what_the_stack_makes_use_of() -> None:
-    tissue = np.random.default_rng(0).normal(300, 80, 200_000).clip(0).astype(np.uint16)
+    tissue = rng.normal(300, 80, 200_000).clip(0).astype(kind)
     low, high = np.percentile(tissue, (1, 99.8))
     assert estimate_background(tissue) == pytest.approx(low + DIMMEST * (high - low))
 
@@ -147,22 +137,16 @@ def test_scores_of_skipped_windows_are_those_of_the_brightest_of_them(bands: Mod
     assert notes == ()
 
 
-@pytest.mark.parametrize("below", [-1, 9.99])
-def test_where_nothing_is_dark_the_image_stays_as_it_is(bands: ModelSpec, below: float) -> None:
-    made = skipper(pixels := np.full((16, 32, 200), 10, np.float32), bands, None)
-    image, skipped, notes = made.skip(volume_of(pixels), below)
+@pytest.mark.parametrize(
+    ("width", "below", "batch_size", "total"), [(200, -1, 2, 8), (200, 9.99, 2, 8), (80, 10, 4, 3)]
+)
+def test_where_nothing_or_too_little_is_dark_the_image_stays_as_it_is(bands, width, below, batch_size, total) -> None:
+    """Few dark windows are not worth asking the network for."""
+    pixels = np.full((16, 32, width), 10, np.float32)
+    image, skipped, notes = skipper(pixels, bands, None, batch_size).skip(volume_of(pixels), below)
     assert not isinstance(image, SparseImage)
     assert skipped is not None
-    assert skipped.windows == 0
-    assert notes == ()
-
-
-def test_few_dark_windows_are_not_worth_asking_for(bands: ModelSpec) -> None:
-    pixels = np.zeros((16, 32, 80), np.float32)
-    image, skipped, _ = skipper(pixels, bands, None, batch_size=4).skip(volume_of(pixels), 0)
-    assert not isinstance(image, SparseImage)
-    assert skipped is not None
-    assert (skipped.windows, skipped.total) == (0, 3)
+    assert (skipped.windows, skipped.total, notes) == (0, total, ())
 
 
 def test_where_the_network_finds_something_in_the_dark_only_a_stated_value_is_believed(bands: ModelSpec) -> None:
@@ -207,19 +191,6 @@ def test_now_and_then_a_dark_row_is_computed_so_that_slabs_leave_in_portions(ban
     assert sum(rows) <= len(rows) / most + 1
 
 
-def started(spec: ModelSpec, **windows: Any) -> ModelRunner:
-    runner = ModelRunner(
-        spec,
-        Settings(
-            device=Device(name="cpu", threads=1),
-            engine=Engine(kind="eager", precision="fp32"),
-            windows=Windows(sw_batch_size=2, **windows),
-        ),
-    )
-    runner.warm_up()
-    return runner
-
-
 @pytest.fixture(scope="module")
 def scattered(phantom: Any) -> Volume:
     """A few spheres in one corner of a stack of noise."""
@@ -229,10 +200,8 @@ def scattered(phantom: Any) -> Volume:
 
 
 @pytest.mark.parametrize(("output", "below"), [("classes", "auto"), ("probabilities", 600)])
-def test_a_sparse_stack_is_segmented_alike_with_less_work(
-    bands: ModelSpec, scattered: Volume, output: Any, below: Any
-) -> None:
-    runner, calls = started(bands), list[int]()
+def test_a_sparse_stack_is_segmented_alike_with_less_work(bands, scattered: Volume, output, below) -> None:
+    runner, calls = started(bands, settings_of()), list[int]()
 
     def counted(network: Any) -> Any:
         return lambda batch: (calls.append(len(batch)), network(batch))[1]
@@ -266,7 +235,7 @@ def test_a_sparse_stack_is_segmented_alike_with_less_work(
 
 
 def test_with_nothing_below_it_the_result_is_the_same_to_the_bit(bands: ModelSpec, scattered: Volume) -> None:
-    runner = started(bands, skip_below=0)
+    runner = started(bands, override_settings(settings_of(), "windows", {"skip_below": 0}))
     without, with_it = (
         segment(runner, scattered, Options(output="probabilities", skip_below=below)) for below in ("none", None)
     )
@@ -276,7 +245,7 @@ def test_with_nothing_below_it_the_result_is_the_same_to_the_bit(bands: ModelSpe
 
 
 def test_a_stack_without_anything_in_it_is_background(random_nuclei: ModelSpec) -> None:
-    runner = started(random_nuclei)
+    runner = started(random_nuclei, settings_of())
     usual = torch.tensor([-3.0, 0.0])[:, None, None, None]
     runner.instrument(lambda _network: lambda batch: batch * 0 + usual)
     result = segment(runner, volume_of(np.zeros((20, 40, 50), np.uint8)), Options(skip_below="auto"))
@@ -286,7 +255,8 @@ def test_a_stack_without_anything_in_it_is_background(random_nuclei: ModelSpec) 
 
 
 def test_a_resampled_stack_is_skipped_by_its_own_grey_values(bands: ModelSpec, scattered: Volume) -> None:
-    runner = started(bands.model_copy(update={"input": bands.input.model_copy(update={"diameter": 10.0})}))
+    wanting = bands.model_copy(update={"input": bands.input.model_copy(update={"diameter": 10.0})})
+    runner = started(wanting, settings_of())
     one, other = (
         segment(runner, scattered, Options(diameter=Diameter((15.0,), "px"), skip_below=below))
         for below in ("none", 600)

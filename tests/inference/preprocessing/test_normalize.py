@@ -1,3 +1,4 @@
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +14,7 @@ from service.inference.preprocessing.normalize import MAX_MAGNITUDE, IntensitySc
 from service.inference.preprocessing.resample import prepare
 from service.models.spec import PercentileNormalisation, RangeNormalisation, ZScoreNormalisation
 
-PERCENTILE = PercentileNormalisation(kind="percentile")
+PERCENTILE, ZSCORE = PercentileNormalisation(kind="percentile"), ZScoreNormalisation(kind="zscore")
 
 
 def normalised(pixels, normalisation=PERCENTILE):
@@ -37,43 +38,34 @@ def test_integers_beyond_float32_keep_their_differences(offset):
     np.testing.assert_array_equal(normalised(pixels, normalisation).ravel(), np.arange(100))
 
 
-def test_clipping():
-    values = normalised(some_pixels("uint16"), PercentileNormalisation(kind="percentile", high=50, clip=(0, 1)))
-    assert values.min() == 0
-    assert values.max() == 1
-
-
-def test_zscore_and_range():
+def test_zscore_range_and_clipping():
     pixels = some_pixels("uint16")
-    scaled = normalised(pixels, ZScoreNormalisation(kind="zscore"))
+    scaled = normalised(pixels, ZSCORE)
     assert abs(scaled.mean()) < 1e-6
     assert scaled.std() == pytest.approx(1, abs=1e-5)
     scaled = normalised(pixels, RangeNormalisation(kind="range", low=100, high=300))
     np.testing.assert_allclose(scaled, (pixels.astype(float) - 100) / 200, atol=1e-6)
+    clipped = normalised(pixels, PercentileNormalisation(kind="percentile", high=50, clip=(0, 1)))
+    assert (clipped.min(), clipped.max()) == (0, 1)
 
 
-@pytest.mark.parametrize("normalisation", [PERCENTILE, ZScoreNormalisation(kind="zscore")])
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "float32", "float64"])
-def test_constant_volumes_become_zeros(normalisation, dtype):
-    assert not normalised(np.full((2, 3, 4), 7, dtype), normalisation).any()
+@pytest.mark.parametrize("normalisation", [PERCENTILE, ZSCORE])
+def test_constant_volumes_become_zeros_and_extreme_pixels_stay_finite(normalisation):
+    for dtype in ("uint8", "uint16", "int32", "float32", "float64"):
+        assert not normalised(np.full((2, 3, 4), 7, dtype), normalisation).any()
+    for extreme in (3e38, 1e300):
+        pixels = np.random.default_rng(0).normal(0, 1e-3, (4, 30, 30))
+        pixels[1, 2, 3], pixels[0, 0, 0] = extreme, -extreme
+        values = normalised(pixels, normalisation)
+        assert np.isfinite(values).all()
+        assert np.abs(values).max() <= MAX_MAGNITUDE
 
 
 def test_few_bright_pixels_on_a_flat_background_do_not_vanish():
     pixels = np.zeros((4, 50, 50), np.uint16)
     pixels[2, 3, 4] = 1000
     values = normalised(pixels)
-    assert values[2, 3, 4] == 1
-    assert np.count_nonzero(values) == 1
-
-
-@pytest.mark.parametrize("normalisation", [PERCENTILE, ZScoreNormalisation(kind="zscore")])
-@pytest.mark.parametrize("extreme", [3e38, 1e300])
-def test_extreme_pixels_stay_finite(normalisation, extreme):
-    pixels = np.random.default_rng(0).normal(0, 1e-3, (4, 30, 30))
-    pixels[1, 2, 3], pixels[0, 0, 0] = extreme, -extreme
-    values = normalised(pixels, normalisation)
-    assert np.isfinite(values).all()
-    assert np.abs(values).max() <= MAX_MAGNITUDE
+    assert (values[2, 3, 4], np.count_nonzero(values)) == (1, 1)
 
 
 def test_nan_and_infinity_count_as_the_lowest_finite_value(bands):
@@ -95,38 +87,25 @@ def test_a_channel_of_nothing_but_nan_is_refused(bands):
         prepare(Volume.from_array(pixels), spec_of(bands, normalisation=PERCENTILE, channels=2))
 
 
-def test_channels_are_normalised_each_on_its_own(bands):
-    pixels = np.stack([some_pixels("uint16"), 7 * some_pixels("uint16") + 100])
-    got = prepare(Volume.from_array(pixels), spec_of(bands, normalisation=PERCENTILE, channels=2))
-    assert got.image.shape == (1, 2, 3, 7, 11)
-    first, second = got.image.tensor()[0]
-    np.testing.assert_allclose(first, second, atol=1e-5)
-
-
 @pytest.mark.parametrize("channels", [1, 2])
 @pytest.mark.parametrize("dtype", ["uint16", "float32", "int32"])
 def test_pixels_are_normalised_where_they_are_read(bands, channels, dtype):
+    """Each channel on its own; the volume may be read-only."""
     pixels = np.stack([some_pixels(dtype, (5, 7, 11)) * (1 + c) for c in range(channels)]).astype(dtype)
+    pixels.flags.writeable = False
     spec = spec_of(bands, normalisation=PERCENTILE, channels=channels)
-    image = prepare(Volume.from_array(pixels), spec).image
+    image, notes = prepare(Volume.from_array(pixels), spec)
     expected = np.stack([normalised(channel) for channel in pixels])
+    assert (image.shape, notes) == ((1, *pixels.shape), ())
     part = image[0, slice(None), slice(1, 4), slice(2, 99), slice(0, 5)]
     assert part.dtype == torch.float32
     np.testing.assert_array_equal(part.numpy(), expected[:, 1:4, 2:99, 0:5])
     np.testing.assert_array_equal(image.tensor().numpy(), expected[None])
 
 
-def test_read_only_pixels_and_the_volume_are_left_alone(bands):
-    pixels = some_pixels("uint16")[None]
-    pixels.flags.writeable = False
-    image, notes = prepare(Volume.from_array(pixels), bands)
-    assert image.tensor().is_contiguous()
-    assert notes == ()
-
-
 def test_statistics_do_not_depend_on_how_planes_are_taken_together(bands, monkeypatch):
     pixels = np.random.default_rng(0).normal(7, 3, (1, 9, 10, 11)).astype(np.float32)
-    for normalisation in (PERCENTILE, ZScoreNormalisation(kind="zscore")):
+    for normalisation in (PERCENTILE, ZSCORE):
         spec = spec_of(bands, normalisation=normalisation)
         monkeypatch.setattr(normalize, "BLOCK_VOXELS", 2**22)
         monkeypatch.setattr(percentiles, "SORTED_VOXELS", 2**22)
@@ -158,8 +137,12 @@ def test_a_large_volume_is_read_a_few_planes_at_a_time(bands, monkeypatch):
 @pytest.mark.parametrize("dtype", ["u1", "i1", "u2", "i2", "u4", "i4", "f2", "f4", "f8", "?"])
 @pytest.mark.parametrize("limits", [(-1e6, 1e6), (-0.25, 0.5)])
 def test_what_is_written_into_a_batch_is_what_indexing_gives(dtype: str, limits: tuple[float, float]) -> None:
+    """Also where some are not finite, for which there is a substitute then."""
     pixels = np.random.default_rng(1).integers(0, 100, (2, 5, 6, 7)).astype(dtype)
-    scalings = [IntensityScaling(30.5, 70, *limits), IntensityScaling(0, 0)]
+    spoilt = pixels.dtype.kind == "f" and limits[0] < -1
+    if spoilt:
+        pixels[:, 2, 3, ::3] = np.nan, np.inf, -np.inf
+    scalings = [IntensityScaling(30.5, 70, *limits, 44.25 if spoilt else None), IntensityScaling(0, 0)]
     box = (0, slice(None), slice(1, 4), slice(2, 6), slice(0, 7, 2))
     for stored in (pixels, np.broadcast_to(pixels[:, :1], pixels.shape), pixels[:, ::-1, :, ::-1]):
         image = NormalisedImage(Volume.from_array(stored), scalings)
@@ -168,27 +151,21 @@ def test_what_is_written_into_a_batch_is_what_indexing_gives(dtype: str, limits:
             assert torch.allclose(out.float(), image[box].to(out.dtype).float(), rtol=1e-6, atol=1e-7)
 
 
-def test_not_finite_pixels_are_written_as_their_substitute() -> None:
-    pixels = np.array([1, np.nan, 3, np.inf], np.float32).reshape(1, 1, 2, 2)
-    out = torch.empty(1, 1, 2, 2)
-    NormalisedImage(Volume.from_array(pixels), [IntensityScaling(1, 2, substitute=5)]).read_into(
-        (0, *[slice(None)] * 4), out
-    )
-    assert out.flatten().tolist() == [0, 2, 1, 2]
-
-
 def test_planes_are_read_once_however_many_threads_cut_windows_from_them():
     """Batches that are computed at the same time are filled by several threads."""
-    pixels, reads = some_pixels("uint16", (1, 8, 4, 4)), []
+    pixels, reads, others = some_pixels("uint16", (1, 8, 4, 4)), [], threading.Barrier(4, timeout=20)
 
     def read(z0, z1):
         reads.append((z0, z1))
         time.sleep(0.05)
         return pixels[:, z0:z1]
 
+    def cut(_):
+        others.wait()
+        return image[0, slice(None), slice(2, 6), slice(0, 4), slice(0, 4)]
+
     image = NormalisedImage(Volume(pixels.shape, pixels.dtype, read), [IntensityScaling(0, 1)])
-    box = (0, slice(None), slice(2, 6), slice(0, 4), slice(0, 4))
     with ThreadPoolExecutor(4) as pool:
-        windows = list(pool.map(lambda _: image[box], range(4)))
+        windows = list(pool.map(cut, range(4)))
     assert reads == [(2, 6)]
     assert all(torch.equal(window, torch.from_numpy(pixels[:, 2:6].astype(np.float32))) for window in windows)

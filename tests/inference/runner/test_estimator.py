@@ -1,16 +1,17 @@
-import os
-import subprocess
-import sys
+import math
 import tracemalloc
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from fakes import with_library
-from paths import ROOT
+from segmenters import settings_of, started
 from torch import nn
+from torch.nn.functional import avg_pool3d
 
 from service.core.config import Settings
 from service.core.errors import BadParameter, TooLarge
@@ -22,52 +23,23 @@ from service.inference.cuda import device_image
 from service.inference.preprocessing.resample import prepare
 from service.inference.runner.estimator import Estimator, make_plan
 from service.inference.runner.memory_estimate import WindowLoad, activation_bytes, estimate
+from service.inference.segment import segment
 from service.inference.types import Plan
 from service.inference.windows.grid import SKIPPED_BYTES, Grid
 from service.inference.windows.kernels import window_kernels
-
-MEASURE = """
-import sys
-from pathlib import Path
-import numpy as np
-import torch
-from torch.nn.functional import avg_pool3d
-from service.core.config import Settings
 from service.models.repository import read_spec
-from service.inference.runner.model_runner import ModelRunner
-from service.inference.segment import segment
-from service.core.types import Options, Volume
-
-def field(name):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
-
-def blobs(x):
-    height = avg_pool3d(x, 3, 1, 1)
-    return torch.cat((height - 0.2, height), 1)
-
-torch.set_num_threads(1)
-settings = {"device": {"name": "cpu", "threads": 1}, "engine": {"kind": "eager", "precision": "fp32"}}
-runner = ModelRunner(read_spec(Path(sys.argv[1])), Settings.model_validate(settings))
-runner.warm_up()
-runner.instrument(lambda network: blobs)
-z, y, x = np.ogrid[:32, :256, :256]
-wave = sum(np.sin(axis * 2 * np.pi / 16) for axis in (z, y, x))
-volume = Volume.from_array((1000 + 300 * wave).astype(np.uint16)[None])
-# Code that is loaded when it is first called is not what is told.
-segment(runner, Volume.from_array(volume.read(0, 8)[:, :, :32, :32]), Options())
-told = runner.estimator.estimate(volume, Options()).host_bytes
-Path("/proc/self/clear_refs").write_text("5")
-before = field("VmRSS")
-segment(runner, volume, Options())
-print(told, field("VmHWM") - before)
-"""
 
 SETTINGS = Settings(windows=Windows(sw_batch_size=2, overlap=0.25), limits=Limits(sw_batch_size=8, overlap=0.5))
 
 
 def volume_of(*size, voxel_size=None):
-    return Volume.from_array(np.zeros((1, *size), np.uint16), voxel_size)
+    """The header of a stack: no pixel is needed."""
+    return Description("TIFF", "ZYX", size, (1, *size), "uint16", voxel_size, "not stated", ("",), 1)
+
+
+def host_bytes(spec, size, plan, load=0, *kernel):
+    """Bytes of the host for a stack, whose network takes `load` bytes for a window."""
+    return estimate(spec, volume_of(*size), plan, WindowLoad(load), *kernel).host_bytes
 
 
 def test_every_stream_takes_memory_for_a_batch_unless_there_are_fewer_batches(bands):
@@ -82,15 +54,16 @@ def test_every_stream_takes_memory_for_a_batch_unless_there_are_fewer_batches(ba
     assert windows(8) == 6, "six windows are three batches"
 
 
-def test_what_is_not_asked_for_is_the_operators_choice(bands, random_nuclei):
+def test_what_is_asked_for_is_taken_up_to_the_limits_and_all_else_is_the_operators_choice(bands, random_nuclei):
     assert make_plan(bands, SETTINGS, Options()) == Plan("classes", 2, 0.25)
     assert make_plan(random_nuclei, SETTINGS, Options()) == Plan("labels", 2, 0.25)
-
-
-def test_what_is_asked_for_is_taken_up_to_the_limits(random_nuclei):
     options = Options(output="probabilities", sw_batch_size=8, overlap=0.5)
     assert make_plan(random_nuclei, SETTINGS, options) == Plan("probabilities", 8, 0.5)
     assert make_plan(random_nuclei, SETTINGS, Options(sw_batch_size=1, overlap=0.0)).overlap == 0
+    skipping = Settings(windows=Windows(skip_below="auto"))
+    assert make_plan(bands, SETTINGS, Options(skip_below=7)).skip_below == 7
+    assert make_plan(bands, skipping, Options()).skip_below == "auto"
+    assert make_plan(bands, skipping, Options(skip_below="none")).skip_below is None
 
 
 def test_best_quality_overlaps_more_unless_told_or_not_allowed_to(bands):
@@ -103,8 +76,7 @@ def test_best_quality_overlaps_more_unless_told_or_not_allowed_to(bands):
 
 
 def test_a_window_counts_once_for_each_view_of_it(bands):
-    volume = Volume.from_array(np.zeros((1, 40, 80, 80), np.uint8))
-    estimator = Estimator(bands, SETTINGS)
+    volume, estimator = volume_of(40, 80, 80), Estimator(bands, SETTINGS)
     fast = estimator.estimate(volume, Options(overlap=0.25))
     best = estimator.estimate(volume, Options(overlap=0.25, quality="best"))
     assert best.windows == 3 * fast.windows > 3
@@ -112,14 +84,6 @@ def test_a_window_counts_once_for_each_view_of_it(bands):
     assert narrow.estimate(volume, Options(overlap=0.25)) == fast
     with pytest.raises(TooLarge, match="quality=fast"):
         narrow.estimate(volume, Options(overlap=0.25, quality="best"))
-
-
-def test_windows_are_skipped_as_the_operator_says_unless_a_request_does(bands):
-    skipping = Settings(windows=Windows(skip_below="auto"))
-    assert make_plan(bands, SETTINGS, Options()).skip_below is None
-    assert make_plan(bands, SETTINGS, Options(skip_below=7)).skip_below == 7
-    assert make_plan(bands, skipping, Options()).skip_below == "auto"
-    assert make_plan(bands, skipping, Options(skip_below="none")).skip_below is None
 
 
 def test_slabs_that_leave_together_are_in_the_estimate(bands):
@@ -140,16 +104,13 @@ def test_slabs_that_leave_together_are_in_the_estimate(bands):
         (Options(overlap=0.51), "overlap must be between 0 and 0.5"),
         (Options(overlap=-0.1), "overlap"),
         (Options(overlap=float("nan")), "overlap"),
+        # A semantic model has no objects.
+        (Options(output="labels"), "output=classes"),
     ],
 )
 def test_options_beyond_the_limits_are_refused(bands, options, name):
     with pytest.raises(BadParameter, match=name):
         make_plan(bands, SETTINGS, options)
-
-
-def test_a_semantic_model_has_no_objects(bands):
-    with pytest.raises(BadParameter, match="output=classes"):
-        make_plan(bands, SETTINGS, Options(output="labels"))
 
 
 def test_windows_are_counted_on_the_grid_that_the_network_sees(bands):
@@ -163,9 +124,10 @@ def test_windows_are_counted_on_the_grid_that_the_network_sees(bands):
 
 
 def test_estimate_needs_no_pixels_only_shape_and_voxel_size(bands):
-    plan = make_plan(bands, SETTINGS, Options())
-    seen = Description("TIFF", "ZYX", (16, 64, 96), (1, 16, 64, 96), "uint16", None, "not stated", ("",), 1)
-    assert estimate(bands, seen, plan, WindowLoad(7)) == estimate(bands, volume_of(16, 64, 96), plan, WindowLoad(7))
+    plan, size = make_plan(bands, SETTINGS, Options()), VoxelSize(1, 2, 3)
+    volume = Volume.from_array(np.zeros((1, 16, 64, 96), np.uint16), size)
+    told = estimate(bands, volume_of(16, 64, 96, voxel_size=size), plan, WindowLoad(7))
+    assert told == estimate(bands, volume, plan, WindowLoad(7))
 
 
 def test_channels_to_choose_from_are_named_before_pixels_are_read(bands):
@@ -189,7 +151,7 @@ def test_a_deeper_stack_takes_no_more_of_a_device_where_scores_leave_it(random_n
 
     def plan(depth, memory):
         estimator = Estimator(random_nuclei, SETTINGS, on_host=False, window_bytes=1000, device_memory=memory)
-        return estimator.plan_request(volume_of_shape((1, depth, 640, 640)), Options())
+        return estimator.plan_request(volume_of(depth, 640, 640), Options())
 
     ample, tight = plan(640, 2**40), plan(640, 2**30)
     assert not ample.plan.decode_on_host
@@ -203,9 +165,7 @@ def test_pixels_that_are_sent_as_stored_take_memory_of_a_device_unless_they_are_
     plan = make_plan(random_nuclei, SETTINGS, Options(output="classes"))
 
     def device_bytes(depth):
-        return estimate(
-            random_nuclei, volume_of_shape((1, depth, 1024, 1024)), plan, WindowLoad(0, on_host=False)
-        ).device_bytes
+        return estimate(random_nuclei, volume_of(depth, 1024, 1024), plan, WindowLoad(0, on_host=False)).device_bytes
 
     # Stored pixels and float32 ones; of a larger volume only those of one layer of windows.
     assert device_bytes(256) - device_bytes(208) == (2 + 4) * 48 * 1024**2
@@ -214,10 +174,7 @@ def test_pixels_that_are_sent_as_stored_take_memory_of_a_device_unless_they_are_
 
 def test_a_window_that_is_alone_is_not_summed_up(bands):
     plan = Plan("classes", 2, 0.0)
-    alone, two = (
-        estimate(bands, volume_of(16, 32, width), plan, WindowLoad(0)).host_bytes - 16 * 32 * width
-        for width in (32, 64)
-    )
+    alone, two = (host_bytes(bands, (16, 32, width), plan) - 16 * 32 * width for width in (32, 64))
     voxels, outputs = 16 * 32 * 32, len(bands.outputs)
     assert alone == 4 * outputs * voxels
     assert two >= 2 * 4 * (2 * outputs + 1) * voxels
@@ -236,13 +193,11 @@ def test_only_scores_count_where_all_else_was_set_aside_for_batches_of_that_size
 
 
 def test_the_kernel_keeps_sums_of_what_windows_share_and_torch_those_of_a_row_with_weights(bands):
-    plan, volume, outputs = Plan("classes", 2, 0.25), volume_of(24, 64, 96), len(bands.outputs)
-    ours, torchs = (
-        estimate(bands, volume, plan, WindowLoad(0), kernel).host_bytes
-        for kernel in (window_kernels, with_library(window_kernels))
-    )
+    plan, size, outputs = Plan("classes", 2, 0.25), (24, 64, 96), len(bands.outputs)
+    kernels = (window_kernels, with_library(window_kernels))
+    ours, torchs = (host_bytes(bands, size, plan, 0, kernel) for kernel in kernels)
     depth, height, edge = bands.input.roi_size
-    planes, rows, columns = Grid.cover((24, 64, 96), bands.input.roi_size, 0.25).max_shared
+    planes, rows, columns = Grid.cover(size, bands.input.roi_size, 0.25).max_shared
     shared = outputs * (2 * depth * height * columns + depth * rows * 96 + planes * 64 * 96)
     whole = 96 * ((outputs + 1) * (depth * (height + rows) + planes * 64) + depth * height)
     whole += 4 * outputs * depth * height * edge  # weighted scores of the windows of a row
@@ -252,19 +207,14 @@ def test_the_kernel_keeps_sums_of_what_windows_share_and_torch_those_of_a_row_wi
 def test_rows_of_windows_leave_by_the_step_to_the_next_and_the_last_as_a_whole(bands):
     """Two slabs beside the one that is next are shorter by what two rows share, of which there are sums instead."""
     (depth, height, width), outputs = bands.input.roi_size, len(bands.outputs)
-    short, long = (
-        estimate(bands, volume_of(depth, rows, 2 * width), Plan("classes", 2, 0.25), WindowLoad(0)).host_bytes
-        - depth * rows * 2 * width
-        for rows in (height, height + 24)
-    )
+    sizes = ((depth, rows, 2 * width) for rows in (height, height + 24))
+    short, long = (host_bytes(bands, size, Plan("classes", 2, 0.25)) - math.prod(size) for size in sizes)
     assert short - long == 4 * outputs * depth * 2 * width * (2 - 1) * (height - 24)
 
 
 def test_more_windows_at_once_and_more_outputs_take_more(random_nuclei):
     def needed(batch_size, output):
-        return estimate(
-            random_nuclei, volume_of(32, 64, 64), Plan(output, batch_size, 0.25), WindowLoad(10**6)
-        ).host_bytes
+        return host_bytes(random_nuclei, (32, 64, 64), Plan(output, batch_size, 0.25), 10**6)
 
     assert needed(4, "labels") - needed(2, "labels") == 2 * 10**6
     assert needed(2, "classes") < needed(2, "probabilities") < needed(2, "labels")
@@ -272,32 +222,45 @@ def test_more_windows_at_once_and_more_outputs_take_more(random_nuclei):
 
 def test_classes_of_a_large_volume_lie_on_disk_and_take_the_planes_of_a_layer_only(bands):
     plan = Plan("classes", 2, 0.0)
-    small, large = (
-        estimate(bands, volume_of_shape((1, depth, 2048, 2048)), plan, WindowLoad(10**6)).host_bytes
-        for depth in (64, 2496)
-    )
-    assert large == small
+    assert host_bytes(bands, (64, 2048, 2048), plan, 10**6) == host_bytes(bands, (2496, 2048, 2048), plan, 10**6)
 
 
-def volume_of_shape(shape):
-    return Description("TIFF", "ZYX", shape[1:], shape, "uint16", None, "not stated", ("",), 1)
+def blobs(x):
+    height = avg_pool3d(x, 3, 1, 1)
+    return torch.cat((height - 0.2, height), 1)
+
+
+def read_status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+
+def measure_memory(folder):
+    """Return the bytes that are told for a stack, and those that it then takes in this process."""
+    torch.set_num_threads(1)
+    runner = started(read_spec(folder), settings_of())
+    runner.instrument(lambda _network: blobs)
+    wave = sum(np.sin(axis * 2 * np.pi / 16) for axis in np.ogrid[:32, :256, :256])
+    volume = Volume.from_array((1000 + 300 * wave).astype(np.uint16)[None])
+    # Code that is loaded when it is first called is not what is told.
+    segment(runner, Volume.from_array(volume.read(0, 8)[:, :, :32, :32]), Options())
+    told = runner.estimator.estimate(volume, Options()).host_bytes
+    Path("/proc/self/clear_refs").write_text("5")
+    before = read_status("VmRSS")
+    segment(runner, volume, Options())
+    return told, read_status("VmHWM") - before
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
-def test_memory_of_a_stack_is_told_within_a_quarter(random_nuclei):
+def test_memory_of_a_stack_is_told_within_a_quarter(random_nuclei, monkeypatch):
     """In a process of its own, whose peak nobody else has raised; the network's part is left out.
 
     One arena that keeps nothing that is free: otherwise the peak depends on which thread asked first.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(random_nuclei.folder)],
-        cwd=ROOT,
-        env=os.environ | {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    told, taken = (int(number) for number in done.stdout.split())
+    for name, value in (("ARENA_MAX", "1"), ("MMAP_THRESHOLD_", "65536"), ("TRIM_THRESHOLD_", "0")):
+        monkeypatch.setenv(f"MALLOC_{name}", value)
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        told, taken = pool.submit(measure_memory, random_nuclei.folder).result()
     assert 0.75 < taken / told < 1.25
 
 

@@ -20,19 +20,14 @@ def test_device_that_answers_no_more_is_lost_and_one_that_does_is_not():
         raise torch.OutOfMemoryError("no")
 
 
-def test_a_volume_that_cannot_fit_is_refused_at_once():
-    needed = Estimate(1, 2, 0.25, (1, 1, 1), host_bytes=3 * 2**30, device_bytes=0)
-    check_memory(needed, None)
-    check_memory(needed, 3 * 2**30)
-    with pytest.raises(OutOfMemory, match=r"about 3.0 GiB of memory, 2.0 GiB are free") as caught:
-        check_memory(needed, 2 * 2**30)
-    assert caught.value.needed_bytes == needed.host_bytes
+@pytest.mark.parametrize(("place", "where"), [("host", "memory"), ("device", "memory of the device")])
+def test_a_volume_that_cannot_fit_is_refused_at_once(place, where):
+    def check(free):
+        check_memory(needed, *((free, None) if place == "host" else (0, free)))
 
-
-def test_memory_of_the_device_is_checked_as_that_of_the_host():
-    needed = Estimate(1, 2, 0.25, (1, 1, 1), host_bytes=0, device_bytes=3 * 2**30)
-    check_memory(needed, 0, None)
-    check_memory(needed, 0, 3 * 2**30)
-    with pytest.raises(OutOfMemory, match=r"about 3.0 GiB of memory of the device, 2.0 GiB are free") as caught:
-        check_memory(needed, 0, 2 * 2**30)
-    assert caught.value.needed_bytes == needed.device_bytes
+    needed = Estimate(1, 2, 0.25, (1, 1, 1), **{"host_bytes": 0, "device_bytes": 0, f"{place}_bytes": 3 * 2**30})
+    check(None)
+    check(3 * 2**30)
+    with pytest.raises(OutOfMemory, match=f"about 3.0 GiB of {where}, 2.0 GiB are free") as caught:
+        check(2 * 2**30)
+    assert caught.value.needed_bytes == 3 * 2**30

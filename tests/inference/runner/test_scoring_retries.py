@@ -59,27 +59,24 @@ def test_too_large_a_batch_falls_back_to_fewer_windows(bands, eager, volume, err
     assert result.fallbacks == 2
 
 
-def test_running_out_of_memory_says_how_much_is_needed(bands, volume):
+def raising(error):
     def network(x: Tensor) -> Tensor:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+        raise error
 
-    runner = with_network(bands, network)
+    return network
+
+
+def test_running_out_of_memory_says_how_much_is_needed(bands, volume):
+    allocate = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
+    runner = with_network(bands, raising(RuntimeError(allocate)))
     with pytest.raises(OutOfMemory, match="GiB are needed") as caught:
         segment(runner, volume, Options())
     assert caught.value.needed_bytes == runner.estimator.estimate(volume, Options()).host_bytes
 
 
 def test_other_errors_of_the_network_are_not_called_memory(bands, volume):
-    def network(x: Tensor) -> Tensor:
-        raise RuntimeError("a misallocated thing")
-
     with pytest.raises(RuntimeError, match="misallocated"):
-        segment(with_network(bands, network), volume, Options())
-
-
-def test_scores_that_are_not_finite(bands, volume):
-    with pytest.raises(NonFiniteScores):
-        segment(with_network(bands, lambda x: x.repeat(1, 3, 1, 1, 1) * np.nan), volume, Options())
+        segment(with_network(bands, raising(RuntimeError("a misallocated thing"))), volume, Options())
 
 
 def test_scores_that_only_a_narrow_precision_spoils_are_computed_again(bands, eager, volume):
@@ -93,7 +90,9 @@ def test_scores_that_only_a_narrow_precision_spoils_are_computed_again(bands, ea
     assert np.mean(result.segmentation.pixels != expected) < 1e-5
 
 
-def test_scores_that_are_not_finite_in_float32_either(write_model, bands_content, bands_network, volume):
+def test_scores_that_are_not_finite_in_float32_either(bands, write_model, bands_content, bands_network, volume):
+    with pytest.raises(NonFiniteScores):
+        segment(with_network(bands, lambda x: x.repeat(1, 3, 1, 1, 1) * np.nan), volume, Options())
     broken = copy.deepcopy(bands_network)
     with torch.no_grad():
         next(broken.parameters())[0, 0, 0, 0, 0] = np.inf

@@ -1,5 +1,3 @@
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -9,7 +7,6 @@ import pytest
 import torch
 from fake_backends import FakeBackend, change
 from fakes import SeparateDevice
-from paths import ROOT
 from torch import nn
 
 from service.core.config import Settings
@@ -48,18 +45,13 @@ def settings(tmp_path):
 
 
 @pytest.fixture
-def only():
+def only(monkeypatch):
     """only(*names, **kinds): no other engines exist, besides `kinds`."""
-    saved = dict(backends.BACKENDS)
 
     def leave(*names, **kinds):
-        chosen = {name: backends.BACKENDS[name] for name in names} | kinds
-        backends.BACKENDS.clear()
-        backends.BACKENDS.update(chosen)
+        monkeypatch.setattr(backends, "BACKENDS", {name: backends.BACKENDS[name] for name in names} | kinds)
 
-    yield leave
-    backends.BACKENDS.clear()
-    backends.BACKENDS.update(saved)
+    return leave
 
 
 @pytest.fixture
@@ -76,11 +68,16 @@ def warm_up(spec, chosen, network=None, window_bytes=1000):
     return EngineSelector(spec, chosen, CPU, load_network(spec) if network is None else network, window_bytes, native)
 
 
+def fixed(settings, **engine):
+    """Settings with the engine of a test's own, whose name the configuration does not know."""
+    chosen = settings(**engine)
+    return chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"kind": "other"})})
+
+
 def test_a_fixed_engine_is_built_and_nothing_else(bands, settings, tmp_path):
     ready = warm_up(bands, settings(kind="eager")).run()
-    assert ready.config == EngineConfig(
-        "eager", ready.config.precision, "channels_last_3d", 2, streams=min(2, host.usable_cores())
-    )
+    streams = min(2, host.usable_cores())
+    assert ready.config == EngineConfig("eager", ready.config.precision, "channels_last_3d", 2, streams=streams)
     assert ready.plan is None
     assert not (tmp_path / "cache").exists()
 
@@ -89,13 +86,9 @@ def test_a_fixed_engine_is_built_and_nothing_else(bands, settings, tmp_path):
     ("attributes", "engine", "warning"),
     [
         ({}, "other", None),
-        (
-            {"memory_formats": {"cuda": ("contiguous",)}},
-            "eager",
-            "The other engine needs a CUDA device; running eagerly.",
-        ),
-        ({"precisions": ("fp16",)}, "eager", "The other engine does not compute in fp32; running eagerly."),
-        ({"suits": lambda _: False}, "eager", "The other engine changes nothing in this network; running eagerly."),
+        ({"memory_formats": {"cuda": ("contiguous",)}}, "eager", "needs a CUDA device"),
+        ({"precisions": ("fp16",)}, "eager", "does not compute in fp32"),
+        ({"suits": lambda _: False}, "eager", "changes nothing in this network"),
     ],
     ids=["fits", "device", "precision", "network"],
 )
@@ -103,25 +96,24 @@ def test_a_fixed_engine_that_does_not_fit_is_not_what_runs_under_its_name(
     bands, settings, only, attributes, engine, warning
 ):
     only("eager", other=FakeBackend(lambda module: module, **attributes))
-    chosen = settings(precision="fp32")
-    # A name that the settings allow for an engine of the test's own.
-    chosen = chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"kind": "other"})})
-    ready = warm_up(bands, chosen).run()
+    ready = warm_up(bands, fixed(settings, precision="fp32")).run()
     assert ready.config.engine == engine
-    assert ready.warnings == (() if warning is None else (warning,))
+    assert ready.warnings == (() if warning is None else (f"The other engine {warning}; running eagerly.",))
 
 
 def test_the_first_of_the_known_order_is_checked_once_and_kept(bands, settings, only):
-    built, references = [], []
-    only("eager", other=FakeBackend(lambda module: built.append(module) or module))
+    """A start says what it builds, as that may take minutes."""
+    told, references, progress = [], [], Progress()
+    only("eager", other=FakeBackend(lambda module: told.append(str(progress)) or module))
     for cached in (False, True):
         selector = warm_up(bands, settings())
         make_reference = selector.reference
         selector.reference = lambda size, make=make_reference: references.append(size) or make(size)
-        ready = selector.run()
+        with progress.follow():
+            ready = selector.run()
         assert (ready.config.engine, ready.cached, ready.plan.tuned) == ("other", cached, False)
         assert [(str(trial.verdict), trial.difference) for trial in ready.plan.trials] == [("chosen", 0)]
-    assert len(built) == 2
+    assert ["building other" in text for text in told] == [True, True]
     assert len(references) == 1
 
 
@@ -150,25 +142,8 @@ def test_a_start_races_only_where_that_is_set_and_there_is_time(bands, settings,
     assert warm_up(bands, chosen).run(tune=tune).plan.tuned == tuned
 
 
-def test_all_ways_are_announced(bands, settings, only):
-    only("eager")
-    announced = []
-    ready = warm_up(bands, settings()).tune(60, lambda config, total: announced.append((config, total)))
-    assert {trial.choice for trial in ready.plan.trials} == {config for config, _ in announced}
-    assert {total for _, total in announced} == {len(announced)}
-
-
 def test_streams_are_tried_where_they_are_open(bands, settings, only, use_two_threads):
-    class Slow(nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
-
-        def forward(self, x):
-            time.sleep(0.05)
-            return self.module(x)
-
-    only(eager=FakeBackend(Slow))
+    only(eager=FakeBackend(lambda module: lambda x: time.sleep(0.05) or module(x)))
     two, fp32 = {"sw_batch_size": 2}, "fp32"
     ready = warm_up(bands, settings(two, precision=fp32)).tune(60)
     assert ready.config.streams == ready.window.streams == 2, "who sleeps needs no core"
@@ -186,21 +161,16 @@ def test_a_graph_that_is_not_frozen_has_one_stream(bands, settings, only):
     assert {(config.engine, config.streams) for config in tried} == {("compiled", 1), ("eager", 2)}
 
 
-@pytest.mark.parametrize("change", [{"tolerance": 0.01}, {"precision": "fp32"}])
-def test_other_settings_are_checked_anew(bands, settings, only, change):
+def test_other_settings_and_other_weights_are_checked_anew(bands, settings, only):
     only("eager")
     warm_up(bands, settings()).run()
-    assert not warm_up(bands, settings(**change)).run().cached
-
-
-def test_other_weights_are_checked_anew(bands, settings):
-    weights = bands.weights.model_copy(update={"sha256": "0" * 64})
-    one, other = (
-        warm_up(spec, settings(), load_network(bands))
-        for spec in (bands, bands.model_copy(update={"weights": weights}))
-    )
-    assert one.circumstances() != other.circumstances()
-    assert {"device", "torch", "threads", "openvino", "engines"} <= one.circumstances().keys()
+    assert warm_up(bands, settings()).run().cached
+    others = bands.model_copy(update={"weights": bands.weights.model_copy(update={"sha256": "0" * 64})})
+    network = load_network(bands)
+    for spec, engine in ((bands, {"tolerance": 0.01}), (bands, {"precision": "fp32"}), (others, {})):
+        selector = warm_up(spec, settings(**engine), network)
+        assert not selector.run().cached
+    assert {"device", "torch", "threads", "openvino", "engines"} <= selector.circumstances().keys()
 
 
 @pytest.mark.parametrize("choose", [EngineSelector.run, lambda selector: selector.tune(60)])
@@ -209,14 +179,6 @@ def test_a_faster_engine_with_other_labels_is_not_taken(bands, settings, only, c
     ready = choose(warm_up(bands, settings()))
     assert ready.config.engine == "eager"
     assert any(t.verdict.outcome == "wrong" for t in ready.plan.trials if t.choice.engine == "other")
-
-
-def test_a_precision_that_the_operator_chose_is_not_judged(bands, settings, only):
-    only("eager", other=FakeBackend(lambda _module: Wrong()))
-    ready = warm_up(bands, settings(precision="fp32")).run()
-    assert ready.config.engine == "other"
-    (trial,) = (trial for trial in ready.plan.trials if str(trial.verdict) == "chosen")
-    assert trial.difference > 0.1
 
 
 def test_an_engine_that_fails_is_warned_about_and_tried_at_every_start(bands, settings, only):
@@ -229,22 +191,13 @@ def test_an_engine_that_fails_is_warned_about_and_tried_at_every_start(bands, se
 
 
 def test_a_kept_plan_that_no_longer_runs_is_made_again(bands, settings, only):
-    runs = True
-
-    def moody(module):
-        if not runs:
-            raise OSError("gone")
-        return module
-
     eager = backends.BACKENDS["eager"]
-    only(other=FakeBackend(moody), eager=change(eager, precisions=()))
+    only(other=FakeBackend(lambda module: module), eager=change(eager, precisions=()))
     assert warm_up(bands, settings()).run().config.engine == "other"
-    runs = False
-    backends.BACKENDS["eager"] = eager
+    only(other=FakeBackend(broken), eager=eager)
     ready = warm_up(bands, settings()).run()
-    assert ready.config.engine == "eager"
-    assert not ready.cached
-    assert ready.warnings == ("The other engine failed: gone",)
+    assert (ready.config.engine, ready.cached) == ("eager", False)
+    assert ready.warnings == ("The other engine failed: not here",)
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_next_start(bands, settings, only, tmp_path, caplog):
@@ -276,8 +229,11 @@ def test_what_does_not_fit_into_memory_is_skipped_by_its_size(bands, settings, o
 
 def test_batch_sizes_are_tried_only_where_they_are_open(bands, settings, only):
     only("eager")
-    sizes = {trial.choice.sw_batch_size for trial in warm_up(bands, settings()).tune(60).plan.trials}
-    assert sizes == {1, 2, 4}
+    announced = []
+    trials = warm_up(bands, settings()).tune(60, lambda *news: announced.append(news)).plan.trials
+    assert {trial.choice.sw_batch_size for trial in trials} == {1, 2, 4}
+    assert {trial.choice for trial in trials} == {config for config, _ in announced}
+    assert {total for _, total in announced} == {len(announced)}
     fixed = warm_up(bands, settings(windows={"sw_batch_size": 3})).tune(60)
     assert {trial.choice.sw_batch_size for trial in fixed.plan.trials} == {3}
 
@@ -289,37 +245,11 @@ def test_the_batch_size_of_a_device(settings):
     assert default_batch_size(settings(windows={"sw_batch_size": 5}), CPU) == 5
 
 
-NO_COMPILER = """
-import sys
-from pathlib import Path
-import torch
-from service.core.config import Settings
-from service.core.telemetry import Progress
-from service.models.loader import load_network
-from service.models.repository import read_spec
-from service.inference.runner.selector import EngineSelector
-
-torch.set_num_threads(1)
-spec = read_spec(Path(sys.argv[1]))
-settings = Settings.model_validate({"engine": {"kind": "compiled"}})
-ready = EngineSelector(spec, settings, torch.device("cpu"), load_network(spec), 1).run()
-assert ready.config.engine == "eager", ready
-assert "compiled engine failed" in ready.warnings[0], ready
-"""
-
-
-def test_without_a_compiler_the_model_still_runs(bands, tmp_path):
-    environment = {
-        "CXX": "/nowhere/g++",
-        "PATH": "",
-        "PYTHONPATH": str(ROOT),
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "HOME": str(tmp_path),
-    }
-    command = [sys.executable, "-c", NO_COMPILER, str(bands.folder)]
-    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_without_a_compiler_the_model_still_runs(bands, settings, monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    ready = warm_up(bands, settings(kind="compiled")).run()
+    assert ready.config.engine == "eager"
+    assert "compiled engine failed" in ready.warnings[0]
 
 
 class Wide(nn.Module):
@@ -352,9 +282,7 @@ def test_a_network_that_does_not_run_in_the_narrowest_precision_runs_in_the_next
     bands, settings, only, make, precisions, engine
 ):
     only("eager", other=FakeBackend(make, precisions=precisions))
-    chosen = settings()
-    chosen = chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"kind": "other"})})
-    ready = EngineSelector(bands, chosen, CPU, Wide(load_network(bands)), 1000, BOTH).run()
+    ready = EngineSelector(bands, fixed(settings), CPU, Wide(load_network(bands)), 1000, BOTH).run()
     assert (ready.config.engine, ready.config.precision) == (engine, "fp32")
 
 
@@ -374,17 +302,6 @@ def test_eager_runs_in_the_narrowest_precision_that_gives_the_labels(bands, sett
     network = wrap(load_network(bands))
     ready = EngineSelector(bands, settings(**engine), CPU, network, 1000, BOTH).run()
     assert (ready.config.engine, ready.config.precision) == ("eager", expected)
-
-
-def test_streams_that_choose_other_algorithms_are_given_full_batches(bands, settings, only, use_two_threads):
-    def moody(module):
-        return lambda x: module(x) + (len(x) if torch.get_num_threads() == 1 else 0)
-
-    only("eager", other=FakeBackend(moody, varying_batch=True))
-    selector = warm_up(bands, settings(windows={"sw_batch_size": 2}), Wrong())
-    alone = EngineConfig("other", "fp32", "contiguous", 2)
-    assert selector.build(alone).window.any_batch_size
-    assert not selector.build(replace(alone, streams=2)).window.any_batch_size
 
 
 def test_a_race_segments_in_all_streams_at_the_same_time(bands, settings, only, use_two_threads):
@@ -423,43 +340,33 @@ def test_a_race_times_decoding_only_where_the_network_runs_on_the_same_cores(ban
     assert sum(batches) == candidate.windows == 4
 
 
-def fixed(settings, **engine):
-    """Settings with the engine of a test's own, whose name the configuration does not know."""
-    chosen = settings(**engine)
-    return chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"kind": "other"})})
+def not_finite(module):
+    return lambda x: module(x) * torch.nan
 
 
-def test_a_fixed_engine_with_other_labels_is_not_taken(bands, settings, only, tmp_path):
-    only("eager", other=FakeBackend(lambda _module: Wrong()))
-    ready = warm_up(bands, fixed(settings)).run()
-    assert (ready.config.engine, ready.plan) == ("eager", None)
-    assert "The other engine in fp32 is not used: wrong" in ready.warnings[0]
+@pytest.mark.parametrize(
+    ("make", "options", "engine", "warning"),
+    [
+        (lambda _module: Wrong(), {}, "eager", "The other engine in fp32 is not used: wrong"),
+        # A precision that the operator chose is used whatever labels change, but with no other scores.
+        (lambda _module: Wrong(), {"precision": "fp32"}, "other", "differ from those in fp32"),
+        (not_finite, {"precision": "fp32"}, "eager", "scores that are not finite"),
+    ],
+    ids=["other labels", "precision set", "not finite"],
+)
+def test_a_fixed_engine_is_judged_by_its_labels(bands, settings, only, tmp_path, make, options, engine, warning):
+    only("eager", other=FakeBackend(make))
+    ready = warm_up(bands, fixed(settings, **options)).run()
+    assert (ready.config.engine, ready.plan) == (engine, None)
+    assert warning in ready.warnings[0]
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_start_says_what_it_builds_as_that_may_take_minutes(bands, settings, only):
-    progress, told = Progress(), []
-
-    def build(module):
-        told.append(str(progress))
-        return module
-
-    only("eager", other=FakeBackend(build))
-    with progress.follow():
-        warm_up(bands, fixed(settings)).run()
-    assert "building other fp32" in told[0]
-
-
-def test_a_fixed_precision_with_other_labels_is_used_and_warned_of(bands, settings, only):
+def test_what_the_operator_chose_is_not_judged_where_the_engine_is_open_either(bands, settings, only):
     only("eager", other=FakeBackend(lambda _module: Wrong()))
-    ready = warm_up(bands, fixed(settings, precision="fp32")).run()
-    assert ready.config.engine == "other"
-    assert "differ from those in fp32" in ready.warnings[0]
-
-
-def test_a_fixed_engine_whose_scores_are_not_finite_is_never_taken(bands, settings, only):
-    only("eager", other=FakeBackend(lambda module: lambda x: module(x) * torch.nan))
-    assert warm_up(bands, fixed(settings, precision="fp32")).run().config.engine == "eager"
+    ready = warm_up(bands, settings(precision="fp32")).run()
+    (trial,) = (trial for trial in ready.plan.trials if str(trial.verdict) == "chosen")
+    assert (ready.config.engine, trial.difference > 0.1) == ("other", True)
 
 
 def test_a_fixed_engine_that_cannot_compile_runs_as_it_is(bands, settings, only):
@@ -526,7 +433,7 @@ OTHER = EngineConfig("other", "bf16", "contiguous", LARGE_BATCH)
         (lambda module: module, {}, ("other", "bf16"), None),
         (faulty_at_the_end, {}, ("eager", "fp32"), "It runs eagerly in fp32 instead."),
         (faulty_at_the_end, {"precision": "bf16"}, ("eager", "fp32"), "It runs eagerly in fp32 instead."),
-        (lambda module: lambda x: module(x) * torch.nan, {"precision": "bf16"}, ("eager", "fp32"), "not finite"),
+        (not_finite, {"precision": "bf16"}, ("eager", "fp32"), "not finite"),
     ],
     ids=["right", "faulty", "faulty and set", "not finite"],
 )
@@ -536,16 +443,13 @@ def test_another_window_is_checked_with_a_full_batch(bands, settings, only, capl
     selector = on_separate_device(bands, settings(**engine), BOTH).with_window(spec, 1000)
     ready = selector.rebuild(OTHER, LARGE_BATCH)
     assert (ready.config.engine, ready.config.precision) == expected
-    assert ready.window.batch.shape == (LARGE_BATCH, 1, 16, 32, 48)
-    assert caplog.text == "" if message is None else (message in caplog.text and "16x32x48" in caplog.text)
-
-
-def test_another_window_needs_no_check_on_the_host_or_in_fp32(bands, settings, only):
-    only("eager", other=FakeBackend(faulty_at_the_end))
-    on_host = EngineSelector(bands, settings(), CPU, load_network(bands), 1000, BOTH)
+    # On the host, and in fp32, it needs no check.
+    on_host = EngineSelector(bands, settings(**engine), CPU, load_network(bands), 1000, BOTH)
     assert on_host.rebuild(OTHER, LARGE_BATCH).config == OTHER
     in_fp32 = replace(OTHER, precision="fp32")
     assert on_separate_device(bands, settings()).rebuild(in_fp32, LARGE_BATCH).config == in_fp32
+    assert ready.window.batch.shape == (LARGE_BATCH, 1, 16, 32, 48)
+    assert caplog.text == "" if message is None else (message in caplog.text and "16x32x48" in caplog.text)
 
 
 FAULTY = {torch.bfloat16: "cuDNN 9.10.2 is installed."}

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import numpy as np
@@ -26,16 +24,11 @@ def test_objects_that_leave_their_place_keep_their_numbers() -> None:
     assert tracks(labels) == ([[1, 2], [2, 1], [1, 2]], [0, 0])
 
 
-def test_what_is_missed_keeps_its_track_and_what_is_new_begins_one() -> None:
-    assert tracks(boxes([(0, 4), (30, 34)], [(30, 34)], [(0, 4), (30, 34), (50, 54)])) == (
-        [[1, 2], [2], [1, 2, 3]],
-        [0, 0, 0],
-    )
-
-
-def test_daughters_have_their_mother_as_parent() -> None:
-    labels = boxes([(20, 28), (50, 54)], [(19, 23), (25, 29), (50, 54)], [(19, 23), (25, 29), (50, 54)])
-    assert tracks(labels) == ([[1, 2], [3, 4, 2], [3, 4, 2]], [0, 0, 1, 1])
+def test_what_is_missed_keeps_its_track_and_what_is_new_begins_one_with_its_mother_as_parent() -> None:
+    missed = boxes([(0, 4), (30, 34)], [(30, 34)], [(0, 4), (30, 34), (50, 54)])
+    assert tracks(missed) == ([[1, 2], [2], [1, 2, 3]], [0, 0, 0])
+    divided = boxes([(20, 28), (50, 54)], *[[(19, 23), (25, 29), (50, 54)]] * 2)
+    assert tracks(divided) == ([[1, 2], [3, 4, 2], [3, 4, 2]], [0, 0, 1, 1])
 
 
 def test_distances_count_in_micrometres() -> None:

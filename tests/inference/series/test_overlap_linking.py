@@ -1,6 +1,5 @@
-from __future__ import annotations
-
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from label_series import Labels, boxes
@@ -13,40 +12,23 @@ def tracks(labels: Labels) -> tuple[list[list[int]], list[int]]:
     return [lookup[1:].tolist() for lookup in found.tracks], found.parents[1:].tolist()
 
 
-def test_objects_that_move_keep_their_numbers() -> None:
-    assert tracks(boxes([(0, 10), (20, 30)], [(22, 32), (2, 12)], [(4, 14), (24, 34)])) == (
-        [[1, 2], [2, 1], [1, 2]],
-        [0, 0],
-    )
-
-
-def test_the_better_overlap_wins() -> None:
-    assert tracks(boxes([(0, 10), (10, 20)], [(1, 11), (11, 21)]))[0] == [[1, 2], [1, 2]]
-    # The first one is gone, and the second one lies nearly where that was.
-    assert tracks(boxes([(0, 10), (12, 22)], [(6, 16)]))[0] == [[1, 2], [1]]
-
-
-def test_what_is_new_or_was_missed_begins_a_track() -> None:
-    assert tracks(boxes([(0, 10)], [(0, 10), (30, 40)], [(30, 40)], [(0, 10), (30, 40)])) == (
-        [[1], [1, 2], [2], [3, 2]],
-        [0, 0, 0],
-    )
-
-
-def test_daughters_have_their_mother_as_parent() -> None:
-    assert tracks(boxes([(0, 20)], [(0, 9), (11, 20)], [(0, 9), (11, 20)])) == ([[1], [2, 3], [2, 3]], [0, 1, 1])
-
-
-def test_a_fragment_is_no_daughter() -> None:
-    assert tracks(boxes([(0, 20)], [(0, 17), (18, 20)])) == ([[1], [1, 2]], [0, 0])
-
-
-def test_an_object_that_lies_mostly_elsewhere_is_no_daughter() -> None:
-    assert tracks(boxes([(0, 20)], [(8, 34), (0, 7)])) == ([[1], [1, 2]], [0, 0])
-
-
-def test_time_points_without_objects() -> None:
-    assert tracks(boxes([], [(0, 5)], [], [(0, 5)])) == ([[], [1], [], [2]], [0, 0])
+@pytest.mark.parametrize(
+    ("times", "expected", "parents"),
+    [
+        ([[(0, 10), (20, 30)], [(22, 32), (2, 12)], [(4, 14), (24, 34)]], [[1, 2], [2, 1], [1, 2]], [0, 0]),
+        ([[(0, 10), (10, 20)], [(1, 11), (11, 21)]], [[1, 2], [1, 2]], [0, 0]),
+        # The first one is gone, and the second one lies nearly where that was.
+        ([[(0, 10), (12, 22)], [(6, 16)]], [[1, 2], [1]], [0, 0]),
+        ([[(0, 10)], [(0, 10), (30, 40)], [(30, 40)], [(0, 10), (30, 40)]], [[1], [1, 2], [2], [3, 2]], [0, 0, 0]),
+        ([[(0, 20)], [(0, 9), (11, 20)], [(0, 9), (11, 20)]], [[1], [2, 3], [2, 3]], [0, 1, 1]),
+        ([[(0, 20)], [(0, 17), (18, 20)]], [[1], [1, 2]], [0, 0]),
+        ([[(0, 20)], [(8, 34), (0, 7)]], [[1], [1, 2]], [0, 0]),
+        ([[], [(0, 5)], [], [(0, 5)]], [[], [1], [], [2]], [0, 0]),
+    ],
+    ids=["moving", "better overlap", "gone", "new or missed", "daughters", "a fragment", "mostly elsewhere", "nothing"],
+)
+def test_objects_are_linked_by_their_overlap(times, expected, parents) -> None:
+    assert tracks(boxes(*times)) == (expected, parents)
 
 
 def test_numbers_that_no_voxel_has_are_no_tracks() -> None:

@@ -1,14 +1,11 @@
 """The loop over time points, with a segmenter that needs no network."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from service.core.errors import BadFile, Cancelled, DeviceLost, OutOfMemory
 from service.core.quantities import Diameter, TimeInterval
@@ -17,11 +14,6 @@ from service.inference.series.time_points import MAX_NOTES, PointSegmenter, segm
 from service.inference.types import Doubt, Result, Series, Sizing
 
 INTERVAL = TimeInterval(2, "s")
-
-
-def number_objects(volume: Volume) -> NDArray[Any]:
-    """Every brightness is an object."""
-    return volume.array()[0]
 
 
 class Fake:
@@ -41,8 +33,8 @@ class Fake:
         self.diameters.append(options.diameter)
         for done in range(3):
             progress(done, 2)
-        labels = number_objects(volume)
-        result = Result(Segmentation(labels, "labels", None, 1), {"windows": 1.0}, self.notes(time))
+        # Every brightness is an object.
+        result = Result(Segmentation(volume.array()[0], "labels", None, 1), {"windows": 1.0}, self.notes(time))
         confidence = self.confidences.get(time)
         doubt = Doubt(confidence, "It is odd.", "") if confidence is not None and confidence < 0.4 else None
         return result._replace(confidence=confidence, doubt=doubt)
@@ -50,17 +42,13 @@ class Fake:
     def estimate(self, volume: Volume, _options: Options) -> Sizing:
         time = int(volume.array().max()) - 1
         self.estimated.append(time)
-        return Sizing(
-            None if self.width is None else Diameter((self.width + time,), "px"), fits=False, objects=9, windows=2
-        )
+        width = None if self.width is None else Diameter((self.width + time,), "px")
+        return Sizing(width, fits=False, objects=9, windows=2)
 
-    @property
-    def calls(self) -> PointSegmenter:
-        return PointSegmenter(self.segment, None)
 
-    @property
-    def estimating(self) -> PointSegmenter:
-        return PointSegmenter(self.segment, self.estimate)
+def run(series: Series, fake: Fake, folder: Path, *, estimating: bool = False, **options: Any) -> Result:
+    calls = PointSegmenter(fake.segment, fake.estimate if estimating else None)
+    return segment_series(series, Options(), calls, folder, **options)
 
 
 def make_series(times: range, dtype: Any = np.uint16, **options: Any) -> Series:
@@ -80,14 +68,8 @@ def make_series(times: range, dtype: Any = np.uint16, **options: Any) -> Series:
 
 def test_time_points_follow_each_other(tmp_path: Path) -> None:
     fake, seen = Fake(), list[Any]()
-    result = segment_series(
-        make_series(range(3, 6)),
-        Options(),
-        fake.calls,
-        tmp_path,
-        began=seen.append,
-        progress=lambda done, total: seen.append((done, total)),
-    )
+    progress = {"began": seen.append, "progress": lambda *done: seen.append(done)}
+    result = run(make_series(range(3, 6)), fake, tmp_path, **progress)
     assert seen == [0, (0, 6), (1, 6), (2, 6), 1, (2, 6), (3, 6), (4, 6), 2, (4, 6), (5, 6), (6, 6)]
     assert result.segmentation.pixels[:, 1, 1, 1].tolist() == [4, 5, 6]
     assert (result.segmentation.axes, result.segmentation.time_interval) == ("TZYX", INTERVAL)
@@ -100,7 +82,7 @@ def test_time_points_follow_each_other(tmp_path: Path) -> None:
 def test_objects_are_counted_and_named_by_time(tmp_path: Path) -> None:
     for link in (None, "overlap"):
         series = make_series(range(3, 6), link=link)
-        result = segment_series(series, Options(), Fake().calls, tmp_path)
+        result = run(series, Fake(), tmp_path)
         assert result.series is not None
         table = result.series.table
         assert table is not None
@@ -116,26 +98,25 @@ def test_objects_are_counted_and_named_by_time(tmp_path: Path) -> None:
             assert set(result.segmentation.pixels[:, 1, 1, 1].tolist()) == set(table["label"].tolist())
 
 
-def test_one_width_is_estimated_for_all(tmp_path: Path) -> None:
-    fake = Fake()
-    result = segment_series(make_series(range(9)), Options(), fake.estimating, tmp_path)
-    assert fake.estimated == [0, 3, 6]
-    assert fake.diameters == [Diameter((13, 13, 13), "px")] * 9
-    assert "13,13,13px wide (3 of 3 time points looked at)" in result.notes[0]
-
-
-def test_a_width_that_cannot_be_told_leaves_the_sampling(tmp_path: Path) -> None:
-    fake = Fake(width=None)
-    series = make_series(range(4), bad={2})
-    result = segment_series(series, Options(), fake.estimating, tmp_path)
-    assert fake.diameters == ["none"] * 2
-    assert any("could not be told" in note for note in result.notes)
+@pytest.mark.parametrize(
+    ("width", "points", "bad", "diameter", "note"),
+    [
+        (10.0, 9, (), Diameter((13, 13, 13), "px"), "13,13,13px wide (3 of 3 time points looked at)"),
+        (None, 4, {2}, "none", "could not be told"),
+    ],
+)
+def test_one_width_is_estimated_for_all_unless_it_cannot_be_told(tmp_path, width, points, bad, diameter, note) -> None:
+    fake = Fake(width=width)
+    result = run(make_series(range(points), bad=bad), fake, tmp_path, estimating=True)
+    assert fake.estimated == [0, 3, 6] if width else [0, 1]
+    assert fake.diameters == [diameter] * (9 if width else 2)
+    assert note in result.notes[0]
 
 
 @pytest.mark.parametrize("errors", [{2: OutOfMemory("Too large.", 10)}, {}])
 def test_a_fault_keeps_what_is_there(tmp_path: Path, errors: dict[int, Exception]) -> None:
     series = make_series(range(5), bad=() if errors else {2})
-    result = segment_series(series, Options(), Fake(errors).calls, tmp_path)
+    result = run(series, Fake(errors), tmp_path)
     assert result.series is not None
     assert (result.series.points, result.series.total) == (2, 5)
     assert str(result.series.fault).startswith("Time point 2: ")
@@ -144,30 +125,25 @@ def test_a_fault_keeps_what_is_there(tmp_path: Path, errors: dict[int, Exception
     assert len(result.segmentation.pixels) == 2
 
 
-def test_a_fault_of_the_first_time_point_is_raised(tmp_path: Path) -> None:
+def test_faults_of_the_first_time_point_and_what_ends_all_work_are_raised(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match="Time point 3: It is damaged"):
-        segment_series(make_series(range(3, 6), bad={3}), Options(), Fake().calls, tmp_path)
-
-
-def test_what_ends_all_work_is_raised(tmp_path: Path) -> None:
+        run(make_series(range(3, 6), bad={3}), Fake(), tmp_path)
     for error in (DeviceLost("gone"), Cancelled("given up"), ZeroDivisionError()):
         with pytest.raises(type(error)):
-            segment_series(make_series(range(3)), Options(), Fake({1: error}).calls, tmp_path)
+            run(make_series(range(3)), Fake({1: error}), tmp_path)
     # A reader that is closed at the end of the service is no fault of the file.
     answers = iter([False, False, True])
     with pytest.raises(Cancelled):
-        segment_series(
-            make_series(range(3), bad={1}), Options(), Fake().calls, tmp_path, cancelled=lambda: next(answers)
-        )
+        run(make_series(range(3), bad={1}), Fake(), tmp_path, cancelled=lambda: next(answers))
 
 
 def test_notes_name_their_time_points(tmp_path: Path) -> None:
     fake = Fake()
     fake.notes = lambda time: ("Always.", *(("Odd.",) if time % 2 else ()), *(("Last.",) if time == 19 else ()))
-    result = segment_series(make_series(range(20)), Options(), fake.calls, tmp_path)
+    result = run(make_series(range(20)), fake, tmp_path)
     assert result.notes == ("Always.", "Time points 1, 3, 5, 7, 9, 11, 13, 15 and 2 more: Odd.", "Time point 19: Last.")
     fake.notes = lambda time: (f"Number {time}.",)
-    result = segment_series(make_series(range(MAX_NOTES + 5)), Options(), fake.calls, tmp_path)
+    result = run(make_series(range(MAX_NOTES + 5)), fake, tmp_path)
     assert len(result.notes) == MAX_NOTES + 1
     assert "5 more" in result.notes[-1]
 
@@ -176,16 +152,13 @@ def test_notes_name_their_time_points(tmp_path: Path) -> None:
     ("confidences", "least", "doubtful"),
     [({0: 0.9, 1: 0.2, 2: 0.3}, 0.2, 1), ({0: 0.0, 1: 0.9}, 0.0, 0), ({1: 1.0}, 1.0, None), ({}, None, None)],
 )
-def test_a_series_is_as_sure_as_its_least_sure_time_point(
-    tmp_path: Path, confidences: dict[int, float], least: float | None, doubtful: int | None
-) -> None:
+def test_a_series_is_as_sure_as_its_least_sure_time_point(tmp_path, confidences, least, doubtful) -> None:
     fake = Fake()
     fake.confidences = confidences
-    result = segment_series(make_series(range(3)), Options(), fake.calls, tmp_path)
+    result = run(make_series(range(3)), fake, tmp_path)
     assert result.confidence == least
-    assert (result.doubt and result.doubt.detail) == (
-        None if doubtful is None else f"Time point {doubtful}: It is odd."
-    )
+    detail = None if doubtful is None else f"Time point {doubtful}: It is odd."
+    assert (result.doubt and result.doubt.detail) == detail
 
 
 def test_labels_become_wider_where_one_time_point_needs_it(tmp_path: Path) -> None:
@@ -194,6 +167,6 @@ def test_labels_become_wider_where_one_time_point_needs_it(tmp_path: Path) -> No
         return Volume.from_array(np.full((1, 1, 2, 2), 70_000 if time > 1 else time, dtype)), None
 
     series = Series(range(4), read, (1, 1, 2, 2), None, None)
-    result = segment_series(series, Options(), Fake().calls, tmp_path)
+    result = run(series, Fake(), tmp_path)
     assert result.segmentation.pixels.dtype == np.uint32
     assert result.segmentation.pixels[:, 0, 0, 0].tolist() == [0, 1, 70_000, 70_000]

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from monai.inferers.utils import sliding_window_inference
-from segmenters import settings_of, started, with_network
+from segmenters import settings_of, started
 from torch import nn
 
 from service.core.errors import BadParameter, Cancelled
@@ -69,18 +69,6 @@ def test_labels_are_those_of_the_own_inferer(random_nuclei, bands, phantom, size
         with open_batcher(monai_settings()) as batcher:
             found = segment(monai, volume, Options(), callbacks=Callbacks(run=batcher.run))
         assert np.array_equal(found.segmentation.pixels, expected)
-
-
-def test_too_large_a_batch_falls_back_to_fewer_windows(bands, phantom):
-    forward = started(bands, settings_of()).scores.module.forward
-
-    def network(x):
-        if len(x) > 1:
-            raise torch.OutOfMemoryError("no")
-        return forward(x)
-
-    result = segment(with_network(bands, network, monai_settings()), Volume.from_array(phantom.image[None]), Options())
-    assert result.fallbacks == 1
 
 
 def test_windows_cannot_be_skipped(bands, phantom):
