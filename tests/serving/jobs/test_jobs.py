@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
 import sqlite3
 import subprocess
@@ -18,6 +17,7 @@ import load
 import numpy as np
 import pytest
 from fakes import until
+from full_disk import full_disk
 from job_service import STACK, TIFF, Service, start
 from live import as_tiff
 
@@ -44,18 +44,7 @@ def locked_database(folder: Path) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def full_disk(_folder: Path) -> Iterator[None]:
-    """No file of this process may grow, as on a disk that is full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-FAULTS = pytest.mark.parametrize("fault", [locked_database, full_disk])
+FAULTS = pytest.mark.parametrize("fault", [locked_database, lambda _folder: full_disk()], ids=["locked", "full"])
 Fault = Callable[[Path], Any]
 
 
@@ -143,19 +132,15 @@ def test_job_whose_result_finds_no_room_runs_again_after_the_service_has_stopped
     bands_repository: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     noise = as_tiff(np.random.default_rng(1).integers(0, 200, (4, 1200, 1200), np.uint8))
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with start(bands_repository, tmp_path) as service:
         service.fake.gate.clear()
         job = service.submit(noise)
         service.wait(job, "running")
         # Enough for the database.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, hard))
-        try:
+        with full_disk(2**18):
             service.fake.gate.set()
             until(lambda: "Tried again for 60 s" in caplog.text)
             service.async_jobs.stop()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     with start(bands_repository, tmp_path) as service:
         service.wait(job, "done")
         assert service.result(job).status_code == 200

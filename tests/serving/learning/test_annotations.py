@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import time
 import tracemalloc
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from full_disk import full_disk
 
 from service.core.errors import BadParameter, OutOfStorage
 from service.core.types import Volume
@@ -141,12 +141,7 @@ def test_a_full_disk_leaves_nothing_wherever_it_is_met(store: AnnotationStore, t
     image = Volume.from_array(rng.integers(0, 2**8, (1, 4, 64, 64), np.uint8))
     # Twice as many bytes as the image.
     labels = Volume.from_array(rng.integers(1, 2**16, (1, 4, 64, 64), np.uint16))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        with pytest.raises(OutOfStorage, match="disk"):
-            store.keep(image, labels, NewAnnotation(name="a", owner="ann"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with full_disk(limit), pytest.raises(OutOfStorage, match="disk"):
+        store.keep(image, labels, NewAnnotation(name="a", owner="ann"))
     assert list(tmp_path.iterdir()) == []
     assert store.keep(image, labels, NewAnnotation(name="a", owner="ann")).objects > 0

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import resource
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from full_disk import full_disk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,13 +83,8 @@ def test_what_is_too_large_is_not_kept(folder: Path, limit: int) -> None:
 
 def test_what_cannot_be_written_is_not_kept_and_leaves_nothing(folder: Path) -> None:
     cache = ResultCache[str](folder, 10_000)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        with pytest.raises(OSError, match="large"):
-            cache.put("a", None, b"a" * 5000, "told of a")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with full_disk(1000), pytest.raises(OSError, match="large"):
+        cache.put("a", None, b"a" * 5000, "told of a")
     assert (read(cache, "a"), list(folder.iterdir()), cache.nbytes) == (None, [], 0)
     cache.put("a", None, b"a" * 5000, "told of a")
     assert read(cache, "a") == b"a" * 5000

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from full_disk import full_disk
 
 from service.core.errors import BadFile, BadParameter, ConfigError, OutOfStorage, OutputExists
 from service.core.sections.serving import References
@@ -194,13 +194,8 @@ def test_folder_in_the_place_of_the_result_is_refused_before_and_after(host: Pat
 def test_result_that_the_disk_does_not_hold_is_no_fault_of_the_service(host: Path) -> None:
     made, result = references(host), host / "result.tif"
     result.write_bytes(bytes(10_000))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
-    try:
-        with pytest.raises(OutOfStorage, match="results/labels"):
-            made.put(result, "results/labels.tif", None, "ticket")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(5000), pytest.raises(OutOfStorage, match="results/labels"):
+        made.put(result, "results/labels.tif", None, "ticket")
     assert names(host / "results") == ["2026"]
 
 

@@ -17,14 +17,13 @@ from service.serving.devices.queue.threads import JobThreads
 
 
 class Recorded:
-    """A task that raises what it is given, and remembers its thread and its failure."""
+    """A task that raises what it is given, and remembers its failure."""
 
     def __init__(self, error: Exception | None = None) -> None:
-        self.error, self.failure, self.thread = error, None, ""
+        self.error, self.failure = error, None
         self.over = threading.Event()
 
     def run(self) -> None:
-        self.thread = threading.current_thread().name
         if self.error is not None:
             raise self.error
         self.over.set()
@@ -34,22 +33,13 @@ class Recorded:
         self.over.set()
 
 
-def run(*tasks: Recorded) -> JobThreads:
+def run(*tasks: Recorded) -> None:
     pending: queue.Queue[Recorded | None] = queue.Queue()
     for task in (*tasks, None):
         pending.put(task)
     worker = JobThreads("device", pending.get)
     worker.start()
     assert worker.join(10)
-    return worker
-
-
-def test_tasks_run_in_the_its_own_thread_and_none_ends_it() -> None:
-    task = Recorded()
-    worker = run(task)
-    assert task.over.is_set()
-    assert task.thread == "device"
-    assert not worker.alive
 
 
 @pytest.mark.parametrize("error", [BadFile("cut short"), RuntimeError("unforeseen"), AssertionError()])
