@@ -186,27 +186,6 @@ def test_deleted_folder_of_jobs_is_made_again_and_no_job_is_lost_silently(
         assert database.execute("SELECT COUNT(*) FROM jobs WHERE state = 'done'").fetchone() == (4,)
 
 
-def test_input_that_is_deleted_before_its_turn_fails_its_job(bands_repository: Path, tmp_path: Path) -> None:
-    with start(bands_repository, tmp_path) as service:
-        jobs = submit_two(service)
-    shutil.rmtree(tmp_path / "jobs" / "jobs" / jobs[1]["id"])
-    with start(bands_repository, tmp_path) as service:
-        service.wait(jobs[0], "done")
-        assert "input of the job is lost" in service.wait(jobs[1], "failed")["problem"]["detail"]
-
-
-def test_folder_in_which_another_database_appears_is_left_alone(service: Service, tmp_path: Path) -> None:
-    shutil.rmtree(tmp_path / "jobs")
-    (tmp_path / "jobs").mkdir()
-    (tmp_path / "jobs" / "jobs.sqlite3").write_bytes(b"of somebody else")
-    until(lambda: service.client.get("/health/ready").status_code == 503)
-    until(lambda: "another database" in service.client.get("/health/ready").json()["detail"])
-    assert (tmp_path / "jobs" / "jobs.sqlite3").read_bytes() == b"of somebody else"
-    shutil.rmtree(tmp_path / "jobs")
-    until(lambda: service.client.get("/health/ready").status_code == 200)
-    service.wait(service.submit(), "done")
-
-
 @pytest.mark.parametrize("part", ["", "requests", "cache"])
 def test_deleted_scratch_folder_is_made_again(service: Service, part: str) -> None:
     folder = service.runtime.scratch.path / part

@@ -167,7 +167,8 @@ def test_folder_without_a_row_goes_a_row_without_its_input_fails_and_files_of_ot
     store.input_path(lost).unlink()
     store.input_path(short).write_bytes(b"")
     assert store.recover() == []
-    assert [store.find(job, None).state for job in (lost, short)] == ["failed", "failed"]
+    for record in (store.find(lost, None), store.find(short, None)):
+        assert (record.state, "input of the job is lost" in str(record.failure)) == ("failed", True)
     store.clean_up()
     assert files(store) == [".DS_Store"]
 
@@ -307,6 +308,11 @@ def test_what_is_over_is_forgotten_in_time(store: JobStore) -> None:
 
 def test_deleted_folder_is_made_again_once_the_disk_allows_it(store: JobStore) -> None:
     job, folder = accept(store), store._folder
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "jobs.sqlite3").write_bytes(b"of somebody else")
+    assert "another database" in (store.mend() or "")
+    assert (folder / "jobs.sqlite3").read_bytes() == b"of somebody else"
     shutil.rmtree(folder)
     in_the_way = folder / "jobs.sqlite3-wal"
     in_the_way.mkdir(parents=True)

@@ -103,16 +103,6 @@ def test_workers_are_asked_for_while_there_is_work_and_given_back_afterwards(
         assert live.client.get("/health/ready").json() == {"status": "ready"}
 
 
-def test_one_request_takes_one_worker_however_large_it_is(bands_repository: Path, tmp_path: Path, stack: bytes) -> None:
-    with service(bands_repository, tmp_path, 3, 0) as (live, hosts), ThreadPoolExecutor(1) as pool:
-        hosts.gate.clear()
-        request = pool.submit(live.segment, stack)
-        until(lambda: hosts.at_work)
-        assert workers_of(live)["given_back"] == 2
-        hosts.gate.set()
-        assert request.result().status_code == 200
-
-
 def test_without_work_there_need_be_no_worker(bands_repository: Path, tmp_path: Path, stack: bytes) -> None:
     slow = service(bands_repository, tmp_path, 2, 0, request_seconds=4)
     with slow as (live, hosts), ThreadPoolExecutor(1) as pool:

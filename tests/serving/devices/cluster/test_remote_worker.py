@@ -101,12 +101,28 @@ def test_requests_of_a_lost_worker_run_elsewhere_and_it_is_used_again(service: S
     until(lambda: live.client.get("/health/ready").json() == {"status": "ready"})
 
 
-def test_a_request_whose_device_is_lost_runs_on_another(service: Service, phantom_maker: Any) -> None:
+@pytest.mark.parametrize(
+    ("losses", "status"),
+    [
+        pytest.param((1, 0), 200, id="runs on another"),
+        pytest.param((1, 1), 200, id="begins again on one of them"),
+        pytest.param((3, 3), 503, id="is given up"),
+    ],
+)
+def test_a_request_whose_devices_are_lost(
+    service: Service, phantom_maker: Any, losses: tuple[int, int], status: int
+) -> None:
     live, actors = service
-    actors[0].lost_devices = 1
-    stack = as_tiff(phantom_maker((16, 40, 40), seed=1).image)
-    assert live.segment(stack).status_code == 200
-    assert actors[0].lost_devices == 0
+    for actor, times in zip(actors, losses, strict=True):
+        actor.lost_devices = times
+    answer = live.segment(as_tiff(phantom_maker((16, 40, 40), seed=1).image))
+    assert answer.status_code == status
+    if status == 200:
+        assert actors[0].lost_devices == 0
+    else:
+        assert answer.json()["type"] == "urn:stackseg:problem:interrupted"
+    for actor in actors:
+        actor.lost_devices = 0
 
 
 def test_a_cancelled_request_stops_its_actor(bands_repository: Path, tmp_path: Path, phantom_maker: Any) -> None:
@@ -128,23 +144,6 @@ def test_a_cancelled_request_stops_its_actor(bands_repository: Path, tmp_path: P
         until(lambda: not any(actor.device._jobs for actor in actors), 2)
         for fake in held:
             fake.gate.set()
-
-
-def test_a_request_whose_workers_die_again_and_again_is_given_up(service: Service, phantom_maker: Any) -> None:
-    live, actors = service
-    for actor in actors:
-        actor.lost_devices = 3
-    answer = live.segment(as_tiff(phantom_maker((16, 40, 40), seed=1).image))
-    assert (answer.status_code, answer.json()["type"]) == (503, "urn:stackseg:problem:interrupted")
-    for actor in actors:
-        actor.lost_devices = 0
-
-
-def test_a_request_that_every_worker_has_lost_begins_again_on_one_of_them(service: Service, phantom_maker: Any) -> None:
-    live, actors = service
-    for actor in actors:
-        actor.lost_devices = 1
-    assert live.segment(as_tiff(phantom_maker((16, 40, 40), seed=1).image)).status_code == 200
 
 
 def test_a_worker_whose_call_fails_is_lost_and_asked_again(
