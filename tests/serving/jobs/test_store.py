@@ -92,6 +92,9 @@ def test_job_goes_its_way(store: JobStore) -> None:
     with pytest.raises(UnknownJob):
         store.find(job, "ada")
     assert files(store) == []
+    # Numbers and ids are not given twice.
+    second = accept(store)
+    assert (store.find(second, None).number, second != job) == (record.number + 1, True)
 
 
 def test_owner_sees_only_his_own(store: JobStore) -> None:
@@ -196,31 +199,18 @@ def test_files_that_a_fault_left_are_deleted_in_time_and_those_of_jobs_at_work_a
     assert files(store) == sorted([running, f"{running}/{INPUT}", f"{running}/labels.ome.tif", done, f"{done}/result"])
 
 
-def test_job_that_the_process_dies_of_is_not_begun_for_ever(store: JobStore) -> None:
+def test_job_that_the_process_dies_of_is_not_begun_for_ever_and_stopping_does_not_count(store: JobStore) -> None:
     job = accept(store)
+    for _ in range(5):
+        store.begin(job)
+        store.requeue(job)
+    assert (store.find(job, None).state, store.find(job, None).attempts) == ("waiting", 0)
     for _ in range(2):
         assert store.begin(job)
         record = store.recover()
     assert record == []
     assert isinstance(store.find(job, None).failure, Interrupted)
     assert "2 times" in str(store.find(job, None).failure)
-
-
-def test_stopping_is_not_counted_against_the_job(store: JobStore) -> None:
-    job = accept(store)
-    for _ in range(5):
-        store.begin(job)
-        store.requeue(job)
-    assert (store.find(job, None).state, store.find(job, None).attempts) == ("waiting", 0)
-
-
-def test_numbers_and_ids_are_not_given_twice(store: JobStore) -> None:
-    first = accept(store)
-    number = store.find(first, None).number
-    store.cancel(first)
-    store.delete(first)
-    second = accept(store)
-    assert (store.find(second, None).number, second != first) == (number + 1, True)
 
 
 def test_nothing_is_lost_or_left_when_the_process_is_killed_between_two_lines(tmp_path: Path) -> None:

@@ -59,15 +59,6 @@ def started_cache(limit: int, *first: str, **sizes: int) -> Iterator[RecordingCa
     assert made.model_cache.join(10)
 
 
-def test_models_are_loaded_when_they_are_first_asked_for_and_then_stay() -> None:
-    with started_cache(10, "a", a=3, b=4) as recording:
-        until(lambda: not recording.model_cache.starting)
-        assert (recording.loads, list(recording.model_cache.loaded_models)) == (["a"], ["a"])
-        recording.touch("b", "a", "b")
-        assert recording.loads == ["a", "b"]
-        assert {name: one.nbytes for name, one in recording.model_cache.loaded_models.items()} == {"a": 3, "b": 4}
-
-
 def test_the_least_recently_used_makes_room() -> None:
     with started_cache(10, a=4, b=4, c=4, d=8) as recording:
         recording.touch("a", "b", "a", "c")

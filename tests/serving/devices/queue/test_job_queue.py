@@ -107,16 +107,6 @@ def test_job_that_does_not_fit_in_memory_waits_and_is_passed_by_those_that_fit_i
     assert takes(queue, small)
 
 
-def test_memory_that_others_have_taken_meanwhile_is_not_there() -> None:
-    free = [100]
-    queue = JobQueue(limit=30, memory=JobMemory(lambda: FreeMemory(free[0])))
-    offer(queue, first := sized(1, 10), second := sized(1, 20))
-    free[0] = 15
-    assert takes(queue, first)
-    first.run()
-    assert takes(queue, second)
-
-
 def test_memory_that_a_job_has_given_back_counts_at_once() -> None:
     free = [80]
     queue = JobQueue(limit=30, memory=JobMemory(lambda: FreeMemory(free[0]), 60))

@@ -42,20 +42,19 @@ def run(*tasks: Recorded) -> None:
     assert worker.join(10)
 
 
-@pytest.mark.parametrize("error", [BadFile("cut short"), RuntimeError("unforeseen"), AssertionError()])
-def test_failed_task_gets_its_error_and_the_next_one_runs(error: Exception) -> None:
+@pytest.mark.parametrize(
+    ("error", "logged"), [(BadFile("cut short"), []), (RuntimeError("unforeseen"), [True]), (AssertionError(), [True])]
+)
+def test_failed_task_gets_its_error_and_the_next_one_runs(
+    caplog: pytest.LogCaptureFixture, error: Exception, logged: list[bool]
+) -> None:
     failing, following = Recorded(error), Recorded()
-    run(failing, following)
+    with caplog.at_level(logging.DEBUG):
+        run(failing, following)
     assert failing.failure is error
     assert following.over.is_set()
-
-
-def test_only_the_unforeseen_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG):
-        run(Recorded(BadFile("cut short")))
-        assert caplog.records == []
-        run(Recorded(RuntimeError("unforeseen")))
-    assert [record.exc_info is not None for record in caplog.records] == [True]
+    # Only the unforeseen is logged, with its traceback.
+    assert [record.exc_info is not None for record in caplog.records] == logged
 
 
 def test_finished_task_is_not_kept_alive() -> None:
