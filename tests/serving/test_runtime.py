@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import FakeEstimator, FakeSegmenter, until
+from fakes import FakeEstimator, Fakes, FakeSegmenter, closed, until
 from runtimes import caches, loaded_segmenter, ready, running, settings, submitted
 
-from service.core.config import Settings
 from service.core.errors import (
     Cancelled,
     ConfigError,
@@ -97,17 +96,11 @@ def test_draining_is_not_ready_at_once_and_gives_up_in_the_end(
 
 
 def test_a_model_that_is_still_being_loaded_is_left_behind(bands_repository: Path, tmp_path: Path) -> None:
-    gate = threading.Event()
-
-    def load(spec: Any, chosen: Settings, _driver: Any) -> FakeSegmenter:
-        fake = FakeSegmenter(spec, chosen)
-        fake.gate = gate
-        return fake
-
-    with running(settings(bands_repository, tmp_path), load) as runtime:
-        pass
+    fakes = Fakes(closed)
+    with running(settings(bands_repository, tmp_path), fakes) as runtime:
+        until(lambda: fakes)
     assert not runtime.devices.ended
-    gate.set()
+    fakes[0].gate.set()
     until(lambda: runtime.devices.ended)
 
 
@@ -121,13 +114,23 @@ def test_two_services_share_a_scratch_folder_and_leave_nothing_there(bands_repos
     assert list(tmp_path.iterdir()) == []
 
 
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "reason"),
+    [
+        ("server", {"scratch_folder": "/nowhere"}, "scratch_folder"),
+        ("device", {"name": "cuda:99"}, r"device\.name"),
+        pytest.param("device", {"serve": "all"}, "no CUDA device", marks=NO_GPU),
+        pytest.param("device", {"serve": ["cuda:0", "cuda:1"]}, "no CUDA device", marks=NO_GPU),
+    ],
+)
 def test_folder_or_device_that_is_not_there_is_refused_before_anything_starts(
-    bands_repository: Path, tmp_path: Path
+    bands_repository: Path, tmp_path: Path, section: str, values: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(ConfigError, match="scratch_folder"):
-        build_runtime(settings(bands_repository, tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match=r"device\.name"):
-        build_runtime(settings(bands_repository, tmp_path, device={"name": "cuda:99"}))
+    with pytest.raises(ConfigError, match=reason):
+        build_runtime(settings(bands_repository, tmp_path, **{section: values}))
 
 
 @pytest.fixture
@@ -186,31 +189,19 @@ def test_a_model_that_is_to_be_loaded_and_is_not_there_is_told_and_the_default_o
 
 
 def test_service_stays_ready_and_goes_on_while_a_model_is_loaded(three: Path, tmp_path: Path, stack: Volume) -> None:
-    fakes: dict[str, FakeSegmenter] = {}
-
-    def load(spec: Any, chosen: Settings, _driver: Any) -> FakeSegmenter:
-        fake = fakes[spec.name] = FakeSegmenter(spec, chosen)
-        if spec.name != "alpha":
-            fake.gate.clear()
-        return fake
-
-    with ready(settings(three, tmp_path), load) as runtime:
+    fakes = Fakes(lambda fake: fake.spec.name == "alpha" or fake.gate.clear())
+    with ready(settings(three, tmp_path), fakes) as runtime:
         waiting = submit(runtime, stack, "beta")
-        until(lambda: "beta" in fakes)
+        until(lambda: len(fakes) == 2)
         assert (states(runtime)["beta"], waiting.state, runtime.unready_reasons()) == ("loading", "waiting", ())
         assert submit(runtime, stack, "alpha").future.result(10)
-        fakes["beta"].gate.set()
+        fakes[1].gate.set()
         assert waiting.future.result(10)
 
 
 def test_models_take_turns_where_memory_holds_one(three: Path, tmp_path: Path, stack: Volume) -> None:
     size = max(file.stat().st_size for file in three.glob("*/weights.safetensors"))
-
-    def load(spec: Any, chosen: Settings, _driver: Any) -> FakeSegmenter:
-        fake = FakeSegmenter(spec, chosen)
-        fake.nbytes = size
-        return fake
-
+    load = Fakes(lambda fake: setattr(fake, "nbytes", size))
     with ready(settings(three, tmp_path, models={"folder": three, "memory_bytes": 3 * size // 2}), load) as runtime:
         jobs = [submit(runtime, stack, name) for name in ("beta", "alpha", "gamma", "beta")]
         assert all(job.future.result(20).segmentation.pixels.all() for job in jobs)
@@ -241,13 +232,8 @@ def test_requests_go_where_the_least_work_is_and_where_the_model_is_loaded(
     three: Path, tmp_path: Path, stack: Volume
 ) -> None:
     chosen = settings(three, tmp_path, device={"serve": ["cpu", "cpu"], "threads": 1}, limits={"waiting": 1})
-    fakes: list[FakeSegmenter] = []
-
-    def load(spec: Any, own: Settings, _driver: Any) -> FakeSegmenter:
-        fakes.append(FakeSegmenter(spec, own))
-        return fakes[-1]
-
-    with ready(chosen, load) as runtime:
+    fakes = Fakes()
+    with ready(chosen, fakes) as runtime:
         one, other = (device.scheduler for device in runtime.devices.all)
         assert [device.name for device in runtime.devices.all] == ["cpu", "cpu-2"]
         for fake in fakes:
@@ -265,10 +251,3 @@ def test_requests_go_where_the_least_work_is_and_where_the_model_is_loaded(
         for _ in range(3):
             submit(runtime, stack, "beta").future.result(20)
         assert [cache for cache in caches(runtime) if cache.get("beta")] == [holder]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("serve", ["all", ["cuda:0", "cuda:1"]])
-def test_gpus_that_are_not_there_are_refused_at_start(bands_repository: Path, tmp_path: Path, serve: Any) -> None:
-    with pytest.raises(ConfigError, match="no CUDA device"):
-        build_runtime(settings(bands_repository, tmp_path, device={"serve": serve}))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeSegmenter, until
+from fakes import Fakes, until
 from live import Live, as_tiff, serve
 from thread_actors import SilentActor, ThreadActor, make_device_actor, remote
 
@@ -31,16 +31,13 @@ class Hosts:
         self.gate.set()
 
     def connect(self, settings: Settings) -> Any:
-        def load(*arguments: Any) -> FakeSegmenter:
-            fake = FakeSegmenter(*arguments)
-            fake.warm_up = lambda **_: None  # type: ignore[method-assign]
-            fake.gate = self.gate
-            return fake
+        def share_gate(fake: Any) -> None:
+            fake.warm_up, fake.gate = lambda **_: None, self.gate
 
         def make_actor() -> Actor:
             if self.none:
                 return SilentActor()
-            self.actors.append(make_device_actor(settings, load))
+            self.actors.append(make_device_actor(settings, Fakes(share_gate)))
             return self.actors[-1]
 
         return make_actor

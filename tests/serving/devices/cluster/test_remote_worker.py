@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakeSegmenter, until
+from fakes import Fakes, closed, until
 from live import Live, as_tiff, classes, eager, serve
 from thread_actors import SilentActor, ThreadActor, make_device_actor, remote
 
@@ -126,13 +125,8 @@ def test_a_request_whose_devices_are_lost(
 
 
 def test_a_cancelled_request_stops_its_actor(bands_repository: Path, tmp_path: Path, phantom_maker: Any) -> None:
-    held: list[FakeSegmenter] = []
-
-    def load(*arguments: Any) -> FakeSegmenter:
-        held.append(FakeSegmenter(*arguments))
-        return held[-1]
-
-    with two_workers(remote(bands_repository, tmp_path), load) as (live, actors):
+    held = Fakes()
+    with two_workers(remote(bands_repository, tmp_path), held) as (live, actors):
         stack = as_tiff(phantom_maker((16, 40, 40), seed=1).image)
         until(lambda: len(held) == 2)
         for fake in held:
@@ -166,20 +160,16 @@ def test_a_worker_whose_call_fails_is_lost_and_asked_again(
 def test_an_actor_keeps_the_model_of_a_task_that_its_service_did_not_know_of_yet(
     bands_repository: Path, tmp_path: Path
 ) -> None:
-    begun, known = threading.Event(), threading.Event()
-
-    def load(*arguments: Any) -> FakeSegmenter:
-        begun.set()
-        known.wait(20)
-        return FakeSegmenter(*arguments)
-
-    actor = make_device_actor(remote(bands_repository, tmp_path), load)
+    fakes = Fakes(closed)
+    actor = make_device_actor(remote(bands_repository, tmp_path), fakes)
     spec = read_spec(bands_repository / "bands")
     blocking, loaded = (actor.call("load", Task(name, name, spec)) for name in ("first", "second"))
-    assert begun.wait(20)
+    until(lambda: fakes)
     until(lambda: len(actor.device._jobs) == 2)
     actor.device.status(())
-    known.set()
+    fakes[0].gate.set()
+    until(lambda: len(fakes) == 2)
+    fakes[1].gate.set()
     assert [call.result(20).error for call in (blocking, loaded)] == [None, None]
 
 
