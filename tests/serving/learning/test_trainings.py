@@ -165,12 +165,6 @@ def test_a_training_is_cancelled_while_it_waits_and_while_it_runs(service: Servi
         service.trainings.queue.find(first.id, "ann")
 
 
-def test_a_training_that_takes_longer_than_asked_for_says_what_it_does(service: Service) -> None:
-    record = service.hang(minutes=0.001)
-    assert (record.state, record.stage) == ("running", "evaluating")
-    until(lambda: record.seconds_left is None, 10)
-
-
 def test_nothing_is_left_of_a_model_that_is_cancelled_before_it_is_served(service: Service) -> None:
     made = service.settings.trained_folder / "mine"
     # Somebody else reloads the models.
@@ -203,19 +197,14 @@ def test_what_the_service_does_not_finish_is_interrupted(service: Service) -> No
         service.submit("late")
 
 
-def test_the_work_of_a_process_that_was_killed_goes_and_that_of_others_stays(service: Service) -> None:
-    killed, other = (service.settings.trained_folder / f".training-{number}" for number in (1, 2))
-    killed.parent.mkdir()
-    os.close(make_locked_folder(killed))
-    lock = make_locked_folder(other)
-    service.next_queue()
-    os.close(lock)
-    assert leftovers(service) == [other.name]
-
-
 def test_a_killed_child_is_told_from_a_failure(service: Service) -> None:
-    record = service.hang()
+    # It takes longer than was asked for.
+    record = service.hang(minutes=0.001)
+    until(lambda: record.seconds_left is None, 10)
+    assert (record.state, record.stage) == ("running", "evaluating")
     process = child_of(service)
+    # What interrupts the service at a terminal does not reach it.
+    assert (os.getpgid(process.pid), os.getsid(process.pid)) == (process.pid, os.getsid(0))
     process.kill()
     assert "memory" in service.wait(record, "failed").message
 
@@ -248,7 +237,7 @@ def test_owners_take_turns_and_leave_places_to_others(service: Service) -> None:
 
 def test_trained_models_do_not_fill_the_disk(service: Service) -> None:
     service.limit(models=2)
-    service.wait(service.submit("mine"), "done")
+    service.train("mine")
     waiting = service.hang()
     with pytest.raises(OutOfStorage, match=r"2 trained models \(trainings\.models\)"):
         service.submit("third")
@@ -256,7 +245,7 @@ def test_trained_models_do_not_fill_the_disk(service: Service) -> None:
 
 
 def test_a_trained_model_is_deleted_by_who_has_trained_it_and_its_name_is_free(service: Service) -> None:
-    first = service.wait(service.submit("mine"), "done")
+    first = service.train("mine")
     trainings, models = service.trainings, service.runtime.models
     spec = models.servable_spec("mine")
     volume = Volume.from_array(np.zeros((1, 2, 4, 4), np.uint8))
@@ -275,13 +264,13 @@ def test_a_trained_model_is_deleted_by_who_has_trained_it_and_its_name_is_free(s
     loaded.gate.set()
     assert runs.future.result(60).segmentation is not None
     assert trainings.trained_models.made_by(first) is None
-    second = service.wait(service.submit("mine"), "done")
+    second = service.train("mine")
     assert (trainings.trained_models.made_by(first), trainings.trained_models.made_by(second)) == (None, "mine")
     service.remove("mine", "eve", everyone=True)
 
 
 def test_a_model_that_a_training_goes_on_from_is_kept(service: Service) -> None:
-    service.wait(service.submit("mine"), "done")
+    service.train("mine")
     child = service.submit("hangs", model="mine")
     with pytest.raises(ModelKept, match="training"):
         service.remove("mine")
@@ -301,7 +290,7 @@ def test_a_model_that_is_the_default_by_its_name_alone_is_kept(service: Service,
 
 
 def test_a_model_is_kept_for_what_was_accepted_while_it_was_to_be_deleted(service: Service) -> None:
-    service.wait(service.submit("mine"), "done")
+    service.train("mine")
     models, accepted = service.runtime.models, list[str]()
 
     def has_jobs(model: str) -> bool:
@@ -370,10 +359,17 @@ def test_a_training_that_cannot_be_recorded_is_refused_and_leaves_nothing(servic
     with full_disk(100), pytest.raises(OutOfStorage, match="disk"):
         service.submit("mine")
     assert (list(records.iterdir()), service.trainings.queue.newest("ann")) == ([], [])
-    # What a killed process has left by half goes when the next one starts.
+
+
+def test_what_a_killed_process_has_left_by_half_goes_and_the_work_of_others_stays(service: Service) -> None:
+    record, records = service.train("mine"), service.settings.annotations_folder / "trainings"
     (records / ".killed.part").write_text("{")
-    record = service.wait(service.submit("mine"), "done")
+    killed, other = (service.settings.trained_folder / f".training-{number}" for number in (1, 2))
+    os.close(make_locked_folder(killed))
+    lock = make_locked_folder(other)
     service.next_queue()
+    os.close(lock)
+    assert leftovers(service) == [other.name]
     assert [path.name for path in records.iterdir()] == [f"{record.id}.json"]
 
 
@@ -382,9 +378,3 @@ def test_an_annotated_stack_that_is_gone_meanwhile_is_named(service: Service) ->
     service.store.delete(service.annotation, "ann")
     service.trainings.cancel(hanging.id, "ann")
     assert "annotated stack" in service.wait(record, "failed").message
-
-
-def test_what_interrupts_the_service_at_a_terminal_does_not_reach_the_child(service: Service) -> None:
-    service.hang()
-    process = child_of(service)
-    assert (os.getpgid(process.pid), os.getsid(process.pid)) == (process.pid, os.getsid(0))
