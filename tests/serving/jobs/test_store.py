@@ -172,6 +172,7 @@ def test_folder_without_a_row_goes_a_row_without_its_input_fails_and_files_of_ot
     assert store.recover() == []
     for record in (store.find(lost, None), store.find(short, None)):
         assert (record.state, "input of the job is lost" in str(record.failure)) == ("failed", True)
+    assert files(store) == [".DS_Store"]
     store.clean_up()
     assert files(store) == [".DS_Store"]
 
@@ -219,19 +220,6 @@ def test_nothing_is_lost_or_left_when_the_process_is_killed_between_two_lines(tm
     subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
-def test_oldest_results_make_room(store: JobStore) -> None:
-    jobs = [accept(store) for _ in range(3)]
-    for job in jobs:
-        finish(store, job, size=300)
-    assert store._sum_results().total() == 900
-    newest = accept(store, size=350)
-    assert [store.find(job, None).state for job in jobs] == ["expired", "done", "done"]
-    assert not store.result_path(jobs[0]).exists()
-    store.begin(newest)
-    assert finish(store, newest, size=900)
-    assert [store.find(job, None).state for job in [*jobs, newest]] == ["expired", "expired", "expired", "done"]
-
-
 def test_inputs_of_jobs_that_are_not_over_stay_and_so_do_results_for_what_does_not_fit_anyway(store: JobStore) -> None:
     done, waiting, running = accept(store), accept(store, size=200), accept(store, size=300)
     finish(store, done, size=300)
@@ -262,6 +250,10 @@ def test_results_of_whoever_has_most_make_room_and_those_of_others_stay(store: J
         accept(store, size=951, owner="bob")
     assert [store.find(job, "bob").state for job in (his[2], third)] == ["done", "waiting"]
     assert [store.find(job, "ada").state for job in (hers, newest)] == ["done", "waiting"]
+    assert not store.result_path(his[0]).exists()
+    # So they do for a new result.
+    assert finish(store, third, size=800)
+    assert [store.find(job, "bob").state for job in (his[2], third)] == ["expired", "done"]
 
 
 def test_inputs_of_an_owner_leave_as_much_as_they_take(tmp_path: Path) -> None:

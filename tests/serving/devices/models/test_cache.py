@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -213,18 +214,10 @@ def test_many_users_of_more_models_than_fit() -> None:
                     wrong.append(name)
                 lease.end()
 
-        threads = [threading.Thread(target=use, args=("abcde"[turn:] * 4,)) for turn in range(5)]
-        run(threads)
+        with ThreadPoolExecutor(5) as threads:
+            list(threads.map(use, ["abcde"[turn:] * 4 for turn in range(5)]))
         assert wrong == []
         until(lambda: len(recording.loads) - len(recording.unloads) == len(recording.model_cache.loaded_models))
-
-
-def run(threads: list[threading.Thread]) -> None:
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
 
 
 def test_a_model_that_has_grown_makes_room_as_it_is() -> None:

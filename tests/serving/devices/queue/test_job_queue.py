@@ -319,27 +319,19 @@ def test_own_work_is_never_refused() -> None:
 
 def test_retry_after_follows_the_recent_durations() -> None:
     queue, clock = JobQueue(0), Clock()
+    # None is known, then the median of those before.
+    for seconds, expected in ((0, 5), (1.2, 1), (1.3, 1), (0, 2)):
 
-    def offered(seconds: float) -> Job[None]:
-        def work(_job: Job[None]) -> None:
+        def work(_job: Job[None], seconds: float = seconds) -> None:
             clock.now += seconds
 
         job = Job("timed", work, clock=clock)
         queue.offer(job)
         assert queue.take() is job
-        return job
-
-    unknown = offered(0)
-    with pytest.raises(QueueFull) as full:
-        queue.check()
-    assert full.value.retry_after == 5
-    unknown.run()
-    offered(1.2).run()
-    offered(1.3).run()
-    offered(0)
-    with pytest.raises(QueueFull) as full:
-        queue.check()
-    assert full.value.retry_after == 2
+        with pytest.raises(QueueFull) as full:
+            queue.check()
+        assert full.value.retry_after == expected
+        job.run()
 
 
 def owned(owner: str, windows: int = 1, batch: int = 1) -> Job[int]:
