@@ -19,8 +19,12 @@ def done(_job: Job[int]) -> int:
     return 7
 
 
-def sized(windows: int, host: int = 0, batch: int = 1) -> Job[int]:
-    return Job("m", done, windows=windows, needs=lambda: Needs(host, batch=batch))
+def sized(windows: int, host: int = 0, batch: int = 1, owner: str | None = None) -> Job[int]:
+    return Job("m", done, windows=windows, needs=lambda: Needs(host, batch=batch), owner=owner)
+
+
+def owned(owner: str, windows: int = 1, batch: int = 1) -> Job[int]:
+    return sized(windows, batch=batch, owner=owner)
 
 
 def offer(queue: JobQueue, *jobs: Job[Any]) -> None:
@@ -332,10 +336,6 @@ def test_retry_after_follows_the_recent_durations() -> None:
             queue.check()
         assert full.value.retry_after == expected
         job.run()
-
-
-def owned(owner: str, windows: int = 1, batch: int = 1) -> Job[int]:
-    return Job("m", done, windows=windows, needs=lambda: Needs(batch=batch), owner=owner)
 
 
 def test_owners_take_turns_and_those_of_one_owner_come_as_they_are_due() -> None:
