@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -116,6 +117,24 @@ class FakeSegmenter:
             0.0,
             ("slow",),
         )
+
+
+class Fakes(list[FakeSegmenter]):
+    """Loads fake segmenters, changes each as `change` does, and remembers them in their order."""
+
+    def __init__(self, change: Callable[[FakeSegmenter], object] = lambda _fake: None) -> None:
+        super().__init__()
+        self._change = change
+
+    def __call__(self, *arguments: Any) -> FakeSegmenter:
+        fake = FakeSegmenter(*arguments)
+        self._change(fake)
+        self.append(fake)
+        return fake
+
+
+def closed(fake: FakeSegmenter) -> None:
+    fake.gate.clear()
 
 
 def until(condition: Any, seconds: float = 20) -> None:

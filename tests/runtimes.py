@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fakes import FakeSegmenter
+from fakes import FakeSegmenter, until
 
 from service.core.config import Settings
 from service.core.errors import NotReady
@@ -39,6 +39,14 @@ def running(chosen: Settings, load: Any = FakeSegmenter, driver: Driver = device
         yield runtime
     finally:
         runtime.stop()
+
+
+@contextmanager
+def ready(chosen: Settings, load: Any = FakeSegmenter, driver: Driver = devices) -> Iterator[Runtime]:
+    """A runtime whose models of the start are loaded."""
+    with running(chosen, load, driver) as runtime:
+        until(lambda: runtime.unready_reasons() == ())
+        yield runtime
 
 
 def caches(runtime: Runtime) -> list[Any]:

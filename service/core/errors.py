@@ -48,7 +48,7 @@ HTTP status codes are not known here; `service.api.messages.problems` has the on
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 
 class StackSegError(Exception):
@@ -71,6 +71,11 @@ class RequestError(StackSegError):
     """The caller can correct the request."""
 
     slug = "bad-request"
+
+    @classmethod
+    def about(cls, parameter: str, problem: str, suggested: Mapping[str, str] | None = None) -> Self:
+        """Return an error about a request parameter, whose name its message begins with."""
+        return cls(f"{parameter}: {problem}", parameter=parameter, suggested=suggested)
 
 
 class BadFile(RequestError):

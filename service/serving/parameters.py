@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -34,190 +34,153 @@ class Query(BaseModel):
     # Requests with one address share an object and its cached properties, so it is never copied with changes.
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: Annotated[
-        str | None, Field(max_length=64, description="Name of the model; the default model if not given.")
-    ] = None
-    channel: Annotated[
-        str | None,
-        Field(
-            max_length=256,
-            description="Channel to segment, by index from 0 or by name; all, for models that take as many.",
-            examples=["0", "DAPI", "all"],
-        ),
-    ] = None
-    time: Annotated[
-        str | None,
-        Field(
-            max_length=32,
-            description="Time point to segment, from 0. Several make one answer with an axis T: all, or a range "
-            "without its end, as 2:5 for 2, 3 and 4.",
-            examples=["0", "all", "2:5"],
-        ),
-    ] = None
-    axes: Annotated[
-        str | None,
-        Field(
-            max_length=16,
-            description="One letter of T, Z, C, Y, X, S per stored dimension; overrides the file.",
-            examples=["ZYX", "TZCYX"],
-        ),
-    ] = None
-    voxel_size: Annotated[
-        str | None,
-        Field(
-            max_length=64, description="Voxel size Z,Y,X in micrometres; overrides the file.", examples=["0.5,0.2,0.2"]
-        ),
-    ] = None
-    sw_batch_size: Annotated[int | None, Field(ge=1, description="Windows per call of the network.")] = None
-    overlap: Annotated[
-        float | None, Field(ge=0, lt=1, description="Share of a window that it has in common with the next one.")
-    ] = None
-    diameter: Annotated[
-        str | None,
-        Field(
-            max_length=64,
-            description="Width in the plane of objects as deep as wide, or widths along Z,Y,X, in voxels (px) or "
-            "micrometres (um); the stack is resampled to the width at which the model works best. auto: the width is "
-            "estimated from the stack, or by a trial of several where the model is not sure of what it finds; none: "
-            "the stack is used as it is sampled. What the model's file says if not given.",
-            examples=["15px", "7,15,15px", "6.5um", "auto"],
-        ),
-    ] = None
-    roi_size: Annotated[
-        str | None,
-        Field(
-            max_length=64,
-            description="Window Z,Y,X in voxels, where the model takes others than its own (`input.roi_multiple`): a "
-            "larger one sees more around an object and takes more memory.",
-            examples=["64,64,64"],
-        ),
-    ] = None
-    quality: Annotated[
-        Quality | None,
-        Field(
-            description="best: every window is scored three times, also mirrored, and overlaps the next by half of its "
-            "edge unless overlap says otherwise, for some ten times the time. fast if not given."
-        ),
-    ] = None
-    skip_below: Annotated[
-        str | None,
-        Field(
-            max_length=64,
-            description="Windows without any voxel above this grey value of the stack are not computed, and count as "
-            "background. auto: above the stack's background; none: all windows are computed. What the operator has set "
-            "if not given.",
-            examples=["120", "auto"],
-        ),
-    ] = None
-    threshold: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            lt=1,
-            description="Probability of foreground above which a voxel belongs to an object: a higher one gives "
-            "smaller and fewer objects. What the model's file says if not given.",
-        ),
-    ] = None
-    minimum_size: Annotated[
-        str | None,
-        Field(
-            max_length=64,
-            description="Objects of fewer voxels of the stack, or of less volume, are dropped. A part of a whole "
-            "object, as the model's file says, if not given.",
-            examples=["60", "12.5um3"],
-        ),
-    ] = None
-    border: Annotated[
-        Literal["keep", "drop"] | None,
-        Field(
-            description="Whether objects that touch a face of the stack, where they may be cut, are kept. What the "
-            "model's file says if not given."
-        ),
-    ] = None
-    fill_holes: Annotated[
-        bool | None,
-        Field(
-            description="Whether background that one object encloses becomes part of it. What the model's file says if "
-            "not given."
-        ),
-    ] = None
-    min_confidence: Annotated[
-        float | None,
-        Field(
-            ge=0,
-            lt=1,
-            description="Objects whose voxels have a lower mean probability of foreground are dropped. What the "
-            "model's file says if not given.",
-        ),
-    ] = None
-    output: Annotated[
-        OutputKind | None,
-        Field(description="labels: one number per object; classes: one per class; probabilities: float32 per output."),
-    ] = None
-    strict: Annotated[
-        bool | None,
-        Field(description="Whether labels that the model is not sure of are refused; they come with a warning if not."),
-    ] = None
+    model: str | None = Field(
+        default=None, max_length=64, description="Name of the model; the default model if not given."
+    )
+    channel: str | None = Field(
+        default=None,
+        max_length=256,
+        description="Channel to segment, by index from 0 or by name; all, for models that take as many.",
+        examples=["0", "DAPI", "all"],
+    )
+    time: str | None = Field(
+        default=None,
+        max_length=32,
+        description="Time point to segment, from 0. Several make one answer with an axis T: all, or a range "
+        "without its end, as 2:5 for 2, 3 and 4.",
+        examples=["0", "all", "2:5"],
+    )
+    axes: str | None = Field(
+        default=None,
+        max_length=16,
+        description="One letter of T, Z, C, Y, X, S per stored dimension; overrides the file.",
+        examples=["ZYX", "TZCYX"],
+    )
+    voxel_size: str | None = Field(
+        default=None,
+        max_length=64,
+        description="Voxel size Z,Y,X in micrometres; overrides the file.",
+        examples=["0.5,0.2,0.2"],
+    )
+    sw_batch_size: int | None = Field(default=None, ge=1, description="Windows per call of the network.")
+    overlap: float | None = Field(
+        default=None, ge=0, lt=1, description="Share of a window that it has in common with the next one."
+    )
+    diameter: str | None = Field(
+        default=None,
+        max_length=64,
+        description="Width in the plane of objects as deep as wide, or widths along Z,Y,X, in voxels (px) or "
+        "micrometres (um); the stack is resampled to the width at which the model works best. auto: the width is "
+        "estimated from the stack, or by a trial of several where the model is not sure of what it finds; none: "
+        "the stack is used as it is sampled. What the model's file says if not given.",
+        examples=["15px", "7,15,15px", "6.5um", "auto"],
+    )
+    roi_size: str | None = Field(
+        default=None,
+        max_length=64,
+        description="Window Z,Y,X in voxels, where the model takes others than its own (`input.roi_multiple`): a "
+        "larger one sees more around an object and takes more memory.",
+        examples=["64,64,64"],
+    )
+    quality: Quality | None = Field(
+        default=None,
+        description="best: every window is scored three times, also mirrored, and overlaps the next by half of its "
+        "edge unless overlap says otherwise, for some ten times the time. fast if not given.",
+    )
+    skip_below: str | None = Field(
+        default=None,
+        max_length=64,
+        description="Windows without any voxel above this grey value of the stack are not computed, and count as "
+        "background. auto: above the stack's background; none: all windows are computed. What the operator has set "
+        "if not given.",
+        examples=["120", "auto"],
+    )
+    threshold: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Probability of foreground above which a voxel belongs to an object: a higher one gives "
+        "smaller and fewer objects. What the model's file says if not given.",
+    )
+    minimum_size: str | None = Field(
+        default=None,
+        max_length=64,
+        description="Objects of fewer voxels of the stack, or of less volume, are dropped. A part of a whole "
+        "object, as the model's file says, if not given.",
+        examples=["60", "12.5um3"],
+    )
+    border: Literal["keep", "drop"] | None = Field(
+        default=None,
+        description="Whether objects that touch a face of the stack, where they may be cut, are kept. What the "
+        "model's file says if not given.",
+    )
+    fill_holes: bool | None = Field(
+        default=None,
+        description="Whether background that one object encloses becomes part of it. What the model's file says if "
+        "not given.",
+    )
+    min_confidence: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="Objects whose voxels have a lower mean probability of foreground are dropped. What the "
+        "model's file says if not given.",
+    )
+    output: OutputKind | None = Field(
+        default=None,
+        description="labels: one number per object; classes: one per class; probabilities: float32 per output.",
+    )
+    strict: bool | None = Field(
+        default=None,
+        description="Whether labels that the model is not sure of are refused; they come with a warning if not.",
+    )
 
-    link: Annotated[
-        Linking | None,
-        Field(
-            description="Of several time points: give each object one number through time. overlap: as the one that it "
-            "shares most voxels with; laptrack: by the least movement of all, for objects that leave their place."
-        ),
-    ] = None
+    link: Linking | None = Field(
+        default=None,
+        description="Of several time points: give each object one number through time. overlap: as the one that it "
+        "shares most voxels with; laptrack: by the least movement of all, for objects that leave their place.",
+    )
 
-    measurements: Annotated[
-        Literal["csv", "zip"] | None,
-        Field(description="csv: a table of the objects instead of the labels; zip: both files in an archive."),
-    ] = None
+    measurements: Literal["csv", "zip"] | None = Field(
+        default=None, description="csv: a table of the objects instead of the labels; zip: both files in an archive."
+    )
 
-    input: Annotated[
-        str | None,
-        Field(
-            max_length=1024,
-            description="A file of the service's host instead of a body: a folder that the operator has named, and the "
-            "way from there. For `/jobs` also a folder of stacks.",
-            examples=["scans/2026/stack.tif"],
-        ),
-    ] = None
-    glob: Annotated[
-        str | None,
-        Field(
-            max_length=256,
-            description="Of an input that is a folder, for `/jobs`: which of its files are stacks; all TIFFs in it, "
-            "not in folders below, if not given.",
-            examples=["**/*.tif"],
-        ),
-    ] = None
-    format: Annotated[
-        Literal["tiff", "zarr"] | None,
-        Field(
-            description="Of an input that is a folder, for `/jobs`: whether labels are written as OME-TIFF or "
-            "OME-Zarr; tiff if not given."
-        ),
-    ] = None
-    stack: Annotated[
-        str | None,
-        Field(
-            pattern="^[0-9a-f]{32}$",
-            description="A stack that was posted to `/stacks`, by its id, instead of a body.",
-            examples=["0f3c1d2ab4e94c1f8f0e6a7d5b9c3e21"],
-        ),
-    ] = None
-    output_to: Annotated[
-        str | None,
-        Field(
-            max_length=1024,
-            description="Where on the service's host the result goes; the answer then only says what was written. A "
-            "name that ends with .zarr, or among the labels of an image, is OME-Zarr. Of a folder of stacks, the "
-            "folder for the results.",
-            examples=["results/2026/stack_labels.tif", "results/2026/stack.ome.zarr/labels/nuclei"],
-        ),
-    ] = None
-    overwrite: Annotated[
-        bool | None, Field(description="With output_to: whether a file that is there already is replaced.")
-    ] = None
+    input: str | None = Field(
+        default=None,
+        max_length=1024,
+        description="A file of the service's host instead of a body: a folder that the operator has named, and the "
+        "way from there. For `/jobs` also a folder of stacks.",
+        examples=["scans/2026/stack.tif"],
+    )
+    glob: str | None = Field(
+        default=None,
+        max_length=256,
+        description="Of an input that is a folder, for `/jobs`: which of its files are stacks; all TIFFs in it, "
+        "not in folders below, if not given.",
+        examples=["**/*.tif"],
+    )
+    format: Literal["tiff", "zarr"] | None = Field(
+        default=None,
+        description="Of an input that is a folder, for `/jobs`: whether labels are written as OME-TIFF or "
+        "OME-Zarr; tiff if not given.",
+    )
+    stack: str | None = Field(
+        default=None,
+        pattern="^[0-9a-f]{32}$",
+        description="A stack that was posted to `/stacks`, by its id, instead of a body.",
+        examples=["0f3c1d2ab4e94c1f8f0e6a7d5b9c3e21"],
+    )
+    output_to: str | None = Field(
+        default=None,
+        max_length=1024,
+        description="Where on the service's host the result goes; the answer then only says what was written. A "
+        "name that ends with .zarr, or among the labels of an image, is OME-Zarr. Of a folder of stacks, the "
+        "folder for the results.",
+        examples=["results/2026/stack_labels.tif", "results/2026/stack.ome.zarr/labels/nuclei"],
+    )
+    overwrite: bool | None = Field(
+        default=None, description="With output_to: whether a file that is there already is replaced."
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -17,11 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from service.core.errors import BadFile, UnknownJob
+from service.core.errors import BadFile
 from service.serving.jobs import database as job_database
 from service.serving.jobs import store as job_store
 from service.serving.jobs.record import JobRequest
-from service.serving.jobs.store import INPUT, JobStore
+from service.serving.jobs.store import INPUT, RESULT, JobStore
 from service.serving.results.metadata import AnswerMetadata
 
 FILES = {job_store.__file__, job_database.__file__}
@@ -31,7 +31,7 @@ ANSWER = AnswerMetadata("nuclei/1", "image/tiff", "embryo_labels.ome.tif", "labe
 FOUND = {
     "accepted": {"waiting", "failed", "done", "cancelled"},
     "begun": {"waiting", "done"},
-    "done": {"done", "deleted"},
+    "done": {"done", "deleted", "expired"},
     "failed": {"failed"},
     "cancelled": {"cancelled", "deleted"},
     "deleted": {"deleted"},
@@ -49,9 +49,8 @@ def work(folder: Path, tell: int) -> None:
         upload = store.make_incoming() / INPUT
         upload.write_bytes(bytes(300))
         store.accept(upload, "ada", REQUEST)
-        job = upload.parent.name
-        say(job, "accepted")
-        return job
+        say(upload.parent.name, "accepted")
+        return upload.parent.name
 
     def say(job: str, event: str) -> None:
         os.write(tell, f"{job} {event}\n".encode())
@@ -101,19 +100,13 @@ def check(folder: Path, heard: dict[str, str]) -> None:
         files = set[str]()
         known = {record.id: record for record in store.newest("ada", 1000)}
         for job, event in heard.items():
-            allowed = FOUND[event] | ({"expired"} if event == "done" else set())
-            try:
-                record = store.find(job, "ada")
-            except UnknownJob:
-                assert "deleted" in allowed, f"{job} was {event} and is lost"
-                continue
-            assert record.state in allowed, f"{job} was {event} and is {record.state}"
+            state = known[job].state if job in known else "deleted"
+            assert state in FOUND[event], f"{job} was {event} and is {state}"
         for job, record in known.items():
             assert (job in pending) == (record.state == "waiting"), record
-            kept = {"waiting": INPUT, "done": "result"}.get(record.state)
-            if kept is not None:
-                size = (store._jobs / job / kept).stat().st_size
-                assert size == (record.input_bytes if kept == INPUT else record.result_bytes)
+            if record.state in {"waiting", "done"}:
+                kept, size = (INPUT, record.input_bytes) if job in pending else (RESULT, record.result_bytes)
+                assert (store._jobs / job / kept).stat().st_size == size
                 files |= {job, f"{job}/{kept}"}
         found = {str(path.relative_to(store._jobs)) for path in store._jobs.rglob("*")}
         assert found == files, f"files are left or lost: {found ^ files}"

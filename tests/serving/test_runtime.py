@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import FakeEstimator, FakeSegmenter, until
-from runtimes import caches, loaded_segmenter, running, settings, submitted
+from fakes import FakeEstimator, Fakes, FakeSegmenter, closed, until
+from runtimes import caches, loaded_segmenter, ready, running, settings, submitted
 
-from service.core.config import Settings
 from service.core.errors import (
     Cancelled,
     ConfigError,
@@ -21,8 +20,10 @@ from service.core.errors import (
     UnknownModel,
 )
 from service.core.types import Options, Volume
+from service.inference.types import Result
 from service.serving.build import build_runtime
 from service.serving.devices.local.model import Segmenter
+from service.serving.devices.queue.job import Job
 from service.serving.devices.reservation import Reservation
 from service.serving.runtime import Runtime
 from service.serving.segmentation import DeviceRequest, queue_work
@@ -34,11 +35,14 @@ def stack() -> Volume:
     return Volume.from_array(np.full((1, 4, 5, 6), 200, np.uint8))
 
 
+def submit(runtime: Runtime, stack: Volume, model: str | None = None) -> Job[Result]:
+    return submitted(runtime, runtime.models.spec(model), stack, Options())
+
+
 def test_what_does_not_take_long_is_done_by_the_thread_that_segmented(
     bands_repository: Path, tmp_path: Path, stack: Volume
 ) -> None:
-    with running(settings(bands_repository, tmp_path)) as runtime:
-        until(lambda: runtime.unready_reasons() == ())
+    with ready(settings(bands_repository, tmp_path)) as runtime:
         spec = runtime.models.spec(None)
 
         def name_thread(reservation: Reservation, job: Any) -> Any:
@@ -68,20 +72,18 @@ def test_planning_that_fails_unforeseen_ends_no_thread_and_leaves_no_request_wai
         def estimator(self) -> FakeEstimator:
             return Unplanned(self.spec, self.settings)
 
-    with running(settings(bands_repository, tmp_path), Unplannable) as runtime:
-        until(lambda: runtime.unready_reasons() == ())
+    with ready(settings(bands_repository, tmp_path), Unplannable) as runtime:
         for _ in range(40):
-            assert submitted(runtime, runtime.models.spec(None), stack, Options()).future.result(10) is not None
+            assert submit(runtime, stack).future.result(10) is not None
 
 
 def test_draining_is_not_ready_at_once_and_gives_up_in_the_end(
     bands_repository: Path, tmp_path: Path, stack: Volume
 ) -> None:
-    with running(settings(bands_repository, tmp_path)) as runtime:
-        until(lambda: runtime.unready_reasons() == ())
+    with ready(settings(bands_repository, tmp_path)) as runtime:
         fake = loaded_segmenter(runtime.models, None)
         fake.gate.clear()
-        first, second = (submitted(runtime, fake.spec, stack, Options()) for _ in range(2))
+        first, second = (submit(runtime, stack) for _ in range(2))
         runtime.drain()
         runtime.drain()
         assert runtime.unready_reasons() == ("The service is stopping.",)
@@ -94,42 +96,41 @@ def test_draining_is_not_ready_at_once_and_gives_up_in_the_end(
 
 
 def test_a_model_that_is_still_being_loaded_is_left_behind(bands_repository: Path, tmp_path: Path) -> None:
-    gate = threading.Event()
-
-    def load(spec: Any, chosen: Settings, _driver: Any) -> FakeSegmenter:
-        fake = FakeSegmenter(spec, chosen)
-        fake.gate = gate
-        return fake
-
-    with running(settings(bands_repository, tmp_path), load) as runtime:
-        pass
+    fakes = Fakes(closed)
+    with running(settings(bands_repository, tmp_path), fakes) as runtime:
+        until(lambda: fakes)
     assert not runtime.devices.ended
-    gate.set()
+    fakes[0].gate.set()
     until(lambda: runtime.devices.ended)
 
 
-def test_stopping_leaves_nothing_on_disk(bands_repository: Path, tmp_path: Path) -> None:
-    with running(settings(bands_repository, tmp_path)) as runtime:
-        (runtime.scratch.make_request_folder() / "upload.tif").write_bytes(b"II*")
-        assert runtime.scratch.path.stat().st_mode & 0o077 == 0
+def test_two_services_share_a_scratch_folder_and_leave_nothing_there(bands_repository: Path, tmp_path: Path) -> None:
+    chosen = settings(bands_repository, tmp_path)
+    with running(chosen) as one, running(chosen) as other:
+        for runtime in (one, other):
+            (runtime.scratch.make_request_folder() / "upload.tif").write_bytes(b"II*")
+            assert runtime.scratch.path.stat().st_mode & 0o077 == 0
+        assert one.scratch.path != other.scratch.path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_services_share_a_scratch_folder(bands_repository: Path, tmp_path: Path) -> None:
-    chosen = settings(bands_repository, tmp_path)
-    with running(chosen) as one, running(chosen) as other:
-        assert one.scratch.path != other.scratch.path
-        assert one.scratch.requests.is_dir()
-        assert other.scratch.requests.is_dir()
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
+@pytest.mark.parametrize(
+    ("section", "values", "reason"),
+    [
+        ("server", {"scratch_folder": "/nowhere"}, "scratch_folder"),
+        ("device", {"name": "cuda:99"}, r"device\.name"),
+        pytest.param("device", {"serve": "all"}, "no CUDA device", marks=NO_GPU),
+        pytest.param("device", {"serve": ["cuda:0", "cuda:1"]}, "no CUDA device", marks=NO_GPU),
+    ],
+)
 def test_folder_or_device_that_is_not_there_is_refused_before_anything_starts(
-    bands_repository: Path, tmp_path: Path
+    bands_repository: Path, tmp_path: Path, section: str, values: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(ConfigError, match="scratch_folder"):
-        build_runtime(settings(bands_repository, tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match=r"device\.name"):
-        build_runtime(settings(bands_repository, tmp_path, device={"name": "cuda:99"}))
+    with pytest.raises(ConfigError, match=reason):
+        build_runtime(settings(bands_repository, tmp_path, **{section: values}))
 
 
 @pytest.fixture
@@ -146,16 +147,17 @@ def states(runtime: Runtime) -> dict[str, str]:
 
 def test_models_that_nobody_asked_for_are_not_loaded(three: Path, tmp_path: Path, stack: Volume) -> None:
     chosen = settings(three, tmp_path, models={"folder": three, "default": "beta", "load": ["gamma"]})
-    with running(chosen) as runtime:
-        until(lambda: runtime.unready_reasons() == ())
+    with ready(chosen) as runtime:
         assert states(runtime) == {"alpha": "unloaded", "beta": "ready", "gamma": "ready"}
         with pytest.raises(NotReady, match="not loaded"):
             loaded_segmenter(runtime.models, "alpha")
-        job = submitted(runtime, runtime.models.spec("alpha"), stack, Options())
+        job = submit(runtime, stack, "alpha")
         assert job.future.result(10).segmentation.pixels.all()
         assert states(runtime)["alpha"] == "ready"
         made: Any = [loaded_segmenter(runtime.models, name) for name in ("alpha", "beta", "gamma")]
         assert [fake.tuned for fake in made] == [False, True, True], "only at start there is time for a race"
+    with ready(settings(three, tmp_path, models={"folder": three, "load": "all"})) as runtime:
+        assert set(states(runtime).values()) == {"ready"}
 
 
 def test_requests_to_a_model_that_is_not_loaded_are_expected_to_run_as_they_then_do(
@@ -166,21 +168,14 @@ def test_requests_to_a_model_that_is_not_loaded_are_expected_to_run_as_they_then
         "device": {"name": "cpu", "threads": 2},
         "engine": {"kind": "eager", "streams": 2, "cache_folder": tmp_path / "plans"},
     }
-    with running(settings(three, tmp_path, **sections), Segmenter) as runtime:
-        until(lambda: runtime.unready_reasons() == ())
+    with ready(settings(three, tmp_path, **sections), Segmenter) as runtime:
         spec, models = runtime.models.spec("beta"), runtime.devices.all[0].scheduler.models
         expected = models.estimator(spec)
         assert (expected.streams, expected.window_bytes) == (2, None)
-        submitted(runtime, spec, stack, Options()).future.result(60)
+        submit(runtime, stack, "beta").future.result(60)
         known = loaded_segmenter(runtime.models, "beta").estimator
         assert expected == replace(known, window_bytes=None)
         assert models.estimator(spec) == known
-
-
-def test_everything_is_loaded_at_start_where_that_is_wanted(three: Path, tmp_path: Path) -> None:
-    with running(settings(three, tmp_path, models={"folder": three, "load": "all"})) as runtime:
-        until(lambda: runtime.unready_reasons() == ())
-        assert set(states(runtime).values()) == {"ready"}
 
 
 @pytest.mark.parametrize(("models", "ready"), [({"load": ["delta"]}, True), ({"default": "delta"}, False)])
@@ -194,42 +189,21 @@ def test_a_model_that_is_to_be_loaded_and_is_not_there_is_told_and_the_default_o
 
 
 def test_service_stays_ready_and_goes_on_while_a_model_is_loaded(three: Path, tmp_path: Path, stack: Volume) -> None:
-    fakes: dict[str, FakeSegmenter] = {}
-
-    def load(spec: Any, chosen: Settings, _driver: Any) -> FakeSegmenter:
-        fake = fakes[spec.name] = FakeSegmenter(spec, chosen)
-        if spec.name != "alpha":
-            fake.gate.clear()
-        return fake
-
-    with running(settings(three, tmp_path), load) as runtime:
-        until(lambda: runtime.unready_reasons() == ())
-        waiting = submitted(runtime, runtime.models.spec("beta"), stack, Options())
-        until(lambda: "beta" in fakes)
+    fakes = Fakes(lambda fake: fake.spec.name == "alpha" or fake.gate.clear())
+    with ready(settings(three, tmp_path), fakes) as runtime:
+        waiting = submit(runtime, stack, "beta")
+        until(lambda: len(fakes) == 2)
         assert (states(runtime)["beta"], waiting.state, runtime.unready_reasons()) == ("loading", "waiting", ())
-        assert submitted(runtime, runtime.models.spec("alpha"), stack, Options()).future.result(10)
-        given_up = submitted(runtime, runtime.models.spec("gamma"), stack, Options())
-        given_up.cancel()
-        fakes["beta"].gate.set()
+        assert submit(runtime, stack, "alpha").future.result(10)
+        fakes[1].gate.set()
         assert waiting.future.result(10)
-        until(lambda: not caches(runtime)[0].is_awaited("gamma"))
-        assert "gamma" not in fakes, "nobody waits for it any more"
 
 
 def test_models_take_turns_where_memory_holds_one(three: Path, tmp_path: Path, stack: Volume) -> None:
     size = max(file.stat().st_size for file in three.glob("*/weights.safetensors"))
-
-    def load(spec: Any, chosen: Settings, _driver: Any) -> FakeSegmenter:
-        fake = FakeSegmenter(spec, chosen)
-        fake.nbytes = size
-        return fake
-
-    with running(settings(three, tmp_path, models={"folder": three, "memory_bytes": 3 * size // 2}), load) as runtime:
-        until(lambda: runtime.unready_reasons() == ())
-        jobs = [
-            submitted(runtime, runtime.models.spec(name), stack, Options())
-            for name in ("beta", "alpha", "gamma", "beta")
-        ]
+    load = Fakes(lambda fake: setattr(fake, "nbytes", size))
+    with ready(settings(three, tmp_path, models={"folder": three, "memory_bytes": 3 * size // 2}), load) as runtime:
+        jobs = [submit(runtime, stack, name) for name in ("beta", "alpha", "gamma", "beta")]
         assert all(job.future.result(20).segmentation.pixels.all() for job in jobs)
         until(lambda: list(states(runtime).values()).count("ready") == 1)
         metrics = runtime.metrics.exposition().decode()
@@ -258,35 +232,22 @@ def test_requests_go_where_the_least_work_is_and_where_the_model_is_loaded(
     three: Path, tmp_path: Path, stack: Volume
 ) -> None:
     chosen = settings(three, tmp_path, device={"serve": ["cpu", "cpu"], "threads": 1}, limits={"waiting": 1})
-    fakes: list[FakeSegmenter] = []
-
-    def load(spec: Any, own: Settings, _driver: Any) -> FakeSegmenter:
-        fakes.append(FakeSegmenter(spec, own))
-        return fakes[-1]
-
-    with running(chosen, load) as runtime:
-        until(lambda: runtime.unready_reasons() == ())
+    fakes = Fakes()
+    with ready(chosen, fakes) as runtime:
         one, other = (device.scheduler for device in runtime.devices.all)
         assert [device.name for device in runtime.devices.all] == ["cpu", "cpu-2"]
         for fake in fakes:
             fake.gate.clear()
-        jobs = [submitted(runtime, runtime.models.spec("alpha"), stack, Options()) for _ in range(2)]
+        jobs = [submit(runtime, stack, "alpha") for _ in range(2)]
         until(lambda: (len(one.queue.running), len(other.queue.running)) == (1, 1))
-        jobs += [submitted(runtime, runtime.models.spec("alpha"), stack, Options()) for _ in range(2)]
+        jobs += [submit(runtime, stack, "alpha") for _ in range(2)]
         with pytest.raises(QueueFull):
             runtime.check_admission()
         for fake in fakes:
             fake.gate.set()
         assert all(job.future.result(20) for job in jobs)
-        submitted(runtime, runtime.models.spec("beta"), stack, Options()).future.result(20)
+        submit(runtime, stack, "beta").future.result(20)
         holder = next(cache for cache in caches(runtime) if cache.get("beta"))
         for _ in range(3):
-            submitted(runtime, runtime.models.spec("beta"), stack, Options()).future.result(20)
+            submit(runtime, stack, "beta").future.result(20)
         assert [cache for cache in caches(runtime) if cache.get("beta")] == [holder]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("serve", ["all", ["cuda:0", "cuda:1"]])
-def test_gpus_that_are_not_there_are_refused_at_start(bands_repository: Path, tmp_path: Path, serve: Any) -> None:
-    with pytest.raises(ConfigError, match="no CUDA device"):
-        build_runtime(settings(bands_repository, tmp_path, device={"serve": serve}))

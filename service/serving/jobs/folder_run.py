@@ -62,18 +62,16 @@ class FolderPlaces(NamedTuple):
         if stacks := select_stacks(files, self.glob):
             return stacks
         wanted = self.glob or "*.tif"
-        raise BadParameter(
-            f"input: {self.stacks} holds no stack that matches {wanted}; say which with glob=.", parameter="input"
-        )
+        raise BadParameter.about("input", f"{self.stacks} holds no stack that matches {wanted}; say which with glob=.")
 
     def check(self, host_files: HostFiles, *, overwrite: bool) -> None:
         """Raise BadParameter where the folders cannot be used, or something else is in that of the results."""
         self.find_stacks(host_files)
         with host_files.open_results(self.results, self.caller) as results:
             if not is_free(results) and not overwrite:
-                raise BadParameter(
-                    f"output_to: {self.results} holds something else already; name another, or say overwrite=true.",
-                    parameter="output_to",
+                raise BadParameter.about(
+                    "output_to",
+                    f"{self.results} holds something else already; name another, or say overwrite=true.",
                     suggested={"overwrite": "true"},
                 )
 

@@ -32,7 +32,7 @@ from service.inference.types import Result, Series, Sizing
 from service.serving.jobs.folder_records import RECORDS, Records, StackRecord, printable, write_report, write_table
 from service.serving.parameters import Query
 from service.serving.results.answers import TIFF_SUFFIX, answer_name, measure_objects
-from service.serving.results.provenance import describe_origin, hash_shared_file
+from service.serving.results.provenance import describe_origin, hash_file
 from service.serving.storage.disk import translate_disk_faults
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ class FolderWork:
                 result = self._calls.segment(pixels.segmented, width.query.options)
                 stages.update(result.seconds)
                 result = result._replace(notes=tuple(filter(None, (width.note, *result.notes))))
-                origin = describe_origin(width.query, result, Path(name).name, hash_shared_file(stack))
+                origin = describe_origin(width.query, result, Path(name).name, hash_file(stack))
                 writing = True
                 with stages.measure("write"), _translate_full_disk():
                     labels = self._write(name, pixels, result, origin)

@@ -40,6 +40,10 @@ from service.serving.storage.disk import translate_disk_faults
 
 INPUT = "upload.tif"
 RESULT = "result"
+# In SQL, of jobs that wait or run.
+UNFINISHED = "state IN ('waiting', 'running')"
+# With what changes, and a condition.
+UPDATE = "UPDATE jobs SET {} WHERE id = ? AND {}"
 # Jobs that failed, were cancelled or lost their result are kept for as long as others, yet no more than this of each
 # owner: they are in nobody's way but the list's, and cost their owner nothing.
 MAX_WITHOUT_RESULT = 1000
@@ -143,22 +147,17 @@ class JobStore:
 
     def begin(self, job: str) -> bool:
         """Change waiting to running; return False if the job is not waiting."""
-        statement = (
-            "UPDATE jobs SET state = 'running', started = ?, attempts = attempts + 1 WHERE id = ? AND state = 'waiting'"
-        )
-        return self._database.change(statement, time.time(), job) == 1
+        changes = "state = 'running', started = ?, attempts = attempts + 1"
+        return self._update(job, "state = 'waiting'", changes, time.time())
 
     def credit(self, job: str) -> bool:
         """Count the attempts of a running job anew: it has got further than before."""
-        return self._database.change("UPDATE jobs SET attempts = 1 WHERE id = ? AND state = 'running'", job) == 1
+        return self._update(job, "state = 'running'", "attempts = 1")
 
     def requeue(self, job: str) -> bool:
         """Change running to waiting without counting the attempt: the service stops, which is not the job's fault."""
-        statement = (
-            "UPDATE jobs SET state = 'waiting', started = NULL, attempts = attempts - 1"
-            " WHERE id = ? AND state = 'running'"
-        )
-        return self._database.change(statement, job) == 1
+        changes = "state = 'waiting', started = NULL, attempts = attempts - 1"
+        return self._update(job, "state = 'running'", changes)
 
     def finish(self, job: str, written: Path, answer: AnswerMetadata, fault: StackSegError | None = None) -> bool:
         """Change waiting or running to done with a result in the job's folder; return False if the job is over.
@@ -171,12 +170,9 @@ class JobStore:
             written.rename(result)
             sync_to_disk(result.parent)
             size = result.stat().st_size
-        statement = (
-            "UPDATE jobs SET state = 'done', ended = ?, result_bytes = ?, outcome = ?, failure = ?"
-            " WHERE id = ? AND state IN ('waiting', 'running')"
-        )
+        changes = "state = 'done', ended = ?, result_bytes = ?, outcome = ?, failure = ?"
         outcome, failure = json.dumps(asdict(answer)), None if fault is None else encode_failure(fault)
-        done = self._database.change(statement, time.time(), size, outcome, failure, job) == 1
+        done = self._update(job, UNFINISHED, changes, time.time(), size, outcome, failure)
         # Whatever fails from here, the job is done: the next one makes room, and `clean_up` deletes files.
         with suppress(OutOfStorage, StorageUnavailable):
             # Its owner may have deleted it meanwhile.
@@ -187,15 +183,13 @@ class JobStore:
 
     def fail(self, job: str, error: BaseException) -> bool:
         """Change waiting or running to failed; return False if the job is over."""
-        statement = (
-            "UPDATE jobs SET state = 'failed', ended = ?, failure = ? WHERE id = ? AND state IN ('waiting', 'running')"
+        return self._update(
+            job, UNFINISHED, "state = 'failed', ended = ?, failure = ?", time.time(), encode_failure(error)
         )
-        return self._database.change(statement, time.time(), encode_failure(error), job) == 1
 
     def cancel(self, job: str) -> bool:
         """Change waiting or running to cancelled; return False if the job is over."""
-        statement = "UPDATE jobs SET state = 'cancelled', ended = ? WHERE id = ? AND state IN ('waiting', 'running')"
-        return self._database.change(statement, time.time(), job) == 1
+        return self._update(job, UNFINISHED, "state = 'cancelled', ended = ?", time.time())
 
     def delete(self, job: str) -> None:
         """Delete a job that is over."""
@@ -232,8 +226,7 @@ class JobStore:
                 times = "once" if record.attempts == 1 else f"{record.attempts} times"
                 self.fail(record.id, Interrupted(f"The service died {times} while it ran; post a smaller part of it."))
             else:
-                statement = "UPDATE jobs SET state = 'waiting', started = NULL WHERE id = ? AND state = 'running'"
-                self._database.change(statement, record.id)
+                self._update(record.id, "state = 'running'", "state = 'waiting', started = NULL")
         for job in self._list_folders():
             self.delete_unneeded_files(job)
         return self.pending()
@@ -323,7 +316,11 @@ class JobStore:
 
     def _expire(self, job: str) -> None:
         """Change done to expired: the result is gone or has to go."""
-        self._database.change("UPDATE jobs SET state = 'expired' WHERE id = ? AND state = 'done'", job)
+        self._update(job, "state = 'done'", "state = 'expired'")
+
+    def _update(self, job: str, condition: str, changes: str, *values: object) -> bool:
+        """Change the row of a job; return False if it does not fulfil the condition."""
+        return self._database.change(UPDATE.format(changes, condition), *values, job) == 1
 
     def _select(self, statement: str, *values: object) -> list[JobRecord]:
         return [_decode_row(row) for row in self._database.query(statement, *values)]

@@ -18,6 +18,7 @@ from service.core.quantities import Size, VoxelSize
 IMAGE, LABELS = "image.ome.tif", "labels.ome.tif"
 # Stacks that are named as overlapping with one.
 MOST_OVERLAPS = 32
+_REGION = re.compile(",".join(3 * [r"([0-9]{1,7}):([0-9]{1,7})"]))
 # Pairs of boxes that are compared at a time.
 _COMPARED = 2**20
 
@@ -33,16 +34,13 @@ class Region:
     @classmethod
     def parse(cls, text: str, shape: Size) -> Self:
         """Parse z0:z1,y0:y1,x0:x1. Raises BadParameter for text of another form, and for what is not in the stack."""
-        ranges = [tuple(int(edge) for edge in part.split(":")) for part in text.split(",") if _is_range(part)]
-        match ranges:
-            case [(z0, z1), (y0, y1), (x0, x1)] if text.count(",") == 2:
-                region = cls((z0, z1), (y0, y1), (x0, x1))
-                if all(a < b <= edge for (a, b), edge in zip(region.ranges, shape, strict=True)):
-                    return region
+        if match := _REGION.fullmatch(text):
+            z0, z1, y0, y1, x0, x1 = map(int, match.groups())
+            region = cls((z0, z1), (y0, y1), (x0, x1))
+            if all(a < b <= edge for (a, b), edge in zip(region.ranges, shape, strict=True)):
+                return region
         size = ",".join(f"0:{edge}" for edge in shape)
-        raise BadParameter(
-            f"region: z0:z1,y0:y1,x0:x1 within {size} is expected, not {text[:80]!r}.", parameter="region"
-        )
+        raise BadParameter.about("region", f"z0:z1,y0:y1,x0:x1 within {size} is expected, not {text[:80]!r}.")
 
     @property
     def ranges(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
@@ -57,10 +55,6 @@ class Region:
     def __str__(self) -> str:
         """Return text that `parse` understands."""
         return ",".join(f"{a}:{b}" for a, b in self.ranges)
-
-
-def _is_range(text: str) -> bool:
-    return re.fullmatch(r"[0-9]{1,7}:[0-9]{1,7}", text) is not None
 
 
 @dataclass(frozen=True)

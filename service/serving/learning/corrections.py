@@ -51,9 +51,7 @@ def keep_correction(
     description = reader.inspect(stack, selection, cancelled=cancelled)
     channels, z, y, x = description.shape
     if channels != 1:
-        raise BadParameter(
-            f"channel: the stack has {channels} channels, and labels belong to one; say which.", parameter="channel"
-        )
+        raise BadParameter.about("channel", f"the stack has {channels} channels, and labels belong to one; say which.")
     shape = (z, y, x)
     corrected = None if region is None else Region.parse(region, shape)
     # Of the image and of the labels, as they are read and as they are written.
@@ -70,9 +68,9 @@ def _check_voxel_size(labels: VoxelSize | None, stack: VoxelSize | None) -> None
     if labels is None or stack is None or np.allclose(tuple(labels), tuple(stack), rtol=0.01, atol=0):
         return
     stated = [",".join(f"{edge:g}" for edge in size) for size in (labels, stack)]
-    raise BadParameter(
-        f"voxel_size: the labels say {stated[0]} micrometres (Z,Y,X) and the stack says {stated[1]}; save the labels"
+    raise BadParameter.about(
+        "voxel_size",
+        f"the labels say {stated[0]} micrometres (Z,Y,X) and the stack says {stated[1]}; save the labels"
         f" without one, or state which is right, as in voxel_size={stated[1]}.",
-        parameter="voxel_size",
         suggested={"voxel_size": stated[1]},
     )

@@ -59,9 +59,7 @@ class TrainedModels:
         taken |= {state.name for state in self._models.states()}
         taken |= {record.name for record in self._queue.unfinished}
         if name in taken or (self.folder / name).exists():
-            raise BadParameter(
-                f"name: {name!r} is the name of a model, or kept for one; choose another name.", parameter="name"
-            )
+            raise BadParameter.about("name", f"{name!r} is the name of a model, or kept for one; choose another name.")
 
     def made_by(self, record: TrainingRecord) -> str | None:
         """Return the name of the model that a training has made; None if it has made none, or that was deleted."""

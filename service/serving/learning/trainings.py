@@ -119,9 +119,9 @@ class Trainings:
         spec = self._models.servable_spec(request.model)
         check_trainable(spec)
         if request.minutes > limits.minutes:
-            raise BadParameter(
-                f"minutes: no more than {limits.minutes:g} are allowed here (trainings.minutes).",
-                parameter="minutes",
+            raise BadParameter.about(
+                "minutes",
+                f"no more than {limits.minutes:g} are allowed here (trainings.minutes).",
                 suggested={"minutes": f"{limits.minutes:g}"},
             )
         unique = list(dict.fromkeys(request.annotations))
@@ -277,10 +277,10 @@ def _check_apart(stacks: Sequence[Annotation]) -> None:
     for stack in stacks:
         for other in overlaps[stack.id]:
             older, newer = sorted((stack, other), key=lambda each: each.created)
-            raise BadParameter(
-                f"annotations: {older.id} ({older.name}) and the newer {newer.id} ({newer.name}) have labels for the"
+            raise BadParameter.about(
+                "annotations",
+                f"{older.id} ({older.name}) and the newer {newer.id} ({newer.name}) have labels for the"
                 " same place of one image; leave one of them out.",
-                parameter="annotations",
             )
 
 

@@ -138,9 +138,9 @@ def check_host_files(host_files: HostFiles, query: Query, caller: str | None) ->
         return
     for name in ("glob", "format"):
         if getattr(query, name) is not None:
-            raise BadParameter(f"{name}: it goes with an input that is a folder.", parameter=name)
+            raise BadParameter.about(name, "it goes with an input that is a folder.")
     if query.output_to is None and query.overwrite is not None:
-        raise BadParameter("overwrite: it goes with output_to, which is not given.", parameter="overwrite")
+        raise BadParameter.about("overwrite", "it goes with output_to, which is not given.")
     is_zarr = query.output_to is not None and _is_zarr_output(host_files, query, query.output_to, caller)
     host_files.check(query.input, query.output_to, caller, overwrite=bool(query.overwrite), as_zarr=is_zarr)
 
@@ -154,23 +154,18 @@ def _is_zarr_output(host_files: HostFiles, query: Query, output: str, caller: st
     if not output.lower().endswith(suffixes):
         # A mistake in `input` is reported first.
         host_files.check(query.input, None, caller)
-        raise BadParameter(
-            f"output_to: the name must end with {' or '.join(suffixes)}, after what is written.",
-            parameter="output_to",
-        )
+        raise BadParameter.about("output_to", f"the name must end with {' or '.join(suffixes)}, after what is written.")
     return False
 
 
 def _check_folder(query: Query) -> None:
     if query.output_to is None:
-        raise BadParameter(
-            f"input: {query.input} is a folder; POST /jobs segments it, with output_to=, the folder for the results.",
-            parameter="input",
+        raise BadParameter.about(
+            "input", f"{query.input} is a folder; POST /jobs segments it, with output_to=, the folder for the results."
         )
     if query.measurements is not None:
-        raise BadParameter(
-            "measurements: the table of a folder is objects.csv among its results; leave it out.",
-            parameter="measurements",
+        raise BadParameter.about(
+            "measurements", "the table of a folder is objects.csv among its results; leave it out."
         )
     if query.format == "zarr":
         check_zarr_extra("format")
@@ -179,9 +174,7 @@ def _check_folder(query: Query) -> None:
 def check_zarr_extra(parameter: str) -> None:
     """Raise BadParameter where OME-Zarr cannot be written."""
     if find_spec("zarr") is None:
-        raise BadParameter(
-            f"{parameter}: writing OME-Zarr needs the extra: pip install 'stackseg[zarr]'.", parameter=parameter
-        )
+        raise BadParameter.about(parameter, "writing OME-Zarr needs the extra: pip install 'stackseg[zarr]'.")
 
 
 def measure_objects(result: Result, measured: Volume | None) -> Table | None:

@@ -45,11 +45,9 @@ def describe_origin(query: Query, result: Result, source: str, digest: str | Non
 
 def hash_file(path: Path) -> str | None:
     """Return BLAKE3 of a file in hexadecimal, as `b3sum` prints it; None for a folder."""
-    return None if path.is_dir() else blake3().update_mmap(path).hexdigest()
-
-
-def hash_shared_file(path: Path) -> str:
-    """Return what `hash_file` does, of a file that others may cut short meanwhile, which ends who has mapped it."""
+    if path.is_dir():
+        return None
+    # Not mapped: whoever cuts a file short meanwhile would end this process.
     with path.open("rb") as file:
         return hashlib.file_digest(file, blake3).hexdigest()  # type: ignore[arg-type]
 

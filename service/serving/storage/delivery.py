@@ -81,7 +81,7 @@ def check_file(target: Target) -> None:
     """Raise BadParameter for a folder, and OutputExists for anything else that must not be overwritten."""
     with suppress(FileNotFoundError):
         if stat.S_ISDIR(os.stat(target.name, dir_fd=target.folder, follow_symlinks=False).st_mode):
-            raise BadParameter(f"output_to: {target.place} is a folder; add the name of a file.", parameter="output_to")
+            raise BadParameter.about("output_to", f"{target.place} is a folder; add the name of a file.")
         if not target.overwrite:
             raise _exists(target)
 
@@ -98,16 +98,16 @@ def check_store(target: Target) -> None:
             # Where another call has replaced it meanwhile, it is looked at again.
             after = target.path.lstat()
             if (after.st_ino, after.st_ctime_ns) == (found.st_ino, found.st_ctime_ns):
-                raise BadParameter(
-                    f"output_to: {target.place} is no folder of Zarr, and is not replaced by one; choose another name.",
-                    parameter="output_to",
+                raise BadParameter.about(
+                    "output_to",
+                    f"{target.place} is no folder of Zarr, and is not replaced by one; choose another name.",
                 )
 
 
 def _exists(target: Target) -> OutputExists:
-    return OutputExists(
-        f"output_to: {target.place} is there already; choose another name, or say overwrite=true.",
-        parameter="output_to",
+    return OutputExists.about(
+        "output_to",
+        f"{target.place} is there already; choose another name, or say overwrite=true.",
         suggested={"overwrite": "true"},
     )
 

@@ -77,14 +77,10 @@ class HostFiles:
                 pass
         if output is not None:
             if as_zarr and not is_store_name(output.rpartition("/")[2]):
-                raise BadParameter(
-                    f"output_to: {output} is no name for a store of Zarr; choose another name.", parameter="output_to"
-                )
+                raise BadParameter.about("output_to", f"{output} is no name for a store of Zarr; choose another name.")
             with self._open_target(output, caller, overwrite=overwrite) as target:
                 if not os.access(".", os.W_OK | os.X_OK, dir_fd=target.folder):
-                    raise BadParameter(
-                        f"output_to: the service lacks permission to write {output}.", parameter="output_to"
-                    )
+                    raise BadParameter.about("output_to", f"the service lacks permission to write {output}.")
                 check = delivery.check_store if as_zarr else delivery.check_file
                 check(target)
                 if os.fstatvfs(target.folder).f_bavail == 0:
@@ -107,9 +103,8 @@ class HostFiles:
             url = next((url for url in allowed.values() if place.startswith(f"{url}/")), None)
             if url is None:
                 names = f" They are {', '.join(allowed.values())}." if allowed else ""
-                raise BadParameter(
-                    f"input: only stores below those may be named that the operator has listed.{names}",
-                    parameter="input",
+                raise BadParameter.about(
+                    "input", f"only stores below those may be named that the operator has listed.{names}"
                 )
             check_url(place)
             rest = unquote(place[len(url) :])
@@ -120,9 +115,8 @@ class HostFiles:
             url, rest = allowed[name], slash + rest
         rest = rest.rstrip("/")
         if not rest or not all(map(_is_file_name, rest.split("/")[1:])):
-            raise BadParameter(
-                f"input: the way from {url} to the store must be names with single slashes in between.",
-                parameter="input",
+            raise BadParameter.about(
+                "input", f"the way from {url} to the store must be names with single slashes in between."
             )
         return url + quote(rest)
 
@@ -140,10 +134,10 @@ class HostFiles:
             try:
                 mode = os.fstat(handle).st_mode
                 if not stat.S_ISREG(mode) and not (stat.S_ISDIR(mode) and is_zarr_folder(descriptor_path(handle))):
-                    raise BadParameter(
-                        f"input: {place} is a folder, a link or a device, not a file; of folders, images of OME-Zarr"
+                    raise BadParameter.about(
+                        "input",
+                        f"{place} is a folder, a link or a device, not a file; of folders, images of OME-Zarr"
                         " are read, and POST /jobs takes folders of stacks.",
-                        parameter="input",
                     )
                 with _translate_os_errors("input", place):
                     file = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC)
@@ -188,9 +182,8 @@ class HostFiles:
             own = os.fstat(results)
         with self.open_folder(place, caller) as folder:
             if own is not None and os.path.samestat(folder.path.stat(), own):
-                raise BadParameter(
-                    f"output_to: {output} is the folder of the stacks; name another for the results.",
-                    parameter="output_to",
+                raise BadParameter.about(
+                    "output_to", f"{output} is the folder of the stacks; name another for the results."
                 )
             with _translate_os_errors("input", place):
                 return list_files(folder.path, glob or "*", own)
@@ -279,20 +272,15 @@ def _parse_place(
     allowed = {name: root for name, root in roots.items() if _may(caller, root.keys)}
     if not allowed:
         instead = "post the stack itself" if parameter == "input" else "the result comes back in the answer without it"
-        raise BadParameter(
-            f"{parameter}: no folders of this service's host may be named; {instead}.", parameter=parameter
-        )
+        raise BadParameter.about(parameter, f"no folders of this service's host may be named; {instead}.")
     name, *parts = place.split("/")
     if name not in allowed or not (parts or folder):
-        raise BadParameter(
-            f"{parameter}: a place begins with one of {', '.join(allowed)},"
-            f" as in {next(iter(allowed))}/2026/stack.tif.",
-            parameter=parameter,
+        raise BadParameter.about(
+            parameter, f"a place begins with one of {', '.join(allowed)}, as in {next(iter(allowed))}/2026/stack.tif."
         )
     if not all(map(_is_file_name, parts)):
-        raise BadParameter(
-            f"{parameter}: the way from {name} to the file must be names with single slashes in between.",
-            parameter=parameter,
+        raise BadParameter.about(
+            parameter, f"the way from {name} to the file must be names with single slashes in between."
         )
     return allowed[name], parts
 
@@ -339,7 +327,7 @@ def _translate_os_errors(parameter: str, place: str) -> Iterator[None]:
                 raise _disk_full(place) from error
             case _:
                 raise
-        raise BadParameter(f"{parameter}: {place} {problem}.", parameter=parameter) from None
+        raise BadParameter.about(parameter, f"{place} {problem}.") from None
 
 
 def _disk_full(place: str) -> OutOfStorage:

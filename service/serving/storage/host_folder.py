@@ -107,9 +107,7 @@ def list_files(folder: Path, glob: str, skipped: os.stat_result | None = None) -
     """
     pattern = tuple(glob.split("/"))
     if not set(pattern).isdisjoint({"", ".", ".."}):
-        raise BadParameter(
-            f"glob: {glob}: a pattern has names with single slashes in between, as in **/*.tif.", parameter="glob"
-        )
+        raise BadParameter.about("glob", f"{glob}: a pattern has names with single slashes in between, as in **/*.tif.")
     found, entries = list[str](), 0
     for place, folders, files, opened in os.fwalk(f"{folder}/."):
         entries += len(folders) + len(files)

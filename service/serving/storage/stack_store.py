@@ -59,7 +59,8 @@ class StackStore:
     def keep(self, upload: Path, name: str, owner: str | None, digest: str) -> StoredStack:
         """Keep a complete file, whose folder becomes that of the stack. Raises OutOfStorage beyond the quota."""
         with translate_disk_faults(), self._lock:
-            stack = StoredStack(self._folder / upload.parent.name / STACK, name, owner, digest, _size(upload), 0.0)
+            size = upload.stat().st_size
+            stack = StoredStack(self._folder / upload.parent.name / STACK, name, owner, digest, size, 0.0)
             self._make_room(stack)
             facts = {key: value for key, value in asdict(stack).items() if key not in {"path", "used"}}
             (upload.parent / RECORD).write_text(json.dumps(facts), encoding="utf-8")
@@ -138,7 +139,3 @@ class StackStore:
     def _forget(stack: StoredStack) -> None:
         with translate_disk_faults(), suppress(FileNotFoundError):
             shutil.rmtree(stack.path.parent)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size

@@ -5,28 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeSegmenter, until
+from fakes import Fakes, FakeSegmenter, closed, until
 from runtimes import loaded_segmenter, running, settings
 
 from service.core.config import Settings
 from service.core.errors import BrokenModel, NotReady
 
 
-def closed(gates: list[FakeSegmenter]) -> Any:
-    """A loader whose segmenters wait, and are remembered in `gates`."""
-
-    def load(spec: Any, chosen: Settings, _driver: Any) -> FakeSegmenter:
-        fake = FakeSegmenter(spec, chosen)
-        fake.gate.clear()
-        gates.append(fake)
-        return fake
-
-    return load
-
-
 def test_models_become_ready_while_the_runtime_runs(bands_repository: Path, tmp_path: Path) -> None:
-    fakes: list[FakeSegmenter] = []
-    with running(settings(bands_repository, tmp_path), closed(fakes)) as runtime:
+    fakes = Fakes(closed)
+    with running(settings(bands_repository, tmp_path), fakes) as runtime:
         assert [model.state for model in runtime.models.states()] == ["loading"]
         until(lambda: runtime.unready_reasons() == ("bands is being loaded: warming up (for 0 s).",))
         with pytest.raises(NotReady):

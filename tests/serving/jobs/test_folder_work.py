@@ -120,11 +120,6 @@ def test_a_link_among_the_results_is_replaced_and_a_folder_fails_its_stack(
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
 
 
-def test_a_folder_of_results_has_one_run_at_a_time(tmp_path: Path) -> None:
-    with open_results(tmp_path), pytest.raises(BadParameter, match="in use"), open_results(tmp_path):
-        pass
-
-
 def test_two_stacks_with_one_result_are_refused() -> None:
     assert select_stacks([".hidden.tif", "b.ome.tif", "a.TIFF", "notes.txt"], None) == ["a.TIFF", "b.ome.tif"]
     with pytest.raises(BadParameter, match="one result"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
 import sqlite3
 import subprocess
@@ -18,6 +17,7 @@ import load
 import numpy as np
 import pytest
 from fakes import until
+from full_disk import full_disk
 from job_service import STACK, TIFF, Service, start
 from live import as_tiff
 
@@ -44,27 +44,21 @@ def locked_database(folder: Path) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def full_disk(_folder: Path) -> Iterator[None]:
-    """No file of this process may grow, as on a disk that is full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-FAULTS = pytest.mark.parametrize("fault", [locked_database, full_disk])
+FAULTS = {
+    "locked": locked_database,
+    "full": lambda _folder: full_disk(),
+    # Enough for the database.
+    "full for results": lambda _folder: full_disk(2**18),
+}
 Fault = Callable[[Path], Any]
 
 
-def submit_two(service: Service) -> tuple[dict[str, Any], dict[str, Any]]:
+def submit_two(service: Service, stack: bytes = STACK) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a job that runs until the gate is opened, and one that waits for it."""
     service.fake.gate.clear()
-    running = service.submit()
+    running = service.submit(stack)
     service.wait(running, "running")
-    waiting = service.submit()
+    waiting = service.submit(stack)
     until(lambda: service.show(waiting)["position"] == 1)
     return running, waiting
 
@@ -77,7 +71,7 @@ def files_on_disk(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder / "jobs")) for path in (folder / "jobs" / "jobs").rglob("*"))
 
 
-@FAULTS
+@pytest.mark.parametrize("fault", [FAULTS["locked"], FAULTS["full"]], ids=["locked", "full"])
 def test_jobs_begin_and_end_as_they_should_once_a_fault_has_passed(
     service: Service, tmp_path: Path, fault: Fault, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -99,7 +93,7 @@ def test_jobs_begin_and_end_as_they_should_once_a_fault_has_passed(
     assert list((tmp_path / "jobs" / "incoming").iterdir()) == []
 
 
-@FAULTS
+@pytest.mark.parametrize("fault", [FAULTS["locked"], FAULTS["full"]], ids=["locked", "full"])
 def test_jobs_fail_with_the_reason_when_a_fault_lasts(
     service: Service, tmp_path: Path, fault: Fault, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -122,14 +116,15 @@ def test_jobs_fail_with_the_reason_when_a_fault_lasts(
         assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
 
 
-@FAULTS
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_service_that_ends_during_a_fault_does_the_jobs_after_it(
     bands_repository: Path, tmp_path: Path, fault: Fault
 ) -> None:
+    noise = as_tiff(np.random.default_rng(1).integers(0, 200, (4, 1200, 1200), np.uint8))
     with ExitStack() as faulty, start(bands_repository, tmp_path) as service:
         hurry(service)
         service.async_jobs.runner.fault_seconds = 60
-        jobs = submit_two(service)
+        jobs = submit_two(service, noise)
         faulty.enter_context(fault(tmp_path))
         service.fake.gate.set()
         until(lambda: not service.runtime.devices.running)
@@ -137,28 +132,6 @@ def test_service_that_ends_during_a_fault_does_the_jobs_after_it(
         for job in jobs:
             service.wait(job, "done")
             assert service.result(job).status_code == 200
-
-
-def test_job_whose_result_finds_no_room_runs_again_after_the_service_has_stopped(
-    bands_repository: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    noise = as_tiff(np.random.default_rng(1).integers(0, 200, (4, 1200, 1200), np.uint8))
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with start(bands_repository, tmp_path) as service:
-        service.fake.gate.clear()
-        job = service.submit(noise)
-        service.wait(job, "running")
-        # Enough for the database.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, hard))
-        try:
-            service.fake.gate.set()
-            until(lambda: "Tried again for 60 s" in caplog.text)
-            service.async_jobs.stop()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    with start(bands_repository, tmp_path) as service:
-        service.wait(job, "done")
-        assert service.result(job).status_code == 200
 
 
 def test_job_that_another_version_has_kept_fails_and_keeps_none_from_running(
@@ -199,27 +172,6 @@ def test_deleted_folder_of_jobs_is_made_again_and_no_job_is_lost_silently(
         assert service.result(job).status_code == 200
     with closing(sqlite3.connect(tmp_path / "jobs" / "jobs.sqlite3")) as database:
         assert database.execute("SELECT COUNT(*) FROM jobs WHERE state = 'done'").fetchone() == (4,)
-
-
-def test_input_that_is_deleted_before_its_turn_fails_its_job(bands_repository: Path, tmp_path: Path) -> None:
-    with start(bands_repository, tmp_path) as service:
-        jobs = submit_two(service)
-    shutil.rmtree(tmp_path / "jobs" / "jobs" / jobs[1]["id"])
-    with start(bands_repository, tmp_path) as service:
-        service.wait(jobs[0], "done")
-        assert "input of the job is lost" in service.wait(jobs[1], "failed")["problem"]["detail"]
-
-
-def test_folder_in_which_another_database_appears_is_left_alone(service: Service, tmp_path: Path) -> None:
-    shutil.rmtree(tmp_path / "jobs")
-    (tmp_path / "jobs").mkdir()
-    (tmp_path / "jobs" / "jobs.sqlite3").write_bytes(b"of somebody else")
-    until(lambda: service.client.get("/health/ready").status_code == 503)
-    until(lambda: "another database" in service.client.get("/health/ready").json()["detail"])
-    assert (tmp_path / "jobs" / "jobs.sqlite3").read_bytes() == b"of somebody else"
-    shutil.rmtree(tmp_path / "jobs")
-    until(lambda: service.client.get("/health/ready").status_code == 200)
-    service.wait(service.submit(), "done")
 
 
 @pytest.mark.parametrize("part", ["", "requests", "cache"])

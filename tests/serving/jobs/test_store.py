@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,9 @@ from service.core.errors import (
     StorageUnavailable,
     UnknownJob,
 )
+from service.core.hardware.devices import translate_error
 from service.core.quantities import VoxelSize
+from service.serving.jobs.failure import UNEXPECTED_FAILURE
 from service.serving.jobs.record import JobRequest
 from service.serving.jobs.store import INPUT, JobStore
 from service.serving.results.metadata import AnswerMetadata
@@ -71,12 +72,6 @@ def finish(store: JobStore, job: str, size: int = 20) -> bool:
     return store.finish(job, written, OUTCOME)
 
 
-def died(store: JobStore, **limits: Any) -> JobStore:
-    """What the next process finds. Closing writes nothing that is not on disk already."""
-    store.close()
-    return open_store(store._folder, **limits)
-
-
 def files(store: JobStore) -> list[str]:
     return sorted(str(path.relative_to(store._jobs)) for path in store._jobs.rglob("*"))
 
@@ -97,6 +92,9 @@ def test_job_goes_its_way(store: JobStore) -> None:
     with pytest.raises(UnknownJob):
         store.find(job, "ada")
     assert files(store) == []
+    # Numbers and ids are not given twice.
+    second = accept(store)
+    assert (store.find(second, None).number, second != job) == (record.number + 1, True)
 
 
 def test_owner_sees_only_his_own(store: JobStore) -> None:
@@ -112,36 +110,25 @@ def test_owner_sees_only_his_own(store: JobStore) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [BadFile("cut short"), OutOfMemory("too much", 123), NotReady("loading"), DeviceLost("gone")]
+    ("error", "expected"),
+    [
+        (error := BadFile("single pixels", parameter="axes", suggested={"axes": "ZYX"}), error),
+        (error := OutOfMemory("too much", 123), error),
+        (error := NotReady("loading"), error),
+        (error := DeviceLost("gone"), error),
+        (OSError(errno.ENOMEM, "no"), OutOfMemory(str(translate_error(OSError(errno.ENOMEM, "no"))))),
+        # It may tell secrets.
+        (KeyError("the password"), InternalError(UNEXPECTED_FAILURE)),
+    ],
 )
-def test_failure_keeps_its_kind_and_its_words(store: JobStore, error: Any) -> None:
+def test_failure_keeps_its_kind_its_words_and_what_to_try(store: JobStore, error: Any, expected: Any) -> None:
     job = accept(store)
     assert store.fail(job, error)
-    failure = store.find(job, None).failure
-    assert (type(failure), str(failure)) == (type(error), str(error))
-    assert getattr(failure, "needed_bytes", None) == getattr(error, "needed_bytes", None)
-    assert store.find(job, None).state == "failed"
-
-
-def test_failure_keeps_the_parameter_and_what_to_try(store: JobStore) -> None:
-    job = accept(store)
-    store.fail(job, BadFile("single pixels", parameter="axes", suggested={"axes": "ZYX"}))
-    failure = store.find(job, None).failure
-    assert failure is not None
-    assert (failure.parameter, failure.suggested) == ("axes", {"axes": "ZYX"})
-
-
-def test_unforeseen_failure_tells_no_secrets(store: JobStore) -> None:
-    job = accept(store)
-    store.fail(job, KeyError("the password"))
-    assert isinstance(store.find(job, None).failure, InternalError)
-    assert "password" not in str(store.find(job, None).failure)
-
-
-def test_exhausted_memory_is_told_as_such(store: JobStore) -> None:
-    job = accept(store)
-    store.fail(job, OSError(errno.ENOMEM, "no"))
-    assert isinstance(store.find(job, None).failure, OutOfMemory)
+    record = store.find(job, None)
+    assert record.state == "failed"
+    assert (type(record.failure), str(record.failure)) == (type(expected), str(expected))
+    for name in ("needed_bytes", "parameter", "suggested"):
+        assert getattr(record.failure, name, None) == getattr(expected, name, None)
 
 
 def test_what_is_over_stays_as_it_is(store: JobStore) -> None:
@@ -161,41 +148,31 @@ def test_work_of_a_process_that_died_is_done_again(store: JobStore) -> None:
     finish(store, done)
     store.begin(running)
     (store.input_path(running).parent / ".labels.ome.tif.part").write_bytes(b"half")
+    store.result_path(running).write_bytes(b"written, but the process died before it said so")
     store.make_incoming().joinpath(INPUT).write_bytes(b"half")
-    later = died(store)
-    try:
+    # What the next process finds: closing writes nothing that is not on disk already.
+    store.close()
+    with closing(open_store(store._folder)) as later:
         assert [record.id for record in later.recover()] == [running, waiting]
         assert later.find(done, None).answer == OUTCOME
         assert later.result_path(done).stat().st_size == 20
         assert {record.state for record in later.pending()} == {"waiting"}
         assert not list(later._incoming.iterdir())
         assert [path.name for path in later.input_path(running).parent.iterdir()] == [INPUT]
-    finally:
-        later.close()
 
 
-def test_result_that_was_written_but_not_noted_is_never_served(store: JobStore) -> None:
-    job = accept(store)
-    store.begin(job)
-    store.result_path(job).write_bytes(b"written, but the process died before it said so")
-    store.recover()
-    assert store.find(job, None).state == "waiting"
-    assert files(store) == [job, f"{job}/{INPUT}"]
-
-
-def test_folder_without_a_row_is_deleted_and_a_row_without_its_input_fails(store: JobStore) -> None:
+def test_folder_without_a_row_goes_a_row_without_its_input_fails_and_files_of_others_stay(
+    store: JobStore,
+) -> None:
     (store._jobs / "orphan").mkdir()
+    (store._jobs / ".DS_Store").write_bytes(b"seen by a file manager")
     lost, short = accept(store), accept(store)
     store.input_path(lost).unlink()
     store.input_path(short).write_bytes(b"")
     assert store.recover() == []
-    assert [store.find(job, None).state for job in (lost, short)] == ["failed", "failed"]
-    assert files(store) == []
-
-
-def test_files_that_are_no_jobs_are_left_alone(store: JobStore) -> None:
-    (store._jobs / ".DS_Store").write_bytes(b"seen by a file manager")
-    assert store.recover() == []
+    for record in (store.find(lost, None), store.find(short, None)):
+        assert (record.state, "input of the job is lost" in str(record.failure)) == ("failed", True)
+    assert files(store) == [".DS_Store"]
     store.clean_up()
     assert files(store) == [".DS_Store"]
 
@@ -223,8 +200,12 @@ def test_files_that_a_fault_left_are_deleted_in_time_and_those_of_jobs_at_work_a
     assert files(store) == sorted([running, f"{running}/{INPUT}", f"{running}/labels.ome.tif", done, f"{done}/result"])
 
 
-def test_job_that_the_process_dies_of_is_not_begun_for_ever(store: JobStore) -> None:
+def test_job_that_the_process_dies_of_is_not_begun_for_ever_and_stopping_does_not_count(store: JobStore) -> None:
     job = accept(store)
+    for _ in range(5):
+        store.begin(job)
+        store.requeue(job)
+    assert (store.find(job, None).state, store.find(job, None).attempts) == ("waiting", 0)
     for _ in range(2):
         assert store.begin(job)
         record = store.recover()
@@ -233,63 +214,24 @@ def test_job_that_the_process_dies_of_is_not_begun_for_ever(store: JobStore) -> 
     assert "2 times" in str(store.find(job, None).failure)
 
 
-def test_stopping_is_not_counted_against_the_job(store: JobStore) -> None:
-    job = accept(store)
-    for _ in range(5):
-        store.begin(job)
-        store.requeue(job)
-    assert (store.find(job, None).state, store.find(job, None).attempts) == ("waiting", 0)
-
-
-def test_numbers_and_ids_are_not_given_twice(store: JobStore) -> None:
-    first = accept(store)
-    number = store.find(first, None).number
-    store.cancel(first)
-    store.delete(first)
-    second = accept(store)
-    assert (store.find(second, None).number, second != first) == (number + 1, True)
-
-
 def test_nothing_is_lost_or_left_when_the_process_is_killed_between_two_lines(tmp_path: Path) -> None:
     """`python tests/serving/killed_store.py FOLDER` kills between any two."""
     command = [sys.executable, str(ROOT / "tests" / "serving" / "killed_store.py"), str(tmp_path), "61"]
     subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
-def test_oldest_results_make_room(store: JobStore) -> None:
-    jobs = [accept(store) for _ in range(3)]
-    for job in jobs:
-        finish(store, job, size=300)
-    assert store._sum_results().total() == 900
-    newest = accept(store, size=350)
-    assert [store.find(job, None).state for job in jobs] == ["expired", "done", "done"]
-    assert not store.result_path(jobs[0]).exists()
-    store.begin(newest)
-    assert finish(store, newest, size=900)
-    assert [store.find(job, None).state for job in [*jobs, newest]] == ["expired", "expired", "expired", "done"]
-
-
-def test_inputs_of_jobs_that_are_not_over_are_never_deleted(store: JobStore) -> None:
-    waiting, running = accept(store, size=400), accept(store, size=400)
-    store.begin(running)
-    with pytest.raises(OutOfStorage):
-        accept(store, size=201)
-    assert store.input_path(waiting).exists()
-    assert store.input_path(running).exists()
-    store.cancel(waiting)
-    accept(store, size=201)
-
-
-def test_results_are_not_deleted_for_what_does_not_fit_anyway(store: JobStore) -> None:
-    done, running = accept(store), accept(store, size=500)
+def test_inputs_of_jobs_that_are_not_over_stay_and_so_do_results_for_what_does_not_fit_anyway(store: JobStore) -> None:
+    done, waiting, running = accept(store), accept(store, size=200), accept(store, size=300)
     finish(store, done, size=300)
     store.begin(running)
     with pytest.raises(OutOfStorage):
         accept(store, size=501)
-    assert store.find(done, None).state == "done"
-    assert store.result_path(done).exists()
+    assert [store.find(job, None).state for job in (done, waiting, running)] == ["done", "waiting", "running"]
+    assert all(path.exists() for path in (store.result_path(done), *map(store.input_path, (waiting, running))))
     accept(store, size=500)
     assert store.find(done, None).state == "expired"
+    store.cancel(waiting)
+    accept(store, size=200)
 
 
 def test_results_of_whoever_has_most_make_room_and_those_of_others_stay(store: JobStore) -> None:
@@ -308,6 +250,10 @@ def test_results_of_whoever_has_most_make_room_and_those_of_others_stay(store: J
         accept(store, size=951, owner="bob")
     assert [store.find(job, "bob").state for job in (his[2], third)] == ["done", "waiting"]
     assert [store.find(job, "ada").state for job in (hers, newest)] == ["done", "waiting"]
+    assert not store.result_path(his[0]).exists()
+    # So they do for a new result.
+    assert finish(store, third, size=800)
+    assert [store.find(job, "bob").state for job in (his[2], third)] == ["expired", "done"]
 
 
 def test_inputs_of_an_owner_leave_as_much_as_they_take(tmp_path: Path) -> None:
@@ -329,25 +275,26 @@ def test_nobody_else_may_look_into_a_folder_that_was_open_to_others(tmp_path: Pa
     store.close()
 
 
-def test_what_is_over_is_forgotten_in_time(tmp_path: Path) -> None:
-    store = open_store(tmp_path / "jobs", keep_seconds=60)
-    try:
-        done, waiting = accept(store), accept(store)
-        finish(store, done)
-        store.clean_up()
-        assert store.find(done, None).state == "done"
-        store._keep = -1.0  # as if that time had passed
-        store.clean_up()
-        with pytest.raises(UnknownJob):
-            store.find(done, None)
-        assert store.find(waiting, None).state == "waiting"
-        assert files(store) == [waiting, f"{waiting}/{INPUT}"]
-    finally:
-        store.close()
+def test_what_is_over_is_forgotten_in_time(store: JobStore) -> None:
+    done, waiting = accept(store), accept(store)
+    finish(store, done)
+    store.clean_up()
+    assert store.find(done, None).state == "done"
+    store._keep = -1.0  # as if that time had passed
+    store.clean_up()
+    with pytest.raises(UnknownJob):
+        store.find(done, None)
+    assert store.find(waiting, None).state == "waiting"
+    assert files(store) == [waiting, f"{waiting}/{INPUT}"]
 
 
 def test_deleted_folder_is_made_again_once_the_disk_allows_it(store: JobStore) -> None:
     job, folder = accept(store), store._folder
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "jobs.sqlite3").write_bytes(b"of somebody else")
+    assert "another database" in (store.mend() or "")
+    assert (folder / "jobs.sqlite3").read_bytes() == b"of somebody else"
     shutil.rmtree(folder)
     in_the_way = folder / "jobs.sqlite3-wal"
     in_the_way.mkdir(parents=True)
@@ -400,12 +347,9 @@ def test_folder_that_may_not_be_entered_is_told_and_used_again_later() -> None:
     assert later == "None"
 
 
-def test_folder_has_one_owner(store: JobStore) -> None:
+def test_folder_that_cannot_be_used_is_a_configuration_error(store: JobStore, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="in use by another service"):
         open_store(store._folder)
-
-
-def test_folder_that_cannot_be_used_is_a_configuration_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"jobs\.folder"):
         open_store(tmp_path / "file" / "jobs")
@@ -415,29 +359,16 @@ def test_folder_that_cannot_be_used_is_a_configuration_error(tmp_path: Path) -> 
         open_store(tmp_path / "odd")
 
 
-def damage(store: JobStore, first: int = 8192) -> None:
-    """Overwrite the database from this byte on."""
-    database = store._folder / "jobs.sqlite3"
+def test_damaged_database_is_refused_and_its_documented_rescue_keeps_the_jobs_that_can_be_read(store: JobStore) -> None:
+    jobs = [accept(store, owner="ada") for _ in range(100)]
     store.close()
-    with database.open("r+b") as file:
-        file.seek(first)
+    with (store._folder / "jobs.sqlite3").open("r+b") as file:
+        file.seek(20480)
         file.write(bytes(4096))
-
-
-def test_damaged_database_is_refused_with_a_way_out(store: JobStore) -> None:
-    for _ in range(20):
-        accept(store)
-    damage(store)
     with pytest.raises(ConfigError, match=r'cannot be used: .+"Damaged database"'):
         open_store(store._folder)
-
-
-@pytest.mark.skipif(shutil.which("sqlite3") is None, reason="needs the command sqlite3")
-def test_documented_rescue_of_a_damaged_database_keeps_the_jobs_that_can_be_read(store: JobStore) -> None:
-    jobs = [accept(store, owner="ada") for _ in range(100)]
-    damage(store, first=20480)
-    with pytest.raises(ConfigError, match="Damaged database"):
-        open_store(store._folder)
+    if shutil.which("sqlite3") is None:
+        pytest.skip("needs the command sqlite3")
     manual = (ROOT / "docs" / "running.md").read_text(encoding="utf-8").partition("### Damaged database")[2]
     subprocess.run(["bash", "-ec", manual.partition("```sh\n")[2].partition("```")[0]], check=True, cwd=store._folder)
     with closing(open_store(store._folder)) as rescued:
@@ -458,9 +389,7 @@ def test_files_of_jobs_without_their_database_are_not_deleted(store: JobStore) -
 
 
 def test_database_of_another_version_is_left_alone(store: JobStore) -> None:
-    database = sqlite3.connect(store._folder / "jobs.sqlite3")
-    database.execute("PRAGMA user_version = 7")
-    database.close()
+    store._database.change("PRAGMA user_version = 7")
     store.close()
     with pytest.raises(ConfigError, match="another version"):
         open_store(store._folder)
@@ -468,11 +397,6 @@ def test_database_of_another_version_is_left_alone(store: JobStore) -> None:
 
 def test_database_that_finds_the_disk_full_is_out_of_storage(store: JobStore) -> None:
     store._database._connection.execute("PRAGMA max_page_count = 6")
-
-    def fill() -> None:
-        for _ in range(200):
-            accept(store, size=1)
-
     with pytest.raises(OutOfStorage):
-        fill()
+        [accept(store, size=1) for _ in range(200)]
     assert len(files(store)) == 2 * len(store.pending()), "what was not accepted leaves nothing"

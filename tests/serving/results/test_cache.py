@@ -1,11 +1,12 @@
 from __future__ import annotations
 
-import resource
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from full_disk import full_disk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,15 +19,19 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def put(cache: ResultCache[str], key: str, size: int, owner: str | None = None) -> None:
+def put_content(cache: ResultCache[str], key: str, size: int) -> None:
+    cache.put(key, None, key.encode() * size, f"told of {key}")
+
+
+def put(cache: ResultCache[str], key: str, size: int) -> None:
     file = cache._folder.parent / "result"
     file.write_bytes(key.encode() * size)
-    cache.put(key, owner, file, f"told of {key}")
+    cache.put(key, None, file, f"told of {key}")
     file.unlink()
 
 
-def read(cache: ResultCache[str], key: str, owner: str | None = None) -> bytes | None:
-    kept = cache.get(key, owner)
+def read(cache: ResultCache[str], key: str) -> bytes | None:
+    kept = cache.get(key, None)
     if kept is None:
         return None
     assert kept.metadata == f"told of {key}"
@@ -34,22 +39,13 @@ def read(cache: ResultCache[str], key: str, owner: str | None = None) -> bytes |
         return kept.file.read()
 
 
-def test_what_was_put_is_got_though_its_own_name_is_gone(folder: Path) -> None:
+@pytest.mark.parametrize("keep", [put, put_content])
+def test_what_was_put_is_got_though_its_own_name_is_gone(folder: Path, keep: Callable[..., None]) -> None:
     cache = ResultCache[str](folder, 100)
     assert read(cache, "a") is None
-    put(cache, "a", 10)
-    put(cache, "a", 20)
-    assert read(cache, "a") == b"a" * 10
-    assert cache.nbytes == 10
-
-
-def test_what_was_never_in_a_file_is_kept_too(folder: Path) -> None:
-    cache = ResultCache[str](folder, 100)
-    for size in (10, 20):
-        cache.put("a", None, b"a" * size, "told of a")
-    assert read(cache, "a") == b"a" * 10
-    cache.put("b", None, bytes(101), "told of b")
-    assert read(cache, "b") is None
+    for key, size in (("a", 10), ("a", 20), ("b", 101)):
+        keep(cache, key, size)
+    assert (read(cache, "a"), read(cache, "b")) == (b"a" * 10, None)
     assert [path.name for path in folder.iterdir()] == ["a"]
     assert cache.nbytes == 10
 
@@ -74,22 +70,16 @@ def test_result_that_has_to_go_while_it_is_sent_is_still_whole(folder: Path) -> 
         assert kept.file.read() == b"a" * 40
 
 
-@pytest.mark.parametrize("limit", [0, 39])
-def test_what_is_too_large_is_not_kept(folder: Path, limit: int) -> None:
-    cache = ResultCache[str](folder, limit)
+def test_a_limit_of_zero_keeps_nothing(folder: Path) -> None:
+    cache = ResultCache[str](folder, 0)
     put(cache, "a", 40)
-    assert (read(cache, "a"), list(folder.iterdir()), cache.enabled) == (None, [], limit > 0)
+    assert (read(cache, "a"), list(folder.iterdir()), cache.enabled) == (None, [], False)
 
 
 def test_what_cannot_be_written_is_not_kept_and_leaves_nothing(folder: Path) -> None:
     cache = ResultCache[str](folder, 10_000)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        with pytest.raises(OSError, match="large"):
-            cache.put("a", None, b"a" * 5000, "told of a")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with full_disk(1000), pytest.raises(OSError, match="large"):
+        cache.put("a", None, b"a" * 5000, "told of a")
     assert (read(cache, "a"), list(folder.iterdir()), cache.nbytes) == (None, [], 0)
     cache.put("a", None, b"a" * 5000, "told of a")
     assert read(cache, "a") == b"a" * 5000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -60,17 +59,6 @@ def test_an_answer_says_how_it_was_made(bands_repository: Path, tmp_path: Path, 
     assert json.loads(found["parameters"]) == {"overlap": 0.5}
     assert found.get("source") == ("embryo 7.tif" if path == "jobs" else None)
     assert found["source_blake3"] == blake3(STACK).hexdigest()
-
-
-def test_equal_files_get_equal_bytes_under_any_name(bands_repository: Path) -> None:
-    with serve(eager(bands_repository, limits={"cache_bytes": 2**24})) as live:
-
-        def post(name: str) -> Any:
-            headers = {"Content-Type": "image/tiff", "X-Filename": name}
-            return live.client.post("/segment", content=STACK, headers=headers)
-
-        first, again = post("a.tif"), post("b.tif")
-    assert (again.headers["x-cache"], again.content) == ("hit", first.content)
 
 
 def test_the_command_line_says_the_same(bands_repository: Path, tmp_path: Path) -> None:

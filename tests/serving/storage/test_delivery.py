@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -76,20 +77,43 @@ def test_a_store_is_copied_whole_and_recognised_until_it_is_settled(store: Path,
     settle(folder)
 
 
-def test_only_another_store_is_replaced(store: Path, results: Path, folder: int) -> None:
-    old_store(results / "a.zarr")
-    put(store, folder, overwrite=True)
-    settle(folder)
-    assert content(results) == {f"a.zarr/{name}": data for name, data in content(store).items()}
-    for make in (Path.touch, Path.mkdir, lambda path: path.symlink_to(store)):
-        if (results / "a.zarr").is_symlink() or (results / "a.zarr").is_file():
-            (results / "a.zarr").unlink()
-        else:
-            (results / "a.zarr").rename(results.parent / f"moved{make}")
-        make(results / "a.zarr")
-        with pytest.raises(BadParameter, match="no folder of Zarr"):
-            put(store, folder, overwrite=True)
-        assert [path.name for path in results.iterdir()] == ["a.zarr"]
+def make_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "thesis.doc").write_text("precious")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda path: path.write_text("precious"), make_folder, lambda path: path.symlink_to("thesis")],
+    ids=["file", "folder", "link"],
+)
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_only_another_store_is_replaced(
+    store: Path, results: Path, folder: int, make: Callable[[Path], object], *, meanwhile: bool
+) -> None:
+    target = results / "a.zarr"
+
+    def swap() -> bool:
+        # It is asked between the check of the name and the renaming.
+        if (target / "zarr.json").exists():
+            target.rename(results.parent / "elsewhere")
+            make(target)
+        return False
+
+    if meanwhile:
+        old_store(target)
+    else:
+        make(target)
+    with pytest.raises(BadParameter, match="no folder of Zarr"):
+        put(store, folder, overwrite=True, cancelled=swap)
+    assert [path.name for path in results.iterdir()] == ["a.zarr"]
+    make(expected := results.parent / "expected")
+    assert stat.S_IFMT(target.lstat().st_mode) == stat.S_IFMT(expected.lstat().st_mode)
+    assert content(target) == content(expected)
+    if target.is_symlink():
+        assert target.readlink() == expected.readlink()
+    elif target.is_file():
+        assert target.read_text() == "precious"
 
 
 def test_stores_that_replace_each_other_leave_one_of_them(store: Path, results: Path, folder: int) -> None:
@@ -101,33 +125,6 @@ def test_stores_that_replace_each_other_leave_one_of_them(store: Path, results: 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(replace, ("one", "two", "three", "four")))
     assert content(results) == {f"a.zarr/{name}": data for name, data in content(store).items()}
-
-
-@pytest.mark.parametrize("other", ["file", "folder", "link"])
-def test_what_takes_the_name_of_a_store_meanwhile_is_kept(store: Path, results: Path, folder: int, other: str) -> None:
-    target, thesis = results / "a.zarr", results.parent / "thesis"
-
-    def swap() -> bool:
-        # It is asked between the check of the name and the renaming.
-        if (target / "zarr.json").exists():
-            target.rename(results.parent / "elsewhere")
-            if other == "folder":
-                target.mkdir()
-                (target / "thesis.doc").write_text("precious")
-            elif other == "link":
-                target.symlink_to(thesis)
-            else:
-                target.write_text("precious")
-        return False
-
-    old_store(target)
-    with pytest.raises(BadParameter, match="no folder of Zarr"):
-        put(store, folder, overwrite=True, cancelled=swap)
-    assert [path.name for path in results.iterdir()] == ["a.zarr"]
-    if other == "link":
-        assert target.readlink() == thesis
-    else:
-        assert (target / "thesis.doc" if other == "folder" else target).read_text() == "precious"
 
 
 def test_a_store_is_kept_beside_a_file_that_took_its_name_while_it_was_replaced(

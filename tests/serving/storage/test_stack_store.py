@@ -84,18 +84,14 @@ def test_stacks_that_come_at_once_stay_within_the_quota(tmp_path: Path) -> None:
     assert len(folder.ids()) == 3
 
 
-def test_what_a_killed_process_has_deleted_by_half_goes(tmp_path: Path) -> None:
+def test_what_was_deleted_by_half_goes_and_what_has_a_damaged_record_is_no_stack(
+    tmp_path: Path,
+) -> None:
     folder = Folder(tmp_path)
-    broken, kept = folder.keep(10), folder.keep(10)
-    (broken.path.parent / RECORD).unlink()
-    folder.store.clean_up()
-    assert folder.ids() == {kept.id}
-
-
-def test_damaged_records_are_no_stacks(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    stack = folder.keep(10)
-    (stack.path.parent / RECORD).write_text("[1]")
+    half_deleted, damaged, kept = (folder.keep(10) for _ in range(3))
+    (half_deleted.path.parent / RECORD).unlink()
+    (damaged.path.parent / RECORD).write_text("[1]")
     with pytest.raises(UnknownStack):
-        folder.store.find(stack.id, None)
+        folder.store.find(damaged.id, None)
     folder.store.clean_up()
+    assert folder.ids() == {damaged.id, kept.id}

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 from fakes import until
@@ -35,104 +34,93 @@ print(pool.submit("b", lambda: "second").result(20))
 """
 
 
-@contextmanager
-def pool_of(threads: int) -> Iterator[FairThreadPool]:
-    pool = FairThreadPool(threads, "fair")
-    try:
-        yield pool
-    finally:
-        pool.shutdown()
-
-
 class Calls:
-    """Calls that wait at a gate each, by client."""
+    """Calls in a pool that wait at a gate each, by client."""
 
     def __init__(self, pool: FairThreadPool) -> None:
         self._pool = pool
         self.begun: list[str] = []
-        self.gates: list[tuple[str, threading.Event]] = []
+        self._gates: dict[Future[str], threading.Event] = {}
 
     def add(self, client: str) -> Future[str]:
         gate = threading.Event()
-        self.gates.append((client, gate))
 
         def call() -> str:
             self.begun.append(client)
             gate.wait(20)
             return client
 
-        return self._pool.submit(client, call)
+        future = self._pool.submit(client, call)
+        self._gates[future] = gate
+        return future
 
-    def open(self, client: str | None = None) -> None:
-        """Open the first gate of this client, or all."""
-        for number, (owner, gate) in enumerate(self.gates):
-            if client in {None, owner}:
-                gate.set()
-                if client is not None:
-                    del self.gates[number]
-                    return
+    def open(self, *calls: Future[str]) -> None:
+        """Open the gates of these calls, or all."""
+        for call in calls or self._gates:
+            self._gates[call].set()
 
 
-def test_results_and_errors_are_those_of_the_call() -> None:
-    with pool_of(2) as pool:
-        assert pool.of("a").submit(divmod, 7, 2).result(20) == (3, 1)
-        with pytest.raises(ZeroDivisionError):
-            pool.of("a").submit(divmod, 7, 0).result(20)
-        assert not pool.busy("a")
+@pytest.fixture
+def pool(request: pytest.FixtureRequest) -> Iterator[FairThreadPool]:
+    """A pool of one thread, or of as many as the parameter says."""
+    made = FairThreadPool(getattr(request, "param", 1), "fair")
+    yield made
+    made.shutdown()
 
 
-def test_the_last_thread_is_for_a_client_that_has_none() -> None:
-    with pool_of(3) as pool:
-        calls = Calls(pool)
-        for _ in range(5):
-            calls.add("greedy")
-        until(lambda: calls.begun == ["greedy"] * 2)
-        assert pool.busy("greedy")
-        assert not pool.busy("modest")
-        modest = calls.add("modest")
-        until(lambda: calls.begun[2:] == ["modest"])
-        assert pool.busy("modest")
-        assert pool.busy("third")
-        calls.open("modest")
-        assert modest.result(20) == "modest"
-        assert not pool.busy("third")
-        calls.open()
+@pytest.fixture
+def calls(pool: FairThreadPool) -> Iterator[Calls]:
+    made = Calls(pool)
+    yield made
+    made.open()
+
+
+def test_results_and_errors_are_those_of_the_call(pool: FairThreadPool) -> None:
+    assert pool.of("a").submit(divmod, 7, 2).result(20) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        pool.of("a").submit(divmod, 7, 0).result(20)
+    assert not pool.busy("a")
+
+
+@pytest.mark.parametrize("pool", [3], indirect=True)
+def test_the_last_thread_is_for_a_client_that_has_none(pool: FairThreadPool, calls: Calls) -> None:
+    for _ in range(5):
+        calls.add("greedy")
+    until(lambda: calls.begun == ["greedy"] * 2)
+    assert (pool.busy("greedy"), pool.busy("modest")) == (True, False)
+    modest = calls.add("modest")
+    until(lambda: calls.begun[2:] == ["modest"])
+    assert (pool.busy("modest"), pool.busy("third")) == (True, True)
+    calls.open(modest)
+    assert modest.result(20) == "modest"
+    assert not pool.busy("third")
     assert calls.begun.count("greedy") == 2
 
 
-def test_clients_take_turns_however_much_one_has_asked_for() -> None:
-    with pool_of(1) as pool:
-        calls = Calls(pool)
-        for client in "aaaabcb":
-            calls.add(client)
-        calls.open()
-        until(lambda: len(calls.begun) == 7)
-        assert "".join(calls.begun) == "aabcaba"
+def test_clients_take_turns_however_much_one_has_asked_for(calls: Calls) -> None:
+    for client in "aaaabcb":
+        calls.add(client)
+    calls.open()
+    until(lambda: len(calls.begun) == 7)
+    assert "".join(calls.begun) == "aabcaba"
 
 
-def test_cancelled_calls_never_begin() -> None:
-    with pool_of(1) as pool:
-        calls = Calls(pool)
-        first, second, third = (calls.add("a") for _ in range(3))
-        assert second.cancel()
-        assert not first.cancel()
-        calls.open()
-        assert third.result(20) == "a"
-        assert calls.begun == ["a", "a"]
-
-
-def test_end_cancels_what_has_not_begun() -> None:
-    pool = FairThreadPool(1, "fair")
-    calls = Calls(pool)
-    first, second = calls.add("a"), calls.add("b")
+def test_calls_that_are_cancelled_never_begin_nor_do_those_that_wait_at_the_end(
+    pool: FairThreadPool, calls: Calls
+) -> None:
+    first, second, third, last = (calls.add("a") for _ in range(4))
+    assert second.cancel()
+    assert not first.cancel()
+    calls.open(first)
+    until(lambda: calls.begun == ["a", "a"])
     ending = threading.Thread(target=pool.shutdown)
     ending.start()
     with pytest.raises(CancelledError):
-        second.result(20)
+        last.result(20)
     calls.open()
-    assert first.result(20) == "a"
+    assert (first.result(20), third.result(20)) == ("a", "a")
     ending.join(20)
-    assert not ending.is_alive()
+    assert (ending.is_alive(), calls.begun) == (False, ["a", "a"])
 
 
 def test_pool_works_where_memory_does_not_allow_for_more_threads() -> None:

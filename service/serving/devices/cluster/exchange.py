@@ -7,15 +7,15 @@ process.
 from __future__ import annotations
 
 import itertools
-import math
 import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -38,7 +38,7 @@ FOLDER_PREFIX = "stackseg-cluster-"
 # Its time of change tells that the service runs; beyond so many seconds another one deletes the folder. Clocks of hosts
 # may differ.
 MARKER, ABANDONED_SECONDS = ".stackseg-cluster", 3600.0
-# Written or read at a time.
+# Written at a time.
 BLOCK_BYTES = 2**26
 
 
@@ -66,7 +66,7 @@ class StoredVolume(NamedTuple):
         """Read planes [C, z1 - z0, Y, X]."""
         channels, z, y, x = self.shape
         pixels: Array = np.empty((channels, z1 - z0, y, x), self.dtype)
-        with self.path.open("rb", buffering=0) as file:
+        with self.path.open("rb") as file:
             for channel in range(channels):
                 file.seek((channel * z + z0) * y * x * pixels.itemsize)
                 _read_into(file, pixels[channel])
@@ -109,7 +109,7 @@ class Segmented(NamedTuple):
         """Return the result with its pixels. Raises OutOfStorage and OSError."""
         segmentation = self.result.segmentation
         pixels = allocate(self.shape, segmentation.pixels.dtype)
-        with self.path.open("rb", buffering=0) as file:
+        with self.path.open("rb") as file:
             _read_into(file, pixels)
         return self.result._replace(segmentation=replace(segmentation, pixels=pixels))
 
@@ -186,41 +186,29 @@ def store_volume(volume: Volume, path: Path) -> StoredVolume:
     channels, z, y, x = volume.shape
     plane = y * x * volume.dtype.itemsize
     planes = max(BLOCK_BYTES // max(plane * channels, 1), 1)
-    with path.open("xb", buffering=0) as file:
+    with path.open("xb") as file:
         for z0 in range(0, z, planes):
             block = volume.read(z0, min(z0 + planes, z))
             for channel in range(channels):
                 file.seek((channel * z + z0) * plane)
-                _write(file, block[channel])
+                file.write(np.ascontiguousarray(block[channel]).data)
     return StoredVolume(path, volume.shape, volume.dtype.str, volume.voxel_size, volume.channels, volume.notes)
 
 
 def store_result(result: Result, path: Path) -> Segmented:
     """Write the pixels of a segmentation into a new file."""
     segmentation = result.segmentation
-    with path.open("xb", buffering=0) as file:
+    with path.open("xb") as file:
         for part in segmentation.pixels:
-            _write(file, part)
+            file.write(np.ascontiguousarray(part).data)
     bare = replace(segmentation, pixels=np.empty(0, segmentation.pixels.dtype))
     return Segmented(result._replace(segmentation=bare), path, segmentation.pixels.shape)
 
 
-def _write(file: Any, pixels: Array) -> None:
-    view = np.ascontiguousarray(pixels).reshape(-1).view(np.uint8).data
-    while view:
-        view = view[file.write(view) :]
-
-
-def _read_into(file: Any, pixels: Array) -> None:
+def _read_into(file: BufferedReader, pixels: Array) -> None:
     """Fill a contiguous array. Raises OSError for a file that ends before."""
-    if not math.prod(pixels.shape):
-        return
-    view = pixels.reshape(-1).view(np.uint8).data
-    while view:
-        count = file.readinto(view[:BLOCK_BYTES])
-        if not count:
-            raise OSError(None, "a file ends before its last voxel")
-        view = view[count:]
+    if file.readinto(pixels.reshape(-1).view(np.uint8).data) < pixels.nbytes:
+        raise OSError(None, "a file ends before its last voxel")
 
 
 def _sweep(parent: Path) -> None:

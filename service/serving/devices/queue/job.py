@@ -108,16 +108,17 @@ class Job(Generic[T]):
     @property
     def seconds_run(self) -> float:
         """Seconds between the start of the work and its end, or until now; 0 while it waits."""
-        if self._started is None:
-            return 0.0
-        return (self._ended if self._ended is not None else self._clock()) - self._started
+        return self._seconds_since(self._started)
 
     @property
     def seconds_finishing(self) -> float:
         """Seconds between the last window and the end of the work, or until now; 0 while windows are left."""
-        if self._windows_done is None:
+        return self._seconds_since(self._windows_done)
+
+    def _seconds_since(self, began: float | None) -> float:
+        if began is None:
             return 0.0
-        return (self._ended if self._ended is not None else self._clock()) - self._windows_done
+        return (self._ended if self._ended is not None else self._clock()) - began
 
     def cancel(self) -> None:
         """Cancel at once while the job waits, else as soon as its work asks."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeSegmenter, until
+from fakes import Fakes, until
 from live import Live, as_tiff, serve
 from thread_actors import SilentActor, ThreadActor, make_device_actor, remote
 
@@ -31,16 +31,13 @@ class Hosts:
         self.gate.set()
 
     def connect(self, settings: Settings) -> Any:
-        def load(*arguments: Any) -> FakeSegmenter:
-            fake = FakeSegmenter(*arguments)
-            fake.warm_up = lambda **_: None  # type: ignore[method-assign]
-            fake.gate = self.gate
-            return fake
+        def share_gate(fake: Any) -> None:
+            fake.warm_up, fake.gate = lambda **_: None, self.gate
 
         def make_actor() -> Actor:
             if self.none:
                 return SilentActor()
-            self.actors.append(make_device_actor(settings, load))
+            self.actors.append(make_device_actor(settings, Fakes(share_gate)))
             return self.actors[-1]
 
         return make_actor
@@ -101,16 +98,6 @@ def test_workers_are_asked_for_while_there_is_work_and_given_back_afterwards(
         until(lambda: workers_of(live) == {"up": 1, "missing": 0, "given_back": 2})
         assert len(hosts.actors) == 3
         assert live.client.get("/health/ready").json() == {"status": "ready"}
-
-
-def test_one_request_takes_one_worker_however_large_it_is(bands_repository: Path, tmp_path: Path, stack: bytes) -> None:
-    with service(bands_repository, tmp_path, 3, 0) as (live, hosts), ThreadPoolExecutor(1) as pool:
-        hosts.gate.clear()
-        request = pool.submit(live.segment, stack)
-        until(lambda: hosts.at_work)
-        assert workers_of(live)["given_back"] == 2
-        hosts.gate.set()
-        assert request.result().status_code == 200
 
 
 def test_without_work_there_need_be_no_worker(bands_repository: Path, tmp_path: Path, stack: bytes) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakeSegmenter, until
+from fakes import Fakes, closed, until
 from live import Live, as_tiff, classes, eager, serve
 from thread_actors import SilentActor, ThreadActor, make_device_actor, remote
 
@@ -61,6 +60,11 @@ def service(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) ->
     assert list(shared.iterdir()) == []
 
 
+@pytest.fixture
+def stack(phantom_maker: Any) -> bytes:
+    return as_tiff(phantom_maker((16, 40, 40), seed=1).image)
+
+
 def test_labels_are_those_of_a_local_device(service: Service, bands_repository: Path, phantom_maker: Any) -> None:
     live, _ = service
     stacks = [as_tiff(phantom_maker((16, 40, 40), seed=seed).image) for seed in range(6)]
@@ -101,23 +105,31 @@ def test_requests_of_a_lost_worker_run_elsewhere_and_it_is_used_again(service: S
     until(lambda: live.client.get("/health/ready").json() == {"status": "ready"})
 
 
-def test_a_request_whose_device_is_lost_runs_on_another(service: Service, phantom_maker: Any) -> None:
+@pytest.mark.parametrize(
+    ("losses", "status"),
+    [
+        pytest.param((1, 0), 200, id="runs on another"),
+        pytest.param((1, 1), 200, id="begins again on one of them"),
+        pytest.param((3, 3), 503, id="is given up"),
+    ],
+)
+def test_a_request_whose_devices_are_lost(service: Service, stack: bytes, losses: tuple[int, int], status: int) -> None:
     live, actors = service
-    actors[0].lost_devices = 1
-    stack = as_tiff(phantom_maker((16, 40, 40), seed=1).image)
-    assert live.segment(stack).status_code == 200
-    assert actors[0].lost_devices == 0
+    for actor, times in zip(actors, losses, strict=True):
+        actor.lost_devices = times
+    answer = live.segment(stack)
+    assert answer.status_code == status
+    if status == 200:
+        assert actors[0].lost_devices == 0
+    else:
+        assert answer.json()["type"] == "urn:stackseg:problem:interrupted"
+    for actor in actors:
+        actor.lost_devices = 0
 
 
-def test_a_cancelled_request_stops_its_actor(bands_repository: Path, tmp_path: Path, phantom_maker: Any) -> None:
-    held: list[FakeSegmenter] = []
-
-    def load(*arguments: Any) -> FakeSegmenter:
-        held.append(FakeSegmenter(*arguments))
-        return held[-1]
-
-    with two_workers(remote(bands_repository, tmp_path), load) as (live, actors):
-        stack = as_tiff(phantom_maker((16, 40, 40), seed=1).image)
+def test_a_cancelled_request_stops_its_actor(bands_repository: Path, tmp_path: Path, stack: bytes) -> None:
+    held = Fakes()
+    with two_workers(remote(bands_repository, tmp_path), held) as (live, actors):
         until(lambda: len(held) == 2)
         for fake in held:
             fake.gate.clear()
@@ -130,25 +142,8 @@ def test_a_cancelled_request_stops_its_actor(bands_repository: Path, tmp_path: P
             fake.gate.set()
 
 
-def test_a_request_whose_workers_die_again_and_again_is_given_up(service: Service, phantom_maker: Any) -> None:
-    live, actors = service
-    for actor in actors:
-        actor.lost_devices = 3
-    answer = live.segment(as_tiff(phantom_maker((16, 40, 40), seed=1).image))
-    assert (answer.status_code, answer.json()["type"]) == (503, "urn:stackseg:problem:interrupted")
-    for actor in actors:
-        actor.lost_devices = 0
-
-
-def test_a_request_that_every_worker_has_lost_begins_again_on_one_of_them(service: Service, phantom_maker: Any) -> None:
-    live, actors = service
-    for actor in actors:
-        actor.lost_devices = 1
-    assert live.segment(as_tiff(phantom_maker((16, 40, 40), seed=1).image)).status_code == 200
-
-
 def test_a_worker_whose_call_fails_is_lost_and_asked_again(
-    service: Service, monkeypatch: pytest.MonkeyPatch, phantom_maker: Any
+    service: Service, monkeypatch: pytest.MonkeyPatch, stack: bytes
 ) -> None:
     live, actors = service
     worker = live.runtime.devices.all[0]
@@ -161,26 +156,22 @@ def test_a_worker_whose_call_fails_is_lost_and_asked_again(
         patch.setattr(actors[0], "call", fail)
         until(lambda: worker.problem is not None)
     until(lambda: worker.problem is None)
-    assert live.segment(as_tiff(phantom_maker((16, 40, 40), seed=1).image)).status_code == 200
+    assert live.segment(stack).status_code == 200
 
 
 def test_an_actor_keeps_the_model_of_a_task_that_its_service_did_not_know_of_yet(
     bands_repository: Path, tmp_path: Path
 ) -> None:
-    begun, known = threading.Event(), threading.Event()
-
-    def load(*arguments: Any) -> FakeSegmenter:
-        begun.set()
-        known.wait(20)
-        return FakeSegmenter(*arguments)
-
-    actor = make_device_actor(remote(bands_repository, tmp_path), load)
+    fakes = Fakes(closed)
+    actor = make_device_actor(remote(bands_repository, tmp_path), fakes)
     spec = read_spec(bands_repository / "bands")
     blocking, loaded = (actor.call("load", Task(name, name, spec)) for name in ("first", "second"))
-    assert begun.wait(20)
+    until(lambda: fakes)
     until(lambda: len(actor.device._jobs) == 2)
     actor.device.status(())
-    known.set()
+    fakes[0].gate.set()
+    until(lambda: len(fakes) == 2)
+    fakes[1].gate.set()
     assert [call.result(20).error for call in (blocking, loaded)] == [None, None]
 
 

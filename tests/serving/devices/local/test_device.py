@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from fakes import until
 from faulty_server import FaultyDevice
-from runtimes import running, settings
+from runtimes import ready, settings
 
 from service.core.errors import DeviceLost
 from service.core.hardware import host
@@ -23,8 +23,7 @@ def test_threads_of_the_processor_are_shared_by_its_workers(bands_repository: Pa
 
 
 def test_job_that_was_cancelled_meanwhile_keeps_no_model(bands_repository: Path, tmp_path: Path) -> None:
-    with running(settings(bands_repository, tmp_path)) as runtime:
-        until(lambda: not runtime.unready_reasons())
+    with ready(settings(bands_repository, tmp_path)) as runtime:
         job: Job[None] = Job("bands", lambda _job: None)
         job.cancel()
         runtime.reserve("bands").take(job)
@@ -36,8 +35,7 @@ def test_job_that_was_cancelled_meanwhile_keeps_no_model(bands_repository: Path,
 def test_device_that_is_lost_without_a_request_is_lost(lose: str, bands_repository: Path, tmp_path: Path) -> None:
     faults = tmp_path / "faults"
     faults.mkdir()
-    with running(settings(bands_repository, tmp_path), driver=FaultyDevice(faults)) as runtime:
-        until(lambda: not runtime.unready_reasons())
+    with ready(settings(bands_repository, tmp_path), driver=FaultyDevice(faults)) as runtime:
         (device,) = runtime.devices.all
         queue = device.scheduler.queue
         assert queue._memory._ask().device is not None

@@ -3,7 +3,6 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,19 +11,6 @@ from paths import ROOT
 
 from service.core import config
 from service.serving.devices.local.watchdog import EXIT_STATUS, Watchdog
-
-
-class Watched:
-    """A thread that is alive."""
-
-    alive = True
-
-    def __init__(self, pulse: Callable[[], Any]) -> None:
-        self._pulse = pulse
-
-    @property
-    def pulse(self) -> Any:
-        return self._pulse()
 
 
 class Device:
@@ -73,14 +59,11 @@ def test_device_that_gets_on_again_is_well(device: Device, caplog: pytest.LogCap
     assert device.ended == []
 
 
-def test_work_of_any_length_is_no_trouble_while_it_gets_on(device: Device) -> None:
+def test_idle_device_is_no_trouble_nor_is_work_of_any_length_while_it_gets_on(device: Device) -> None:
+    assert device.pass_seconds(1000) is None
     for step in range(30):
         device.pulse = (1, step)
         assert device.pass_seconds(8) is None
-
-
-def test_idle_device_is_no_trouble(device: Device) -> None:
-    assert device.pass_seconds(1000) is None
 
 
 def test_thread_that_died_is_told_at_once(device: Device) -> None:
@@ -106,29 +89,24 @@ def test_time_in_which_the_whole_process_stood_still_does_not_count(device: Devi
     assert device.pass_seconds(1) is None
 
 
-def test_stopped_watchdog_looks_no_more() -> None:
-    looks: list[int] = []
-    watchdog = Watchdog(Watched(lambda: looks.append(1)), config.Watchdog(batch_seconds=1, grace_seconds=1))
+def test_watchdog_that_cannot_check_once_checks_again_until_it_is_stopped(caplog: pytest.LogCaptureFixture) -> None:
+    class Watched:
+        alive, looks = True, 0
+
+        @property
+        def pulse(self) -> int:
+            self.looks += 1
+            if self.looks == 1:
+                raise RuntimeError("the driver does not answer")
+            return self.looks
+
+    watched = Watched()
+    watchdog = Watchdog(watched, config.Watchdog(batch_seconds=1, grace_seconds=1))
     watchdog.start()
-    until(lambda: looks)
+    until(lambda: watched.looks > 1)
     watchdog.stop()
     watchdog._thread.join(20)
     assert not watchdog._thread.is_alive()
-
-
-def test_watchdog_that_cannot_check_once_checks_again(caplog: pytest.LogCaptureFixture) -> None:
-    looks: list[int] = []
-
-    def pulse() -> int:
-        looks.append(1)
-        if len(looks) == 1:
-            raise RuntimeError("the driver does not answer")
-        return len(looks)
-
-    watchdog = Watchdog(Watched(pulse), config.Watchdog(batch_seconds=1, grace_seconds=1))
-    watchdog.start()
-    until(lambda: len(looks) > 1)
-    watchdog.stop()
     assert "the driver does not answer" in caplog.text
 
 

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import pytest
 from fakes import until
@@ -12,7 +13,8 @@ from service.core.errors import BrokenModel, Cancelled, OutOfMemory, UnknownMode
 from service.serving.devices.models.cache import Lease, ModelCache
 
 
-class Model(NamedTuple):
+@dataclass
+class Model:
     name: str
     nbytes: int
 
@@ -27,8 +29,9 @@ class RecordingCache:
         self.loads: list[str] = []
         self.unloads: list[str] = []
         self.error: Exception | None = None
+        self.unload_error: Exception | None = None
         self.model_cache: ModelCache[Model] = ModelCache(
-            limit, self.load, guess=self.guesses.__getitem__, unloaded=self.unloads.append
+            limit, self.load, guess=self.guesses.__getitem__, unloaded=self.unload
         )
 
     def load(self, name: str) -> Model:
@@ -37,6 +40,11 @@ class RecordingCache:
         if self.error is not None:
             raise self.error
         return Model(name, self.sizes[name])
+
+    def unload(self, name: str) -> None:
+        self.unloads.append(name)
+        if self.unload_error is not None:
+            raise self.unload_error
 
     def use(self, name: str) -> Lease[Model]:
         """A lease whose model is there."""
@@ -51,21 +59,15 @@ class RecordingCache:
 
 @contextmanager
 def started_cache(limit: int, *first: str, **sizes: int) -> Iterator[RecordingCache]:
+    """A cache that loads the `first` models once the gate is opened."""
     made = RecordingCache(limit, **sizes)
+    if first:
+        made.gate.clear()
     made.model_cache.start(first)
     yield made
     made.gate.set()
     made.model_cache.close()
     assert made.model_cache.join(10)
-
-
-def test_models_are_loaded_when_they_are_first_asked_for_and_then_stay() -> None:
-    with started_cache(10, "a", a=3, b=4) as recording:
-        until(lambda: not recording.model_cache.starting)
-        assert (recording.loads, list(recording.model_cache.loaded_models)) == (["a"], ["a"])
-        recording.touch("b", "a", "b")
-        assert recording.loads == ["a", "b"]
-        assert {name: one.nbytes for name, one in recording.model_cache.loaded_models.items()} == {"a": 3, "b": 4}
 
 
 def test_the_least_recently_used_makes_room() -> None:
@@ -80,18 +82,31 @@ def test_the_least_recently_used_makes_room() -> None:
 
 
 def test_memory_that_cannot_be_freed_keeps_no_other_model_from_being_loaded(caplog: pytest.LogCaptureFixture) -> None:
-    def lose(name: str) -> None:
-        raise RuntimeError(f"the device is lost with {name}")
+    with started_cache(10, a=6, b=6, c=6) as recording:
+        recording.unload_error = RuntimeError("the device is lost")
+        recording.touch("a", "b", "c")
+    assert (recording.unloads, "the device is lost" in caplog.text) == (["a", "b"], True)
 
-    cache = ModelCache[Model](10, lambda name: Model(name, 6), guess=lambda _name: 6, unloaded=lose)
-    cache.start(())
-    for name in "abc":
-        lease = cache.lease(name)
-        assert lease.model.result(10).name == name
+
+def test_a_model_that_has_grown_makes_room_as_it_is() -> None:
+    with started_cache(10, a=1, b=1) as recording:
+        lease = recording.use("a")
+        lease.model.result().nbytes = 10
         lease.end()
-    cache.close()
-    assert cache.join(10)
-    assert "the device is lost with b" in caplog.text
+        assert recording.model_cache.loaded_models["a"].nbytes == 10
+        recording.touch("b")
+        assert recording.unloads == ["a"]
+
+
+def test_nobody_gets_a_model_before_the_first_ones_are_loaded() -> None:
+    with started_cache(10, "a", "b", a=3, b=3) as recording:
+        lease = recording.model_cache.lease("a")
+        until(lambda: "a" in recording.loads)
+        assert recording.model_cache.starting == ("a", "b")
+        assert not lease.model.done()
+        recording.gate.set()
+        assert lease.model.result(10).name == "a"
+        assert recording.loads == ["a", "b"]
 
 
 def test_a_model_in_use_is_never_unloaded_and_the_one_that_waits_for_its_room_has_its_turn() -> None:
@@ -164,21 +179,6 @@ def test_while_one_is_loaded_others_are_used() -> None:
         assert waiting.model.result(10).name == "b"
 
 
-def test_nobody_gets_a_model_before_the_first_ones_are_loaded() -> None:
-    recording = RecordingCache(10, a=3, b=3)
-    recording.gate.clear()
-    lease = recording.model_cache.lease("a")
-    recording.model_cache.start(("a", "b"))
-    until(lambda: "a" in recording.loads)
-    assert recording.model_cache.starting == ("a", "b")
-    assert not lease.model.done()
-    recording.gate.set()
-    assert lease.model.result(10).name == "a"
-    assert recording.loads == ["a", "b"]
-    recording.model_cache.close()
-    assert recording.model_cache.join(10)
-
-
 @pytest.mark.parametrize(
     ("error", "again"),
     [(OutOfMemory("none left", 3), True), (UnknownModel("gone"), True), (RuntimeError("odd"), False)],
@@ -222,33 +222,7 @@ def test_many_users_of_more_models_than_fit() -> None:
                     wrong.append(name)
                 lease.end()
 
-        threads = [threading.Thread(target=use, args=("abcde"[turn:] * 4,)) for turn in range(5)]
-        run(threads)
+        with ThreadPoolExecutor(5) as threads:
+            list(threads.map(use, ["abcde"[turn:] * 4 for turn in range(5)]))
         assert wrong == []
         until(lambda: len(recording.loads) - len(recording.unloads) == len(recording.model_cache.loaded_models))
-
-
-def run(threads: list[threading.Thread]) -> None:
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
-
-
-def test_a_model_that_has_grown_makes_room_as_it_is() -> None:
-    class Growing:
-        def __init__(self, name: str) -> None:
-            self.name, self.nbytes = name, 1
-
-    unloads = list[str]()
-    cache: ModelCache[Growing] = ModelCache(3, Growing, guess=lambda _name: 1, unloaded=unloads.append)
-    cache.start(())
-    first = cache.lease("a")
-    first.model.result(10).nbytes = 3
-    first.end()
-    assert cache.loaded_models["a"].nbytes == 3
-    cache.lease("b").model.result(10)
-    assert unloads == ["a"]
-    cache.close()
-    assert cache.join(10)

@@ -43,13 +43,3 @@ def test_job_cancelled_while_it_waits_never_runs() -> None:
     job.cancel()
     job.run()
     assert (job.state, ran) == ("cancelled", [])
-
-
-def test_job_cancelled_while_it_runs_is_told() -> None:
-    def work(job: Job[bool]) -> bool:
-        job.cancel()
-        return job.cancelled()
-
-    job = Job("told", work)
-    job.run()
-    assert job.future.result() is True

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from typing import Any
 
 import pytest
 from fakes import Clock
@@ -18,8 +19,17 @@ def done(_job: Job[int]) -> int:
     return 7
 
 
-def sized(windows: int, host: int = 0, batch: int = 1) -> Job[int]:
-    return Job("m", done, windows=windows, needs=lambda: Needs(host, batch=batch))
+def sized(windows: int, host: int = 0, batch: int = 1, owner: str | None = None) -> Job[int]:
+    return Job("m", done, windows=windows, needs=lambda: Needs(host, batch=batch), owner=owner)
+
+
+def owned(owner: str, windows: int = 1, batch: int = 1) -> Job[int]:
+    return sized(windows, batch=batch, owner=owner)
+
+
+def offer(queue: JobQueue, *jobs: Job[Any]) -> None:
+    for job in jobs:
+        queue.offer(job)
 
 
 def takes(queue: JobQueue, *jobs: Job[int]) -> bool:
@@ -28,16 +38,6 @@ def takes(queue: JobQueue, *jobs: Job[int]) -> bool:
         if queue._next() is not job or queue.take() is not job:
             return False
     return queue._next() is None
-
-
-def test_queue_gives_jobs_in_order_and_counts_who_waits() -> None:
-    queue = JobQueue(limit=4)
-    jobs = [Job(str(number), done) for number in range(3)]
-    for job in jobs:
-        queue.offer(job)
-    assert queue.waiting == 3
-    assert [queue.take() for _ in jobs] == jobs
-    assert (queue.waiting, queue.running) == (0, tuple(jobs))
 
 
 def timed(queue: JobQueue, name: str, windows: int, seconds: float) -> None:
@@ -55,29 +55,17 @@ def timed(queue: JobQueue, name: str, windows: int, seconds: float) -> None:
     job.run()
 
 
-def test_small_job_passes_a_huge_one() -> None:
-    queue = JobQueue(limit=4)
-    huge, small = Job("m", done, windows=10_000), Job("m", done, windows=1)
-    queue.offer(huge)
-    queue.offer(small)
-    assert (queue.position(small), queue.position(huge)) == (1, 2)
-    assert [queue.take(), queue.take()] == [small, huge]
-    assert queue.position(small) is None
-
-
 def test_as_many_jobs_as_always_may_run_whatever_the_device_still_has_to_do() -> None:
     queue = JobQueue(limit=30, always=3)
     jobs = [sized(10_000) for _ in range(5)]
-    for job in jobs:
-        queue.offer(job)
+    offer(queue, *jobs)
     assert takes(queue, *jobs[:3])
 
 
 def test_as_many_small_jobs_run_as_the_next_batches_have_room_for() -> None:
     queue = JobQueue(limit=30)
     jobs = [sized(1, batch=2) for _ in range(10)]
-    for job in jobs:
-        queue.offer(job)
+    offer(queue, *jobs)
     room = BATCHES_AHEAD * 2
     assert takes(queue, *jobs[:room])
     # Its window is computed, so that another one may come, though it still is decoded.
@@ -94,8 +82,7 @@ def test_second_large_job_waits_until_the_first_is_nearly_done_and_small_ones_do
     assert takes(queue, first)
     queue.offer(second)
     assert takes(queue)
-    queue.offer(small)
-    queue.offer(half)
+    offer(queue, small, half)
     assert takes(queue, small, half), "what will be done long before it gets in beside it"
     first.advance(1000 - BATCHES_AHEAD, 1000)
     assert takes(queue), "the half one has work for long enough"
@@ -106,16 +93,6 @@ def test_second_large_job_waits_until_the_first_is_nearly_done_and_small_ones_do
     assert takes(queue, second)
 
 
-def test_no_more_jobs_run_than_may() -> None:
-    queue = JobQueue(limit=30, at_once=2)
-    jobs = [sized(1, batch=100) for _ in range(3)]
-    for job in jobs:
-        queue.offer(job)
-    assert takes(queue, *jobs[:2])
-    jobs[1].run()
-    assert takes(queue, jobs[2])
-
-
 def test_job_that_does_not_fit_in_memory_waits_and_is_passed_by_those_that_fit_in_beside_it() -> None:
     free = [100]
     queue = JobQueue(limit=30, memory=JobMemory(lambda: FreeMemory(free[0])))
@@ -123,8 +100,7 @@ def test_job_that_does_not_fit_in_memory_waits_and_is_passed_by_those_that_fit_i
     queue.offer(large)
     assert takes(queue, large)
     next_large.created -= 100
-    for job in (next_large, small, beside):
-        queue.offer(job)
+    offer(queue, next_large, small, beside)
     assert queue.position(next_large) == 1
     # The small one would fit in now, and then be in the way once the large one has ended: 90 + 15 > 100.
     assert takes(queue, beside)
@@ -135,17 +111,6 @@ def test_job_that_does_not_fit_in_memory_waits_and_is_passed_by_those_that_fit_i
     assert takes(queue, small)
 
 
-def test_memory_that_others_have_taken_meanwhile_is_not_there() -> None:
-    free = [100]
-    queue = JobQueue(limit=30, memory=JobMemory(lambda: FreeMemory(free[0])))
-    for job in (first := sized(1, 10), second := sized(1, 20)):
-        queue.offer(job)
-    free[0] = 15
-    assert takes(queue, first)
-    first.run()
-    assert takes(queue, second)
-
-
 def test_memory_that_a_job_has_given_back_counts_at_once() -> None:
     free = [80]
     queue = JobQueue(limit=30, memory=JobMemory(lambda: FreeMemory(free[0]), 60))
@@ -153,8 +118,7 @@ def test_memory_that_a_job_has_given_back_counts_at_once() -> None:
     queue.offer(large)
     assert takes(queue, large)
     free[0] = 20
-    for job in (first, second):
-        queue.offer(job)
+    offer(queue, first, second)
     assert queue._next() is None
     free[0] = 80
     large.run()
@@ -174,8 +138,7 @@ def test_job_too_large_for_the_memory_begins_when_it_is_on_its_own() -> None:
 def test_job_that_takes_more_than_was_thought_leaves_less_for_others() -> None:
     queue = JobQueue(8, 4, JobMemory(lambda: FreeMemory(100, None)))
     jobs = [Job("nuclei", lambda _job: None, windows=1, needs=lambda: Needs(40, 0, 8)) for _ in range(3)]
-    for job in jobs:
-        queue.offer(job)
+    offer(queue, *jobs)
     assert queue.take() is jobs[0]
     queue.revise(jobs[0], Needs(70, 0, 8))
     queue.revise(jobs[1], Needs(1, 0, 8))
@@ -190,8 +153,7 @@ def test_expected_work_is_time_and_not_windows() -> None:
     timed(queue, "slow", windows=1, seconds=0.2)
     timed(queue, "quick", windows=1000, seconds=0.01)
     slow, quick = Job("slow", done, windows=10), Job("quick", done, windows=100)
-    queue.offer(slow)
-    queue.offer(quick)
+    offer(queue, slow, quick)
     assert queue.take() is quick
 
 
@@ -268,8 +230,7 @@ def test_endless_small_jobs_do_not_starve_a_huge_one() -> None:
 def test_job_that_is_not_ready_keeps_its_place_and_lets_others_pass() -> None:
     queue = JobQueue(limit=2)
     unready, other = Job("m", done, windows=1, ready=False), Job("m", done, windows=9)
-    queue.offer(unready)
-    queue.offer(other)
+    offer(queue, unready, other)
     assert queue.position(unready) == 1
     assert queue.take() is other
     queue.release(unready)
@@ -287,11 +248,14 @@ def test_job_that_cannot_become_ready_fails_and_leaves() -> None:
     assert given_up.state == "cancelled"
 
 
-def test_closed_queue_waits_for_what_is_not_ready_and_ends_when_it_is_given_up() -> None:
+def test_closed_queue_refuses_gives_away_what_waits_and_ends_once_what_is_not_ready_is_given_up() -> None:
     queue, taken = JobQueue(limit=2), [object()]
-    unready = Job("m", done, ready=False)
-    queue.offer(unready)
+    unready, waiting = Job("m", done, ready=False), Job("m", done)
+    offer(queue, unready, waiting)
     queue.close()
+    with pytest.raises(NotReady):
+        queue.offer(Job("late", done))
+    assert queue.take() is waiting
     thread = threading.Thread(target=lambda: taken.append(queue.take()))
     thread.start()
     thread.join(0.05)
@@ -310,8 +274,7 @@ def test_time_left_counts_what_runs_and_what_comes_before() -> None:
     clock = Clock()
     timed(queue, "m", windows=10, seconds=10)
     first, second = Job("m", done, windows=10, clock=clock), Job("m", done, windows=20, clock=clock)
-    queue.offer(first)
-    queue.offer(second)
+    offer(queue, first, second)
     assert queue.seconds_left(second) == pytest.approx(30)
     assert queue.take() is first
     assert first.future.set_running_or_notify_cancel()
@@ -319,8 +282,7 @@ def test_time_left_counts_what_runs_and_what_comes_before() -> None:
     clock.now += 3
     first.advance(3, 10)
     assert (queue.seconds_left(first), queue.seconds_left(second)) == pytest.approx((7, 27))
-    for _ in range(3):
-        queue.offer(Job("m", done))
+    offer(queue, *(Job("m", done) for _ in range(3)))
     clock.now += 0.1
     with pytest.raises(QueueFull) as full:
         queue.check()
@@ -332,99 +294,50 @@ def test_limit_counts_those_beyond_the_one_that_runs(limit: int) -> None:
     queue = JobQueue(limit)
     queue.offer(Job("runs", done))
     queue.take()
-    for _ in range(limit):
-        queue.offer(Job("waits", done))
+    offer(queue, *(Job("waits", done) for _ in range(limit)))
     with pytest.raises(QueueFull):
         queue.offer(Job("too many", done))
     with pytest.raises(QueueFull):
         queue.check()
-    assert queue.waiting == limit
+    # Jobs of an earlier process are never refused.
+    queue.put(Job("earlier", done))
+    assert queue.waiting == limit + 1
 
 
-def test_finished_job_makes_room() -> None:
-    queue = JobQueue(0)
-    first = Job("first", done)
-    queue.offer(first)
-    assert queue.take() is first
-    first.run()
-    assert queue.running == ()
-    queue.offer(Job("second", done))
-
-
-def test_cancelled_job_makes_room_at_once() -> None:
+def test_finished_job_makes_room_and_a_cancelled_one_does_at_once() -> None:
     queue = JobQueue(1)
-    queue.offer(Job("runs", done))
-    queue.take()
-    waiting = Job("waits", done)
-    queue.offer(waiting)
-    waiting.cancel()
-    assert queue.waiting == 0
+    running, waiting = Job("runs", done), Job("waits", done)
+    offer(queue, running, waiting)
+    queue.take().run()
+    assert queue.running == ()
     queue.offer(Job("next", done))
-
-
-def test_own_work_is_never_refused() -> None:
-    queue = JobQueue(0)
-    for _ in range(3):
-        queue.put(Job("load", done))
-    assert queue.waiting == 3
+    waiting.cancel()
+    assert queue.waiting == 1
+    queue.offer(Job("last", done))
 
 
 def test_retry_after_follows_the_recent_durations() -> None:
     queue, clock = JobQueue(0), Clock()
+    # None is known, then the median of those before.
+    for seconds, expected in ((0, 5), (1.2, 1), (1.3, 1), (0, 2)):
 
-    def offered(seconds: float) -> Job[None]:
-        def work(_job: Job[None]) -> None:
+        def work(_job: Job[None], seconds: float = seconds) -> None:
             clock.now += seconds
 
         job = Job("timed", work, clock=clock)
         queue.offer(job)
         assert queue.take() is job
-        return job
-
-    unknown = offered(0)
-    with pytest.raises(QueueFull) as full:
-        queue.check()
-    assert full.value.retry_after == 5
-    unknown.run()
-    offered(1.2).run()
-    offered(1.3).run()
-    offered(0)
-    with pytest.raises(QueueFull) as full:
-        queue.check()
-    assert full.value.retry_after == 2
-
-
-def test_closed_queue_refuses_but_gives_away_what_waits() -> None:
-    queue = JobQueue(4)
-    waiting = Job("waits", done)
-    queue.offer(waiting)
-    queue.close()
-    with pytest.raises(NotReady):
-        queue.offer(Job("late", done))
-    assert queue.take() is waiting
-    assert queue.take() is None
-
-
-def test_take_waits_for_the_next_job() -> None:
-    queue, taken = JobQueue(4), []
-    thread = threading.Thread(target=lambda: taken.append(queue.take()))
-    thread.start()
-    job = Job("late", done)
-    queue.offer(job)
-    thread.join(10)
-    assert taken == [job]
-
-
-def owned(owner: str, windows: int = 1, batch: int = 1) -> Job[int]:
-    return Job("m", done, windows=windows, needs=lambda: Needs(batch=batch), owner=owner)
+        with pytest.raises(QueueFull) as full:
+            queue.check()
+        assert full.value.retry_after == expected
+        job.run()
 
 
 def test_owners_take_turns_and_those_of_one_owner_come_as_they_are_due() -> None:
     queue = JobQueue(limit=30)
     many = [owned("ada", windows) for windows in (3, 1, 2)]
     few = [owned("bob", 100), owned("cleo", 200)]
-    for job in (*many, *few):
-        queue.put(job)
+    offer(queue, *many, *few)
     assert [queue.take() for _ in range(2)] == [many[1], few[0]]
     # Both run one; whose first it is comes before.
     late = owned("dora", 1000)
@@ -451,19 +364,10 @@ def test_no_owner_takes_more_places_than_are_left_for_the_others(owners: list[st
         assert held.most_common(1)[0][1] <= limit // 2 + 1
 
 
-def test_owner_alone_with_the_queue_may_fill_it() -> None:
-    queue = JobQueue(3)
-    for _ in range(4):
-        queue.offer(owned("anonymous"))
-    with pytest.raises(QueueFull):
-        queue.offer(owned("anonymous"))
-
-
 def test_last_place_among_those_that_run_is_for_an_owner_who_has_none() -> None:
     queue = JobQueue(30, at_once=2, shared=True)
     first, second, other = owned("ada", batch=9), owned("ada", batch=9), owned("bob", batch=9)
-    for job in (first, second):
-        queue.offer(job)
+    offer(queue, first, second)
     assert takes(queue, first)
     queue.offer(other)
     assert takes(queue, other)
@@ -477,11 +381,10 @@ def test_last_place_among_those_that_run_is_for_an_owner_who_has_none() -> None:
 def test_cancel_all_reaches_those_that_wait_and_the_one_that_runs() -> None:
     queue = JobQueue(4)
     running, waiting = Job("runs", done), Job("waits", done)
-    queue.offer(running)
-    queue.offer(waiting)
+    offer(queue, running, waiting)
     queue.take()
+    assert (queue.running, queue.position(running), queue.position(waiting)) == ((running,), None, 1)
     assert running.future.set_running_or_notify_cancel()
     queue.cancel_all()
     assert running.cancelled()
-    assert waiting.state == "cancelled"
-    assert queue.waiting == 0
+    assert (waiting.state, queue.waiting) == ("cancelled", 0)
