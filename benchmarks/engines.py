@@ -43,7 +43,6 @@ from service.cli.benchmark.networks import (
     Runner,
     RunnerBuilder,
     allows_tf32,
-    build_and_compare,
     compare_runners,
     format_config,
     list_engines,
@@ -222,19 +221,15 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, 
 
 def compare_twice(first: list[Runner], builders: Iterable[RunnerBuilder], peak: DevicePeak) -> list[Row]:
     """Compare all; then compare the first one and those near the fastest for longer, and take their rows from that."""
-    made: list[Runner] = []
-
-    def record(build: Callable[[], Runner]) -> Runner:
-        made.append(build())
-        return made[-1]
-
-    recorded = (builder._replace(build=partial(record, builder.build)) for builder in builders)
-    rows = list(build_and_compare("engines", first, recorded, peak))
-    # Rows of what could not be made come before all others.
-    lost, ran = rows[: -len(first) - len(made)], rows[-len(first) - len(made) :]
+    runners, lost = list(first), list[Row]()
+    for builder in builders:
+        try:
+            runners.append(builder.build())
+        except backends.ENGINE_FAILURES as error:
+            lost.append(Row("engines", builder.name, builder.windows, backends.first_line(error)))
+    ran = list(compare_runners("engines", runners, peak))
     ratios = [row.ratio.median for row in ran if row.ratio is not None]
     near = [index for index, ratio in enumerate(ratios) if index == 0 or ratio > NEAR * max(ratios)]
-    runners = [*first, *made]
     again = compare_runners("engines", [runners[index] for index in near], peak, FINAL_SECONDS)
     for index, row in zip(near, again, strict=True):
         ran[index] = row

@@ -45,12 +45,13 @@ from gpu_checks import load, plain_settings, run_checks, settings_of
 from service.cli.benchmark.networks import (
     DevicePeak,
     Row,
+    Runner,
     RunnerBuilder,
-    build_reference,
     collect_rows,
     compare_with,
     list_engines,
-    split_builders,
+    load_selector,
+    make_call,
 )
 from service.cli.benchmark.report import format_table
 from service.cli.benchmark.requests import AS_SAMPLED, LIMIT_BYTES, write_stack
@@ -59,10 +60,12 @@ from service.cli.models import choose_model
 from service.core.config import Settings, override_settings
 from service.core.hardware import devices, gpus, host
 from service.core.types import Selection
+from service.engine.base import WARM_UP_CALLS
 from service.formats import stack_reader
 from service.inference.segment import segment
 from service.models.loader import load_network
 from service.models.repository import read_spec
+from service.models.spec import ModelSpec
 
 LIBRARIES = ("numpy", "triton", "monai", "tifffile", "imagecodecs", "pydantic", "starlette", "uvicorn")
 CLIENTS, PAIR_SECONDS = 8, 4.0
@@ -144,20 +147,34 @@ def compare_engines(options: argparse.Namespace) -> int:
     return compare(options, settings, compiled_too=True)
 
 
+def build_reference(spec: ModelSpec, settings: Settings, device: torch.device, batch_size: int) -> Runner:
+    """Build the network as it was loaded, eager and in float32, without TF32 whatever the settings say.
+
+    Raises one of `backends.ENGINE_FAILURES` if it does not run here.
+    """
+    _, selector = load_selector(spec, settings, device)
+    window = selector.reference(batch_size)
+    call = make_call(window.network, window.batch, device)
+    for _ in range(WARM_UP_CALLS):
+        call()
+    return Runner("eager fp32 contiguous", batch_size, "fp32", call, exact=device.type == "cuda")
+
+
 def compare(options: argparse.Namespace, settings: Settings, *, compiled_too: bool) -> int:
     """Print a row for each way to run the network. Returns 1 if one of them does not run."""
     device = devices.choose_device(options.device)
     spec = choose_model(None, settings)
     peak = DevicePeak(device, flop_of_window(load_network(spec), (spec.input.channels, *spec.input.roi_size)) / 1e9)
     first = build_reference(spec, settings, device, options.batch_sizes[0])
-    plain, compiled = split_builders(list_engines(spec, settings, device, options.batch_sizes))
+    builders = list(list_engines(spec, settings, device, options.batch_sizes))
     rows = list[Row]()
 
     def order_builders() -> Iterator[RunnerBuilder]:
-        yield from plain
+        # Those that compile nothing take seconds.
+        yield from (builder for builder in builders if not builder.compiled)
         if compiled_too:
             best = min(rows[1:], key=lambda row: row.ms_per_window.median if row.ms_per_window else math.inf).windows
-            yield from (builder for builder in compiled if builder.windows == best)
+            yield from (builder for builder in builders if builder.compiled and builder.windows == best)
 
     measured = compare_with(first, order_builders(), peak, pair_seconds=PAIR_SECONDS)
     for line in format_table("engine", collect_rows(measured, rows)):

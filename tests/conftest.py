@@ -12,9 +12,11 @@ import pytest
 import torch
 import yaml
 from bands import BANDS, Phantom, load_bands, make_phantom
+from model_files import copy_model
 from safetensors.torch import save_file
 from torch import nn
 
+from service.__main__ import main
 from service.models.architectures import build_network
 from service.models.repository import read_spec
 from service.models.spec import Architecture, ModelSpec
@@ -99,6 +101,13 @@ def random_nuclei(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     return write_model_folder(tmp_path_factory.mktemp("random-repository"), RANDOM_NUCLEI, network)
 
 
+@pytest.fixture(scope="session")
+def trainable(tmp_path_factory: pytest.TempPathFactory, random_nuclei: ModelSpec) -> ModelSpec:
+    """`random_nuclei` as a model that a training can go on from."""
+    folder = tmp_path_factory.mktemp("trainable") / random_nuclei.name
+    return read_spec(copy_model(random_nuclei.folder, folder, activation="sigmoid"))
+
+
 @pytest.fixture
 def write_model(tmp_path: Path) -> WriteModel:
     """write_model(content, network=None) -> ModelSpec, in a repository of the test's own at `tmp_path / "models"`.
@@ -123,6 +132,32 @@ def phantom() -> Phantom:
 def phantom_maker() -> Callable[..., Phantom]:
     """make_phantom(shape, seed, spheres=6)."""
     return make_phantom
+
+
+@pytest.fixture
+def configure(tmp_path: Path) -> Callable[..., Path]:
+    """configure(repository, **sections) -> a configuration file: nothing is compiled, and one thread computes."""
+
+    def write(repository: Path, **sections: Any) -> Path:
+        chosen = {"models": {"folder": str(repository)}, "engine": {"kind": "eager"}}
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(chosen | {"device": {"name": "cpu", "threads": 1}} | sections))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def stackseg(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """stackseg(*arguments, status=0) -> what the command line says, on standard error where it fails as expected."""
+
+    def run(*arguments: object, status: int = 0) -> str:
+        capsys.readouterr()
+        assert main([str(argument) for argument in arguments]) == status
+        told = capsys.readouterr()
+        return told.err if status else told.out
+
+    return run
 
 
 @pytest.fixture

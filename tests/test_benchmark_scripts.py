@@ -3,6 +3,7 @@
 import itertools
 from contextlib import nullcontext
 
+import engines
 import labels
 import numpy as np
 import plain
@@ -10,6 +11,8 @@ import pytest
 import tifffile
 import torch
 
+from service.cli.benchmark import timing
+from service.cli.benchmark.networks import DevicePeak, Runner, RunnerBuilder
 from service.core.errors import NonFiniteScores
 from service.core.types import Segmentation, Selection
 
@@ -78,6 +81,18 @@ def test_the_status_is_one_if_a_stack_fails_and_the_next_one_is_compared(stack, 
     failed, compared = capsys.readouterr().out.splitlines()[2:]
     assert "No such file" in failed
     assert "| 1.00e-01 | yes |" in compared
+
+
+def test_engines_that_cannot_be_made_have_rows_with_the_reason_before_all_others(monkeypatch):
+    def fail():
+        raise RuntimeError("too large\nmore")
+
+    monkeypatch.setattr(timing, "MATRIX_EDGE", 256)
+    sound = Runner("sound", 1, "fp32", lambda: None)
+    builders = [RunnerBuilder("sound", 1, lambda: sound), RunnerBuilder("broken", 2, fail)]
+    peak = DevicePeak(torch.device("cpu"), 1.0, {"fp32": 1.0})
+    rows = engines.compare_twice([sound._replace(name="first")], builders, peak)
+    assert [(row.name, row.problem) for row in rows] == [("broken", "too large"), ("first", None), ("sound", None)]
 
 
 def test_the_plain_script_allows_tf32_on_gpus_that_have_it_by_torchs_defaults(monkeypatch):

@@ -2,12 +2,14 @@
 
 import threading
 
+import gpu
 import pytest
 import torch
-from gpu import threads
 from gpu_checks import CHECKS, Check, attempt, compare, find_slow_operations, largest_difference
 
+from service.core.config import Settings
 from service.core.types import Segmentation
+from service.models.loader import load_network
 
 
 def test_operations_that_convolve_slowly_or_convert_the_memory_format_are_found():
@@ -59,6 +61,20 @@ def test_an_error_is_a_check_that_failed_after_the_rows_that_were_found():
 
 def test_clients_stop_when_a_measurement_is_ended():
     over = threading.Event()
-    with pytest.raises(SystemExit), threads(lambda: over.wait(10), 2, over):
+    with pytest.raises(SystemExit), gpu.threads(lambda: over.wait(10), 2, over):
         raise SystemExit
     assert over.is_set()
+
+
+def test_the_reference_is_the_network_as_loaded(bands, monkeypatch):
+    settings = Settings.model_validate({"engine": {"kind": "winograd", "precision": "bf16"}})
+    scores = []
+    make_call = gpu.make_call
+    monkeypatch.setattr(gpu, "make_call", lambda network, *rest: make_call(lambda x: scores.append(network(x)), *rest))
+    runner = gpu.build_reference(bands, settings, torch.device("cpu"), 3)
+    assert (runner.name, runner.windows, runner.precision) == ("eager fp32 contiguous", 3, "fp32")
+    assert scores
+    runner.call()
+    batch = torch.zeros(3, 1, *bands.input.roi_size)
+    with torch.inference_mode():
+        assert torch.equal(scores[-1], load_network(bands)(batch))

@@ -19,7 +19,6 @@ from service.core.config import Settings
 from service.core.hardware import devices
 from service.core.sections.computing import Engine as EngineSettings
 from service.engine import backends, precision
-from service.engine.base import WARM_UP_CALLS
 from service.engine.cuda import tf32
 from service.engine.precision import DTYPES
 from service.engine.tuning.plans import EngineConfig
@@ -129,15 +128,6 @@ class RunnerBuilder(NamedTuple):
     compiled: bool = False
 
 
-def split_builders(builders: Iterable[RunnerBuilder]) -> tuple[list[RunnerBuilder], list[RunnerBuilder]]:
-    """Return the builders that compile nothing, which take seconds, and those that call torch.compile."""
-    plain: list[RunnerBuilder] = []
-    compiled: list[RunnerBuilder] = []
-    for builder in builders:
-        (compiled if builder.compiled else plain).append(builder)
-    return plain, compiled
-
-
 def compare_with(
     first: Runner,
     builders: Iterable[RunnerBuilder],
@@ -188,24 +178,6 @@ def collect_rows(rows: Iterable[Row], collected: list[Row]) -> Iterator[Row]:
         yield row
 
 
-def build_and_compare(
-    group: str, first: Sequence[Runner], builders: Iterable[RunnerBuilder], peak: DevicePeak, seconds: float = math.inf
-) -> Iterator[Row]:
-    """Build runners, and time them in turn with those that run already; after `seconds` nothing more is built."""
-    deadline = time.monotonic() + seconds
-    runners = list(first)
-    for builder in builders:
-        if time.monotonic() > deadline:
-            yield Row(group, builder.name, builder.windows, f"not built: {seconds:g} s were over")
-            continue
-        log.info("building %s x%d", builder.name, builder.windows)
-        try:
-            runners.append(builder.build())
-        except backends.ENGINE_FAILURES as error:
-            yield Row(group, builder.name, builder.windows, backends.first_line(error))
-    yield from compare_runners(group, runners, peak)
-
-
 def list_engines(
     spec: ModelSpec, settings: Settings, device: torch.device, batch_sizes: Iterable[int]
 ) -> Iterator[RunnerBuilder]:
@@ -228,19 +200,6 @@ def list_engines(
             if backends.BACKENDS[choice.engine].suits(network):
                 name = format_config(choice, with_tf32=with_tf32)
                 yield RunnerBuilder(name, size, partial(build, choice), compiled=choice.compile_mode is not None)
-
-
-def build_reference(spec: ModelSpec, settings: Settings, device: torch.device, batch_size: int) -> Runner:
-    """Build the network as it was loaded, eager and in float32, without TF32 whatever the settings say.
-
-    Raises one of `backends.ENGINE_FAILURES` if it does not run here.
-    """
-    _, selector = load_selector(spec, settings, device)
-    window = selector.reference(batch_size)
-    call = make_call(window.network, window.batch, device)
-    for _ in range(WARM_UP_CALLS):
-        call()
-    return Runner("eager fp32 contiguous", batch_size, "fp32", call, exact=device.type == "cuda")
 
 
 def load_selector(spec: ModelSpec, settings: Settings, device: torch.device) -> tuple[nn.Module, EngineSelector]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import shutil
-import sys
 import time
 from contextlib import closing
 from functools import cache
@@ -15,8 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from service.cli.progress import ProgressBar, show_progress
-from service.cli.segmentation.parameters import name_options
-from service.cli.segmentation.stack import check_output
+from service.cli.segmentation.stack import check_output, print_result
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter, DoubtfulResult, StackSegError
 from service.core.hardware import host
@@ -83,15 +81,7 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
         result = facts()
         found = f"{folder.read_record('join')['objects']} objects, " if plan.output == "labels" else ""
         shutil.rmtree(folder.path)
-    sys.stdout.write(f"{options.result}: {found}{spec.identifier} ({time.monotonic() - began:.2f} s)\n")
-    if result.skipped is not None:
-        sys.stdout.write(f"skipped: {result.skipped}\n")
-    if result.confidence is not None:
-        sys.stdout.write(f"confidence: {result.confidence:.2f}\n")
-    sys.stdout.writelines(f"note: {name_options(note)}\n" for note in result.notes)
-    if result.doubt is not None:
-        sys.stderr.write(f"stackseg: warning: {name_options(result.doubt.detail)}\n")
-    return 0
+    return print_result(f"{options.result}: {found}{spec.identifier} ({time.monotonic() - began:.2f} s)", result)
 
 
 def share_threads(settings: Settings, workers: int, *, remote: bool = False) -> Settings:

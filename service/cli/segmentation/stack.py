@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,8 +62,7 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
                 table = measure_objects(result, pixels.measured)
                 assert table is not None  # noqa: S101 - `_check_header` refuses other outputs
                 write_csv(table, options.measurements)
-    sys.stdout.writelines(f"{line}\n" for line in _summarise(str(options.result), spec, result, stages))
-    return _warn(result)
+    return print_result(_summarise(str(options.result), spec, result, stages), result)
 
 
 class LocalRun(NamedTuple):
@@ -133,24 +131,24 @@ def _check_form(kind: OutputKind, query: Query, path: Path) -> None:
         )
 
 
-def _summarise(path: str, spec: ModelSpec, result: Result, stages: Stages) -> Iterator[str]:
-    """Return the lines that tell what was found and the seconds of each stage."""
+def _summarise(path: str, spec: ModelSpec, result: Result, stages: Stages) -> str:
+    """Return the line that tells what was found and the seconds of each stage."""
     count = result.segmentation.count
     objects = "" if count is None else f"{count} objects, "
     if result.series is not None:
         objects += f"{result.series.points} of {result.series.total} time points, "
     times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in stages.seconds.items())
-    yield f"{path}: {objects}{spec.identifier} ({times})"
+    return f"{path}: {objects}{spec.identifier} ({times})"
+
+
+def print_result(summary: str, result: Result) -> int:
+    """Print a summary of a result and what to know of it; on stderr what is wrong with it. Returns the exit status."""
+    sys.stdout.write(f"{summary}\n")
     if result.skipped is not None:
-        yield f"skipped: {result.skipped}"
+        sys.stdout.write(f"skipped: {result.skipped}\n")
     if result.confidence is not None:
-        yield f"confidence: {result.confidence:.2f}"
-    for note in result.notes:
-        yield f"note: {name_options(note)}"
-
-
-def _warn(result: Result) -> int:
-    """Say on stderr what is wrong with a result; return the exit status."""
+        sys.stdout.write(f"confidence: {result.confidence:.2f}\n")
+    sys.stdout.writelines(f"note: {name_options(note)}\n" for note in result.notes)
     if result.doubt is not None:
         sys.stderr.write(f"stackseg: warning: {name_options(result.doubt.detail)}\n")
     if result.series is None or result.series.fault is None:

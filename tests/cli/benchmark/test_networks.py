@@ -8,11 +8,8 @@ from service.cli.benchmark.networks import (
     Runner,
     RunnerBuilder,
     allows_tf32,
-    build_and_compare,
-    build_reference,
     compare_with,
     format_config,
-    split_builders,
 )
 from service.core.config import Settings
 from service.core.hardware import devices
@@ -20,7 +17,6 @@ from service.core.sections.computing import Engine
 from service.engine import backends
 from service.engine.cuda import tf32
 from service.engine.tuning.plans import EngineConfig
-from service.models.loader import load_network
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 IN_USE = Runner("in use", 1, "fp32", lambda: None)
@@ -57,7 +53,7 @@ def test_a_peak_keeps_the_best_it_saw(peak):
 def test_engines_are_compared_at_every_batch_size_with_what_is_in_use(bands, peak):
     settings = Settings.model_validate({"engine": {"kind": "eager", "precision": "fp32"}})
     builders = networks.list_engines(bands, settings, CPU, (1, 2))
-    rows = list(build_and_compare("engines", [IN_USE], builders, peak))
+    rows = list(compare_with(IN_USE, builders, peak))
     assert [row.name for row in rows[:1]] == ["in use"]
     assert {(row.name, row.windows) for row in rows[1:]} == {
         (f"eager fp32 {layout}", size) for layout in ("contiguous", "channels_last_3d") for size in (1, 2)
@@ -69,7 +65,7 @@ def test_an_engine_that_fails_has_a_row_that_says_why(bands, peak, monkeypatch):
     settings = Settings.model_validate({"engine": {"kind": "openvino", "precision": "fp32"}})
     absent = change(backends.BACKENDS["openvino"], explain_missing=lambda: "not installed")
     monkeypatch.setitem(backends.BACKENDS, "openvino", absent)
-    row, other = build_and_compare("engines", [IN_USE], networks.list_engines(bands, settings, CPU, (3,)), peak)
+    other, row = compare_with(IN_USE, networks.list_engines(bands, settings, CPU, (3,)), peak)
     assert (row.name, row.windows, row.problem) == ("openvino fp32 contiguous", 3, "not installed")
     assert row.ms_per_window is None
     assert other.name == "in use"
@@ -77,10 +73,9 @@ def test_an_engine_that_fails_has_a_row_that_says_why(bands, peak, monkeypatch):
 
 def test_nothing_is_built_once_time_is_up(peak):
     builders = [RunnerBuilder("slow", 2, lambda: pytest.fail("was built"))]
-    row, other = build_and_compare("engines", [IN_USE], builders, peak, -1.0)
+    _, row = compare_with(IN_USE, builders, peak, build_seconds=-1.0)
     assert (row.name, row.windows, row.ms_per_window) == ("slow", 2, None)
     assert "not built" in row.problem
-    assert other.name == "in use"
 
 
 def test_each_runner_is_timed_in_turn_with_the_first_before_the_next_one_is_built(peak):
@@ -114,21 +109,13 @@ def test_a_runner_that_fails_has_a_row_with_the_reason_and_the_next_one_runs(pea
     assert sound.ms_per_window is not None
 
 
-def test_no_further_runner_is_built_after_the_time_limit(peak):
-    builders = [RunnerBuilder("slow", 2, lambda: pytest.fail("was built"))]
-    _, row = compare_with(IN_USE, builders, peak, build_seconds=-1.0)
-    assert (row.name, row.ms_per_window) == ("slow", None)
-    assert "not built" in row.problem
-
-
-def test_builders_are_split_into_plain_and_compiled_ones(bands):
+def test_builders_say_whether_they_compile(bands):
     settings = Settings.model_validate({"engine": {"precision": "fp32"}})
-    plain, compiled = split_builders(networks.list_engines(bands, settings, CPU, (1, 2)))
-    assert {builder.name for builder in plain} >= {"eager fp32 contiguous", "eager fp32 channels_last_3d"}
-    assert "compiled (default) fp32 channels_last_3d" in {builder.name for builder in compiled}
-    assert all("(" not in builder.name for builder in plain)
-    assert all("(" in builder.name for builder in compiled)
-    assert {builder.windows for builder in (*plain, *compiled)} == {1, 2}
+    builders = list(networks.list_engines(bands, settings, CPU, (1, 2)))
+    plain, compiled = ({one.name for one in builders if one.compiled is compiles} for compiles in (False, True))
+    assert plain >= {"eager fp32 contiguous", "eager fp32 channels_last_3d"}
+    assert "compiled (default) fp32 channels_last_3d" in compiled
+    assert {builder.windows for builder in builders} == {1, 2}
 
 
 @pytest.fixture
@@ -161,22 +148,6 @@ def test_tf32_needs_a_gpu_that_has_it(monkeypatch):
         assert allows_tf32(Engine(), CUDA) is expected
     assert not allows_tf32(Engine(matmul_precision="highest"), CUDA)
     assert not allows_tf32(Engine(), CPU)
-
-
-def test_the_reference_is_the_network_as_loaded(bands, monkeypatch):
-    settings = Settings.model_validate({"engine": {"kind": "winograd", "precision": "bf16"}})
-    scores = []
-    make_call = networks.make_call
-    monkeypatch.setattr(
-        networks, "make_call", lambda network, *rest: make_call(lambda x: scores.append(network(x)), *rest)
-    )
-    runner = build_reference(bands, settings, CPU, 3)
-    assert (runner.name, runner.windows, runner.precision) == ("eager fp32 contiguous", 3, "fp32")
-    assert scores
-    runner.call()
-    batch = torch.zeros(3, 1, *bands.input.roi_size)
-    with torch.inference_mode():
-        assert torch.equal(scores[-1], load_network(bands)(batch))
 
 
 def test_an_exact_runner_is_compared_with_a_peak_without_tf32(peak, monkeypatch):

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from fakes import until
 from full_disk import full_disk
-from job_service import STACK, TIFF, Service, start
-from live import as_tiff
+from job_service import Service, start
+from live import STACK, TIFF, as_tiff
 
 
 @pytest.fixture
