@@ -30,6 +30,16 @@ Several threads call it.
 """
 
 
+def store_into(pixels: Array) -> StoreBlock:
+    """Return a function that stores blocks in an array [C, Z, Y, X]."""
+
+    def store(channel: int, start: tuple[int, int, int], block: Array) -> None:
+        z, y, x = (slice(first, first + length) for first, length in zip(start, block.shape, strict=True))
+        pixels[channel, z, y, x] = block
+
+    return store
+
+
 def make_file(folder: Path, nbytes: int) -> IO[bytes]:
     """Make a file without a name in a folder, which is made where it is missing; nothing is left of it once closed."""
     folder.mkdir(mode=0o700, exist_ok=True)

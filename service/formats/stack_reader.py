@@ -20,7 +20,7 @@ import numpy as np
 from service.core.errors import BadParameter
 from service.core.types import Array, Description, Selection, Volume
 from service.formats.open_stack import OpenStack
-from service.formats.placement import Extract, Placement, make_file, map_file
+from service.formats.placement import Extract, Placement, make_file, map_file, store_into
 from service.formats.tiff import reader as tiff_reader
 from service.formats.zarr import reader as zarr_reader
 from service.formats.zarr.reader import ZarrStack
@@ -56,12 +56,7 @@ def read(path: Path | Store, selection: Selection, limit_bytes: int, scratch: Pa
         if placement is not None and isinstance(path, Path):
             return placement.map_volume(map_file(path), *stack.facts(selection))
         decoded: Array = np.empty(stack.shape, stack.dtype)
-
-        def store(channel: int, start: tuple[int, int, int], block: Array) -> None:
-            z, y, x = (slice(first, first + length) for first, length in zip(start, block.shape, strict=True))
-            decoded[channel, z, y, x] = block
-
-        stack.decode(store)
+        stack.decode(store_into(decoded))
         return Volume(stack.shape, decoded.dtype, lambda z0, z1: decoded[:, z0:z1], *stack.facts(selection))
 
 

@@ -18,7 +18,7 @@ from service.core.types import Array, Selection
 from service.formats import axes
 from service.formats.axes import Layout
 from service.formats.open_stack import OpenStack
-from service.formats.placement import Placement, StoreBlock, check_size, native_dtype
+from service.formats.placement import Placement, StoreBlock, check_size, store_into
 from service.formats.zarr.image import ZarrImage, find_image
 from service.formats.zarr.store import Store
 
@@ -80,13 +80,8 @@ class ZarrStack(OpenStack):
 
         `region` has the voxels along Z, Y and X. Raises BadFile.
         """
-        decoded: Array = np.empty((self.shape[0], *map(len, region)), native_dtype(self.dtype))
-
-        def store(channel: int, start: tuple[int, int, int], block: Array) -> None:
-            z, y, x = (slice(first, first + length) for first, length in zip(start, block.shape, strict=True))
-            decoded[channel, z, y, x] = block
-
-        self._decode(region, store)
+        decoded: Array = np.empty((self.shape[0], *map(len, region)), self.dtype)
+        self._decode(region, store_into(decoded))
         return decoded
 
     @property
