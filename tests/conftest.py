@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from bands import BANDS, Phantom, load_bands, make_phantom
 from safetensors.torch import save_file
 from torch import nn
 
+from service.__main__ import main
 from service.models.architectures import build_network
 from service.models.repository import read_spec
 from service.models.spec import Architecture, ModelSpec
@@ -99,6 +101,15 @@ def random_nuclei(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     return write_model_folder(tmp_path_factory.mktemp("random-repository"), RANDOM_NUCLEI, network)
 
 
+@pytest.fixture(scope="session")
+def trainable(tmp_path_factory: pytest.TempPathFactory, random_nuclei: ModelSpec) -> ModelSpec:
+    """`random_nuclei` as a model that a training can go on from."""
+    folder = Path(shutil.copytree(random_nuclei.folder, tmp_path_factory.mktemp("trainable") / random_nuclei.name))
+    file = folder / "model.yaml"
+    file.write_text(file.read_text().replace("activation: none", "activation: sigmoid"))
+    return read_spec(folder)
+
+
 @pytest.fixture
 def write_model(tmp_path: Path) -> WriteModel:
     """write_model(content, network=None) -> ModelSpec, in a repository of the test's own at `tmp_path / "models"`.
@@ -123,6 +134,32 @@ def phantom() -> Phantom:
 def phantom_maker() -> Callable[..., Phantom]:
     """make_phantom(shape, seed, spheres=6)."""
     return make_phantom
+
+
+@pytest.fixture
+def configure(tmp_path: Path) -> Callable[..., Path]:
+    """configure(repository, **sections) -> a configuration file: nothing is compiled, and one thread computes."""
+
+    def write(repository: Path, **sections: Any) -> Path:
+        chosen = {"models": {"folder": str(repository)}, "engine": {"kind": "eager"}}
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(chosen | {"device": {"name": "cpu", "threads": 1}} | sections))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def stackseg(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """stackseg(*arguments, status=0) -> what the command line says, on standard error where it fails as expected."""
+
+    def run(*arguments: object, status: int = 0) -> str:
+        capsys.readouterr()
+        assert main([str(argument) for argument in arguments]) == status
+        told = capsys.readouterr()
+        return told.err if status else told.out
+
+    return run
 
 
 @pytest.fixture

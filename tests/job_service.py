@@ -2,75 +2,91 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from fakes import FakeSegmenter, until
-from live import as_tiff
-from runtimes import loaded_segmenter
+from live import STACK, Requests
 from starlette.testclient import TestClient
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api.app import create_app
 from service.core.config import Settings
-from service.formats.sandbox.child_process import STARTUP_SECONDS
 from service.serving.build import Parts
 
-TIFF = {"Content-Type": "image/tiff"}
-STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
 
+class Service(Requests):
+    """The application with a fake segmenter, called without a socket; `caller` is who asks; None: the key says it."""
 
-class Service:
-    """The application with a fake segmenter, called without a socket; `caller` is who asks."""
-
-    def __init__(self, client: TestClient) -> None:
-        self.client, self.runtime, self.async_jobs = client, client.app.state.runtime, client.app.state.async_jobs
+    def __init__(self, app: Any, folder: Path) -> None:
+        self.app, self.folder, self.runtime = app, folder, app.state.runtime
+        self.async_jobs = app.state.async_jobs
+        self.client = TestClient(app, raise_server_exceptions=False)
         self.caller: str | None = None
+        app.add_middleware(self._identify)
 
-    @property
-    def fake(self) -> FakeSegmenter:
-        until(lambda: self.runtime.unready_reasons() == ())
-        fake: Any = loaded_segmenter(self.runtime.models, None)
-        return fake
+    def _identify(self, app: ASGIApp) -> ASGIApp:
+        async def identify(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http" and self.caller is not None:
+                scope["state"]["caller"] = self.caller
+            await app(scope, receive, send)
 
-    def submit(self, stack: bytes = STACK, **parameters: Any) -> dict[str, Any]:
-        response = self.client.post("/jobs", content=stack, params=parameters, headers=TIFF)
-        assert response.status_code == 202, response.text
-        return dict(response.json())
+        return identify
 
-    def show(self, job: dict[str, Any]) -> dict[str, Any]:
-        return dict(self.client.get(f"/jobs/{job['id']}").json())
+    @contextmanager
+    def watch_memory(self) -> Iterator[list[weakref.ref[Any]]]:
+        """The volumes and labels of requests, which are to leave memory at once.
 
-    def wait(self, job: dict[str, Any], *states: str) -> dict[str, Any]:
-        # As long as a process that reads files may take to start: a job of an earlier process waits for that as well.
-        until(lambda: self.show(job)["state"] in states, STARTUP_SECONDS)
-        return self.show(job)
+        Not when Python next looks for cycles, which takes hours among all that torch brings along.
+        """
+        fake: Any = self.fake
+        segment, seen = fake.segment, list[weakref.ref[Any]]()
 
-    def result(self, job: dict[str, Any]) -> Any:
-        return self.client.get(f"/jobs/{job['id']}/result")
+        def noting(volume: Any, *arguments: Any, **options: Any) -> Any:
+            seen.append(weakref.ref(volume.read))
+            result = segment(volume, *arguments, **options)
+            seen.append(weakref.ref(result.segmentation.pixels))
+            return result
+
+        fake.segment = noting
+        gc.collect()
+        gc.disable()
+        try:
+            yield seen
+            until(lambda: seen and not any(known() is not None for known in seen))
+        finally:
+            gc.enable()
+            del fake.segment
+
+    def hold(self, stack: bytes = STACK, /, **parameters: Any) -> dict[str, Any]:
+        """A job that runs until `fake.gate` is open."""
+        self.fake.gate.clear()
+        job = self.submit(stack, **parameters)
+        self.wait(job, "running")
+        return job
+
+    def reset(self) -> None:
+        """Let all work end, and the next be as that of a service that has just begun."""
+        self.caller, self.fake.error, self.fake.notes = None, None, ()
+        self.fake.gate.set()
+        until(lambda: self.runtime.devices.waiting == 0 and not self.runtime.devices.running)
 
 
 @contextmanager
-def start(models: Path, folder: Path, load: Any = FakeSegmenter, **sections: Any) -> Iterator[Service]:
+def start(repository: Path, folder: Path, load: Any = FakeSegmenter, **sections: Any) -> Iterator[Service]:
     """A service whose jobs live in `folder`, as they do when it is started there again."""
     (folder / "scratch").mkdir(exist_ok=True)
     chosen = {
-        "models": {"folder": models},
+        "models": {"folder": repository},
         "server": {"scratch_folder": folder / "scratch", "drain_seconds": 0.2},
         "jobs": {"folder": folder / "jobs"},
+        "limits": {"cache_bytes": 0},
     }
-    settings = Settings.model_validate(chosen | sections)
-    app = create_app(settings, Parts(load=load))
-    service: list[Service] = []
-
-    @app.middleware("http")
-    async def identify(request: Any, call_next: Any) -> Any:
-        request.state.caller = service[0].caller
-        return await call_next(request)
-
-    with TestClient(app, raise_server_exceptions=False) as client:
-        service.append(Service(client))
-        assert service[0].fake
-        yield service[0]
+    service = Service(create_app(Settings.model_validate(chosen | sections), Parts(load=load)), folder)
+    with service.client:
+        assert service.fake
+        yield service

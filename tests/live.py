@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,20 +16,80 @@ import tifffile
 import uvicorn
 from fakes import FakeSegmenter, until
 from numpy.typing import NDArray
-from runtimes import FAKE_PARTS, caches, loaded_segmenter
-from starlette.testclient import TestClient
+from runtimes import caches, loaded_segmenter
 
 from service.api.app import create_app
 from service.api.server import build_config
 from service.core.config import Settings
+from service.formats.sandbox.child_process import STARTUP_SECONDS
 from service.serving.build import Parts
 from service.serving.runtime import Runtime
 
 READY_SECONDS = 60
+TIFF = {"Content-Type": "image/tiff"}
 
 
-class Live:
-    """A running service: its address, a client for it, and its runtime to look into."""
+def as_tiff(pixels: NDArray[Any], **options: Any) -> bytes:
+    """An ImageJ hyperstack in memory; [Z, Y, X] with voxels of 0.5 x 0.2 x 0.2 um unless stated otherwise."""
+    file = io.BytesIO()
+    chosen = {
+        "imagej": True,
+        "metadata": {"axes": "ZYX", "spacing": 0.5, "unit": "um"},
+        "resolution": (5.0, 5.0),
+        **options,
+    }
+    tifffile.imwrite(file, pixels, **chosen)
+    return file.getvalue()
+
+
+STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
+
+
+class Requests:
+    """What tests ask of a service by its `client`, and its `runtime` to look into."""
+
+    client: Any
+    runtime: Runtime
+
+    def post(self, path: str, content: bytes, /, headers: dict[str, str] = TIFF, **parameters: Any) -> Any:
+        return self.client.post(path, content=content, params=parameters or None, headers=headers)
+
+    def segment(self, stack: bytes = STACK, /, **parameters: Any) -> Any:
+        return self.post("/segment", stack, **parameters)
+
+    def submit(self, stack: bytes = STACK, /, **parameters: Any) -> dict[str, Any]:
+        response = self.post("/jobs", stack, **parameters)
+        assert response.status_code == 202, response.text
+        return dict(response.json())
+
+    def show(self, job: dict[str, Any]) -> dict[str, Any]:
+        return dict(self.client.get(f"/jobs/{job['id']}").json())
+
+    def wait(self, job: dict[str, Any], *states: str) -> dict[str, Any]:
+        # As long as a process that reads files may take to start: a job of an earlier process waits for that as well.
+        until(lambda: self.show(job)["state"] in states, STARTUP_SECONDS)
+        return self.show(job)
+
+    def run(self, stack: bytes = STACK, /, **parameters: Any) -> dict[str, Any]:
+        """The report of a job that is done."""
+        return self.wait(self.submit(stack, **parameters), "done")
+
+    def result(self, job: dict[str, Any], **headers: str) -> Any:
+        return self.client.get(f"/jobs/{job['id']}/result", headers=headers)
+
+    def leftovers(self) -> list[Path]:
+        return list(self.runtime.scratch.requests.iterdir())
+
+    @property
+    def fake(self) -> FakeSegmenter:
+        """The fake segmenter of the default model, once it is loaded."""
+        until(lambda: self.runtime.unready_reasons() == (), READY_SECONDS)
+        fake: FakeSegmenter = loaded_segmenter(self.runtime.models, None)
+        return fake
+
+
+class Live(Requests):
+    """A service that runs at an address."""
 
     def __init__(self, server: uvicorn.Server, runtime: Runtime) -> None:
         self.server = server
@@ -36,11 +97,13 @@ class Live:
         self.runtime = runtime
         self.client = httpx2.Client(base_url=f"http://{self.host}:{self.port}", timeout=120)
 
-    def segment(self, stack: bytes, **parameters: Any) -> httpx2.Response:
-        return self.client.post("/segment", content=stack, params=parameters, headers={"Content-Type": "image/tiff"})
-
-    def leftovers(self) -> list[Path]:
-        return list(self.runtime.scratch.requests.iterdir())
+    @contextmanager
+    def sending(self, path: str, body: bytes, length: int | None = None, *headers: str) -> Iterator[socket.socket]:
+        """A connection that has sent a request, all of it unless `length` is more, and hangs up after the block."""
+        lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {length or len(body)}", *headers]
+        with socket.create_connection((self.host, self.port)) as connection:
+            connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+            yield connection
 
     def wait_ready(self) -> None:
         until(lambda: not any("loaded" in reason for reason in self.runtime.unready_reasons()), READY_SECONDS)
@@ -48,24 +111,6 @@ class Live:
     def wait_loaded(self) -> None:
         """Until all devices have their models; while only one has, all requests go to that one."""
         until(lambda: not any(cache.starting for cache in caches(self.runtime)), READY_SECONDS)
-
-
-class FakeService:
-    """The application with a fake segmenter, called without a socket."""
-
-    def __init__(self, folder: Path, scratch: Path) -> None:
-        settings = Settings.model_validate(
-            {"models": {"folder": folder}, "server": {"scratch_folder": scratch}, "limits": {"cache_bytes": 0}}
-        )
-        self.app = create_app(settings, FAKE_PARTS)
-        self.runtime: Runtime = self.app.state.runtime
-        self.client = TestClient(self.app, raise_server_exceptions=False)
-
-    def fake(self) -> FakeSegmenter:
-        until(lambda: self.runtime.unready_reasons() == (), READY_SECONDS)
-        fake: Any = loaded_segmenter(self.runtime.models, None)
-        fake.error, fake.notes = None, ()
-        return fake
 
 
 @contextmanager
@@ -107,25 +152,18 @@ def eager(folder: Path, **sections: dict[str, Any]) -> Settings:
     return Settings.model_validate(chosen)
 
 
-def as_tiff(pixels: NDArray[Any], **options: Any) -> bytes:
-    """An ImageJ hyperstack in memory; [Z, Y, X] with voxels of 0.5 x 0.2 x 0.2 um unless stated otherwise."""
-    file = io.BytesIO()
-    chosen = {
-        "imagej": True,
-        "metadata": {"axes": "ZYX", "spacing": 0.5, "unit": "um"},
-        "resolution": (5.0, 5.0),
-        **options,
-    }
-    tifffile.imwrite(file, pixels, **chosen)
-    return file.getvalue()
-
-
 def opened_as(descriptor: Path) -> str:
     """The name of the file behind it; nothing where it was closed meanwhile."""
     try:
         return str(descriptor.readlink())
     except FileNotFoundError:
         return ""
+
+
+def problem(answer: Any) -> tuple[int, str]:
+    """The status of a refusal, and the last word of its type."""
+    assert answer.headers["content-type"] == "application/problem+json"
+    return answer.status_code, answer.json()["type"].removeprefix("urn:stackseg:problem:")
 
 
 class Answer:

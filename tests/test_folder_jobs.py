@@ -15,8 +15,8 @@ import pytest
 import tifffile
 from common import run_server
 from fakes import until
-from job_service import STACK, Service, start
-from live import as_tiff
+from job_service import Service, start
+from live import STACK, as_tiff
 
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.__main__ import main
@@ -33,9 +33,9 @@ def recorded(out: Path) -> list[str]:
 
 
 def test_a_killed_service_resumes_a_folder_with_the_results_of_the_command_line(
-    random_nuclei: ModelSpec, tmp_path: Path
+    random_nuclei: ModelSpec, configure: Any, tmp_path: Path
 ) -> None:
-    scans, results, config = tmp_path / "scans", tmp_path / "results", tmp_path / "config.yaml"
+    scans, results = tmp_path / "scans", tmp_path / "results"
     stacks, out, own = scans / "day 1", results / "day 1", tmp_path / "own"
     stacks.mkdir(parents=True)
     results.mkdir()
@@ -43,14 +43,9 @@ def test_a_killed_service_resumes_a_folder_with_the_results_of_the_command_line(
     for number, name in enumerate(NAMES):
         (stacks / name).write_bytes(as_tiff(np.roll(image, 3 * number, 1)))
     (stacks / "broken.tif").write_bytes(as_tiff(image)[:5000])
-    settings = {
-        "models": {"folder": str(random_nuclei.folder.parent)},
-        "engine": {"kind": "eager"},
-        "device": {"name": "cpu", "threads": 1},
-        "jobs": {"folder": str(tmp_path / "jobs"), "attempts": 2},
-        "references": {"inputs": {"scans": {"folder": str(scans)}}, "outputs": {"results": {"folder": str(results)}}},
-    }
-    config.write_text(json.dumps(settings))
+    roots = {"inputs": {"scans": {"folder": str(scans)}}, "outputs": {"results": {"folder": str(results)}}}
+    jobs = {"folder": str(tmp_path / "jobs"), "attempts": 2}
+    config = configure(random_nuclei.folder.parent, jobs=jobs, references=roots)
 
     with run_server(tmp_path, "--config", str(config)) as (process, port):
         response = httpx2.post(f"http://127.0.0.1:{port}/jobs", params=PLACES)
@@ -111,9 +106,7 @@ def service(bands_repository: Path, host: Path) -> Iterator[Service]:
 
 
 def submit(service: Service, **parameters: Any) -> dict[str, Any]:
-    response = service.client.post("/jobs", params=PLACES | parameters)
-    assert response.status_code == 202, response.text
-    return dict(response.json())
+    return service.submit(b"", **PLACES | parameters)
 
 
 def test_folders_below_and_links_and_files_that_are_no_stacks(service: Service, host: Path) -> None:
@@ -208,7 +201,7 @@ def test_results_among_the_stacks_are_no_stacks(bands_repository: Path, host: Pa
         for _ in range(2):
             report = service.wait(submit(service, output_to="scans/day 1/out", glob="**/*.tif"), "done")
             assert report["stacks"] == {"done": 8, "total": 8}
-        response = service.client.post("/jobs", params=PLACES | {"output_to": "scans/day 1"})
+        response = service.post("/jobs", b"", **PLACES | {"output_to": "scans/day 1"})
         assert "is the folder of the stacks" in response.json()["detail"]
 
 
@@ -238,7 +231,7 @@ def test_what_cannot_be_done_is_refused(service: Service, host: Path) -> None:
     (host / "results" / "link").symlink_to(host / "scans")
     (host / "scans" / "link").symlink_to(host)
     for parameters, words in REFUSED:
-        response = service.client.post("/jobs", params=PLACES | parameters)
+        response = service.post("/jobs", b"", **PLACES | parameters)
         assert response.status_code == 422, parameters
         assert words in response.json()["detail"]
     assert service.client.get("/jobs").json()["jobs"] == []
@@ -255,6 +248,6 @@ def test_labels_of_a_named_file_have_no_hash_of_another(service: Service, host: 
 
 def test_only_jobs_take_folders(service: Service) -> None:
     for path in ("/segment", "/inspect"):
-        response = service.client.post(path, params=PLACES)
+        response = service.post(path, b"", **PLACES)
         assert response.status_code == 422
         assert "POST /jobs" in response.json()["detail"]

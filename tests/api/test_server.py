@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import numpy as np
 import pytest
 from fakes import FakeSegmenter, until
-from live import as_tiff, eager, serve
+from live import STACK, Live, eager, serve
 from sockets import (
     SECONDS,
     Echo,
@@ -168,62 +167,49 @@ def test_address_in_use_is_a_configuration_error() -> None:
         listen("127.0.0.1", listener.getsockname()[1])
 
 
-def test_health_is_answered_while_work_that_was_begun_is_finished(bands_repository: Path, tmp_path: Path) -> None:
-    fakes: list[FakeSegmenter] = []
-
-    def load(*arguments: Any) -> FakeSegmenter:
-        fakes.append(FakeSegmenter(*arguments))
-        return fakes[-1]
-
-    settings = eager(bands_repository, server={"scratch_folder": tmp_path})
-    stack = as_tiff(np.full((3, 8, 8), 200, np.uint8))
-    with serve(settings, load=load, make_server=Server) as live:
-        fakes[0].gate.clear()
-        job = live.client.post("/jobs", content=stack, headers={"Content-Type": "image/tiff"}).json()
+@pytest.fixture
+def busy(bands_repository: Path, tmp_path: Path) -> Iterator[Live]:
+    """A service of our own server at a job, which goes on once the test has ended."""
+    with serve(
+        eager(bands_repository, server={"scratch_folder": tmp_path}), load=FakeSegmenter, make_server=Server
+    ) as live:
+        fake = live.fake
+        fake.gate.clear()
+        live.submit()
         until(lambda: live.runtime.devices.running)
-        live.server.handle_exit(signal.SIGTERM, None)
-        for _ in range(3):
-            answers = [
-                httpx2.request(method, f"http://{live.host}:{live.port}{path}", content=content).status_code
-                for method, path, content in (
-                    ("GET", "/health/live", None),
-                    ("GET", "/health/ready", None),
-                    ("GET", f"/jobs/{job['id']}", None),
-                    ("POST", "/segment", stack),
-                )
-            ]
-            assert answers == [200, 503, 200, 503]
-            time.sleep(0.3)
-        fakes[0].gate.set()
+        yield live
+        fake.gate.set()
     with pytest.raises(httpx2.ConnectError):
         httpx2.get(f"http://{live.host}:{live.port}/health/live")
 
 
-def test_first_request_of_a_connection_is_answered_though_the_service_stops_before_it_comes(
-    bands_repository: Path, tmp_path: Path
-) -> None:
-    fakes: list[FakeSegmenter] = []
+def test_health_is_answered_while_work_that_was_begun_is_finished(busy: Live) -> None:
+    (job,) = busy.client.get("/jobs").json()["jobs"]
+    busy.server.handle_exit(signal.SIGTERM, None)
+    for _ in range(3):
+        answers = [
+            httpx2.request(method, f"http://{busy.host}:{busy.port}{path}", content=content).status_code
+            for method, path, content in (
+                ("GET", "/health/live", None),
+                ("GET", "/health/ready", None),
+                ("GET", f"/jobs/{job['id']}", None),
+                ("POST", "/segment", STACK),
+            )
+        ]
+        assert answers == [200, 503, 200, 503]
+        time.sleep(0.3)
 
-    def load(*arguments: Any) -> FakeSegmenter:
-        fakes.append(FakeSegmenter(*arguments))
-        return fakes[-1]
 
-    settings = eager(bands_repository, server={"scratch_folder": tmp_path})
-    with serve(settings, load=load, make_server=Server) as live:
-        fakes[0].gate.clear()
-        stack = as_tiff(np.full((3, 8, 8), 200, np.uint8))
-        live.client.post("/jobs", content=stack, headers={"Content-Type": "image/tiff"})
-        until(lambda: live.runtime.devices.running)
-        with socket.create_connection((live.host, live.port), timeout=10) as client:
-            until(lambda: len(live.server.server_state.connections) > 1)
-            live.server.handle_exit(signal.SIGTERM, None)
-            time.sleep(3 * POLL_SECONDS)
-            client.sendall(b"GET /health/live HTTP/1.1\r\nHost: here\r\n\r\n")
-            assert client.recv(100).startswith(b"HTTP/1.1 200")
-            # Its connection is then closed like others without work.
-            while client.recv(2**16):
-                pass
-        fakes[0].gate.set()
+def test_first_request_of_a_connection_is_answered_though_the_service_stops_before_it_comes(busy: Live) -> None:
+    with socket.create_connection((busy.host, busy.port), timeout=10) as client:
+        until(lambda: len(busy.server.server_state.connections) > 1)
+        busy.server.handle_exit(signal.SIGTERM, None)
+        time.sleep(3 * POLL_SECONDS)
+        client.sendall(b"GET /health/live HTTP/1.1\r\nHost: here\r\n\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+        # Its connection is then closed like others without work.
+        while client.recv(2**16):
+            pass
 
 
 @pytest.mark.parametrize("sent", [head(), head("Content-Length: 9") + b"half"], ids=["at work", "in its body"])

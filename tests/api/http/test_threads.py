@@ -13,8 +13,10 @@ from service.api.http.threads import FILE_THREADS, follow, run_in_thread, run_wh
 from service.core.errors import BadParameter, Cancelled, TimedOut
 from service.serving.devices.queue.job import Job
 
+pytestmark = pytest.mark.anyio
 
-def test_thread_is_waited_for_however_often_its_caller_is_cancelled() -> None:
+
+async def test_thread_is_waited_for_however_often_its_caller_is_cancelled() -> None:
     events: list[str] = []
     begun, release, gone = threading.Event(), threading.Event(), threading.Event()
 
@@ -24,94 +26,79 @@ def test_thread_is_waited_for_however_often_its_caller_is_cancelled() -> None:
         events.append(f"thread ended, told: {gone.is_set()}")
         raise BadParameter("seen by nobody")
 
-    async def main() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: events.append(context["message"]))
-        work = asyncio.ensure_future(run_in_thread(slow, cancelled=gone))
-        await asyncio.to_thread(begun.wait, 20)
-        for _ in range(3):
-            work.cancel()
-            await asyncio.sleep(0.01)
-        assert not work.done()
-        release.set()
-        with pytest.raises(asyncio.CancelledError):
-            await work
-        events.append("given up")
-        del work
-        gc.collect()
-
-    asyncio.run(main())
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: events.append(context["message"]))
+    work = asyncio.ensure_future(run_in_thread(slow, cancelled=gone))
+    await asyncio.to_thread(begun.wait, 20)
+    for _ in range(3):
+        work.cancel()
+        await asyncio.sleep(0.01)
+    assert not work.done()
+    release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    events.append("given up")
+    del work
+    gc.collect()
     assert events == ["thread ended, told: True", "given up"]
 
 
-def test_thread_that_has_not_begun_never_will() -> None:
+async def test_thread_that_has_not_begun_never_will() -> None:
     ran: list[int] = []
     release = threading.Event()
 
-    async def main() -> None:
-        with ThreadPoolExecutor(1) as pool:
-            first = asyncio.ensure_future(run_in_thread(release.wait, pool))
-            second = asyncio.ensure_future(run_in_thread(lambda: ran.append(1), pool))
-            await asyncio.sleep(0.05)
-            second.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await second
-            release.set()
-            await first
-
-    asyncio.run(main())
+    with ThreadPoolExecutor(1) as pool:
+        first = asyncio.ensure_future(run_in_thread(release.wait, pool))
+        second = asyncio.ensure_future(run_in_thread(lambda: ran.append(1), pool))
+        await asyncio.sleep(0.05)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        release.set()
+        await first
     assert ran == []
 
 
-def test_what_a_thread_has_begun_is_followed_to_its_end() -> None:
+async def test_what_a_thread_has_begun_is_followed_to_its_end() -> None:
     begun: Future[int] = Future()
 
-    async def main() -> None:
-        following = asyncio.ensure_future(follow(FILE_THREADS.submit(lambda: begun)))
-        await asyncio.sleep(0.05)
-        assert not following.done()
-        threading.Thread(target=begun.set_result, args=(7,)).start()
-        assert await following == 7
-        assert await follow(FILE_THREADS.submit(lambda: 8)) == 8
-
-    asyncio.run(main())
+    following = asyncio.ensure_future(follow(FILE_THREADS.submit(lambda: begun)))
+    await asyncio.sleep(0.05)
+    assert not following.done()
+    threading.Thread(target=begun.set_result, args=(7,)).start()
+    assert await following == 7
+    assert await follow(FILE_THREADS.submit(lambda: 8)) == 8
 
 
-def test_what_was_begun_fails_like_any_work_and_says_if_it_was_cancelled() -> None:
+async def test_what_was_begun_fails_like_any_work_and_says_if_it_was_cancelled() -> None:
     broken: Future[int] = Future()
     broken.set_exception(BadParameter("odd"))
     cancelled: Future[int] = Future()
     cancelled.cancel()
 
-    async def main() -> None:
-        with pytest.raises(BadParameter, match="odd"):
-            await follow(FILE_THREADS.submit(lambda: broken))
-        with pytest.raises(Cancelled):
-            await follow(FILE_THREADS.submit(lambda: cancelled))
-
-    asyncio.run(main())
+    with pytest.raises(BadParameter, match="odd"):
+        await follow(FILE_THREADS.submit(lambda: broken))
+    with pytest.raises(Cancelled):
+        await follow(FILE_THREADS.submit(lambda: cancelled))
 
 
-def test_a_job_that_runs_is_cancelled_and_not_waited_for() -> None:
+async def test_a_job_that_runs_is_cancelled_and_not_waited_for() -> None:
     job: Job[int] = Job("bands", lambda _job: 7)
     job.future.set_running_or_notify_cancel()
     complaints: list[str] = []
 
-    async def main() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
-        following = asyncio.ensure_future(follow(FILE_THREADS.submit(lambda: job)))
-        await asyncio.sleep(0.05)
-        following.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await following
-        assert job.cancelled()
-        job.future.set_result(7)
-        await asyncio.sleep(0.01)
-
-    asyncio.run(main())
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
+    following = asyncio.ensure_future(follow(FILE_THREADS.submit(lambda: job)))
+    await asyncio.sleep(0.05)
+    following.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await following
+    assert job.cancelled()
+    job.future.set_result(7)
+    await asyncio.sleep(0.01)
     assert complaints == []
 
 
-def test_a_step_that_another_one_began_is_waited_for() -> None:
+async def test_a_step_that_another_one_began_is_waited_for() -> None:
     begun, release = threading.Event(), threading.Event()
     ended: list[str] = []
 
@@ -121,17 +108,14 @@ def test_a_step_that_another_one_began_is_waited_for() -> None:
         ended.append("second")
         return 7
 
-    async def main() -> None:
-        following = asyncio.ensure_future(follow(FILE_THREADS.submit(lambda: FILE_THREADS.submit(second))))
-        await asyncio.to_thread(begun.wait, 20)
-        following.cancel()
-        await asyncio.sleep(0.01)
-        assert not following.done()
-        release.set()
-        with pytest.raises(asyncio.CancelledError):
-            await following
-
-    asyncio.run(main())
+    following = asyncio.ensure_future(follow(FILE_THREADS.submit(lambda: FILE_THREADS.submit(second))))
+    await asyncio.to_thread(begun.wait, 20)
+    following.cancel()
+    await asyncio.sleep(0.01)
+    assert not following.done()
+    release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await following
     assert ended == ["second"]
 
 
@@ -145,7 +129,7 @@ def connected(gone: asyncio.Event) -> Request:
     return Request({"type": "http", "method": "POST", "headers": []}, receive)
 
 
-def test_result_and_error_of_the_work_pass_through() -> None:
+async def test_result_and_error_of_the_work_pass_through() -> None:
     async def fine() -> int:
         await asyncio.sleep(0)
         return 7
@@ -153,16 +137,13 @@ def test_result_and_error_of_the_work_pass_through() -> None:
     async def broken() -> int:
         raise BadParameter("odd")
 
-    async def main() -> None:
-        request = connected(asyncio.Event())
-        assert await run_while_connected(request, fine()) == 7
-        with pytest.raises(BadParameter, match="odd"):
-            await run_while_connected(request, broken())
-
-    asyncio.run(main())
+    request = connected(asyncio.Event())
+    assert await run_while_connected(request, fine()) == 7
+    with pytest.raises(BadParameter, match="odd"):
+        await run_while_connected(request, broken())
 
 
-def test_work_ends_when_the_client_hangs_up_and_its_thread_is_waited_for() -> None:
+async def test_work_ends_when_the_client_hangs_up_and_its_thread_is_waited_for() -> None:
     events: list[str] = []
     begun, release = threading.Event(), threading.Event()
 
@@ -178,68 +159,56 @@ def test_work_ends_when_the_client_hangs_up_and_its_thread_is_waited_for() -> No
         await asyncio.sleep(0.2)
         release.set()
 
-    async def main() -> None:
-        gone = asyncio.Event()
-        leaving = asyncio.ensure_future(leave(gone))
-        with pytest.raises(Cancelled):
-            await run_while_connected(connected(gone), run_in_thread(slow))
-        events.append("given up")
-        await leaving
-
-    asyncio.run(main())
+    gone = asyncio.Event()
+    leaving = asyncio.ensure_future(leave(gone))
+    with pytest.raises(Cancelled):
+        await run_while_connected(connected(gone), run_in_thread(slow))
+    events.append("given up")
+    await leaving
     assert events == ["thread ended", "given up"]
 
 
-def test_client_that_hangs_up_as_the_work_ends_disturbs_nothing_that_follows() -> None:
-    async def main() -> None:
-        gone = asyncio.Event()
+async def test_client_that_hangs_up_as_the_work_ends_disturbs_nothing_that_follows() -> None:
+    gone = asyncio.Event()
 
-        async def work() -> int:
-            gone.set()
-            # Until the listener has heard of it, but not until it has acted.
-            await asyncio.sleep(0)
-            return 7
+    async def work() -> int:
+        gone.set()
+        # Until the listener has heard of it, but not until it has acted.
+        await asyncio.sleep(0)
+        return 7
 
-        async def finish() -> int:
-            result = await run_while_connected(connected(gone), work())
-            await asyncio.sleep(0.01)
-            return result
-
-        for _ in range(3):
-            gone.clear()
-            following = asyncio.ensure_future(finish())
-            assert await following == 7
-            assert following.cancelling() == 0
-
-    asyncio.run(main())
-
-
-def test_cancelling_the_caller_cancels_the_work() -> None:
-    async def main() -> None:
-        ended = asyncio.Event()
-
-        async def endless() -> None:
-            try:
-                await asyncio.sleep(60)
-            finally:
-                ended.set()
-
-        task = asyncio.ensure_future(run_while_connected(connected(asyncio.Event()), endless()))
+    async def finish() -> int:
+        result = await run_while_connected(connected(gone), work())
         await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert ended.is_set()
+        return result
 
-    asyncio.run(main())
+    for _ in range(3):
+        gone.clear()
+        following = asyncio.ensure_future(finish())
+        assert await following == 7
+        assert following.cancelling() == 0
 
 
-def test_time_limit_cancels_what_takes_too_long() -> None:
-    async def main() -> None:
-        async with time_limit(10):
-            await asyncio.sleep(0)
-        with pytest.raises(TimedOut, match=r"0\.01 s"):
-            async with time_limit(0.01):
-                await asyncio.sleep(10)
+async def test_cancelling_the_caller_cancels_the_work() -> None:
+    ended = asyncio.Event()
 
-    asyncio.run(main())
+    async def endless() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    task = asyncio.ensure_future(run_while_connected(connected(asyncio.Event()), endless()))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+
+
+async def test_time_limit_cancels_what_takes_too_long() -> None:
+    async with time_limit(10):
+        await asyncio.sleep(0)
+    with pytest.raises(TimedOut, match=r"0\.01 s"):
+        async with time_limit(0.01):
+            await asyncio.sleep(10)

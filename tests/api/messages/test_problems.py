@@ -6,22 +6,18 @@ import io
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import doomed_reader
 import numpy as np
 import pytest
 import tifffile
 from fakes import until
-from live import FakeService, as_tiff
-from runtimes import loaded_segmenter
+from job_service import Service, start
+from live import STACK, problem
 
 from service.api.messages.problems import STATUS, status_of
 from service.core import errors
 from service.formats.sandbox.reader import Reader
-
-TIFF = {"Content-Type": "image/tiff"}
-STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
 
 
 def concrete(kind: type[errors.StackSegError]) -> errors.StackSegError:
@@ -40,32 +36,25 @@ def tree(kind: type[errors.StackSegError]) -> list[type[errors.StackSegError]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "status"),
+    ("status", "kinds"),
     [
-        (errors.BadFile, 422),
-        (errors.AmbiguousAxes, 422),
-        (errors.BadParameter, 422),
-        (errors.UnsupportedMedia, 415),
-        (errors.TooLarge, 413),
-        (errors.TooSlow, 408),
-        (errors.UnknownModel, 404),
-        (errors.Unauthorized, 401),
-        (errors.Misdirected, 421),
-        (errors.RateLimited, 429),
-        (errors.DeviceLost, 503),
-        (errors.QueueFull, 503),
-        (errors.NotReady, 503),
-        (errors.TimedOut, 504),
-        (errors.OutOfMemory, 507),
-        (errors.OutOfStorage, 507),
-        (errors.BrokenModel, 500),
-        (errors.NonFiniteScores, 500),
-        (errors.ConfigError, 500),
-        (errors.Cancelled, 499),
+        (401, [errors.Unauthorized]),
+        (404, [errors.UnknownModel]),
+        (408, [errors.TooSlow]),
+        (413, [errors.TooLarge]),
+        (415, [errors.UnsupportedMedia]),
+        (421, [errors.Misdirected]),
+        (422, [errors.BadFile, errors.AmbiguousAxes, errors.BadParameter]),
+        (429, [errors.RateLimited]),
+        (499, [errors.Cancelled]),
+        (500, [errors.BrokenModel, errors.NonFiniteScores, errors.ConfigError]),
+        (503, [errors.DeviceLost, errors.QueueFull, errors.NotReady]),
+        (504, [errors.TimedOut]),
+        (507, [errors.OutOfMemory, errors.OutOfStorage]),
     ],
 )
-def test_every_error_has_its_status(kind: type[errors.StackSegError], status: int) -> None:
-    assert status_of(kind) == status
+def test_every_error_has_its_status(status: int, kinds: list[type[errors.StackSegError]]) -> None:
+    assert {status_of(kind) for kind in kinds} == {status}
 
 
 def test_class_without_a_row_has_its_parents_status() -> None:
@@ -81,66 +70,57 @@ ELSEWHERE = (errors.Cancelled, errors.DeviceLost)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in tree(errors.StackSegError) if kind not in ELSEWHERE])
-def test_error_of_the_device_becomes_its_problem_document(
-    service: FakeService, kind: type[errors.StackSegError]
-) -> None:
-    fake = service.fake()
-    fake.error = concrete(kind)
-    response = service.client.post("/segment", content=STACK, headers=TIFF)
-    problem = response.json()
-    assert response.headers["content-type"] == "application/problem+json"
-    assert problem["type"] == f"urn:stackseg:problem:{kind.slug}"
-    assert problem["status"] == response.status_code == status_of(type(fake.error))
-    assert problem["detail"] == str(fake.error)
-    assert problem["instance"] == f"urn:uuid:{response.headers['x-request-id']}"
-    assert problem.get("needed_bytes") == (123 if kind is errors.OutOfMemory else None)
-    assert response.headers.get("retry-after") == (
-        str(fake.error.retry_after) if hasattr(fake.error, "retry_after") else None
-    )
-    assert list(service.runtime.scratch.requests.iterdir()) == []
+def test_error_of_the_device_becomes_its_problem_document(service: Service, kind: type[errors.StackSegError]) -> None:
+    error = service.fake.error = concrete(kind)
+    response = service.segment()
+    document = response.json()
+    assert problem(response) == (document["status"], kind.slug) == (status_of(kind), kind.slug)
+    assert document["detail"] == str(error)
+    assert document["instance"] == f"urn:uuid:{response.headers['x-request-id']}"
+    assert document.get("needed_bytes") == (123 if kind is errors.OutOfMemory else None)
+    assert response.headers.get("retry-after") == (str(error.retry_after) if hasattr(error, "retry_after") else None)
+    assert service.leftovers() == []
 
 
 def test_lost_device_ends_readiness_and_asks_to_come_again(bands_repository: Path, tmp_path: Path) -> None:
-    running = FakeService(bands_repository, tmp_path)
-    with running.client as client:
-        running.fake().error = errors.DeviceLost("cuda:0 has failed.")
-        response = client.post("/segment", content=STACK, headers=TIFF)
-        assert (response.status_code, response.json()["type"]) == (503, "urn:stackseg:problem:device-lost")
+    with start(bands_repository, tmp_path) as service:
+        service.fake.error = errors.DeviceLost("cuda:0 has failed.")
+        response = service.segment()
+        assert problem(response) == (503, "device-lost")
         assert response.headers["retry-after"] == "60"
-        until(lambda: client.get("/health/ready").status_code == 503)
-        assert client.get("/health/live").status_code == 200
+        until(lambda: service.client.get("/health/ready").status_code == 503)
+        assert service.client.get("/health/live").status_code == 200
 
 
-def test_work_given_up_by_the_service_is_answered_not_dropped(service: FakeService) -> None:
-    service.fake().error = errors.Cancelled("given up")
-    response = service.client.post("/segment", content=STACK, headers=TIFF)
-    assert (response.status_code, response.json()["type"]) == (503, "urn:stackseg:problem:not-ready")
+def test_work_given_up_by_the_service_is_answered_not_dropped(service: Service) -> None:
+    service.fake.error = errors.Cancelled("given up")
+    assert problem(service.segment()) == (503, "not-ready")
 
 
-def test_unforeseen_error_tells_a_number_and_no_secrets(service: FakeService) -> None:
-    service.fake().error = KeyError("the password")
-    response = service.client.post("/segment", content=STACK, headers=TIFF)
-    assert (response.status_code, response.json()["type"]) == (500, "urn:stackseg:problem:internal-error")
+def test_unforeseen_error_tells_a_number_and_no_secrets(service: Service) -> None:
+    service.fake.error = KeyError("the password")
+    response = service.segment()
+    assert problem(response) == (500, "internal-error")
     assert "password" not in response.text
     assert response.json()["instance"].startswith("urn:uuid:")
-    assert list(service.runtime.scratch.requests.iterdir()) == []
+    assert service.leftovers() == []
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "no"), RuntimeError("can't start new thread")])
 def test_exhausted_memory_is_told_wherever_it_shows(
-    service: FakeService, caplog: pytest.LogCaptureFixture, error: Exception
+    service: Service, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
-    service.fake().error = error
-    response = service.client.post("/segment", content=STACK, headers=TIFF)
-    assert (response.status_code, response.json()["type"]) == (507, "urn:stackseg:problem:out-of-memory")
+    service.fake.error = error
+    response = service.segment()
+    assert problem(response) == (507, "out-of-memory")
     assert "needed_bytes" not in response.json()
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_wrong_path_and_method_are_problem_documents(service: FakeService) -> None:
+def test_wrong_path_and_method_are_problem_documents(service: Service) -> None:
     missing, wrong = service.client.get("/nowhere"), service.client.get("/segment")
-    assert (missing.status_code, missing.json()["type"]) == (404, "urn:stackseg:problem:not-found")
-    assert (wrong.status_code, wrong.json()["type"]) == (405, "urn:stackseg:problem:method-not-allowed")
+    assert problem(missing) == (404, "not-found")
+    assert problem(wrong) == (405, "method-not-allowed")
     assert wrong.headers["allow"] == "POST"
     assert service.client.put("/jobs").headers["allow"] == "GET, POST"
 
@@ -157,22 +137,18 @@ def test_wrong_path_and_method_are_problem_documents(service: FakeService) -> No
     ],
 )
 def test_problem_names_its_parameter(
-    service: FakeService, address: str, parameter: str, suggested: dict[str, str] | None
+    service: Service, address: str, parameter: str, suggested: dict[str, str] | None
 ) -> None:
-    problem = service.client.post(address, content=STACK, headers=TIFF).json()
-    assert (problem["parameter"], problem.get("suggested")) == (parameter, suggested)
+    document = service.post(address, STACK).json()
+    assert (document["parameter"], document.get("suggested")) == (parameter, suggested)
 
 
-def test_parameter_of_the_address_is_named_by_the_framework_too(service: FakeService) -> None:
+def test_members_are_there_where_something_is_known(service: Service) -> None:
     assert service.client.get("/jobs?limit=0").json()["parameter"] == "limit"
+    assert {"parameter", "suggested", "needed_bytes"}.isdisjoint(service.segment(b"no TIFF").json())
 
 
-def test_unknown_members_are_absent(service: FakeService) -> None:
-    problem = service.client.post("/segment", content=b"no TIFF", headers=TIFF).json()
-    assert {"parameter", "suggested", "needed_bytes"}.isdisjoint(problem)
-
-
-def test_documented_errors_are_those_that_occur(service: FakeService) -> None:
+def test_documented_errors_are_those_that_occur(service: Service) -> None:
     document = service.client.get("/openapi.json").json()
     responses = document["paths"]["/segment"]["post"]["responses"]
     possible = {str(status_of(kind)) for kind in tree(errors.StackSegError)} - {"400", "499"}
@@ -188,17 +164,16 @@ def test_what_became_of_the_process_that_reads_files_is_told(
     monkeypatch.setenv("PYTHONPATH", str(Path(doomed_reader.__file__).parent))
     packed = io.BytesIO()
     tifffile.imwrite(packed, np.zeros((5, 8, 8), np.uint8), photometric="minisblack", compression="packbits")
-    service = FakeService(bands_repository, tmp_path)
-    with service.client as client:
-        service.fake()
+    with start(bands_repository, tmp_path) as service:
+        client = service.client
         until(lambda: service.runtime.read_threads.waiting == 0)
         before = client.get("/health").json()["degraded"]
         service.runtime.reader.close()
         service.runtime._readers.reader = Reader(
             memory_bytes=2**29, seconds=30, decoded_bytes=2**20, processes=1, module=doomed_reader.__name__
         )
-        response = client.post("/segment", params={"axes": "ZYX"}, content=packed.getvalue(), headers=TIFF)
-        assert (response.status_code, response.json()["type"]) == (503, "urn:stackseg:problem:reader-killed")
+        response = service.segment(packed.getvalue(), axes="ZYX")
+        assert problem(response) == (503, "reader-killed")
         assert "damaged" not in response.json()["detail"]
         assert "stackseg_reader_kills 2.0" in client.get("/metrics").text
         degraded = client.get("/health").json()["degraded"]
@@ -221,8 +196,7 @@ def test_messages_tell_names_of_files_and_not_where_they_lie(message: str, told:
 
 
 def test_no_answer_tells_where_the_host_has_its_files(bands_repository: Path, tmp_path: Path) -> None:
-    models, scratch = tmp_path / "models", tmp_path / "scratch"
-    scratch.mkdir()
+    models = tmp_path / "models"
     for name in ("bands", "mute", "strange", "light", "failing"):
         shutil.copytree(bands_repository / "bands", models / name)
         described = (models / name / "model.yaml").read_text()
@@ -230,21 +204,19 @@ def test_no_answer_tells_where_the_host_has_its_files(bands_repository: Path, tm
     (models / "mute" / "model.yaml").unlink()
     (models / "strange" / "model.yaml").write_text("a: [")
     (models / "light" / "weights.safetensors").write_bytes(b"none")
-    running = FakeService(models, scratch)
-    with running.client as client:
-        until(lambda: client.get("/models/bands").json()["state"] == "ready")
-        bands: Any = loaded_segmenter(running.runtime.models, "bands")
-        bands.error = OSError(2, "No such file", str(models / "bands" / "weights.safetensors"))
+    with start(models, tmp_path, models={"folder": models, "default": "bands"}) as service:
+        client = service.client
+        service.fake.error = OSError(2, "No such file", str(models / "bands" / "weights.safetensors"))
         answers = [
             client.get(path)
             for path in ("/models", "/models/strange", "/models/failing", "/health", "/health/ready", "/gpu", "/jobs")
         ]
         for name in ("bands", "mute", "strange", "light", "failing"):
             for path in ("/segment", "/inspect", "/jobs"):
-                answers.append(client.post(f"{path}?model={name}", content=STACK, headers=TIFF))
+                answers.append(service.post(path, STACK, model=name))
         for answer in [answer for answer in answers if answer.status_code == 202]:
             url = answer.headers["Location"]
-            until(lambda url=url: client.get(url).json()["state"] not in {"waiting", "loading", "running"})
+            service.wait(answer.json(), "done", "failed")
             answers += [client.get(url), client.get(f"{url}/events"), client.get(f"{url}/result")]
         assert {"failed", "cannot be read"} <= {
             word for word in ("failed", "cannot be read") for answer in answers if word in answer.text
@@ -264,5 +236,5 @@ def strings(value: object) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
-def test_errors_are_answered_without_a_thread_that_memory_may_not_hold(service: FakeService) -> None:
+def test_errors_are_answered_without_a_thread_that_memory_may_not_hold(service: Service) -> None:
     assert all(inspect.iscoroutinefunction(handler) for handler in service.app.exception_handlers.values())

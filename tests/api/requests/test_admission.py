@@ -4,22 +4,10 @@ import time
 from urllib.parse import quote
 
 import pytest
-from live import FakeService
+from job_service import Service
 
-from service.api.requests.admission import MAX_PARAMETERS, MAX_QUERY_BYTES, merge_fields
-from service.core.errors import BadParameter
+from service.api.requests.admission import MAX_PARAMETERS, MAX_QUERY_BYTES
 from service.serving.parameters import Query
-
-
-def test_fields_join_the_query() -> None:
-    query = Query.model_validate({"overlap": "0.5"})
-    assert merge_fields(query, {}) is query
-    both = merge_fields(query, {"channel": "1", "time": ""})
-    assert (both.overlap, both.selection.channel, both.time) == (0.5, 1, None)
-    with pytest.raises(BadParameter, match="overlap"):
-        merge_fields(query, {"overlap": "0.5"})
-    with pytest.raises(BadParameter, match="sw_batch_size"):
-        merge_fields(query, {"sw_batch_size": "many"})
 
 
 @pytest.mark.parametrize(
@@ -36,7 +24,7 @@ def test_fields_join_the_query() -> None:
         "&" * 30_000,
     ],
 )
-def test_faulty_addresses_are_refused_at_once_in_a_few_words(service: FakeService, query: str) -> None:
+def test_faulty_addresses_are_refused_at_once_in_a_few_words(service: Service, query: str) -> None:
     service.client.post("/segment?warm=up")
     for path in ("/segment", "/inspect", "/jobs"):
         began = time.process_time()
@@ -46,7 +34,7 @@ def test_faulty_addresses_are_refused_at_once_in_a_few_words(service: FakeServic
         assert len(response.content) < 2500
 
 
-def test_form_with_faulty_fields_is_refused_in_a_few_words(service: FakeService) -> None:
+def test_form_with_faulty_fields_is_refused_in_a_few_words(service: Service) -> None:
     for number in (20, 5000):
         fields = {f"{index}{'n' * 2000}": (None, "1") for index in range(number)}
         response = service.client.post("/segment", files={"file": b"II*", **fields})

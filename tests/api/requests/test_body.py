@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import asyncio
 import errno
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,26 +10,19 @@ from service.api.requests.body import work_folder
 from service.core.errors import Cancelled, OutOfStorage
 
 
-class Folders:
-    """A scratch folder, as far as a work folder needs one."""
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("error", "told"), [(Cancelled("gone"), Cancelled), (OSError(errno.ENOSPC, "full"), OutOfStorage)]
+)
+async def test_work_folder_goes_in_the_end_whatever_happens(tmp_path: Any, error: Exception, told: Any) -> None:
+    scratch: Any = SimpleNamespace(next_request_folder=lambda: tmp_path / "request")
 
-    def __init__(self, root: Any) -> None:
-        self.root = root
-
-    def next_request_folder(self) -> Any:
-        return self.root / "request"
-
-
-def test_work_folder_goes_in_the_end_whatever_happens(tmp_path: Any) -> None:
-    async def use(error: Exception) -> None:
-        async with work_folder(Folders(tmp_path)) as folder:
+    async def use() -> None:
+        async with work_folder(scratch) as folder:
             folder.mkdir()
             (folder / "upload.tif").touch()
             raise error
 
-    with pytest.raises(Cancelled):
-        asyncio.run(use(Cancelled("gone")))
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(OutOfStorage):
-        asyncio.run(use(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(told):
+        await use()
     assert list(tmp_path.iterdir()) == []

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from job_service import TIFF, Service, start
-from live import Answer, as_tiff
+from job_service import Service, start
+from live import TIFF, Answer, as_tiff, problem
 
 from service.core.config import Settings
 from service.serving.learning.annotations import AnnotationStore
@@ -37,7 +37,7 @@ def service(bands_repository: Path, folder: Path) -> Iterator[Service]:
 @pytest.fixture
 def stack(service: Service) -> Iterator[str]:
     service.caller = "ann"
-    answer = service.client.post("/stacks", content=as_tiff(PIXELS), headers=TIFF | {"X-Filename": "cells.tif"})
+    answer = service.post("/stacks", as_tiff(PIXELS), TIFF | {"X-Filename": "cells.tif"})
     yield str(answer.json()["id"])
     for owner in ("ann", "bob"):
         service.caller = owner
@@ -53,11 +53,12 @@ def npy(labels: Any = TRUTH) -> bytes:
 
 
 def keep(service: Service, content: bytes, headers: dict[str, str] = NPY, **query: Any) -> Any:
-    return service.client.post("/annotations", content=content, headers=headers, params=query)
+    return service.post("/annotations", content, headers, **query)
 
 
-def problem(answer: Any) -> tuple[int, str]:
-    return answer.status_code, answer.json()["type"].rpartition(":")[2]
+def load(service: Service, kept: dict[str, Any], part: str) -> Answer:
+    """The image or the labels of an annotated stack."""
+    return Answer(service.client.get(f"/annotations/{kept['id']}/{part}").content)
 
 
 def test_image_and_labels_come_back_as_they_were_kept(service: Service, stack: str) -> None:
@@ -69,15 +70,15 @@ def test_image_and_labels_come_back_as_they_were_kept(service: Service, stack: s
     assert kept == kept | stated | {"changes": 12, "base_model": None, "voxel_size": [0.5, 0.2, 0.2]}
     assert service.client.get("/annotations").json() == {"annotations": [kept]}
     assert service.client.get(answer.headers["location"]).json() == kept
-    image, labels = (service.client.get(f"{answer.headers['location']}/{part}") for part in ("image", "labels"))
+    labels = service.client.get(f"{answer.headers['location']}/labels")
     assert labels.headers["content-disposition"] == 'attachment; filename="corrected_labels.ome.tif"'
-    for sent, pixels in ((image, PIXELS), (labels, TRUTH)):
-        read = Answer(sent.content)
+    for part, pixels in (("image", PIXELS), ("labels", TRUTH)):
+        read = load(service, kept, part)
         assert np.array_equal(read.pixels, pixels)
         assert (read.pixels.dtype, read.axes, read.voxel_size) == (pixels.dtype, "ZYX", (0.5, 0.2, 0.2))
     assert service.client.delete(answer.headers["location"]).status_code == 204
     assert problem(service.client.get(answer.headers["location"])) == (404, "unknown-annotation")
-    assert list(service.runtime.scratch.requests.iterdir()) == []
+    assert service.leftovers() == []
 
 
 @pytest.mark.parametrize(
@@ -140,14 +141,12 @@ def test_a_bomb_of_zeros_is_not_decompressed(service: Service, stack: str) -> No
 
 def test_a_job_says_how_the_stack_was_read(service: Service, stack: str) -> None:
     two = as_tiff(np.stack([PIXELS, PIXELS + 1], 1), metadata={"axes": "ZCYX", "spacing": 0.5, "unit": "um"})
-    other = service.client.post("/stacks", content=two, headers=TIFF).json()["id"]
+    other = service.post("/stacks", two).json()["id"]
     assert "2 channels" in keep(service, npy(), stack=other).json()["detail"]
-    job = service.client.post("/jobs", params={"stack": other, "channel": "1"}).json()
-    service.wait(job, "done")
+    job = service.run(b"", stack=other, channel="1")
     kept = keep(service, npy(), job=job["id"]).json()
     assert (kept["base_model"], kept["job"], kept["stack"]) == ("bands/1", job["id"], other)
-    image = service.client.get(f"/annotations/{kept['id']}/image")
-    assert np.array_equal(Answer(image.content).pixels, PIXELS + 1)
+    assert np.array_equal(load(service, kept, "image").pixels, PIXELS + 1)
 
 
 def send(service: Service, files: dict[str, tuple[str, bytes]], data: Any = None, **query: str) -> Any:
@@ -164,12 +163,11 @@ def test_a_script_sends_a_stack_and_its_labels_as_one_form(service: Service, sta
         kept = send(service, {part: sent[part] for part in parts}, region="0:6,0:200,0:1000").json()
         stated = {"name": "embryo.tif", "shape": [6, 256, 1024], "objects": 1, "voxel_size": [0.5, 0.2, 0.2]}
         assert kept == kept | stated | {"stack": None, "job": None}, kept
-        image, numbers = (service.client.get(f"/annotations/{kept['id']}/{part}") for part in ("image", "labels"))
-        assert np.array_equal(Answer(image.content).pixels, large)
-        assert np.array_equal(Answer(numbers.content).pixels, labels)
+        assert np.array_equal(load(service, kept, "image").pixels, large)
+        assert np.array_equal(load(service, kept, "labels").pixels, labels)
         assert service.client.delete(f"/annotations/{kept['id']}").status_code == 204
     assert send(service, {"labels": ("a.npy", npy())}, stack=stack).json()["name"] == "cells.tif"
-    assert list(service.runtime.scratch.requests.iterdir()) == []
+    assert service.leftovers() == []
     assert service.runtime.scratch_space.used == 0
 
 
@@ -211,14 +209,12 @@ def test_a_stated_voxel_size_settles_what_the_files_say(service: Service, stack:
 def test_corrections_of_one_time_point_of_a_series_are_kept_with_its_image(service: Service, stack: str) -> None:
     series = np.stack([PIXELS, PIXELS + 1, PIXELS + 2])
     movie = as_tiff(series, metadata={"axes": "TZYX", "spacing": 0.5, "unit": "um"})
-    other = service.client.post("/stacks", content=movie, headers=TIFF).json()["id"]
-    job = service.client.post("/jobs", params={"stack": other, "time": "1:3"}).json()
-    service.wait(job, "done")
+    job = service.run(b"", stack=service.post("/stacks", movie).json()["id"], time="1:3")
     assert "one time point; say which" in keep(service, npy(), job=job["id"]).json()["detail"]
     assert "time" in keep(service, npy(), job=job["id"], time="3").json()["detail"]
     kept = [keep(service, npy(), job=job["id"], time=str(time)).json() for time in (1, 2, 2)]
-    images = [service.client.get(f"/annotations/{each['id']}/image").content for each in kept[:2]]
-    assert [np.array_equal(Answer(image).pixels, PIXELS + 1 + k) for k, image in enumerate(images)] == [True, True]
+    for k, each in enumerate(kept[:2]):
+        assert np.array_equal(load(service, each, "image").pixels, PIXELS + 1 + k)
     assert [each["time"] for each in kept] == [1, 2, 2]
     assert [each["overlaps"] for each in kept] == [[], [], [kept[1]["id"]]]
 
@@ -228,7 +224,7 @@ def test_others_find_nothing_and_have_room_of_their_own(service: Service, stack:
     ids = {}
     for owner in ("ann", "bob"):
         service.caller = owner
-        ids[owner] = service.client.post("/stacks", content=as_tiff(noise), headers=TIFF).json()["id"]
+        ids[owner] = service.post("/stacks", as_tiff(noise)).json()["id"]
     labels = npy(np.ones(noise.shape, np.uint8))
     service.caller = "ann"
     kept = keep(service, labels, stack=ids["ann"]).json()
@@ -267,5 +263,5 @@ def test_operators_choose_where_and_whether(bands_repository: Path, tmp_path: Pa
         assert settings.annotations_folder == expected
     with start(bands_repository, tmp_path, annotations={"quota_bytes": 0}) as service:
         assert service.client.get("/limits").json()["corrections"] is False
-        stack = service.client.post("/stacks", content=as_tiff(PIXELS), headers=TIFF).json()["id"]
+        stack = service.post("/stacks", as_tiff(PIXELS)).json()["id"]
         assert problem(keep(service, npy(), stack=stack)) == (403, "switched-off")

@@ -3,10 +3,10 @@ from __future__ import annotations
 import re
 from urllib.parse import urljoin
 
-from live import FakeService
+from job_service import Service
 
 
-def test_the_documentation_loads_nothing_from_elsewhere(service: FakeService) -> None:
+def test_the_documentation_loads_nothing_from_elsewhere(service: Service) -> None:
     page = service.client.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     addresses = re.findall(r'(?:src|href)="([^"]+)"', page.text)

@@ -4,10 +4,10 @@ import posixpath
 import re
 from urllib.parse import urljoin
 
-from live import FakeService
+from job_service import Service
 
 
-def test_the_page_runs_nothing_but_files_of_the_service(service: FakeService) -> None:
+def test_the_page_runs_nothing_but_files_of_the_service(service: Service) -> None:
     page = service.client.get("/")
     policy = dict(part.split(maxsplit=1) for part in page.headers["content-security-policy"].split("; "))
     assert (policy["default-src"], policy["script-src"], policy["connect-src"]) == ("'none'", "'self'", "'self'")
@@ -18,7 +18,7 @@ def test_the_page_runs_nothing_but_files_of_the_service(service: FakeService) ->
         assert service.client.get(urljoin("/", address)).status_code == 200
 
 
-def test_modules_import_modules_that_are_served(service: FakeService) -> None:
+def test_modules_import_modules_that_are_served(service: Service) -> None:
     wanted, seen = ["main.js"], set[str]()
     while wanted:
         name = wanted.pop()

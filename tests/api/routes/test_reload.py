@@ -9,18 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 from fakes import FakeSegmenter, until
-from live import Live, as_tiff, eager, serve
+from live import Live, eager, serve
 from runtimes import caches
 
-from service.api.access.keys import generate_key, hash_key
 from service.core.errors import BrokenModel
 from service.serving.devices.device import loaded_bytes
-
-STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
 
 
 def put(models: Path, name: str, version: str) -> Path:
@@ -69,7 +65,7 @@ class Service:
         return {model["name"]: (model["version"], model["state"]) for model in models}
 
     def segment(self, model: str) -> str:
-        response = self.live.segment(STACK, model=model)
+        response = self.live.segment(model=model)
         return str(response.headers.get("X-StackSeg-Model", response.json().get("type") if response.is_error else ""))
 
 
@@ -129,16 +125,15 @@ def test_a_result_says_which_model_made_it_and_is_kept_for_no_other_while_device
             until(lambda: (model := first.get("bands")) and model.segmenter in loading.fakes.get("bands/2", []))
             assert live.client.get("/models").json()["models"][0]["version"] == "1"
             # By the first device, as both have nothing to do.
-            answer = live.segment(STACK)
-            job = live.client.post("/jobs", content=STACK).headers["location"]
-            until(lambda: live.client.get(job).json()["state"] == "done")
+            answer = live.segment()
+            job = live.run()
         finally:
             loading.gate.set()
         assert reloading.result().json()["changed"] == ["bands"]
-        told = [each.headers["X-StackSeg-Model"] for each in (answer, live.client.get(f"{job}/result"))]
+        told = [each.headers["X-StackSeg-Model"] for each in (answer, live.result(job))]
         assert told == ["bands/2"] * 2
         assert "X-Cache" not in answer.headers
-        assert [live.segment(STACK).headers["X-Cache"] for _ in range(2)] == ["miss", "hit"]
+        assert [live.segment().headers["X-Cache"] for _ in range(2)] == ["miss", "hit"]
 
 
 @pytest.mark.parametrize("fault", ["model file", "weights", "loading"])
@@ -179,18 +174,3 @@ def test_weights_that_were_replaced_are_not_taken_for_those_of_the_model_file(se
     (service.models / "other" / "weights.safetensors").write_bytes(b"other bytes")
     assert service.segment("other").endswith("broken-model")
     assert "SHA-256" in service.live.client.get("/models/other").json()["problem"]
-
-
-def test_only_admins_reload(bands_repository: Path) -> None:
-    keys = {name: generate_key() for name in ("ada", "bob")}
-    access = {"keys": {name: hash_key(key) for name, key in keys.items()}, "admins": ["ada"]}
-    with serve(eager(bands_repository, access=access), load=FakeSegmenter) as live:
-        answers = [
-            live.client.post("/models/reload", headers={"X-API-Key": key}).status_code for key in (*keys.values(), "no")
-        ]
-    assert answers == [200, 401, 401]
-
-
-def test_without_keys_other_hosts_do_not_reload(service: Service) -> None:
-    answer = service.live.client.post("/models/reload", headers={"X-Forwarded-For": "192.0.2.7"})
-    assert (answer.status_code, answer.json()["type"]) == (401, "urn:stackseg:problem:unauthorized")

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import csv
-import gc
 import io
+import itertools
 import threading
 import time
-import weakref
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,53 +15,34 @@ import numpy as np
 import pytest
 import tifffile
 from fakes import FakeSegmenter, until
-from live import as_tiff
+from job_service import Service, start
+from live import STACK, TIFF, as_tiff, problem
 from object_server import serve_objects
-from runtimes import FAKE_PARTS, loaded_segmenter
-from starlette.testclient import TestClient
 from zarr_files import pack, write_zarr
 
-from service.api.app import create_app
 from service.api.http.threads import HOST_FILE_THREADS
 from service.api.http.uploads import BLOCK_BYTES
 from service.api.messages.results import MAX_NOTE_LETTERS, build_headers
 from service.core.config import Settings
 from service.core.quantities import VoxelSize
 from service.models.spec import ModelSpec
-from service.serving.build import Parts
 from service.serving.parameters import Query
 from service.serving.results.answers import answer_name, fingerprint
 from service.serving.results.metadata import AnswerMetadata
-from service.serving.runtime import Runtime
 from service.serving.storage.readers import SMALL_READERS
 
-TIFF = {"Content-Type": "image/tiff"}
-STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
+ONES = np.ones((3, 8, 8))
+FORM = {"file": b"II*"}
 
 
-def start(folder: Path, scratch: Path, references: dict[str, Any] | None = None, **limits: Any) -> TestClient:
-    chosen = {"models": {"folder": folder}, "server": {"scratch_folder": scratch}, "references": references or {}}
-    settings = Settings.model_validate(chosen | {"limits": {"cache_bytes": 0} | limits})
-    app = create_app(settings, FAKE_PARTS)
-    return TestClient(app)
+def pixels(content: bytes) -> Any:
+    return tifffile.imread(io.BytesIO(content))
 
 
-@pytest.fixture(scope="module")
-def client(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
-    with start(bands_repository, tmp_path_factory.mktemp("scratch")) as running:
-        until(lambda: runtime_of(running).unready_reasons() == ())
-        yield running
-
-
-def runtime_of(client: TestClient) -> Runtime:
-    return client.app.state.runtime
-
-
-def test_volume_goes_to_the_model_and_its_answer_comes_back(client: TestClient) -> None:
-    response = client.post("/segment", content=STACK, headers=TIFF)
+def test_volume_goes_to_the_model_and_its_answer_comes_back(service: Service) -> None:
+    response = service.segment()
     assert response.status_code == 200
-    with tifffile.TiffFile(io.BytesIO(response.content)) as file:
-        assert np.array_equal(file.asarray(), np.ones((3, 8, 8)))
+    assert np.array_equal(pixels(response.content), ONES)
     assert int(response.headers["content-length"]) == len(response.content)
     assert response.headers["x-stackseg-voxel-size"] == "0.5,0.2,0.2"
     assert response.headers["cache-control"] == "no-store"
@@ -74,26 +54,25 @@ def block(folder: Path) -> None:
     folder.symlink_to("/proc/self")
 
 
-def test_small_request_is_never_on_a_disk(client: TestClient) -> None:
+def test_small_request_is_never_on_a_disk(service: Service) -> None:
     """Where nothing can be written it is answered nevertheless; large ones are not, nor those that must be decoded."""
-    scratch = runtime_of(client).scratch.requests
+    scratch = service.runtime.scratch.requests
     # Known once a process that reads has started.
-    assert client.post("/inspect", content=STACK, headers=TIFF).status_code == 200
+    assert service.post("/inspect", STACK).status_code == 200
     block(scratch)
     try:
-        response = client.post("/segment", content=STACK, headers=TIFF)
+        response = service.segment()
         assert response.status_code == 200, response.text
-        assert np.array_equal(tifffile.imread(io.BytesIO(response.content)), np.ones((3, 8, 8)))
+        assert np.array_equal(pixels(response.content), ONES)
         compressed = as_tiff(np.full((3, 8, 8), 200, np.uint8), compression="zlib")
         for content in (STACK + bytes(BLOCK_BYTES), compressed):
-            refused = client.post("/segment", content=content, headers=TIFF)
-            assert (refused.status_code, refused.json()["type"]) == (503, "urn:stackseg:problem:storage-unavailable")
+            assert problem(service.segment(content)) == (503, "storage-unavailable")
     finally:
         scratch.unlink()
         scratch.mkdir()
-    assert client.post("/segment", content=compressed, headers=TIFF).content[-100:] == response.content[-100:]
-    assert client.post("/segment", content=STACK + bytes(BLOCK_BYTES), headers=TIFF).status_code == 200
-    assert list(scratch.iterdir()) == []
+    assert service.segment(compressed).content[-100:] == response.content[-100:]
+    assert service.segment(STACK + bytes(BLOCK_BYTES)).status_code == 200
+    assert service.leftovers() == []
 
 
 @pytest.mark.parametrize(
@@ -103,34 +82,42 @@ def test_small_request_is_never_on_a_disk(client: TestClient) -> None:
         ("overlap=0.1&overlap=0.2", "twice"),
         ("output=labels", "output=classes"),
         ("measurements=csv", "only labels"),
-        ("measurements=xlsx", "measurements"),
-        ("time=99999999999999999999999x", "time"),
+        ("roi_size=16,16,16", "roi_size: bands takes windows of 16,32,32 alone"),
         ("channel=" + "x" * 300, "channel"),
     ],
 )
-def test_bad_parameter_is_refused_before_the_body_is_looked_at(client: TestClient, query: str, word: str) -> None:
-    response = client.post(f"/segment?{query}", content=b"not a TIFF", headers=TIFF)
-    assert response.status_code == 422
+def test_bad_parameter_is_refused_before_the_body_is_looked_at(service: Service, query: str, word: str) -> None:
+    response = service.post(f"/segment?{query}", b"not a TIFF")
+    assert problem(response) == (422, "bad-parameter")
     assert word in response.json()["detail"]
 
 
-def test_form_fields_are_parameters_and_blank_ones_are_not(client: TestClient) -> None:
-    file = {"file": ("a.tif", STACK, "image/tiff")}
-    filled = client.post("/segment", files=file, data={"voxel_size": "3,2,1", "model": "", "channel": ""})
-    assert filled.headers["x-stackseg-voxel-size"] == "3,2,1"
-    unknown = client.post("/segment", files=file, data={"voxels": "3,2,1"})
-    assert (unknown.status_code, "'voxels'" in unknown.json()["detail"]) == (422, True)
-    twice = client.post("/segment?overlap=0.1", files=file, data={"overlap": "0.2"})
-    assert (twice.status_code, "twice" in twice.json()["detail"]) == (422, True)
-    beyond = client.post("/segment", files=file, data={"overlap": "0.9"})
-    assert (beyond.status_code, "0.75" in beyond.json()["detail"]) == (422, True)
-    assert client.post("/segment", files=file, data={"model": "livers"}).status_code == 404
+@pytest.mark.parametrize(
+    ("data", "query", "status", "word"),
+    [
+        ({"voxels": "3,2,1"}, "", 422, "'voxels'"),
+        ({"overlap": "0.2"}, "?overlap=0.1", 422, "twice"),
+        ({"overlap": "0.9"}, "", 422, "0.75"),
+        ({"model": "livers"}, "", 404, "livers"),
+    ],
+)
+def test_bad_field_of_a_form_is_refused(
+    service: Service, data: dict[str, str], query: str, status: int, word: str
+) -> None:
+    refused = service.client.post(f"/segment{query}", files={"file": ("a.tif", STACK)}, data=data)
+    assert (refused.status_code, word in refused.json()["detail"]) == (status, True)
+
+
+def test_form_fields_are_parameters_and_blank_ones_are_not(service: Service) -> None:
+    data = {"voxel_size": "3,2,1", "model": "", "channel": ""}
+    answer = service.client.post("/segment", files={"file": ("my cells.tif", STACK, "image/tiff")}, data=data)
+    assert answer.headers["x-stackseg-voxel-size"] == "3,2,1"
+    assert answer.headers["content-disposition"] == 'attachment; filename="my cells_classes.ome.tif"'
 
 
 @pytest.fixture(scope="module")
-def instances(random_nuclei: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
-    with start(random_nuclei.folder.parent, tmp_path_factory.mktemp("scratch")) as running:
-        until(lambda: runtime_of(running).unready_reasons() == ())
+def instances(random_nuclei: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with start(random_nuclei.folder.parent, tmp_path_factory.mktemp("service")) as running:
         yield running
 
 
@@ -143,8 +130,8 @@ def two_channels() -> bytes:
     return as_tiff(stack, metadata=metadata)
 
 
-def test_measurements_are_of_every_channel_of_the_file(instances: TestClient) -> None:
-    response = instances.post("/segment?measurements=csv&channel=0", content=two_channels(), headers=TIFF)
+def test_measurements_are_of_every_channel_of_the_file(instances: Service) -> None:
+    response = instances.segment(two_channels(), measurements="csv", channel=0)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/csv")
     assert "stack_measurements.csv" in response.headers["content-disposition"]
@@ -156,92 +143,92 @@ def test_measurements_are_of_every_channel_of_the_file(instances: TestClient) ->
     assert (row["intensity_mean-0"], row["intensity_mean-1"], row["intensity_max-1"]) == ("300", "1.5", "2")
 
 
-def test_both_files_come_in_an_archive(instances: TestClient) -> None:
-    response = instances.post("/segment?measurements=zip&channel=0", content=two_channels(), headers=TIFF)
+def test_both_files_come_in_an_archive(instances: Service) -> None:
+    response = instances.segment(two_channels(), measurements="zip", channel=0)
     assert response.headers["content-type"] == "application/zip"
     with zipfile.ZipFile(io.BytesIO(response.content)) as archive:
         assert archive.namelist() == ["labels.ome.tif", "measurements.csv"]
-        labels = tifffile.imread(io.BytesIO(archive.read("labels.ome.tif")))
+        labels = pixels(archive.read("labels.ome.tif"))
         table = archive.read("measurements.csv").decode()
     assert np.count_nonzero(labels) == 12
-    assert table == instances.post("/segment?measurements=csv&channel=0", content=two_channels(), headers=TIFF).text
-    assert list(runtime_of(instances).scratch.requests.iterdir()) == []
+    assert table == instances.segment(two_channels(), measurements="csv", channel=0).text
+    assert instances.leftovers() == []
 
 
-def test_same_request_is_answered_again_without_the_device(bands_repository: Path, tmp_path: Path) -> None:
-    with start(bands_repository, tmp_path, cache_bytes=100_000) as client:
-        runtime = runtime_of(client)
-        until(lambda: runtime.unready_reasons() == ())
-        fake: Any = loaded_segmenter(runtime.models, None)
-
-        def post(stack: bytes = STACK, query: str = "", name: str = "a.tif") -> Any:
-            response = client.post(f"/segment{query}", content=stack, headers=TIFF | {"X-Filename": name})
-            assert response.status_code == 200
-            return response
-
-        first = post()
-        fake.gate.clear()
-        again = post(name="b.tif")
-        fake.gate.set()
-        assert (first.headers["x-cache"], again.headers["x-cache"]) == ("miss", "hit")
-        assert (first.content, first.headers["etag"]) == (again.content, again.headers["etag"])
-        assert "b_classes.ome.tif" in again.headers["content-disposition"]
-        assert again.headers["x-stackseg-voxel-size"] == first.headers["x-stackseg-voxel-size"]
-        assert again.headers["server-timing"].startswith("receive;")
-        others = post(as_tiff(np.full((3, 8, 8), 201, np.uint8))), post(query="?overlap=0.5")
-        assert {other.headers["x-cache"] for other in others} == {"miss"}
-        assert len({first.headers["etag"], *(other.headers["etag"] for other in others)}) == 3
-        metrics = client.get("/metrics").text
-        assert 'stackseg_cache_total{outcome="hit"} 1.0' in metrics
-        assert 'stackseg_cache_total{outcome="miss"} 3.0' in metrics
-        assert list(runtime.scratch.requests.iterdir()) == []
+@pytest.fixture
+def caching(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
+    """A service of the test's own that keeps results."""
+    with start(bands_repository, tmp_path, limits={"cache_bytes": 100_000, "request_seconds": 10}) as running:
+        yield running
 
 
-def test_answer_that_cannot_be_kept_is_given(
-    bands_repository: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with start(bands_repository, tmp_path, cache_bytes=100_000) as client:
-        runtime = runtime_of(client)
-        until(lambda: runtime.unready_reasons() == ())
-        block(runtime.scratch.path / "cache")
-        for _ in range(2):
-            response = client.post("/segment", content=STACK, headers=TIFF)
-            assert (response.status_code, response.headers["x-cache"]) == (200, "miss")
-        assert caplog.text.count("A result is not kept") == 2
+def test_same_request_is_answered_again_without_the_device(caching: Service) -> None:
+    def post(stack: bytes = STACK, query: str = "", name: str = "a.tif") -> Any:
+        response = caching.post(f"/segment{query}", stack, TIFF | {"X-Filename": name})
+        assert response.status_code == 200
+        return response
+
+    first = post()
+    caching.fake.gate.clear()
+    again = post(name="b.tif")
+    caching.fake.gate.set()
+    assert (first.headers["x-cache"], again.headers["x-cache"]) == ("miss", "hit")
+    assert (first.content, first.headers["etag"]) == (again.content, again.headers["etag"])
+    assert "b_classes.ome.tif" in again.headers["content-disposition"]
+    assert again.headers["x-stackseg-voxel-size"] == first.headers["x-stackseg-voxel-size"]
+    assert again.headers["server-timing"].startswith("receive;")
+    others = post(as_tiff(np.full((3, 8, 8), 201, np.uint8))), post(query="?overlap=0.5")
+    assert {other.headers["x-cache"] for other in others} == {"miss"}
+    assert len({first.headers["etag"], *(other.headers["etag"] for other in others)}) == 3
+    metrics = caching.client.get("/metrics").text
+    assert 'stackseg_cache_total{outcome="hit"} 1.0' in metrics
+    assert 'stackseg_cache_total{outcome="miss"} 3.0' in metrics
+    assert caching.leftovers() == []
 
 
-def test_what_is_kept_need_not_wait_for_files_that_are_decoded(bands_repository: Path, tmp_path: Path) -> None:
-    with start(bands_repository, tmp_path, cache_bytes=100_000, request_seconds=10) as client:
-        runtime, gate = runtime_of(client), threading.Event()
-        until(lambda: runtime.unready_reasons() == ())
-        assert client.post("/segment", content=STACK, headers=TIFF).headers["x-cache"] == "miss"
-        stuck = [runtime.read_threads.of(str(number)).submit(gate.wait, 60) for number in range(SMALL_READERS)]
-        assert runtime.read_threads.busy("testclient")
-        try:
-            again = client.post("/segment", content=STACK, headers=TIFF)
-            assert (again.status_code, again.headers.get("x-cache")) == (200, "hit")
-            with ThreadPoolExecutor(1) as pool:
-                unknown = as_tiff(np.full((3, 8, 8), 201, np.uint8))
-                posted = pool.submit(client.post, "/segment", content=unknown, headers=TIFF)
-                until(lambda: runtime.read_threads.waiting == 1)
-                time.sleep(0.1)
-                gate.set()
-                other = posted.result(60)
-        finally:
+def test_answer_that_cannot_be_kept_is_given(caching: Service, caplog: pytest.LogCaptureFixture) -> None:
+    block(caching.runtime.scratch.path / "cache")
+    for _ in range(2):
+        response = caching.segment()
+        assert (response.status_code, response.headers["x-cache"]) == (200, "miss")
+    assert caplog.text.count("A result is not kept") == 2
+
+
+def test_failure_is_not_kept(caching: Service) -> None:
+    caching.fake.error = RuntimeError("once")
+    assert caching.segment().status_code == 500
+    caching.fake.error = None
+    assert caching.segment().headers["x-cache"] == "miss"
+
+
+def test_what_is_kept_need_not_wait_for_files_that_are_decoded(caching: Service) -> None:
+    threads, gate = caching.runtime.read_threads, threading.Event()
+    assert caching.segment().headers["x-cache"] == "miss"
+    stuck = [threads.of(str(number)).submit(gate.wait, 60) for number in range(SMALL_READERS)]
+    assert threads.busy("testclient")
+    try:
+        again = caching.segment()
+        assert (again.status_code, again.headers.get("x-cache")) == (200, "hit")
+        with ThreadPoolExecutor(1) as pool:
+            posted = pool.submit(caching.segment, as_tiff(np.full((3, 8, 8), 201, np.uint8)))
+            until(lambda: threads.waiting == 1)
+            time.sleep(0.1)
             gate.set()
-        assert other.headers["x-cache"] == "miss"
-        timing = dict(stage.split(";dur=") for stage in other.headers["server-timing"].split(", "))
-        assert float(timing["read"]) > 90
-        assert all(waited.result(60) for waited in stuck)
-        until(lambda: not runtime.read_threads.busy("testclient"))
+            other = posted.result(60)
+    finally:
+        gate.set()
+    assert other.headers["x-cache"] == "miss"
+    timing = dict(stage.split(";dur=") for stage in other.headers["server-timing"].split(", "))
+    assert float(timing["read"]) > 90
+    assert all(waited.result(60) for waited in stuck)
+    until(lambda: not threads.busy("testclient"))
 
 
 def test_nothing_is_computed_for_a_client_that_left_while_its_file_was_read(
     bands_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with start(bands_repository, tmp_path, request_seconds=0.2) as client:
-        runtime, submitted = runtime_of(client), []
-        until(lambda: runtime.unready_reasons() == ())
+    with start(bands_repository, tmp_path, limits={"request_seconds": 0.2}) as service:
+        runtime, submitted = service.runtime, []
         read, reserve = runtime.reader.read_small, runtime.reserve
 
         def slow(*arguments: Any, **options: Any) -> Any:
@@ -255,41 +242,15 @@ def test_nothing_is_computed_for_a_client_that_left_while_its_file_was_read(
 
         monkeypatch.setattr(runtime.reader, "read_small", slow)
         monkeypatch.setattr(runtime, "reserve", noting)
-        assert client.post("/segment", content=STACK, headers=TIFF).status_code == 504
+        assert service.segment().status_code == 504
         assert submitted == []
-        assert list(runtime.scratch.requests.iterdir()) == []
+        assert service.leftovers() == []
 
 
-def test_volume_and_labels_leave_memory_with_their_request(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, and not when Python next looks for cycles, which takes hours among all that torch brings along."""
-    fake: Any = loaded_segmenter(runtime_of(client).models, None)
-    seen: list[weakref.ref[Any]] = []
-    segment = fake.segment
-
-    def noting(volume: Any, *arguments: Any, **options: Any) -> Any:
-        result = segment(volume, *arguments, **options)
-        seen.extend((weakref.ref(volume.read), weakref.ref(result.segmentation.pixels)))
-        return result
-
-    monkeypatch.setattr(fake, "segment", noting)
-    gc.collect()
-    gc.disable()
-    try:
-        assert client.post("/segment", content=STACK, headers=TIFF).status_code == 200
-        until(lambda: len(seen) == 2 and all(known() is None for known in seen))
-    finally:
-        gc.enable()
-
-
-def test_failure_is_not_kept(bands_repository: Path, tmp_path: Path) -> None:
-    with start(bands_repository, tmp_path, cache_bytes=100_000) as client:
-        until(lambda: runtime_of(client).unready_reasons() == ())
-        fake: Any = loaded_segmenter(runtime_of(client).models, None)
-        fake.error = RuntimeError("once")
-        with pytest.raises(RuntimeError, match="once"):
-            client.post("/segment", content=STACK, headers=TIFF)
-        fake.error = None
-        assert client.post("/segment", content=STACK, headers=TIFF).headers["x-cache"] == "miss"
+def test_volume_and_labels_leave_memory_with_their_request(service: Service) -> None:
+    with service.watch_memory() as seen:
+        assert service.segment().status_code == 200
+        assert len(seen) == 2
 
 
 def key(caller: str | None, spec: ModelSpec, query: Query, **manner: Any) -> str:
@@ -325,119 +286,93 @@ def test_validator_changes_with_what_the_operator_chose_and_with_how_the_model_r
             fake.precision = precision
             return fake
 
-        chosen = {"models": {"folder": bands_repository}, "server": {"scratch_folder": tmp_path}}
-        settings = Settings.model_validate(chosen | {"windows": {"overlap": overlap}})
-        app = create_app(settings, Parts(load=load))
-        with TestClient(app) as client:
-            until(lambda client=client: runtime_of(client).unready_reasons() == ())
-            tags.append(client.post("/segment", content=STACK, headers=TIFF).headers["etag"])
+        with start(bands_repository, tmp_path, load, windows={"overlap": overlap}) as service:
+            tags.append(service.segment().headers["etag"])
     assert tags[0] == tags[1]
     assert len(set(tags)) == 3
 
 
 def test_request_that_takes_too_long_is_given_up(bands_repository: Path, tmp_path: Path) -> None:
-    with start(bands_repository, tmp_path, request_seconds=0.5) as client:
-        runtime = runtime_of(client)
-        until(lambda: runtime.unready_reasons() == ())
-        fake: Any = loaded_segmenter(runtime.models, None)
-        fake.gate.clear()
-        response = client.post("/segment", content=STACK, headers=TIFF)
-        assert (response.status_code, response.json()["type"]) == (504, "urn:stackseg:problem:timed-out")
-        until(lambda: not runtime.devices.running)
-        assert list(runtime.scratch.requests.iterdir()) == []
-        fake.gate.set()
-        assert client.post("/segment", content=STACK, headers=TIFF).status_code == 200
+    with start(bands_repository, tmp_path, limits={"request_seconds": 0.5}) as service:
+        service.fake.gate.clear()
+        assert problem(service.segment()) == (504, "timed-out")
+        until(lambda: not service.runtime.devices.running)
+        assert service.leftovers() == []
+        service.fake.gate.set()
+        assert service.segment().status_code == 200
 
 
-def test_request_that_waits_when_the_service_stops_is_told_so(bands_repository: Path, tmp_path: Path) -> None:
-    with start(bands_repository, tmp_path) as client:
-        runtime = runtime_of(client)
-        until(lambda: runtime.unready_reasons() == ())
-        fake: Any = loaded_segmenter(runtime.models, None)
-        fake.gate.clear()
-        answers: list[Any] = []
-
-        def post() -> None:
-            answers.append(client.post("/segment", content=STACK, headers=TIFF))
-
-        threads = [threading.Thread(target=post) for _ in range(2)]
-        for thread in threads:
-            thread.start()
+def test_request_that_waits_when_the_service_stops_is_told_so(service: Service) -> None:
+    devices = service.runtime.devices
+    service.fake.gate.clear()
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(service.segment) for _ in range(2)]
         # The first of the two waits as well, until the worker has noticed it.
-        until(lambda: runtime.devices.running and runtime.devices.waiting == 1)
-        runtime.devices.all[0].scheduler.queue.cancel_all()
-        for thread in threads:
-            thread.join(20)
-        assert [answer.status_code for answer in answers] == [503, 503]
-        assert {answer.json()["type"] for answer in answers} == {"urn:stackseg:problem:not-ready"}
+        until(lambda: devices.running and devices.waiting == 1)
+        devices.all[0].scheduler.queue.cancel_all()
+        assert [problem(answer.result(20)) for answer in answers] == [(503, "not-ready")] * 2
 
 
 @pytest.fixture(scope="module")
-def host(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, Path]]:
-    """A service that may read `scans/stack.tif` and write below `results`, and the folder that holds both."""
+def host(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service that may read `scans/stack.tif` and write below `results`, both in its folder."""
     folder = tmp_path_factory.mktemp("host")
-    for name in ("scans", "results", "scratch"):
+    for name in ("scans", "results"):
         (folder / name).mkdir()
     (folder / "scans" / "stack.tif").write_bytes(STACK)
     roots = {"inputs": {"scans": str(folder / "scans")}, "outputs": {"results": str(folder / "results")}}
+    limits = {"cache_bytes": 10**6, "upload_bytes": 10}
     with serve_objects(folder) as server:
         roots["stores"] = {"far": f"{server.url}/scans"}
-        with start(bands_repository, folder / "scratch", roots, cache_bytes=10**6, upload_bytes=10) as client:
-            until(lambda: runtime_of(client).unready_reasons() == ())
-            yield client, folder
+        with start(bands_repository, folder, references=roots, limits=limits) as service:
+            yield service
 
 
-def test_file_of_the_host_is_segmented_without_being_sent(host: tuple[TestClient, Path]) -> None:
-    client, _ = host
-    response = client.post("/segment?input=scans/stack.tif")
+def test_file_of_the_host_is_segmented_without_being_sent(host: Service) -> None:
+    assert problem(host.segment()) == (413, "too-large")
+    response = host.segment(b"", input="scans/stack.tif")
     assert response.status_code == 200, response.text
-    assert np.array_equal(tifffile.imread(io.BytesIO(response.content)), np.ones((3, 8, 8)))
+    assert np.array_equal(pixels(response.content), ONES)
     assert 'filename="stack_classes.ome.tif"' in response.headers["content-disposition"]
     assert "x-cache" not in response.headers
-    assert client.post("/inspect?input=scans/stack.tif").json()["file"]["shape"] == [1, 3, 8, 8]
-    assert list(runtime_of(client).scratch.requests.iterdir()) == []
+    assert host.post("/inspect", b"", input="scans/stack.tif").json()["file"]["shape"] == [1, 3, 8, 8]
+    assert host.leftovers() == []
 
 
 @pytest.mark.parametrize("version", ["0.4", "0.5"])
 def test_ome_zarr_is_segmented_from_a_folder_of_the_host_and_from_an_archive(
-    host: tuple[TestClient, Path], client: TestClient, version: str
+    host: Service, service: Service, version: str
 ) -> None:
-    service, folder = host
-    store = folder / "scans" / f"{version}.ome.zarr"
-    write_zarr(store, tifffile.imread(io.BytesIO(STACK)), version=version, chunks=(2, 5, 5))
+    store = host.folder / "scans" / f"{version}.ome.zarr"
+    write_zarr(store, pixels(STACK), version=version, chunks=(2, 5, 5))
     packed = pack(store).read_bytes()
-    url = runtime_of(service).settings.references.stores["far"].url
-    for response in (
-        service.post(f"/segment?input=scans/{store.name}"),
-        service.post(f"/segment?input=far/{store.name}"),
-        service.post("/segment", params={"input": f"{url}/{store.name}"}),
-        client.post("/segment", content=packed, headers={"Content-Type": "application/zip", "X-Filename": "a.ozx"}),
-    ):
+    url = host.runtime.settings.references.stores["far"].url
+    places = [f"scans/{store.name}", f"far/{store.name}"]
+    answers = [host.segment(b"", input=place) for place in (*places, f"{url}/{store.name}")]
+    answers.append(service.segment(packed, headers={"Content-Type": "application/zip", "X-Filename": "a.ozx"}))
+    for response in answers:
         assert response.status_code == 200, response.text
-        assert np.array_equal(tifffile.imread(io.BytesIO(response.content)), np.ones((3, 8, 8)))
+        assert np.array_equal(pixels(response.content), ONES)
         assert response.headers["x-stackseg-voxel-size"].startswith("0.5,")
     assert 'filename="a_classes.ome.tif"' in response.headers["content-disposition"]
-    for place in ("scans", "far"):
-        facts = service.post(f"/inspect?input={place}/{store.name}").json()["file"]
+    for place in places:
+        facts = host.post("/inspect", b"", input=place).json()["file"]
         assert (facts["container"], facts["shape"]) == (f"OME-Zarr {version}", [1, 3, 8, 8])
     (store / "zarr.json").unlink(missing_ok=True)
     (store / ".zattrs").unlink(missing_ok=True)
-    assert service.post(f"/segment?input=scans/{store.name}").status_code in (400, 422)
-    assert service.post(f"/segment?input=far/{store.name}").status_code in (400, 422)
-    assert list(runtime_of(service).scratch.requests.iterdir()) == []
+    assert {host.segment(b"", input=place).status_code for place in places} <= {400, 422}
+    assert host.leftovers() == []
 
 
-def test_form_without_a_file_may_name_one(host: tuple[TestClient, Path]) -> None:
-    client, _ = host
-    response = client.post("/segment", data={"input": "scans/stack.tif"}, files={"overlap": (None, "0.5")})
+def test_form_without_a_file_may_name_one(host: Service) -> None:
+    response = host.client.post("/segment", data={"input": "scans/stack.tif"}, files={"overlap": (None, "0.5")})
     assert response.status_code == 200, response.text
 
 
-def test_result_is_written_on_the_host_and_the_answer_says_so(host: tuple[TestClient, Path]) -> None:
-    client, folder = host
-    url = "/segment?input=scans/stack.tif&output_to=results/labels.tif"
-    response = client.post(url)
-    written = folder / "results" / "labels.tif"
+def test_result_is_written_on_the_host_and_the_answer_says_so(host: Service) -> None:
+    places = {"input": "scans/stack.tif", "output_to": "results/labels.tif"}
+    response = host.segment(b"", **places)
+    written = host.folder / "results" / "labels.tif"
     assert response.json() == {
         "output": "results/labels.tif",
         "media_type": "image/tiff",
@@ -445,68 +380,49 @@ def test_result_is_written_on_the_host_and_the_answer_says_so(host: tuple[TestCl
         "model": "bands/1",
         "objects": None,
     }
-    assert np.array_equal(tifffile.imread(written), np.ones((3, 8, 8)))
+    assert np.array_equal(tifffile.imread(written), ONES)
     assert response.headers["x-stackseg-voxel-size"] == "0.5,0.2,0.2"
-    again = client.post(url)
-    assert (again.status_code, again.json()["type"]) == (409, "urn:stackseg:problem:output-exists")
-    assert client.post(url + "&overwrite=true").status_code == 200
-    assert [path.name for path in (folder / "results").iterdir()] == ["labels.tif"]
-    assert list(runtime_of(client).scratch.requests.iterdir()) == []
+    assert problem(host.segment(b"", **places)) == (409, "output-exists")
+    assert host.segment(b"", **places, overwrite="true").status_code == 200
+    assert [path.name for path in written.parent.iterdir()] == ["labels.tif"]
+    assert host.leftovers() == []
 
 
 @pytest.mark.parametrize(
-    ("query", "body", "word"),
+    ("query", "sent", "status", "word"),
     [
-        ("", b"", "no file"),
-        ("input=scans/stack.tif", b"II*", "leave one of them out"),
-        ("input=secrets/stack.tif", b"", "scans"),
-        ("input=scans/stack.tif&output_to=results/labels.png", b"", "tif"),
-        ("input=scans/stack.tif&output_to=results/folder.tif", b"", "is a folder"),
-        ("input=scans/stack.tif&overwrite=true", b"", "output_to"),
-        ("format=zarr", b"II*", "format"),
-        ("glob=*.tif", b"II*", "glob"),
+        ("", [b""], 422, "no file"),
+        ("input=scans/stack.tif", [b"II*"], 422, "leave one of them out"),
+        ("input=secrets/stack.tif", [b""], 422, "scans"),
+        ("input=scans/stack.tif&output_to=results/labels.png", [b""], 422, "tif"),
+        ("input=scans/stack.tif&output_to=results/folder.tif", [b""], 422, "is a folder"),
+        ("input=scans/stack.tif&overwrite=true", [b""], 422, "output_to"),
+        ("format=zarr", [b"II*"], 422, "format"),
+        ("glob=*.tif", [b"II*"], 422, "glob"),
+        ("output_to=results/labels.png", [b"II*", FORM], 422, "tif"),
+        ("output_to=results/labels.png&overwrite=true", [b"II*", FORM], 422, "tif"),
+        ("overwrite=true", [b"II*", FORM], 422, "output_to"),
+        ("output_to=results/there.tif", [b"II*", FORM], 409, "there already"),
     ],
 )
 def test_reference_that_cannot_be_used_is_refused(
-    host: tuple[TestClient, Path], query: str, body: bytes, word: str
+    host: Service, query: str, sent: list[Any], status: int, word: str
 ) -> None:
-    client, folder = host
-    (folder / "results" / "folder.tif").mkdir(exist_ok=True)
-    for endpoint in ("/segment", "/jobs", "/inspect"):
-        response = client.post(f"{endpoint}?{query}", content=body, headers=TIFF)
-        assert (response.status_code, response.json()["type"]) == (422, "urn:stackseg:problem:bad-parameter")
-        assert word in response.json()["detail"]
-        assert str(folder) not in response.text
-    assert list(runtime_of(client).scratch.requests.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("query", "status", "word"),
-    [
-        ("output_to=results/labels.png", 422, "tif"),
-        ("output_to=results/labels.png&overwrite=true", 422, "tif"),
-        ("overwrite=true", 422, "output_to"),
-        ("output_to=results/there.tif", 409, "there already"),
-    ],
-)
-def test_a_form_may_write_no_more_than_a_plain_body(
-    host: tuple[TestClient, Path], query: str, status: int, word: str
-) -> None:
-    client, folder = host
-    there = folder / "results" / "there.tif"
+    there = host.folder / "results" / "there.tif"
     there.write_text("precious")
-    for sent in ({"content": b"II*", "headers": TIFF}, {"files": {"file": b"II*"}}):
-        for endpoint in ("/segment", "/jobs"):
-            response = client.post(f"{endpoint}?{query}", **sent)
-            assert (response.status_code, word in response.json()["detail"]) == (status, True), response.text
+    (there.parent / "folder.tif").mkdir(exist_ok=True)
+    for endpoint, body in itertools.product(("/segment", "/jobs", "/inspect"), sent):
+        given = {"files": body} if body is FORM else {"content": body, "headers": TIFF}
+        refused = host.client.post(f"{endpoint}?{query}", **given)
+        assert (refused.status_code, word in refused.json()["detail"]) == (status, True), refused.text
+        assert str(host.folder) not in refused.text
     assert there.read_text() == "precious"
+    assert host.leftovers() == []
 
 
-def test_file_of_the_host_that_is_no_stack_is_refused(host: tuple[TestClient, Path]) -> None:
-    client, folder = host
-    (folder / "scans" / "notes.txt").write_text("nothing to see")
-    response = client.post("/segment?input=scans/notes.txt")
-    assert (response.status_code, response.json()["type"]) == (415, "urn:stackseg:problem:unsupported-media")
+def test_file_of_the_host_that_is_no_stack_is_refused(host: Service) -> None:
+    (host.folder / "scans" / "notes.txt").write_text("nothing to see")
+    assert problem(host.segment(b"", input="scans/notes.txt")) == (415, "unsupported-media")
 
 
 def outcome(**facts: Any) -> AnswerMetadata:
@@ -526,13 +442,10 @@ def test_headers_say_only_what_is_known() -> None:
     assert build_headers(outcome()).keys() == {"Cache-Control", "X-StackSeg-Model", "Server-Timing"}
     known = build_headers(outcome(objects=3, voxel_size=VoxelSize(0.5, 0.1, 1e-5)))
     assert (known["X-StackSeg-Objects"], known["X-StackSeg-Voxel-Size"]) == ("3", "0.5,0.1,1e-05")
-    assert build_headers(outcome(diameter="15px; stated"))["X-StackSeg-Diameter"] == "15px; stated"
-    assert build_headers(outcome(skipped="3 of 9 windows; up to 7"))["X-StackSeg-Skipped"] == "3 of 9 windows; up to 7"
-
-
-def test_server_timing_is_in_milliseconds() -> None:
     timing = build_headers(outcome(seconds={"windows": 1.2345, "total": 2}))["Server-Timing"]
     assert timing == "windows;dur=1234.5, total;dur=2000.0"
+    assert build_headers(outcome(diameter="15px; stated"))["X-StackSeg-Diameter"] == "15px; stated"
+    assert build_headers(outcome(skipped="3 of 9 windows; up to 7"))["X-StackSeg-Skipped"] == "3 of 9 windows; up to 7"
 
 
 @pytest.mark.parametrize(
@@ -550,30 +463,26 @@ def test_answer_is_named_after_the_input(name: str, answer: str) -> None:
     assert answer_name(name, "_labels.ome.tif") == answer
 
 
-def test_files_that_nobody_can_read_keep_no_others_from_being_looked_at(client: TestClient) -> None:
+def test_files_that_nobody_can_read_keep_no_others_from_being_looked_at(service: Service) -> None:
     """Decoding waits for its turn, and so do folders on a server that does not answer."""
-    gate, runtime = threading.Event(), runtime_of(client)
+    gate, runtime = threading.Event(), service.runtime
     others = runtime.read_threads.of("others"), runtime.decode_threads.of("testclient")
     stuck = [pool.submit(gate.wait, 60) for pool in (*others, HOST_FILE_THREADS) for _ in range(16)]
     try:
-        inspected = client.post("/inspect", content=STACK, headers=TIFF)
-        assert inspected.json()["file"]["shape"] == [1, 3, 8, 8]
-        assert client.post("/jobs", content=STACK, headers=TIFF).status_code == 202
+        assert service.post("/inspect", STACK).json()["file"]["shape"] == [1, 3, 8, 8]
+        service.submit()
     finally:
         gate.set()
     assert all(waited.result(60) for waited in stuck)
-    assert client.post("/segment", content=STACK, headers=TIFF).status_code == 200
+    assert service.segment().status_code == 200
 
 
 def test_channels_that_are_too_large_to_measure_are_refused_before_anything_is_computed(
     random_nuclei: ModelSpec, tmp_path: Path
 ) -> None:
     """One channel of the file has 512 bytes, and both have 1024."""
-    with start(random_nuclei.folder.parent, tmp_path, decoded_bytes=600) as client:
-        until(lambda: runtime_of(client).unready_reasons() == ())
-        fake: Any = loaded_segmenter(runtime_of(client).models, None)
-        fake.error = AssertionError("nothing is to be computed")
-        refused = client.post("/segment?measurements=csv&channel=0", content=two_channels(), headers=TIFF)
-        fake.error = None
-        assert refused.status_code == 413
-        assert client.post("/segment?channel=0", content=two_channels(), headers=TIFF).status_code == 200
+    with start(random_nuclei.folder.parent, tmp_path, limits={"decoded_bytes": 600}) as service:
+        service.fake.error = AssertionError("nothing is to be computed")
+        assert problem(service.segment(two_channels(), measurements="csv", channel=0)) == (413, "too-large")
+        service.fake.error = None
+        assert service.segment(two_channels(), channel=0).status_code == 200

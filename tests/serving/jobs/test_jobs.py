@@ -18,8 +18,10 @@ import load
 import numpy as np
 import pytest
 from fakes import until
-from job_service import STACK, TIFF, Service, start
-from live import as_tiff
+from job_service import Service, start
+from live import STACK, TIFF, as_tiff
+
+from service.api.messages.headers import ANONYMOUS
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ def submit_two(service: Service) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def state_on_disk(service: Service, job: dict[str, Any]) -> str:
-    return str(service.async_jobs._store.find(job["id"], None).state)
+    return str(service.async_jobs._store.find(job["id"], ANONYMOUS).state)
 
 
 def files_on_disk(folder: Path) -> list[str]:
