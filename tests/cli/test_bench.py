@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,46 +18,45 @@ from service.inference.runner.model_runner import ModelRunner
 
 
 @pytest.fixture
-def config(bands_repository: Path, tmp_path: Path) -> Callable[[str], list[str]]:
-    def configure(engine: str) -> list[str]:
-        path = tmp_path / "config.yaml"
-        path.write_text(
-            f"models: {{folder: {bands_repository}}}\nengine: {engine}\ndevice: {{name: cpu, threads: 1}}\n"
-        )
-        return ["bench", "--shape", "4", "20", "20", "--repeats", "1", "--config", str(path)]
-
-    return configure
+def bench(bands_repository: Path, configure: Any) -> list[str]:
+    engine = {"kind": "eager", "precision": "fp32", "channels_last": False, "compile_mode": "default"}
+    path = configure(bands_repository, engine=engine)
+    return ["bench", "--shape", "4", "20", "20", "--repeats", "1", "--config", str(path)]
 
 
-def test_a_network_that_runs_as_configured_is_status_zero(
-    config: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(config("{kind: eager, precision: fp32, channels_last: false, compile_mode: default}")) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_a_network_that_runs_as_configured_is_status_zero(bench: list[str], stackseg: Any) -> None:
+    lines = stackseg(*bench).splitlines()
     assert "bands/1: eager fp32 contiguous, compile_mode none, batch size 2, streams 1" in lines
     assert lines[-1].startswith("peak memory: ")
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [(["--repeats", "0"], "--repeats"), (["--hosts", "--plot", "bench.png"], "does not go with --hosts")],
+)
+def test_what_cannot_be_measured_is_refused(bench: list[str], stackseg: Any, options: list[str], words: str) -> None:
+    assert words in stackseg(*bench, *options, status=1)
+
+
 def test_a_fallback_is_printed_after_the_whole_report_and_is_status_one(
-    config: Callable[[str], list[str]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    bench: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = ModelRunner.report
     compiled = {"compile_mode": "default", "engine": "compiled", "warnings": ("It is slow.",)}
     monkeypatch.setattr(ModelRunner, "report", lambda self: replace(report(self), **compiled))
-    numbers = tmp_path / "bench.json"
-    assert main([*config("{kind: eager, precision: fp32}"), "--json", str(numbers)]) == 1
+    numbers, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    assert main([*bench, "--device", "cpu", "--json", str(numbers), "--plot", str(picture)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "warning: It is slow." in lines
     assert lines[-3].startswith("peak memory: ")
     assert lines[-2:] == ["", "engine.kind is eager, but the network ran with compiled"]
-    assert json.loads(numbers.read_text())["engine"]["warnings"] == ["It is slow."]
+    content = json.loads(numbers.read_text())
+    assert (content["model"], content["engine"]["warnings"]) == ("bands/1", ["It is slow."])
+    assert picture.exists()
 
 
 def test_each_line_is_flushed_before_the_next_is_measured(
-    config: Callable[[str], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out.md"
     once = session.RequestRunner.once
@@ -71,15 +69,12 @@ def test_each_line_is_flushed_before_the_next_is_measured(
     monkeypatch.setattr(session.RequestRunner, "once", interrupted)
     with output.open("w", buffering=io.DEFAULT_BUFFER_SIZE) as file:
         monkeypatch.setattr(sys, "stdout", file)
-        assert main([*config("{kind: eager, precision: fp32}"), "--repeats", "2"]) == 130
+        assert main([*bench, "--repeats", "2"]) == 130
         assert output.read_text().splitlines()[-1].startswith("| 1 | ")
 
 
 def test_each_row_of_hosts_is_shown_as_soon_as_it_is_measured(
-    config: Callable[[str], list[str]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    bench: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = []
 
@@ -90,6 +85,6 @@ def test_each_row_of_hosts_is_shown_as_soon_as_it_is_measured(
 
     monkeypatch.setattr(hosts, "measure", measure)
     numbers = tmp_path / "hosts.json"
-    assert main([*config("{kind: eager}"), "--hosts", "--json", str(numbers)]) == 0
+    assert main([*bench, "--hosts", "--json", str(numbers)]) == 0
     assert shown == [f"{hosts.HEAD}\n| 1 | 10.0 | 100% |\n", "| 2 | 16.0 | 80% |\n"]
     assert [row["workers"] for row in json.loads(numbers.read_text())] == [1, 2]

@@ -51,18 +51,8 @@ def test_the_command_in_the_message_works_once_it_names_the_network(
 def test_a_terminal_is_asked_until_the_answers_can_be_read(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    answers = [
-        ARCHITECTURE,
-        "range:0",
-        "range:0,255",
-        "16,16,16",
-        "background,cell",
-        "",
-        "softmax",
-        "classes",
-        "",
-        "12",
-    ]
+    scores = ["background,cell", "", "softmax", "classes", "", "12"]
+    answers = [ARCHITECTURE, "range:0", "range:0,255", "16,16,16", *scores]
     control, terminal = pty.openpty()
     os.write(control, "".join(f"{answer}\n" for answer in answers).encode())
     with os.fdopen(os.dup(terminal)) as reading, os.fdopen(terminal, "w") as writing:

@@ -24,7 +24,6 @@ PRESET = Engine(kind="cudagraph", precision="bf16", channels_last=True, compile_
     ("settings", "report"),
     [
         (Engine(), CPU),
-        (Engine(), replace(CPU, warnings=("slow",))),
         (PRESET, GPU),
         (Engine(kind="cudagraph"), replace(GPU, compile_mode=None)),
         (Engine(kind="eager", precision="fp32", channels_last=False), CPU),
@@ -33,16 +32,18 @@ PRESET = Engine(kind="cudagraph", precision="bf16", channels_last=True, compile_
         (Engine(kind="compiled", compile_mode="default"), replace(CPU, engine="compiled", compile_mode="default")),
         # OpenVINO chooses its memory format itself.
         (Engine(kind="openvino", channels_last=True), replace(CPU, engine="openvino")),
+        # Engines of a CPU that do not compile.
+        (Engine(kind="auto", compile_mode="reduce-overhead"), CPU),
+        (Engine(kind="eager", compile_mode="reduce-overhead"), CPU),
+        (Engine(kind="winograd", compile_mode="reduce-overhead"), replace(CPU, engine="winograd")),
+        (Engine(kind="openvino", compile_mode="reduce-overhead"), replace(CPU, engine="openvino")),
+        # Warnings on a CPU, or where the engine is chosen automatically.
+        (Engine(kind="eager"), replace(CPU, warnings=("This device has no bf16 units.",))),
+        (Engine(), replace(GPU, warnings=("This device has no bf16 units.",))),
     ],
 )
 def test_a_network_that_runs_as_configured_has_no_deviations(settings, report):
     assert find_deviations(settings, report) == []
-
-
-@pytest.mark.parametrize("kind", ["auto", "eager", "winograd", "openvino"])
-def test_the_compile_mode_means_nothing_to_engines_of_a_cpu_that_do_not_compile(kind):
-    engine = "eager" if kind == "auto" else kind
-    assert find_deviations(Engine(kind=kind, compile_mode="reduce-overhead"), replace(CPU, engine=engine)) == []
 
 
 @pytest.mark.parametrize(
@@ -95,9 +96,3 @@ def test_a_network_that_falls_back_to_eager_deviates_in_several_settings():
         "engine.compile_mode is reduce-overhead",
         "engine.kind is cudagraph",
     ]
-
-
-def test_warnings_are_no_deviation_on_a_cpu_or_if_the_engine_is_chosen_automatically():
-    warnings = ("This device has no bf16 units.",)
-    assert find_deviations(Engine(kind="eager"), replace(CPU, warnings=warnings)) == []
-    assert find_deviations(Engine(), replace(GPU, warnings=warnings)) == []

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,6 @@ from paths import ROOT
 from zarr_files import write_zarr
 
 from scripts.recipes.synthetic_nuclei import synthesise
-from service.__main__ import main
 from service.core.types import Selection
 from service.formats import stack_reader
 from service.models.spec import ModelSpec
@@ -42,13 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def config(random_nuclei: ModelSpec, tmp_path: Path) -> Path:
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        f"models: {{folder: {random_nuclei.folder.parent}}}\nengine: {{kind: eager}}\n"
-        "device: {name: cpu, threads: 1}\n"
-    )
-    return path
+def config(random_nuclei: ModelSpec, configure: Any) -> Path:
+    return Path(configure(random_nuclei.folder.parent))
 
 
 def recorded(out: Path) -> list[str]:
@@ -101,10 +96,6 @@ def test_a_folder_is_interrupted_and_resumed(folder: Path, config: Path, tmp_pat
     assert "not begun" not in report
 
 
-def segment(*arguments: object) -> int:
-    return main(["segment", *map(str, arguments)])
-
-
 def few(folder: Path, tmp_path: Path, names: Sequence[str] = STACKS[:3]) -> Path:
     """A folder with some of the stacks."""
     chosen = tmp_path / "few"
@@ -115,13 +106,12 @@ def few(folder: Path, tmp_path: Path, names: Sequence[str] = STACKS[:3]) -> Path
 
 
 def test_what_is_done_is_skipped_unless_parameters_or_the_file_differ(
-    folder: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, config: Path, tmp_path: Path, stackseg: Any
 ) -> None:
     chosen, out = few(folder, tmp_path), tmp_path / "out"
 
     def before(*arguments: object) -> str:
-        assert segment(chosen, out, "--config", config, *arguments) == 0
-        told = capsys.readouterr().out.partition(" stacks, ")[2]
+        told = stackseg("segment", chosen, out, "--config", config, *arguments).partition(" stacks, ")[2]
         return told.partition(" of them")[0] if "before" in told else "0"
 
     assert before() == "0"
@@ -135,17 +125,16 @@ def test_what_is_done_is_skipped_unless_parameters_or_the_file_differ(
 
 
 def test_labels_of_a_folder_are_ome_zarr_where_they_are_asked_for(
-    folder: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, config: Path, tmp_path: Path, stackseg: Any
 ) -> None:
     chosen, out = few(folder, tmp_path), tmp_path / "out"
     names = sorted(path.stem for path in chosen.glob("*.tif"))
-    assert segment(chosen, out, "--config", config) == 0
+    stackseg("segment", chosen, out, "--config", config)
     for before in (0, len(names) - 1):
         if before:
             (out / f"{names[0]}_labels.ome.zarr" / "zarr.json").unlink()
-        capsys.readouterr()
-        assert segment(chosen, out, "--config", config, "--format", "zarr") == 0
-        assert (f", {before} of them before" in capsys.readouterr().out) == (before > 0)
+        told = stackseg("segment", chosen, out, "--config", config, "--format", "zarr")
+        assert (f", {before} of them before" in told) == (before > 0)
         for name in names:
             store = out / f"{name}_labels.ome.zarr"
             yaozarrs.validate_zarr_store(str(store))
@@ -175,13 +164,7 @@ def test_labels_of_a_folder_are_ome_zarr_where_they_are_asked_for(
     ],
 )
 def test_what_cannot_be_done_is_refused(
-    folder: Path,
-    config: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    words: str,
+    folder: Path, config: Path, tmp_path: Path, stackseg: Any, monkeypatch: Any, arguments: list[str], words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     zarr = write_zarr(tmp_path / "in.zarr", np.zeros((4, 8, 8), np.uint8), chunks=(4, 8, 8))
@@ -189,13 +172,10 @@ def test_what_cannot_be_done_is_refused(
     places["full"].mkdir()
     (places["full"] / "thesis.doc").touch()
     given = [argument.format(**places) for argument in arguments]
-    assert segment(*given, "--config", config) == 1
-    assert words in capsys.readouterr().err
+    assert words in stackseg("segment", *given, "--config", config, status=1)
 
 
-def test_time_series_of_a_folder_have_linked_objects(
-    folder: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_time_series_of_a_folder_have_linked_objects(folder: Path, config: Path, tmp_path: Path, stackseg: Any) -> None:
     movies, out = tmp_path / "movies", tmp_path / "out"
     movies.mkdir()
     points = np.stack([tifffile.imread(folder / f"{name}.tif")[:8] for name in STACKS[:3]])
@@ -208,7 +188,7 @@ def test_time_series_of_a_folder_have_linked_objects(
     (movies / "cut.tif").write_bytes(content[: len(content) // 2])
     arguments = ["--config", config, "--diameter", "none", "--time", "all", "--link", "overlap"]
 
-    assert segment(movies, out, *arguments) == 1
+    assert "stackseg: cut.tif: " in stackseg("segment", movies, out, *arguments, status=1)
 
     table = rows(out / "objects.csv")
     for name in ("one", "two"):
@@ -217,8 +197,7 @@ def test_time_series_of_a_folder_have_linked_objects(
         tracks = {int(row["track_id"]) for row in table if row["stack"] == f"{name}.tif"}
         assert tracks == set(np.unique(labels[labels > 0]).tolist())
         assert png_decode((out / f"{name}.png").read_bytes()).shape == (48, 64, 3)
-    assert "stackseg: cut.tif: " in capsys.readouterr().err
     # The same as of the file alone.
-    assert segment(movies / "one.tif", tmp_path / "one.tif", *arguments) == 0
+    stackseg("segment", movies / "one.tif", tmp_path / "one.tif", *arguments)
     alone = tifffile.imread(tmp_path / "one.tif")
     np.testing.assert_array_equal(alone, tifffile.imread(out / "one_labels.ome.tif"))
