@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from paths import ROOT
 from playwright.sync_api import Page
 
@@ -32,6 +35,13 @@ def put(page: Page, content: bytes, name: str = "cells.tif") -> None:
 
 def segment(page: Page) -> None:
     page.get_by_role("button", name="Segment", exact=True).click()
+
+
+def middle(labels: NDArray[Any], label: int) -> tuple[int, int, int]:
+    """A voxel of an object, near its middle."""
+    voxels = np.argwhere(labels == label)
+    z, y, x = voxels[np.argmin(((voxels - voxels.mean(0)) ** 2).sum(1))]
+    return int(z), int(y), int(x)
 
 
 def check_accessibility(page: Page) -> None:

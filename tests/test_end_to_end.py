@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ import httpx2
 import numpy as np
 import pytest
 import tifffile
-from live import Answer, Live, as_tiff, classes, eager, opened_as, serve, until
+from live import TIFF, Answer, Live, as_tiff, classes, eager, opened_as, serve, until
 from paths import ROOT
 from paths import SHARED_DATA as DATA
+from sockets import key_and_certificate, needs_openssl
 
 from service.api.access.keys import hash_key
-from service.api.http.uploads import BLOCK_BYTES, UPLOAD_MEMORY, UPLOAD_MEMORY_BYTES
+from service.api.http.uploads import BLOCK_BYTES
 from service.core.config import Settings
 from service.core.types import Segmentation
 from service.inference.runner.label_agreement import share_differing
@@ -64,16 +66,6 @@ def test_stack_comes_back_as_classes_with_its_voxel_size(live: Live, phantom: An
     assert stages == ["receive", "read", "queue", "prepare", "windows", "decode", "write", "total"]
 
 
-def test_multipart_form_gives_the_same_as_the_raw_body(live: Live, phantom: Any) -> None:
-    stack = as_tiff(phantom.image)
-    form = live.client.post(
-        "/segment", files={"file": ("my cells.tif", stack, "image/tiff")}, data={"output": "classes", "overlap": "0.5"}
-    )
-    assert form.status_code == 200, form.text
-    assert form.headers["content-disposition"] == 'attachment; filename="my cells_classes.ome.tif"'
-    assert np.array_equal(classes(form.content), classes(live.segment(stack, overlap=0.5).content))
-
-
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 @pytest.mark.parametrize(
     ("sent", "saved", "encoded"),
@@ -109,34 +101,6 @@ def test_probabilities_are_named_and_sum_to_one(live: Live, phantom: Any) -> Non
     assert answer.pixels.sum(0) == pytest.approx(np.ones(phantom.image.shape), abs=1e-5)
 
 
-def test_channel_time_and_stated_voxel_size(live: Live, phantom: Any) -> None:
-    hyperstack = np.zeros((2, phantom.image.shape[0], 2, *phantom.image.shape[1:]), np.uint16)
-    hyperstack[1, :, 1] = phantom.image
-    stack = as_tiff(hyperstack, metadata={"axes": "TZCYX"})
-    answer = Answer(live.segment(stack, time=1, channel=1, voxel_size="2,1,1").content)
-    assert answer.voxel_size == (2, 1, 1)
-    assert np.mean(answer.pixels == phantom.classes) > 0.97
-    refused = live.segment(stack, time=1)
-    assert refused.status_code == 422
-    assert "channel" in refused.json()["detail"]
-
-
-@pytest.mark.parametrize(
-    ("parameters", "word"),
-    [
-        ({"roi_size": "16,16,16"}, "roi_size: bands takes windows of 16,32,32 alone"),
-        ({"channel": 7}, "channel"),
-        ({"overlop": 0.5}, "overlop"),
-    ],
-)
-def test_bad_parameter_is_named(live: Live, phantom: Any, parameters: dict[str, Any], word: str) -> None:
-    response = live.segment(as_tiff(phantom.image), **parameters)
-    assert response.status_code == 422
-    problem = response.json()
-    assert word in problem["detail"]
-    assert problem["type"].startswith("urn:stackseg:problem:")
-
-
 def test_answer_job_and_metrics_say_how_many_windows_were_skipped(live: Live, phantom: Any) -> None:
     sparse = np.pad(phantom.image, ((0, 0), (0, 90), (0, 60)), constant_values=400)
     answered = live.segment(as_tiff(sparse), skip_below=700)
@@ -144,10 +108,7 @@ def test_answer_job_and_metrics_say_how_many_windows_were_skipped(live: Live, ph
     skipped, total = (int(number) for number in re.match(r"(\d+) of (\d+) windows; up to 700$", told).groups())
     assert 0 < skipped < total
     assert np.mean(Answer(answered.content).pixels[:, :70, :80] == phantom.classes) > 0.97
-    headers, parameters = {"Content-Type": "image/tiff"}, {"skip_below": "700"}
-    job = live.client.post("/jobs", content=as_tiff(sparse), headers=headers, params=parameters)
-    until(lambda: live.client.get(job.headers["location"]).json()["state"] == "done", 60)
-    assert live.client.get(job.headers["location"]).json()["skipped"] == told
+    assert live.run(as_tiff(sparse), skip_below=700)["skipped"] == told
     assert f'stackseg_skipped_windows_total{{model="bands"}} {2.0 * skipped}' in live.client.get("/metrics").text
 
 
@@ -159,32 +120,13 @@ def test_what_was_taken_for_granted_of_a_file_comes_with_its_labels(live: Live, 
 
 
 def test_inspect_says_what_segment_would_do(live: Live, phantom: Any) -> None:
-    stack = as_tiff(phantom.image)
-    seen = live.client.post("/inspect", content=stack, headers={"Content-Type": "image/tiff"}).json()
+    seen = live.post("/inspect", as_tiff(phantom.image)).json()
     assert seen["file"]["axes"] == "ZYX"
     assert seen["file"]["shape"] == [1, *phantom.image.shape]
     assert seen["file"]["voxel_size"] == pytest.approx({"z": 0.5, "y": 0.2, "x": 0.2})
     assert seen["estimate"]["windows"] == 2 * 3 * 3
     assert seen["diameter"] == "none"
     assert seen["problem"] is None
-    assert live.leftovers() == []
-
-
-@pytest.mark.parametrize(
-    ("body", "headers", "status", "slug"),
-    [
-        (b"not a tiff at all", {"Content-Type": "image/tiff"}, 415, "unsupported-media"),
-        (b"", {"Content-Type": "image/tiff"}, 422, "bad-parameter"),
-        (b"II*\0\0\0\0\0", {"Content-Type": "image/tiff"}, 422, "bad-file"),
-        (b"nonsense", {"Content-Type": "multipart/form-data; boundary=x"}, 422, "bad-parameter"),
-    ],
-)
-def test_bad_body_is_a_problem_document(
-    live: Live, body: bytes, headers: dict[str, str], status: int, slug: str
-) -> None:
-    response = live.client.post("/segment", content=body, headers=headers)
-    assert (response.status_code, response.headers["content-type"]) == (status, "application/problem+json")
-    assert response.json()["type"] == f"urn:stackseg:problem:{slug}"
     assert live.leftovers() == []
 
 
@@ -195,14 +137,12 @@ def test_what_was_read_goes_with_the_client_that_hangs_up(live: Live, phantom_ma
         return [name for file in Path("/proc/self/fd").iterdir() if "upload" in (name := opened_as(file))]
 
     large = as_tiff(phantom_maker((64, 400, 400), seed=1).image)
-    request = f"POST /segment HTTP/1.1\r\nHost: x\r\nContent-Type: image/tiff\r\nContent-Length: {len(large)}\r\n\r\n"
     gc.collect()
     # Of the test before.
     until(lambda: uploads() == [], 20)
     gc.disable()
     try:
-        with socket.create_connection((live.host, live.port)) as connection:
-            connection.sendall(request.encode() + large)
+        with live.sending("/segment", large):
             until(lambda: any(job.progress.total > 0 for job in live.runtime.devices.running), 60)
             assert uploads() != []
         until(lambda: uploads() == [], 20)
@@ -211,40 +151,20 @@ def test_what_was_read_goes_with_the_client_that_hangs_up(live: Live, phantom_ma
 
 
 def test_client_that_still_sends_hears_why_it_is_refused(live: Live) -> None:
-    body = bytes(20_000_000)
-    head = f"POST /segment?overlop=1 HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-    with socket.create_connection((live.host, live.port)) as connection:
-        connection.sendall(head.encode() + body)
+    with live.sending("/segment?overlop=1", bytes(20_000_000), None, "Connection: close") as connection:
         answer = connection.makefile("rb").read()
     assert answer.startswith(b"HTTP/1.1 422 ")
     assert b"overlop" in answer
 
 
 def test_client_that_hangs_up_while_sending_leaves_nothing(live: Live) -> None:
-    head = b"POST /segment HTTP/1.1\r\nHost: x\r\nContent-Type: image/tiff\r\nContent-Length: 9000000\r\n\r\nII*\0"
-    with socket.create_connection((live.host, live.port)) as connection:
-        # So much that it does not stay in memory.
-        connection.sendall(head + bytes(2 * BLOCK_BYTES))
+    # So much that it does not stay in memory.
+    with live.sending("/segment", b"II*\0" + bytes(2 * BLOCK_BYTES), 9_000_000):
         until(lambda: live.leftovers() != [], 20)
     until(lambda: live.leftovers() == [], 20)
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_upload_limit_holds_with_and_without_a_stated_length(
-    bands_repository: Path, phantom: Any, chunked: bool
-) -> None:
-    stack = as_tiff(phantom.image)
-    with serve(eager(bands_repository, limits={"upload_bytes": 100_000})) as running:
-        body = (stack[i : i + 4096] for i in range(0, len(stack), 4096)) if chunked else stack
-        response = running.client.post("/segment", content=body, headers={"Content-Type": "image/tiff"})
-        assert (response.status_code, response.json()["type"]) == (413, "urn:stackseg:problem:too-large")
-        assert running.leftovers() == []
-
-
 def test_state_endpoints(live: Live) -> None:
-    for prefix in ("", "/v1", "/v2"):
-        assert live.client.get(f"{prefix}/health/live").status_code == 200
-        assert live.client.get(f"{prefix}/health/ready").status_code == 200
     assert live.client.get("/health").json()["models"] == {"bands": "ready"}
     for path in ("/health", "/health/live", "/v2/health/ready"):
         head = live.client.head(path)
@@ -285,9 +205,7 @@ def test_real_volume_comes_back_labelled_with_shape_and_voxel_size(name: str, bu
     path = DATA / "real" / name / "image.tif"
     server = live if name in LARGE else bundled
     parameters = {"channel": 0} if name == "single_nucleus_confocal_vs_widefield" else {}
-    inspected = server.client.post(
-        "/inspect", content=path.read_bytes(), params=parameters, headers={"Content-Type": "image/tiff"}
-    ).json()
+    inspected = server.post("/inspect", path.read_bytes(), **parameters).json()
     response = server.segment(path.read_bytes(), **parameters)
     assert response.status_code == 200, response.text
     answer = Answer(response.content)
@@ -316,21 +234,29 @@ def test_hostile_files_never_harm_the_service(live: Live, phantom: Any) -> None:
     assert live.segment(as_tiff(phantom.image)).status_code == 200
 
 
+@contextmanager
+def command_line(config: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `stackseg serve` until it is told to stop; yield its process and address. The log lies beside the file."""
+    command = [sys.executable, "-m", "service", "serve", "--config", str(config), "--port", "0", *options]
+    with config.with_name("log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        yield process, process.stdout.readline().split()[-1]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        status = process.wait(60)
+        process.stdout.close()
+    assert status == 0, config.with_name("log").read_text()
+
+
 def test_command_line_serves_until_it_is_told_to_stop_and_finishes_what_runs(
-    bands_repository: Path, phantom: Any, phantom_maker: Any, tmp_path: Path
+    bands_repository: Path, configure: Any, phantom: Any, phantom_maker: Any, tmp_path: Path
 ) -> None:
-    config = tmp_path / "config.yaml"
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    config.write_text(
-        f"models: {{folder: {bands_repository}}}\nengine: {{kind: eager}}\nserver: {{scratch_folder: {scratch}}}\n"
-    )
-    command = [sys.executable, "-m", "service", "serve", "--config", str(config), "--port", "0"]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
-    address = process.stdout.readline().split()[-1]
+    config = configure(bands_repository, server={"scratch_folder": str(scratch)})
     (tmp_path / "stack.tif").write_bytes(as_tiff(phantom.image))
-    try:
+    with command_line(config) as (process, address):
         until(lambda: _curl("-f", f"{address}/health/ready").returncode == 0, 180)
         done = _curl(
             "--data-binary", f"@{tmp_path / 'stack.tif'}", "-H", "Content-Type: image/tiff",
@@ -339,83 +265,38 @@ def test_command_line_serves_until_it_is_told_to_stop_and_finishes_what_runs(
         assert done.returncode == 0
         assert np.mean(classes((tmp_path / "labels.tif").read_bytes()) == phantom.classes) > 0.97
         larger = as_tiff(phantom_maker((48, 160, 160), seed=1).image)
-        with ThreadPoolExecutor(1) as pool:
-            headers = {"Content-Type": "image/tiff"}
-            running = pool.submit(httpx2.post, f"{address}/segment", content=larger, headers=headers, timeout=60)
+        host, port = address.rpartition("/")[2].split(":")
+        with ThreadPoolExecutor(1) as pool, socket.create_connection((host, int(port)), 20) as stalled:
+            running = pool.submit(httpx2.post, f"{address}/segment", content=larger, headers=TIFF, timeout=60)
             until(lambda: list(scratch.glob("*/requests/*/upload.tif")) != [], 20)
-            host, port = address.rpartition("/")[2].split(":")
-            with socket.create_connection((host, int(port)), 20) as stalled:
-                head = "POST /segment HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n"
-                stalled.sendall(head.encode() + b"half")
-                # Whom it has not heard of it does not owe an answer.
-                assert stalled.recv(100).startswith(b"HTTP/1.1 100 ")
-                began = time.monotonic()
-                process.send_signal(signal.SIGTERM)
-                assert running.result().status_code == 200, running.result().text
-                assert stalled.recv(100).startswith(b"HTTP/1.1 503 ")
-                assert process.wait(60) == 0
-                assert time.monotonic() - began < Settings().server.drain_seconds
-    finally:
-        process.send_signal(signal.SIGTERM)
-        status = process.wait(60)
-        process.stdout.close()
-    assert status == 0, (tmp_path / "log").read_text()
+            head = "POST /segment HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n"
+            stalled.sendall(head.encode() + b"half")
+            # Whom it has not heard of it does not owe an answer.
+            assert stalled.recv(100).startswith(b"HTTP/1.1 100 ")
+            began = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            assert running.result().status_code == 200, running.result().text
+            assert stalled.recv(100).startswith(b"HTTP/1.1 503 ")
+            assert process.wait(60) == 0
+            assert time.monotonic() - began < Settings().server.drain_seconds
     assert list(scratch.iterdir()) == []
 
 
-def test_many_stalled_uploads_go_to_disk_once_the_room_in_memory_is_taken(live: Live) -> None:
-    body, number = bytes(BLOCK_BYTES - 2**17), 60
-    lines = [
-        "POST /segment HTTP/1.1",
-        "Host: here",
-        "Content-Type: image/tiff",
-        f"Content-Length: {BLOCK_BYTES}",
-        "",
-        "",
-    ]
-    head = "\r\n".join(lines).encode()
-    clients = [socket.create_connection((live.host, live.port), 20) for _ in range(number)]
-    try:
-        for client in clients:
-            client.sendall(head + body)
-        # But for what is in the buffers of files.
-        least = number * (len(body) - 2**13) - UPLOAD_MEMORY_BYTES
-        until(
-            lambda: sum(path.stat().st_size for path in live.runtime.scratch.requests.rglob("upload.tif")) > least, 20
-        )
-    finally:
-        for client in clients:
-            client.close()
-    until(lambda: live.leftovers() == [], 20)
-    assert UPLOAD_MEMORY.reserve(UPLOAD_MEMORY_BYTES)
-    UPLOAD_MEMORY.release(UPLOAD_MEMORY_BYTES)
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed")
-def test_command_line_serves_https_to_who_has_a_key_and_logs_json(bands_repository: Path, tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
-    subprocess.run([*made, "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    config = tmp_path / "config.yaml"
-    config.write_text(
-        f"models: {{folder: {bands_repository}}}\nengine: {{kind: eager}}\nserver: {{scratch_folder: {tmp_path}}}\n"
-        f"access: {{keys: {{ada: '{hash_key('secret')}'}}}}\nlogging: {{format: json}}\n"
+@needs_openssl
+def test_command_line_serves_https_to_who_has_a_key_and_logs_json(
+    bands_repository: Path, configure: Any, tmp_path: Path
+) -> None:
+    files, access = key_and_certificate(tmp_path), {"keys": {"ada": hash_key("secret")}}
+    config = configure(
+        bands_repository, server={"scratch_folder": str(tmp_path)}, access=access, logging={"format": "json"}
     )
-    command = [sys.executable, "-m", "service", "serve", "--config", str(config), "--port", "0"]
-    command += ["--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
-    try:
-        address = process.stdout.readline().split()[-1]
+    certificate = ["--ssl-keyfile", files["ssl_keyfile"], "--ssl-certfile", files["ssl_certfile"]]
+    with command_line(config, *certificate) as (_process, address):
         assert address.startswith("https://")
         until(lambda: _curl("-kf", f"{address}/health/live").returncode == 0, 60)
         status = ["-k", "-o", "/dev/null", "-w", "%{http_code}", f"{address}/models"]
         assert _curl(*status).stdout == b"401"
         assert _curl(*status, "-H", "X-API-Key: secret", "-H", "X-Request-ID: first-look").stdout == b"200"
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
-        process.stdout.close()
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     (line,) = [line for line in lines if line.get("request_id") == "first-look"]
     assert (line["caller"], line["path"], line["status"]) == ("ada", "/models", 200)

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from live import Live, as_tiff, classes, eager, serve, until
 from runtimes import caches
 from torch import Tensor
 
-from service.core.errors import DeviceLost
 from service.models.network import Network
 from service.serving.devices.local.segmenter import Segmenter
 
@@ -31,7 +29,6 @@ class Slow(Segmenter):
         self.calls = 0
         self.gate = threading.Event()
         self.gate.set()
-        self.lost = False
         self.instrument(self._slow)
 
     def _slow(self, network: Network) -> Network:
@@ -43,25 +40,12 @@ class Slow(Segmenter):
 
         return slow
 
-    def segment(self, *arguments: Any, **options: Any) -> Any:
-        if self.lost:
-            raise DeviceLost("cpu-2 has failed.")
-        return super().segment(*arguments, **options)
-
-
-@contextmanager
-def two_devices(folder: Path) -> Iterator[Live]:
-    device = {"serve": ["cpu", "cpu"], "threads": 1}
-    settings = eager(
-        folder, device=device, watchdog={"batch_seconds": 2.5, "grace_seconds": 600}, limits={"waiting": 40}
-    )
-    with serve(settings, load=Slow) as running:
-        yield running
-
 
 @pytest.fixture(scope="module")
 def live(bands_repository: Path) -> Iterator[Live]:
-    with two_devices(bands_repository) as running:
+    device, watchdog = {"serve": ["cpu", "cpu"], "threads": 1}, {"batch_seconds": 2.5, "grace_seconds": 600}
+    settings = eager(bands_repository, device=device, watchdog=watchdog, limits={"waiting": 40})
+    with serve(settings, load=Slow) as running:
         yield running
 
 
@@ -94,18 +78,18 @@ def test_jobs_are_cancelled_on_whichever_device_they_run(live: Live, phantom_mak
     stack = as_tiff(phantom_maker((48, 120, 120), seed=1).image)
     for segmenter in loaded(live):
         segmenter.gate.clear()
-    jobs = [live.client.post("/jobs", content=stack).headers["location"] for _ in range(2)]
-    until(lambda: [live.client.get(job).json()["state"] for job in jobs] == ["running", "running"], 30)
+    jobs = [live.submit(stack) for _ in range(2)]
+    until(lambda: [live.show(job)["state"] for job in jobs] == ["running", "running"], 30)
     report = live.client.get("/gpu").json()["devices"]
     assert [(device["name"], device["running"], device["models"]) for device in report] == [
         ("cpu", 1, ["bands"]),
         ("cpu-2", 1, ["bands"]),
     ]
     for job in jobs:
-        assert live.client.delete(job).status_code == 204
+        assert live.client.delete(f"/jobs/{job['id']}").status_code == 204
     for segmenter in loaded(live):
         segmenter.gate.set()
-    until(lambda: [live.client.get(job).json()["state"] for job in jobs] == ["cancelled", "cancelled"], 20)
+    until(lambda: [live.show(job)["state"] for job in jobs] == ["cancelled", "cancelled"], 20)
     until(lambda: not live.runtime.devices.running, 20)
 
 
@@ -113,7 +97,7 @@ def test_a_stuck_device_is_named_and_requests_go_to_the_other(live: Live, phanto
     stack = as_tiff(phantom_maker((16, 32, 32), seed=1).image)
     first, second = loaded(live)
     first.gate.clear()
-    job = live.client.post("/jobs", content=stack).headers["location"]
+    job = live.submit(stack)
     ready = "/health/ready"
     until(lambda: live.client.get(ready).status_code == 503, 20)
     assert "The device cpu is stuck" in live.client.get(ready).json()["detail"]
@@ -123,16 +107,4 @@ def test_a_stuck_device_is_named_and_requests_go_to_the_other(live: Live, phanto
     assert second.calls > calls
     first.gate.set()
     until(lambda: live.client.get(ready).status_code == 200, 20)
-    until(lambda: live.client.get(job).json()["state"] == "done", 20)
-
-
-def test_a_lost_device_takes_readiness_and_requests_go_to_the_other(bands_repository: Path, phantom_maker: Any) -> None:
-    """Of a server of its own: what is lost stays lost."""
-    stack = as_tiff(phantom_maker((16, 32, 32), seed=1).image)
-    with two_devices(bands_repository) as live:
-        first, _ = loaded(live)
-        first.lost = True
-        answer = live.segment(stack)
-        assert (answer.status_code, answer.json()["type"]) == (503, "urn:stackseg:problem:device-lost")
-        until(lambda: live.client.get("/health/ready").status_code == 503, 20)
-        assert live.segment(stack).status_code == 200
+    live.wait(job, "done")

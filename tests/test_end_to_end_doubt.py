@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
-from live import Live, as_tiff, eager, serve, until
+from live import Live, as_tiff, eager, problem, serve
 from paths import ROOT
 from paths import SHARED_DATA as DATA
 
@@ -59,30 +59,15 @@ def test_membranes_for_the_default_model_come_with_a_warning_that_names_the_othe
     assert all(0.5 < float(row.split(",")[column]) <= 1 for row in rows)
 
 
-def test_strict_refuses_what_is_not_to_be_trusted_with_the_same_words(live: Live, membranes: bytes) -> None:
-    response = live.segment(membranes, strict=True)
-    assert response.status_code == 422
-    problem = response.json()
-    assert problem["type"] == "urn:stackseg:problem:doubtful-result"
-    assert problem["detail"] == json.loads(live.segment(membranes).headers["x-stackseg-warning"])["detail"]
-
-
-def test_jobs_have_the_warning_and_fail_where_they_are_strict(live: Live, membranes: bytes) -> None:
-    def run(**parameters: Any) -> dict[str, Any]:
-        headers = {"Content-Type": "image/tiff"}
-        job = live.client.post("/jobs", content=membranes, params=parameters, headers=headers).json()["id"]
-        until(lambda: live.client.get(f"/jobs/{job}").json()["state"] in {"done", "failed"}, 60)
-        report: dict[str, Any] = live.client.get(f"/jobs/{job}").json()
-        return report
-
-    done, failed = run(), run(strict=True)
-    assert done["state"] == "done"
+def test_jobs_have_the_warning_and_who_is_strict_is_refused_with_the_same_words(live: Live, membranes: bytes) -> None:
+    done, failed = live.run(membranes), live.wait(live.submit(membranes, strict=True), "failed")
     assert done["doubt"]["try"] == "model=membranes"
     assert done["doubt"]["detail"] == done["warnings"][0]
-    result = live.client.get(done["result"])
-    assert json.loads(result.headers["x-stackseg-warning"]) == done["doubt"]
-    assert failed["state"] == "failed"
+    assert json.loads(live.result(done).headers["x-stackseg-warning"]) == done["doubt"]
     assert failed["problem"]["type"] == "urn:stackseg:problem:doubtful-result"
+    refused = live.segment(membranes, strict=True)
+    assert problem(refused) == (422, "doubtful-result")
+    assert refused.json()["detail"] == failed["problem"]["detail"] == done["doubt"]["detail"]
 
 
 @pytest.mark.parametrize("model", ["nuclei", "membranes"])
@@ -112,16 +97,14 @@ def test_what_is_good_has_no_warning_and_may_be_strict(live: Live) -> None:
 
 
 def test_command_line_warns_on_stderr_and_refuses_where_it_is_told_to(
-    membranes: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    membranes: bytes, configure: Any, tmp_path: Path, stackseg: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text("engine: {kind: eager}\ndevice: {name: cpu, threads: 2}\n")
+    config = configure(ROOT / "models")
     folder = tmp_path / "stacks"
     folder.mkdir()
     stack, labels = folder / "a.tif", tmp_path / "labels.tif"
     stack.write_bytes(membranes)
-    assert main(["segment", str(stack), str(labels), "--strict", "--config", str(config)]) == 1
-    assert "try --model membranes" in capsys.readouterr().err
+    assert "try --model membranes" in stackseg("segment", stack, labels, "--strict", "--config", config, status=1)
     assert not labels.exists()
     assert main(["segment", str(folder), str(tmp_path / "out"), "--config", str(config)]) == 0
     assert "a.tif: warning: This result is doubtful" in capsys.readouterr().err

@@ -15,7 +15,7 @@ import httpx2
 import pytest
 from bands import make_phantom
 from fakes import until
-from live import as_tiff
+from live import Requests, as_tiff, problem
 
 from service.serving.devices.local.watchdog import EXIT_STATUS
 
@@ -25,7 +25,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["faulty_server"])
 
 
-class Server:
+class Server(Requests):
     """A process that serves models as `faulty_server` does."""
 
     def __init__(self, models: Path, folder: Path, grace: float) -> None:
@@ -38,9 +38,6 @@ class Server:
     def wait_ready(self) -> None:
         self.client = httpx2.Client(base_url=f"http://127.0.0.1:{self._port.recv()}", timeout=SECONDS)
         until(lambda: self.client.get("/health/ready").status_code == 200, SECONDS)
-
-    def segment(self, stack: bytes, **parameters: Any) -> httpx2.Response:
-        return self.client.post("/segment", content=stack, params=parameters, headers={"Content-Type": "image/tiff"})
 
     def segment_on_first(self, stack: bytes, **parameters: Any) -> httpx2.Response:
         """The first device answers, as long as nothing else has it work."""
@@ -90,14 +87,6 @@ def stack() -> bytes:
     return as_tiff(make_phantom((16, 40, 40), seed=1).image)
 
 
-def assert_lost(answer: httpx2.Response) -> None:
-    assert (answer.status_code, answer.json()["type"]) == (503, "urn:stackseg:problem:device-lost")
-
-
-def assert_refused(answer: httpx2.Response) -> None:
-    assert (answer.status_code, answer.json()["type"]) == (507, "urn:stackseg:problem:out-of-memory")
-
-
 def assert_survives_without_memory(server: Server, stack: bytes) -> None:
     """A request takes fewer windows at once, or is refused; the next one is answered as ever."""
     with server.fault("no-memory"):
@@ -105,7 +94,7 @@ def assert_survives_without_memory(server: Server, stack: bytes) -> None:
         assert answer.status_code == 200, answer.text
         assert "fewer were taken" in str(answer.headers)
     with server.fault("no-room"):
-        assert_refused(server.segment_on_first(stack))
+        assert problem(server.segment_on_first(stack)) == (507, "out-of-memory")
     answer = server.segment_on_first(stack)
     assert answer.status_code == 200
     assert "fewer were taken" not in str(answer.headers)
@@ -121,7 +110,7 @@ def test_request_that_breaks_its_device_is_refused_and_one_without_memory_takes_
         answers = list(pool.map(lambda _: server.segment(stack), range(4)))
     # The other device goes on until the process ends.
     assert {answer.status_code for answer in answers} <= {200, 503}
-    assert_lost(next(answer for answer in answers if answer.status_code != 200))
+    assert problem(next(answer for answer in answers if answer.status_code != 200)) == (503, "device-lost")
     server.assert_ended()
 
 
@@ -131,7 +120,7 @@ def test_device_that_broke_while_it_was_idle_is_found_by_the_next_request(
     server = servers["idle"]
     assert_survives_without_memory(server, stack)
     (server.faults / "broken").touch()
-    assert_lost(server.segment_on_first(stack))
+    assert problem(server.segment_on_first(stack)) == (503, "device-lost")
     server.assert_ended()
 
 
@@ -140,8 +129,8 @@ def test_device_that_breaks_while_a_model_is_loaded_is_no_fault_of_the_model(
 ) -> None:
     server = servers["load"]
     with server.fault("no-room-load"):
-        assert_refused(server.segment_on_first(stack, model="random-nuclei"))
+        assert problem(server.segment_on_first(stack, model="random-nuclei")) == (507, "out-of-memory")
         assert server.segment(stack).status_code == 200
     (server.faults / "break-load").touch()
-    assert_lost(server.segment_on_first(stack, model="random-nuclei"))
+    assert problem(server.segment_on_first(stack, model="random-nuclei")) == (503, "device-lost")
     server.assert_ended()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import until
-from live import Answer, Live, as_tiff, eager, serve
+from live import TIFF, Answer, Live, as_tiff, eager, problem, serve
 from numpy.typing import NDArray
 
 from scripts.recipes.synthetic_nuclei import synthesise
@@ -22,7 +21,6 @@ from service.api.access.keys import hash_key
 from service.models.spec import ModelSpec
 from service.training.evaluate import score
 
-TIFF = {"Content-Type": "image/tiff"}
 TRAINING = {"edge": 16, "batch_size": 1, "pool": 2, "learning_rate": 0.01}
 
 
@@ -32,12 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def models(random_nuclei: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(trainable: ModelSpec) -> Path:
     """A repository with a small model that can be trained."""
-    root = tmp_path_factory.mktemp("models")
-    file = Path(shutil.copytree(random_nuclei.folder, root / "random-nuclei")) / "model.yaml"
-    file.write_text(file.read_text().replace("activation: none", "activation: sigmoid"))
-    return root
+    return trainable.folder.parent
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +43,10 @@ def live(models: Path, folder: Path) -> Iterator[Live]:
 
 def annotate(live: Live, **headers: str) -> str:
     image, labels = synthesise(np.random.default_rng(0), (16, 32, 48))
-    stack = live.client.post("/stacks", content=as_tiff(image), headers=TIFF | headers).json()["id"]
-    array = io.BytesIO()
-    np.save(array, labels)
-    sent = {"content": array.getvalue(), "params": {"stack": stack}, "headers": {"Content-Type": "application/x-npy"}}
-    sent["headers"] |= headers
-    return str(live.client.post("/annotations", **sent).json()["id"])
+    stack = live.post("/stacks", as_tiff(image), TIFF | headers).json()["id"]
+    np.save(array := io.BytesIO(), labels)
+    npy = {"Content-Type": "application/x-npy"} | headers
+    return str(live.post("/annotations", array.getvalue(), npy, stack=stack).json()["id"])
 
 
 def test_a_model_learns_from_corrections_and_segments_while_requests_go_on(live: Live, folder: Path) -> None:
@@ -69,7 +62,7 @@ def test_a_model_learns_from_corrections_and_segments_while_requests_go_on(live:
     answer = live.client.post("/trainings", json=asked)
     assert answer.status_code == 202, answer.text
     address = answer.headers["location"]
-    assert live.segment(as_tiff(np.zeros((4, 20, 20), np.uint8))).status_code == 200
+    assert live.segment().status_code == 200
     until(lambda: live.client.get(address).json()["state"] != "waiting")
     seen = live.client.get("/status").json()
     (training,) = seen["learning"]["trainings"]
@@ -83,8 +76,7 @@ def test_a_model_learns_from_corrections_and_segments_while_requests_go_on(live:
     metrics = live.client.get("/metrics").text.splitlines()
     assert {'stackseg_trainings{state="running"} 1.0', 'stackseg_trainings{state="waiting"} 0.0'} <= set(metrics)
     assert f'stackseg_disk_used_bytes{{files="annotations"}} {float(kept)}' in metrics
-    until(lambda: live.client.get(address).json()["state"] not in {"waiting", "running"}, 200)
-    report = live.client.get(address).json()
+    report = wait(live, address)
     assert report["state"] == "done", report["message"]
     assert report["model"] == "mine"
     assert [step for step, _ in report["loss"]] == list(range(1, report["step"] + 1))
@@ -94,8 +86,7 @@ def test_a_model_learns_from_corrections_and_segments_while_requests_go_on(live:
     lineage = live.client.get("/models/mine").json()["lineage"]
     assert (lineage["parent"], lineage["annotations"]) == ("random-nuclei/1", 1)
     assert lineage["after"] == pytest.approx(report["after"])
-    segmented = live.segment(as_tiff(np.zeros((4, 20, 20), np.uint8)), model="mine")
-    assert segmented.headers["x-stackseg-model"] == "mine/1"
+    assert live.segment(model="mine").headers["x-stackseg-model"] == "mine/1"
     assert live.client.get("/trainings").json() == {"trainings": [live.client.get(address).json()]}
     seen = live.client.get("/status").json()
     assert (seen["learning"]["trainings"], seen["learning"]["models"]) == ([], 1)
@@ -113,7 +104,6 @@ def test_a_model_learns_from_corrections_and_segments_while_requests_go_on(live:
         ({"annotations": []}, 422, "annotations"),
         ({"annotations": ["0" * 32]}, 404, "annotated stack"),
         ({"minutes": 0}, 422, "minutes"),
-        ({"minutes": 1e9}, 422, "minutes"),
         ({"name": "random-nuclei"}, 422, "another name"),
         ({"name": "../mine"}, 422, "name"),
         ({"model": "nowhere"}, 404, "nowhere"),
@@ -162,7 +152,7 @@ def test_operators_switch_training_off(models: Path, tmp_path: Path) -> None:
         assert (limits["training"], "trainings.enabled" in limits["training_problem"]) == (False, True)
         assert live.client.get("/status").json()["learning"]["problem"] == limits["training_problem"]
         answer = live.client.post("/trainings", json={"annotations": ["0" * 32], "minutes": 1, "name": "mine"})
-        assert (answer.status_code, answer.json()["type"].rpartition(":")[2]) == (403, "switched-off")
+        assert problem(answer) == (403, "switched-off")
 
 
 @contextmanager
@@ -192,7 +182,7 @@ def test_full_disks_are_told_leave_nothing_and_the_service_goes_on(models: Path,
 
         def check_well() -> None:
             assert live.client.get("/health/ready").json() == {"status": "ready"}
-            assert live.segment(as_tiff(np.zeros((4, 20, 20), np.uint8))).status_code == 200
+            assert live.segment().status_code == 200
 
         annotation, before = annotate(live), set(annotations.iterdir())
         noise = as_tiff(np.random.default_rng(0).integers(0, 2**16, (16, 128, 128), np.uint16))
@@ -243,8 +233,7 @@ def test_a_model_that_is_bad_at_dark_objects_is_good_at_them_after_corrections_o
         "bright": (np.where(labels > 0, 200, 60) + noise).astype(np.uint16),
         "dark": (np.where(labels > 0, 60, 200) + noise).astype(np.uint16),
     }
-    array = io.BytesIO()
-    np.save(array, labels)
+    np.save(array := io.BytesIO(), labels)
     with serve(eager(models, jobs={"folder": tmp_path}, training=training, trainings={"niceness": 0})) as live:
 
         def f1(model: str, contrast: str) -> float:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -85,15 +84,15 @@ def test_labels_are_those_of_a_stack_alone_though_one_is_cancelled_and_one_fails
     calls.clear()
     with ThreadPoolExecutor(len(stacks) + 1) as pool:
         failing = pool.submit(live.segment, evil)
-        job = live.client.post("/jobs", content=unwanted).headers["location"]
+        job = live.submit(unwanted)
         together = [pool.submit(live.segment, stack) for stack in stacks * 2]
         until(lambda: len(calls) > 2, 20)
-        assert live.client.delete(job).status_code == 204
+        assert live.client.delete(f"/jobs/{job['id']}").status_code == 204
         assert failing.result().json()["type"] == "urn:stackseg:problem:internal-error"
         assert failing.result().headers["connection"] == "close", "so that nobody sends another request into it"
     for expected, answer in zip(alone * 2, together, strict=True):
         assert np.array_equal(classes(answer.result().content), expected)
-    assert live.client.get(job).json()["state"] == "cancelled"
+    assert live.show(job)["state"] == "cancelled"
     until(lambda: live.leftovers() == [], 20)
 
 
@@ -122,31 +121,33 @@ def test_batches_are_filled_with_windows_of_several_clients(live: Live, calls: l
 def test_small_stack_is_answered_while_a_large_one_is_computed(
     live: Live, calls: list[float], large: bytes, phantom_maker: Any
 ) -> None:
-    job = live.client.post("/jobs", content=large).headers["location"]
+    job = live.submit(large)
     until(lambda: len(calls) > 1, 20)
     before = len(calls)
     assert live.segment(as_tiff(phantom_maker((16, 32, 32), seed=3).image)).status_code == 200
-    progress = live.client.get(job).json()["progress"]
+    progress = live.show(job)["progress"]
     assert before * ROOM <= progress["done"] < progress["total"] / 2
-    assert live.client.delete(job).status_code == 204
+    assert live.client.delete(f"/jobs/{job['id']}").status_code == 204
 
 
-def test_cancelling_frees_the_device_within_two_batches(live: Live, calls: list[float], large: bytes) -> None:
-    job = live.client.post("/jobs", content=large).headers["location"]
+def cancel(live: Live, calls: list[float], stack: bytes) -> None:
+    job = live.submit(stack)
     until(lambda: len(calls) > 1, 20)
-    assert live.client.delete(job).status_code == 204
-    told = len(calls)
-    time.sleep(6 * SECONDS)
-    assert len(calls) <= told + 2
+    assert live.client.delete(f"/jobs/{job['id']}").status_code == 204
 
 
-def test_hanging_up_frees_the_device_within_two_batches(live: Live, calls: list[float], large: bytes) -> None:
-    head = f"POST /segment HTTP/1.1\r\nHost: x\r\nContent-Type: image/tiff\r\nContent-Length: {len(large)}\r\n\r\n"
-    with socket.create_connection((live.host, live.port)) as connection:
-        connection.sendall(head.encode() + large)
+def hang_up(live: Live, calls: list[float], stack: bytes) -> None:
+    with live.sending("/segment", stack):
         until(lambda: len(calls) > 1, 20)
         (job,) = live.runtime.devices.running
     until(job.cancelled, 20)
+
+
+@pytest.mark.parametrize("give_up", [cancel, hang_up])
+def test_giving_up_frees_the_device_within_two_batches(
+    live: Live, calls: list[float], large: bytes, give_up: Callable[[Live, list[float], bytes], None]
+) -> None:
+    give_up(live, calls, large)
     told = len(calls)
     time.sleep(6 * SECONDS)
     assert len(calls) <= told + 2

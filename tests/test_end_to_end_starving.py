@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,12 @@ import httpx2
 import pytest
 from common import make_bomb
 from fakes import until
-from live import Live, as_tiff, eager, opened_as, serve
+from live import Live, as_tiff, eager, opened_as, problem, serve
 
 from service.api.access.keys import hash_key
 
 KEYS = {name: hash_key(name) for name in ("greedy", "modest")}
+GREEDY = "X-API-Key: greedy"
 FDS = Path("/proc/self/fd")
 # 4 GiB of pixels, which take seconds to decode, in less than 100 KB.
 BOMB = make_bomb(128, (4096, 8192))
@@ -28,16 +28,6 @@ BOMB = make_bomb(128, (4096, 8192))
 def live(bands_repository: Path) -> Iterator[Live]:
     with serve(eager(bands_repository, access={"keys": KEYS}, limits={"windows": 10**6})) as running:
         yield running
-
-
-@contextmanager
-def sending(live: Live, key: str, path: str, body: bytes, length: int | None = None) -> Iterator[socket.socket]:
-    """A connection that has sent a request, all of it unless `length` is more, and hangs up at the end of the block."""
-    length = length or len(body)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nX-API-Key: {key}\r\nContent-Length: {length}\r\n\r\n"
-    with socket.create_connection((live.host, live.port)) as connection:
-        connection.sendall(head.encode() + body)
-        yield connection
 
 
 def post(live: Live, key: str, path: str, body: bytes) -> httpx2.Response:
@@ -53,7 +43,7 @@ def decodes(live: Live) -> bool:
 @pytest.mark.parametrize("path", ["/segment?axes=ZYX", "/jobs?axes=ZYX"])
 def test_large_file_in_few_bytes_blocks_nobody_and_ends_with_its_client(live: Live, phantom: Any, path: str) -> None:
     stack, jobs = as_tiff(phantom.image), path.startswith("/jobs")
-    with sending(live, "greedy", path, BOMB) as first, sending(live, "greedy", path, BOMB) as second:
+    with live.sending(path, BOMB, None, GREEDY) as first, live.sending(path, BOMB, None, GREEDY) as second:
         until(lambda: decodes(live))
         for key in ("modest", "greedy"):
             assert post(live, key, "/inspect", stack).status_code == 200
@@ -76,11 +66,11 @@ def test_uploads_that_stall_leave_room_for_those_of_others(bands_repository: Pat
     limits = {"scratch_bytes": 4 * len(stack)}
     with serve(eager(bands_repository, access={"keys": KEYS}, limits=limits)) as live, ExitStack() as stalled:
         for _ in range(2):
-            stalled.enter_context(sending(live, "greedy", "/segment", stack[:-1], len(stack)))
+            stalled.enter_context(live.sending("/segment", stack[:-1], len(stack), GREEDY))
         until(lambda: live.runtime.scratch_space.used == 2 * len(stack))
         for path in ("/segment", "/jobs", "/inspect"):
             refused = post(live, "greedy", path, stack)
-            assert (refused.status_code, refused.json()["type"].rpartition(":")[2]) == (429, "rate-limited")
+            assert problem(refused) == (429, "rate-limited")
             assert int(refused.headers["retry-after"]) > 0
             assert post(live, "modest", path, stack).is_success
         stalled.close()
@@ -96,7 +86,7 @@ def test_results_that_nobody_takes_leave_room_for_those_of_others(
     with serve(eager(bands_repository, access={"keys": KEYS}, limits=limits)) as live, ExitStack() as waiting:
         path = "/segment?output=probabilities"
         for _ in range(2):
-            connection = waiting.enter_context(sending(live, "greedy", path, large))
+            connection = waiting.enter_context(live.sending(path, large, None, GREEDY))
             until(lambda before=live.runtime.scratch_space.used: live.runtime.scratch_space.used > before + 2**24, 60)
             assert connection.recv(12) == b"HTTP/1.1 200"
         assert post(live, "greedy", path, large).status_code == 429
@@ -110,11 +100,11 @@ def test_jobs_wait_for_space_to_decode_to(bands_repository: Path) -> None:
     bomb = make_bomb(10, (2048, 2048))
     limits = {"scratch_bytes": 5 * 10 * 2**22 // 2}
     with serve(eager(bands_repository, limits=limits)) as live:
-        posted = [live.client.post("/jobs?axes=ZYX&skip_below=1", content=bomb) for _ in range(3)]
-        jobs = [answer.headers["location"] for answer in posted]
+        jobs = [live.submit(bomb, axes="ZYX", skip_below=1) for _ in range(3)]
         until(lambda: decodes(live))
         assert live.runtime.scratch_space.used <= limits["scratch_bytes"] // 2
-        until(lambda: all(live.client.get(job).json()["state"] == "done" for job in jobs), 60)
+        for job in jobs:
+            live.wait(job, "done")
         until(lambda: live.runtime.scratch_space.used == 0)
 
 
@@ -125,7 +115,7 @@ def test_too_many_windows_are_refused_before_a_pixel_is_decoded(bands_repository
         try:
             for path in ("/segment", "/jobs"):
                 refused = live.client.post(f"{path}?axes=ZYX", content=BOMB, timeout=20)
-                assert (refused.status_code, refused.json()["type"].rpartition(":")[2]) == (413, "too-large")
+                assert problem(refused) == (413, "too-large")
                 assert "windows" in refused.json()["detail"]
         finally:
             gate.set()

@@ -20,12 +20,28 @@ for row in 1 2 3 4 5; do echo "| $$ | $row |"; echo "| $$ | $row |" >>"$FINISHED
 """
 
 
-def test_a_row_that_is_finished_outlives_the_script(tmp_path):
-    python, finished, report = tmp_path / "python", tmp_path / "finished", tmp_path / "out" / "report.md"
-    python.write_text(PYTHON)
-    python.chmod(0o755)
+@pytest.fixture
+def in_place_of_python(tmp_path):
+    """Write a script that is run wherever `gpu.sh` runs Python; returns the environment that says so."""
+
+    def write(script):
+        python = tmp_path / "python"
+        python.write_text(script)
+        python.chmod(0o755)
+        known = {key: value for key, value in os.environ.items() if not key.startswith("STACKSEG")}
+        return known | {"PYTHON": str(python)}
+
+    return write
+
+
+def run(environment, *arguments):
+    return subprocess.run([SCRIPT, *arguments], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_row_that_is_finished_outlives_the_script(tmp_path, in_place_of_python):
+    finished, report = tmp_path / "finished", tmp_path / "out" / "report.md"
     finished.touch()
-    environment = os.environ | {"PYTHON": str(python), "FINISHED": str(finished)}
+    environment = in_place_of_python(PYTHON) | {"FINISHED": str(finished)}
     command = [SCRIPT, "--device", "cpu", "--tiny", "--out", tmp_path / "out"]
     seconds = random.Random(0)
     for _ in range(20):
@@ -48,29 +64,29 @@ import fcntl, os, socket, struct, sys
 fcntl.ioctl(socket.socket(), 0x8914, struct.pack("16sh", b"lo", 0x1))
 os.execv(sys.argv[1], sys.argv[1:])
 """
+NOTHING = "#!/bin/sh\ntrue\n"
 USUAL_STEPS = ["machine", "check", "request", "script", "kits19", "labels", "clients", "engines", "tests"]
 OTHER_STEPS = ["graphs", "loads", "profile"]
 
 
 @pytest.mark.thorough
 @pytest.mark.skipif(subprocess.run([*WITHOUT_NETWORK, "true"], check=False).returncode != 0, reason="needs unshare")
-def test_rows_of_every_step_outlive_twenty_cuts_without_a_network(tmp_path):
-    python, finished, report = tmp_path / "python", tmp_path / "finished", tmp_path / "out" / "report.md"
-    python.write_text(
+def test_rows_of_every_step_outlive_twenty_cuts_without_a_network(tmp_path, in_place_of_python):
+    finished, report = tmp_path / "finished", tmp_path / "out" / "report.md"
+    environment = in_place_of_python(
         f"""#!/bin/bash
 set -o pipefail
 if [ "$1" = hatch_build.py ]; then exit; fi
 {sys.executable} "$@" | while IFS= read -r row; do echo "$row"; echo "$row" >>"{finished}"; done
 """
     )
-    python.chmod(0o755)
     finished.touch()
     chosen = random.Random(0)
     for _ in range(20):
         command = [*WITHOUT_NETWORK, sys.executable, "-c", RAISE_LOOPBACK, SCRIPT, "--device", "cpu", "--tiny"]
         process = subprocess.Popen(
             [*command, "--out", tmp_path / "out", *chosen.sample(USUAL_STEPS + OTHER_STEPS, 3)],
-            env=os.environ | {"PYTHON": str(python)},
+            env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -84,61 +100,43 @@ if [ "$1" = hatch_build.py ]; then exit; fi
     assert len(rows) > 20
 
 
-def test_the_status_is_that_of_a_step_that_fails(tmp_path):
-    python = tmp_path / "python"
-    python.write_text(
+def test_the_status_is_that_of_a_step_that_fails(tmp_path, in_place_of_python):
+    environment = in_place_of_python(
         "#!/bin/sh\ncase $* in hatch_build.py) exit;; *engines*) echo broken >&2; exit 3;; esac\necho '| row |'\n"
     )
-    python.chmod(0o755)
-    command = [SCRIPT, "--device", "cpu", "--tiny", "--out", tmp_path / "out", "machine", "engines", "clients"]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHON": str(python)}, capture_output=True, text=True, check=False
-    )
+    steps = ["machine", "engines", "clients"]
+    done = run(environment, "--device", "cpu", "--tiny", "--out", tmp_path / "out", *steps)
     assert done.returncode == 3
     assert done.stdout.count("| row |") == 2
     assert "    broken" in done.stdout
 
 
-def test_the_most_important_steps_are_run_first(tmp_path):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\ntrue\n")
-    python.chmod(0o755)
-    command = [SCRIPT, "--device", "cpu", "--tiny", "--out", tmp_path / "out"]
-    environment = os.environ | {"PYTHON": str(python)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    titles = [line.removeprefix("## ").split()[0] for line in done.stdout.splitlines() if line.startswith("## ")]
-    assert titles == USUAL_STEPS
-    done = subprocess.run([*command, *OTHER_STEPS], env=environment, capture_output=True, text=True, check=True)
-    assert all(f"\n## {name}" in done.stdout for name in OTHER_STEPS)
+def test_the_most_important_steps_are_run_first(tmp_path, in_place_of_python):
+    environment, options = in_place_of_python(NOTHING), ["--device", "cpu", "--tiny", "--out", tmp_path / "out"]
+    told = run(environment, *options).stdout.splitlines()
+    assert [line.removeprefix("## ").split()[0] for line in told if line.startswith("## ")] == USUAL_STEPS
+    told = run(environment, *options, *OTHER_STEPS).stdout
+    assert all(f"\n## {name}" in told for name in OTHER_STEPS)
 
 
-def test_no_step_begins_without_time(tmp_path):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\ntrue\n")
-    python.chmod(0o755)
-    command = [SCRIPT, "--device", "cpu", "--out", tmp_path / "out", "machine"]
-    environment = os.environ | {"PYTHON": str(python), "SECONDS_IN_ALL": "5"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+def test_no_step_begins_without_time(tmp_path, in_place_of_python):
+    environment = in_place_of_python(NOTHING) | {"SECONDS_IN_ALL": "5"}
+    done = run(environment, "--device", "cpu", "--out", tmp_path / "out", "machine")
     assert (done.returncode, "Left out: no time." in done.stdout) == (1, True)
 
 
 def test_a_step_that_does_not_exist_is_refused(tmp_path):
-    command = [SCRIPT, "--out", tmp_path / "out", "request", "reqeust"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run(os.environ, "--out", tmp_path / "out", "request", "reqeust")
     assert (done.returncode, done.stderr[:26]) == (2, "There is no step reqeust; ")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("options", "precision"), [([], "bf16"), (["--device", "cpu"], "fp32")])
-def test_random_weights_run_in_a_precision_that_is_set_as_their_labels_say_nothing(tmp_path, options, precision):
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\ncase $* in *kits19*) echo "in $STACKSEG_ENGINE__PRECISION";; esac\n')
-    python.chmod(0o755)
-    command = [SCRIPT, *options, "--out", tmp_path / "out", "kits19"]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("STACKSEG")}
-    done = subprocess.run(
-        command, env=environment | {"PYTHON": str(python)}, capture_output=True, text=True, check=True
-    )
+def test_random_weights_run_in_a_precision_that_is_set_as_their_labels_say_nothing(
+    tmp_path, in_place_of_python, options, precision
+):
+    environment = in_place_of_python('#!/bin/sh\ncase $* in *kits19*) echo "in $STACKSEG_ENGINE__PRECISION";; esac\n')
+    done = run(environment, *options, "--out", tmp_path / "out", "kits19")
     assert f"\nin {precision}\n" in done.stdout
 
 

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import tifffile
-from browsing import SECONDS, Open, check_accessibility
-from fakes import until
+from browsing import Open, check_accessibility, middle
 from live import Answer, Live, as_tiff
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
@@ -62,9 +61,10 @@ REMEMBER = 'async entry => (await import("/page/stack/recent_jobs.js")).remember
 
 
 class Result(NamedTuple):
-    """A job that is done with a part of the sample, its labels, [24, 80, 80], and the stack that it was given."""
+    """A part of the sample as it is kept, a job that is done with it, its labels, [24, 80, 80], and its pixels."""
 
     live: Live
+    stack: str
     job: str
     labels: NDArray[np.uint16]
     volume: Volume
@@ -73,11 +73,10 @@ class Result(NamedTuple):
 @pytest.fixture(scope="module")
 def result(nuclei: Live) -> Result:
     sample = tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[12:36, 60:140, 40:120]
-    stack = nuclei.client.post("/stacks", content=as_tiff(sample), headers={"Content-Type": "image/tiff"}).json()["id"]
-    job = nuclei.client.post("/jobs", params={"stack": stack, "measurements": "zip"}).json()["id"]
-    until(lambda: nuclei.client.get(f"/jobs/{job}").json()["state"] == "done", SECONDS)
-    answer = nuclei.client.get(f"/jobs/{job}/result", headers={"Accept": "application/x-npy"})
-    return Result(nuclei, job, np.load(io.BytesIO(answer.content)), Volume.from_array(sample[None]))
+    stack = nuclei.post("/stacks", as_tiff(sample)).json()["id"]
+    job = nuclei.run(b"", stack=stack, measurements="zip")
+    labels = np.load(io.BytesIO(nuclei.result(job, Accept="application/x-npy").content))
+    return Result(nuclei, stack, job["id"], labels, Volume.from_array(sample[None]))
 
 
 def look_at(result: Result, open_page: Open) -> Page:
@@ -91,6 +90,12 @@ def look_at(result: Result, open_page: Open) -> Page:
 def enter(page: Page) -> None:
     page.get_by_role("tab", name="Correct").click()
     expect(page.get_by_role("button", name="Merge")).to_be_visible()
+
+
+def correct(result: Result, open_page: Open) -> Page:
+    page = look_at(result, open_page)
+    enter(page)
+    return page
 
 
 def go_to(page: Page, voxel: tuple[int, int, int]) -> None:
@@ -123,13 +128,6 @@ def drag(page: Page, way: list[tuple[float, float]]) -> None:
     page.mouse.up()
 
 
-def middle(labels: NDArray[Any], label: int) -> tuple[int, int, int]:
-    """A voxel of an object, near its middle."""
-    voxels = np.argwhere(labels == label)
-    z, y, x = voxels[np.argmin(((voxels - voxels.mean(0)) ** 2).sum(1))]
-    return int(z), int(y), int(x)
-
-
 def largest(labels: NDArray[Any]) -> list[int]:
     """All ids, those of large objects first."""
     return [int(label) for label in np.argsort(np.bincount(labels.ravel())[1:])[::-1] + 1]
@@ -155,8 +153,7 @@ def corrected(page: Page) -> NDArray[Any]:
 
 
 def test_what_is_corrected_is_what_is_saved_and_survives_a_reload(result: Result, open_page: Open) -> None:
-    page, labels = look_at(result, open_page), result.labels
-    enter(page)
+    page, labels = correct(result, open_page), result.labels
     check_accessibility(page)
     kept, merged, deleted, cut, *_ = largest(labels)
     hint = page.locator(".hint")
@@ -237,8 +234,7 @@ def test_what_is_corrected_is_what_is_saved_and_survives_a_reload(result: Result
 
 
 def test_objects_are_drawn_split_and_painted(result: Result, open_page: Open) -> None:
-    page, labels = look_at(result, open_page), result.labels
-    enter(page)
+    page, labels = correct(result, open_page), result.labels
     hint = page.locator(".hint")
     new = int(labels.max()) + 1
     page.get_by_role("button", name="Outline").click()
@@ -296,8 +292,7 @@ def test_objects_are_drawn_split_and_painted(result: Result, open_page: Open) ->
 
 
 def test_corrected_labels_are_kept_as_an_annotated_stack(result: Result, open_page: Open) -> None:
-    page, labels = look_at(result, open_page), result.labels
-    enter(page)
+    page, labels = correct(result, open_page), result.labels
     deleted = largest(labels)[0]
     page.get_by_role("button", name="Delete", exact=True).click()
     click_voxel(page, middle(labels, deleted))
@@ -334,16 +329,14 @@ def test_corrected_labels_are_kept_as_an_annotated_stack(result: Result, open_pa
 
 
 def test_another_browser_is_told_of_corrected_labels_that_were_kept(result: Result, open_page: Open) -> None:
-    page, labels = look_at(result, open_page), result.labels
-    enter(page)
+    page, labels = correct(result, open_page), result.labels
     page.get_by_role("button", name="Delete", exact=True).click()
     click_voxel(page, middle(labels, largest(labels)[0]))
     page.get_by_role("button", name="Keep as annotated stack").click()
     page.get_by_role("dialog").get_by_label("Name").fill("by Ada")
     page.get_by_role("dialog").get_by_role("button", name="Keep").click()
     expect(page.locator(".correct")).to_contain_text("Kept as annotated stack by Ada")
-    other = look_at(result, open_page)
-    enter(other)
+    other = correct(result, open_page)
     expect(other.locator(".correct")).to_contain_text(
         "Corrected in another browser, and kept as annotated stack by Ada"
     )
@@ -357,11 +350,8 @@ def test_another_browser_is_told_of_corrected_labels_that_were_kept(result: Resu
 
 
 def test_corrections_outlive_the_result_that_they_were_made_on(result: Result, open_page: Open) -> None:
-    stack = result.live.client.get(f"/jobs/{result.job}").json()["parameters"]["stack"]
-    job = result.live.client.post("/jobs", params={"stack": stack, "measurements": "zip"}).json()["id"]
-    until(lambda: result.live.client.get(f"/jobs/{job}").json()["state"] == "done", SECONDS)
-    page, labels = look_at(result._replace(job=job), open_page), result.labels
-    enter(page)
+    job = result.live.run(b"", stack=result.stack, measurements="zip")["id"]
+    page, labels = correct(result._replace(job=job), open_page), result.labels
     deleted = largest(labels)[:2]
     page.get_by_role("button", name="Delete", exact=True).click()
     for number, label in enumerate(deleted, 1):
@@ -389,10 +379,8 @@ def test_corrections_outlive_the_result_that_they_were_made_on(result: Result, o
 
 def test_results_are_compared_as_corrected_and_as_segmented(result: Result, open_page: Open) -> None:
     page, labels = look_at(result, open_page), result.labels
-    stack = result.live.client.get(f"/jobs/{result.job}").json()["parameters"]["stack"]
-    plain = result.live.client.post("/jobs", params={"stack": stack}).json()["id"]
-    until(lambda: result.live.client.get(f"/jobs/{plain}").json()["state"] == "done", SECONDS)
-    page.evaluate(REMEMBER, {"job": plain, "stack": stack, "objects": len(largest(labels))})
+    plain = result.live.run(b"", stack=result.stack)["id"]
+    page.evaluate(REMEMBER, {"job": plain, "stack": result.stack, "objects": len(largest(labels))})
     enter(page)
     page.get_by_role("button", name="Delete", exact=True).click()
     click_voxel(page, middle(labels, largest(labels)[0]))
@@ -476,8 +464,7 @@ def test_a_correction_of_a_large_stack_is_immediate(nuclei: Live, open_page: Ope
 
 
 def test_what_is_shown_in_coarse_steps_is_corrected_in_full_resolution(result: Result, open_page: Open) -> None:
-    stack = result.live.client.get(f"/jobs/{result.job}").json()["parameters"]["stack"]
-    told = open_page(result.live).evaluate(COARSE, [result.job, stack])
+    told = open_page(result.live).evaluate(COARSE, [result.job, result.stack])
     assert told["before"] == told["after"] == {"at": [5, 10, 12], "step": [1, 2, 2], "labels": [24, 40, 40]}
     assert told["meanwhile"] == {"at": [5, 20, 24], "step": [1, 1, 1], "labels": [24, 80, 80]}
     assert told["edges"] == [0.5, 0.2, 0.2]

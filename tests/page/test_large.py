@@ -67,7 +67,7 @@ def test_a_stack_of_300_mb_is_looked_at_segmented_and_taken(fake: Live, open_pag
         page.get_by_role("button", name="Labels, OME-TIFF").click()
     taken = tifffile.imread(downloading.value.path())
     tell(page, began, "Taken")
-    job = fake.client.get("/jobs").json()["jobs"][0]["id"]
-    answer = fake.client.get(f"/jobs/{job}/result", headers={"Accept": "image/tiff"})
+    job = fake.client.get("/jobs").json()["jobs"][0]
+    answer = fake.result(job, Accept="image/tiff")
     assert np.array_equal(taken, tifffile.imread(io.BytesIO(answer.content)))
     assert np.array_equal(taken[32], tifffile.imread(stack, key=32) > 100)

@@ -17,15 +17,9 @@ from live import Live, as_tiff, eager, serve
 from numpy.typing import NDArray
 from paths import ROOT
 from playwright.sync_api import Page, Route, expect
-from runtimes import loaded_segmenter
 
-from service.api.access.keys import generate_key, hash_key
+from service.api.access.keys import hash_key
 from service.core.hardware.host import usable_cores
-
-
-def fake_segmenter(live: Live) -> FakeSegmenter:
-    segmenter: Any = loaded_segmenter(live.runtime.models, None)
-    return segmenter  # type: ignore[no-any-return]
 
 
 def test_from_the_sample_to_the_labels_on_disk(nuclei: Live, open_page: Open, tmp_path: Path) -> None:
@@ -249,7 +243,7 @@ def test_what_cannot_be_read_says_why(fake: Live, open_page: Open) -> None:
 def test_a_job_goes_on_while_the_page_is_loaded_again_and_is_cancelled(fake: Live, open_page: Open) -> None:
     page = open_page(fake)
     put(page, as_tiff(np.full((4, 16, 16), 200, np.uint8)))
-    gate = fake_segmenter(fake).gate
+    gate = fake.fake.gate
     gate.clear()
     try:
         segment(page)
@@ -265,8 +259,7 @@ def test_a_job_goes_on_while_the_page_is_loaded_again_and_is_cancelled(fake: Liv
 
 
 def test_a_key_is_asked_for_where_the_service_wants_one(bands_repository: Path, open_page: Open) -> None:
-    key = generate_key()
-    settings = eager(bands_repository, models={"load": "all"}, access={"keys": {"ann": hash_key(key)}})
+    settings = eager(bands_repository, models={"load": "all"}, access={"keys": {"ann": hash_key("ann")}})
     with serve(settings, load=FakeSegmenter, wait=False) as live:  # type: ignore[arg-type]
         live.wait_ready()
         page = open_page(live)
@@ -274,7 +267,7 @@ def test_a_key_is_asked_for_where_the_service_wants_one(bands_repository: Path, 
         field.fill("wrong")
         page.get_by_role("button", name="Use this key").click()
         expect(page.locator("#key-problem")).to_contain_text("does not know that key")
-        field.fill(key)
+        field.fill("ann")
         page.get_by_role("button", name="Use this key").click()
         put(page, as_tiff(np.full((4, 16, 16), 200, np.uint8)))
         segment(page)
@@ -285,10 +278,10 @@ def test_the_status_shows_what_runs_and_where_the_time_went_while_it_is_looked_a
     page = open_page(fake)
     stack = as_tiff(np.full((4, 16, 16), 200, np.uint8))
     assert fake.segment(stack).status_code == 200
-    gate = fake_segmenter(fake).gate
+    gate = fake.fake.gate
     gate.clear()
     try:
-        assert fake.client.post("/jobs", content=stack, headers={"Content-Type": "image/tiff"}).status_code == 202
+        fake.submit(stack)
         page.get_by_role("link", name="Status").click()
         expect(page.get_by_role("region", name="Queue")).to_contain_text("running")
         expect(page.get_by_role("region", name="Devices")).to_contain_text(f"of {usable_cores()} core")
@@ -336,20 +329,19 @@ def test_the_status_tells_of_the_workers_of_a_cluster(fake: Live, open_page: Ope
 
 def test_admins_see_the_status_and_reload_models(bands_repository: Path, open_page: Open, tmp_path: Path) -> None:
     shutil.copytree(bands_repository / "bands", tmp_path / "models" / "bands")
-    keys = {name: generate_key() for name in ("ada", "bob")}
-    access = {"keys": {name: hash_key(key) for name, key in keys.items()}, "admins": ["ada"]}
+    access = {"keys": {name: hash_key(name) for name in ("ada", "bob")}, "admins": ["ada"]}
     settings = eager(tmp_path / "models", models={"load": "all"}, access=access)
     with serve(settings, load=FakeSegmenter, wait=False) as live:  # type: ignore[arg-type]
         live.wait_ready()
         page = open_page(live)
-        page.get_by_label("Key", exact=True).fill(keys["bob"])
+        page.get_by_label("Key", exact=True).fill("bob")
         page.get_by_role("button", name="Use this key").click()
         page.get_by_role("link", name="Status").click()
         expect(page.locator("#status")).to_contain_text("access.admins")
         expect(page.locator("#ask-key")).to_be_hidden()
         check_accessibility(page)
         page.get_by_role("button", name="API key").click()
-        page.get_by_label("Key", exact=True).fill(keys["ada"])
+        page.get_by_label("Key", exact=True).fill("ada")
         page.get_by_role("button", name="Use this key").click()
         expect(page.get_by_role("region", name="Service").filter(has_text="Ready")).to_be_visible()
         copy_model(tmp_path / "models", "bands", "third")

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from browsing import SECONDS, Open, check_accessibility, segment
-from fakes import until
+from browsing import Open, check_accessibility, segment
 from live import Live, as_tiff, eager, serve
 from playwright.sync_api import expect
 
@@ -30,16 +29,14 @@ LINE = """() => {
   const nearest = solid.reduce((best, place) => (away(place) < away(best) ? place : best));
   return [[...data.slice(nearest, nearest + 3)], legend];
 }"""
-NPY, TIFF = {"Content-Type": "application/x-npy"}, {"Content-Type": "image/tiff"}
+NPY = {"Content-Type": "application/x-npy"}
 
 
 @pytest.fixture(scope="module")
-def live(random_nuclei: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def live(trainable: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A service with a small model that can be trained, and a stack with its labels."""
-    models = tmp_path_factory.mktemp("models")
-    file = Path(shutil.copytree(random_nuclei.folder, models / "random-nuclei")) / "model.yaml"
-    file.write_text(file.read_text().replace("activation: none", "activation: sigmoid"))
-    other = Path(shutil.copytree(file.parent, models / "others")) / "model.yaml"
+    models = shutil.copytree(trainable.folder.parent, tmp_path_factory.mktemp("service") / "models")
+    other = Path(shutil.copytree(models / trainable.name, models / "others")) / "model.yaml"
     other.write_text(other.read_text().replace("name: random-nuclei", "name: others"))
     jobs = {"folder": tmp_path_factory.mktemp("service")}
     settings = eager(
@@ -47,12 +44,10 @@ def live(random_nuclei: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> 
     )
     with serve(settings) as running:
         image, labels = synthesise(np.random.default_rng(0), (16, 32, 48))
-        stack = running.client.post("/stacks", content=as_tiff(image), headers=TIFF).json()["id"]
+        stack = running.post("/stacks", as_tiff(image)).json()["id"]
         np.save(array := io.BytesIO(), labels)
         for name in ("first try", "nuclei by hand"):
-            query = {"stack": stack, "name": name}
-            kept = running.client.post("/annotations", content=array.getvalue(), params=query, headers=NPY)
-            assert kept.status_code == 201
+            assert running.post("/annotations", array.getvalue(), NPY, stack=stack, name=name).status_code == 201
         yield running
 
 
@@ -117,11 +112,9 @@ def test_a_model_is_improved_followed_and_used(live: Live, open_page: Open) -> N
 
 def test_stacks_that_another_kind_of_model_has_labelled_are_not_proposed(live: Live, open_page: Open) -> None:
     stack = live.client.get("/annotations").json()["annotations"][0]["stack"]
-    job = live.client.post("/jobs", params={"stack": stack, "model": "others"}).json()["id"]
-    until(lambda: live.client.get(f"/jobs/{job}").json()["state"] == "done", SECONDS)
-    labels = live.client.get(f"/jobs/{job}/result", headers={"Accept": "application/x-npy"}).content
-    query = {"job": job, "name": "other things"}
-    kept = live.client.post("/annotations", content=labels, params=query, headers=NPY).json()["id"]
+    job = live.run(b"", stack=stack, model="others")
+    labels = live.result(job, Accept="application/x-npy").content
+    kept = live.post("/annotations", labels, NPY, job=job["id"], name="other things").json()["id"]
     page = open_page(live)
     page.get_by_role("button", name="Improve a model with these").click()
     dialog = page.get_by_role("dialog")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
-from browsing import SECONDS, Open, check_accessibility, put, segment
+from browsing import SECONDS, Open, check_accessibility, middle, put, segment
 from fakes import until
 from live import Answer, Live, as_tiff
 from numpy.typing import NDArray
@@ -49,20 +49,13 @@ def sample() -> NDArray[Any]:
     return np.asarray(tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[12:36, 60:124, 40:104])
 
 
-def submit(live: Live, stack: str, **parameters: Any) -> str:
-    job = str(live.client.post("/jobs", params={"stack": stack, **parameters}).json()["id"])
-    until(lambda: live.client.get(f"/jobs/{job}").json()["state"] == "done", SECONDS)
-    return job
-
-
 def test_two_results_are_looked_at_side_by_side(nuclei: Live, open_page: Open, sample: NDArray[Any]) -> None:
-    tiff = {"Content-Type": "image/tiff"}
-    stack = nuclei.client.post("/stacks", content=as_tiff(sample), headers=tiff).json()["id"]
-    jobs = [submit(nuclei, stack, diameter="15px", minimum_size=least) for least in ("1um3", "60um3")]
-    counts = [nuclei.client.get(f"/jobs/{job}").json()["objects"] for job in jobs]
+    stack = nuclei.post("/stacks", as_tiff(sample)).json()["id"]
+    jobs = [nuclei.run(b"", stack=stack, diameter="15px", minimum_size=least) for least in ("1um3", "60um3")]
+    counts = [job["objects"] for job in jobs]
     assert counts[0] > counts[1] > 0
     page = open_page(nuclei)
-    page.goto(f"/#compare={','.join(jobs)}")
+    page.goto(f"/#compare={','.join(job['id'] for job in jobs)}")
     sides = page.locator(".side-by-side")
     only = f"{counts[1]} objects in both (they share more than half), {counts[0] - counts[1]} on the left alone, 0 on"
     expect(page.locator("#compare footer")).to_contain_text(only)
@@ -146,8 +139,7 @@ def correct_a_time_point(live: Live, page: Page) -> None:
     job = live.client.get("/jobs").json()["jobs"][0]["id"]
     before = planes(live, job, 1)
     label = int(np.argmax(np.bincount(before.ravel())[1:])) + 1
-    voxels = np.argwhere(before == label)
-    for axis, place in zip("zyx", voxels[np.argmin(((voxels - voxels.mean(0)) ** 2).sum(1))], strict=True):
+    for axis, place in zip("zyx", middle(before, label), strict=True):
         page.get_by_label(f"Plane along {axis}").fill(str(place))
     stage = page.locator(".view[data-axis=z] .stage")
     stage.press("Enter")
@@ -178,8 +170,8 @@ def planes(live: Live, job: str, time: int) -> NDArray[Any]:
 def compare_a_series(live: Live, page: Page, shape: tuple[int, ...]) -> None:
     """Look at a result of three time points beside one of the last of them, by one slider for both."""
     job = live.client.get("/jobs").json()["jobs"][0]
-    last = submit(live, job["parameters"]["stack"], time="3", diameter="none")
-    page.goto(f"/#compare={job['id']},{last}")
+    last = live.run(b"", stack=job["parameters"]["stack"], time="3", diameter="none")
+    page.goto(f"/#compare={job['id']},{last['id']}")
     footer = page.locator("#compare footer")
     expect(footer).to_contain_text("1 of 1 to 3")
     expect(page.locator(".side-by-side").first).to_contain_text(" at 3 time points")
