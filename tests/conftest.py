@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 import yaml
 from bands import BANDS, Phantom, load_bands, make_phantom
+from model_files import copy_model
 from safetensors.torch import save_file
 from torch import nn
 
@@ -104,10 +104,8 @@ def random_nuclei(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 @pytest.fixture(scope="session")
 def trainable(tmp_path_factory: pytest.TempPathFactory, random_nuclei: ModelSpec) -> ModelSpec:
     """`random_nuclei` as a model that a training can go on from."""
-    folder = Path(shutil.copytree(random_nuclei.folder, tmp_path_factory.mktemp("trainable") / random_nuclei.name))
-    file = folder / "model.yaml"
-    file.write_text(file.read_text().replace("activation: none", "activation: sigmoid"))
-    return read_spec(folder)
+    folder = tmp_path_factory.mktemp("trainable") / random_nuclei.name
+    return read_spec(copy_model(random_nuclei.folder, folder, activation="sigmoid"))
 
 
 @pytest.fixture

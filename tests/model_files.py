@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ def write_folder(folder: Path, content: Any = INSTANCES, weights: bytes | None =
     if weights is not None:
         (folder / "weights.safetensors").write_bytes(weights)
     return folder
+
+
+def copy_model(folder: Path, copy: Path, **changes: Any) -> Path:
+    """Copy a model folder, with the name of the new folder and other keys in its file; return the new folder."""
+    shutil.copytree(folder, copy)
+    file = copy / "model.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"name": copy.name} | changes))
+    return copy
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from model_files import copy_model
 from object_server import serve_objects
 from paths import ROOT
 from zarr_files import write_zarr
@@ -268,8 +269,7 @@ def test_tuning_keeps_what_won_for_the_next_start(
 def test_trained_models_are_listed_and_removed(base: ModelSpec, configure: Any, tmp_path: Path, stackseg: Any) -> None:
     mine = tmp_path / "trained" / "mine"
     path = configure(base.folder.parent, models={"folder": str(base.folder.parent), "trained_folder": str(mine.parent)})
-    shutil.copytree(base.folder, mine)
-    (mine / "model.yaml").write_text((mine / "model.yaml").read_text().replace("name: random-nuclei", "name: mine"))
+    copy_model(base.folder, mine)
     assert [line.split("/")[0] for line in stackseg("models", "--config", path).splitlines()] == [
         "random-nuclei",
         "mine",

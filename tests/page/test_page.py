@@ -14,6 +14,7 @@ import tifffile
 from browsing import SECONDS, WHEEL, Open, check_accessibility, put, segment
 from fakes import FakeSegmenter, until
 from live import Live, as_tiff, eager, serve
+from model_files import copy_model
 from numpy.typing import NDArray
 from paths import ROOT
 from playwright.sync_api import Page, Route, expect
@@ -344,7 +345,7 @@ def test_admins_see_the_status_and_reload_models(bands_repository: Path, open_pa
         page.get_by_label("Key", exact=True).fill("ada")
         page.get_by_role("button", name="Use this key").click()
         expect(page.get_by_role("region", name="Service").filter(has_text="Ready")).to_be_visible()
-        copy_model(tmp_path / "models", "bands", "third")
+        copy_model(bands_repository / "bands", tmp_path / "models" / "third")
         page.get_by_role("button", name="Reload models").click()
         expect(page.get_by_role("region", name="Models")).to_contain_text("Added third.")
         expect(page.get_by_role("heading", name="third")).to_be_visible()
@@ -363,12 +364,6 @@ def count_requests(page: Page, seconds: float) -> int:
     page.wait_for_timeout(1000 * seconds)
     page.remove_listener("request", note)
     return len(sent)
-
-
-def copy_model(models: Path, name: str, other: str) -> None:
-    shutil.copytree(models / name, models / other)
-    file = models / other / "model.yaml"
-    file.write_text(file.read_text().replace(f"name: {name}", f"name: {other}"))
 
 
 STATUS_SECONDS = 2

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import re
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 from browsing import Open, check_accessibility, segment
 from live import Live, as_tiff, eager, serve
+from model_files import copy_model
 from playwright.sync_api import expect
 
 from scripts.recipes.synthetic_nuclei import synthesise
@@ -35,9 +34,9 @@ NPY = {"Content-Type": "application/x-npy"}
 @pytest.fixture(scope="module")
 def live(trainable: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A service with a small model that can be trained, and a stack with its labels."""
-    models = shutil.copytree(trainable.folder.parent, tmp_path_factory.mktemp("service") / "models")
-    other = Path(shutil.copytree(models / trainable.name, models / "others")) / "model.yaml"
-    other.write_text(other.read_text().replace("name: random-nuclei", "name: others"))
+    models = tmp_path_factory.mktemp("models")
+    for name in ("random-nuclei", "others"):
+        copy_model(trainable.folder, models / name)
     jobs = {"folder": tmp_path_factory.mktemp("service")}
     settings = eager(
         models, models={"default": "random-nuclei"}, jobs=jobs, training=TRAINING, trainings={"niceness": 0}

@@ -4,7 +4,6 @@ import errno
 import inspect
 import io
 import json
-import shutil
 from pathlib import Path
 
 import doomed_reader
@@ -14,6 +13,7 @@ import tifffile
 from fakes import until
 from job_service import Service, start
 from live import STACK, problem
+from model_files import copy_model
 
 from service.api.messages.problems import STATUS, status_of
 from service.core import errors
@@ -198,9 +198,7 @@ def test_messages_tell_names_of_files_and_not_where_they_lie(message: str, told:
 def test_no_answer_tells_where_the_host_has_its_files(bands_repository: Path, tmp_path: Path) -> None:
     models = tmp_path / "models"
     for name in ("bands", "mute", "strange", "light", "failing"):
-        shutil.copytree(bands_repository / "bands", models / name)
-        described = (models / name / "model.yaml").read_text()
-        (models / name / "model.yaml").write_text(described.replace("name: bands", f"name: {name}"))
+        copy_model(bands_repository / "bands", models / name)
     (models / "mute" / "model.yaml").unlink()
     (models / "strange" / "model.yaml").write_text("a: [")
     (models / "light" / "weights.safetensors").write_bytes(b"none")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
-import yaml
 from fakes import FakeSegmenter, until
 from live import STACK, TIFF, eager, problem, serve
+from model_files import copy_model
 from runtimes import loaded_segmenter
 
 from service.api.access.keys import hash_key
@@ -19,10 +18,7 @@ from service.serving.learning.trained_models import OWNER
 def test_a_trained_model_is_deleted_by_its_key_once_no_job_needs_it(bands_repository: Path, tmp_path: Path) -> None:
     trained = tmp_path / "jobs" / "trained-models"
     for name in ("mine", "other", "kept"):
-        folder = Path(shutil.copytree(bands_repository / "bands", trained / name))
-        spec = yaml.safe_load((folder / "model.yaml").read_text())
-        (folder / "model.yaml").write_text(yaml.safe_dump(spec | {"name": name}))
-        (folder / OWNER).write_text(json.dumps("ann"))
+        (copy_model(bands_repository / "bands", trained / name) / OWNER).write_text(json.dumps("ann"))
     access = {"keys": {name: hash_key(name) for name in ("ann", "bob", "eve")}, "admins": ["eve"]}
     loaded = {"load": ["kept"], "default": "bands"}
     chosen = eager(bands_repository, access=access, jobs={"folder": tmp_path / "jobs"}, models=loaded)

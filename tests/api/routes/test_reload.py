@@ -13,6 +13,7 @@ import pytest
 import yaml
 from fakes import FakeSegmenter, until
 from live import Live, eager, serve
+from model_files import copy_model
 from runtimes import caches
 
 from service.core.errors import BrokenModel
@@ -21,10 +22,9 @@ from service.serving.devices.device import loaded_bytes
 
 def put(models: Path, name: str, version: str) -> Path:
     """Make `name` a copy of the only model in the folder of `bands`, with another name and version."""
-    folder = models / name
-    if not folder.exists():
-        shutil.copytree(models / "bands", folder)
-    file = folder / "model.yaml"
+    if not (models / name).exists():
+        copy_model(models / "bands", models / name)
+    file = models / name / "model.yaml"
     file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"name": name, "version": version}))
     return file
 
