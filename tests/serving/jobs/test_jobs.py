@@ -21,6 +21,8 @@ from full_disk import full_disk
 from job_service import Service, start
 from live import STACK, TIFF, as_tiff
 
+from service.api.messages.headers import ANONYMOUS
+
 
 @pytest.fixture
 def service(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
@@ -64,7 +66,7 @@ def submit_two(service: Service, stack: bytes = STACK) -> tuple[dict[str, Any], 
 
 
 def state_on_disk(service: Service, job: dict[str, Any]) -> str:
-    return str(service.async_jobs._store.find(job["id"], None).state)
+    return str(service.async_jobs._store.find(job["id"], ANONYMOUS).state)
 
 
 def files_on_disk(folder: Path) -> list[str]:
