@@ -70,7 +70,7 @@ def test_small_request_is_never_on_a_disk(service: Service) -> None:
     finally:
         scratch.unlink()
         scratch.mkdir()
-    assert service.segment(compressed).content[-100:] == response.content[-100:]
+    assert np.array_equal(pixels(service.segment(compressed).content), ONES)
     assert service.segment(STACK + bytes(BLOCK_BYTES)).status_code == 200
     assert service.leftovers() == []
 
