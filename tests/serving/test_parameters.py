@@ -12,32 +12,15 @@ from service.core.types import Options, Selection, Steering
 from service.serving.parameters import Query, describe_faults
 
 
-def test_query_becomes_a_selection_and_options() -> None:
-    query = Query.model_validate(
-        {
-            "channel": "2",
-            "time": "1",
-            "axes": "tzcyx",
-            "voxel_size": "0.5, 0.2,0.2",
-            "output": "classes",
-            "sw_batch_size": "4",
-            "overlap": "0.5",
-            "diameter": "7, 15,15 px",
-        }
-    )
-    assert query.selection == Selection(2, 1, "TZCYX", VoxelSize(0.5, 0.2, 0.2))
-    assert query.options == Options("classes", 4, 0.5, Diameter((7, 15, 15), "px"))
-
-
-def test_nothing_given_leaves_everything_to_file_and_operator() -> None:
-    assert Query().selection == Selection()
-    assert Query().options == Options()
-    assert Query.model_validate({"axes": "", "channel": ""}).selection == Selection()
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
+        ({}, Selection()),
+        ({"axes": "", "channel": ""}, Selection()),
+        (
+            {"channel": "2", "time": "1", "axes": "tzcyx", "voxel_size": "0.5, 0.2,0.2"},
+            Selection(2, 1, "TZCYX", VoxelSize(0.5, 0.2, 0.2)),
+        ),
         ({"channel": "0"}, Selection(channel=0)),
         *(({"channel": name}, Selection(channel=name)) for name in ("DAPI", "-1", "²", "٣")),
         ({"channel": "all"}, Selection()),
@@ -55,7 +38,10 @@ def test_a_part_of_the_file_is_selected(given: dict[str, Any], expected: Selecti
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
+        ({}, Options()),
+        ({"output": "classes", "sw_batch_size": "4", "overlap": "0.5"}, Options("classes", 4, 0.5)),
         ({"diameter": "15px"}, Options(diameter=Diameter((15,), "px"))),
+        ({"diameter": "7, 15,15 px"}, Options(diameter=Diameter((7, 15, 15), "px"))),
         ({"diameter": "6.5UM"}, Options(diameter=Diameter((6.5,), "um"))),
         ({"diameter": "none"}, Options(diameter="none")),
         ({"diameter": " AUTO "}, Options(diameter="auto")),

@@ -98,9 +98,7 @@ class DevicePool:
             has_failed, is_busy, seconds = device.scheduler.routing_cost(model, caller)
             return has_failed or not device.serves, is_busy, seconds
 
-        first, *others = self.all
-        # With one device nothing has to be compared.
-        return min(self.all, key=cost) if others else first
+        return min(self.all, key=cost)
 
     def engines(self, model: str) -> list[str]:
         """Return how a model runs on the devices that have loaded it at some time, sorted."""

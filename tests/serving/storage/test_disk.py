@@ -4,16 +4,19 @@ import errno
 
 import pytest
 
-from service.core.errors import OutOfStorage
+from service.core.errors import OutOfStorage, StorageUnavailable
 from service.serving.storage.disk import translate_disk_faults
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_full_disk_is_out_of_storage(number: int) -> None:
-    with pytest.raises(OutOfStorage), translate_disk_faults():
-        raise OSError(number, "full")
-
-
-def test_other_errors_of_the_disk_stay_what_they_are() -> None:
-    with pytest.raises(PermissionError), translate_disk_faults():
-        raise PermissionError(errno.EACCES, "denied")
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.ENOSPC, OutOfStorage),
+        (errno.EDQUOT, OutOfStorage),
+        (errno.EIO, StorageUnavailable),
+        (errno.EACCES, PermissionError),
+    ],
+)
+def test_faults_of_the_disk_are_told_from_other_errors(number: int, expected: type[Exception]) -> None:
+    with pytest.raises(expected), translate_disk_faults():
+        raise OSError(number, "faulty")

@@ -220,11 +220,8 @@ class JobQueue:
         if len(self._running) < self._always:
             return True
         durations = self._durations
-        longest, ahead = REMAINING_WORK_FACTOR * durations.device_seconds(job), 0.0
-        # No generator expression: this runs for every waiting job whenever a job advances.
-        for other in self._running:
-            if (left := durations.device_seconds(other)) < longest:
-                ahead += left
+        longest = REMAINING_WORK_FACTOR * durations.device_seconds(job)
+        ahead = sum(left for left in map(durations.device_seconds, self._running) if left < longest)
         # Half a window less, so that rounding decides nothing.
         return ahead < (BATCHES_AHEAD * needs.batch - 0.5) * durations.window_seconds(job)
 

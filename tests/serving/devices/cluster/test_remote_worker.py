@@ -60,6 +60,11 @@ def service(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) ->
     assert list(shared.iterdir()) == []
 
 
+@pytest.fixture
+def stack(phantom_maker: Any) -> bytes:
+    return as_tiff(phantom_maker((16, 40, 40), seed=1).image)
+
+
 def test_labels_are_those_of_a_local_device(service: Service, bands_repository: Path, phantom_maker: Any) -> None:
     live, _ = service
     stacks = [as_tiff(phantom_maker((16, 40, 40), seed=seed).image) for seed in range(6)]
@@ -108,13 +113,11 @@ def test_requests_of_a_lost_worker_run_elsewhere_and_it_is_used_again(service: S
         pytest.param((3, 3), 503, id="is given up"),
     ],
 )
-def test_a_request_whose_devices_are_lost(
-    service: Service, phantom_maker: Any, losses: tuple[int, int], status: int
-) -> None:
+def test_a_request_whose_devices_are_lost(service: Service, stack: bytes, losses: tuple[int, int], status: int) -> None:
     live, actors = service
     for actor, times in zip(actors, losses, strict=True):
         actor.lost_devices = times
-    answer = live.segment(as_tiff(phantom_maker((16, 40, 40), seed=1).image))
+    answer = live.segment(stack)
     assert answer.status_code == status
     if status == 200:
         assert actors[0].lost_devices == 0
@@ -124,10 +127,9 @@ def test_a_request_whose_devices_are_lost(
         actor.lost_devices = 0
 
 
-def test_a_cancelled_request_stops_its_actor(bands_repository: Path, tmp_path: Path, phantom_maker: Any) -> None:
+def test_a_cancelled_request_stops_its_actor(bands_repository: Path, tmp_path: Path, stack: bytes) -> None:
     held = Fakes()
     with two_workers(remote(bands_repository, tmp_path), held) as (live, actors):
-        stack = as_tiff(phantom_maker((16, 40, 40), seed=1).image)
         until(lambda: len(held) == 2)
         for fake in held:
             fake.gate.clear()
@@ -141,7 +143,7 @@ def test_a_cancelled_request_stops_its_actor(bands_repository: Path, tmp_path: P
 
 
 def test_a_worker_whose_call_fails_is_lost_and_asked_again(
-    service: Service, monkeypatch: pytest.MonkeyPatch, phantom_maker: Any
+    service: Service, monkeypatch: pytest.MonkeyPatch, stack: bytes
 ) -> None:
     live, actors = service
     worker = live.runtime.devices.all[0]
@@ -154,7 +156,7 @@ def test_a_worker_whose_call_fails_is_lost_and_asked_again(
         patch.setattr(actors[0], "call", fail)
         until(lambda: worker.problem is not None)
     until(lambda: worker.problem is None)
-    assert live.segment(as_tiff(phantom_maker((16, 40, 40), seed=1).image)).status_code == 200
+    assert live.segment(stack).status_code == 200
 
 
 def test_an_actor_keeps_the_model_of_a_task_that_its_service_did_not_know_of_yet(
