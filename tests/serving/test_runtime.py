@@ -195,8 +195,11 @@ def test_service_stays_ready_and_goes_on_while_a_model_is_loaded(three: Path, tm
         until(lambda: len(fakes) == 2)
         assert (states(runtime)["beta"], waiting.state, runtime.unready_reasons()) == ("loading", "waiting", ())
         assert submit(runtime, stack, "alpha").future.result(10)
+        submit(runtime, stack, "gamma").cancel()
         fakes[1].gate.set()
         assert waiting.future.result(10)
+        until(lambda: not caches(runtime)[0].is_awaited("gamma"))
+        assert len(fakes) == 2, "nobody waits for it any more"
 
 
 def test_models_take_turns_where_memory_holds_one(three: Path, tmp_path: Path, stack: Volume) -> None:

@@ -57,12 +57,7 @@ def service(repository: Path, shared: Path, workers: int, least: int, **limits: 
     settings = remote(
         repository,
         shared,
-        cluster={
-            "workers": workers,
-            "least_workers": least,
-            "backlog_seconds": 0.001,
-            "idle_seconds": 0.2,
-        },
+        cluster={"workers": workers, "least_workers": least, "backlog_seconds": 0.001, "idle_seconds": 0.2},
         limits=limits,
     )
     with serve(settings, connect=hosts.connect) as live:

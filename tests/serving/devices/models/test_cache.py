@@ -100,13 +100,13 @@ def test_a_model_that_has_grown_makes_room_as_it_is() -> None:
 
 def test_nobody_gets_a_model_before_the_first_ones_are_loaded() -> None:
     with started_cache(10, "a", "b", a=3, b=3) as recording:
-        lease = recording.model_cache.lease("a")
+        lease, told = recording.model_cache.lease("a"), list[list[str]]()
+        lease.model.add_done_callback(lambda _: told.append([*recording.loads]))
         until(lambda: "a" in recording.loads)
         assert recording.model_cache.starting == ("a", "b")
-        assert not lease.model.done()
         recording.gate.set()
         assert lease.model.result(10).name == "a"
-        assert recording.loads == ["a", "b"]
+        until(lambda: told == [["a", "b"]])
 
 
 def test_a_model_in_use_is_never_unloaded_and_the_one_that_waits_for_its_room_has_its_turn() -> None:

@@ -111,13 +111,14 @@ def test_job_that_does_not_fit_in_memory_waits_and_is_passed_by_those_that_fit_i
     assert takes(queue, small)
 
 
-def test_memory_that_a_job_has_given_back_counts_at_once() -> None:
+def test_memory_that_others_have_taken_is_not_there_and_what_a_job_gives_back_counts_at_once() -> None:
     free = [80]
     queue = JobQueue(limit=30, memory=JobMemory(lambda: FreeMemory(free[0]), 60))
-    large, first, second = sized(1, 60), sized(1, 30), sized(1, 30)
-    queue.offer(large)
-    assert takes(queue, large)
+    large, small, first, second = sized(1, 40), sized(1, 10), sized(1, 30), sized(1, 30)
+    offer(queue, large, small)
+    assert takes(queue, large, small)
     free[0] = 20
+    small.run()
     offer(queue, first, second)
     assert queue._next() is None
     free[0] = 80
