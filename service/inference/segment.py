@@ -31,7 +31,7 @@ from service.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from service.inference.runner.model_runner import ModelRunner
-    from service.inference.runner.scoring_retries import Scored
+    from service.inference.runner.scoring import Scored
 
 ALONE = Callbacks()
 """Callbacks of a caller that waits for the result in its own thread, and computes the windows there."""

@@ -266,3 +266,16 @@ def prefetch_batches(
         return (images.pin_memory(), targets.pin_memory()) if pinned else (images, targets)
 
     return _prefetch(make, first)
+
+
+def cut_tiles(pair: Pair, normalise: Normalise, edge: int) -> tuple[Tensor, Tensor]:
+    """Cut up to eight cubes, one per corner of a stack: images [B, 1, e, e, e] and targets [B, 2, e, e, e]."""
+    image, labels = pair
+    stacked = np.concatenate([normalise(image)[None], instance_targets(labels)])
+    stacked = np.pad(stacked, [(0, 0), *((0, max(0, edge - length)) for length in image.shape)])
+    corners = [sorted({0, length - edge}) for length in stacked.shape[1:]]
+    cubes = [
+        stacked[:, z : z + edge, y : y + edge, x : x + edge] for z in corners[0] for y in corners[1] for x in corners[2]
+    ]
+    tiles = torch.from_numpy(np.ascontiguousarray(np.stack(cubes), dtype=np.float32))
+    return tiles[:, :1].contiguous(), tiles[:, 1:].contiguous()

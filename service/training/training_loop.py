@@ -30,10 +30,11 @@ from service.training.examples import (
     Normalise,
     Pair,
     RecordedStacks,
+    cut_tiles,
     draw_batch,
     prefetch_batches,
 )
-from service.training.instance_targets import instance_loss, instance_targets
+from service.training.instance_targets import instance_loss
 from service.training.techniques import checkpoint_blocks, make_convolutions_safe, measure_statistics, update_average
 
 log = logging.getLogger("service.train")
@@ -136,7 +137,7 @@ class Trainer:
         )
         self._scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self._dataset = ExampleDataset(RecordedStacks(data.training), data.normalise, plan.seed)
-        self._validation = [_cut_tiles(pair, data.normalise, plan.edge) for pair in data.validation]
+        self._validation = [cut_tiles(pair, data.normalise, plan.edge) for pair in data.validation]
 
     def run(self) -> nn.Module:
         """Train to the end of the plan; return the averaged network of the lowest validation loss, on the CPU."""
@@ -322,16 +323,3 @@ def _format(value: float | None) -> str:
 def _options_of_result(plan: Plan) -> dict[str, Any]:
     """Return the options that must be equal for a resumed training to end like an uninterrupted one."""
     return {name: value for name, value in plan.model_dump().items() if name not in {"minutes", "patience", "workers"}}
-
-
-def _cut_tiles(pair: Pair, normalise: Normalise, edge: int) -> tuple[Tensor, Tensor]:
-    """Cut up to eight cubes, one per corner of a stack: images [B, 1, e, e, e] and targets [B, 2, e, e, e]."""
-    image, labels = pair
-    stacked = np.concatenate([normalise(image)[None], instance_targets(labels)])
-    stacked = np.pad(stacked, [(0, 0), *((0, max(0, edge - length)) for length in image.shape)])
-    corners = [sorted({0, length - edge}) for length in stacked.shape[1:]]
-    cubes = [
-        stacked[:, z : z + edge, y : y + edge, x : x + edge] for z in corners[0] for y in corners[1] for x in corners[2]
-    ]
-    tiles = torch.from_numpy(np.ascontiguousarray(np.stack(cubes), dtype=np.float32))
-    return tiles[:, :1].contiguous(), tiles[:, 1:].contiguous()

@@ -31,7 +31,7 @@ from service.inference.runner.estimator import Estimator, choose_window, window_
 from service.inference.runner.memory_errors import check_memory, translate_errors
 from service.inference.runner.memory_estimate import measure_activations
 from service.inference.runner.placement import HostPlacement, Placement
-from service.inference.runner.scoring_retries import ScoreComputer
+from service.inference.runner.scoring import ScoreComputer
 from service.inference.runner.selector import EngineSelector
 from service.inference.types import EngineReport, Estimate, Plan
 from service.inference.windows.kernels import window_kernels

@@ -11,7 +11,7 @@ from service.core.errors import NonFiniteScores, OutOfMemory
 from service.core.types import Options, Volume
 from service.engine.tuning.plans import EngineConfig
 from service.inference.runner.model_runner import ModelRunner
-from service.inference.runner.scoring_retries import ScoreComputer
+from service.inference.runner.scoring import ScoreComputer
 from service.inference.segment import segment
 from service.inference.types import Plan
 from service.inference.windows.blending import Slab
