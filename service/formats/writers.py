@@ -7,13 +7,13 @@ from pathlib import Path
 
 from service.core.files.whole_file import write_whole
 from service.core.types import Segmentation, Volume
-from service.formats import array_writer, nifti
+from service.formats import npy_nifti
 from service.formats.tiff import writer as tiff_writer
 from service.formats.zarr.store import find_image
 
 TIFF_SUFFIXES = (".tif", ".tiff")
 # Forms of labels of one time point.
-ARRAY_WRITERS = {".npy": array_writer.write_npy, ".nii.gz": nifti.write_nifti}
+ARRAY_WRITERS = {".npy": npy_nifti.write_npy, ".nii.gz": npy_nifti.write_nifti}
 
 
 def is_tiff(path: Path) -> bool:

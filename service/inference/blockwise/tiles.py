@@ -13,7 +13,7 @@ from torch import Tensor
 from service.core.quantities import Size
 from service.core.telemetry import Stages
 from service.core.types import Array
-from service.formats.array_writer import pack, unpack
+from service.formats.npy_nifti import pack, unpack
 from service.inference.blockwise.layout import Box, firsts, lengths, slices
 from service.inference.blockwise.window_scores import GroupScores, window_places
 from service.inference.decoding.basin_merging import Persistence

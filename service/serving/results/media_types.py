@@ -13,7 +13,7 @@ from zipfile import ZipFile
 from service.core.errors import BadParameter
 from service.core.files.whole_file import descriptor_path
 from service.core.types import Cancelling, Segmentation, Selection, Volume, never
-from service.formats import array_writer, nifti
+from service.formats import npy_nifti
 from service.formats.sandbox.reader import Reader
 from service.serving.results.answers import LABELS, MEASUREMENTS, MEDIA_TYPES, check_zarr_extra
 from service.serving.results.metadata import AnswerMetadata
@@ -36,9 +36,9 @@ def _write_ozx(volume: Volume, path: Path) -> None:
 
 # Forms of the labels beside the TIFF that is kept, by media type.
 FORMS = {
-    "application/x-npy": _Form(".npy", array_writer.write_npy),
-    "application/x-nifti": _Form(".nii.gz", nifti.write_nifti),
-    "application/gzip": _Form(".nii.gz", nifti.write_nifti),
+    "application/x-npy": _Form(".npy", npy_nifti.write_npy),
+    "application/x-nifti": _Form(".nii.gz", npy_nifti.write_nifti),
+    "application/gzip": _Form(".nii.gz", npy_nifti.write_nifti),
     "application/x-ozx": _Form(".ozx", _write_ozx),
 }
 

@@ -1,16 +1,18 @@
-"""NIfTI-1, which viewers of medical images read."""
+"""Arrays as bytes: NumPy's .npy, NIfTI-1 for viewers of medical images, and a compressed form between processes."""
 
 from __future__ import annotations
 
+import math
 import struct
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from isal import isal_zlib
+from numpy.typing import DTypeLike
 
 from service.core.errors import BadParameter
-from service.core.types import Volume
-from service.formats.array_writer import read_slabs
+from service.core.types import Array, Volume
 
 # Of the NIfTI-1 standard, https://nifti.nimh.nih.gov/pub/dist/src/niftilib/nifti1.h
 _DATATYPES = {"u1": 2, "i2": 4, "i4": 8, "f4": 16, "f8": 64, "i1": 256, "u2": 512, "u4": 768}
@@ -21,6 +23,17 @@ _MOST_EDGE = 2**15 - 1
 _SCANNER_COORDINATES = 1
 # zlib's number for the largest window within gzip's frame.
 _GZIP = 31
+SLAB_PLANES = 16
+
+
+def write_npy(volume: Volume, path: Path) -> None:
+    """Write the first channel as .npy, [Z, Y, X] in C order, little-endian."""
+    dtype = volume.dtype.newbyteorder("<")
+    with path.open("wb") as file:
+        header = {"descr": dtype.str, "fortran_order": False, "shape": volume.shape[1:]}
+        np.lib.format.write_array_header_1_0(file, header)
+        for slab in _read_slabs(volume):
+            file.write(np.ascontiguousarray(slab, dtype).data)
 
 
 def write_nifti(volume: Volume, path: Path) -> None:
@@ -32,7 +45,7 @@ def write_nifti(volume: Volume, path: Path) -> None:
     compressor = isal_zlib.compressobj(1, isal_zlib.DEFLATED, _GZIP)
     with path.open("wb") as file:
         file.write(compressor.compress(nifti_header(volume)))
-        for slab in read_slabs(volume):
+        for slab in _read_slabs(volume):
             file.write(compressor.compress(np.ascontiguousarray(slab, volume.dtype.newbyteorder("<")).tobytes()))
         file.write(compressor.flush())
 
@@ -62,3 +75,20 @@ def nifti_header(volume: Volume) -> bytes:
         struct.pack_into("<f", header, 280 + 20 * row, step)
     header[344:348] = b"n+1\0"
     return bytes(header)
+
+
+def _read_slabs(volume: Volume) -> Iterator[Array]:
+    """Yield a few planes of the first channel at a time, [z, Y, X]."""
+    for z in range(0, volume.shape[1], SLAB_PLANES):
+        yield volume.read(z, min(z + SLAB_PLANES, volume.shape[1]))[0]
+
+
+def pack(array: Array) -> bytes:
+    """Compress an array of labels, quickly: to a few percent."""
+    return isal_zlib.compress(np.ascontiguousarray(array).data, 1)
+
+
+def unpack(data: bytes, shape: Sequence[int], dtype: DTypeLike) -> Array:
+    """Invert `pack`."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    return np.frombuffer(isal_zlib.decompress(data, bufsize=max(nbytes, 1)), dtype).reshape(shape)

@@ -9,7 +9,7 @@ import pytest
 
 from service.core.quantities import VoxelSize
 from service.core.types import Volume
-from service.formats.nifti import write_nifti
+from service.formats.npy_nifti import write_nifti, write_npy
 
 SIZE = VoxelSize(0.5, 0.25, 0.125)
 
@@ -37,3 +37,9 @@ def test_nifti_without_a_voxel_size_has_no_unit(tmp_path: Path) -> None:
     content = gzip.decompress((tmp_path / "a.nii.gz").read_bytes())
     assert struct.unpack_from("<3f", content, 80) == (1, 1, 1)
     assert content[123] == 0
+
+
+def test_npy_holds_the_first_channel(tmp_path: Path) -> None:
+    pixels = np.arange(2 * 20 * 3 * 4, dtype=np.uint16).reshape(2, 20, 3, 4)
+    write_npy(Volume.from_array(pixels), tmp_path / "a.npy")
+    assert np.array_equal(np.load(tmp_path / "a.npy"), pixels[0])
