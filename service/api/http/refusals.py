@@ -14,6 +14,8 @@ from service.api.messages.problems import PROBLEM_TYPE, problem_document
 MAX_HEAD_BYTES = 2**16
 # Headers of a request, each of which is an object that all middleware looks at.
 MAX_HEADERS = 100
+# Parameters in the address of a request, which FastAPI parses before any route does.
+MAX_PARAMETERS = 100
 # Digits of a Content-Length: leading zeros could be as many as fit into a head.
 MAX_LENGTH_DIGITS = 19
 
@@ -32,6 +34,8 @@ def check_head(version: str, method: bytes, url: bytes, headers: Headers) -> Non
         raise Refused("This service is no proxy.")
     if len(headers) > MAX_HEADERS:
         raise Refused(f"The request has more than {MAX_HEADERS} headers.")
+    if url.count(b"&") >= MAX_PARAMETERS:
+        raise Refused(f"The address has more than {MAX_PARAMETERS} parameters.")
     if len(url) + sum(len(name) + len(value) for name, value in headers) > MAX_HEAD_BYTES:
         raise Refused("The head of the request is too long.")
 

@@ -39,7 +39,7 @@ from starlette.types import Receive, Scope, Send
 from service.api.access.middleware import RequestLog
 from service.api.http.flow_control import READ_AHEAD_BYTES
 from service.api.http.protocol import MAX_UNANSWERED, PROBE_SECONDS, READ_BYTES, Connection
-from service.api.http.refusals import MAX_HEAD_BYTES, MAX_HEADERS
+from service.api.http.refusals import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PARAMETERS
 from service.api.messages.problems import Problem
 from service.api.server import build_config
 
@@ -436,6 +436,7 @@ def test_nonsense_does_not_cut_an_answer() -> None:
         (head("Host: there"), "one host"),
         (head(*["X: 1"] * MAX_HEADERS), "headers"),
         (f"GET /{'a' * MAX_HEAD_BYTES} HTTP/1.1\r\n\r\n".encode(), "too long"),
+        (f"GET /?{'&'.join(MAX_PARAMETERS * ['a'])}&b HTTP/1.1\r\nHost: h\r\n\r\n".encode(), "parameters"),
         (head("Transfer-Encoding: gzip, chunked"), "Transfer-Encoding"),
         (head("Transfer-Encoding: gzip", "Transfer-Encoding: chunked"), "Transfer-Encoding"),
         (head("Transfer-Encoding: chunked").replace(b"1.1", b"1.0"), "Transfer-Encoding"),
