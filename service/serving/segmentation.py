@@ -137,7 +137,7 @@ class SegmentationTask:
     """One posted stack on its way from its file to its answer.
 
     stack      the file, which has been received
-    cancelled  is set when no client waits for the answer any more
+    cancelled  set once the client has disconnected
     """
 
     def __init__(self, runtime: Runtime, stack: ReceivedStack, spec: ModelSpec, stages: Stages) -> None:
@@ -162,6 +162,7 @@ class SegmentationTask:
         return await self._run(partial(self._answer, pixels, result), threads)
 
     def _run(self, work: Callable[[], T], executor: Executor) -> Awaitable[T]:
+        """Run a step in a thread; it can poll `cancelled`."""
         return run_in_thread(work, executor, self.cancelled)
 
     def _find_cached(self) -> SegmentedStack | None:

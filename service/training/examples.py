@@ -170,7 +170,7 @@ class ExamplePool:
 
 
 def _prefetch(make: Callable[[int], Made], first: int) -> Generator[Made, None, None]:
-    """Yield what `make` returns for `first`, `first + 1`, ..., made in a thread, one ahead of what was asked for."""
+    """Yield what `make` returns for `first`, `first + 1`, ..., computed in a thread, one call ahead."""
     with ThreadPoolExecutor(1) as executor:
         ahead = executor.submit(make, first)
         for number in itertools.count(first + 1):

@@ -1,7 +1,7 @@
 """An HTTP protocol for uvicorn that reads large bodies with few copies, limits unread bytes and drains at shutdown.
 
 asyncio otherwise reads 256 KiB at a time into new memory, and h11 and uvicorn copy each piece several times: a body of
-33 MB takes 37 ms of the event loop otherwise, and 14 ms here (docs/experiments.md).
+33 MB takes 37 ms of the event loop that way, and 14 ms here (docs/experiments.md).
 """
 
 from __future__ import annotations

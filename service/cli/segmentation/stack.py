@@ -132,7 +132,7 @@ def _check_form(kind: OutputKind, query: Query, path: Path) -> None:
 
 
 def _summarise(path: str, spec: ModelSpec, result: Result, stages: Stages) -> str:
-    """Return the line that tells what was found and the seconds of each stage."""
+    """Return one line with the number of objects and the seconds of each stage."""
     count = result.segmentation.count
     objects = "" if count is None else f"{count} objects, "
     if result.series is not None:

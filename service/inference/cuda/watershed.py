@@ -1,4 +1,4 @@
-"""Watershed of scores in the memory of a device of its own: of all planes at once, as each wait for it takes time."""
+"""Watershed in the memory of a separate device: all planes at once, because each synchronization takes time."""
 
 from __future__ import annotations
 
