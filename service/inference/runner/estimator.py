@@ -13,7 +13,7 @@ from service.core.types import Description, Extent, Options, OutputKind, Volume
 from service.inference.decoding.steering import check_steering, minimum_voxels
 from service.inference.runner.memory_estimate import WindowLoad, estimate, typical_activation_bytes
 from service.inference.types import Estimate, Plan, PlannedRequest
-from service.inference.windows.views import BEST, views_bytes
+from service.inference.windows.views import BEST_QUALITY_VIEWS, views_bytes
 from service.models.spec import Instances, ModelSpec
 
 # Share of a device's memory that one request may take before its scores are decoded on the host; models, other requests
@@ -55,7 +55,7 @@ def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int 
         estimated=_needs_diameter(spec, options),
         skip_below=None if below == "none" else below,
         steering=options.steering,
-        views=BEST if options.quality == "best" else (),
+        views=BEST_QUALITY_VIEWS if options.quality == "best" else (),
     )
 
 

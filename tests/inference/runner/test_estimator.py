@@ -25,7 +25,7 @@ from service.inference.runner.estimator import Estimator, make_plan
 from service.inference.runner.memory_estimate import WindowLoad, activation_bytes, estimate
 from service.inference.segment import segment
 from service.inference.types import Plan
-from service.inference.windows.grid import SKIPPED_BYTES, Grid
+from service.inference.windows.grid import MAX_SKIPPED_BYTES, Grid
 from service.inference.windows.kernels import window_kernels
 from service.models.repository import read_spec
 
@@ -93,7 +93,7 @@ def test_slabs_that_leave_together_are_in_the_estimate(bands):
     (depth, height, _), skipped = grid.roi, grid.max_skipped_rows(len(bands.outputs), 2)
     rows = min(2 * (skipped + 1) + skipped, grid.rows)
     assert skipping - usual == 4 * len(bands.outputs) * depth * (0.75 * height) * 512 * rows
-    assert 0 < skipping - usual <= 1.5 * SKIPPED_BYTES
+    assert 0 < skipping - usual <= 1.5 * MAX_SKIPPED_BYTES
 
 
 @pytest.mark.parametrize(
