@@ -466,7 +466,7 @@ def test_warnings_are_reported_and_logged(bands, caplog):
 def test_a_device_with_memory_of_its_own_gives_the_same(bands, random_nuclei, phantom, whole, total, monkeypatch):
     """Also a device that holds neither the stack nor what its labels are made from."""
     if not whole:
-        monkeypatch.setattr(device_image, "WHOLE_BYTES", 0)
+        monkeypatch.setattr(device_image, "MAX_WHOLE_IMAGE_BYTES", 0)
     image = np.concatenate([phantom.image] * 2)
     for spec in (bands, with_voxel_size(bands, 0.25, 0.25, 0.25), random_nuclei):
         volume = Volume.from_array(image[None, :, :40, :40], VOXEL)

@@ -11,7 +11,7 @@ from torch import nn
 
 from service.core.quantities import Size
 from service.core.types import Extent
-from service.inference.cuda.device_image import buffer_bytes, image_bytes, sent_bytes
+from service.inference.cuda.device_image import buffer_bytes, image_bytes, uploaded_bytes
 from service.inference.cuda.watershed import watershed_bytes
 from service.inference.decoding.decoders import DecodingMemory, estimate_decoding
 from service.inference.decoding.watershed_kernel import CPU
@@ -61,7 +61,7 @@ def estimate(
         # Slabs of three batches may exist at a time: of two launched ones, and of one that is being delivered.
         waiting = min(3 * concurrent, grid.count)
         running = 4 * (blender_floats + _slab_floats(spec, grid, plan, waiting)) + concurrent * load.window_bytes
-        device = decoding_on_device + running + sent_bytes(volume.shape) + image_bytes(channels, size, grid.roi[0])
+        device = decoding_on_device + running + uploaded_bytes(volume.shape) + image_bytes(channels, size, grid.roi[0])
     return Estimate(grid.count * plan.scorings, plan.sw_batch_size, plan.overlap, size, host, device)
 
 

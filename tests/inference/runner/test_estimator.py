@@ -147,7 +147,7 @@ def test_memory_is_counted_for_the_device_or_the_host(random_nuclei):
 
 
 def test_device_memory_does_not_grow_with_depth_if_scores_are_decoded_on_the_host(random_nuclei, monkeypatch):
-    monkeypatch.setattr(device_image, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(device_image, "MAX_WHOLE_IMAGE_BYTES", 0)
 
     def plan(depth, memory):
         estimator = Estimator(random_nuclei, SETTINGS, on_host=False, window_bytes=1000, device_memory=memory)
