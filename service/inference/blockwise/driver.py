@@ -220,7 +220,7 @@ def _check_request(selection: Selection, options: Options, settings: Settings) -
         )
     if options.roi_size is not None:
         raise BadParameter(
-            "roi_size: block-wise segmentation uses the window of the model. Omit `roi_size`.",
+            "roi_size: block-wise segmentation uses the window of the model. Omit this parameter.",
             parameter="roi_size",
         )
 

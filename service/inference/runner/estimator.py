@@ -42,7 +42,7 @@ def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int 
     below = windows.skip_below if options.skip_below is None else options.skip_below
     if windows.inferer == "monai" and below != "none":
         raise BadParameter(
-            "skip_below: this service uses the inferer of MONAI, which cannot skip windows. Omit `skip_below`.",
+            "skip_below: this service uses the inferer of MONAI, which cannot skip windows. Omit this parameter.",
             parameter="skip_below",
         )
     output = _choose_output(spec, options.output)
@@ -82,7 +82,8 @@ def choose_window(spec: ModelSpec, roi_size: Size | None) -> ModelSpec:
         return spec
     if steps is None:
         raise BadParameter(
-            f"roi_size: {spec.name} supports only windows of {_edges(fixed)}. Omit `roi_size`.", parameter="roi_size"
+            f"roi_size: {spec.name} supports only windows of {_edges(fixed)}. Omit this parameter.",
+            parameter="roi_size",
         )
     if any(edge % step for edge, step in zip(roi_size, steps, strict=True)):
         raise BadParameter(
@@ -115,7 +116,7 @@ def _choose_output(spec: ModelSpec, wanted: OutputKind | None) -> OutputKind:
 def _needs_diameter(spec: ModelSpec, options: Options) -> bool:
     """Return whether the object diameter has to be estimated from the stack."""
     if options.diameter == "auto" and (spec.input.diameter is None or not isinstance(spec.decoding, Instances)):
-        raise BadParameter(f"The model {spec.name} has no object diameter. Omit `diameter`.", parameter="diameter")
+        raise BadParameter(f"The model {spec.name} has no object diameter. Omit diameter=.", parameter="diameter")
     return options.diameter == "auto" or (options.diameter is None and spec.input.estimate_diameter)
 
 
