@@ -132,7 +132,7 @@ class EngineBuilder:
             streams=config.streams if batch_size >= config.sw_batch_size else 1,
         )
 
-    def eager(self, name: str) -> EngineConfig:
+    def eager_config(self, name: str) -> EngineConfig:
         """Return the configuration that runs eagerly in the precision `name`."""
         memory_format = backends.BACKENDS["eager"].allowed_formats(self._settings.engine, self._device)[0]
         return EngineConfig("eager", name, memory_format, self._batch_size, streams=self._streams)
@@ -171,7 +171,7 @@ class EngineBuilder:
         finding = f"{self._spec.identifier} with windows of {size} in {ready.config} returned scores that are {problem}"
         log.warning("%s. It runs eagerly in fp32 instead.", finding)
         del ready
-        return _require_same_size(self.build(replace(self.eager("fp32"), sw_batch_size=batch_size)))
+        return _require_same_size(self.build(replace(self.eager_config("fp32"), sw_batch_size=batch_size)))
 
     def _rebuild(self, config: EngineConfig, batch_size: int) -> ReadyEngine:
         config = replace(config, sw_batch_size=batch_size)

@@ -59,7 +59,7 @@ class LabelAgreement:
         self._image = image_of(spec).to(device)
         self._expected: Segmentation | None = None
 
-    def row(self, windows: int) -> Tensor:
+    def repeat_image(self, windows: int) -> Tensor:
         """Return the image repeated to the size of a row of windows along x, float32 [1, C, Z, Y, X]."""
         z, y, x = self._spec.input.roi_size
         edges = (z, y, x + (windows - 1) * int(x * (1 - OVERLAP)))
@@ -98,7 +98,7 @@ class LabelAgreement:
         voxel is wrong if one of its scores differs from the reference by more than rounding explains.
         """
         count = window.capacity
-        image = self.row(count)
+        image = self.repeat_image(count)
         with step(f"checking a batch of {count}"):
             (scores,) = window.forward([window.scan(image, OVERLAP).take(count)])
             norms = torch.linalg.vector_norm(scores, dim=(0, 2, 3, 4), dtype=torch.float32)

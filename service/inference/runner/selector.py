@@ -40,7 +40,7 @@ class EngineSelector(EngineBuilder):
 
     def initial_config(self) -> EngineConfig:
         """Return the configuration before any trial: eager, and otherwise as the settings require."""
-        return self.eager(precision.choose(self._settings.engine.precision, self._native).name)
+        return self.eager_config(precision.choose(self._settings.engine.precision, self._native).name)
 
     def run(self, *, tune: bool = False) -> ReadyEngine:
         """Build the configuration that the settings fix, that an earlier plan chose, or that is the first suitable one.
@@ -82,7 +82,7 @@ class EngineSelector(EngineBuilder):
         """Build the first configuration in the known order that runs and returns the labels of the reference."""
         tuner = self._make_tuner()
         names = precision.list_precisions(self._settings.engine.precision, self._native)
-        configs = [*self._known_order(), *map(self.eager, names)]
+        configs = [*self._known_order(), *map(self.eager_config, names)]
         return self._choose(tuner, lambda: tuner.take_first(configs), tuned=False)
 
     def _choose(
@@ -94,7 +94,7 @@ class EngineSelector(EngineBuilder):
             # A missing compiler may be there at the next start, and so may the memory if no configuration could run.
             holds, warnings = tuned or not _failures(trials), self._warnings(trials)
         except NothingRuns as error:
-            ready, trials, holds = self.build(self.eager("fp32")), error.trials, False
+            ready, trials, holds = self.build(self.eager_config("fp32")), error.trials, False
             warnings = (f"{error} The model runs eagerly in fp32.",)
         plan = EnginePlan(self._spec.name, ready.config, trials, tuner.seconds, self.circumstances(), tuned)
         if holds and self._settings.engine.kind == "auto":
@@ -164,8 +164,8 @@ class EngineSelector(EngineBuilder):
         configs = self._list_first_choices([name for name in names if unfit[name] is None])
         if not configs:
             warnings.append(f"The {settings.kind} engine {unfit[names[0]]}; running eagerly.")
-        configs = list(dict.fromkeys([*configs, *map(self.eager, names)]))
-        if self._device.type == "cpu" and configs[0] == self.eager("fp32"):
+        configs = list(dict.fromkeys([*configs, *map(self.eager_config, names)]))
+        if self._device.type == "cpu" and configs[0] == self.eager_config("fp32"):
             # This is the reference of the comparison, so there is nothing to compare.
             return self.build(configs[0], *warnings, *self._precision_warnings)
         tuner = self._make_tuner(explain_skip=lambda _config: None)
@@ -212,7 +212,7 @@ class EngineSelector(EngineBuilder):
             windows = max(RACE_WINDOWS // config.sw_batch_size, 1) * config.sw_batch_size
             # On a GPU, where the network is fast, decoding would dominate the measured time.
             run = agreement.segment if self._driver.is_on_host(self._device) else score
-            call = _run_in_all_streams(ready.window, partial(run, ready.window, agreement.row(windows)))
+            call = _run_in_all_streams(ready.window, partial(run, ready.window, agreement.repeat_image(windows)))
             return Candidate(call, windows * config.streams, lambda: agreement.difference(ready.window), ready)
 
         return Tuner(

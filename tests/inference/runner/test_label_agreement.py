@@ -96,7 +96,7 @@ def test_each_window_of_a_full_batch_is_a_part_of_the_image(batch_agreement, ban
 
 
 def test_row_repeats_the_image_to_the_requested_number_of_windows(agreement, bands):
-    image, row = image_of(bands), agreement.row(4)
+    image, row = image_of(bands), agreement.repeat_image(4)
     assert row.shape == (1, 1, 16, 32, 32 + 3 * 24)
     assert Grid.cover(row.shape[2:], bands.input.roi_size, OVERLAP).starts == ((0,), (0,), (0, 24, 48, 72))
     assert torch.equal(row[..., :56], image[:, :, :16, :32])
@@ -122,7 +122,7 @@ def test_sample_may_be_smaller_than_a_window(bands, bands_network, tmp_path):
     (tmp_path / "sample.tif").write_bytes(as_tiff(np.full((3, 20, 40), 2400, np.uint16)))
     spec = bands.model_copy(update={"folder": tmp_path, "sample": Sample()})
     agreement = LabelAgreement(spec, CPU, lambda: make_windows(bands, bands_network))
-    assert agreement.row(1).shape == (1, 1, 16, 32, 32)
+    assert agreement.repeat_image(1).shape == (1, 1, 16, 32, 32)
     assert agreement.difference(make_windows(bands, bands_network)) == 0
 
 

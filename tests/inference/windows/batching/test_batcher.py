@@ -287,7 +287,7 @@ def test_call_runs_in_the_thread_of_the_device_and_raises_in_the_caller(requests
     assert requests.device.alive
 
 
-def test_pulse_is_set_only_while_windows_are_computed(requests: Requests) -> None:
+def test_heartbeat_is_set_only_while_windows_are_computed(requests: Requests) -> None:
     assert requests.device.pulse is None
     gate, called = threading.Event(), threading.Event()
 
@@ -447,7 +447,7 @@ def test_call_and_batches_never_run_concurrently(streaming: Requests) -> None:
     assert torch.equal(request.result(10), make_image(30))
 
 
-def test_pulse_stands_still_if_one_of_several_streams_is_stuck(streaming: Requests) -> None:
+def test_heartbeat_stops_if_one_of_several_streams_is_stuck(streaming: Requests) -> None:
     gate = threading.Event()
 
     def network(batch: Tensor) -> Tensor:
