@@ -140,7 +140,7 @@ class EngineBuilder:
     def make_agreement(self) -> LabelAgreement:
         """Return the comparison with FP32. On devices other than the CPU, it also compares a full batch.
 
-        There, the reference computes one window at a time, because errors of libraries may affect large batches.
+        There, the reference computes one window at a time, because some library bugs affect only large batches.
         """
         on_host = self._driver.is_on_host(self._device)
         windows = self._batch_size if on_host else 1

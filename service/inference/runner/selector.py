@@ -27,8 +27,8 @@ from service.inference.windows.sliding_window import SlidingWindow
 
 # Maximum fraction of the free memory that the activations of one batch may take while engines are compared.
 MEMORY_SHARE = 0.5
-# Number of windows in the stack of a race. With fewer windows, blending and decoding would hardly count.
-RACE_WINDOWS = 4
+# Number of windows in the stack on which engines are compared. With fewer, blending and decoding would hardly count.
+COMPARISON_WINDOWS = 4
 # Libraries whose versions a plan depends on.
 LIBRARIES = ("stackseg", "torch", "monai", "openvino", "numpy")
 
@@ -45,8 +45,8 @@ class EngineSelector(EngineBuilder):
     def run(self, *, tune: bool = False) -> ReadyEngine:
         """Build the configuration that the settings fix, that an earlier plan chose, or that is the first suitable one.
 
-        A new plan is saved. With `tune`, and if `engine.tune` allows it, all configurations race instead, unless there
-        is a saved plan from a race.
+        A new plan is saved. With `tune`, and if `engine.tune` allows it, all configurations are compared instead,
+        unless there is a saved plan from such a comparison.
         If a fixed engine fails, or returns other labels than the network as loaded, it is tried in the next wider
         precision, unless the precision is fixed too. As a last resort, the network runs eagerly, with a warning. Errors
         of the eager engine are raised.
@@ -68,7 +68,7 @@ class EngineSelector(EngineBuilder):
         return self.tune(settings.tune_seconds) if should_race else self._build_known()
 
     def tune(self, seconds: float, announce: Callable[[EngineConfig, int], object] = lambda *_: None) -> ReadyEngine:
-        """Race all configurations that the settings allow, within a time limit, and save the plan.
+        """Compare all configurations that the settings allow, within a time limit, and save the plan.
 
         announce  called before each trial with the configuration and the number of all configurations
         """
@@ -91,7 +91,7 @@ class EngineSelector(EngineBuilder):
         """Return the chosen engine, or else the eager one, with its plan. The plan is saved if it can be relied on."""
         try:
             ready, trials = choose()
-            # A missing compiler may be there at the next start, and so may the memory if no configuration could run.
+            # A missing compiler may be available at the next start, and so may memory if no configuration could run.
             holds, warnings = tuned or not _failures(trials), self._warnings(trials)
         except NothingRuns as error:
             ready, trials, holds = self.build(self.eager_config("fp32")), error.trials, False
@@ -209,7 +209,7 @@ class EngineSelector(EngineBuilder):
 
         def build(config: EngineConfig) -> Candidate[ReadyEngine]:
             ready = self.build(config)
-            windows = max(RACE_WINDOWS // config.sw_batch_size, 1) * config.sw_batch_size
+            windows = max(COMPARISON_WINDOWS // config.sw_batch_size, 1) * config.sw_batch_size
             # On a GPU, where the network is fast, decoding would dominate the measured time.
             run = agreement.segment if self._driver.is_on_host(self._device) else score
             call = _run_in_all_streams(ready.window, partial(run, ready.window, agreement.repeat_image(windows)))

@@ -139,9 +139,9 @@ class _KernelBlender(Blender):
             z, y, x = self._overlaps(position)
             if self._means is None:
                 self._means = self._sums.empty_means(z.final, y.final)
-            if not self._kernels.blend(self._sums, (z.index, y.index, x.index), window, self._means):
+            if not self._kernels.blend(self._sums, (z.number, y.number, x.number), window, self._means):
                 raise NonFiniteScores(NON_FINITE_MESSAGE)
-            if x.index + 1 == self._columns:
+            if x.number + 1 == self._columns:
                 means, self._means = self._means, None
                 slabs.append(self._make_slab(position[0], position[1], means))
         return slabs

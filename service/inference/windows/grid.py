@@ -20,12 +20,12 @@ MAX_SKIPPED_BYTES = 2**26
 class AxisOverlap(NamedTuple):
     """Overlap of a window with its two neighbors along one axis.
 
-    index   number of the window along the axis, from 0
+    number  number of the window along the axis, from 0
     shared  number of leading voxels that the previous window also covers
     final   number of leading voxels that the next window does not cover
     """
 
-    index: int
+    number: int
     shared: int
     final: int
 
@@ -124,7 +124,7 @@ def _starts(length: int, edge: int, overlap: float) -> tuple[int, ...]:
 def _overlaps(starts: tuple[int, ...], edge: int) -> dict[int, AxisOverlap]:
     steps = [after - start for start, after in itertools.pairwise(starts)]
     columns = zip(starts, [0, *(edge - step for step in steps)], [*steps, edge], strict=True)
-    return {start: AxisOverlap(index, shared, final) for index, (start, shared, final) in enumerate(columns)}
+    return {start: AxisOverlap(number, shared, final) for number, (start, shared, final) in enumerate(columns)}
 
 
 def as_size(values: Sequence[int]) -> Size:

@@ -1,4 +1,4 @@
-"""Worker threads of one device, which compute batches with windows of several requests.
+"""Worker threads of one device, which compute batches with windows from several requests.
 
 Requests preprocess, decode and write in threads of their own. Windows for the same network can share a batch, as most
 networks take as long for a partly filled batch as for a full one. A GPU has one stream, on which the next batch is
@@ -159,7 +159,7 @@ class WindowBatcher:
         Raises Cancelled, and the exceptions of `SlidingWindow.run`.
         """
         request = WindowRequest(
-            window, image, overlap, due, cancelled, progress, share, deferred=self._mark is not None
+            window, image, overlap, due, cancelled, progress, share, is_asynchronous=self._mark is not None
         )
         with self._lock:
             self._raise_if_closed()

@@ -47,16 +47,16 @@ class WindowRequest:
         progress: Callable[[int, int], None],
         share: Callable[[Share], None],
         *,
-        deferred: bool = False,
+        is_asynchronous: bool = False,
     ) -> None:
         self.window, self.due, self.cancelled = window, due, cancelled
         self.progress, self.share = progress, share
         # An asynchronous device is checked for non-finite scores once it has finished a batch.
-        self.finite_flag = FiniteFlag(window.batch.device) if deferred else None
+        self.finite_flag = FiniteFlag(window.batch.device) if is_asynchronous else None
         self.scan = window.scan(image, overlap, require_finite if self.finite_flag is None else self.finite_flag.record)
         # In blending order, which may differ from the order of computation.
         self.batch_slices: deque[BatchSlice] = deque()
-        self.blending = False
+        self.is_blending = False
         # Slabs, then None after the last slab or an error. Waiting on this queue does not need the lock.
         self.slab_queue: SimpleQueue[Slab | None] = SimpleQueue()
         # Slabs that the thread of the request has not taken, and how many of them may be left when more windows are
@@ -165,15 +165,15 @@ class BlendingOrder:
     def finish(self, batch_slice: BatchSlice, outcome: Tensor | Exception) -> None:
         """Store the outcome of a slice, then blend all slices that are next in order."""
         request = batch_slice.request
-        must_wait = request.blending or request.batch_slices[0] is not batch_slice
+        must_wait = request.is_blending or request.batch_slices[0] is not batch_slice
         if must_wait and isinstance(outcome, Tensor) and not request.window.owns_scores:
             # The next batch of this stream may overwrite the scores before they are blended.
             outcome = copy_scores(outcome)
         with self._lock:
             batch_slice.outcome = outcome
-            if request.blending or request.batch_slices[0] is not batch_slice:
+            if request.is_blending or request.batch_slices[0] is not batch_slice:
                 return
-            request.blending = True
+            request.is_blending = True
         following: BatchSlice | None = batch_slice
         while following is not None:
             following = self._blend(following)
@@ -193,5 +193,5 @@ class BlendingOrder:
             request.batch_slices.popleft()
             if request.batch_slices and request.batch_slices[0].outcome is not None:
                 return request.batch_slices[0]
-            request.blending = False
+            request.is_blending = False
             return None
