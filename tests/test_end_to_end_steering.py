@@ -93,7 +93,7 @@ def test_all_channels_are_segmented_by_a_model_that_takes_as_many(
         measured = live.segment(both, channel="all", measurements="csv")
         assert {"intensity_mean-0", "intensity_mean-1"} <= set(measured.text.splitlines()[0].split(","))
         refused = live.segment(three, channel="all")
-        assert (refused.status_code, "takes 2 channels, the volume has 3" in refused.text) == (422, True)
+        assert (refused.status_code, "needs 2 channels, but the volume has 3" in refused.text) == (422, True)
 
 
 def test_what_cannot_be_steered_is_refused_in_the_words_of_the_caller(

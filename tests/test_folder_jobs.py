@@ -215,7 +215,7 @@ REFUSED: list[tuple[dict[str, str], str]] = [
     ({"glob": "*.lsm"}, "holds no stack that matches *.lsm"),
     ({"glob": "../*"}, "a pattern has names with single slashes"),
     ({"glob": "/etc/*"}, "a pattern has names with single slashes"),
-    ({"diameter": "auto"}, "does not say how wide"),
+    ({"diameter": "auto"}, "has no object diameter"),
     ({"input": "scans/link"}, "is a folder, a link or a device"),
     ({"input": "scans/none"}, "is not there"),
     ({"input": f"scans/day 1/{NAMES[0]}", "output_to": "", "glob": "*"}, "glob: it goes with an input"),

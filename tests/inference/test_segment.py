@@ -105,7 +105,7 @@ def test_another_batch_size_keeps_the_engine_and_says_so(eager, compiled, volume
         planned = compiled.estimator.estimate(volume, Options(sw_batch_size=3)).sw_batch_size
     finally:
         compiled.instrument(lambda _: network)
-    assert result.notes == ("The compiled engine takes 2 windows at once, not 3.",)
+    assert result.notes == ("The compiled engine computes 2 windows per batch, not 3.",)
     assert (set(sizes), planned) == ({2}, 2)
     assert np.array_equal(result.segmentation.pixels, segment(eager, volume, Options()).segmentation.pixels)
     assert segment(eager, volume, Options(sw_batch_size=3)).notes == ()
@@ -134,8 +134,8 @@ def test_another_window_gives_what_a_model_of_that_window_gives_by_the_same_engi
 @pytest.mark.parametrize(
     ("multiple", "roi", "message"),
     [
-        (None, (16, 32, 64), "bands takes windows of 16,32,32 alone"),
-        ((2, 4, 4), (16, 32, 34), "bands takes multiples of 2,4,4, not 16,32,34"),
+        (None, (16, 32, 64), "bands supports only windows of 16,32,32"),
+        ((2, 4, 4), (16, 32, 34), "bands supports multiples of 2,4,4, not 16,32,34"),
         ((1, 1, 1), (15, 31, 31), "bands does not run with windows of 15x31x31"),
     ],
     ids=["fixed", "multiple", "untrue"],
@@ -257,9 +257,7 @@ def test_nan_pixels_are_noted(eager):
 def test_a_volume_with_other_channels_is_refused_by_their_names(eager):
     volume = Volume.from_array(np.zeros((2, 4, 8, 8), np.uint16), channels=("DAPI", ""))
     for call in (partial(segment, eager), eager.estimator.estimate):
-        with pytest.raises(
-            BadParameter, match=r"takes 1 channel, the volume has 2: 0 \(DAPI\), 1; choose with channel="
-        ):
+        with pytest.raises(BadParameter, match=r"needs 1 channel, but the volume has 2: 0 \(DAPI\), 1. Use channel="):
             call(volume, Options())
 
 
@@ -428,7 +426,7 @@ def test_measuring_can_be_cancelled_and_falls_back_like_any_windows(measuring, c
 
 def test_only_models_of_objects_estimate_how_wide_these_are(bands, random_nuclei):
     for spec in (bands, random_nuclei):
-        with pytest.raises(BadParameter, match="does not say how wide"):
+        with pytest.raises(BadParameter, match="has no object diameter"):
             ModelRunner(spec, settings_of()).estimator.output(Options(diameter="auto"))
 
 
@@ -466,7 +464,7 @@ def test_warnings_are_reported_and_logged(bands, caplog):
 def test_a_device_with_memory_of_its_own_gives_the_same(bands, random_nuclei, phantom, whole, total, monkeypatch):
     """Also a device that holds neither the stack nor what its labels are made from."""
     if not whole:
-        monkeypatch.setattr(device_image, "WHOLE_BYTES", 0)
+        monkeypatch.setattr(device_image, "MAX_WHOLE_IMAGE_BYTES", 0)
     image = np.concatenate([phantom.image] * 2)
     for spec in (bands, with_voxel_size(bands, 0.25, 0.25, 0.25), random_nuclei):
         volume = Volume.from_array(image[None, :, :40, :40], VOXEL)
@@ -481,7 +479,7 @@ def test_a_device_with_memory_of_its_own_gives_the_same(bands, random_nuclei, ph
 def test_a_stack_that_does_not_fit_on_its_device_is_refused_before_work_starts(bands, volume):
     runner = ModelRunner(bands, settings_of(), SeparateDevice(free=2**20))
     runner.warm_up()
-    with pytest.raises(OutOfMemory, match="memory of the device"):
+    with pytest.raises(OutOfMemory, match="device memory"):
         segment(runner, volume, Options(), callbacks=Callbacks(progress=pytest.fail))
 
 

@@ -1,1 +1,1 @@
-"""Segmentation of volumes of any size, block by block, by workers that share a folder."""
+"""Block-wise segmentation of volumes of any size by workers that share a folder."""

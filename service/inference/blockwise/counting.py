@@ -1,4 +1,4 @@
-"""Counts of intensities in the parts of a volume, boxes of chunks, and their sums."""
+"""Counts of intensities in the parts of a volume, which are boxes of chunks, and the sums of the counts."""
 
 from __future__ import annotations
 
@@ -25,31 +25,32 @@ from service.inference.runner.estimator import Estimator
 from service.inference.windows.grid import as_size
 from service.models.spec import PercentileNormalisation
 
-# Voxels of a part, in those of a group of windows, and bytes of its pixels, where a chunk has not more.
-PART_GROUPS, PART_BYTES = 4, 2**28
+# Maximum size of a part, unless a single chunk is larger: in groups of windows, and in bytes of pixels.
+PART_GROUPS = 4
+PART_BYTES = 2**28
 
-Wanted = dict[str, Any]
-"""Request to count a channel: `shift` and `prefixes` of `count_digits`, and `substitute` of other pixels."""
+CountRequest = dict[str, Any]
+"""Counts that a channel needs: `shift` and `prefixes` of `count_digits`, and the `substitute` of non-finite pixels."""
 
 
 def cut_parts(stack: ZarrStack, layout: Layout) -> Blocks:
-    """Cut a volume into parts of whole chunks: near cubes, enough of them for the workers of a layout."""
+    """Divide a volume into parts of whole chunks that are nearly cubic and suit the workers of the layout."""
     size, chunk = as_size(stack.shape[1:]), as_size(stack.chunk_size)
     edges, group = list(chunk), math.prod(lengths(layout.voxels(layout.group(0))))
-    most = min(PART_GROUPS * group, PART_BYTES // (stack.shape[0] * stack.dtype.itemsize))
+    max_voxels = min(PART_GROUPS * group, PART_BYTES // (stack.shape[0] * stack.dtype.itemsize))
     while True:
-        # The shortest axis grows first, x before z.
+        # Extend the shortest axis first, and of equal axes x before y before z.
         for axis in sorted(range(3), key=lambda axis: (edges[axis], -axis)):
-            larger = [n + chunk[at] * (at == axis) for at, n in enumerate(edges)]
-            if edges[axis] < size[axis] and math.prod(map(min, zip(larger, size, strict=True))) <= most:
+            larger = [n + chunk[index] * (index == axis) for index, n in enumerate(edges)]
+            if edges[axis] < size[axis] and math.prod(map(min, zip(larger, size, strict=True))) <= max_voxels:
                 edges = larger
                 break
         else:
             return Blocks(size, as_size(edges))
 
 
-class Counting:
-    """Parts of a run's volume, and the counts that are wanted of each."""
+class CountingPlan:
+    """Parts of a run's volume, and the counts that each of them needs."""
 
     def __init__(self, run: OpenRun, stack: ZarrStack) -> None:
         self.parts = cut_parts(stack, run.plan.layout)
@@ -61,63 +62,63 @@ class Counting:
 
     @property
     def needed(self) -> bool:
-        """Whether anything is to be counted at all."""
+        """Whether the run needs any counts."""
         return self._is_counted or self.skip_below is not None or self.dtype.kind == "f"
 
     @cached_property
-    def first(self) -> list[Wanted | None]:
-        """Request for each channel in the first round, in which no pixels are replaced yet."""
-        top: Wanted = {"shift": max(8 * self.dtype.itemsize - 16, 0), "prefixes": [0], "substitute": None}
+    def first(self) -> list[CountRequest | None]:
+        """Request for each channel in the first round, before non-finite pixels are replaced."""
+        top: CountRequest = {"shift": max(8 * self.dtype.itemsize - 16, 0), "prefixes": [0], "substitute": None}
         return [top if self._is_counted else None] * self.channels
 
 
 @contextmanager
-def open_counting(run: OpenRun) -> Iterator[tuple[ZarrStack, Counting]]:
+def open_counting(run: OpenRun) -> Iterator[tuple[ZarrStack, CountingPlan]]:
     with stack_reader.open_blocks(run.plan.source, run.plan.selection) as stack:
-        yield stack, Counting(run, stack)
+        yield stack, CountingPlan(run, stack)
 
 
 def count_parts(run: OpenRun) -> int:
-    """Return how many parts are to be counted in each round."""
+    """Return the number of parts to count in each round; 0 if the run needs no counts."""
     with open_counting(run) as (_stack, counting):
         return len(counting.parts) if counting.needed else 0
 
 
 def count_part(run: OpenRun, number: int) -> dict[str, Any]:
-    """Count a part, by its number among those of all rounds one after the other, and write what was found."""
+    """Count a part, and write the counts. Parts are numbered through all rounds."""
     with open_counting(run) as (stack, counting):
         parts = counting.parts
-        turn, place = divmod(number, len(parts))
-        box = parts.box(place)
+        round_number, index_in_round = divmod(number, len(parts))
+        box = parts.box(index_in_round)
         pixels = stack.read_region(ranges(box))
-    wanted = run.folder.read_record("survey", turn - 1)["wanted"] if turn else counting.first
-    found = {} if turn else _survey_part(run, counting, pixels, box)
-    for index, (channel, asked) in enumerate(zip(pixels, wanted, strict=True)):
-        if asked is None:
+    wanted = run.folder.read_record("survey", round_number - 1)["wanted"] if round_number else counting.first
+    results = {} if round_number else _survey_part(run, counting, pixels, box)
+    for index, (channel, request) in enumerate(zip(pixels, wanted, strict=True)):
+        if request is None:
             continue
-        # The first round does not know yet what stands for other pixels.
-        is_whole = turn or counting.dtype.kind != "f"
-        counted = replace_nonfinite(channel, asked["substitute"]) if is_whole else channel[np.isfinite(channel)]
-        digits = count_digits([counted], asked["shift"], frozenset(asked["prefixes"]))
-        found |= {f"counts-{index}-{asked['shift']}-{prefix}": counts for prefix, counts in digits.items()}
-    run.folder.write_arrays(f"survey/{number}.npz", found)
+        # In the first round, the substitute for non-finite pixels is not known.
+        is_whole = round_number or counting.dtype.kind != "f"
+        counted = replace_nonfinite(channel, request["substitute"]) if is_whole else channel[np.isfinite(channel)]
+        digits = count_digits([counted], request["shift"], frozenset(request["prefixes"]))
+        results |= {f"counts-{index}-{request['shift']}-{prefix}": counts for prefix, counts in digits.items()}
+    run.folder.write_arrays(f"survey/{number}.npz", results)
     return {}
 
 
-def _survey_part(run: OpenRun, counting: Counting, pixels: Array, box: Box) -> dict[str, Array]:
-    """Return what the first round finds in a part beside counts."""
-    found = _count_nonfinite(pixels) if counting.dtype.kind == "f" else {}
+def _survey_part(run: OpenRun, counting: CountingPlan, pixels: Array, box: Box) -> dict[str, Array]:
+    """Return the results of the first round for a part, other than counts."""
+    results = _count_nonfinite(pixels) if counting.dtype.kind == "f" else {}
     if counting.skip_below is not None:
         size = counting.parts.size
-        first, found["brightest"] = survey_box(pixels, box, run.plan.layout.grid, size)
-        found["first"] = np.array(first)
+        first, results["brightest"] = survey_box(pixels, box, run.plan.layout.grid, size)
+        results["first"] = np.array(first)
         if counting.skip_below == "auto":
-            found["sample"] = pixels[:, *_sampled(box, size)[0]]
-    return found
+            results["sample"] = pixels[:, *_sample_slices(box, size)[0]]
+    return results
 
 
 def _count_nonfinite(pixels: Array) -> dict[str, Array]:
-    """Return the number of pixels of each channel that are not finite, and the least of the others."""
+    """Return the number of non-finite pixels of each channel, and the minimum of the finite ones."""
     finite = np.isfinite(pixels)
     return {
         "nonfinite": np.array([channel.size - np.count_nonzero(channel) for channel in finite]),
@@ -125,22 +126,23 @@ def _count_nonfinite(pixels: Array) -> dict[str, Array]:
     }
 
 
-def _sampled(box: Box, size: Size) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """Return which voxels of a box belong to the sample of a volume, and which of the sample they are."""
+def _sample_slices(box: Box, size: Size) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Return which voxels of a box belong to the sample of a volume, and their indices in the sample."""
     step = sample_step(math.prod(size))
     inside = (slice(None), *(slice(-low % step, None, step) for low, _ in box[1:]))
-    there = (slice(*box[0]), *(slice(-(-low // step), -(-high // step)) for low, high in box[1:]))
-    return inside, there
+    in_sample = (slice(*box[0]), *(slice(-(-low // step), -(-high // step)) for low, high in box[1:]))
+    return inside, in_sample
 
 
 class Counts:
     """Sums of the counts of all parts.
 
-    digits     by channel, shift and prefix
-    nonfinite  pixels of each channel, and `lowest` of the others
+    digits     counts by channel, shift and prefix
+    nonfinite  number of non-finite pixels of each channel
+    lowest     minimum of the finite pixels of each channel
     """
 
-    def __init__(self, run: OpenRun, counting: Counting, rounds: int) -> None:
+    def __init__(self, run: OpenRun, counting: CountingPlan, rounds: int) -> None:
         self.digits = dict[tuple[int, int, int], NDArray[np.int64]]()
         self.nonfinite, self.lowest = np.zeros(counting.channels, np.int64), np.full(counting.channels, np.inf)
         size, grid = counting.parts.size, run.plan.layout.grid
@@ -149,24 +151,24 @@ class Counts:
         sample = (counting.channels, size[0], *(-(-n // step) for n in size[1:]))
         self._samples = np.zeros(sample if counting.skip_below == "auto" else (0,), counting.dtype)
         for number in range(rounds * len(counting.parts) if counting.needed else 0):
-            with run.folder.read_arrays(f"survey/{number}.npz") as found:
-                self._add(counting.parts.box(number % len(counting.parts)), size, found)
+            with run.folder.read_arrays(f"survey/{number}.npz") as results:
+                self._add(counting.parts.box(number % len(counting.parts)), size, results)
 
-    def _add(self, box: Box, size: Size, found: Any) -> None:
-        for name in found:
+    def _add(self, box: Box, size: Size, results: Any) -> None:
+        for name in results:
             if name.startswith("counts-"):
                 index, shift, prefix = map(int, name.split("-")[1:])
-                self._add_digits((index, shift, prefix), found[name])
-        if "nonfinite" in found:
-            self.nonfinite += found["nonfinite"]
-            self.lowest = np.minimum(self.lowest, found["lowest"])
-        if "brightest" in found:
-            brightest = found["brightest"]
-            z, y, x = (slice(at, at + n) for at, n in zip(found["first"], brightest.shape[1:], strict=True))
-            here = self.brightest[:, z, y, x]
-            np.maximum(here, brightest, out=here)
-        if "sample" in found:
-            self._samples[:, *_sampled(box, size)[1]] = found["sample"]
+                self._add_digits((index, shift, prefix), results[name])
+        if "nonfinite" in results:
+            self.nonfinite += results["nonfinite"]
+            self.lowest = np.minimum(self.lowest, results["lowest"])
+        if "brightest" in results:
+            brightest = results["brightest"]
+            z, y, x = (slice(start, start + n) for start, n in zip(results["first"], brightest.shape[1:], strict=True))
+            region = self.brightest[:, z, y, x]
+            np.maximum(region, brightest, out=region)
+        if "sample" in results:
+            self._samples[:, *_sample_slices(box, size)[1]] = results["sample"]
 
     def _add_digits(self, key: tuple[int, int, int], digits: NDArray[np.int64]) -> None:
         longer, shorter = digits, self.digits.get(key, digits[:0])
@@ -176,34 +178,34 @@ class Counts:
         self.digits[key] = longer
 
     def count_replaced(self, index: int, substitute: float, dtype: np.dtype[Any]) -> None:
-        """Count the pixels of a channel that are not finite as `substitute`, which the first round did not know."""
+        """Count the non-finite pixels of a channel as `substitute`, which was not known in the first round."""
         key = int(keys_of_pixels(np.array([substitute], dtype))[0])
         shift = max(8 * dtype.itemsize - 16, 0)
         if (index, shift, 0) in self.digits:
             self.digits[index, shift, 0][key >> shift] += self.nonfinite[index]
 
     def intensities(self) -> IntensitySurvey:
-        """Return the survey by which empty windows are found."""
+        """Return the survey from which empty windows are found."""
         return IntensitySurvey(self.brightest, tuple(sample[np.isfinite(sample)] for sample in self._samples))
 
 
-class NotCounted(Exception):
-    """Counts are missing, which are `wanted`."""
+class CountsMissing(Exception):
+    """Raised if counts are missing; `wanted` is the request for them."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: CountRequest) -> None:
         super().__init__()
         self.wanted = wanted
 
 
 @dataclass(frozen=True)
 class CountedChannel(VolumeChannel):
-    """One channel of a volume whose parts were counted; raises NotCounted for what was not counted yet."""
+    """One channel of a volume whose parts have been counted. Raises CountsMissing for counts that do not exist yet."""
 
     counts: Counts = field(kw_only=True)
 
     def count_digits(self, shift: int, prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
-        found = {prefix: self.counts.digits.get((self.index, shift, prefix)) for prefix in sorted(prefixes)}
-        missing = [prefix for prefix, digits in found.items() if digits is None]
+        results = {prefix: self.counts.digits.get((self.index, shift, prefix)) for prefix in sorted(prefixes)}
+        missing = [prefix for prefix, digits in results.items() if digits is None]
         if missing:
-            raise NotCounted({"shift": shift, "prefixes": missing, "substitute": self.substitute})
-        return {prefix: digits for prefix, digits in found.items() if digits is not None}
+            raise CountsMissing({"shift": shift, "prefixes": missing, "substitute": self.substitute})
+        return {prefix: digits for prefix, digits in results.items() if digits is not None}

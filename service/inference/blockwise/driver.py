@@ -1,4 +1,4 @@
-"""Plan of a block-wise run, and its driver, which hands out blocks in order and drops scores that are read no more."""
+"""Planning of a block-wise run, and its driver, which submits blocks in order and deletes scores that no tile needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from service.formats import stack_reader
 from service.formats.zarr import writer as zarr_writer
 from service.inference.blockwise import counting, output
 from service.inference.blockwise.layout import Layout, choose_windows
-from service.inference.blockwise.run_folder import BlockTask, RunFolder, RunPlan, Step, lift_limit, open_run
+from service.inference.blockwise.run_folder import BlockTask, RunFolder, RunPlan, Step, open_run, remove_window_limit
 from service.inference.decoding.block_kernel import block_kernel
 from service.inference.decoding.steering import steer
 from service.inference.preprocessing.resample import working_size
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from service.inference.blockwise.workers import Workers
 
 Progress = Callable[[str, int, int], None]
-"""Called with a step, and how many of how many blocks of it are done."""
+"""Callback with the step, the number of its finished blocks and their total."""
 
 
 class Driver:
-    """Has all blocks of a run done that are not done yet, in an order that keeps little on disk."""
+    """Runs all unfinished blocks of a run, in an order that keeps few scores on disk."""
 
     def __init__(
         self, folder: RunFolder, workers: Workers, progress: Progress = lambda _step, _done, _total: None
@@ -40,65 +40,65 @@ class Driver:
         self._folder, self._workers, self._progress = folder, workers, progress
 
     def run(self, out: Path, describe: Callable[[], Mapping[str, str]]) -> None:
-        """Do everything, and write the result to `out`, which appears once it is complete.
+        """Run all steps, and write the result to `out`, which appears only when it is complete.
 
-        `describe` returns facts about the result for the store, once all but that is there. Raises what `run_block`
-        raises.
+        `describe` is called when only the result is missing, and returns metadata for the store. Raises the exceptions
+        of `run_block`.
         """
         self._survey()
         self._run = open_run(str(self._folder.path), surveyed=True)
         self._layout = self._run.plan.layout
         self._score_and_decode()
         if self._run.plan.output == "labels":
-            self._do("link", range(self._layout.count))
-            self._do("join", [0])
-        if not self._is_begun(out):
-            self._folder.forget("labels")
+            self._run_step("link", range(self._layout.count))
+            self._run_step("join", [0])
+        if not self._has_partial_result(out):
+            self._folder.discard_records("labels")
             output.create_store(self._run, out, describe())
-        for numbers in output.blocks_of_levels(self._run):
-            self._do("labels", numbers)
+        for numbers in output.list_level_blocks(self._run):
+            self._run_step("labels", numbers)
         zarr_writer.finish(out)
 
-    def _is_begun(self, out: Path) -> bool:
-        """Return whether blocks of the result were written there, and not below another name."""
-        is_there = bool(self._folder.done("labels")) and zarr_writer.partial_path(out).exists()
-        return is_there and self._folder.levels["out"] == str(out)
+    def _has_partial_result(self, out: Path) -> bool:
+        """Return whether blocks of the result have been written to `out`, not to another path."""
+        exists = bool(self._folder.done("labels")) and zarr_writer.partial_path(out).exists()
+        return exists and self._folder.levels["out"] == str(out)
 
     def _survey(self) -> None:
-        """Have all parts counted, in as many rounds as it takes."""
+        """Count all parts, in as many rounds as needed."""
         parts = counting.count_parts(open_run(str(self._folder.path)))
-        for turn in itertools.count():
-            self._do("count", range(turn * parts, (turn + 1) * parts))
-            self._do("survey", [turn])
-            if not self._folder.read_record("survey", turn)["wanted"]:
+        for round_number in itertools.count():
+            self._run_step("count", range(round_number * parts, (round_number + 1) * parts))
+            self._run_step("survey", [round_number])
+            if not self._folder.read_record("survey", round_number)["wanted"]:
                 break
         for path in (self._folder.path / "survey").iterdir():
             path.unlink()
 
-    def _do(self, step: Step, numbers: Iterable[int]) -> None:
-        wanted, before = list(numbers), self._folder.done(step)
-        left = [number for number in wanted if number not in before]
-        done = len(wanted) - len(left)
-        self._progress(step, done, len(wanted))
-        for future in as_completed([self._submit(step, number) for number in left]):
+    def _run_step(self, step: Step, numbers: Iterable[int]) -> None:
+        requested, finished = list(numbers), self._folder.done(step)
+        remaining = [number for number in requested if number not in finished]
+        done = len(requested) - len(remaining)
+        self._progress(step, done, len(requested))
+        for future in as_completed([self._submit(step, number) for number in remaining]):
             future.result()
             done += 1
-            self._progress(step, done, len(wanted))
+            self._progress(step, done, len(requested))
 
     def _submit(self, step: Step, number: int) -> Future[dict[str, Any]]:
         return self._workers.submit(BlockTask(str(self._folder.path), step, number))
 
     def _score_and_decode(self) -> None:
-        """Score groups of windows in order, decode each tile once what it needs is there, and then drop scores."""
-        total, before, scored = self._layout.count, self._folder.done("tile"), self._folder.done("scores")
-        order = _Order(
-            {tile: set(self._layout.needs(tile)) for tile in range(total) if tile not in before},
+        """Score groups of windows in order, decode each tile when its groups are scored, and delete old scores."""
+        total, finished, scored = self._layout.count, self._folder.done("tile"), self._folder.done("scores")
+        order = _BlockOrder(
+            {tile: set(self._layout.required_groups(tile)) for tile in range(total) if tile not in finished},
             lambda group: group in scored and self._has_scores(group),
         )
-        running, done = dict[Future[dict[str, Any]], tuple[Step, int]](), len(before)
+        running, done = dict[Future[dict[str, Any]], tuple[Step, int]](), len(finished)
         self._progress("tile", done, total)
         while True:
-            # No more than are done soon: a tile that becomes ready comes before further groups.
+            # Submit only blocks that start soon, so that tiles that become ready run before further groups.
             while len(running) < 2 * self._workers.count and (block := order.take()) is not None:
                 running[self._submit(*block)] = block
             if not running:
@@ -107,27 +107,27 @@ class Driver:
                 step, number = running.pop(future)
                 future.result()
                 if step == "scores":
-                    order.note_scored(number)
+                    order.mark_scored(number)
                     continue
                 done += 1
                 self._progress("tile", done, total)
-                self._drop_scores(order.note_decoded(number))
+                self._drop_scores(order.mark_decoded(number))
 
     def _drop_scores(self, groups: Iterable[int]) -> None:
         for group in groups:
             (self._folder.path / f"scores/{group}.raw").unlink(missing_ok=True)
 
     def _has_scores(self, group: int) -> bool:
-        """Return whether the scores of a group that is done were not dropped yet."""
-        is_there = (self._folder.path / f"scores/{group}.raw").exists()
-        return is_there or not self._folder.read_record("scores", group)["windows"]
+        """Return whether the scores of a finished group still exist."""
+        exists = (self._folder.path / f"scores/{group}.raw").exists()
+        return exists or not self._folder.read_record("scores", group)["windows"]
 
 
-class _Order:
-    """Order of groups to score and tiles to decode, by which scores are dropped soon.
+class _BlockOrder:
+    """Order of the groups to score and the tiles to decode, such that scores can be deleted early.
 
-    needs      groups of windows that a tile reads, of each tile that is not decoded
-    is_scored  whether the scores of a group are there already
+    needs      required groups of each tile that has not been decoded
+    is_scored  whether the scores of a group exist
     """
 
     def __init__(self, needs: Mapping[int, set[int]], is_scored: Callable[[int], bool]) -> None:
@@ -142,20 +142,20 @@ class _Order:
         self._ready = deque(tile for tile, groups in self._missing.items() if not groups)
 
     def take(self) -> tuple[Step, int] | None:
-        """Return the block that is next, None while there is none: tiles come before groups."""
+        """Return the next block, tiles before groups, or None if none is ready."""
         if self._ready:
             return "tile", self._ready.popleft()
         return ("scores", self._to_score.popleft()) if self._to_score else None
 
-    def note_scored(self, group: int) -> None:
-        """Let the tiles that have waited for this group alone be decoded."""
+    def mark_scored(self, group: int) -> None:
+        """Mark a group as scored. Tiles that needed only this group become ready."""
         for tile in self._readers[group]:
             self._missing[tile].discard(group)
             if not self._missing[tile]:
                 self._ready.append(tile)
 
-    def note_decoded(self, tile: int) -> Iterator[int]:
-        """Yield the groups that no tile has to read after this one."""
+    def mark_decoded(self, tile: int) -> Iterator[int]:
+        """Yield the groups that no tile needs after this one has been decoded."""
         for group in self._needs[tile]:
             self._readers[group].discard(tile)
             if not self._readers[group]:
@@ -172,9 +172,9 @@ def make_plan(  # noqa: PLR0913
     workers: int,
     measured: bool = False,
 ) -> RunPlan:
-    """Plan a run for so many workers, in which objects may be `measured`.
+    """Plan a run for this number of workers. `measured` also measures the objects.
 
-    Raises BadParameter for what is not done block by block, and what the header of the image tells already.
+    Raises BadParameter for options that block-wise segmentation does not support, and for unsuitable images.
     """
     source = source.resolve()
     _check_request(selection, options, settings)
@@ -182,7 +182,7 @@ def make_plan(  # noqa: PLR0913
         description = stack.describe(selection)
     if description.problem:
         raise BadParameter(description.problem, parameter="time", suggested={"time": "0"})
-    plan = Estimator(spec, lift_limit(settings)).plan_request(description, options).plan
+    plan = Estimator(spec, remove_window_limit(settings)).plan_request(description, options).plan
     size = working_size(description, spec, plan.diameter)
     decoding = steer(spec, plan.steering, description, size).decoding
     _check_decoding(decoding, plan.output)
@@ -210,36 +210,39 @@ def make_plan(  # noqa: PLR0913
 def _check_request(selection: Selection, options: Options, settings: Settings) -> None:
     if isinstance(selection.time, TimeRange):
         raise BadParameter(
-            "time: one time point is segmented block by block; say which, as time=0.",
+            "time: block-wise segmentation processes one time point. Select one, such as time=0.",
             parameter="time",
             suggested={"time": "0"},
         )
     if settings.windows.inferer != "own":
-        raise BadParameter("windows.inferer: MONAI's has the scores of the whole volume in memory; leave it out.")
+        raise BadParameter(
+            "windows.inferer: MONAI's inferer holds the scores of the whole volume in memory. Remove this setting."
+        )
     if options.roi_size is not None:
         raise BadParameter(
-            "roi_size: the model's own window is taken block by block; leave it out.", parameter="roi_size"
+            "roi_size: block-wise segmentation uses the window of the model. Omit this parameter.",
+            parameter="roi_size",
         )
 
 
 def _check_decoding(decoding: object, output: str) -> None:
     if output == "probabilities":
         raise BadParameter(
-            "output: labels and classes are written block by block, probabilities are not.", parameter="output"
+            "output: block-wise segmentation writes labels or classes, not probabilities.", parameter="output"
         )
     if output != "labels" or not isinstance(decoding, Instances):
         return
     if decoding.holes == "fill":
         raise BadParameter(
-            "fill_holes: holes of objects are not filled block by block; say fill_holes=false.",
+            "fill_holes: block-wise segmentation does not fill holes. Set fill_holes=false.",
             parameter="fill_holes",
             suggested={"fill_holes": "false"},
         )
     if not block_kernel.ready:
-        raise BadParameter(f"Labels are not decoded block by block: {block_kernel.problem}.")
+        raise BadParameter(f"Block-wise segmentation of labels is not available: {block_kernel.problem}.")
 
 
 def _stamp(source: Path) -> str:
-    """Return what changes when the image is written again: the times of its metadata."""
+    """Return a stamp that changes when the image is written again: the modification times of its metadata files."""
     files = sorted(path for path in source.glob("*") if path.is_file())
     return " ".join(f"{path.name}:{path.stat().st_mtime_ns}" for path in files)

@@ -1,6 +1,7 @@
-"""Links of the pieces of tiles whose paths go on in others; and the joining of all pieces to numbered objects.
+"""Linking of the watershed pieces of adjacent tiles, and merging of all pieces into numbered objects.
 
-What is kept of a piece is one number, in a mapped file where there are many; all else is read tile by tile.
+Only one number per piece is kept in memory, or in a mapped file if there are many pieces. All other data is read tile
+by tile.
 """
 
 from __future__ import annotations
@@ -30,18 +31,20 @@ if TYPE_CHECKING:
     from service.inference.blockwise.run_folder import OpenRun
     from service.models.spec import Instances
 
-# Pieces that are worked on at a time, and passes, which as Python's numbers take some 100 bytes each.
-PIECES, PASSES = 2**20, 2**20
+# Number of pieces that are processed together.
+PIECES = 2**20
+# Number of passes that are processed together. As Python integers, they take about 100 bytes each.
+PASSES = 2**20
 
-# Shallow pass between two basins, the lower number first: its distance, as of `ShallowPasses`.
+# Shallow pass between two basins, the lower basin number first. The height is a distance, as in `ShallowPasses`.
 _PASS = np.dtype([("height", np.float64), ("first", np.int64), ("second", np.int64)])
 
 
 class _Tiles(NamedTuple):
-    """Tiles that have pieces, which are numbered one tile behind the other; number 0 is the background.
+    """Tiles with pieces. The pieces are numbered consecutively through all tiles; number 0 is the background.
 
-    numbers  of these tiles
-    offsets  how many pieces come before each, and their number in all
+    numbers  numbers of these tiles
+    offsets  number of pieces before each tile, and the total
     """
 
     numbers: NDArray[np.int64]
@@ -53,18 +56,18 @@ class _Tiles(NamedTuple):
         return int(self.offsets[-1])
 
     def open(self, run: OpenRun) -> Iterator[tuple[int, slice, NpzFile]]:
-        """Yield each tile, where its pieces are among all with the background, and what is known of them."""
+        """Yield the number of each tile, the slice of its pieces among all (with the background), and its archive."""
         for number, (first, end) in zip(self.numbers.tolist(), itertools.pairwise(self.offsets.tolist()), strict=True):
-            with run.folder.read_arrays(f"tiles/{number}.npz") as known:
-                yield number, slice(first + 1, end + 1), known
+            with run.folder.read_arrays(f"tiles/{number}.npz") as archive:
+                yield number, slice(first + 1, end + 1), archive
 
 
 class _Maxima(NamedTuple):
-    """Pieces that have the maximum of a basin, in their order; arrays [R].
+    """Pieces that contain the maximum of a basin, in order of the pieces; arrays [R].
 
-    piece  number
-    basin  number of the basin: these are in the order of the places of their maxima
-    top    int32, key at the maximum of each basin
+    piece  number of the piece
+    basin  number of the basin; basins are ordered by the position of their maximum
+    top    int32, key of the height at the maximum of each basin
     """
 
     piece: NDArray[np.integer]
@@ -73,9 +76,9 @@ class _Maxima(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Sums over the voxels of basins, int64 [R], and whether each has a voxel at a face of the volume.
+    """Sums over the voxels of each basin, int64 [R], and whether it touches a face of the volume.
 
-    `stack_voxels` are those of the stack, where that was resampled.
+    `stack_voxels` counts voxels of the original stack if it was resampled.
     """
 
     voxels: NDArray[np.int64]
@@ -85,7 +88,7 @@ class _Sums(NamedTuple):
 
 
 def join_tiles(run: OpenRun) -> dict[str, Any]:
-    """Write the label of every piece of every tile; return facts for the record."""
+    """Write the label of each piece of all tiles; return facts for the record."""
     spec = decoding_spec(run)
     decoding = require_instances(spec)
     tiles = _list_tiles(run)
@@ -98,20 +101,20 @@ def join_tiles(run: OpenRun) -> dict[str, Any]:
     with tempfile.TemporaryFile(dir=run.folder.path) as shallow:
 
         def keep(basins: NDArray[np.integer], keys: NDArray[np.int32]) -> None:
-            shallow.write(_shallow(basins, keys, heights, persistence))
+            shallow.write(_select_shallow(basins, keys, heights, persistence))
 
-        sums = _sum_up(run, tiles, basin_of, keep)
+        sums = _sum_pieces(run, tiles, basin_of, keep)
         passes = shallow.tell() // _PASS.itemsize
-        for part in _from_highest(np.memmap(shallow, _PASS) if passes else np.zeros(0, _PASS)):
+        for part in _sort_descending(np.memmap(shallow, _PASS) if passes else np.zeros(0, _PASS)):
             forest.join(part["first"], part["second"], part["height"])
     group = np.unique(forest.highest(), return_inverse=True)[1]
-    objects, kept = _choose_objects(run, decoding, group, sums, persistence.distance(heights).numpy())
-    count = int(np.count_nonzero(kept))
-    numbers = np.where(kept, kept.cumsum(), 0)
-    # That of the background is the last.
+    objects, is_kept = _choose_objects(run, decoding, group, sums, persistence.distance(heights).numpy())
+    count = int(np.count_nonzero(is_kept))
+    numbers = np.where(is_kept, is_kept.cumsum(), 0)
+    # The last label is that of the background.
     _write_labels(run, basin_of, np.append(numbers[group], 0).astype(label_dtype(count)))
     run.folder.write_array("offsets.npy", np.array([tiles.numbers, tiles.offsets[:-1]]))
-    final = objects.select(kept)
+    final = objects.select(is_kept)
     run.folder.write_array("objects.npy", np.stack([final.voxels, final.confidence, final.peaks]))
     return {"objects": count, "pieces": tiles.pieces, "basins": len(heights), "passes": passes}
 
@@ -119,22 +122,22 @@ def join_tiles(run: OpenRun) -> dict[str, Any]:
 def _choose_objects(
     run: OpenRun, decoding: Instances, group: NDArray[np.int64], sums: _Sums, heights: NDArray[np.float64]
 ) -> tuple[Objects, NDArray[np.bool_]]:
-    """Return the objects, and which of them get a label.
+    """Return the objects, and whether each of them gets a label.
 
-    group, heights  of each basin: the object that it belongs to, and the distance at its maximum
+    group, heights  for each basin: the object that it belongs to, and the distance at its maximum
     """
     objects = gather_objects(group, sums.voxels, sums.foreground, heights)
-    kept = objects.voxels >= max(decoding.minimum_size, 1)
+    is_kept = objects.voxels >= max(decoding.minimum_size, 1)
     if decoding.border == "drop":
-        kept[group[sums.at_face]] = False
-    chosen = objects.select(kept)
-    whole = least_voxels(run.spec.input.diameter or math.inf, decoding, chosen, run.plan.layout.size)
-    kept &= (objects.confidence >= least_confidence(decoding, chosen)) & (objects.voxels >= whole)
+        is_kept[group[sums.at_face]] = False
+    chosen = objects.select(is_kept)
+    voxel_limit = least_voxels(run.spec.input.diameter or math.inf, decoding, chosen, run.plan.layout.size)
+    is_kept &= (objects.confidence >= least_confidence(decoding, chosen)) & (objects.voxels >= voxel_limit)
     if run.plan.layout.size != run.plan.size:
         on_stack = np.zeros(len(objects), np.int64)
         np.add.at(on_stack, group, sums.stack_voxels)
-        kept &= on_stack >= max(minimum_voxels(run.plan.options.steering, run.plan), 1)
-    return objects, kept
+        is_kept &= on_stack >= max(minimum_voxels(run.plan.options.steering, run.plan), 1)
+    return objects, is_kept
 
 
 def _list_tiles(run: OpenRun) -> _Tiles:
@@ -144,90 +147,90 @@ def _list_tiles(run: OpenRun) -> _Tiles:
 
 
 def _follow_links(run: OpenRun, tiles: _Tiles) -> Array:
-    """Return for every piece, and before them for the background, the piece with the maximum that its path leads to."""
+    """Return the piece with the maximum that each piece leads to. The first entry is the background."""
     allocate, width = make_allocator(run.folder.path), np.int32 if tiles.pieces < 2**31 - 1 else np.int64
     link = allocate((tiles.pieces + 1,), width)
-    for part in _parts(link):
+    for part in _split(link):
         link[part] = np.arange(part.start, part.stop)
     offset_of = np.zeros(run.plan.layout.count, np.int64)
     offset_of[tiles.numbers] = tiles.offsets[:-1]
     for number in tiles.numbers.tolist():
         with run.folder.read_arrays(f"links/{number}.npz") as links:
             link[offset_of[number] + links["piece"]] = offset_of[links["owner"]] + links["target"]
-    is_settled = False
-    while not is_settled:
-        is_settled = True
-        for part in _parts(link):
-            further = link[link[part]]
-            is_settled &= np.array_equal(further, link[part])
-            link[part] = further
+    is_converged = False
+    while not is_converged:
+        is_converged = True
+        for part in _split(link):
+            next_link = link[link[part]]
+            is_converged &= np.array_equal(next_link, link[part])
+            link[part] = next_link
     return link
 
 
-def _parts(pieces: Array) -> Iterator[slice]:
+def _split(pieces: Array) -> Iterator[slice]:
     for first in range(0, len(pieces), PIECES):
         yield slice(first, min(first + PIECES, len(pieces)))
 
 
 def _find_maxima(run: OpenRun, tiles: _Tiles, link: Array) -> _Maxima:
-    pieces, places, tops = [link[:0]], [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
-    for _number, part, known in tiles.open(run):
-        facts, own = known["facts"], np.arange(part.start, part.stop)
-        here = np.flatnonzero(link[part] == own)
-        pieces.append(own[here].astype(link.dtype))
-        places.append(facts[here, 0])
-        tops.append(facts[here, 3].astype(np.int32))
-    piece, order = np.concatenate(pieces), np.concatenate(places).argsort(kind="stable")
+    pieces, positions, tops = [link[:0]], [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
+    for _number, part, archive in tiles.open(run):
+        facts, numbers = archive["facts"], np.arange(part.start, part.stop)
+        own_maxima = np.flatnonzero(link[part] == numbers)
+        pieces.append(numbers[own_maxima].astype(link.dtype))
+        positions.append(facts[own_maxima, 0])
+        tops.append(facts[own_maxima, 3].astype(np.int32))
+    piece, order = np.concatenate(pieces), np.concatenate(positions).argsort(kind="stable")
     basin = np.empty_like(piece)
     basin[order] = np.arange(len(order))
     return _Maxima(piece, basin, np.concatenate(tops)[order])
 
 
 def _number_basins(link: Array, maxima: _Maxima) -> None:
-    """Replace the piece with the maximum by the number of the basin; that of the background is -1."""
-    for part in _parts(link) if len(maxima.piece) else ():
+    """Replace each piece with a maximum by the number of its basin. The background becomes -1."""
+    for part in _split(link) if len(maxima.piece) else ():
         link[part] = maxima.basin[np.searchsorted(maxima.piece, link[part]).clip(max=len(maxima.piece) - 1)]
     link[0] = -1
 
 
-def _sum_up(
+def _sum_pieces(
     run: OpenRun, tiles: _Tiles, basin_of: Array, keep: Callable[[NDArray[np.integer], NDArray[np.int32]], None]
 ) -> _Sums:
-    """Sum up the pieces of all tiles; `keep` gets basins [E, 2] and keys [E] of the passes of one after the other."""
+    """Sum up the pieces of all tiles. `keep` is called per tile with the basins [E, 2] and keys [E] of its passes."""
     count = int(basin_of.max(initial=-1)) + 1
     voxels, stack_voxels, foreground = np.zeros((3, count), np.int64)
     sums = _Sums(voxels, stack_voxels, foreground, np.zeros(count, np.bool_))
-    for _number, part, known in tiles.open(run):
-        here, facts, passes = basin_of[part], known["facts"], known["passes"]
-        np.add.at(sums.voxels, here, facts[:, 1])
-        if "stack_voxels" in known:
-            np.add.at(sums.stack_voxels, here, known["stack_voxels"])
-        np.add.at(sums.foreground, here, facts[:, 2])
-        sums.at_face[here[known["at_faces"].astype(np.int64) - 1]] = True
-        keep(here[passes[:, :2] - 1], passes[:, 2])
+    for _number, part, archive in tiles.open(run):
+        basins, facts, passes = basin_of[part], archive["facts"], archive["passes"]
+        np.add.at(sums.voxels, basins, facts[:, 1])
+        if "stack_voxels" in archive:
+            np.add.at(sums.stack_voxels, basins, archive["stack_voxels"])
+        np.add.at(sums.foreground, basins, facts[:, 2])
+        sums.at_face[basins[archive["at_faces"].astype(np.int64) - 1]] = True
+        keep(basins[passes[:, :2] - 1], passes[:, 2])
     return sums
 
 
-def _shallow(
+def _select_shallow(
     basins: NDArray[np.integer], keys: NDArray[np.int32], heights: torch.Tensor, persistence: Persistence
 ) -> bytes:
-    """Return the shallow ones among the passes of a tile, each a `_PASS`."""
+    """Return the shallow passes of a tile, each as a `_PASS`."""
     numbers, pairs = np.unique(basins, return_inverse=True)
     one, other = (torch.from_numpy(side.astype(np.int64)) for side in pairs.reshape(-1, 2).T)
     nothing, numbers = torch.zeros(0, dtype=torch.int64), numbers.astype(np.int64)
     passes = Passes(one, other, heights_of_keys(torch.from_numpy(np.ascontiguousarray(keys))))
-    there = Basins(nothing, nothing, heights[torch.from_numpy(numbers)], nothing, nothing, passes)
-    first, second, height = (column.numpy() for column in find_shallow_passes(there, persistence))
-    found = np.empty(len(height), _PASS)
-    found["height"], found["first"], found["second"] = height, numbers[first], numbers[second]
-    return found.tobytes()
+    tile_basins = Basins(nothing, nothing, heights[torch.from_numpy(numbers)], nothing, nothing, passes)
+    first, second, height = (column.numpy() for column in find_shallow_passes(tile_basins, persistence))
+    selected = np.empty(len(height), _PASS)
+    selected["height"], selected["first"], selected["second"] = height, numbers[first], numbers[second]
+    return selected.tobytes()
 
 
-def _from_highest(passes: Array) -> Iterator[Array]:
-    """Yield passes from the highest down, equal ones by their pairs, about `PASSES` at a time.
+def _sort_descending(passes: Array) -> Iterator[Array]:
+    """Yield passes in descending order of height, then by their basins, about `PASSES` at a time.
 
-    A pair may be among those of several tiles. Its lower passes change nothing: either its basins are one by then, or
-    the lower peak rises above them all the more.
+    Several tiles may have passes between the same two basins. The lower passes have no effect: either the basins have
+    been merged before, or the lower peak rises even more above these passes.
     """
     sample = np.sort(passes["height"][:: max(len(passes) // 2**16, 1)])
     limits = sample[:: max(len(sample) * PASSES // max(len(passes), 1), 1)] if len(passes) > PASSES else sample[:0]
@@ -241,59 +244,59 @@ def _from_highest(passes: Array) -> Iterator[Array]:
 
 
 def _write_labels(run: OpenRun, basin_of: Array, labels: Array) -> None:
-    """Write the label of every piece, by those of the basins."""
-    with run.folder.writing("labels.npy") as file:
+    """Write the label of each piece, given the labels of the basins."""
+    with run.folder.open_for_writing("labels.npy") as file:
         header = {"descr": labels.dtype.str, "fortran_order": False, "shape": basin_of.shape}
         np.lib.format.write_array_header_1_0(file, header)
-        for part in _parts(basin_of):
+        for part in _split(basin_of):
             file.write(labels[basin_of[part]].data)
 
 
 def label_tile(run: OpenRun, tile: int, box: tuple[slice, slice, slice]) -> Array:
-    """Return the labels of a part of a tile, `box` in the tile."""
+    """Return the labels in a part of a tile; `box` is relative to the tile."""
     tiles, offsets = run.folder.read_array("offsets.npy")
     labels = run.folder.read_array("labels.npy")
-    at = int(np.searchsorted(tiles, tile))
+    index = int(np.searchsorted(tiles, tile))
     pieces = read_pixels(run, tile, box)
-    if at == len(tiles) or tiles[at] != tile:
+    if index == len(tiles) or tiles[index] != tile:
         return np.zeros(pieces.shape, labels.dtype)
-    numbers = np.array(labels[offsets[at] : offsets[at] + int(pieces.max(initial=0)) + 1])
-    # The piece before that of number 1 belongs to another tile.
+    numbers = np.array(labels[offsets[index] : offsets[index] + int(pieces.max(initial=0)) + 1])
+    # The entry before piece 1 belongs to another tile.
     numbers[0] = 0
-    found: Array = numbers[pieces]
-    return found
+    result: Array = numbers[pieces]
+    return result
 
 
 def link_tile(run: OpenRun, number: int) -> dict[str, Any]:
-    """Find the pieces of other tiles in which paths of this one go on, and write them; return facts for the record.
+    """Find the pieces of adjacent tiles in which paths of this tile continue; return facts for the record.
 
-    They are an archive of int32 [N]: `piece` of this tile, the tile that is its `owner`, and `target`, a piece there.
+    Writes an archive of int32 [N]: `piece` of this tile, the tile that is its `owner`, and the `target` piece there.
     """
     if not run.folder.read_record("tile", number).get("pieces"):
         return {"links": 0}
-    with run.folder.read_arrays(f"tiles/{number}.npz") as known:
-        place = np.array(np.unravel_index(known["facts"][:, 0], run.plan.layout.size))
+    with run.folder.read_arrays(f"tiles/{number}.npz") as archive:
+        positions = np.array(np.unravel_index(archive["facts"][:, 0], run.plan.layout.size))
     edges = run.plan.layout.edges
-    at = [np.searchsorted(axis, voxel, side="right") - 1 for axis, voxel in zip(edges, place, strict=True)]
-    owner = np.ravel_multi_index(at, run.plan.layout.groups)
+    tile_index = [np.searchsorted(axis, voxel, side="right") - 1 for axis, voxel in zip(edges, positions, strict=True)]
+    owner = np.ravel_multi_index(tile_index, run.plan.layout.groups)
     piece = np.flatnonzero(owner != number)
-    owner, place = owner[piece], place[:, piece]
+    owner, positions = owner[piece], positions[:, piece]
     target = np.zeros(len(piece), np.int32)
     for other in np.unique(owner).tolist():
-        here = owner == other
-        target[here] = _pieces_at(run, number, other, place[:, here])
+        in_other = owner == other
+        target[in_other] = _pieces_at(run, number, other, positions[:, in_other])
     links = {"piece": piece + 1, "owner": owner, "target": target}
     run.folder.write_arrays(f"links/{number}.npz", {name: each.astype(np.int32) for name, each in links.items()})
     return {"links": len(piece)}
 
 
-def _pieces_at(run: OpenRun, number: int, other: int, place: NDArray[np.int64]) -> Array:
-    """Return the pieces of another tile at places [3, N] that touch this one: they lie in one of its faces."""
+def _pieces_at(run: OpenRun, number: int, other: int, positions: NDArray[np.int64]) -> Array:
+    """Return the pieces of an adjacent tile at positions [3, N], which lie in the face that touches this tile."""
     layout = run.plan.layout
-    here, there = layout.place(number), layout.place(other)
-    axis = next(axis for axis in range(3) if here[axis] != there[axis])
-    with run.folder.read_arrays(f"tiles/{other}.npz") as known:
-        face: Array = known[f"face-{axis}-{int(there[axis] < here[axis])}"]
-    inside = place - np.array(firsts(layout.tile(other)))[:, None]
-    rest: Sequence[NDArray[np.int64]] = [inside[index] for index in range(3) if index != axis]
-    return face[rest[0], rest[1]]
+    own, neighbor = layout.position(number), layout.position(other)
+    axis = next(axis for axis in range(3) if own[axis] != neighbor[axis])
+    with run.folder.read_arrays(f"tiles/{other}.npz") as archive:
+        face: Array = archive[f"face-{axis}-{int(neighbor[axis] < own[axis])}"]
+    inside = positions - np.array(firsts(layout.tile(other)))[:, None]
+    in_face: Sequence[NDArray[np.int64]] = [inside[index] for index in range(3) if index != axis]
+    return face[in_face[0], in_face[1]]

@@ -1,4 +1,4 @@
-"""Writing of the result, a block of one resolution after the other."""
+"""Writing of the result in blocks, one resolution level after the other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def create_store(run: OpenRun, out: Path, origin: Mapping[str, str]) -> None:
-    """Make the store of the result without pixels, and write which blocks it has."""
+    """Create the store of the result without pixels, and write the list of its levels and blocks."""
     plan, spec = run.plan, decoding_spec(run)
     count, names = None, spec.outputs
     if plan.output == "labels":
@@ -41,14 +41,14 @@ def create_store(run: OpenRun, out: Path, origin: Mapping[str, str]) -> None:
         dtype = np.dtype(np.uint8 if len(names) <= 256 else np.uint16)
         if isinstance(spec.decoding, Instances):
             names = ("background", spec.decoding.foreground)
-    nothing = np.broadcast_to(np.zeros((), dtype), plan.size)
-    levels = zarr_writer.create(Segmentation(nothing, plan.output, plan.voxel_size, count, tuple(names)), out, origin)
+    no_pixels = np.broadcast_to(np.zeros((), dtype), plan.size)
+    levels = zarr_writer.create(Segmentation(no_pixels, plan.output, plan.voxel_size, count, tuple(names)), out, origin)
     facts = {"out": str(out), "levels": [{"steps": level.steps, "block": level.block} for level in levels]}
     run.folder.write_levels(facts)
 
 
 def write_block(run: OpenRun, number: int) -> dict[str, Any]:
-    """Write one block, by its number among those of all resolutions; coarser ones are made of the one before."""
+    """Write one block. Blocks are numbered through all levels, and each coarser level is made from the one before."""
     facts = run.folder.levels
     out, levels = Path(facts["out"]), facts["levels"]
     for level, blocks in enumerate(_cut_levels(run.plan.size, levels)):
@@ -67,93 +67,95 @@ def write_block(run: OpenRun, number: int) -> dict[str, Any]:
 
 
 def _measure(run: OpenRun, number: int, box: Box, labels: Array) -> None:
-    """Write what a block of labels has of its objects, in every channel of the stack."""
-    with open_every_channel(run) as stack:
+    """Write the measurements of the objects in a block of labels, for every channel of the stack."""
+    with open_all_channels(run) as stack:
         numbers, sums = measure_box(labels, stack.read_region(ranges(box)), firsts(box))
     run.folder.write_arrays(f"measured/{number}.npz", {"numbers": numbers, **sums._asdict()})
 
 
 def collect_table(run: OpenRun, objects: Objects) -> Table:
-    """Return the measurements of all objects, once all labels are written."""
-    with open_every_channel(run) as stack:
+    """Return the measurements of all objects. All labels must have been written."""
+    with open_all_channels(run) as stack:
         sums = ObjectSums.zeros(len(objects) + 1, stack.shape[0], stack.dtype)
     for number in sorted(run.folder.done("labels")):
         if run.folder.read_record("labels", number).get("measured"):
-            with run.folder.read_arrays(f"measured/{number}.npz") as found:
-                sums.add_objects(found["numbers"], ObjectSums(*(found[name] for name in ObjectSums._fields)))
+            with run.folder.read_arrays(f"measured/{number}.npz") as archive:
+                sums.add_objects(archive["numbers"], ObjectSums(*(archive[name] for name in ObjectSums._fields)))
     return tabulate(sums, run.plan.size, run.plan.voxel_size, objects)
 
 
-def open_every_channel(run: OpenRun) -> AbstractContextManager[ZarrStack]:
-    """Open the stack with all channels, whichever are segmented."""
+def open_all_channels(run: OpenRun) -> AbstractContextManager[ZarrStack]:
+    """Open the stack with all channels, not only the segmented ones."""
     return stack_reader.open_blocks(run.plan.source, replace(run.plan.selection, channel=None))
 
 
 def _cut_levels(size: Size, levels: Sequence[Mapping[str, Any]]) -> list[Blocks]:
-    """Return the blocks of each resolution."""
+    """Return the blocks of each level."""
     return [
         Blocks(
-            as_size([-(-n // step) for n, step in zip(size, known["steps"], strict=True)]),
-            as_size(known["block"]),
+            as_size([-(-n // step) for n, step in zip(size, level["steps"], strict=True)]),
+            as_size(level["block"]),
         )
-        for known in levels
+        for level in levels
     ]
 
 
 def _collect(run: OpenRun, box: Box) -> Array:
-    """Return a block of the stack's grid, whose voxels have what the tiles have at the nearest one of theirs."""
+    """Return a block on the grid of the stack. Each voxel gets the value of the nearest voxel of the tiles."""
     layout, read = run.plan.layout, label_tile if run.plan.output == "labels" else read_pixels
     pixels: Array = np.zeros(lengths(box), np.uint32 if run.plan.output == "labels" else np.uint16)
     nearest = _nearest_in(run, box)
-    for number in layout.tiles_of(_spanned(nearest)):
+    for number in layout.tiles_of(_span(nearest)):
         tile = layout.tile(number)
         spans = [np.searchsorted(axis, span) for axis, span in zip(nearest, tile, strict=True)]
-        # The stack may have no voxel along an axis for a tile.
+        # If the stack was upsampled, a tile may contain no voxel of the stack.
         if run.folder.read_record("tile", number)["empty"] or any(first == end for first, end in spans):
             continue
-        places = [axis[slice(*span)] - first for axis, span, first in zip(nearest, spans, firsts(tile), strict=True)]
-        part = read(run, number, slices(_spanned(places)))
-        pixels[tuple(slice(*span) for span in spans)] = _at_places(part, places)
+        positions = [axis[slice(*span)] - first for axis, span, first in zip(nearest, spans, firsts(tile), strict=True)]
+        tile_pixels = read(run, number, slices(_span(positions)))
+        pixels[tuple(slice(*span) for span in spans)] = _take_positions(tile_pixels, positions)
     return pixels
 
 
 def _nearest_in(run: OpenRun, box: Box) -> list[NDArray[np.intp]]:
-    """Return along each axis the nearest voxel of the network's grid to each one of a box of the stack's."""
+    """Return, along each axis, the nearest voxel of the network's grid for each voxel of a box of the stack."""
     axes = nearest_voxels(run.plan.layout.size, run.plan.size)
     return [axis[slice(*span)] for axis, span in zip(axes, box, strict=True)]
 
 
-def _at_places(part: Array, places: Sequence[NDArray[np.intp]]) -> Array:
-    """Return the voxels of a part at ascending places along (z, y, x), the first of which is where the part begins."""
-    if part.shape == tuple(map(len, places)):
-        return part
-    return part[np.ix_(*(axis - axis[0] for axis in places))]
+def _take_positions(tile_pixels: Array, positions: Sequence[NDArray[np.intp]]) -> Array:
+    """Return the voxels of a part at ascending positions along (z, y, x). The part starts at the first of them."""
+    if tile_pixels.shape == tuple(map(len, positions)):
+        return tile_pixels
+    return tile_pixels[np.ix_(*(axis - axis[0] for axis in positions))]
 
 
-def _spanned(axes: Sequence[NDArray[np.intp]]) -> Box:
-    """Return the first voxel and the end of ascending places along (z, y, x)."""
+def _span(axes: Sequence[NDArray[np.intp]]) -> Box:
+    """Return the box that ascending positions along (z, y, x) span."""
     z, y, x = ((int(axis[0]), int(axis[-1]) + 1) for axis in axes)
     return z, y, x
 
 
 def _coarsen(out: Path, level: int, levels: Sequence[Mapping[str, Any]], box: Box) -> Array:
-    """Return a block of a coarser resolution: every second voxel of the one before along some axes."""
+    """Return a block of a coarser level, which has every second voxel of the previous level along some axes."""
     finer = zarr_writer.open_level(out, level - 1)
-    steps = [now // before for now, before in zip(levels[level]["steps"], levels[level - 1]["steps"], strict=True)]
+    steps = [
+        step // finer_step for step, finer_step in zip(levels[level]["steps"], levels[level - 1]["steps"], strict=True)
+    ]
     pixels: Array = np.empty(lengths(box), finer.dtype)
-    # About one finer block at a time: all chunks of what is read are decoded at once.
+    # Read about one finer block at a time, because all chunks of one access are decoded together.
     axes = [
         itertools.pairwise([*range(first, end, -(-edge // step)), end])
         for (first, end), edge, step in zip(box, levels[level - 1]["block"], steps, strict=True)
     ]
     for z, y, x in itertools.product(*axes):
-        there = [slice(first * step, end * step) for (first, end), step in zip((z, y, x), steps, strict=True)]
-        pixels[slices((z, y, x), firsts(box))] = finer[tuple(there)][:: steps[0], :: steps[1], :: steps[2]]
+        source = [slice(first * step, end * step) for (first, end), step in zip((z, y, x), steps, strict=True)]
+        pixels[slices((z, y, x), firsts(box))] = finer[tuple(source)][:: steps[0], :: steps[1], :: steps[2]]
     return pixels
 
 
-def blocks_of_levels(run: OpenRun) -> list[range]:
-    """Return the numbers of the blocks of each resolution."""
+def list_level_blocks(run: OpenRun) -> list[range]:
+    """Return the numbers of the blocks of each level."""
     counts = [len(blocks) for blocks in _cut_levels(run.plan.size, run.folder.levels["levels"])]
     ends = list(itertools.accumulate(counts))
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]

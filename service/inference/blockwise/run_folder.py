@@ -1,7 +1,7 @@
-"""Folder of one block-wise run on storage that all workers share: its plan, what workers hand on, and what is done.
+"""Folder of one block-wise run, on storage that all workers share: its plan, intermediate results, and records.
 
-A file gets its name once its content is safe on disk, and the record of a block is written after all files of it. So
-whatever was interrupted is done again, and nothing else.
+A file gets its final name only when its content is on disk, and the record of a block is written after all its files.
+So only the blocks that were interrupted have to be repeated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Step = Literal["count", "survey", "scores", "tile", "link", "join", "labels"]
 
 @dataclass(frozen=True)
 class BlockTask:
-    """One piece of work for a worker: which step of the run in `folder`, an absolute path, and which block of it."""
+    """One block for a worker: the folder of the run (an absolute path), the step, and the number of the block in it."""
 
     folder: str
     step: Step
@@ -48,16 +48,17 @@ class BlockTask:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Plan of a run, which stays the same when the run is resumed.
+    """Plan of a run. It stays the same when the run is resumed.
 
-    source    path of the image, and what tells whether it was replaced meanwhile
+    source    path of the image
+    changed   stamp that reveals whether the image was replaced in the meantime
     weights   SHA-256 of the model's weights
-    choices   of the operator for engine and windows, as JSON
-    layout    on the grid that the network works on
-    shape     of the stack, with its `voxel_size`: a plan is the `Extent` of the stack
-    diameter  of the objects, where the stack is resampled by it
-    workers   that the volume is cut for
-    measured  whether objects are measured as their labels are written
+    choices   settings of engine and windows, as JSON
+    layout    on the grid of the network
+    shape     shape of the stack; with `voxel_size` it makes a plan the `Extent` of the stack
+    diameter  object diameter, if the stack is resampled accordingly
+    workers   number of workers that the volume is divided for
+    measured  whether objects are measured when their labels are written
     """
 
     source: Path
@@ -82,21 +83,21 @@ class RunPlan:
         return z, y, x
 
     def with_diameter(self, diameter: Diameter, spec: ModelSpec) -> RunPlan:
-        """Return the plan for objects of another diameter."""
-        size, old = working_size(self, spec, diameter), self.layout
-        windows = choose_windows(size, old.roi, old.overlap, self.workers, self.size)
-        return replace(self, diameter=diameter, layout=replace(old, size=size, windows=windows))
+        """Return the plan for another object diameter."""
+        size, layout = working_size(self, spec, diameter), self.layout
+        windows = choose_windows(size, layout.roi, layout.overlap, self.workers, self.size)
+        return replace(self, diameter=diameter, layout=replace(layout, size=size, windows=windows))
 
 
 @dataclass(frozen=True)
 class Survey:
-    """Facts about a volume that are known once all of it was read.
+    """Facts about a volume that require reading all of it.
 
-    scalings  one for each channel
-    skipped   windows that are not computed, None where all are
-    scores    that stand for those of these, one for each output
-    engine    that is to compute the windows
-    sizing    estimate of the diameter of the objects, None where none was wanted
+    scalings  one per channel
+    skipped   windows that are skipped; None if none may be
+    scores    scores of the skipped windows, one per output
+    engine    engine that computes the windows
+    sizing    estimate of the object diameter; None if it was not needed
     """
 
     scalings: tuple[IntensityScaling, ...]
@@ -108,18 +109,18 @@ class Survey:
 
 
 _FOLDERS = ("records", "survey", "scores", "tiles", "links", "measured")
-_PLAN, _SETTINGS, _SURVEY = TypeAdapter(RunPlan), TypeAdapter(Settings), TypeAdapter(Survey)
+_PLAN_ADAPTER, _SETTINGS_ADAPTER, _SURVEY_ADAPTER = TypeAdapter(RunPlan), TypeAdapter(Settings), TypeAdapter(Survey)
 
 
 class RunFolder:
-    """Folder of a run, as its driver and its workers see it."""
+    """Folder of a run, as used by its driver and workers."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep others from driving the run until the end of the block. Raises BadParameter where one does."""
+        """Lock the run against other drivers within the context. Raises BadParameter if another process drives it."""
         self.path.mkdir(parents=True, exist_ok=True)
         folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -129,31 +130,31 @@ class RunFolder:
             os.close(folder)
 
     def begin(self, plan: RunPlan, settings: Settings) -> RunPlan:
-        """Write the plan, or return that of the run which is to be resumed; its layout then stays what it was.
+        """Write the plan, or return the plan of the run to resume, whose layout stays the same.
 
-        Raises BadParameter where the folder holds another run, or something else.
+        Raises BadParameter if the folder contains another run or other files.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         if (self.path / "plan.json").exists():
-            before = self._read_plan()
-            if before is not None and _same(plan, before):
+            previous = self._read_plan()
+            if previous is not None and _has_same_result(plan, previous):
                 self._write_text("settings.json", settings.model_dump_json())
-                return before
+                return previous
             raise BadParameter(
-                f"{self.path} holds a run of another stack, model or options, or of another version; resume that one as"
-                " it was begun, or name another folder."
+                f"{self.path} contains a run of another stack, model, options or version. Use the original options to"
+                " resume it, or choose another folder."
             )
-        if not all(map(_is_begun, self.path.iterdir())):
-            raise BadParameter(f"{self.path} holds something else already; name an empty folder, or one to make.")
+        if not all(map(_is_leftover, self.path.iterdir())):
+            raise BadParameter(f"{self.path} contains other files. Choose an empty or new folder.")
         for name in _FOLDERS:
             (self.path / name).mkdir(exist_ok=True)
-        # First, as a folder with a plan is known for that of a run.
-        self._write_text("plan.json", _PLAN.dump_json(plan).decode())
+        # Write the plan first, because it identifies the folder of a run.
+        self._write_text("plan.json", _PLAN_ADAPTER.dump_json(plan).decode())
         self._write_text("settings.json", settings.model_dump_json())
         return plan
 
     def _read_plan(self) -> RunPlan | None:
-        """Return the plan, None where it is damaged or of another version."""
+        """Return the plan, or None if it is damaged or from another version."""
         with suppress(ValueError):
             return self.plan
         return None
@@ -161,91 +162,91 @@ class RunFolder:
     @property
     def plan(self) -> RunPlan:
         """Plan of the run."""
-        return _PLAN.validate_json((self.path / "plan.json").read_bytes())
+        return _PLAN_ADAPTER.validate_json((self.path / "plan.json").read_bytes())
 
     @property
     def settings(self) -> Settings:
-        """Settings of the workers."""
-        return lift_limit(Settings.model_validate_json((self.path / "settings.json").read_bytes()))
+        """Settings of the workers, without a limit on windows."""
+        return remove_window_limit(Settings.model_validate_json((self.path / "settings.json").read_bytes()))
 
     @property
     def survey(self) -> Survey:
         """Survey of the volume."""
-        return _SURVEY.validate_json((self.path / "survey.json").read_bytes())
+        return _SURVEY_ADAPTER.validate_json((self.path / "survey.json").read_bytes())
 
     def write_survey(self, survey: Survey, skipped: Array) -> None:
-        """Write the survey, and the first voxels of the windows that are not computed, int64 [N, 3]."""
+        """Write the survey, and the first voxels of the skipped windows, int64 [N, 3]."""
         self.write_array("skipped.npy", skipped)
-        self._write_text("survey.json", _SURVEY.dump_json(survey).decode())
+        self._write_text("survey.json", _SURVEY_ADAPTER.dump_json(survey).decode())
 
     @contextmanager
-    def writing(self, name: str) -> Iterator[IO[bytes]]:
-        """Write a file, which gets its name after the block, once its content is on disk."""
-        named = self.path / f"{name}.part-{os.getpid()}"
-        with write_whole(self.path / name, named) as partial, partial.open("wb") as file:
+    def open_for_writing(self, name: str) -> Iterator[IO[bytes]]:
+        """Open a file for writing. It gets its name after the context, when its content is on disk."""
+        partial_path = self.path / f"{name}.part-{os.getpid()}"
+        with write_whole(self.path / name, partial_path) as partial, partial.open("wb") as file:
             yield file
 
     def _write_text(self, name: str, text: str) -> None:
-        with self.writing(name) as file:
+        with self.open_for_writing(name) as file:
             file.write(text.encode())
 
     def write_array(self, name: str, array: Array) -> None:
-        """Write an array of NumPy."""
-        with self.writing(name) as file:
+        """Write a NumPy array."""
+        with self.open_for_writing(name) as file:
             np.save(file, array)
 
     def read_array(self, name: str) -> Array:
-        """Map an array of NumPy."""
+        """Map a NumPy array."""
         return np.load(self.path / name, mmap_mode="r")  # type: ignore[no-any-return]
 
     def write_arrays(self, name: str, arrays: Mapping[str, Array]) -> None:
-        """Write an archive of compressed arrays, as NumPy does, but several times as fast."""
-        with self.writing(name) as file, ZipFile(file, "w", ZIP_DEFLATED, compresslevel=1) as archive:
+        """Write an archive of compressed arrays like `numpy.savez_compressed`, but several times as fast."""
+        with self.open_for_writing(name) as file, ZipFile(file, "w", ZIP_DEFLATED, compresslevel=1) as archive:
             for key, array in arrays.items():
                 with archive.open(f"{key}.npy", "w", force_zip64=True) as member:
                     np.lib.format.write_array(member, array, allow_pickle=False)
 
     def read_arrays(self, name: str) -> NpzFile:
-        """Open an archive of arrays, each of which is read where it is asked for."""
+        """Open an archive of arrays. Each array is read on access."""
         return np.load(self.path / name)  # type: ignore[no-any-return]
 
     def write_record(self, task: BlockTask, facts: dict[str, Any]) -> None:
-        """Note that a block is done."""
+        """Record that a block is finished."""
         self._write_text(_record(task.step, task.number), json.dumps(facts))
 
     def read_record(self, step: Step, number: int = 0) -> dict[str, Any]:
-        """Return what was noted of a block. Raises FileNotFoundError."""
+        """Return the record of a block. Raises FileNotFoundError."""
         content: dict[str, Any] = json.loads((self.path / _record(step, number)).read_bytes())
         return content
 
     def write_levels(self, facts: dict[str, Any]) -> None:
-        """Write where the result goes, and of which resolutions and blocks it is."""
+        """Write the path of the result, and its levels and blocks."""
         self._write_text("levels.json", json.dumps(facts))
 
     @property
     def levels(self) -> dict[str, Any]:
-        """Place of the result, with its resolutions and their blocks, as `write_levels` has stored it."""
+        """Path, levels and blocks of the result, as written by `write_levels`."""
         content: dict[str, Any] = json.loads((self.path / "levels.json").read_bytes())
         return content
 
-    def forget(self, step: Step) -> None:
-        """Have all blocks of a step done again."""
+    def discard_records(self, step: Step) -> None:
+        """Delete the records of a step, so that all its blocks are repeated."""
         for number in self.done(step):
             (self.path / _record(step, number)).unlink()
 
     def done(self, step: Step) -> set[int]:
-        """Return the blocks of a step that are done."""
-        named = (path.stem.partition("-") for path in (self.path / "records").glob(f"{step}-*.json"))
-        return {int(number) for _, _, number in named if is_index(number)}
+        """Return the numbers of the finished blocks of a step."""
+        stems = (path.stem.partition("-") for path in (self.path / "records").glob(f"{step}-*.json"))
+        return {int(number) for _, _, number in stems if is_index(number)}
 
 
-def lift_limit(settings: Settings) -> Settings:
-    """Return settings by which a volume has as many windows as it needs."""
+def remove_window_limit(settings: Settings) -> Settings:
+    """Return settings without a limit on the windows of a volume."""
     return override_settings(settings, "limits", {"windows": sys.maxsize})
 
 
-def _is_begun(path: Path) -> bool:
-    """Return whether a run has made this, and ended before it had a plan."""
+def _is_leftover(path: Path) -> bool:
+    """Return whether a run created this file or folder, and was interrupted before it had a plan."""
     is_folder = path.name in _FOLDERS and path.is_dir() and not any(path.iterdir())
     return is_folder or path.name.startswith("plan.json.part-")
 
@@ -254,9 +255,9 @@ def _lock(folder: int, path: Path) -> None:
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise BadParameter(f"{path} is in use by another process; wait for it, or name another folder.") from None
+        raise BadParameter(f"{path} is in use by another process. Wait for it, or choose another folder.") from None
     except OSError:
-        # Not every file system has locks.
+        # Not every file system supports locks.
         pass
 
 
@@ -264,16 +265,16 @@ def _record(step: Step, number: int) -> str:
     return f"records/{step}-{number}.json"
 
 
-def _same(one: RunPlan, other: RunPlan) -> bool:
-    """Return whether two plans have the same result, whether or not it is taken and however the volume is cut."""
-    left_out: dict[str, Any] = {"layout": {"windows"}, "options": {"strict"}, "workers": True}
-    shown = [_PLAN.dump_python(plan, mode="json", exclude=left_out) for plan in (one, other)]
-    return bool(shown[0] == shown[1])
+def _has_same_result(plan_a: RunPlan, plan_b: RunPlan) -> bool:
+    """Return whether two plans have the same result, regardless of `strict` and of how the volume is divided."""
+    excluded: dict[str, Any] = {"layout": {"windows"}, "options": {"strict"}, "workers": True}
+    comparable = [_PLAN_ADAPTER.dump_python(plan, mode="json", exclude=excluded) for plan in (plan_a, plan_b)]
+    return bool(comparable[0] == comparable[1])
 
 
 @lru_cache(maxsize=4)
 def open_run(path: str, *, surveyed: bool = False) -> OpenRun:
-    """Open the folder of a run, once in each process; after the survey with the diameter that was estimated there."""
+    """Open the folder of a run, once per process. `surveyed` applies the diameter that the survey estimated."""
     folder = RunFolder(Path(path))
     plan, spec = folder.plan, read_spec(folder.plan.model)
     sizing = folder.survey.sizing if surveyed else None
@@ -284,7 +285,7 @@ def open_run(path: str, *, surveyed: bool = False) -> OpenRun:
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run as a worker has it open."""
+    """Open run, as seen by a worker."""
 
     folder: RunFolder
     plan: RunPlan

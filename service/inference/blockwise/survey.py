@@ -1,8 +1,8 @@
-"""First pass over a volume: intensities that all of it decides on, and windows without anything in them.
+"""First pass over a volume: intensity statistics of the whole volume, and empty windows.
 
-Parts of the volume, boxes of chunks, are counted by whichever worker is free, and one task merges what was counted.
-Percentiles of pixels of more than 16 bits take a further round of that for every further 16 bits. What no counts tell,
-as mean and standard deviation, the merging task reads by planes.
+Workers count the parts of the volume, which are boxes of chunks, and one task merges the counts. Percentiles of pixels
+with more than 16 bits need one more round for each further 16 bits. Statistics that cannot be derived from counts, such
+as the mean and standard deviation, are computed plane by plane in the merging task.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from service.core.hardware.host import run_in_threads
 from service.core.types import Array, Volume
 from service.formats import stack_reader
 from service.formats.zarr.reader import ZarrStack
-from service.inference.blockwise.counting import CountedChannel, Counts, NotCounted, Wanted, open_counting
+from service.inference.blockwise.counting import CountedChannel, CountRequest, Counts, CountsMissing, open_counting
 from service.inference.blockwise.run_folder import OpenRun, Survey
 from service.inference.decoding.steering import steer
 from service.inference.diameter.places import strongest_windows
@@ -45,16 +45,17 @@ from service.inference.windows.sliding_window import Image, SparseImage
 if TYPE_CHECKING:
     from service.inference.runner.model_runner import ModelRunner
 
-# Edge of the boxes of planes that are read at a time, so that chunks are decoded once.
+# Edge length in voxels of the boxes of planes that are read together, so that chunks are decoded only once.
 READ_EDGE = 512
-# Layers of chunks under small boxes that are kept, and voxels of the largest one.
-LAYERS, LAYER_VOXELS = 8, 2**23
+# Number of layers of chunks that are cached for small boxes, and the maximum number of voxels in one.
+LAYERS = 8
+LAYER_VOXELS = 2**23
 
 
 class _RegionImage(NormalisedImage):
-    """A normalised volume of which no more is read than what is asked for, and the layer of chunks around that.
+    """Normalized volume that reads only the requested box, extended to whole layers of chunks.
 
-    Of small boxes the latest layers are kept, as windows are cut plane by plane.
+    The latest layers of small boxes are cached, because windows are cut plane by plane.
     """
 
     def __init__(self, stack: ZarrStack, volume: Volume, scalings: tuple[IntensityScaling, ...]) -> None:
@@ -73,13 +74,13 @@ class _RegionImage(NormalisedImage):
         return list(self._read_layer(layer, y, x)[box[1], z.start - layer.start : z.stop - layer.start])
 
 
-def merge_counts(run: OpenRun, runner: ModelRunner, turn: int) -> dict[str, Any]:
-    """Merge what was counted up to a round, and write the survey, unless something is `wanted` in a further round.
+def merge_counts(run: OpenRun, runner: ModelRunner, round_number: int) -> dict[str, Any]:
+    """Merge the counts up to a round. Write the survey, or return the counts that are `wanted` from a further round.
 
-    Raises BadFile for a channel without finite pixels, and what reading raises.
+    Raises BadFile for a channel without finite pixels, and the exceptions of reading.
     """
     with open_counting(run) as (stack, counting):
-        counts, volume = Counts(run, counting, turn + 1), lazy_volume(stack, run)
+        counts, volume = Counts(run, counting, round_number + 1), lazy_volume(stack, run)
         fitted = [_fit(volume, index, counts, runner) for index in range(counting.channels)]
         wanted = [None if isinstance(each, IntensityScaling) else each for each in fitted]
         if any(wanted):
@@ -90,7 +91,7 @@ def merge_counts(run: OpenRun, runner: ModelRunner, turn: int) -> dict[str, Any]
         intensities: IntensitySurvey | None = counts.intensities()
         if sizing is not None and sizing.resampled_by is not None:
             plan = plan.with_diameter(sizing.resampled_by, runner.spec)
-            # Windows lie elsewhere than those whose brightest voxels were found.
+            # The brightest voxels belong to the windows of another grid.
             intensities = None
         done = runner.estimator.plan(plan.options)._replace(diameter=plan.diameter)
         skipping = skip_empty_windows(runner, image, volume, done, intensities)
@@ -101,14 +102,14 @@ def merge_counts(run: OpenRun, runner: ModelRunner, turn: int) -> dict[str, Any]
             *skipping.notes,
             *volume.notes,
         )
-    places, scores = _list_skipped(skipping.image)
+    positions, scores = _list_skipped(skipping.image)
     survey = Survey(scalings, notes, skipping.skipped, scores, runner.describe_engine(), sizing)
-    run.folder.write_survey(survey, places)
+    run.folder.write_survey(survey, positions)
     return {"wanted": None}
 
 
 def _list_skipped(image: Image) -> tuple[NDArray[np.int64], tuple[float, ...]]:
-    """Return the first voxels of the windows of an image that are not computed, [N, 3], and the scores of these."""
+    """Return the first voxels of the skipped windows of an image, [N, 3], and their scores."""
     if not isinstance(image, SparseImage):
         return np.zeros((0, 3), np.int64), ()
     return np.array(sorted(image.skipped), np.int64).reshape(-1, 3), tuple(image.scores.tolist())
@@ -117,9 +118,9 @@ def _list_skipped(image: Image) -> tuple[NDArray[np.int64], tuple[float, ...]]:
 def skip_empty_windows(
     runner: ModelRunner, image: NormalisedImage, volume: Volume, plan: Plan, survey: IntensitySurvey | None
 ) -> Skipping:
-    """Find the windows that `segment` would leave out of a volume.
+    """Find the windows of a volume that `segment` would skip.
 
-    `survey` has the windows that there are with the plan's diameter; None: the volume is read.
+    `survey` must be for the windows of the plan's diameter; None: read the volume.
     """
     resampled, _notes = resample_image(image, volume, runner.spec, plan.diameter)
     if plan.skip_below is None:
@@ -131,39 +132,39 @@ def skip_empty_windows(
 
 
 def look_again(run: OpenRun) -> list[Tensor]:
-    """Return windows [C, z, y, x] of a surveyed volume, as it is sampled, where most is to be seen."""
+    """Return the windows [C, z, y, x] of a surveyed volume with the strongest signal, at the original resolution."""
     with stack_reader.open_blocks(run.plan.source, run.plan.selection) as stack:
         image = _RegionImage(stack, lazy_volume(stack, run), run.folder.survey.scalings)
         return strongest_windows(image, run.spec.input.roi_size)
 
 
-def _fit(volume: Volume, index: int, counts: Counts, runner: ModelRunner) -> IntensityScaling | Wanted:
-    """Return the scaling of a channel, or what is still to be counted for it."""
+def _fit(volume: Volume, index: int, counts: Counts, runner: ModelRunner) -> IntensityScaling | CountRequest:
+    """Return the scaling of a channel, or the request for the counts that it needs."""
     substitute = choose_substitute(float(counts.lowest[index]), int(counts.nonfinite[index]), volume.voxels)
     if substitute is not None:
         counts.count_replaced(index, substitute, volume.dtype)
     channel = CountedChannel(volume, index, substitute, counts=counts)
     try:
         scaling = fit_scaling(channel, runner.spec.input.normalisation)
-    except NotCounted as missing:
+    except CountsMissing as missing:
         return missing.wanted
     return replace(scaling, substitute=substitute)
 
 
 def lazy_volume(stack: ZarrStack, run: OpenRun) -> Volume:
-    """Return a volume that is read a layer of chunks at a time, into the run's folder where that is large."""
+    """Return a volume that is read one layer of chunks at a time. Large layers are held in the folder of the run."""
     _, depth, height, width = stack.shape
     layer = LayerReader(stack, run.folder.path)
     return Volume((stack.shape[0], depth, height, width), stack.dtype, layer.read, *stack.facts(run.plan.selection))
 
 
 class LayerReader:
-    """Planes of an image, of which those in the latest layer of chunks are kept decoded."""
+    """Reads planes of an image. The planes in the latest layer of chunks are kept decoded."""
 
     def __init__(self, stack: ZarrStack, scratch: Path) -> None:
         self._stack, self._allocate = stack, make_allocator(scratch)
         self._depth = stack.chunk_size[0]
-        self._kept: tuple[int, Array] | None = None
+        self._cached_layer: tuple[int, Array] | None = None
 
     def read(self, first: int, end: int) -> Array:
         """Return planes [C, z, Y, X]."""
@@ -177,21 +178,23 @@ class LayerReader:
         return planes
 
     def _layer(self, number: int) -> Array:
-        if self._kept is None or self._kept[0] != number:
-            self._kept = None
-            self._kept = number, self._decode(number)
-        return self._kept[1]
+        if self._cached_layer is None or self._cached_layer[0] != number:
+            self._cached_layer = None
+            self._cached_layer = number, self._decode(number)
+        return self._cached_layer[1]
 
     def _decode(self, number: int) -> Array:
         channels, depth, height, width = self._stack.shape
         low, high = number * self._depth, min((number + 1) * self._depth, depth)
         layer = self._allocate((channels, high - low, height, width), self._stack.dtype)
 
-        def decode(place: tuple[int, int]) -> None:
-            rows, columns = (range(at, min(at + READ_EDGE, n)) for at, n in zip(place, (height, width), strict=True))
+        def decode(corner: tuple[int, int]) -> None:
+            rows, columns = (
+                range(start, min(start + READ_EDGE, n)) for start, n in zip(corner, (height, width), strict=True)
+            )
             pixels = self._stack.read_region((range(low, high), rows, columns))
             layer[:, :, rows.start : rows.stop, columns.start : columns.stop] = pixels
 
-        places = [(y, x) for y in range(0, height, READ_EDGE) for x in range(0, width, READ_EDGE)]
-        run_in_threads(decode, places, math.prod(layer.shape) * layer.dtype.itemsize)
+        positions = [(y, x) for y in range(0, height, READ_EDGE) for x in range(0, width, READ_EDGE)]
+        run_in_threads(decode, positions, math.prod(layer.shape) * layer.dtype.itemsize)
         return layer

@@ -1,4 +1,4 @@
-"""Scores of a group of windows, written as the network gives them; they are blended where a tile is decoded."""
+"""Scores of a group of windows, written as the network returns them. They are blended when a tile is decoded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from service.inference.windows.sliding_window import Image, SlidingWindow, Spars
 if TYPE_CHECKING:
     from service.inference.runner.model_runner import ModelRunner
 
-# NumPy has no bfloat16; its bits are written.
+# NumPy has no bfloat16, so its bits are written as uint16.
 _BITS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "uint16"}
 
 
@@ -33,7 +33,7 @@ def score_group(run: OpenRun, task: BlockTask, runner: ModelRunner, stages: Stag
     """Compute and write the scores of the windows of a group, [N, K, *roi]; return facts for its record."""
     plan, layout = run.plan, run.plan.layout
     windows = layout.group(task.number)
-    skipped = skipped_in(run, windows)
+    skipped = find_skipped(run, windows)
     count = math.prod(lengths(windows)) - len(skipped)
     if not count:
         return {"windows": 0}
@@ -44,9 +44,11 @@ def score_group(run: OpenRun, task: BlockTask, runner: ModelRunner, stages: Stag
     if layout.size != plan.size:
         image = ResampledImage(image, resampling, box)
     if skipped:
-        origin = window_places(layout, windows)[0]
-        image = SparseImage(image, frozenset(_shifted(place, origin) for place in skipped), torch.tensor(survey.scores))
-    with run.folder.writing(f"scores/{task.number}.raw") as file:
+        origin = window_positions(layout, windows)[0]
+        image = SparseImage(
+            image, frozenset(_subtract(position, origin) for position in skipped), torch.tensor(survey.scores)
+        )
+    with run.folder.open_for_writing(f"scores/{task.number}.raw") as file:
         spent = Stages()
         with torch.inference_mode():
             image = runner.placement.bring(image, layout.roi[0])
@@ -65,7 +67,7 @@ def score_group(run: OpenRun, task: BlockTask, runner: ModelRunner, stages: Stag
 
 
 class _Writer:
-    """Consumer that writes windows as they come; a new one begins from the start of the file."""
+    """Consumer that appends the scores of windows to a file. Each new consumer overwrites the file from the start."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -82,7 +84,7 @@ class _Writer:
 
 
 def _raw_windows(window: SlidingWindow, image: Image, overlap: float) -> Iterator[Slab]:
-    """Yield the scores of batches of windows [B, K, *roi] in their order. Raises NonFiniteScores."""
+    """Yield the scores of batches of windows [B, K, *roi] in order. Raises NonFiniteScores."""
     scan = window.scan(image, overlap)
     while scan.left:
         (scores,) = window.forward([scan.take(window.capacity)])
@@ -90,31 +92,31 @@ def _raw_windows(window: SlidingWindow, image: Image, overlap: float) -> Iterato
         yield Slab(0, 0, scores)
 
 
-def window_places(layout: Layout, windows: Box) -> list[Size]:
-    """Return the first voxels of windows, z slowest, as `Grid.positions` does of all."""
+def window_positions(layout: Layout, windows: Box) -> list[Size]:
+    """Return the first voxels of some windows with z slowest, in the order of `Grid.positions`."""
     z, y, x = (axis[first:end] for (first, end), axis in zip(windows, layout.grid.starts, strict=True))
     return list(itertools.product(z, y, x))
 
 
-def skipped_in(run: OpenRun, windows: Box) -> set[Size]:
-    """Return the first voxels of those of some windows that are not computed."""
-    places = run.folder.read_array("skipped.npy")
+def find_skipped(run: OpenRun, windows: Box) -> set[Size]:
+    """Return the first voxels of the skipped windows among some windows."""
+    positions = run.folder.read_array("skipped.npy")
     axes = [axis[first:end] for (first, end), axis in zip(windows, run.plan.layout.grid.starts, strict=True)]
-    low, high = (np.array([axis[at] for axis in axes]) for at in (0, -1))
-    # They are sorted by z.
-    span = np.searchsorted(places[:, 0], (low[0], high[0] + 1))
-    part = np.asarray(places[span[0] : span[1]])
+    low, high = (np.array([axis[index] for axis in axes]) for index in (0, -1))
+    # The positions are sorted by z.
+    span = np.searchsorted(positions[:, 0], (low[0], high[0] + 1))
+    part = np.asarray(positions[span[0] : span[1]])
     inside = ((part >= low) & (part <= high)).all(1)
     return {(int(z), int(y), int(x)) for z, y, x in part[inside]}
 
 
-def _shifted(place: Size, origin: Size) -> Size:
-    z, y, x = (at - first for at, first in zip(place, origin, strict=True))
+def _subtract(position: Size, origin: Size) -> Size:
+    z, y, x = (start - first for start, first in zip(position, origin, strict=True))
     return z, y, x
 
 
 class GroupScores:
-    """Scores of the groups of windows that a tile is decoded from, mapped from their files."""
+    """Scores of the groups of windows that a tile needs, mapped from their files."""
 
     def __init__(self, run: OpenRun, groups: list[int]) -> None:
         self._run = run
@@ -125,21 +127,21 @@ class GroupScores:
             if not facts["windows"]:
                 continue
             windows = layout.group(group)
-            skipped = skipped_in(run, windows)
+            skipped = find_skipped(run, windows)
             bits = np.memmap(run.folder.path / f"scores/{group}.raw", _BITS[getattr(torch, facts["dtype"])], "c")
-            each = bits.reshape(facts["windows"], -1, *roi)
-            places = [place for place in window_places(layout, windows) if place not in skipped]
-            self._windows |= {place: (each, index, facts["dtype"]) for index, place in enumerate(places)}
+            scores = bits.reshape(facts["windows"], -1, *roi)
+            positions = [position for position in window_positions(layout, windows) if position not in skipped]
+            self._windows |= {position: (scores, index, facts["dtype"]) for index, position in enumerate(positions)}
         self._default = torch.tensor(run.folder.survey.scores)[:, None, None, None].expand(-1, *roi)
 
     def __bool__(self) -> bool:
-        """Whether any window was computed."""
+        """Whether any of the windows was computed."""
         return bool(self._windows)
 
-    def read(self, place: Size) -> Tensor:
-        """Return the scores [K, *roi] of the window at a place, those of a skipped one too."""
-        if place not in self._windows:
+    def read(self, position: Size) -> Tensor:
+        """Return the scores [K, *roi] of the window at `position`, including skipped windows."""
+        if position not in self._windows:
             return self._default
-        each, index, dtype = self._windows[place]
-        scores = torch.from_numpy(each[index])
+        stored, index, dtype = self._windows[position]
+        scores = torch.from_numpy(stored[index])
         return scores.view(torch.bfloat16) if dtype == "bfloat16" else scores

@@ -1,4 +1,4 @@
-"""Work on the blocks of a run, in any process that has its folder; and the workers that do it on this machine."""
+"""Work on the blocks of a run in any process with access to its folder, and worker processes on this machine."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from service.inference.blockwise.run_folder import BlockTask, OpenRun, Step, ope
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.windows.blending import Blending
 
-# Workers that may die over one block before the run gives up: it may be the block that kills them.
+# Number of workers that may die on one block before the run fails, because the block itself may be the cause.
 MOST_DEATHS = 3
-PARENT_SECONDS = 1.0
+# Interval at which a worker checks whether its parent is alive.
+PARENT_CHECK_SECONDS = 1.0
 
 Work = Callable[[BlockTask], dict[str, Any]]
 
 
 def run_block(task: BlockTask) -> dict[str, Any]:
-    """Do one block of a run, and write its record once all that it makes is safe on disk; return the record.
+    """Run one block, and write its record when all its output is on disk; return the record.
 
-    The model is loaded with the first block that needs it, and stays. A process calls this from one thread alone.
-    Raises what `ModelRunner` and `segment` raise; a block may be done again at any time.
+    The model is loaded for the first block that needs it, and kept. Each process must call this from a single thread.
+    A block may be repeated at any time. Raises the exceptions of `ModelRunner` and `segment`.
     """
     run = open_run(task.folder, surveyed=task.step not in {"count", "survey"})
     stages, began, cpu = Stages(), time.time(), time.process_time()
-    facts = _do(run, task, stages)
-    spent = {"seconds": stages.seconds, "began": began, "ended": time.time(), "cpu": time.process_time() - cpu}
-    record = facts | spent
+    facts = _run_step(run, task, stages)
+    timing = {"seconds": stages.seconds, "began": began, "ended": time.time(), "cpu": time.process_time() - cpu}
+    record = facts | timing
     run.folder.write_record(task, record)
     return record
 
@@ -50,15 +51,15 @@ def load_runner(folder: str) -> ModelRunner:
     return runner
 
 
-def _do(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
-    """Do a block; return facts for its record, with the time that it takes in `stages`."""
+def _run_step(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
+    """Run a block, with its time measured in `stages`; return facts for its record."""
     if task.step == "scores":
         return window_scores.score_group(run, task, load_runner(task.folder), stages)
     if task.step == "tile":
         windows, device = run.folder.settings.windows, load_runner(task.folder).device
         return tiles.decode_tile(run, task, Blending(windows.blending, windows.sigma), device, stages)
     if task.step == "survey":
-        # Loading the model does not count.
+        # Load the model before the time is measured.
         load_runner(task.folder)
     with stages.measure("write" if task.step == "labels" else task.step):
         return _STEPS[task.step](run, task.number)
@@ -74,28 +75,28 @@ _STEPS: dict[Step, Callable[[OpenRun, int], dict[str, Any]]] = {
 
 
 class Workers(Protocol):
-    """Processes that do blocks: `run_block`, each in one process at a time, where the folder of the run is mounted."""
+    """Processes that run blocks with `run_block`, one at a time each. They need access to the folder of the run."""
 
     @property
     def count(self) -> int:
-        """How many blocks are done at a time; more of them wait."""
+        """Number of blocks that run concurrently."""
 
     def submit(self, task: BlockTask) -> Future[dict[str, Any]]:
-        """Have a block done; return its record, or what `run_block` raises. A worker that dies is replaced."""
+        """Run a block; the future has its record, or the exception of `run_block`. A worker that dies is replaced."""
 
     def close(self) -> None:
-        """End the workers; what they were doing is given up."""
+        """End the workers, and discard their unfinished blocks."""
 
 
 class LocalWorkers:
-    """Processes on this machine, each with a model of its own."""
+    """Processes on this machine, each with its own model."""
 
     def __init__(self, count: int, work: Work = run_block) -> None:
         self.count = count
         self._work = work
-        # Each thread owns one process, so that a process that dies takes no other block with it.
+        # Each thread owns one process, so a process that dies affects no other block.
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="block-worker")
-        self._own = threading.local()
+        self._thread_local = threading.local()
         self._processes = set[ProcessPoolExecutor]()
         self._lock, self._closed = threading.Lock(), False
 
@@ -108,20 +109,20 @@ class LocalWorkers:
                 return self._process().submit(self._work, task).result()
             except BrokenProcessPool:
                 with self._lock:
-                    self._processes.discard(self._own.process)
-                self._own.process = None
+                    self._processes.discard(self._thread_local.process)
+                self._thread_local.process = None
         raise InternalError(
-            f"{MOST_DEATHS} workers died one after the other over {task.step} {task.number}; with less memory taken, by"
-            " fewer workers or smaller windows, the run can be resumed."
+            f"{MOST_DEATHS} workers in succession died on {task.step} {task.number}. Resume the run with fewer workers"
+            " or smaller windows, which need less memory."
         )
 
     def _process(self) -> ProcessPoolExecutor:
-        process: ProcessPoolExecutor | None = getattr(self._own, "process", None)
+        process: ProcessPoolExecutor | None = getattr(self._thread_local, "process", None)
         if process is None:
             with self._lock:
                 if self._closed:
-                    raise Cancelled("the workers have ended")
-                process = self._own.process = ProcessPoolExecutor(
+                    raise Cancelled("The workers have ended.")
+                process = self._thread_local.process = ProcessPoolExecutor(
                     1, get_context("spawn"), initializer=end_with, initargs=(os.getpid(),)
                 )
                 self._processes.add(process)
@@ -132,17 +133,17 @@ class LocalWorkers:
             self._closed, processes = True, list(self._processes)
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in processes:
-            for each in list((process._processes or {}).values()):
-                each.terminate()
+            for child in list((process._processes or {}).values()):
+                child.terminate()
             process.shutdown(wait=False, cancel_futures=True)
 
 
 def end_with(parent: int) -> None:
-    """End this process soon after its parent, however that ends."""
+    """End this process soon after its parent, no matter how the parent ends."""
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(PARENT_SECONDS)
+            time.sleep(PARENT_CHECK_SECONDS)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -1,1 +1,1 @@
-"""Inference code that runs on CUDA devices only."""
+"""Inference code for CUDA devices."""

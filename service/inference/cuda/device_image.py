@@ -1,4 +1,4 @@
-"""An image on a device with memory of its own, which is sent there as it is stored, a layer of windows at a time."""
+"""Image on a device with its own memory, uploaded in the stored dtype, one layer of windows at a time."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from service.engine.cuda.events import mark_end
 from service.inference.preprocessing.normalize import NormalisedImage
 from service.inference.windows.grid import Box, as_size
 
-# Float32 images up to this size stay on the device as a whole: 256 x 1024 x 1024 voxels of one channel.
-WHOLE_BYTES = 2**30
-# Pixels are sent together up to this many bytes.
-PIECE_BYTES = 2**23
-# Neighbouring voxels, which often have the same intensity, are counted in different histograms, because a GPU
-# serialises additions to the same address.
+# Maximum size of a float32 image that is held on the device as a whole: 256 x 1024 x 1024 voxels of one channel.
+MAX_WHOLE_IMAGE_BYTES = 2**30
+# Maximum number of bytes that are copied in one transfer.
+MAX_TRANSFER_BYTES = 2**23
+# Number of histograms per channel. Neighboring voxels often have the same intensity, and a GPU serializes additions to
+# the same address, so they are counted in different histograms.
 HISTOGRAMS = 32
 
 StartCopy = Callable[[Tensor, Tensor], Callable[[], object]]
 
 
 def start_copy(source: Tensor, target: Tensor) -> Callable[[], object]:
-    """Start to copy to a device, and return a function that waits until `source` may be overwritten."""
+    """Start a copy to a device, and return a function that waits until `source` may be overwritten."""
     target.copy_(source, non_blocking=True)
     return mark_end(target.device)
 
 
 class Upload:
-    """Sends pixels through two buffers of `nbytes`, which hold a row at least: one is filled while the other is copied.
+    """Uploads pixels through two buffers of `nbytes` (at least one row): one is filled while the other is copied.
 
-    Buffers for a CUDA device are pinned: of other memory the driver makes a copy first, for which it waits.
+    Buffers for a CUDA device are pinned. From other memory, the driver would first make a synchronous copy.
     """
 
     def __init__(self, device: torch.device, nbytes: int, start: StartCopy = start_copy) -> None:
@@ -46,9 +46,9 @@ class Upload:
         self._waits: list[Callable[[], object]] = [lambda: None, lambda: None]
 
     def __call__(self, pixels: Array) -> Tensor:
-        """Return a copy of pixels [z, y, x] on the device, with the same dtype, for work on its current stream."""
+        """Return a copy of pixels [z, y, x] on the device, with the same dtype, for use on its current stream."""
         dtype = torch.from_numpy(np.empty(0, pixels.dtype)).dtype
-        sent = torch.empty(pixels.shape, dtype=dtype, device=self._device)
+        on_device = torch.empty(pixels.shape, dtype=dtype, device=self._device)
         for piece in self._cut(pixels):
             self._buffers.reverse()
             self._waits.reverse()
@@ -56,11 +56,11 @@ class Upload:
             part = pixels[piece]
             staged = self._buffers[0][: part.nbytes].view(dtype).view(part.shape)
             np.copyto(staged.numpy(), part)
-            self._waits[0] = self._start(staged, sent[piece])
-        return sent
+            self._waits[0] = self._start(staged, on_device[piece])
+        return on_device
 
     def _cut(self, pixels: Array) -> Iterator[tuple[slice, slice]]:
-        """Yield parts of pixels [z, y, x] that a buffer holds: several planes, or rows of one."""
+        """Yield the parts of pixels [z, y, x] that fit in a buffer: several planes, or rows of one plane."""
         depth, height, width = pixels.shape
         rows = min(self._nbytes // (width * pixels.itemsize), height * depth)
         planes, rows = max(rows // height, 1), min(rows, height)
@@ -69,41 +69,40 @@ class Upload:
                 yield slice(z, z + planes), slice(y, y + rows)
 
 
-class SentVolume:
-    """The pixels of a volume on a device, as they are stored, with a histogram of each channel made there.
+class UploadedVolume:
+    """Pixels of a volume on a device in the stored dtype, with a histogram of each channel that is computed there.
 
-    They are copied while this is made, and counted as they arrive; the host waits for the device when it is asked for
-    a histogram.
+    The constructor copies the pixels, and counts them as they arrive. Only reading a histogram waits for the device.
 
-    volume  of 8-bit or 16-bit integers
+    volume  volume of 8-bit or 16-bit integers
     """
 
     def __init__(self, volume: Volume, device: torch.device) -> None:
         channels, depth, height, width = volume.shape
-        bits, step = 8 * volume.dtype.itemsize, planes_sent((depth, height, width))
-        least = -(1 << (bits - 1)) if volume.dtype.kind == "i" else 0
+        bits, step = 8 * volume.dtype.itemsize, planes_per_transfer((depth, height, width))
+        minimum = -(1 << (bits - 1)) if volume.dtype.kind == "i" else 0
         dtype = torch.from_numpy(np.empty(0, volume.dtype)).dtype
         self._pixels = torch.empty(volume.shape, dtype=dtype, device=device)
         self._counts = torch.zeros((channels, HISTOGRAMS << bits), dtype=torch.int32, device=device)
         one = torch.ones((), dtype=torch.int32, device=device)
-        # Key of each voxel's histogram for a pixel of the least value.
-        first_keys = (torch.arange(step * height * width, device=device) % HISTOGRAMS << bits) - least
+        # Start of each voxel's histogram, such that adding the pixel value gives the index of its bin.
+        first_keys = (torch.arange(step * height * width, device=device) % HISTOGRAMS << bits) - minimum
         upload = Upload(device, buffer_bytes((depth, height, width)))
         for z in range(0, depth, step):
             for index, planes in enumerate(volume.read(z, min(z + step, depth))):
-                sent = upload(planes)
-                self._pixels[index, z : z + step] = sent
-                keys = sent.flatten().long() + first_keys[: sent.numel()]
+                on_device = upload(planes)
+                self._pixels[index, z : z + step] = on_device
+                keys = on_device.flatten().long() + first_keys[: on_device.numel()]
                 self._counts[index].scatter_add_(0, keys, one.expand(len(keys)))
 
     @staticmethod
-    def takes(volume: Volume) -> bool:
-        """Return whether pixels are integers of up to 16 bits, and few enough to be on a device as a whole."""
-        counted = volume.dtype.kind in "iu" and volume.dtype.itemsize <= 2
-        return counted and is_kept_whole(volume.shape[0], as_size(volume.shape[1:]))
+    def supports(volume: Volume) -> bool:
+        """Return whether the pixels are integers of up to 16 bits, and the volume fits on the device as a whole."""
+        has_supported_type = volume.dtype.kind in "iu" and volume.dtype.itemsize <= 2
+        return has_supported_type and fits_on_device(volume.shape[0], as_size(volume.shape[1:]))
 
     def count_keys(self, index: int) -> NDArray[np.int64]:
-        """Return the histogram of one channel, the only one of `percentiles.count_digits` for up to 16 bits."""
+        """Return the histogram of one channel, like `percentiles.count_digits` for up to 16 bits."""
         counts: NDArray[np.int64] = self._counts[index].view(HISTOGRAMS, -1).sum(0).cpu().numpy()
         return counts
 
@@ -113,21 +112,21 @@ class SentVolume:
 
 
 class DeviceImage:
-    """The planes of an image that windows are cut from, float32 on a device; all of them where they are few.
+    """Planes of an image from which windows are cut, float32 on a device; all planes if the image is small.
 
-    Index it with (0, channels, z, y, x), slices all but the first, like the float32 [1, C, Z, Y, X] that it stands for.
-    What it returns is valid until the next index, for work on the device's current stream. One thread at a time may use
-    it.
+    Index it with (0, channels, z, y, x), where all but the first are slices, like a float32 tensor [1, C, Z, Y, X]. The
+    result is valid until the next access, for use on the device's current stream. Not thread-safe.
 
-    source  image on the host; a tensor is float32 [1, C, Z, Y, X]
-    depth   planes of a window
-    `planes` are those that are on the device by now, float32 [C, z, Y, X].
+    source  image on the host; a tensor must be float32 [1, C, Z, Y, X]
+    depth   number of planes of a window
+
+    The attribute `planes` holds the planes that are currently on the device, float32 [C, z, Y, X].
     """
 
     def __init__(self, source: NormalisedImage | Tensor, depth: int, device: torch.device) -> None:
         self._source = source
         _, channels, *size = self.shape = tuple(source.shape)
-        depth, self._step = count_planes(channels, as_size(size), depth), planes_sent(as_size(size))
+        depth, self._step = count_planes(channels, as_size(size), depth), planes_per_transfer(as_size(size))
         self._upload = Upload(device, buffer_bytes(as_size(size)))
         self.planes = torch.empty((channels, depth, *size[1:]), device=device)
         self._first = self._end = 0
@@ -139,19 +138,19 @@ class DeviceImage:
         if not self._first <= first <= end <= self._end:
             self._load(first)
         if end > self._end:
-            raise IndexError(f"{end - first} planes are asked for, and windows have {self.planes.shape[1]}")
+            raise IndexError(f"requested {end - first} planes, but windows have only {self.planes.shape[1]}")
         return self.planes[channels, first - self._first : end - self._first, y, x]
 
     def _load(self, first: int) -> None:
-        """Fill the device's planes from plane `first` on, without sending again those that are there."""
+        """Load the planes from `first` on, without copying planes again that are already on the device."""
         depth = self.planes.shape[1]
-        moved, kept = first - self._first, max(self._end - first, 0) if first >= self._first else 0
+        moved, reused = first - self._first, max(self._end - first, 0) if first >= self._first else 0
         self._first = self._end = first
-        # Source and target overlap where more planes are kept than left.
-        for z in range(0, kept, max(moved, 1)):
-            count = min(moved, kept - z)
+        # Source and target overlap if more planes are reused than dropped.
+        for z in range(0, reused, max(moved, 1)):
+            count = min(moved, reused - z)
             self.planes[:, z : z + count] = self.planes[:, z + moved : z + moved + count]
-        for z in range(kept, min(depth, self.shape[2] - first), self._step):
+        for z in range(reused, min(depth, self.shape[2] - first), self._step):
             end = min(z + self._step, depth, self.shape[2] - first)
             self._send(first + z, first + end, self.planes[:, z:end])
         self._end = min(first + depth, self.shape[2])
@@ -164,39 +163,39 @@ class DeviceImage:
             target.copy_(self._upload(channel))
 
 
-def is_kept_whole(channels: int, size: Size) -> bool:
-    """Return whether all planes of an image of `size` (Z, Y, X) are on the device."""
+def fits_on_device(channels: int, size: Size) -> bool:
+    """Return whether all planes of an image of `size` (Z, Y, X) are held on the device."""
     return count_planes(channels, size, 1) == size[0]
 
 
 def count_planes(channels: int, size: Size, depth: int) -> int:
-    """Return how many planes of an image of `size` (Z, Y, X) are on the device, where windows have `depth` planes."""
+    """Return the number of planes of an image of `size` (Z, Y, X) on the device, for windows of `depth` planes."""
     planes, height, width = size
-    return planes if 4 * channels * planes * height * width <= WHOLE_BYTES else min(depth, planes)
+    return planes if 4 * channels * planes * height * width <= MAX_WHOLE_IMAGE_BYTES else min(depth, planes)
 
 
 def buffer_bytes(size: Size) -> int:
-    """Return the bytes of each of the two buffers through which an image of `size` (Z, Y, X) is sent."""
+    """Return the size of each of the two buffers through which an image of `size` (Z, Y, X) is copied, in bytes."""
     planes, height, width = size
-    return 4 * width * min(max(PIECE_BYTES // (4 * width), 1), planes * height)
+    return 4 * width * min(max(MAX_TRANSFER_BYTES // (4 * width), 1), planes * height)
 
 
-def planes_sent(size: Size) -> int:
-    """Return how many planes of one channel of an image of `size` (Z, Y, X) are sent together."""
-    return min(max(PIECE_BYTES // (4 * size[1] * size[2]), 1), size[0])
+def planes_per_transfer(size: Size) -> int:
+    """Return the number of planes of one channel of an image of `size` (Z, Y, X) that are copied together."""
+    return min(max(MAX_TRANSFER_BYTES // (4 * size[1] * size[2]), 1), size[0])
 
 
 def image_bytes(channels: int, size: Size, depth: int) -> int:
-    """Return the bytes of a device for an image of `size` (Z, Y, X), with those of two channels that have just come."""
-    return 4 * size[1] * size[2] * (channels * count_planes(channels, size, depth) + 2 * planes_sent(size))
+    """Return the device bytes for an image of `size` (Z, Y, X), including two channels that have just been copied."""
+    return 4 * size[1] * size[2] * (channels * count_planes(channels, size, depth) + 2 * planes_per_transfer(size))
 
 
-def sent_bytes(shape: StackShape) -> int:
-    """Return the bytes of a device for the pixels of a volume [C, Z, Y, X] as they are stored, while they are counted.
+def uploaded_bytes(shape: StackShape) -> int:
+    """Return the device bytes for the stored pixels of a volume [C, Z, Y, X] while they are counted.
 
-    That is a block of them besides, and histograms of 16 bits; 0 where the volume is too large to be sent as a whole.
+    They include one block of pixels and 16-bit histograms. 0 if the volume is too large to be held as a whole.
     """
     channels, size = shape[0], as_size(shape[1:])
-    if not is_kept_whole(channels, size):
+    if not fits_on_device(channels, size):
         return 0
-    return 2 * math.prod(shape) + 32 * size[1] * size[2] * planes_sent(size) + 4 * (HISTOGRAMS << 16) * channels
+    return 2 * math.prod(shape) + 32 * size[1] * size[2] * planes_per_transfer(size) + 4 * (HISTOGRAMS << 16) * channels

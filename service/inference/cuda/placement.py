@@ -1,4 +1,4 @@
-"""Pixels and scores in the memory of a device of its own, which sends and decodes by itself."""
+"""Placement of pixels and scores in a device's own memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from service.core.hardware.devices import Driver
 from service.core.types import Volume
-from service.inference.cuda.device_image import DeviceImage, SentVolume
+from service.inference.cuda.device_image import DeviceImage, UploadedVolume
 from service.inference.cuda.watershed import WholeWatershed
 from service.inference.decoding.decoders import Decoder, HostDecoder
 from service.inference.preprocessing.normalize import NormalisedImage
@@ -19,7 +19,7 @@ from service.inference.windows.sliding_window import Image
 
 
 class DevicePlacement:
-    """A device with memory of its own, which `driver` knows."""
+    """Placement in the own memory of a device, which `driver` queries."""
 
     on_host = False
 
@@ -33,16 +33,16 @@ class DevicePlacement:
     def free_bytes(self) -> int | None:
         return self._driver.free_bytes(self._device)
 
-    def upload(self, volume: Volume, /) -> SentVolume | None:
-        """Copy a volume to the device, which finds its percentiles; None where it is too large, or of other pixels."""
-        return SentVolume(volume, self._device) if SentVolume.takes(volume) else None
+    def upload(self, volume: Volume, /) -> UploadedVolume | None:
+        """Copy a volume to the device, which counts its intensities. None for large volumes and other pixel types."""
+        return UploadedVolume(volume, self._device) if UploadedVolume.supports(volume) else None
 
     def bring(self, image: Image, depth: int, /) -> Image:
-        """Return an image whose planes are sent to the device a layer of windows at a time."""
+        """Return an image whose planes are copied to the device one layer of windows at a time."""
         if isinstance(image, ResampledImage):
             return DeviceImage(image.tensor(), depth, self._device)
         return DeviceImage(image, depth, self._device) if isinstance(image, NormalisedImage) else image
 
     def choose_decoder(self, make: Callable[..., Decoder], plan: Plan, /) -> Callable[[], Decoder]:
-        """Return what decodes on the device with all scores at once, or on the host where its memory is too small."""
+        """Return the decoder that works on the device with all scores, or on the host if they do not fit."""
         return partial(HostDecoder, make) if plan.decode_on_host else partial(make, start=WholeWatershed)

@@ -1,4 +1,4 @@
-"""Watershed in the memory of a separate device: all planes at once, because each synchronization takes time."""
+"""Watershed in a device's own memory. It processes all planes together, because each synchronization takes time."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from service.inference.decoding.streaming import threshold_mask
 from service.inference.decoding.watershed import Basins, Planes, Watershed, foreground_codes
 from service.inference.decoding.watershed_kernel import ObjectFilter, keep_all
 
-# Voxels, with the rims of their planes, that a device with memory of its own processes as one block; 36 bytes each.
+# Maximum number of voxels, with the margins of their planes, in one block on the device; each needs 36 bytes.
 BLOCK_VOXELS = 2**26
 
-# Voxels whose neighbours such a device inspects in one operation.
-NEIGHBOUR_VOXELS = 2**18
+# Number of voxels whose neighbors are inspected in one operation on the device.
+NEIGHBOR_VOXELS = 2**18
 
 
 class WholeWatershed:
-    """A `StreamingWatershed` that gathers all planes on their device, and then works on up to `BLOCK_VOXELS` at once.
+    """Variant of `StreamingWatershed` that collects all planes on their device, and then processes large blocks.
 
-    The host waits for the device a few times for each block, however many parts the planes came in, and while basins
-    are joined there.
+    The host waits for the device a few times per block of up to `block` voxels, however many parts the planes arrived
+    in, and while the basins are merged there.
     """
 
     def __init__(self, planes: Planes, threshold: float, persistence: Persistence, block: int = BLOCK_VOXELS) -> None:
@@ -46,16 +46,16 @@ class WholeWatershed:
             (self._inside, threshold_mask(inside, self._threshold)),
             (self._codes, foreground_codes(inside)),
         )
-        for whole, part in parts:
-            whole.narrow(self._axis, self._end, planes).copy_(part)
+        for collected, part in parts:
+            collected.narrow(self._axis, self._end, planes).copy_(part)
         self._end += planes
 
     def labels(
         self, minimum_size: int, *, drop_border: bool, keep: ObjectFilter = keep_all
     ) -> tuple[NDArray[np.unsignedinteger], Objects]:
-        # All planes are here, so they are added along z.
+        # All planes have been collected, so they can be added along z.
         planes = self._planes._replace(along_y=False)
-        watershed = Watershed(planes, self._persistence.floor, self._block, NEIGHBOUR_VOXELS)
+        watershed = Watershed(planes, self._persistence.floor, self._block, NEIGHBOR_VOXELS)
         watershed.add(self._heights, self._inside, self._codes)
         basins = watershed.finish()
         del watershed, self._heights, self._inside, self._codes
@@ -64,69 +64,69 @@ class WholeWatershed:
 
 
 def watershed_bytes(size: Size) -> int:
-    """Estimate the device's memory that the watershed of a volume of `size` (Z, Y, X) takes."""
+    """Estimate the device memory in bytes for the watershed of a volume of `size` (Z, Y, X)."""
     plane = (size[1] + 2) * (size[2] + 2)
     block = min(size[0] * plane, BLOCK_VOXELS) + 2 * plane
-    # Some nine 32-bit arrays for a block; heights, foreground and its code, pieces and labels of every voxel, and by
-    # measurement two bytes for the passes between crowded objects; and the neighbours of some voxels.
-    return 36 * block + (8 + 6) * math.prod(size) + 600 * NEIGHBOUR_VOXELS
+    # Per block, about nine 32-bit arrays. Per voxel, the height, foreground, code, piece and label; and, as measured,
+    # two bytes for the passes between crowded objects. Plus the neighbors of some voxels.
+    return 36 * block + (8 + 6) * math.prod(size) + 600 * NEIGHBOR_VOXELS
 
 
 def merge_basins_on_device(basins: Basins, persistence: Persistence) -> NDArray[np.int64]:
-    """Return the object of every basin, int64 [R], from 0: equal to those of `merge_shallow_basins`.
+    """Return the object of each basin, int64 [R] from 0, equal to the result of `merge_shallow_basins`.
 
-    Torch merges all at once on the device of the basins, instead of pass by pass. The merge tree is built as Borůvka
-    built spanning trees: in each round every group of basins joins what lies beyond its highest pass, if that pass is
-    shallow to the group's peak. No pass that is taken in this way is left out when passes are taken from the highest
-    down, and the other way round: among passes as high as the one that is taken, or higher, none leads out of the
-    group, so that the group is whole by then. Its peak can only have been lower.
+    The merge tree is built on the device of the basins like a minimum spanning tree by Borůvka's algorithm, not pass by
+    pass. In each round, every group of basins joins the group beyond its highest pass, if that pass is shallow relative
+    to the peak of the group. This selects the same passes as processing all passes in descending order. No pass out of
+    the group is higher than the selected one, so the group is complete when that pass is reached, and its peak can only
+    have been lower before.
 
-    The host waits for the device once a round, of which there are at most log2 R.
+    The host waits for the device once per round, at most log2(R) times.
     """
     peaks = persistence.distance(basins.peaks)
     passes = find_shallow_passes(basins, persistence)
     group, joined = _join_groups(peaks, passes, persistence.depth)
     numbers = torch.arange(len(peaks), device=peaks.device)
-    # An object has the number of its highest basin, whose place orders it among the others.
+    # The number of an object is that of its highest basin, whose position defines the order of the objects.
     top = torch.full_like(peaks, -torch.inf).scatter_reduce_(0, group, peaks, "amax")
     highest = peaks == top[group]
     named = torch.full_like(numbers, len(peaks))
     named.scatter_reduce_(0, group, torch.where(highest, numbers, len(peaks)), "amin")
     root = named[group]
-    tied = torch.zeros_like(numbers).scatter_add_(0, group, highest.long()) > 1
-    between = joined & tied[group[passes.first]]
-    if bool(between.any()):
-        # Which of several equally high basins that is depends on the order in which they were joined.
-        first, second, height = (column[between].cpu().numpy() for column in passes)
+    has_tie = torch.zeros_like(numbers).scatter_add_(0, group, highest.long()) > 1
+    ambiguous = joined & has_tie[group[passes.first]]
+    if bool(ambiguous.any()):
+        # Which of several equally high basins is the root depends on the order in which they were merged.
+        first, second, height = (column[ambiguous].cpu().numpy() for column in passes)
         by_order = join_basins(peaks.cpu().numpy(), first, second, height, math.inf)
-        root = torch.where(tied[group], torch.from_numpy(by_order).to(root.device), root)
-    # Roots become numbers without gaps, in their order.
+        root = torch.where(has_tie[group], torch.from_numpy(by_order).to(root.device), root)
+    # Convert roots to consecutive numbers, in the same order.
     rank = torch.zeros_like(numbers).index_fill_(0, root, 1).cumsum(0) - 1
     objects: NDArray[np.int64] = rank[root].cpu().numpy()
     return objects
 
 
 def _join_groups(peaks: Tensor, passes: ShallowPasses, depth: float) -> tuple[Tensor, Tensor]:
-    """Return a basin of each one's group, the same for all of it, int64 [R], and the passes that joined some."""
+    """Return a representative basin of the group of each basin, int64 [R], and the passes that joined groups."""
     last = len(passes.first)
     numbers, ranks = torch.arange(len(peaks), device=peaks.device), torch.arange(last, device=peaks.device)
     group, top, joined = numbers, peaks, torch.zeros(last + 1, dtype=torch.bool, device=peaks.device)
     while last:
-        one, other = group[passes.first], group[passes.second]
-        outward = torch.where(one == other, last, ranks)
+        ones, other = group[passes.first], group[passes.second]
+        outward = torch.where(ones == other, last, ranks)
         best = torch.full_like(numbers, last)
-        best = best.scatter_reduce_(0, one, outward, "amin").scatter_reduce_(0, other, outward, "amin")
-        taken = best.clamp(max=last - 1)
-        joins = (best < last) & (top - passes.height[taken] < depth)
+        best = best.scatter_reduce_(0, ones, outward, "amin").scatter_reduce_(0, other, outward, "amin")
+        selected = best.clamp(max=last - 1)
+        joins = (best < last) & (top - passes.height[selected] < depth)
         if not bool(joins.any()):
             break
-        joined[torch.where(joins, taken, last)] = True
-        beyond = torch.where(one[taken] == numbers, other[taken], one[taken])
-        parent = torch.where(joins, beyond, numbers)
-        # Two groups that take the same pass would follow each other for ever.
+        joined[torch.where(joins, selected, last)] = True
+        neighbor = torch.where(ones[selected] == numbers, other[selected], ones[selected])
+        parent = torch.where(joins, neighbor, numbers)
+        # Two groups that select the same pass would point to each other in an endless loop.
         parent = torch.where((parent[parent] == numbers) & (numbers < parent), numbers, parent)
-        while not torch.equal(further := parent[parent], parent):
-            parent = further
+        while not torch.equal(grandparent := parent[parent], parent):
+            parent = grandparent
         group = parent[group]
         top = torch.full_like(top, -torch.inf).scatter_reduce_(0, parent, top, "amax")
     return group, joined[:last]

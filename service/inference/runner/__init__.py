@@ -1,1 +1,1 @@
-"""One model on one device: the engine that is selected for it, its scores, and what requests to it take."""
+"""Running one model on one device: engine selection, request planning and score computation."""

@@ -1,4 +1,4 @@
-"""Functions that a request brings along: what computes its windows, and who is asked and told meanwhile."""
+"""Callbacks of a request: how its windows are computed, and how progress and cancellation are reported."""
 
 from __future__ import annotations
 
@@ -10,37 +10,44 @@ from service.inference.types import Estimate
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow
 
-Cancelled = Callable[[], bool]
-Progress = Callable[[int, int], None]
+IsCancelled = Callable[[], bool]
+ReportProgress = Callable[[int, int], None]
 
 ComputeSlabs = Callable[[SlidingWindow, Image, float], Iterator[Slab]]
-"""(windows, image, overlap) -> the scores of the image."""
+"""Function (window, image, overlap) that yields the scores of the image as slabs."""
 
 
 class RunWindows(Protocol):
-    """Computes the windows of an image: `SlidingWindow.run`, or `WindowBatcher.run` together with those of others."""
+    """Computes the windows of an image: `SlidingWindow.run`, or `WindowBatcher.run` together with other requests."""
 
     def __call__(
-        self, window: SlidingWindow, image: Image, overlap: float, /, *, cancelled: Cancelled, progress: Progress
+        self,
+        window: SlidingWindow,
+        image: Image,
+        overlap: float,
+        /,
+        *,
+        cancelled: IsCancelled,
+        progress: ReportProgress,
     ) -> Iterator[Slab]:
-        """Yield the scores of `image`. Raises what `SlidingWindow.run` raises."""
+        """Yield the scores of `image`. Raises the exceptions of `SlidingWindow.run`."""
 
 
 class Callbacks(NamedTuple):
-    """Functions of a caller that segments.
+    """Callbacks of one request.
 
     run        computes the windows
-    cancelled  whether the request was cancelled; asked between two batches
-    progress   called with the windows that are done, from 0 on, and their total, each once for every view of it
-    revised    called with a new estimate once the diameter of the objects was estimated
+    cancelled  returns whether the request was cancelled; called between batches
+    progress   called with the number of finished windows, from 0 on, and the total; each view of a window counts
+    revised    called with the new estimate after the object diameter has been estimated
     """
 
     run: RunWindows = SlidingWindow.run
-    cancelled: Cancelled = lambda: False
-    progress: Progress = lambda _done, _total: None
+    cancelled: IsCancelled = lambda: False
+    progress: ReportProgress = lambda _done, _total: None
     revised: Callable[[Estimate], object] = lambda _estimate: None
 
     @property
     def probe(self) -> ComputeSlabs:
-        """Computes windows that are scored to measure objects or background, and that do not count as progress."""
+        """Function that computes windows to measure objects or background. They do not count as progress."""
         return partial(self.run, cancelled=self.cancelled, progress=lambda _done, _total: None)

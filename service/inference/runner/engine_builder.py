@@ -1,4 +1,4 @@
-"""Networks that are ready to run: any configuration of an engine for one model on one device."""
+"""Building of networks that are ready to run, for one model on one device in any engine configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from service.engine import backends
 from service.engine.cuda import tf32
 from service.engine.prepare import prepare
 from service.engine.tuning.plans import EngineConfig, EnginePlan
-from service.inference.runner.label_agreement import MAX_SHARE_BEYOND_ROUNDING, LabelAgreement
+from service.inference.runner.label_agreement import MAX_WRONG_FRACTION, LabelAgreement
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
 from service.models.network import Network
@@ -29,26 +29,27 @@ from service.models.spec import ModelSpec
 log = logging.getLogger(__name__)
 
 
-# Windows per call. On a CPU one at a time is the slowest, since ATen has a slow path for small batches. A GPU needs
-# several to be busy at all; 11 windows of 64 voxels are one row of a plane of 512 x 512, so that no slot stays empty.
+# Default number of windows per call. On a CPU, one window is the slowest choice, because ATen has a slow path for small
+# batches. A GPU needs several to be fully used; 11 windows of 64 voxels are one row of a 512 x 512 plane, so that no
+# slot stays empty.
 CPU_BATCH = 2
 CUDA_BATCH = 11
-# Batches at the same time: on a CPU two teams of half the cores wait less than one of all.
+# Default number of concurrent batches on a CPU: two streams of half the cores wait less than one stream of all.
 CPU_STREAMS = 2
 
 
 @dataclass(frozen=True)
 class ReadyEngine:
-    """Network that runs, and how it was made.
+    """Network that is ready to run, and how it was built.
 
-    window       calls it
-    module       what it was made from, to be run eagerly with other batch sizes
-    config       how it runs
-    seconds      until it ran, whatever was tried before included
-    plan         how it was chosen, None where the engine is fixed
-    cached       whether the plan was made earlier
-    nbytes       of weights that the engine keeps beside those of the module, and of what its streams keep
-    score_bytes  of one window, as in `backends.BuiltNetwork`
+    window       runs the network
+    module       prepared module that it was built from, which runs eagerly with other batch sizes
+    config       configuration of the engine
+    seconds      time until the engine was ready, including the trials of others
+    plan         how the engine was chosen; None if it is fixed by the settings
+    cached       whether the plan is from an earlier start
+    nbytes       bytes of weights that the engine holds in addition to the module's, and of the buffers of its streams
+    score_bytes  bytes for one window, as in `backends.BuiltNetwork`
     """
 
     window: SlidingWindow
@@ -63,12 +64,12 @@ class ReadyEngine:
 
 
 class EngineBuilder:
-    """Builds any configuration of an engine for one model on one device.
+    """Builds any engine configuration for one model on one device.
 
-    network       as loaded, float32 on the CPU
-    window_bytes  float32 that its layers take for one window
-    native        dtypes that are worth trying; None: those that the device has units for
-    faulty        dtypes that it has units for, but that are left out, and why; None: as from `faulty_precisions`
+    network       network as loaded, float32 on the CPU
+    window_bytes  bytes of its float32 activations for one window
+    native        dtypes to consider; None: those that the device supports in hardware
+    faulty        supported dtypes to avoid, with the reason; None: those of `devices.faulty_precisions`
     """
 
     def __init__(  # noqa: PLR0913, PLR0917
@@ -90,9 +91,9 @@ class EngineBuilder:
         tf32.use(settings.engine, device)
 
     def build(self, config: EngineConfig, *warnings: str) -> ReadyEngine:
-        """Build a configuration, with these warnings after its own.
+        """Build a configuration. `warnings` are added to the result.
 
-        Raises one of `backends.ENGINE_FAILURES` where it does not run.
+        Raises one of `backends.ENGINE_FAILURES` if the configuration does not run.
         """
         with step(f"building {config}"):
             module = self.module(config)
@@ -103,21 +104,21 @@ class EngineBuilder:
         return replace(ready, nbytes=built.nbytes, score_bytes=built.score_bytes)
 
     def module(self, config: EngineConfig) -> nn.Module:
-        """Prepare the module that a configuration is built from."""
+        """Prepare the module from which a configuration is built."""
         memory_format = backends.MEMORY_FORMATS[config.memory_format]
         return prepare(self._network, self._device, backends.batch_dtype(config), memory_format)
 
     def reference(self, batch_size: int) -> SlidingWindow:
-        """Return windows through the network exactly as it was loaded: eager, float32 without TF32, nothing folded."""
+        """Return windows for the network exactly as loaded: eager, float32 without TF32, and without folded layers."""
         network: Network = copy.deepcopy(self._network).to(self._device)
         if self._device.type == "cuda":
             network = tf32.without_tf32(network)
         return self.sliding_window(network, EngineConfig("eager", "fp32", "contiguous", batch_size), batch_size)
 
     def sliding_window(self, network: Network, config: EngineConfig, batch_size: int) -> SlidingWindow:
-        """Return windows through `network` as `config` says; a batch that is smaller than its own has one stream."""
+        """Return windows for `network` as configured. Batches smaller than the configured one have a single stream."""
         windows = self._settings.windows
-        # MONAI blends windows by itself, and gets the scores of each as they are.
+        # MONAI blends the windows itself, and needs the unweighted scores of each.
         mode = "constant" if windows.inferer == "monai" else windows.blending
         return SlidingWindow(
             network,
@@ -131,15 +132,15 @@ class EngineBuilder:
             streams=config.streams if batch_size >= config.sw_batch_size else 1,
         )
 
-    def eager(self, name: str) -> EngineConfig:
-        """Return the configuration that runs eagerly in a precision."""
+    def eager_config(self, name: str) -> EngineConfig:
+        """Return the configuration that runs eagerly in the precision `name`."""
         memory_format = backends.BACKENDS["eager"].allowed_formats(self._settings.engine, self._device)[0]
         return EngineConfig("eager", name, memory_format, self._batch_size, streams=self._streams)
 
     def make_agreement(self) -> LabelAgreement:
-        """Return the comparison with FP32: on devices other than the CPU, of a full batch as well.
+        """Return the comparison with FP32. On devices other than the CPU, it also compares a full batch.
 
-        The reference computes one window at a time there, so that no fault with large batches affects it.
+        There, the reference computes one window at a time, because some library bugs affect only large batches.
         """
         on_host = self._driver.is_on_host(self._device)
         windows = self._batch_size if on_host else 1
@@ -152,25 +153,25 @@ class EngineBuilder:
         return other
 
     def rebuild(self, config: EngineConfig, batch_size: int) -> ReadyEngine:
-        """Build what runs with another window or batch within seconds: as `config` says, but nothing is compiled.
+        """Build a configuration for another window or batch size within seconds, without compiling anything.
 
-        On devices other than the CPU a full batch is compared with FP32, as libraries may choose other algorithms for
-        a larger window. If it differs, the network runs eagerly in FP32.
+        On devices other than the CPU, a full batch is compared with FP32, because libraries may choose other algorithms
+        for a larger window. If the scores differ, the network runs eagerly in FP32.
 
-        Raises one of `backends.ENGINE_FAILURES` where the network does not run eagerly either.
+        Raises one of `backends.ENGINE_FAILURES` if the network does not run eagerly either.
         """
         ready = self._rebuild(config, batch_size)
         if ready.config.precision == "fp32" or self._driver.is_on_host(self._device):
             return ready
         difference = self.make_agreement().batch_difference(ready.window)
-        if difference <= MAX_SHARE_BEYOND_ROUNDING:
+        if difference <= MAX_WRONG_FRACTION:
             return ready
-        wrong = "not finite" if math.isnan(difference) else f"wrong at {difference:.2%} of the voxels of a window"
+        problem = "not finite" if math.isnan(difference) else f"wrong at {difference:.2%} of the voxels of a window"
         size = "x".join(map(str, self._spec.input.roi_size))
-        found = f"{self._spec.identifier} with windows of {size} in {ready.config}: its scores are {wrong}"
-        log.warning("%s. It runs eagerly in fp32 instead.", found)
+        finding = f"{self._spec.identifier} with windows of {size} in {ready.config} returned scores that are {problem}"
+        log.warning("%s. It runs eagerly in fp32 instead.", finding)
         del ready
-        return _require_same_size(self.build(replace(self.eager("fp32"), sw_batch_size=batch_size)))
+        return _require_same_size(self.build(replace(self.eager_config("fp32"), sw_batch_size=batch_size)))
 
     def _rebuild(self, config: EngineConfig, batch_size: int) -> ReadyEngine:
         config = replace(config, sw_batch_size=batch_size)
@@ -183,29 +184,29 @@ class EngineBuilder:
             if config.engine == "eager":
                 raise
             reason = backends.first_line(error)
-            log.warning("%s does not run in %s, so it runs eagerly: %s", self._spec.identifier, config, reason)
+            log.warning("%s does not run in %s and will run eagerly: %s", self._spec.identifier, config, reason)
             return _require_same_size(self.build(replace(config, engine="eager")))
 
 
 def _require_same_size(ready: ReadyEngine) -> ReadyEngine:
-    """Return a network whose scores are as large as its windows. Raises RuntimeError."""
+    """Return the network if its scores have the size of its windows. Raises RuntimeError otherwise."""
     batch = ready.window.batch
     scores = ready.window.network(batch)
     if scores.shape[2:] != batch.shape[2:]:
-        raise RuntimeError(f"its scores are {'x'.join(map(str, scores.shape[2:]))}")
+        raise RuntimeError(f"the scores have the size {'x'.join(map(str, scores.shape[2:]))}, unlike the input")
     return ready
 
 
 def default_batch_size(settings: Settings, device: torch.device) -> int:
-    """Return the windows per call where nothing else is known: the configured ones, else what suits the device."""
+    """Return the default number of windows per call: the configured one, or a suitable one for the device."""
     if settings.windows.sw_batch_size != "auto":
         return settings.windows.sw_batch_size
     return min(CPU_BATCH if device.type == "cpu" else CUDA_BATCH, settings.limits.sw_batch_size)
 
 
 def default_streams(settings: Settings, device: torch.device) -> int:
-    """Return the batches at the same time where nothing else is known: as configured, else what suits the device."""
+    """Return the default number of concurrent batches: the configured one, or a suitable one for the device."""
     if device.type != "cpu":
         return 1
-    wanted = settings.engine.streams
-    return min(CPU_STREAMS, settings.device.threads or host.usable_cores()) if wanted == "auto" else wanted
+    configured = settings.engine.streams
+    return min(CPU_STREAMS, settings.device.threads or host.usable_cores()) if configured == "auto" else configured

@@ -1,7 +1,7 @@
-"""Compare the labels of a fast network with those of the FP32 reference, on the model's own sample.
+"""Comparison of the labels of a fast network with those of the FP32 reference, on the model's own sample.
 
-On devices other than the CPU, where batches are large, the scores of a full batch are compared as well: libraries have
-had faults that show in the last windows of a large batch only.
+On devices other than the CPU, where batches are large, the scores of a full batch are also compared: some library bugs
+affect only the last windows of a large batch.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from service.models.spec import ModelSpec
 SAMPLE_BYTES = 2**30
 OVERLAP = 0.25
 
-# Scores differ from the reference by more than rounding if the difference exceeds this share of the root mean square of
-# their output. In BF16 on a CPU, scores of the bundled models differ by at most 0.034 of it.
+# Scores deviate by more than rounding if the difference from the reference exceeds this fraction of the root mean
+# square of their output. In BF16 on a CPU, scores of the bundled models differ by at most 0.034 of it.
 ROUNDING_LIMIT = 0.25
-# A batch is faulty if more than this share of a window's voxels have such scores.
-MAX_SHARE_BEYOND_ROUNDING = 1e-3
+# A batch is faulty if more than this fraction of a window's voxels have such scores.
+MAX_WRONG_FRACTION = 1e-3
 
 log = logging.getLogger(__name__)
 
 
 class LabelAgreement:
-    """Labels of one small image as the reference makes them, and how far those of others are from them.
+    """Compares labels of a small image with those of the FP32 reference.
 
-    reference   makes the windows that run the FP32 network as it was loaded; called when it is first needed
+    reference   creates windows that run the FP32 network as loaded; called on first use
     full_batch  whether `difference` also compares the scores of a full batch
     """
 
@@ -54,13 +54,13 @@ class LabelAgreement:
         full_batch: bool = False,
     ) -> None:
         self._spec, self._full_batch = spec, full_batch
-        # It is needed once for the labels, but again for every batch.
+        # The labels need the reference only once, but each comparison of a full batch needs it again.
         self._reference = cache(reference) if full_batch else reference
         self._image = image_of(spec).to(device)
         self._expected: Segmentation | None = None
 
-    def row(self, windows: int) -> Tensor:
-        """Return the image over and over, float32 [1, C, Z, Y, X], as large as this many windows in a row along x."""
+    def repeat_image(self, windows: int) -> Tensor:
+        """Return the image repeated to the size of a row of windows along x, float32 [1, C, Z, Y, X]."""
         z, y, x = self._spec.input.roi_size
         edges = (z, y, x + (windows - 1) * int(x * (1 - OVERLAP)))
         ends = (
@@ -73,9 +73,9 @@ class LabelAgreement:
         return row
 
     def difference(self, window: SlidingWindow) -> float:
-        """Return the share of the image's voxels with another label than the reference's; NaN for non-finite scores.
+        """Return the fraction of the image's voxels whose label differs from the reference; NaN for non-finite scores.
 
-        With `full_batch`, infinity if the scores of a full batch are wrong.
+        With `full_batch`, return infinity if the scores of a full batch are wrong.
         """
         if self._expected is None:
             with step("computing the labels of the FP32 network"):
@@ -85,20 +85,20 @@ class LabelAgreement:
                 found = self.segment(window, self._image)
         except NonFiniteScores:
             return math.nan
-        in_batch = self.batch_difference(window) if self._full_batch else 0.0
-        if math.isnan(in_batch):
+        worst_window = self.batch_difference(window) if self._full_batch else 0.0
+        if math.isnan(worst_window):
             return math.nan
-        return math.inf if in_batch > MAX_SHARE_BEYOND_ROUNDING else share_differing(self._expected, found)
+        return math.inf if worst_window > MAX_WRONG_FRACTION else share_differing(self._expected, found)
 
     @torch.inference_mode()
     def batch_difference(self, window: SlidingWindow) -> float:
-        """Return the largest share of wrong voxels in any window of a full batch; NaN for non-finite scores.
+        """Return the largest fraction of wrong voxels in any window of a full batch; NaN for non-finite scores.
 
-        The batch has the size, dtype and memory format that requests use, and every window of it is a part of the
-        image. A voxel is wrong if any of its scores differs from the reference's by more than rounding explains.
+        The batch has the size, dtype and memory format of requests, and each of its windows is a part of the image. A
+        voxel is wrong if one of its scores differs from the reference by more than rounding explains.
         """
         count = window.capacity
-        image = self.row(count)
+        image = self.repeat_image(count)
         with step(f"checking a batch of {count}"):
             (scores,) = window.forward([window.scan(image, OVERLAP).take(count)])
             norms = torch.linalg.vector_norm(scores, dim=(0, 2, 3, 4), dtype=torch.float32)
@@ -107,16 +107,18 @@ class LabelAgreement:
                 return math.nan
             reference = self._reference()
             scan = reference.scan(image, OVERLAP)
-            shares = [share_beyond(found, reference.forward([scan.take(1)])[0][0], limits) for found in scores.unbind()]
+            shares = [fraction_above(one, reference.forward([scan.take(1)])[0][0], limits) for one in scores.unbind()]
             share, place = torch.stack(shares).max(0)
         if share > 0:
             number = f"{int(place) + 1} of {count}"
-            log.info("%s: scores of %.2f %% of window %s are wrong", self._spec.identifier, 100 * float(share), number)
+            log.info(
+                "%s: %.2f %% of the scores in window %s are wrong", self._spec.identifier, 100 * float(share), number
+            )
         return float(share)
 
     @torch.inference_mode()
     def segment(self, window: SlidingWindow, image: Tensor, stream: int = 0) -> Segmentation:
-        """Segment an image [1, C, Z, Y, X] to labels, or to classes where the model has no objects."""
+        """Segment an image [1, C, Z, Y, X] into labels, or into classes if the model does not detect objects."""
         kind: OutputKind = "labels" if self._spec.decoding.kind == "instances" else "classes"
         decoder = make_decoder(self._spec, as_size(image.shape[2:]), kind, None)
         for slab in window.run(image, OVERLAP, stream=stream):
@@ -125,26 +127,30 @@ class LabelAgreement:
 
 
 def score(window: SlidingWindow, image: Tensor, stream: int = 0) -> None:
-    """Compute and blend the scores of an image [1, C, Z, Y, X], as `LabelAgreement.segment` does, and drop them."""
+    """Compute and blend the scores of an image [1, C, Z, Y, X] like `LabelAgreement.segment`, and discard them."""
     for _slab in window.run(image, OVERLAP, stream=stream):
         pass
 
 
-def share_beyond(found: Tensor, expected: Tensor, limits: Tensor) -> Tensor:
-    """Return the share of voxels of scores [K, z, y, x] with any difference above the limit [K] of its output."""
+def fraction_above(found: Tensor, expected: Tensor, limits: Tensor) -> Tensor:
+    """Return the fraction of voxels [z, y, x] with a score that differs by more than the limit of its output.
+
+    found, expected  scores [K, z, y, x]
+    limits           limit of each output, [K]
+    """
     return ((found - expected).abs() > limits[:, None, None, None]).any(0).float().mean()
 
 
 def image_of(spec: ModelSpec) -> Tensor:
-    """Return the middle of the model's sample, at most two windows per axis: float32 [1, C, Z, Y, X], normalised.
+    """Return the center of the model's sample, at most two windows per axis: normalized float32 [1, C, Z, Y, X].
 
-    Smooth noise where the model has no sample, or none that can be read.
+    Return smooth noise if the model has no sample, or if its sample cannot be read.
     """
     z, y, x = (edge + int(edge * (1 - OVERLAP)) for edge in spec.input.roi_size)
     try:
         image = _sample(spec)
     except (StackSegError, OSError) as error:
-        log.warning("%s: the sample cannot be read, engines are compared on noise: %s", spec.identifier, error)
+        log.warning("%s: cannot read the sample; comparing engines on noise instead: %s", spec.identifier, error)
         image = None
     if image is None:
         image = noise((1, spec.input.channels, z, y, x))
@@ -155,7 +161,7 @@ def image_of(spec: ModelSpec) -> Tensor:
 
 
 def noise(shape: tuple[int, ...]) -> Tensor:
-    """Return random numbers from 0 to 1 on a grid of every eighth voxel, interpolated, and a tenth at every voxel."""
+    """Return noise: random values up to 1 on every eighth voxel, interpolated, plus up to 0.1 on every voxel."""
     generator = torch.Generator().manual_seed(0)
     coarse = torch.rand((*shape[:2], *[edge // 8 + 2 for edge in shape[2:]]), generator=generator)
     smooth = functional.interpolate(coarse, size=shape[2:], mode="trilinear", align_corners=False)
@@ -172,14 +178,14 @@ def _sample(spec: ModelSpec) -> Tensor | None:
 
 
 def share_differing(one: Segmentation, other: Segmentation) -> float:
-    """Return the share of voxels that differ; of labels, once each object and its largest partner share a number."""
+    """Return the fraction of voxels that differ. Labels are matched first: each object to its largest partner."""
     if one.kind != "labels":
         return float(np.mean(one.pixels != other.pixels))
-    return 1 - _agreeing(one.pixels, other.pixels) / max(one.pixels.size, 1)
+    return 1 - _count_agreeing(one.pixels, other.pixels) / max(one.pixels.size, 1)
 
 
-def _agreeing(one: Array, other: Array) -> int:
-    # The pair of labels at a voxel as one number: counting those is what takes time.
+def _count_agreeing(one: Array, other: Array) -> int:
+    # Encode the pair of labels at each voxel as one number, because counting pairs dominates the run time.
     width = int(other.max(initial=0)) + 1
     pairs, counts = np.unique(one.ravel().astype(np.int64) * width + other.ravel(), return_counts=True)
     agreeing = 0

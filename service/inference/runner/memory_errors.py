@@ -1,4 +1,4 @@
-"""Memory and health of a device: checked before a request runs, and told apart where it fails."""
+"""Memory checks before a request runs, and translation of memory and device errors."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from service.inference.types import Estimate
 
 
 def check_memory(needed: Estimate, on_host: int | None, on_device: int | None = None) -> None:
-    """Raise OutOfMemory where fewer bytes of the host or the device are free than needed; None: not known."""
+    """Raise OutOfMemory if the host or the device has fewer free bytes than needed. None means unknown."""
     _check(needed.host_bytes, on_host, "memory")
-    _check(needed.device_bytes, on_device, "memory of the device")
+    _check(needed.device_bytes, on_device, "device memory")
 
 
-def _check(needed: int, free: int | None, where: str) -> None:
+def _check(needed: int, free: int | None, memory: str) -> None:
     if free is not None and needed > free:
         raise OutOfMemory(
-            f"This volume needs about {needed / 2**30:.1f} GiB of {where}, {free / 2**30:.1f} GiB are free; send a "
-            "smaller part of it, or try again when less is running.",
+            f"This volume needs about {needed / 2**30:.1f} GiB of {memory}, but only {free / 2**30:.1f} GiB are free. "
+            "Submit a smaller part of it, or try again when fewer requests are running.",
             needed,
         )
 
 
 @contextmanager
 def translate_errors(estimate: Estimate, device: torch.device, driver: Driver = devices) -> Iterator[None]:
-    """Translate foreign errors of exhausted memory to OutOfMemory, and of a device that is gone to DeviceLost."""
+    """Translate out-of-memory errors of libraries to OutOfMemory, and errors of a lost device to DeviceLost."""
     try:
         yield
     except StackSegError:
@@ -42,7 +42,7 @@ def translate_errors(estimate: Estimate, device: torch.device, driver: Driver = 
             raise
         most = max(estimate.host_bytes, estimate.device_bytes)
         raise OutOfMemory(
-            f"There was not enough memory, even for one window at a time; about {most / 2**30:.1f} GiB are needed. "
-            "Send a smaller part of the volume, or try again when less is running.",
+            f"There was not enough memory, even for a batch of one window. About {most / 2**30:.1f} GiB are needed. "
+            "Submit a smaller part of the volume, or try again when fewer requests are running.",
             most,
         ) from error

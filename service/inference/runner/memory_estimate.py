@@ -1,4 +1,4 @@
-"""Windows and memory that segmenting a volume takes, by its shape and by the activations of the network."""
+"""Estimation of the number of windows and the memory that a volume needs, from its shape and the activation size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from service.core.quantities import Size
 from service.core.types import Extent
-from service.inference.cuda.device_image import buffer_bytes, image_bytes, sent_bytes
+from service.inference.cuda.device_image import buffer_bytes, image_bytes, uploaded_bytes
 from service.inference.cuda.watershed import watershed_bytes
 from service.inference.decoding.decoders import DecodingMemory, estimate_decoding
 from service.inference.decoding.watershed_kernel import CPU
@@ -25,7 +25,7 @@ from service.models.spec import ModelSpec
 
 
 class WindowLoad(NamedTuple):
-    """How a network computes windows: bytes for one, batches at the same time, and whether in the host's memory."""
+    """Load of computing windows: bytes per window, number of concurrent batches, and whether they use host memory."""
 
     window_bytes: int
     streams: int = 1
@@ -35,51 +35,51 @@ class WindowLoad(NamedTuple):
 def estimate(
     spec: ModelSpec, volume: Extent, plan: Plan, load: WindowLoad, kernel: WindowKernels = window_kernels
 ) -> Estimate:
-    """Estimate windows and memory for a volume of this shape and voxel size; `kernel` blends windows if it suits."""
+    """Estimate windows and memory for a volume of this shape and voxel size. `kernel` blends on the CPU."""
     size, stored, channels = working_size(volume, spec, plan.diameter), as_size(volume.shape[1:]), spec.input.channels
     grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
-    under = _count_voxels_under(grid, stored)
-    at_once = min(load.streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
+    source = _count_source_voxels(grid, stored)
+    concurrent = min(load.streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
     decoding, decoding_on_device = estimate_decoding(spec, plan.output, size), 0
     if plan.output == "labels" and not (load.on_host or plan.decode_on_host):
-        # The host receives the labels and the numbers of pieces that they are looked up by.
+        # The host receives the labels, and the piece numbers that map to them.
         decoding, decoding_on_device = DecodingMemory(8 * math.prod(size)), watershed_bytes(size)
-    # Where the result lies on disk, the planes that a layer of windows is cut from are in memory.
+    # If the result is stored on disk, the planes from which a layer of windows is cut are in memory.
     host, device = decoding.host, 0
     if decoding.disk:
-        host += 4 * volume.shape[0] * math.prod(volume.shape[2:]) * under[0]
-    kept = count_buffered_floats(grid, len(spec.outputs), by_kernel=load.on_host and kernel.supports(CPU))
+        host += 4 * volume.shape[0] * math.prod(volume.shape[2:]) * source[0]
+    blender_floats = count_buffered_floats(grid, len(spec.outputs), by_kernel=load.on_host and kernel.supports(CPU))
     if load.on_host:
         if size != stored:
-            # Where a window reads them, pixels are normalised, and interpolated between two copies along one axis after
-            # the other.
+            # Each stream normalizes the pixels of a window as it reads them, and interpolates one axis after another,
+            # which takes two buffers.
             reading = min(load.streams, grid.count)
-            host += 4 * channels * reading * (2 * math.prod(under) + 3 * math.prod(grid.roi))
-        host += 4 * (kept + _slab_floats(spec, grid, plan, at_once)) + at_once * load.window_bytes
+            host += 4 * channels * reading * (2 * math.prod(source) + 3 * math.prod(grid.roi))
+        host += 4 * (blender_floats + _slab_floats(spec, grid, plan, concurrent)) + concurrent * load.window_bytes
     else:
         host += 2 * buffer_bytes(size) + (4 * channels * math.prod(size) if size != stored else 0)
-        # Slabs of three batches may wait: of two that were launched, and one that is handed over.
-        waiting = min(3 * at_once, grid.count)
-        running = 4 * (kept + _slab_floats(spec, grid, plan, waiting)) + at_once * load.window_bytes
-        device = decoding_on_device + running + sent_bytes(volume.shape) + image_bytes(channels, size, grid.roi[0])
+        # Slabs of three batches may exist at a time: of two launched ones, and of one that is being delivered.
+        waiting = min(3 * concurrent, grid.count)
+        running = 4 * (blender_floats + _slab_floats(spec, grid, plan, waiting)) + concurrent * load.window_bytes
+        device = decoding_on_device + running + uploaded_bytes(volume.shape) + image_bytes(channels, size, grid.roi[0])
     return Estimate(grid.count * plan.scorings, plan.sw_batch_size, plan.overlap, size, host, device)
 
 
-def _count_voxels_under(grid: Grid, stored: Size) -> list[int]:
-    """Return the voxels of the volume that one window is made of, along each axis."""
+def _count_source_voxels(grid: Grid, stored: Size) -> list[int]:
+    """Return the number of voxels of the volume along each axis from which one window is interpolated."""
     axes = zip(grid.roi, stored, grid.size, strict=True)
     return [min(-(-edge * n // new) + 2 * (n != new), n) for edge, n, new in axes]
 
 
-def _slab_floats(spec: ModelSpec, grid: Grid, plan: Plan, at_once: int) -> int:
-    """Return the float32 numbers in slabs of finished scores that exist at a time, with `at_once` windows computed."""
-    # One slab is decoded while those of the next batches wait.
-    slabs = 2 + -(-at_once // len(grid.starts[2]))
+def _slab_floats(spec: ModelSpec, grid: Grid, plan: Plan, concurrent: int) -> int:
+    """Return the number of float32 values in slabs that exist concurrently while `concurrent` windows are computed."""
+    # One slab is decoded while the slabs of the next batches wait.
+    slabs = 2 + -(-concurrent // len(grid.starts[2]))
     if plan.skip_below is not None:
-        # Skipped rows finish before each window that is computed, and behind the last.
+        # Skipped rows become final before each computed window, and after the last one.
         skipped = grid.max_skipped_rows(len(spec.outputs), plan.sw_batch_size)
-        slabs += min(at_once * (skipped + 1) + skipped, grid.rows)
-    # Of the rows of slabs only the last leaves as a whole.
+        slabs += min(concurrent * (skipped + 1) + skipped, grid.rows)
+    # Of the rows of slabs, only the last one is returned whole.
     (depth, height, _), (_, _, width) = grid.roi, grid.padded
     step = max((after - start for start, after in itertools.pairwise(grid.starts[1])), default=height)
     rows = height if grid.count == 1 else height + (slabs - 1) * step
@@ -87,24 +87,24 @@ def _slab_floats(spec: ModelSpec, grid: Grid, plan: Plan, at_once: int) -> int:
 
 
 def activation_bytes(network: nn.Module, shape: tuple[int, ...]) -> int:
-    """Measure the bytes of float32 activations for one input of `shape`; see `measure_activations`."""
+    """Measure the bytes of float32 activations for an input of `shape`; see `measure_activations`."""
     with torch.inference_mode():
         return measure_activations(network, torch.zeros(shape))[1]
 
 
 def measure_activations(network: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the scores of `network` for `x`, and the bytes of its activations: the sum of its five largest.
+    """Return the scores of `network` for `x`, and the bytes of its activations.
 
-    About five of the largest outputs of layers live at once.
+    The bytes are the sum of the five largest layer outputs, because about five of them exist at the same time.
     """
     sizes: list[int] = []
 
-    def note(_module: nn.Module, _inputs: object, output: object) -> None:
+    def record_size(_module: nn.Module, _inputs: object, output: object) -> None:
         if isinstance(output, torch.Tensor):
             sizes.append(output.numel() * 4)
 
     leaves = [module for module in iter_modules(network) if not list(module.children())]
-    hooks = [leaf.register_forward_hook(note) for leaf in leaves]
+    hooks = [leaf.register_forward_hook(record_size) for leaf in leaves]
     try:
         scores: torch.Tensor = network(x)
     finally:
@@ -114,5 +114,5 @@ def measure_activations(network: nn.Module, x: torch.Tensor) -> tuple[torch.Tens
 
 
 def typical_activation_bytes(shape: tuple[int, ...]) -> int:
-    """Return what `activation_bytes` gives for a typical network, with 32 channels at full resolution."""
+    """Return the bytes of `activation_bytes` for a typical network, with 32 channels at full resolution."""
     return 5 * 32 * 4 * math.prod((shape[0], *shape[2:]))

@@ -1,4 +1,4 @@
-"""One model on one device: loaded once, made ready to run, and reported on."""
+"""One model on one device: loading, warming up and reporting on its engine."""
 
 from __future__ import annotations
 
@@ -51,18 +51,17 @@ log = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Loads a model once and runs it. Several threads may segment with it once `warm_up` has returned.
+    """Loads a model once and runs it. After `warm_up`, several threads may segment with it concurrently.
 
-    placement  where its windows and scores lie
-    estimator  plans requests to it
-    scores     computes the scores of images with its network
-    diameters  estimates of earlier stacks
-    allocate   makes the arrays of results
+    placement  memory of its windows and scores
+    estimator  plans requests
+    scores     computes the scores of images
+    diameters  cached diameter estimates of earlier stacks
+    allocate   allocates the arrays of results
 
-    The network is run by the thread of `warm_up`, and by those that run `SlidingWindow`s, of which there may be as many
-    at a time as these have streams. On CUDA that must always be the same thread, to which inductor ties the graphs that
-    it records.
-    Raises ConfigError for a device that is not there, BrokenModel for a model that does not load.
+    The network is called by the thread that runs `warm_up`, and by the threads that run its `SlidingWindow`, at most
+    one per stream. On CUDA, this must always be the same thread, because inductor binds recorded graphs to it.
+    Raises ConfigError if the device is not available, and BrokenModel if the model cannot be loaded.
     """
 
     def __init__(self, spec: ModelSpec, settings: Settings, driver: Driver = devices) -> None:
@@ -77,41 +76,41 @@ class ModelRunner:
             torch_compile.set_cache_folder(settings.engine.cache_folder)
         with step("reading weights"):
             network = load_network(spec, self._run_first)
-        # Weights as they were loaded stay on the host, for whenever scores have to be computed in float32.
+        # The loaded weights stay on the host, in case scores have to be recomputed in float32.
         self._loaded_bytes = weight_bytes(network) if on_host else 0
         self._selector = EngineSelector(spec, settings, self.device, network, self._window_bytes, driver=driver)
         self._use(None)
         self.diameters = DiameterCache()
-        # The latest of other windows that requests have asked for, by its edges and the windows per call.
+        # Runner for the latest other window size, by its edge lengths and the windows per call.
         self._other_windows: dict[tuple[Size, int], ModelRunner] = {}
         self._other_lock = threading.Lock()
 
     def _run_first(self, network: nn.Module, window: Tensor) -> Tensor:
-        """Run the network for the first time, which takes long, and measure its activations with that one forward."""
+        """Run the network for the first time, which is slow, and measure its activations in the same forward pass."""
         scores, self._window_bytes = measure_activations(network, window)
         return scores
 
     def warm_up(self, *, tune: bool = False) -> None:
-        """Settle how the network runs, and run it with its one batch shape, until it runs as it always will.
+        """Choose the engine, and run it with its only batch shape until its run time is stable.
 
-        With `tune`, and where the operator wants it (`engine.tune`), ways to run it race first, which takes minutes.
+        With `tune`, and if `engine.tune` allows it, all configurations are compared first, which takes minutes.
         """
         self._use(self._selector.run(tune=tune))
         for warning in self.report().warnings:
             log.warning("%s: %s", self.spec.identifier, warning)
 
     def tune(self, seconds: float, announce: Callable[[EngineConfig, int], object] = lambda *_: None) -> EnginePlan:
-        """Race all ways to run the network, as `EngineSelector.tune` does, and keep and return the plan."""
+        """Compare all configurations as `EngineSelector.tune` does, use the fastest, and return the plan."""
         ready = self._selector.tune(seconds, announce)
         self._use(ready)
         if ready.plan is None:
-            raise InternalError("A race of engines has left no plan.")
+            raise InternalError("The comparison of engines returned no plan.")
         return ready.plan
 
     def _use(self, ready: ReadyEngine | None) -> None:
-        """Compute scores with a network that is ready; None: eagerly until there is one."""
+        """Use a network that is ready; None: run eagerly until there is one."""
         self._ready = ready
-        self._config = config = self._selector.preliminary() if ready is None else ready.config
+        self._config = config = self._selector.initial_config() if ready is None else ready.config
         self.estimator = Estimator(
             self.spec,
             self._settings,
@@ -127,12 +126,12 @@ class ModelRunner:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the device's memory for weights in every form and for batches, also of the latest other window."""
-        built = [each._ready for each in (self, *self._other_windows.values())]
-        return self._loaded_bytes * (self._ready is not None) + sum(ready_bytes(ready) for ready in built if ready)
+        """Bytes of device memory for weights in every form and batch buffers, including those of the other window."""
+        engines = [each._ready for each in (self, *self._other_windows.values())]
+        return self._loaded_bytes * (self._ready is not None) + sum(ready_bytes(ready) for ready in engines if ready)
 
     def instrument(self, wrap: Callable[[Network], Network]) -> None:
-        """Let every later forward of the warm network pass through what `wrap` makes of it; for measurements."""
+        """Replace the warm network by `wrap(network)` in all later calls, to measure it."""
         if self._ready is not None:
             window = self._ready.window
             wrapped = window.with_network(
@@ -142,41 +141,41 @@ class ModelRunner:
 
     @contextmanager
     def computing(self, needed: Estimate) -> Iterator[None]:
-        """Compute without gradients, and translate errors to OutOfMemory and DeviceLost."""
+        """Return a context that disables gradients, and translates errors to OutOfMemory and DeviceLost."""
         with torch.inference_mode(), translate_errors(needed, self.device, self._driver):
             yield
 
     def check_memory(self, needed: Estimate) -> None:
-        """Raise OutOfMemory where the host or the device has less memory free than needed."""
+        """Raise OutOfMemory if the host or the device has less free memory than needed."""
         check_memory(needed, host.available_memory(), self.placement.free_bytes())
 
     def find_loss(self, error: BaseException) -> DeviceLost | None:
-        """Return what to raise where the device was lost with an error; None where it was not."""
+        """Return the error to raise if `error` means that the device was lost; otherwise None."""
         return devices.find_loss(self.device, error, self._driver)
 
     def bring(self, image: NormalisedImage | ResampledImage) -> Image:
-        """Return an image whose windows are read on the device; MONAI's inferer takes one tensor there."""
+        """Return an image whose windows are read on the device. For MONAI's inferer it is a single tensor there."""
         if self._settings.windows.inferer == "monai":
             return image.tensor().to(self.device)
         return self.placement.bring(image, self.spec.input.roi_size[0])
 
     def choose_inferer(self, run: RunWindows) -> RunWindows:
-        """Return what computes the windows of a request: `run`, or MONAI's inferer, which calls the network by it."""
+        """Return the function that computes the windows of a request: `run`, or MONAI's inferer on top of it."""
         if self._settings.windows.inferer == "own":
             return run
-        # Imported by name: MONAI takes seconds, and the service starts without it.
+        # Import it only when needed, because importing MONAI takes seconds.
         module = import_module("service.inference.windows.monai_inferer")
         inferer: RunWindows = module.MonaiInferer(self._settings.windows, run)
         return inferer
 
     def score_windows(self, plan: Plan, compute: ComputeSlabs) -> ScoreWindows:
-        """Return what computes the scores of a few windows of a request, each scored once."""
+        """Return a function that computes the scores of a few windows of a request, each scored once."""
         return partial(self.scores.score_windows, plan=plan, run=compute)
 
     def with_window(self, options: Options, needed: Estimate) -> ModelRunner:
-        """Return a runner with the window that a request asks for, which is built unless the latest had the same.
+        """Return a runner for the window size that a request asks for. Only the latest one is cached.
 
-        Raises OutOfMemory, DeviceLost, and BadParameter where the network does not take such windows.
+        Raises OutOfMemory, DeviceLost, and BadParameter if the network does not support the window size.
         """
         spec = choose_window(self.spec, options.roi_size)
         if spec is self.spec:
@@ -207,24 +206,24 @@ class ModelRunner:
         return other
 
     def batch_notes(self, options: Options) -> tuple[str, ...]:
-        """Return a note where the request asks for another batch than the network was built for."""
+        """Return a note if the network was built for another batch size than the request asks for."""
         wanted = options.sw_batch_size
         if wanted is None or (used := self.estimator.fit_batch(wanted)) == wanted:
             return ()
-        return (f"The {self._config.engine} engine takes {used} windows at once, not {wanted}.",)
+        return (f"The {self._config.engine} engine computes {used} windows per batch, not {wanted}.",)
 
     def describe_engine(self, *, recomputed: bool = False) -> str:
-        """Return the engine that computes the windows, with its precision; scores are `recomputed` in float32."""
+        """Return the name and precision of the engine that computed the windows, or of that which `recomputed` them."""
         return f"{self._config.engine} {'fp32' if recomputed else self._config.precision}"
 
     @property
     def _kernel_warnings(self) -> tuple[str, ...]:
         if self.device.type != "cpu" or window_kernels.ready:
             return ()
-        return (f"Segmenting takes at least twice as long as with the C++ kernels: {window_kernels.problem}.",)
+        return (f"Segmentation takes at least twice as long without the C++ kernels: {window_kernels.problem}.",)
 
     def report(self) -> EngineReport:
-        """Report the engine in use; before `warm_up` the one that would run without it."""
+        """Report the engine in use. Before `warm_up`, report the configuration that would be used without it."""
         ready, config, windows = self._ready, self._config, self._settings.windows
         plan = None if ready is None else ready.plan
         return EngineReport(
@@ -248,6 +247,6 @@ class ModelRunner:
 
 
 def ready_bytes(ready: ReadyEngine) -> int:
-    """Return the bytes that a network takes with its weights and batches, whatever was loaded before it."""
+    """Return the bytes of the weights and batch buffers of a network."""
     batches = sum(batch.untyped_storage().nbytes() for batch in ready.window.batches)
     return weight_bytes(ready.module) + ready.nbytes + batches

@@ -1,4 +1,4 @@
-"""Where the pixels and scores of a model lie. On a CPU all of them are in the host's memory, and nothing is copied."""
+"""Memory in which the pixels and scores of a model are held. On a CPU, this is the host's memory; nothing is copied."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from service.inference.windows.sliding_window import Image
 
 
 class Placement(Protocol):
-    """Memory that a network reads windows from and leaves scores in: the host's, or a device's own."""
+    """Memory that holds the windows and scores of a network: that of the host, or the device's own."""
 
     @property
     def on_host(self) -> bool:
-        """Whether the device's memory is the host's."""
+        """Whether the device uses the host's memory."""
 
     @property
     def total_bytes(self) -> int | None:
-        """Bytes of the device's own memory; None: unknown, or the host's."""
+        """Bytes of the device's own memory. None if unknown, or if it is the host's."""
 
     def free_bytes(self) -> int | None:
-        """Return the free bytes of the device's own memory; None: unknown, or the host's."""
+        """Return the free bytes of the device's own memory. None if unknown, or if it is the host's."""
 
     def upload(self, volume: Volume, /) -> SentPixels | None:
-        """Copy all pixels of a volume to the device's own memory; None where there is none, or it cannot hold them."""
+        """Copy all pixels of a volume to the device's own memory. None if it has none, or if they do not fit."""
 
     def bring(self, image: Image, depth: int, /) -> Image:
-        """Return an image whose windows, of `depth` planes, are read on the device; as it is where that is the host."""
+        """Return an image whose windows of `depth` planes are read on the device; on the host, `image` itself."""
 
     def choose_decoder(self, make: Callable[..., Decoder], plan: Plan, /) -> Callable[[], Decoder]:
-        """Return what makes the decoder of a request; `make` is `make_decoder` with its arguments but `whole`."""
+        """Return a function that creates the decoder of a request. `make` is `make_decoder` except for `whole`."""
 
 
 class HostPlacement:
-    """A device whose memory is the host's."""
+    """Placement in the host's memory."""
 
     on_host = True
     total_bytes = None

@@ -1,4 +1,4 @@
-"""Scores of an image, with two fallbacks: fewer windows at once where memory runs out, FP32 for non-finite scores."""
+"""Score computation with two fallbacks: smaller batches if memory runs out, and FP32 for non-finite scores."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from service.inference.windows.views import AveragedViews
 
 
 class ScoreConsumer(Protocol):
-    """Consumer of slabs of scores, as every decoder is one."""
+    """Consumer of slabs of scores, such as a decoder."""
 
     def add(self, z0: int, y0: int, scores: Tensor, /) -> None:
-        """Take in the scores [1, K, z, y, X] of the planes from `z0` and the rows from `y0` on."""
+        """Add the scores [1, K, z, y, X] whose first plane is `z0` and whose first row is `y0`."""
 
 
 C = TypeVar("C", bound=ScoreConsumer)
 
 
 class Scored(NamedTuple, Generic[C]):
-    """Consumer that has taken in every score; `notes`, `fallbacks` and `recomputed` as in the `Result`."""
+    """Consumer that has received all scores; `notes`, `fallbacks` and `recomputed` are those of the `Result`."""
 
     consumer: C
     notes: tuple[str, ...]
@@ -44,7 +44,7 @@ class Scored(NamedTuple, Generic[C]):
 
 
 class _ScoreCollector:
-    """Consumer that keeps scores as they are: planes [1, K, z, Y, X], with all of their rows."""
+    """Consumer that collects the scores as planes [1, K, z, Y, X] with all rows."""
 
     def __init__(self) -> None:
         self.slabs: list[Tensor] = []
@@ -54,12 +54,12 @@ class _ScoreCollector:
 
 
 class ScoreComputer:
-    """Computes scores with the network of one model. Safe to use from several threads.
+    """Computes scores with the network of one model. Thread-safe.
 
-    builder   builds the networks to fall back on
-    config    of the network
-    ready     the network that was warmed up; None: until then it runs eagerly
-    fit_batch  as in `Estimator`: returns the windows per call for a request that asks for so many
+    builder    builds the networks for the fallbacks
+    config     configuration of the network
+    ready      network that is warm; None: none yet, run eagerly
+    fit_batch  returns the windows per call for a requested number, like `Estimator.fit_batch`
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ScoreComputer:
         fit_batch: Callable[[int], int] = lambda batch_size: batch_size,
     ) -> None:
         self._builder, self._config, self._ready, self._fit_batch = builder, config, ready, fit_batch
-        # Then computing again in eager float32 would change nothing.
+        # In this case, recomputing in eager float32 would change nothing.
         self._is_reference = config.engine == "eager" and config.precision == "fp32"
         self._smaller_windows: WeakValueDictionary[int, SlidingWindow] = WeakValueDictionary()
         self._viewed_windows: WeakKeyDictionary[SlidingWindow, SlidingWindow] = WeakKeyDictionary()
@@ -78,16 +78,16 @@ class ScoreComputer:
 
     @cached_property
     def module(self) -> nn.Module:
-        """Prepared module, which runs eagerly where the warm network does not fit."""
+        """Prepared module, which runs eagerly if the warm network does not fit the request."""
         return self._builder.module(self._config) if self._ready is None else self._ready.module
 
     def compute(
         self, image: Image, plan: Plan, make_consumer: Callable[[], C], stages: Stages, run: ComputeSlabs
     ) -> Scored[C]:
-        """Hand the scores of `image` to a new consumer, with half as many windows at once until memory holds them.
+        """Pass the scores of `image` to a new consumer. The batch size is halved until the batch fits in memory.
 
-        Where scores are not finite, the FP32 network computes all of them again. Raises NonFiniteScores where these
-        are not finite either, and what the network raises.
+        If scores are not finite, all of them are recomputed by the FP32 network. Raises NonFiniteScores if those are
+        not finite either, and the exceptions of the network.
         """
         # The request may have been planned before the network was loaded.
         batch_size, notes, fallbacks, recomputed = self._fit_batch(plan.sw_batch_size), list[str](), 0, False
@@ -100,37 +100,37 @@ class ScoreComputer:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or batch_size == 1:
                     raise
-                # Ahead of the note on recomputing, in whichever order the two happen.
-                notes.insert(fallbacks, f"Memory did not hold {batch_size} windows at once; fewer were taken.")
+                # Keep these notes before the note on recomputing, regardless of which happens first.
+                notes.insert(fallbacks, f"A batch of {batch_size} windows did not fit in memory; used a smaller one.")
                 fallbacks, batch_size = fallbacks + 1, batch_size // 2
                 _release_memory(window)
             except NonFiniteScores:
                 if recomputed or self._is_reference:
                     raise
                 how = f"{self._config.engine}, {self._config.precision}"
-                notes.append(f"Scores were not finite ({how}); all of them were computed again in eager fp32.")
+                notes.append(f"The scores were not finite ({how}) and were recomputed in eager fp32.")
                 recomputed = True
             else:
                 notes += [] if recomputed else self._notes(window)
                 return Scored(consumer, tuple(notes), fallbacks, recomputed)
 
     def score_windows(self, windows: Tensor, plan: Plan, run: ComputeSlabs) -> Tensor:
-        """Return the raw scores, float32 [N, K, *roi], of windows [N, C, *roi], which run as a stack without overlap.
+        """Return the raw scores, float32 [N, K, *roi], of windows [N, C, *roi], which are computed as one stack.
 
-        They are scored once whatever the plan says of views. Raises what `compute` raises.
+        Each window is scored once, regardless of the views in the plan. Raises the exceptions of `compute`.
         """
-        apart = plan._replace(overlap=0.0, views=())
+        single_scoring = plan._replace(overlap=0.0, views=())
         return score_stack(
-            windows, lambda stack: self.compute(stack, apart, _ScoreCollector, Stages(), run).consumer.slabs
+            windows, lambda stack: self.compute(stack, single_scoring, _ScoreCollector, Stages(), run).consumer.slabs
         )
 
     def _window(self, batch_size: int, *, reference: bool) -> SlidingWindow:
-        """Return the FP32 reference, the warm window, one for fewer windows at once, or an eager one."""
+        """Return the FP32 reference, the warm window, one with a smaller batch, or an eager one."""
         if reference:
             return self._builder.reference(batch_size)
         if self._ready is not None and self._config.sw_batch_size == batch_size:
             return self._ready.window
-        # Requests that ask for the same at the same time share batches of it.
+        # Concurrent requests for the same batch size share its batches.
         with self._lock:
             window = self._smaller_windows.get(batch_size)
             if window is None:
@@ -138,7 +138,7 @@ class ScoreComputer:
             return window
 
     def _with_views(self, window: SlidingWindow, views: Views) -> SlidingWindow:
-        """Return windows that are scored in several views, the same object for the same: requests share batches."""
+        """Return windows that are scored in several views. Equal calls return one object, so requests share batches."""
         with self._lock:
             viewed = self._viewed_windows.get(window)
             if viewed is None:
@@ -155,17 +155,17 @@ class ScoreComputer:
     def _notes(self, used: SlidingWindow) -> list[str]:
         if self._ready is None or self._config.engine == "eager" or used.network is self._ready.window.network:
             return []
-        return [f"Ran eagerly: only sw_batch_size {self._config.sw_batch_size} is compiled."]
+        return [f"Ran eagerly, because only sw_batch_size {self._config.sw_batch_size} is compiled."]
 
 
 def _release_memory(window: SlidingWindow) -> None:
-    """Give back memory that torch has cached on a CUDA device."""
+    """Release memory that torch has cached on a CUDA device."""
     if window.batch.is_cuda:
         torch.cuda.empty_cache()
 
 
 def feed(consumer: ScoreConsumer, slabs: Iterator[Slab], stages: Stages) -> None:
-    """Hand every slab to the consumer; the time that it takes counts as stage decode, the rest as windows."""
+    """Pass every slab to the consumer. Its time counts as the stage `decode`, the rest as `windows`."""
     while True:
         with stages.measure("windows"):
             slab = next(slabs, None)

@@ -1,4 +1,4 @@
-"""Several time points of one file -> one segmentation with an axis T, a loop over the straight line for one volume."""
+"""Segmentation of a series of time points, one after the other, into one result with a time axis."""
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ from service.inference.series.laptrack_linking import link_by_distance
 from service.inference.series.overlap_linking import Tracks, link_by_overlap
 from service.inference.types import Doubt, Result, Series, SeriesFacts, Sizing, Skipped, Table
 
-# Time points whose widths are estimated for the whole series.
+# Number of time points whose object diameter is estimated for the whole series.
 SAMPLED_POINTS = 3
-# Notes that a result of many time points may have.
+# Maximum number of notes in the result of a series.
 MAX_NOTES = 20
-# Time points that a note names.
+# Maximum number of time points that are listed in a note.
 MAX_TIMES = 8
-# Faults of one time point, after which those before it are kept.
-_POINT_FAULTS = (RequestError, OutOfMemory, OutOfStorage, ReaderKilled, NonFiniteScores)
+# Errors of a single time point. They end the series, but the earlier time points are kept.
+_POINT_ERRORS = (RequestError, OutOfMemory, OutOfStorage, ReaderKilled, NonFiniteScores)
 
 Progress = Callable[[int, int], None]
 
 
 class PointSegmenter(NamedTuple):
-    """Calls for one time point: to segment it, and to estimate the width of its objects, None where that is told.
+    """Functions for one time point.
 
-    The progress that the first one gets is called with the windows that are done, and their number.
+    segment            segments it; the third argument is called with the number of finished windows and their total
+    estimate_diameter  estimates the object diameter; None if the diameter is specified
     """
 
     segment: Callable[[Volume, Options, Progress], Result]
@@ -62,35 +63,35 @@ def segment_series(  # noqa: PLR0913
     began: Callable[[int], None] = lambda _number: None,
     progress: Progress = lambda _done, _total: None,
 ) -> Result:
-    """Segment time points one after the other; the labels of each are those that it would have alone.
+    """Segment the time points of a series one after the other. Each gets the labels that it would have on its own.
 
-    The width of objects is estimated once, from a few time points. Pixels of the result lie in a file without a name in
-    `folder`. A fault of the first time point is raised. That of a later one ends the series, which has the points
-    before it, and the fault in its `SeriesFacts`.
+    The object diameter is estimated once, from some of the time points. The pixels of the result are in an unnamed file
+    in `folder`. An error at the first time point is raised. An error at a later one ends the series: the result has the
+    time points before it, and `SeriesFacts` has the error.
 
     began     called with the number of each time point in the series, from 0
-    progress  called with the windows that are done, and those of the whole series
+    progress  called with the number of finished windows, and the total of the whole series
 
-    Raises what `segmenter` and `series.read` raise, and Cancelled.
+    Raises the exceptions of `segmenter` and `series.read`, and Cancelled.
     """
     points = _Points(series, folder)
-    options, estimated, note = _settle_diameter(series, options, segmenter, points.stages, cancelled)
+    options, estimated, note = _choose_diameter(series, options, segmenter, points.stages, cancelled)
     fault: StackSegError | None = None
     for number, time in enumerate(series.times):
-        _check(cancelled)
+        _raise_if_cancelled(cancelled)
         began(number)
         try:
             with points.stages.measure("read"):
                 volume, measured = series.read(time)
-            result = segmenter.segment(volume, options, partial(_advance, progress, number, len(series.times)))
+            result = segmenter.segment(volume, options, partial(_report_progress, progress, number, len(series.times)))
             points.add(result, measured)
-        except _POINT_FAULTS as error:
-            _check(cancelled)
+        except _POINT_ERRORS as error:
+            _raise_if_cancelled(cancelled)
             error.args = (f"Time point {time}: {error}",)
             if number == 0:
                 raise
-            note = f"{note} The result ends before a time point that failed. {error}".strip()
-            error.args = (f"{error} Those before it are time={series.times[0]}:{time}.",)
+            note = f"{note} The result ends before the failed time point. {error}".strip()
+            error.args = (f"{error} To use the time points before it, set time={series.times[0]}:{time}.",)
             fault = error
             break
     result, table = points.finish()
@@ -101,27 +102,27 @@ def segment_series(  # noqa: PLR0913
     )
 
 
-def _check(cancelled: Callable[[], bool]) -> None:
+def _raise_if_cancelled(cancelled: Callable[[], bool]) -> None:
     if cancelled():
-        raise Cancelled("given up between two time points")
+        raise Cancelled("Cancelled between two time points.")
 
 
-def _advance(progress: Progress, number: int, points: int, done: int, total: int) -> None:
-    """Tell how far a series of so many points has come, of which this one has done some of its windows."""
+def _report_progress(progress: Progress, number: int, points: int, done: int, total: int) -> None:
+    """Report progress in a series of `points` time points. `done` of `total` windows of point `number` are finished."""
     progress(number * total + done, points * total)
 
 
-def _settle_diameter(
+def _choose_diameter(
     series: Series, options: Options, segmenter: PointSegmenter, stages: Stages, cancelled: Callable[[], bool]
 ) -> tuple[Options, bool, str]:
-    """Return the options with one width for all time points, whether that was estimated, and a note."""
+    """Return the options with one diameter for all time points, whether it was estimated, and a note."""
     if segmenter.estimate_diameter is None:
         return options, False, ""
     estimates = list[tuple[Sizing, VoxelSize | None]]()
     sampled = sample(series.times, SAMPLED_POINTS)
     for time in sampled:
-        _check(cancelled)
-        with stages.measure("size"), suppress(*_POINT_FAULTS):
+        _raise_if_cancelled(cancelled)
+        with stages.measure("size"), suppress(*_POINT_ERRORS):
             volume, _ = series.read(time)
             if (sizing := segmenter.estimate_diameter(volume, options)) is not None:
                 estimates.append((sizing, volume.voxel_size))
@@ -130,7 +131,7 @@ def _settle_diameter(
 
 
 class _Points:
-    """The results of time points so far, without their pixels, which are in a mapped file."""
+    """Results of the time points so far. Their pixels are in a mapped file."""
 
     def __init__(self, series: Series, folder: Path | None) -> None:
         self._series, self._folder = series, folder
@@ -142,15 +143,15 @@ class _Points:
         self.done = self.fallbacks = 0
         self.recomputed = False
         self.skipped: Skipped | None = None
-        # Of the time point that the model is least sure of.
+        # Confidence and warning of the time point with the lowest confidence.
         self.confidence: float | None = None
         self._doubt: Doubt | None = None
         self.last: Result
 
     def add(self, result: Result, measured: Volume | None) -> None:
-        """Take in the next time point, and measure its objects where there is a volume to measure them in."""
+        """Add the next time point, and measure its objects if `measured` is a volume."""
         segmentation, time = result.segmentation, self._series.times[self.done]
-        self._put(segmentation.pixels)
+        self._write_pixels(segmentation.pixels)
         if measured is not None:
             with self.stages.measure("measure"):
                 self._tables.append(measure(segmentation, measured))
@@ -159,16 +160,16 @@ class _Points:
             self._count = segmentation.count + (self._count or 0)
         for note in result.notes:
             self._notes.setdefault(note, []).append(time)
-        self._keep_lowest(result, time)
+        self._keep_lowest_confidence(result, time)
         self.stages.update(result.seconds)
         self.fallbacks += result.fallbacks
         self.recomputed |= result.recomputed
         self.skipped = _add_skipped(self.skipped, result.skipped)
-        # The pixels are in the file, and need not stay in memory.
+        # The pixels are in the file, so they need not stay in memory.
         self.last = result._replace(segmentation=replace(segmentation, pixels=segmentation.pixels[:0].copy()))
 
-    def _keep_lowest(self, result: Result, time: int) -> None:
-        """Keep the confidence and the doubt of the time point that the model is least sure of."""
+    def _keep_lowest_confidence(self, result: Result, time: int) -> None:
+        """Keep the confidence and the warning of the time point with the lowest confidence."""
         doubt = result.doubt and result.doubt._replace(detail=f"Time point {time}: {result.doubt.detail}")
         if result.confidence is not None and (self.confidence is None or result.confidence < self.confidence):
             self.confidence, self._doubt = result.confidence, doubt
@@ -177,28 +178,28 @@ class _Points:
 
     @property
     def doubt(self) -> Doubt | None:
-        """The reason not to trust the worst time point; one without objects is only where no other has any."""
+        """Warning of the worst time point. A warning about missing objects counts only if no time point has objects."""
         return None if self._doubt and self._doubt.confidence is None and self._count else self._doubt
 
     @property
     def _written(self) -> Array:
         """Pixels of the time points so far. Raises RuntimeError before the first one."""
         if self._pixels is None:
-            raise RuntimeError("no time point was added yet")
+            raise RuntimeError("No time point was added yet.")
         return self._pixels[: self.done]
 
-    def _put(self, pixels: Array) -> None:
-        """Write the pixels of the next time point, in a wider dtype from the first that needs one."""
+    def _write_pixels(self, pixels: Array) -> None:
+        """Write the pixels of the next time point. If they need a wider dtype, convert the earlier ones."""
         if self._pixels is None or not np.can_cast(pixels.dtype, self._pixels.dtype):
-            narrow = self._pixels
+            previous = self._pixels
             self._pixels = allocate_on_disk((len(self._series.times), *pixels.shape), pixels.dtype, self._folder)
             for number in range(self.done):
-                self._pixels[number] = narrow[number] if narrow is not None else 0
+                self._pixels[number] = previous[number] if previous is not None else 0
         self._pixels[self.done] = pixels
         release_pages(self._pixels)
 
     def finish(self) -> tuple[Result, Table | None]:
-        """Return the series as far as it has come, its objects linked where that is wanted, and their table."""
+        """Return the result for the time points so far, with linked objects if requested, and their table."""
         pixels, count, tracks = self._written, self._count, None
         if self._series.link is not None:
             with self.stages.measure("link"):
@@ -218,13 +219,13 @@ class _Points:
         )
         return result, table
 
-    def _link(self, pixels: Array, how: Linking) -> Tracks:
-        if how == "overlap":
+    def _link(self, pixels: Array, method: Linking) -> Tracks:
+        if method == "overlap":
             return link_by_overlap(pixels)
         return link_by_distance(pixels, self.last.segmentation.voxel_size)
 
     def _renumber(self, tracks: Tracks) -> Array:
-        """Give every object the number of its track."""
+        """Replace the number of each object by the number of its track."""
         written = self._written
         pixels, dtype = written, label_dtype(tracks.count)
         if not np.can_cast(dtype, pixels.dtype):
@@ -236,7 +237,7 @@ class _Points:
         return pixels
 
     def _make_table(self, tracks: Tracks | None) -> Table | None:
-        """Return one table of all objects, with their time points, and their tracks where they are linked."""
+        """Return one table of all objects with their time points, and with their tracks if they are linked."""
         if not self._tables:
             return None
         tables = list[Table]()
@@ -251,13 +252,17 @@ class _Points:
         return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
 
     def list_notes(self) -> list[str]:
-        """Return the notes of all time points, each with those that it is about."""
+        """Return the notes of all time points. A note that does not apply to all of them lists its time points."""
         notes = [
             note if len(times) == self.done else f"Time point{'s' * (len(times) > 1)} {_list_times(times)}: {note}"
             for note, times in self._notes.items()
         ]
-        more = len(notes) - MAX_NOTES
-        return notes if more <= 0 else [*notes[:MAX_NOTES], f"There are {more} more notes on single time points."]
+        remaining = len(notes) - MAX_NOTES
+        return (
+            notes
+            if remaining <= 0
+            else [*notes[:MAX_NOTES], f"There are {remaining} more notes about single time points."]
+        )
 
 
 def _list_times(times: Sequence[int]) -> str:
@@ -265,8 +270,8 @@ def _list_times(times: Sequence[int]) -> str:
     return listed if len(times) <= MAX_TIMES else f"{listed} and {len(times) - MAX_TIMES} more"
 
 
-def _add_skipped(so_far: Skipped | None, skipped: Skipped | None) -> Skipped | None:
-    if so_far is None or skipped is None:
-        return skipped or so_far
-    limits = tuple(map(max, so_far.limits, skipped.limits))
-    return Skipped(so_far.windows + skipped.windows, so_far.total + skipped.total, limits)
+def _add_skipped(total_skipped: Skipped | None, skipped: Skipped | None) -> Skipped | None:
+    if total_skipped is None or skipped is None:
+        return skipped or total_skipped
+    limits = tuple(map(max, total_skipped.limits, skipped.limits))
+    return Skipped(total_skipped.windows + skipped.windows, total_skipped.total + skipped.total, limits)

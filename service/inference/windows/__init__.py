@@ -1,1 +1,1 @@
-"""Sliding windows over an image, and the blending of their scores into slabs of planes."""
+"""Sliding-window inference and the blending of overlapping scores."""

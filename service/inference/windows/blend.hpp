@@ -1,9 +1,9 @@
-// Weighted means of the scores of overlapping windows, one pass per window.
+// Weighted means of the scores of overlapping windows, computed in one pass per window.
 //
-// Means leave with the last window that covers them, and sums are kept only of what two windows share. What makes it fast:
-// vectors stay in registers from the scores to the means (`in_blocks`) and are as wide as the processor's; all sums that a
-// window needs lie together in the order in which they are read; means are written past the caches, because no later
-// window reads them; and a line of summed weights is computed twice, which takes less time than reading it.
+// A mean is written by the last window that covers its voxel. Sums are kept only for voxels that two windows share. Several
+// properties make this fast: vectors stay in registers from the scores to the means (`for_each_block`), and are as wide as
+// those of the processor; all sums that a window needs are contiguous, in the order in which they are read; means bypass the
+// caches, because no later window reads them; and a line of summed weights is computed twice, which is faster than reading it.
 
 #pragma once
 
@@ -20,7 +20,7 @@
 
 namespace {
 
-// Floats that the processor takes at a time. The compiler makes little of wider vectors.
+// Number of floats per vector of the processor. Compilers generate poor code for wider vectors.
 #if defined(__AVX512F__)
 constexpr int WIDE = 16;
 #elif defined(__AVX__)
@@ -30,8 +30,8 @@ constexpr int WIDE = 4;
 #endif
 template <int N> using Width = std::integral_constant<int, N>;
 
-// Calls work(width, x) for all of begin to end, so many at a time as there are blocks.
-template <typename Work> inline void in_blocks(int64_t begin, int64_t end, Work work) {
+// Calls work(width, x) for all x from begin to end, with as many elements at a time as fit in a vector.
+template <typename Work> inline void for_each_block(int64_t begin, int64_t end, Work work) {
   for (; begin + WIDE <= end; begin += WIDE)
     work(Width<WIDE>{}, begin);
   for (; begin + 4 <= end; begin += 4)
@@ -40,8 +40,8 @@ template <typename Work> inline void in_blocks(int64_t begin, int64_t end, Work 
     work(Width<1>{}, begin);
 }
 
-// Writes what this core will not see again: a whole line of the cache goes to memory without being read from there before.
-template <int N> inline void pass_on(float *to, Floats<N> values) {
+// Stores values that this core does not read again. A whole cache line is written to memory without being read first.
+template <int N> inline void stream_store(float *to, Floats<N> values) {
   if (N == WIDE && reinterpret_cast<uintptr_t>(to) % sizeof values == 0) {
 #if defined(__AVX512F__)
     if constexpr (N == 16) return _mm512_stream_ps(to, values);
@@ -52,51 +52,52 @@ template <int N> inline void pass_on(float *to, Floats<N> values) {
   store<N>(to, values);
 }
 
-// Along one axis: where windows begin, and how long they are.
+// Starts and length of the windows along one axis.
 struct Axis {
   const int64_t *starts;
   int64_t count, edge;
 
-  // From the window before to this one; of the first, beyond its end.
+  // Distance from the previous window; for the first window, its length.
   int64_t step_to(int64_t window) const { return window ? starts[window] - starts[window - 1] : edge; }
-  // First voxels of a window that the one before reaches, and those that the one behind does not.
+  // Number of leading voxels that the previous window also covers, and of those that the next window does not cover.
   int64_t known(int64_t window) const { return edge - step_to(window); }
   int64_t leaving(int64_t window) const { return window + 1 < count ? step_to(window + 1) : edge; }
 };
 
-// Of all windows: how many outputs they have, where they lie, most planes and rows that two of them share, and how long the
-// volume is along x.
+// Number of outputs, positions of all windows, maximum number of planes and rows that two windows share, and width of the
+// volume along x.
 struct Windows {
   int64_t outputs;
   Axis z, y, x;
   int64_t shared_planes, shared_rows, width;
 };
 
-// Importance is the product of three vectors, but at least so much; of so many voxels beyond the edge along x, as blocks
-// reach some of them, both are zero.
-constexpr int BEYOND = 16;
+// Weights of a voxel along z, y and x, whose product is clipped to at least `least`. Along x, `x` and `least` are followed by
+// this number of zeros, because vectors may read past the edge.
+constexpr int WEIGHT_PADDING = 16;
 struct Importance {
   const float *z, *y, *x, *least;
 };
 
-// Weights of lines of a window.
+// Weights of the lines of a window.
 class Weights {
 public:
   Weights(const Windows &windows, const Importance &importance, const int64_t *at)
       : windows_(windows), importance_(importance), at_(at), own_(windows.x.edge), all_(windows.x.edge) {}
 
-  // Of one line: its own, and those of all windows over the voxels that leave, as none behind this one reaches these.
+  // Computes the weights of one line of this window.
   void weigh(int64_t z, int64_t y) {
     const float weight = importance_.z[z] * importance_.y[y];
-    in_blocks(0, windows_.x.edge, [&](auto width, int64_t x) { store<width>(&own_[x], weighted(width, weight, x)); });
+    for_each_block(0, windows_.x.edge, [&](auto width, int64_t x) { store<width>(&own_[x], weighted(width, weight, x)); });
   }
 
+  // Computes the sums of the weights of all windows that cover the voxels of a line that this window completes.
   void add_up(int64_t in_z, int64_t in_y, int64_t leaving) {
     lines_.clear();
     for (int64_t i = at_[0], z = in_z; z < windows_.z.edge; z += windows_.z.step_to(i--))
       for (int64_t j = at_[1], y = in_y; y < windows_.y.edge; y += windows_.y.step_to(j--))
         lines_.push_back(importance_.z[z] * importance_.y[y]);
-    in_blocks(0, leaving, [&](auto width, int64_t x) {
+    for_each_block(0, leaving, [&](auto width, int64_t x) {
       Floats<width> sum = {};
       for (int64_t n = at_[2], place = x; place < windows_.x.edge; place += windows_.x.step_to(n--))
         for (const float weight : lines_)
@@ -120,7 +121,7 @@ private:
   std::vector<float> own_, all_, lines_;
 };
 
-// The scores of a line side by side: where they are, or else put into `room`.
+// Returns the scores of a line as a contiguous array, which is copied to `room` if necessary.
 template <typename Score> inline const Score *dense(const Score *scores, int64_t step, int64_t count, Score *room) {
   const auto gather = [&](auto known_step) {
     for (int64_t x = 0; x < count; ++x)
@@ -128,27 +129,28 @@ template <typename Score> inline const Score *dense(const Score *scores, int64_t
     return room;
   };
   if (step == 1) return scores;
-  // Channels last, with few channels.
+  // The memory format is channels last, with few channels.
   if (step == 2) return gather(std::integral_constant<int64_t, 2>{});
   if (step == 3) return gather(std::integral_constant<int64_t, 3>{});
   if (step == 4) return gather(std::integral_constant<int64_t, 4>{});
   return gather(step);
 }
 
-// Where a line of sums goes that no later window along x reaches, and what is added to it; null for nowhere and nothing.
-struct Way {
+// Sums to add to a line that no later window along x covers, and where the line is written. Null pointers are skipped.
+struct LineTarget {
   const float *above, *below;
   float *kept, *means;
 };
 
-// Takes in one window; returns whether all that leaves is finite.
+// Adds one window; returns whether all completed means are finite.
 //
-// Of what it has in common with the window before along x the sums lie in `beside`, and those for the one behind go to
-// `aside`. What no later window along x reaches goes on to `rows`, for the row behind, unless that does not reach it, and then
-// to `layer`, or if it is final to `means`; what lies there of the row and of the layer before is added.
+// `beside` has the sums of the columns that this window shares with the previous one along x. The sums of the columns that it
+// shares with the next one are written to `aside`. The other columns are written to `rows` if the next row of windows covers
+// them, else to `layer` if the next layer covers them, else they are final and written to `means`. The sums of the previous
+// row and layer at these voxels are added.
 //
-// first_row, end_row  of those that leave: its part are these, and those whole multiples of all that leave below. Sums go
-//                     from one of these rows to another one of them, and there when that was read.
+// first_row, end_row  part of the rows that this window completes: it processes these rows, and those at multiples of all
+//                     completed rows below. Sums move only between rows of one part, and only after the target was read.
 template <typename Score>
 bool blend(const Score *scores, const int64_t *steps, const Windows &w, const int64_t *at, const Importance &importance,
            const float *beside, float *aside, float *rows, float *layer, float *means, int64_t first_row, int64_t end_row) {
@@ -157,7 +159,7 @@ bool blend(const Score *scores, const int64_t *steps, const Windows &w, const in
   const int64_t reached_planes = w.z.known(at[0]), final_planes = w.z.leaving(at[0]);
   const int64_t reached_rows = w.y.known(at[1]), leaving_rows = w.y.leaving(at[1]);
   const int64_t known = w.x.known(at[2]), leaving = w.x.leaving(at[2]), staying = across - leaving;
-  // What windows one behind another along y, and along z, hand on to each other lies together.
+  // The sums that windows pass on to each other along y, and along z, are contiguous.
   rows += left * w.outputs * depth * w.shared_rows;
   layer += (top * w.width + leaving_rows * left) * w.outputs * w.shared_planes;
   std::vector<Score> room(across);
@@ -177,40 +179,41 @@ bool blend(const Score *scores, const int64_t *steps, const Windows &w, const in
           float *const next = aside + place * staying - leaving;
           float *const row = rows + ((z * w.shared_rows + y) * w.outputs + k) * leaving;
           float *const plane = layer + ((z * leaving_rows + y) * w.outputs + k) * leaving;
-          Way way{y < reached_rows ? row : nullptr, nullptr, nullptr, nullptr};
+          LineTarget target{y < reached_rows ? row : nullptr, nullptr, nullptr, nullptr};
           if (!leaves)
-            way.kept = row - leaving_rows * w.outputs * leaving;
+            target.kept = row - leaving_rows * w.outputs * leaving;
           else {
-            if (z < reached_planes) way.below = plane;
+            if (z < reached_planes) target.below = plane;
             if (final)
-              way.means = means + ((k * final_planes + z) * leaving_rows + y) * w.width + left;
+              target.means = means + ((k * final_planes + z) * leaving_rows + y) * w.width + left;
             else
-              way.kept = plane - final_planes * leaving_rows * w.outputs * leaving;
+              target.kept = plane - final_planes * leaving_rows * w.outputs * leaving;
           }
-          if (way.above) fetch<true>(row + AHEAD_IN_ROWS * w.outputs * leaving, leaving);
+          if (target.above) fetch<true>(row + AHEAD_IN_ROWS * w.outputs * leaving, leaving);
           const auto own = [&](auto width, int64_t x) { return load<width>(weights.own() + x) * load<width>(line + x); };
           const auto both = [&](auto width, int64_t x) { return own(width, x) + load<width>(sums + x); };
           const auto leave = [&](auto width, int64_t x, auto sum) {
-            if (way.above) sum += load<width>(way.above + x);
-            if (way.below) sum += load<width>(way.below + x);
-            if (way.kept) return store<width>(way.kept + x, sum);
+            if (target.above) sum += load<width>(target.above + x);
+            if (target.below) sum += load<width>(target.below + x);
+            if (target.kept) return store<width>(target.kept + x, sum);
             const auto mean = sum / load<width>(weights.all() + x);
-            pass_on<width>(way.means + x, mean);
-            // Nothing where it is finite, else NaN.
+            stream_store<width>(target.means + x, mean);
+            // Adds 0 if the mean is finite, else NaN.
             if constexpr (width == WIDE)
               not_finite += mean * 0;
             else
               for (int i = 0; i < width; ++i)
                 not_finite[i] += mean[i] * 0;
           };
-          in_blocks(0, std::min(known, leaving), [&](auto width, int64_t x) { leave(width, x, both(width, x)); });
-          in_blocks(known, leaving, [&](auto width, int64_t x) { leave(width, x, own(width, x)); });
-          in_blocks(leaving, known, [&](auto width, int64_t x) { store<width>(next + x, both(width, x)); });
-          in_blocks(std::max(known, leaving), across, [&](auto width, int64_t x) { store<width>(next + x, own(width, x)); });
+          for_each_block(0, std::min(known, leaving), [&](auto width, int64_t x) { leave(width, x, both(width, x)); });
+          for_each_block(known, leaving, [&](auto width, int64_t x) { leave(width, x, own(width, x)); });
+          for_each_block(leaving, known, [&](auto width, int64_t x) { store<width>(next + x, both(width, x)); });
+          for_each_block(std::max(known, leaving), across,
+                         [&](auto width, int64_t x) { store<width>(next + x, own(width, x)); });
         }
       }
 #ifdef __AVX__
-  _mm_sfence(); // What was passed on is there before others are told of it.
+  _mm_sfence(); // Complete the streaming stores before other threads read the means.
 #endif
   for (int i = 0; i < WIDE; ++i)
     if (not_finite[i] != 0) return false;

@@ -1,7 +1,7 @@
-// Normalisation of pixels into a batch, and blending of scores, one pass each. They compute what
+// Normalization of pixels into a batch, and blending of scores, in one pass each. The results are those that
 // `service/inference/preprocessing/normalize.py` and `blending.py` compute with NumPy and torch.
 //
-// Pixels and scores may have any strides, counted in elements; buffers of sums are dense.
+// Pixels and scores may have any strides, counted in elements. Buffers of sums are dense.
 
 #include <algorithm>
 #include <atomic>
@@ -13,9 +13,9 @@
 
 namespace {
 
-// Calls work(part) for so many parts, each in a thread of its own; a single one without the ado that OpenMP makes of it,
-// which is long where a network has emptied the caches.
-template <typename Work> void in_parts(int parts, Work work) {
+// Calls work(part) for each part in a thread of its own. A single part runs without OpenMP, whose overhead is high after a
+// network has evicted the caches.
+template <typename Work> void run_in_parts(int parts, Work work) {
   if (parts == 1) return work(0);
 #pragma omp parallel for num_threads(parts)
   for (int part = 0; part < parts; ++part)
@@ -35,7 +35,7 @@ void cut_line(const Pixel *from, int64_t from_step, Out *out, int64_t out_step, 
   }
 }
 
-// Of what is cut: its edges along z, y and x, the bytes from pixel to pixel along each, and the elements in what is written.
+// Region to normalize: its size along z, y and x, and the strides of the pixels (bytes) and of the output (elements).
 struct Box {
   int64_t size[3], bytes[3], steps[3];
 
@@ -47,7 +47,7 @@ struct Box {
 template <typename Pixel, typename Out> void cut(const Pixel *pixels, Out *out, const Box &box, Scaling s, int threads) {
   const int64_t depth = box.size[0], height = box.size[1], across = box.size[2];
   const int64_t step = box.bytes[2] / int64_t(sizeof(Pixel));
-  in_parts(threads, [&](int part) {
+  run_in_parts(threads, [&](int part) {
     for (int64_t z = depth * part / threads; z < depth * (part + 1) / threads; ++z)
       for (int64_t y = 0; y < height; ++y) {
         const bool wraps = y + AHEAD >= height;
@@ -75,10 +75,10 @@ void cut_into(const void *pixels, void *out, int32_t narrow, const Box &box, Sca
 
 extern "C" {
 
-// pixels [z, y, x] -> out [z, y, x]: minus offset, by scale, within the limits.
+// Normalizes pixels [z, y, x] to out [z, y, x]: subtracts the offset, divides by the scale, and clips to the limits.
 //
-// kind    of the pixels: 0 uint8, 1 int8, 2 uint16, 3 int16, 4 float32
-// narrow  out is bfloat16, else float32
+// kind    type of the pixels: 0 uint8, 1 int8, 2 uint16, 3 int16, 4 float32
+// narrow  whether out is bfloat16 instead of float32
 void stackseg_scale(const void *pixels, int32_t kind, void *out, int32_t narrow, const Box *box, float offset, float scale,
                   float lowest, float highest, int32_t threads) {
   const Scaling s{offset, scale, lowest, highest};
@@ -87,20 +87,20 @@ void stackseg_scale(const void *pixels, int32_t kind, void *out, int32_t narrow,
   BY_KIND[kind](pixels, out, narrow, *box, s, threads);
 }
 
-// Takes in the scores of one window; what no later one reaches leaves.
+// Adds the scores of one window, and writes the means that no later window covers.
 //
-// scores   [outputs, depth, height, across], bfloat16 if `narrow`, else float32; `steps` between its elements
-// shape    outputs, depth, height, across; how many windows there are along z, y and x; most planes and rows that two of
-//          them share; width of the volume
-// starts   of the windows along z, y and x, one after the other
-// at       which of them this one's are
-// weights  importance along z, y and x, and the least there is along x, one after the other, the last two with 16
-//          zeros behind them
-// kept     twice room for columns, of which one is read and the other one written where two windows share another number of
-//          columns than the two before; for rows; and for planes
-// means    [outputs, planes, rows, width], of which the columns that leave are written
+// scores   [outputs, depth, height, across], bfloat16 if `narrow`, else float32; `steps` are the strides in elements
+// shape    outputs, depth, height, across; numbers of windows along z, y and x; maximum numbers of planes and rows that two
+//          windows share; width of the volume
+// starts   starts of the windows along z, y and x, concatenated
+// at       indices of this window along z, y and x
+// weights  weights along z, y and x, and the minimum weight along x, concatenated; each of the last two is followed by 16
+//          zeros
+// kept     two buffers for columns, one for rows and one for planes; if the number of shared columns changes from one pair of
+//          windows to the next, one column buffer is read while the other is written
+// means    [outputs, planes, rows, width], of which the completed columns are written
 //
-// Returns 1 where a mean is not finite, else 0.
+// Returns 1 if a mean is not finite, else 0.
 int32_t stackseg_blend(const void *scores, int32_t narrow, const int64_t *steps, const int64_t *shape,
                        const int64_t *starts, const int64_t *at, const float *weights, float *const *kept, float *means,
                        int32_t threads) {
@@ -111,15 +111,15 @@ int32_t stackseg_blend(const void *scores, int32_t narrow, const int64_t *steps,
                   {starts + counts[0] + counts[1], counts[2], edges[2]},
                   shape[7], shape[8], shape[9]};
   const float *const along_x = weights + edges[0] + edges[1];
-  const Importance importance{weights, weights + edges[0], along_x, along_x + edges[2] + BEYOND};
-  // As long as windows share as much as the two before, a line of sums takes the place of another.
+  const Importance importance{weights, weights + edges[0], along_x, along_x + edges[2] + WEIGHT_PADDING};
+  // While the number of shared columns stays the same, each line of sums replaces the one that was read.
   int64_t beside = 0;
   for (int64_t n = 1; n <= at[2]; ++n)
     beside ^= w.x.known(n) != w.x.known(n - 1);
   const int64_t aside = beside ^ (w.x.known(at[2]) != w.x.edge - w.x.leaving(at[2]));
   const int64_t rows = w.y.leaving(at[1]);
   std::atomic<bool> failed{false};
-  in_parts(threads, [&](int part) {
+  run_in_parts(threads, [&](int part) {
     const auto work = [&](const auto *typed) {
       return blend(typed, steps, w, at, importance, kept[beside], kept[aside], kept[2], kept[3], means,
                    rows * part / threads, rows * (part + 1) / threads);

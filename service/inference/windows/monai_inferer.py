@@ -1,6 +1,6 @@
-"""MONAI's own `sliding_window_inference`, for whoever wants it or checks `SlidingWindow` against it.
+"""MONAI's `sliding_window_inference`, as an alternative to `SlidingWindow` and a reference for it.
 
-Nothing else needs this file: `windows.inferer: monai` alone imports it.
+It is imported only for the setting `windows.inferer: monai`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ with hide_packages(HIDDEN):
 
 
 class MonaiInferer:
-    """Cuts and blends windows with MONAI; `run` (`SlidingWindow.run`, or that of a batcher) only calls the network.
+    """Cuts and blends windows with MONAI. `run`, from a `SlidingWindow` or a `WindowBatcher`, only runs the network.
 
-    MONAI holds the scores of the whole volume, and so does the one slab that comes of it.
+    MONAI holds the scores of the whole volume in memory, and returns them as a single slab.
     """
 
     def __init__(self, settings: Windows, run: Callable[..., Iterator[Slab]]) -> None:
@@ -67,5 +67,5 @@ class MonaiInferer:
             device=settings.device,
         )
         if not isinstance(scores, Tensor):
-            raise TypeError(f"MONAI has returned {type(scores).__name__} for the scores of one network.")
+            raise TypeError(f"MONAI returned {type(scores).__name__} instead of one score tensor.")
         yield Slab(0, 0, scores)

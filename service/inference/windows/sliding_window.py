@@ -1,8 +1,8 @@
 """Sliding-window inference with one fixed batch shape, which yields finished scores as early as possible.
 
-The result equals `monai.inferers.sliding_window_inference` (same padding, scan positions and importance map), which
-the tests hold to 1e-5 in float32. The work around the network differs: windows are gathered into one batch that is
-allocated once, the last batch is filled up instead of having its own shape, and the padded image never exists.
+The result equals that of `monai.inferers.sliding_window_inference` (same padding, window positions and weights) to 1e-5
+in float32, which the tests check. The implementation differs: windows are copied into a batch buffer that is allocated
+once, the last batch is padded instead of having a shape of its own, and the padded image is never created.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ from service.inference.windows.grid import Box, Grid, as_size, split_runs
 from service.inference.windows.kernels import WindowKernels, window_kernels
 from service.models.network import Network
 
-# Windows [N, C, *roi], float32 -> raw scores [N, K, *roi].
+# Function from windows [N, C, *roi], float32, to raw scores [N, K, *roi].
 ScoreWindows = Callable[[Tensor], Tensor]
-# Returns a context in which the network runs, as `CudaTimer.measure` does.
+# Function that returns a context in which the network runs, such as `CudaTimer.measure`.
 Measure = Callable[[], AbstractContextManager[object]]
 
 
 class Image(Protocol):
-    """Source of windows: a float32 tensor [1, C, Z, Y, X], or an object that can be indexed like one."""
+    """Source of windows: a float32 tensor [1, C, Z, Y, X], or an object that is indexed like one."""
 
     @property
     def shape(self) -> Sequence[int]:
-        """(1, C, Z, Y, X)."""
+        """Shape (1, C, Z, Y, X)."""
 
     def __getitem__(self, box: Box, /) -> Tensor:
-        """Return the voxels of (0, channels, z, y, x), float32 [C, z, y, x]."""
+        """Return the voxels at (0, channels, z, y, x), float32 [C, z, y, x]."""
 
 
 @runtime_checkable
 class ReadableInto(Protocol):
-    """An image that can also be read into existing memory."""
+    """Image that can also be read into existing memory."""
 
     def read_into(self, box: Box, out: Iterable[Tensor], /) -> None:
-        """Write the voxels of `box` into `out`: one tensor [z, y, x] of any floating dtype for each channel."""
+        """Write the voxels of `box` into `out`, which has one tensor [z, y, x] of any floating dtype per channel."""
 
 
 @dataclass(frozen=True)
 class SparseImage:
-    """An image with windows that are not computed: every voxel of them gets the same scores.
+    """Image with skipped windows, whose voxels all get the same scores.
 
-    skipped  first voxels of these windows, from `Grid.positions`; at least one other window is computed
-    scores   float32 [K], on the device of the other scores
+    skipped  first voxels of the skipped windows, from `Grid.positions`; at least one window must not be skipped
+    scores   scores of the skipped windows, float32 [K], on the device of the other scores
     """
 
     image: Image
@@ -78,32 +78,32 @@ class SparseImage:
 
 
 class WindowSlot:
-    """Memory of one window in a batch, [C, *roi], with views of its channels."""
+    """Memory of one window in a batch, [C, *roi], and views of its channels."""
 
     def __init__(self, whole: Tensor) -> None:
         self.whole, self.channels = whole, whole.unbind()
 
 
 class _Stream:
-    """Batch buffer of one stream, with all views of it made in advance, because torch takes microseconds for each."""
+    """Batch buffer of one stream. All views are created in advance, because torch takes microseconds for each."""
 
     def __init__(self, batch: Tensor) -> None:
         self.batch = batch
         self.slots = tuple(map(WindowSlot, batch.unbind()))
-        # The first windows of the batch, indexed by their number.
+        # View of the first N windows of the batch, at index N.
         self.first_windows = tuple(batch[:length] for length in range(len(batch) + 1))
 
 
 class SlidingWindow:
-    """One network run over volumes of any size in batches of fixed shape.
+    """Runs one network over volumes of any size in batches of fixed shape.
 
-    network         [B, C, *roi] of `dtype` -> [B, K, *roi] of any floating dtype
-    batch_size      B, the most windows per call; later `capacity`
-    device          device of batches, weights and scores
-    streams         threads that may call it at the same time, each with its own batch
+    network         function from [B, C, *roi] of `dtype` to [B, K, *roi] of any floating dtype
+    batch_size      maximum number of windows per call, B; available as `capacity`
+    device          device of the batches, weights and scores
+    streams         number of threads that may call the network concurrently, each with its own batch buffer
     kernels         used for blending on devices that they support
-    any_batch_size  whether the network takes fewer windows too, with scores equal to the bit
-    owns_scores     whether its scores stay valid after its next call
+    any_batch_size  whether the network also accepts fewer windows, with bitwise equal scores
+    owns_scores     whether the scores stay valid after the next call of the network
     """
 
     def __init__(  # noqa: PLR0913
@@ -133,7 +133,7 @@ class SlidingWindow:
 
     @property
     def batch(self) -> Tensor:
-        """Batch buffer of the first stream, [B, C, *roi], with the dtype and strides that the network always sees."""
+        """Batch buffer of the first stream, [B, C, *roi]. The network always gets this dtype and these strides."""
         return self._streams[0].batch
 
     @property
@@ -143,7 +143,7 @@ class SlidingWindow:
 
     @property
     def streams(self) -> int:
-        """Number of threads that may call it at the same time."""
+        """Number of threads that may call the network concurrently."""
         return len(self._streams)
 
     def with_network(
@@ -155,13 +155,13 @@ class SlidingWindow:
         return other
 
     def with_capacity(self, batch_size: int) -> SlidingWindow:
-        """Return a copy that computes fewer windows at once, for a network that takes any number."""
+        """Return a copy that computes fewer windows per call, for a network that accepts any batch size."""
         other = copy.copy(self)
         other.capacity = batch_size
         return other
 
     def slots(self, windows: int) -> int:
-        """Return the size of the batch that this number of windows is computed in."""
+        """Return the batch size in which this number of windows is computed."""
         return windows if self.any_batch_size else self.capacity
 
     @torch.inference_mode()
@@ -174,21 +174,21 @@ class SlidingWindow:
         progress: Callable[[int, int], None] = lambda _done, _total: None,
         stream: int = 0,
     ) -> Iterator[Slab]:
-        """Yield the scores of `image` as slabs without gaps, z slowest, computed in one of the streams.
+        """Yield the scores of `image` as contiguous slabs with z slowest, computed in one of the streams.
 
-        Raises Cancelled when `cancelled()` returns true before a batch, NonFiniteScores for NaN or infinite scores.
+        Raises Cancelled if `cancelled()` returns true before a batch, and NonFiniteScores for NaN or infinite scores.
         """
         scan = self.scan(image, overlap)
         while scan.left:
             if cancelled():
-                raise Cancelled(f"given up after {scan.done} of {scan.total} windows")
+                raise Cancelled(f"Cancelled after {scan.done} of {scan.total} windows.")
             part = scan.take(self.capacity)
             (scores,) = self.forward([part], stream)
-            yield from scan.blend(part.places, scores)
+            yield from scan.blend(part.positions, scores)
             progress(scan.done, scan.total)
 
     def scan(self, image: Image, overlap: float, check: CheckFinite = require_finite) -> WindowScan:
-        """Return a scan of `image` that begins at its first window; `check` looks at finished scores."""
+        """Return a scan of `image` that starts at the first window. `check` is applied to finished scores."""
         grid = Grid.cover(as_size(image.shape[2:]), self._roi, overlap)
         setup = BlendingSetup(self._blending, self.batch.device, self._kernels, check)
         return WindowScan(image, grid, setup, owns_scores=self.owns_scores)
@@ -196,19 +196,21 @@ class SlidingWindow:
     def forward(
         self, parts: Sequence[WindowSlice], stream: int = 0, *, measure: Measure = nullcontext
     ) -> Sequence[Tensor]:
-        """Call the network once, on up to `capacity` windows of one image or several.
+        """Call the network once, on up to `capacity` windows from one or more images.
 
-        Returns the scores of each part, [B, K, *roi] with its number of windows as B. They are valid until this
-        stream's next call, or for good where the network owns its scores. Call it in torch's inference mode.
-        A CUDA device may still be computing them.
+        Returns the scores of each slice, [B, K, *roi], where B is its number of windows. They are valid until the next
+        call of this stream, or permanently if the network owns its scores. A CUDA device may still be computing them.
+        Call this in torch's inference mode.
         """
         buffers, taken = self._streams[stream], 0
-        for scan, places in parts:
-            scan.fill(buffers.slots[taken : taken + len(places)], buffers.batch[taken : taken + len(places)], places)
-            taken += len(places)
+        for scan, positions in parts:
+            scan.fill(
+                buffers.slots[taken : taken + len(positions)], buffers.batch[taken : taken + len(positions)], positions
+            )
+            taken += len(positions)
         length = self.slots(taken)
         for slot in buffers.slots[taken:length]:
-            # Windows of an earlier batch may be the ones that made it fail.
+            # Clear windows of an earlier batch, which may be the ones that made it fail.
             slot.whole.zero_()
         with measure():
             scores = self.network(buffers.first_windows[length])
@@ -216,13 +218,13 @@ class SlidingWindow:
             scores = scores[:taken]
         if len(parts) == 1:
             return [scores]
-        return torch.split(scores, [len(part.places) for part in parts])
+        return torch.split(scores, [len(part.positions) for part in parts])
 
 
 def score_stack(windows: Tensor, compute: Callable[[Tensor], Iterable[Tensor]]) -> Tensor:
-    """Return the scores, float32 [N, K, *roi], of windows [N, C, *roi], which run as a stack without overlap.
+    """Return the scores, float32 [N, K, *roi], of windows [N, C, *roi], which are computed as one stack.
 
-    compute  yields the scores [1, K, z, y, x] of a stack [1, C, N * z, y, x] in the order of z
+    compute  yields the scores [1, K, z, y, x] of a stack [1, C, N * z, y, x] in the order of z, without overlap
     """
     count, channels, depth, height, width = windows.shape
     stack = windows.transpose(0, 1).reshape(1, channels, count * depth, height, width)
@@ -231,17 +233,18 @@ def score_stack(windows: Tensor, compute: Callable[[Tensor], Iterable[Tensor]]) 
 
 
 class WindowSlice(NamedTuple):
-    """Some windows of one image, by their first voxels."""
+    """Some windows of one image, given by their first voxels."""
 
     scan: WindowScan
-    places: list[Size]
+    positions: list[Size]
 
 
 class WindowScan:
     """Progress of one image: windows are taken in order, computed in any order, and blended in order.
 
-    `SlidingWindow.scan` makes it. One thread at a time may take and one at a time may blend; any thread may fill.
-    `total`, `left` and `done` count the windows that are computed, that were not taken yet, and that were blended.
+    Created by `SlidingWindow.scan`. One thread at a time may take windows, and one at a time may blend them. Any number
+    of threads may fill batches. `total` is the number of windows to compute, `left` counts those not yet taken, and
+    `done` those that have been blended.
     """
 
     def __init__(self, image: Image, grid: Grid, setup: BlendingSetup, *, owns_scores: bool = False) -> None:
@@ -251,15 +254,15 @@ class WindowScan:
             skipped, self._skipped_scores = image.skipped, image.scores.view(1, -1, 1, 1, 1).expand(-1, -1, *grid.roi)
             image = image.image
         self._image, self._grid = image, grid
-        # Checked once, because an isinstance check of a protocol takes longer than slicing.
+        # Checked once, because an isinstance check of a protocol is slower than slicing.
         self._readable_into = image if isinstance(image, ReadableInto) else None
         self._owns_scores = owns_scores
-        places = grid.positions()
-        self._positions = (place for place in places if place not in skipped) if skipped else places
+        positions = grid.positions()
+        self._positions = (position for position in positions if position not in skipped) if skipped else positions
         self._to_blend = grid.positions()
         self._blender: Blender | None = None
         self._padded, self._single = grid.padded != grid.size, grid.count == 1
-        # An image that is computed where it is read would need the memory of a whole row.
+        # An image that is computed on access would need memory for a whole row.
         has_rows = self._readable_into is None and (isinstance(image, Tensor) or setup.device.type != "cpu")
         self._copies_runs = has_rows and not self._padded
         self._inside = (slice(None), *grid.inside_window)
@@ -267,35 +270,35 @@ class WindowScan:
         self._skips = bool(skipped)
         self.done = 0
 
-    def take(self, most: int) -> WindowSlice:
-        """Return the next windows, at most `most`."""
-        places = list(itertools.islice(self._positions, most))
-        self.left -= len(places)
-        return WindowSlice(self, places)
+    def take(self, max_windows: int) -> WindowSlice:
+        """Return up to `max_windows` next windows."""
+        positions = list(itertools.islice(self._positions, max_windows))
+        self.left -= len(positions)
+        return WindowSlice(self, positions)
 
-    def fill(self, slots: Sequence[WindowSlot], batch: Tensor, places: Sequence[Size]) -> None:
-        """Copy the windows at `places` into a batch [B, C, *roi], of which `slots` are views."""
+    def fill(self, slots: Sequence[WindowSlot], batch: Tensor, positions: Sequence[Size]) -> None:
+        """Copy the windows at `positions` into a batch [B, C, *roi], of which `slots` are views."""
         if not self._copies_runs:
-            for slot, place in zip(slots, places, strict=True):
-                self.fill_slot(slot, place)
+            for slot, position in zip(slots, positions, strict=True):
+                self.fill_slot(slot, position)
             return
-        # On a GPU one copy of many windows is faster than many copies, which the host launches one by one.
+        # On a GPU, one copy of many windows is faster than many copies that the host launches one by one.
         first, edge = 0, self._grid.roi[2]
-        for run in split_runs(places):
+        for run in split_runs(positions):
             row = self._image[self._box(run.start, edge + (run.windows - 1) * run.step)]
             windows = row.unfold(3, edge, run.step).permute(3, 0, 1, 2, 4)
             batch[first : first + run.windows].copy_(windows)
             first += run.windows
 
-    def _box(self, place: Size, width: int) -> Box:
-        (z, y, x), (depth, height, _) = place, self._grid.roi
+    def _box(self, position: Size, width: int) -> Box:
+        (z, y, x), (depth, height, _) = position, self._grid.roi
         return (0, slice(None), slice(z, z + depth), slice(y, y + height), slice(x, x + width))
 
-    def fill_slot(self, slot: WindowSlot, place: Size) -> None:
-        """Copy the window at `place` into its memory in a batch."""
-        box = self._box(place, self._grid.roi[2])
+    def fill_slot(self, slot: WindowSlot, position: Size) -> None:
+        """Copy the window at `position` into a slot of a batch."""
+        box = self._box(position, self._grid.roi[2])
         if self._padded:
-            # An earlier window would show in the padding.
+            # Clear the voxels of an earlier window in the padding.
             slot.whole.zero_()
             slot = WindowSlot(slot.whole[self._inside])
         if self._readable_into is not None:
@@ -303,13 +306,13 @@ class WindowScan:
         else:
             slot.whole.copy_(self._image[box])
 
-    def blend(self, places: Sequence[Size], scores: Tensor) -> list[Slab]:
-        """Add the scores [B, K, *roi] of the windows at `places`, and return the slabs that became final.
+    def blend(self, positions: Sequence[Size], scores: Tensor) -> list[Slab]:
+        """Add the scores [B, K, *roi] of the windows at `positions`, and return the slabs that are now final.
 
-        Call it in torch's inference mode. Raises NonFiniteScores.
+        Call this in torch's inference mode. Raises NonFiniteScores.
         """
         if self._single:
-            # The weight of a single window cancels.
+            # With a single window, the weights cancel out.
             self.done = 1
             inside = self._setup.check(scores)
             inside = inside[(slice(None), *self._inside)] if self._padded else inside
@@ -317,20 +320,20 @@ class WindowScan:
         if self._blender is None:
             self._blender = make_blender(self._grid, scores.shape[1], self._setup)
         if not self._skips:
-            slabs = self._blender.add(places, scores)
+            slabs = self._blender.add(positions, scores)
         else:
             slabs = list[Slab]()
-            for place, window in zip(places, torch.split(scores, 1), strict=True):
-                slabs += self._blend_skipped(self._blender, place)
-                slabs += self._blender.add([place], window)
-        self.done += len(places)
+            for position, window in zip(positions, torch.split(scores, 1), strict=True):
+                slabs += self._blend_skipped(self._blender, position)
+                slabs += self._blender.add([position], window)
+        self.done += len(positions)
         if self.done == self.total and self._skips:
             slabs += self._blend_skipped(self._blender, None)
         return slabs
 
     def _blend_skipped(self, blender: Blender, until: Size | None) -> Iterator[Slab]:
-        """Add the skipped windows before the window at `until`; None: all that are left."""
-        for place in self._to_blend:
-            if place == until:
+        """Add the skipped windows before the window at `until`, or all remaining ones if it is None."""
+        for position in self._to_blend:
+            if position == until:
                 return
-            yield from blender.add([place], self._skipped_scores)
+            yield from blender.add([position], self._skipped_scores)

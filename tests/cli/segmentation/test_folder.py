@@ -150,7 +150,7 @@ def test_labels_of_a_folder_are_ome_zarr_where_they_are_asked_for(
         (["{few}", "{few}"], "is the folder of the stacks"),
         (["{few}", "{full}"], "holds something else already; name another folder, or use it with --force"),
         (["{few}", "{few}/stack 00.tif"], "is a file; name a folder"),
-        (["{few}", "out", "--diameter", "auto"], "does not say how wide it wants objects to be"),
+        (["{few}", "out", "--diameter", "auto"], "has no object diameter"),
         (["{few}", "out", "--glob", "*.lsm"], "holds no stack that matches *.lsm"),
         (["{full}", "out"], "holds no stack that matches *.tif"),
         (["{few}", "out", "--measurements", "objects.csv"], "objects.csv among its results"),

@@ -1,4 +1,4 @@
-"""Labels of a block-wise run are those of the whole volume, to the bit, however it is cut."""
+"""Labels of a block-wise run: bitwise equal to those of the whole volume, however the volume is divided."""
 
 import shutil
 from dataclasses import replace
@@ -31,33 +31,37 @@ from tests.zarr_files import write_zarr
 SHAPE = (37, 45, 50)
 
 
-def hills(shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Smooth noise of 16 bits."""
+def make_hills(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Return smooth 16-bit noise."""
     noise = gaussian_filter(np.random.default_rng(seed).normal(size=shape), 1.5)
     return ((noise - noise.min()) / np.ptp(noise) * 60000).astype(np.uint16)
 
 
-def instances(content: dict[str, Any], **decoding: Any) -> dict[str, Any]:
-    """The model file of a model whose random scores have objects."""
+def detect_objects(content: dict[str, Any], **decoding: Any) -> dict[str, Any]:
+    """Return the `model.yaml` of a model that detects objects in its random scores."""
     return content | {"decoding": {"kind": "instances", "threshold": 0.5, "persistence": 0.02, **decoding}}
 
 
-def wanting(content: dict[str, Any], diameter: float) -> dict[str, Any]:
-    """The model file of a model that wants objects of a width."""
+def expect_diameter(content: dict[str, Any], diameter: float) -> dict[str, Any]:
+    """Return the `model.yaml` of a model that expects this object diameter."""
     return content | {"input": content["input"] | {"diameter": diameter}}
 
 
-AS_SAMPLED = Options()
+DEFAULT_OPTIONS = Options()
 NINE = ObjectVolume(9, "px")
 CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any], Options]] = {
     "single windows": ((1, 1, 1), {}, Options()),
     "odd groups": ((1, 2, 3), {}, Options()),
     "smoothed": ((2, 1, 2), {"smoothing": 2}, Options()),
-    "much overlap": ((2, 3, 2), {}, Options(overlap=0.6)),
+    "large overlap": ((2, 3, 2), {}, Options(overlap=0.6)),
     "no border": ((2, 2, 2), {"border": "drop", "minimum_size": 5}, Options(overlap=0.5)),
-    "in views": ((2, 2, 1), {}, Options(quality="best")),
-    "steered": ((1, 2, 2), {"minimum_fraction": 0.1}, Options(steering=Steering(0.45, NINE, min_confidence=0.52))),
-    "believed": ((2, 1, 2), {"min_relative_odds": 0.97, "min_confidence": 0.51}, Options()),
+    "several views": ((2, 2, 1), {}, Options(quality="best")),
+    "post-processing options": (
+        (1, 2, 2),
+        {"minimum_fraction": 0.1},
+        Options(steering=Steering(0.45, NINE, min_confidence=0.52)),
+    ),
+    "minimum confidence": ((2, 1, 2), {"min_relative_odds": 0.97, "min_confidence": 0.51}, Options()),
     "finer": ((1, 2, 2), {"threshold": 0.45}, Options(diameter=Diameter((4.3,), "px"))),
     "coarser": (
         (1, 1, 1),
@@ -71,8 +75,8 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any], Options]] = {
 }
 
 
-def compare(tmp_path: Path, pixels: np.ndarray, spec, options=AS_SAMPLED, windows=None, chunks=(16, 20, 24)):
-    """Assert that both ways give the same labels and notes; return the folder of the run, and the labels."""
+def compare(tmp_path: Path, pixels: np.ndarray, spec, options=DEFAULT_OPTIONS, windows=None, chunks=(16, 20, 24)):
+    """Assert that both methods return equal labels and notes; return the folder of the run, and the labels."""
     source = write_zarr(tmp_path / "in.zarr", pixels, chunks=chunks)
     whole = segment_whole(source, spec, options, settings_of())
     folder = begin(tmp_path / "run", source, spec, options, settings_of(), windows)
@@ -83,19 +87,21 @@ def compare(tmp_path: Path, pixels: np.ndarray, spec, options=AS_SAMPLED, window
     return folder, labels
 
 
-FEW = {"odd groups", "empty windows", "coarser"}
+FAST_CASES = {"odd groups", "empty windows", "coarser"}
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in FEW else pytest.param(case, marks=pytest.mark.thorough) for case in CASES]
+    "case", [case if case in FAST_CASES else pytest.param(case, marks=pytest.mark.thorough) for case in CASES]
 )
-def test_labels_are_those_of_the_whole(case, tmp_path, write_model, random_nuclei_content, monkeypatch) -> None:
-    """Also where few pieces and passes are joined at a time."""
+def test_labels_equal_those_of_the_whole_volume(
+    case, tmp_path, write_model, random_nuclei_content, monkeypatch
+) -> None:
+    """The pieces and passes are merged in small portions."""
     monkeypatch.setattr(join, "PIECES", 100)
     monkeypatch.setattr(join, "PASSES", 50)
     windows, decoding, options = CASES[case]
-    spec = write_model(instances(wanting(random_nuclei_content, 6.0), **decoding))
-    pixels, has_empty = hills(SHAPE, 3), "empty windows" in case
+    spec = write_model(detect_objects(expect_diameter(random_nuclei_content, 6.0), **decoding))
+    pixels, has_empty = make_hills(SHAPE, 3), "empty windows" in case
     if has_empty:
         pixels[:, 20:] = 100
     folder, labels = compare(tmp_path, pixels, spec, options, windows)
@@ -104,56 +110,56 @@ def test_labels_are_those_of_the_whole(case, tmp_path, write_model, random_nucle
     assert labels.any()
 
 
-def test_a_volume_with_nothing_in_it_has_no_labels(tmp_path: Path, write_model, random_nuclei_content) -> None:
-    spec, options = write_model(instances(random_nuclei_content)), Options(steering=Steering(threshold=0.999))
-    folder, labels = compare(tmp_path, hills((20, 20, 30), 3), spec, options, (1, 1, 2))
+def test_volume_without_objects_has_no_labels(tmp_path: Path, write_model, random_nuclei_content) -> None:
+    spec, options = write_model(detect_objects(random_nuclei_content)), Options(steering=Steering(threshold=0.999))
+    folder, labels = compare(tmp_path, make_hills((20, 20, 30), 3), spec, options, (1, 1, 2))
     assert not labels.any()
     assert folder.read_record("join")["objects"] == 0
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(1, 40, 50), (9, 16, 61), (40, 7, 8), (16, 16, 16), (17, 16, 16)])
-def test_shapes_that_are_hardly_larger_than_a_window(shape, tmp_path: Path, write_model, random_nuclei_content) -> None:
-    spec = write_model(instances(random_nuclei_content))
-    compare(tmp_path, hills(shape, 5).astype(np.float32), spec, windows=(1, 1, 1), chunks=(8, 16, 16))
+def test_volumes_of_about_one_window_are_supported(shape, tmp_path: Path, write_model, random_nuclei_content) -> None:
+    spec = write_model(detect_objects(random_nuclei_content))
+    compare(tmp_path, make_hills(shape, 5).astype(np.float32), spec, windows=(1, 1, 1), chunks=(8, 16, 16))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(10))
-def test_any_widths_give_the_labels_of_the_whole(seed: int, tmp_path: Path, write_model, random_nuclei_content) -> None:
+def test_labels_are_equal_for_any_diameter(seed: int, tmp_path: Path, write_model, random_nuclei_content) -> None:
     rng = np.random.default_rng(seed)
     z, y, x = rng.integers(12, 50, 3).tolist()
     widths = np.exp(rng.uniform(np.log(3), np.log(14), 3)).tolist()
-    least = Steering(minimum_size=ObjectVolume(float(rng.integers(1, 300)), "px")) if seed % 3 else Steering()
-    options = Options(diameter=Diameter((widths[0], widths[1], widths[2]), "px"), steering=least)
-    spec = write_model(instances(wanting(random_nuclei_content, 6.0), threshold=0.44, smoothing=seed % 2))
-    compare(tmp_path, hills((z, y, x), seed), spec, options, (1, 2, 1), (8, 16, 16))
+    steering = Steering(minimum_size=ObjectVolume(float(rng.integers(1, 300)), "px")) if seed % 3 else Steering()
+    options = Options(diameter=Diameter((widths[0], widths[1], widths[2]), "px"), steering=steering)
+    spec = write_model(detect_objects(expect_diameter(random_nuclei_content, 6.0), threshold=0.44, smoothing=seed % 2))
+    compare(tmp_path, make_hills((z, y, x), seed), spec, options, (1, 2, 1), (8, 16, 16))
 
 
-def test_a_width_that_was_estimated_stays_when_a_run_goes_on(tmp_path, write_model, random_nuclei_content) -> None:
-    spec = write_model(instances(wanting(random_nuclei_content, 6.0), threshold=0.44))
-    source = write_zarr(tmp_path / "in.zarr", hills((20, 24, 28), 4), chunks=(16, 20, 24))
-    wide = Diameter((9.0,), "px")
+def test_estimated_diameter_is_kept_when_a_run_is_resumed(tmp_path, write_model, random_nuclei_content) -> None:
+    spec = write_model(detect_objects(expect_diameter(random_nuclei_content, 6.0), threshold=0.44))
+    source = write_zarr(tmp_path / "in.zarr", make_hills((20, 24, 28), 4), chunks=(16, 20, 24))
+    diameter = Diameter((9.0,), "px")
     folder = begin(tmp_path / "run", source, spec, Options(diameter="auto"), settings_of())
     segment_blocks(folder, tmp_path / "first.zarr")
-    survey = replace(folder.survey, sizing=Sizing(wide, fits=False, objects=9, windows=4))
+    survey = replace(folder.survey, sizing=Sizing(diameter, fits=False, objects=9, windows=4))
     folder.write_survey(survey, folder.read_array("skipped.npy"))
     for step in get_args(Step):
         if step not in {"count", "survey"}:
-            folder.forget(step)
+            folder.discard_records(step)
     open_run.cache_clear()
     begin(tmp_path / "run", source, spec, Options(diameter="auto"), settings_of())
     labels = segment_blocks(folder, tmp_path / "out.zarr")
-    whole = segment_whole(source, spec, Options(diameter=wide), settings_of()).segmentation.pixels
+    whole = segment_whole(source, spec, Options(diameter=diameter), settings_of()).segmentation.pixels
     assert whole.any()
     assert np.array_equal(labels, whole)
 
 
-def test_a_run_that_goes_on_with_another_name_for_its_result_writes_all_of_it_there(tmp_path, bands, phantom) -> None:
+def test_run_resumed_with_another_output_path_writes_the_whole_result(tmp_path, bands, phantom) -> None:
     source = write_zarr(tmp_path / "in.zarr", phantom.image, chunks=(16, 32, 32))
     folder = begin(tmp_path / "run", source, bands, Options(), settings_of())
     labels = segment_blocks(folder, tmp_path / "first.zarr")
-    # Of another run, which was interrupted.
+    # Left behind by another interrupted run.
     shutil.copytree(tmp_path / "first.zarr", zarr_writer.partial_path(tmp_path / "out.zarr"))
     partial = zarr.open_group(zarr_writer.partial_path(tmp_path / "out.zarr"))
     partial["0"][...] = 1  # type: ignore[index]
@@ -161,19 +167,19 @@ def test_a_run_that_goes_on_with_another_name_for_its_result_writes_all_of_it_th
 
 
 @pytest.mark.thorough
-def test_told_nothing_the_width_is_estimated_as_of_the_whole(tmp_path: Path) -> None:
+def test_diameter_is_estimated_as_for_the_whole_volume_by_default(tmp_path: Path) -> None:
     nuclei = read_spec(bundled_folder("models") / "nuclei")
-    wide = zoom(tifffile.imread(nuclei.folder / "sample.tif")[:, :64, :64], 1.7, order=1)
-    folder, labels = compare(tmp_path, wide, nuclei, chunks=(16, 32, 32))
+    enlarged = zoom(tifffile.imread(nuclei.folder / "sample.tif")[:, :64, :64], 1.7, order=1)
+    folder, labels = compare(tmp_path, enlarged, nuclei, chunks=(16, 32, 32))
     assert labels.any()
     assert any(note.startswith("Resampled from") for note in folder.survey.notes)
 
 
 @pytest.mark.parametrize("options", [Options(), Options(diameter=Diameter((9.0,), "px"))])
-def test_objects_are_measured_in_every_channel(options, tmp_path, write_model, random_nuclei_content) -> None:
-    spec = write_model(instances(wanting(random_nuclei_content, 6.0), threshold=0.44))
+def test_objects_are_measured_in_each_channel(options, tmp_path, write_model, random_nuclei_content) -> None:
+    spec = write_model(detect_objects(expect_diameter(random_nuclei_content, 6.0), threshold=0.44))
     # Labels are written in blocks of 64 planes.
-    pixels = np.stack([hills((70, 20, 24), 4), hills((70, 20, 24), 5)])
+    pixels = np.stack([make_hills((70, 20, 24), 4), make_hills((70, 20, 24), 5)])
     source = write_zarr(tmp_path / "in.zarr", pixels, "czyx", chunks=(1, 16, 20, 24))
     first = Selection(channel=0)
     whole = segment_whole(source, spec, options, settings_of(), first).segmentation
@@ -187,24 +193,24 @@ def test_objects_are_measured_in_every_channel(options, tmp_path, write_model, r
         assert np.array_equal(found[name], column), name
 
 
-def test_classes_and_their_pyramid(tmp_path: Path, bands, phantom) -> None:
+def test_classes_and_their_pyramid_equal_those_of_the_whole_volume(tmp_path: Path, bands, phantom) -> None:
     source = write_zarr(tmp_path / "in.zarr", phantom.image, chunks=(16, 32, 32))
     whole = segment_whole(source, bands, Options(), settings_of()).segmentation
     out = source / "labels" / "bands"
     labels = segment_blocks(begin(tmp_path / "run", source, bands, Options(), settings_of(), (1, 1, 2)), out)
     assert np.array_equal(labels, whole.pixels)
     zarr_writer.write(whole, tmp_path / "whole.zarr")
-    one, other = (zarr.open_group(path, mode="r") for path in (out, tmp_path / "whole.zarr"))
-    assert sorted(one.array_keys()) == sorted(other.array_keys())
-    for level in one.array_keys():
-        assert np.array_equal(one[level][...], other[level][...])
-    assert one.attrs["ome"]["multiscales"][0]["datasets"] == other.attrs["ome"]["multiscales"][0]["datasets"]
+    blockwise, expected = (zarr.open_group(path, mode="r") for path in (out, tmp_path / "whole.zarr"))
+    assert sorted(blockwise.array_keys()) == sorted(expected.array_keys())
+    for level in blockwise.array_keys():
+        assert np.array_equal(blockwise[level][...], expected[level][...])
+    assert blockwise.attrs["ome"]["multiscales"][0]["datasets"] == expected.attrs["ome"]["multiscales"][0]["datasets"]
     assert zarr.open_group(source / "labels", mode="r").attrs["ome"]["labels"] == ["bands"]
 
 
-def test_a_run_may_have_more_windows_than_a_request(tmp_path: Path, write_model, random_nuclei_content) -> None:
-    spec = write_model(wanting(instances(random_nuclei_content), 6.0))
-    source = write_zarr(tmp_path / "in.zarr", hills((20, 20, 20), 1), chunks=(16, 20, 24))
+def test_window_limit_of_requests_does_not_apply_to_runs(tmp_path: Path, write_model, random_nuclei_content) -> None:
+    spec = write_model(expect_diameter(detect_objects(random_nuclei_content), 6.0))
+    source = write_zarr(tmp_path / "in.zarr", make_hills((20, 20, 20), 1), chunks=(16, 20, 24))
     settings = override_settings(settings_of(), "limits", {"windows": 1})
     folder = begin(tmp_path / "run", source, spec, Options(diameter="auto"), settings)
     assert segment_blocks(folder, tmp_path / "out.zarr").shape == (20, 20, 20)

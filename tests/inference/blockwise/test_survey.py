@@ -1,4 +1,4 @@
-"""The survey of a volume in parts tells what one pass over the whole does, to the bit."""
+"""Survey of a volume in parts: bitwise equal to one pass over the whole volume."""
 
 from pathlib import Path
 from typing import Literal
@@ -21,7 +21,7 @@ from tests.zarr_files import write_zarr
 
 
 @pytest.mark.parametrize("depth", [1, 7])
-def test_planes_of_many_layers_of_chunks_are_read_at_once(depth: int, tmp_path: Path) -> None:
+def test_planes_from_many_layers_of_chunks_are_read_correctly(depth: int, tmp_path: Path) -> None:
     pixels = np.zeros((1100, 3, 4), np.uint16)
     pixels[::150] = np.random.default_rng(0).integers(1, 1000, (8, 3, 4))
     source = write_zarr(tmp_path / "in.zarr", pixels, chunks=(depth, 3, 4))
@@ -33,25 +33,25 @@ def test_planes_of_many_layers_of_chunks_are_read_at_once(depth: int, tmp_path: 
 
 def survey_in_rounds(run: OpenRun) -> int:
     """Survey a run in this process; return the number of rounds."""
-    runner, parts, turn = started(run.spec, settings_of()), counting.count_parts(run), 0
+    runner, parts, rounds = started(run.spec, settings_of()), counting.count_parts(run), 0
     while True:
-        for number in range(turn * parts, (turn + 1) * parts):
+        for number in range(rounds * parts, (rounds + 1) * parts):
             counting.count_part(run, number)
-        facts = survey.merge_counts(run, runner, turn)
-        turn += 1
+        facts = survey.merge_counts(run, runner, rounds)
+        rounds += 1
         if not facts["wanted"]:
-            return turn
-        run.folder.write_record(BlockTask(str(run.folder.path), "survey", turn - 1), facts)
+            return rounds
+        run.folder.write_record(BlockTask(str(run.folder.path), "survey", rounds - 1), facts)
 
 
-def volumes() -> dict[str, np.ndarray]:
+def make_volumes() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     large = (66, 256, 257)
     assert np.prod(large) > SORTED_VOXELS
     real = rng.normal(10, 3, large).astype(np.float32)
-    gaps = rng.normal(-5, 3, (30, 70, 50)).astype(np.float16)
-    gaps[3:9, 40:] = np.nan
-    gaps[0, 0, 0] = -np.inf
+    with_gaps = rng.normal(-5, 3, (30, 70, 50)).astype(np.float16)
+    with_gaps[3:9, 40:] = np.nan
+    with_gaps[0, 0, 0] = -np.inf
     wide_gaps = real.copy()
     wide_gaps[5:40, 20:, ::3] = np.nan
     rare = np.full((30, 70, 50), 7, np.uint16)
@@ -60,7 +60,7 @@ def volumes() -> dict[str, np.ndarray]:
         "16 bits": rng.integers(0, 2**16, (30, 70, 50)).astype(np.uint16),
         "signed": rng.integers(-(2**15), 2**15, (30, 70, 50)).astype(np.int16),
         "rare": rare,
-        "half": gaps,
+        "half": with_gaps,
         "32 bits": real,
         "32 bits with gaps": wide_gaps,
         "integers": (real * 1e6).astype(np.int32),
@@ -68,14 +68,14 @@ def volumes() -> dict[str, np.ndarray]:
     }
 
 
-FEW = {"16 bits", "half", "32 bits with gaps"}
+FAST_CASES = {"16 bits", "half", "32 bits with gaps"}
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in FEW else pytest.param(case, marks=pytest.mark.thorough) for case in volumes()]
+    "case", [case if case in FAST_CASES else pytest.param(case, marks=pytest.mark.thorough) for case in make_volumes()]
 )
-def test_scalings_are_those_of_the_whole(case: str, tmp_path: Path, random_nuclei) -> None:
-    pixels = volumes()[case]
+def test_scalings_equal_those_of_the_whole_volume(case: str, tmp_path: Path, random_nuclei) -> None:
+    pixels = make_volumes()[case]
     source = write_zarr(tmp_path / "in.zarr", pixels, chunks=(13, 32, 24) if pixels.size < 2**20 else (16, 128, 128))
     run = open_run(str(begin(tmp_path / "run", source, random_nuclei, Options(), settings_of(), (1, 2, 2)).path))
     assert counting.count_parts(run) > 1 or case == "few of 32 bits"
@@ -86,14 +86,16 @@ def test_scalings_are_those_of_the_whole(case: str, tmp_path: Path, random_nucle
 
 
 @pytest.mark.parametrize("below", ["auto", 600.0])
-def test_empty_windows_are_those_of_the_whole(below: Literal["auto"] | float, tmp_path: Path, random_nuclei) -> None:
+def test_empty_windows_equal_those_of_the_whole_volume(
+    below: Literal["auto"] | float, tmp_path: Path, random_nuclei
+) -> None:
     rng = np.random.default_rng(1)
     pixels = rng.normal(500, 15, (61, 70, 90)).astype(np.float32)
     pixels[20:40, 30:60, 50:] += 5000
     pixels[50, 60, 70] = np.nan
     source = write_zarr(tmp_path / "in.zarr", pixels, chunks=(7, 32, 24))
-    options, never = Options(skip_below=below), random_nuclei.decoding.model_copy(update={"threshold": 0.99})
-    spec = random_nuclei.model_copy(update={"decoding": never})
+    options, decoding = Options(skip_below=below), random_nuclei.decoding.model_copy(update={"threshold": 0.99})
+    spec = random_nuclei.model_copy(update={"decoding": decoding})
     folder = begin(tmp_path / "run", source, spec, options, settings_of(), (1, 1, 1))
     run = OpenRun(folder, folder.plan, spec)
     survey_in_rounds(run)
@@ -103,10 +105,10 @@ def test_empty_windows_are_those_of_the_whole(below: Literal["auto"] | float, tm
     assert isinstance(whole.image, SparseImage)
     found = folder.survey
     assert (found.skipped, found.scores) == (whole.skipped, tuple(whole.image.scores.tolist()))
-    assert {tuple(place) for place in folder.read_array("skipped.npy").tolist()} == whole.image.skipped
+    assert {tuple(position) for position in folder.read_array("skipped.npy").tolist()} == whole.image.skipped
 
 
-def test_a_volume_without_finite_pixels_is_refused(tmp_path: Path, random_nuclei) -> None:
+def test_volume_without_finite_pixels_is_rejected(tmp_path: Path, random_nuclei) -> None:
     source = write_zarr(tmp_path / "in.zarr", np.full((20, 20, 20), np.nan, np.float32), chunks=(16, 20, 24))
     run = open_run(str(begin(tmp_path / "run", source, random_nuclei, Options(), settings_of()).path))
     with pytest.raises(BadFile, match="NaN or infinite"):

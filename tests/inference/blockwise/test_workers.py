@@ -1,4 +1,4 @@
-"""Workers and drivers that are killed: only what they were doing is done again, and the result is the same."""
+"""Killed workers and drivers: only their unfinished blocks are repeated, and the result is the same."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ from tests.zarr_files import write_zarr
 
 
 def die_once(task: BlockTask) -> dict[str, Any]:
-    """Do a block, but kill the process at the third group of windows, before and after its scores are written."""
+    """Run a block, but kill the process at the third group of windows, before and after its scores are written."""
     for when in ("before", "after"):
         mark = Path(task.folder) / f"died-{when}"
         if when == "after" and task.step == "scores":
@@ -48,16 +48,16 @@ def source(tmp_path: Path, phantom) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path, source: Path, bands) -> Callable[..., RunFolder]:
-    """start(folder, options, windows): begin a run."""
+    """Function start(folder, options, windows) that starts a run."""
 
-    def begin_there(folder: Path = tmp_path / "run", options=Options(), windows=None) -> RunFolder:  # noqa: B008
+    def start_run(folder: Path = tmp_path / "run", options=Options(), windows=None) -> RunFolder:  # noqa: B008
         return begin(folder, source, bands, options, settings_of(), windows)
 
-    return begin_there
+    return start_run
 
 
 @pytest.mark.thorough
-def test_a_worker_that_is_killed_loses_its_block_alone(tmp_path: Path, source: Path, bands, start) -> None:
+def test_killed_worker_loses_only_its_current_block(tmp_path: Path, source: Path, bands, start) -> None:
     whole = segment_whole(source, bands, Options(), settings_of()).segmentation.pixels
     folder = start(windows=(1, 1, 1))
     with closing(LocalWorkers(2, die_once)) as workers:
@@ -67,12 +67,12 @@ def test_a_worker_that_is_killed_loses_its_block_alone(tmp_path: Path, source: P
 
 
 @pytest.mark.thorough
-def test_a_block_that_kills_every_worker_ends_the_run(tmp_path: Path) -> None:
+def test_block_that_kills_every_worker_fails_the_run(tmp_path: Path) -> None:
     with closing(LocalWorkers(1, always_die)) as workers, pytest.raises(InternalError, match=f"{MOST_DEATHS} workers"):
         workers.submit(BlockTask(str(tmp_path), "scores", 3)).result(60)
 
 
-def test_what_is_done_is_not_done_again(tmp_path: Path, start) -> None:
+def test_finished_blocks_are_not_repeated(tmp_path: Path, start) -> None:
     folder, first, again = start(windows=(1, 1, 1)), InlineWorkers(), InlineWorkers()
     labels = segment_blocks(folder, tmp_path / "out.zarr", first)
     count = folder.plan.layout.count
@@ -86,39 +86,39 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, start) -> None:
     assert [number for step, number in again.seen if step == "tile"] == [count - 1]
 
 
-def test_a_folder_of_another_run_is_refused(tmp_path: Path, source: Path, start) -> None:
+def test_folder_of_another_run_is_rejected(tmp_path: Path, source: Path, start) -> None:
     for strict in (True, False):
         start(options=Options(strict=strict))
-    with pytest.raises(BadParameter, match="another stack, model or options"):
+    with pytest.raises(BadParameter, match="another stack, model, options or version"):
         start(options=Options(overlap=0.4))
-    with pytest.raises(BadParameter, match="something else"):
+    with pytest.raises(BadParameter, match="contains other files"):
         start(source)
     (tmp_path / "run" / "plan.json").write_text("{}")
-    with pytest.raises(BadParameter, match="of another version"):
+    with pytest.raises(BadParameter, match="options or version"):
         start()
 
 
-def test_a_run_that_was_killed_as_it_began_begins_again(tmp_path: Path, start) -> None:
-    whole, left = start(), tmp_path / "killed"
-    (left / "records").mkdir(parents=True)
-    (left / "plan.json.part-17").touch()
-    folder = start(left)
+def test_run_that_was_killed_before_it_had_a_plan_starts_again(tmp_path: Path, start) -> None:
+    whole, leftover = start(), tmp_path / "killed"
+    (leftover / "records").mkdir(parents=True)
+    (leftover / "plan.json.part-17").touch()
+    folder = start(leftover)
     assert folder.plan == whole.plan
-    (left / "settings.json").unlink()
-    assert start(left).settings == folder.settings
+    (leftover / "settings.json").unlink()
+    assert start(leftover).settings == folder.settings
 
 
-def test_records_of_no_block_do_not_count(start) -> None:
+def test_invalid_record_names_are_ignored(start) -> None:
     folder = start()
     for name in ("tile-x.json", "tile-3.json.part-8", "tile.json", "tile-4.json"):
         (folder.path / "records" / name).write_text("{}")
     assert folder.done("tile") == {4}
 
 
-def test_a_folder_that_another_command_uses_is_refused(tmp_path, source, bands, capsys, monkeypatch) -> None:
+def test_folder_in_use_by_another_command_is_rejected(tmp_path, source, bands, capsys, monkeypatch) -> None:
     out, scratch = tmp_path / "out.zarr", tmp_path / "run"
     command = ["segment", str(source), str(out), "--workers", "1", "--scratch", str(scratch)]
-    # A name of a model, or of its folder, has at most 64 characters.
+    # Use a relative path, because model arguments have at most 64 characters.
     monkeypatch.chdir(bands.folder.parent)
     with RunFolder(scratch).held():
         assert main([*command, "--model", f"./{bands.folder.name}"]) == 1
@@ -127,7 +127,7 @@ def test_a_folder_that_another_command_uses_is_refused(tmp_path, source, bands, 
 
 
 @pytest.mark.thorough
-def test_a_command_that_is_killed_goes_on_where_it_was(tmp_path: Path, source: Path, bands) -> None:
+def test_killed_command_continues_where_it_stopped(tmp_path: Path, source: Path, bands) -> None:
     whole = segment_whole(source, bands, Options(), settings_of()).segmentation.pixels
     out, scratch = tmp_path / "out.zarr", tmp_path / "run"
     command = [sys.executable, "-m", "service", "segment", source, out, "--workers", "2", "--scratch", scratch]

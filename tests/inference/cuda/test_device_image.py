@@ -11,7 +11,7 @@ from torch import Tensor
 
 from service.core.types import Array, Volume
 from service.inference.cuda import device_image
-from service.inference.cuda.device_image import DeviceImage, SentVolume, Upload
+from service.inference.cuda.device_image import DeviceImage, Upload, UploadedVolume
 from service.inference.preprocessing.normalize import (
     IntensityScaling,
     NormalisedImage,
@@ -29,29 +29,29 @@ SCALINGS = [IntensityScaling(30.5, 70, -0.25, 0.5), IntensityScaling(0, 0)]
 
 @pytest.fixture
 def layered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No image is small enough to be on the device as a whole, and each plane is sent alone."""
-    monkeypatch.setattr(device_image, "WHOLE_BYTES", 0)
-    monkeypatch.setattr(device_image, "PIECE_BYTES", 1)
+    """Hold no image on the device as a whole, and copy each plane separately."""
+    monkeypatch.setattr(device_image, "MAX_WHOLE_IMAGE_BYTES", 0)
+    monkeypatch.setattr(device_image, "MAX_TRANSFER_BYTES", 1)
 
 
-def some_pixels(dtype: str) -> Array:
+def make_pixels(dtype: str) -> Array:
     return np.random.default_rng(1).integers(0, 100, SHAPE).astype(dtype)
 
 
 def boxes(overlap: float, depth: int = 4) -> list[tuple[Any, ...]]:
     grid = Grid.cover((11, 6, 7), (depth, 4, 4), overlap)
     return [
-        (0, slice(None), *(slice(start, start + edge) for start, edge in zip(place, grid.roi, strict=True)))
-        for place in grid.positions()
+        (0, slice(None), *(slice(start, start + edge) for start, edge in zip(position, grid.roi, strict=True)))
+        for position in grid.positions()
     ]
 
 
 @pytest.mark.parametrize("dtype", ["u1", "i1", "u2", "i2", "u4", "i4", "f2", "f4", "f8", "?"])
 @pytest.mark.parametrize("whole", [False, True])
-def test_windows_on_a_device_are_those_on_the_host(dtype: str, whole: bool, request: pytest.FixtureRequest) -> None:
+def test_windows_on_a_device_equal_those_on_the_host(dtype: str, whole: bool, request: pytest.FixtureRequest) -> None:
     if not whole:
         request.getfixturevalue("layered")
-    pixels = some_pixels(dtype)
+    pixels = make_pixels(dtype)
     if pixels.dtype.kind == "f":
         pixels[:, 4, 3, :3] = np.nan, np.inf, -np.inf
     pixels.flags.writeable = False
@@ -68,8 +68,8 @@ def test_windows_on_a_device_are_those_on_the_host(dtype: str, whole: bool, requ
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", ["u1", "u2", "i4", "f4"])
 @pytest.mark.usefixtures("layered")
-def test_windows_on_a_real_device_are_those_on_the_host(dtype: str) -> None:
-    source = NormalisedImage(Volume.from_array(some_pixels(dtype)), SCALINGS)
+def test_windows_on_a_real_device_equal_those_on_the_host(dtype: str) -> None:
+    source = NormalisedImage(Volume.from_array(make_pixels(dtype)), SCALINGS)
     image = DeviceImage(source, 4, torch.device("cuda", 0))
     for box in (*boxes(0.5), *boxes(0.75)):
         torch.testing.assert_close(image[box].cpu(), source[box], rtol=1e-5, atol=1e-6)
@@ -77,7 +77,7 @@ def test_windows_on_a_real_device_are_those_on_the_host(dtype: str) -> None:
 
 @pytest.mark.usefixtures("layered")
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=8))
-def test_layers_come_in_any_order(starts: list[int]) -> None:
+def test_layers_can_be_read_in_any_order(starts: list[int]) -> None:
     whole = torch.arange(11.0)[None, None, :, None, None].expand(1, 1, 11, 2, 3).contiguous()
     image = DeviceImage(whole, 4, CPU)
     for start in starts:
@@ -87,8 +87,8 @@ def test_layers_come_in_any_order(starts: list[int]) -> None:
 
 @pytest.mark.usefixtures("layered")
 @pytest.mark.parametrize("overlap", [0.0, 0.25, 0.75])
-def test_every_plane_is_read_once_and_no_more_are_held_than_a_window_has(overlap: float) -> None:
-    pixels, read = some_pixels("uint16"), list[int]()
+def test_each_plane_is_read_once_and_only_the_planes_of_a_window_are_held(overlap: float) -> None:
+    pixels, read = make_pixels("uint16"), list[int]()
 
     def read_planes(z0: int, z1: int) -> Array:
         read.extend(range(z0, z1))
@@ -97,28 +97,30 @@ def test_every_plane_is_read_once_and_no_more_are_held_than_a_window_has(overlap
     source = NormalisedImage(Volume(SHAPE, pixels.dtype, read_planes), SCALINGS)
     image = DeviceImage(source, 4, CPU)
     for box in boxes(overlap):
-        held = image[box]
+        window = image[box]
     assert read == list(range(11))
-    assert held.untyped_storage().nbytes() == 4 * 2 * 4 * 6 * 7
+    assert window.untyped_storage().nbytes() == 4 * 2 * 4 * 6 * 7
     with pytest.raises(IndexError, match="5 planes"):
         image[0, slice(None), slice(0, 5), slice(0, 4), slice(0, 4)]
 
 
-@pytest.mark.parametrize(("dtype", "sent_as"), [("u1", "u1"), ("i1", "i1"), ("u2", "u2"), ("i2", "i2"), ("f8", "f4")])
-def test_pixels_are_sent_as_they_are_stored_where_float32_holds_them(dtype: str, sent_as: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "expected_dtype"), [("u1", "u1"), ("i1", "i1"), ("u2", "u2"), ("i2", "i2"), ("f8", "f4")]
+)
+def test_pixels_are_copied_in_their_stored_dtype_or_as_float32(dtype: str, expected_dtype: str) -> None:
     sent = list[Any]()
 
     def send(pixels: Array) -> Tensor:
         sent.append(pixels.dtype)
         return torch.from_numpy(np.ascontiguousarray(pixels))
 
-    source = NormalisedImage(Volume.from_array(some_pixels(dtype)[:1]), SCALINGS[:1])
+    source = NormalisedImage(Volume.from_array(make_pixels(dtype)[:1]), SCALINGS[:1])
     source.send_planes(0, 11, torch.empty(1, 11, 6, 7), send)
-    assert sent == [np.dtype(sent_as)]
+    assert sent == [np.dtype(expected_dtype)]
 
 
 class SlowCopies:
-    """Copies as a device makes them: at any time until somebody waits, here as late as possible."""
+    """Copies of an asynchronous device. Each is done as late as possible, when it is waited for."""
 
     def __init__(self) -> None:
         self.pending: list[tuple[Tensor, Tensor]] = []
@@ -137,7 +139,7 @@ class SlowCopies:
     shapes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=4),
     nbytes=st.integers(12, 200),
 )
-def test_buffer_is_not_filled_while_it_is_on_its_way(shapes: list[tuple[int, int, int]], nbytes: int) -> None:
+def test_buffer_is_not_filled_while_it_is_being_copied(shapes: list[tuple[int, int, int]], nbytes: int) -> None:
     copies = SlowCopies()
     upload = Upload(CPU, nbytes, copies)
     blocks = [np.random.default_rng(0).random(shape, np.float32) for shape in shapes]
@@ -160,7 +162,7 @@ def test_percentiles_counted_on_the_device_are_exact(dtype, shape, spread, low, 
     random = np.random.default_rng(seed)
     pixels = random.integers(ends.min, min(ends.min + spread, ends.max), shape, dtype, endpoint=True)
     volume = Volume.from_array(pixels)
-    sent = SentVolume(volume, CPU)
+    sent = UploadedVolume(volume, CPU)
     for index, channel in enumerate(pixels):
         found = percentiles(SentChannel(volume, index, sent=sent), low, high)
         assert found == percentiles(VolumeChannel(volume, index), low, high)
@@ -169,10 +171,10 @@ def test_percentiles_counted_on_the_device_are_exact(dtype, shape, spread, low, 
 
 @pytest.mark.parametrize("layers", [False, True])
 @pytest.mark.parametrize("level", [None, 7], ids=["varied", "constant"])
-def test_a_volume_that_was_sent_is_read_once_and_normalised_as_on_the_host(bands, level, layers, monkeypatch) -> None:
+def test_uploaded_volume_is_read_once_and_normalized_as_on_the_host(bands, level, layers, monkeypatch) -> None:
     if layers:
-        monkeypatch.setattr(device_image, "PIECE_BYTES", 1)
-    pixels, read = some_pixels("uint16")[:1], list[int]()
+        monkeypatch.setattr(device_image, "MAX_TRANSFER_BYTES", 1)
+    pixels, read = make_pixels("uint16")[:1], list[int]()
     if level is not None:
         pixels[:] = level
 
@@ -181,10 +183,10 @@ def test_a_volume_that_was_sent_is_read_once_and_normalised_as_on_the_host(bands
         return pixels[:, z0:z1]
 
     volume = Volume((1, *SHAPE[1:]), pixels.dtype, read_planes)
-    assert SentVolume.takes(volume)
+    assert UploadedVolume.supports(volume)
     for wide, size in (("f4", (4, 4, 4)), ("u4", (4, 4, 4)), ("u1", (1024, 1024, 1025))):
-        assert not SentVolume.takes(Volume((1, *size), np.dtype(wide), read_planes))
-    sent = SentVolume(volume, CPU)
+        assert not UploadedVolume.supports(Volume((1, *size), np.dtype(wide), read_planes))
+    sent = UploadedVolume(volume, CPU)
     if level is None:
         source, _notes = normalise_volume(volume, bands, sent)
         image = DeviceImage(source, 4, CPU)

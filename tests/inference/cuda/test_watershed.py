@@ -27,8 +27,8 @@ class CountMasks(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-def some_basins(peaks: Tensor, first: Tensor, second: Tensor, height: Tensor) -> Basins:
-    """Basins without voxels; a pass is no higher than the lower of its two peaks."""
+def make_basins(peaks: Tensor, first: Tensor, second: Tensor, height: Tensor) -> Basins:
+    """Return basins without voxels. Each pass is at most as high as the lower of its two peaks."""
     none = torch.zeros(len(peaks), dtype=torch.int64)
     lower = torch.minimum(peaks[first], peaks[second])
     passes = Passes(first, second, torch.minimum(height, lower))
@@ -43,24 +43,24 @@ def some_basins(peaks: Tensor, first: Tensor, second: Tensor, height: Tensor) ->
     persistence=st.sampled_from([0.0, 0.1, 0.4, 2.0]),
     logits=st.booleans(),
 )
-def test_objects_are_those_of_merging_pass_by_pass(seed, count, passes, levels, persistence, logits) -> None:
-    """With few levels peaks and passes are as high as each other, and some pairs have several passes or are one."""
+def test_objects_equal_those_of_merging_pass_by_pass(seed, count, passes, levels, persistence, logits) -> None:
+    """With few levels, many heights are equal. Some pairs have several passes, and some passes join one basin."""
     rng = np.random.default_rng(seed)
     peaks, heights = (rng.random(number).astype(np.float32) for number in (count, passes if count else 0))
     if levels:
         peaks, heights = np.round(peaks * levels) / levels, np.round(heights * levels) / levels
     sides = torch.from_numpy(rng.integers(0, max(count, 1), (2, len(heights))))
-    basins = some_basins(torch.from_numpy(peaks), *sides, torch.from_numpy(heights))
+    basins = make_basins(torch.from_numpy(peaks), *sides, torch.from_numpy(heights))
     chosen = Persistence(persistence, logits=logits)
     assert np.array_equal(merge_basins_on_device(basins, chosen), merge_shallow_basins(basins, chosen))
 
 
 @pytest.mark.parametrize("rising", [True, False])
-def test_a_long_chain_of_basins_takes_few_rounds(rising: bool) -> None:
+def test_long_chain_of_basins_takes_few_rounds(rising: bool) -> None:
     count = 1000
     peaks = torch.linspace(1, 2, count) if rising else 1 + torch.rand(count, generator=torch.Generator().manual_seed(0))
     numbers = torch.arange(count)
-    basins = some_basins(peaks, numbers[:-1], numbers[1:], torch.full((count - 1,), 9.0))
+    basins = make_basins(peaks, numbers[:-1], numbers[1:], torch.full((count - 1,), 9.0))
     with CountWaits() as counted:
         merged = merge_basins_on_device(basins, Persistence(5.0, logits=False))
     assert set(merged) == {0}
@@ -70,40 +70,40 @@ def test_a_long_chain_of_basins_takes_few_rounds(rising: bool) -> None:
 def test_merging_without_ties_uses_no_masks_as_indices() -> None:
     random = torch.Generator().manual_seed(0)
     peaks, height = (torch.rand(number, generator=random) for number in (50, 30))
-    basins = some_basins(peaks, *torch.randint(50, (2, 30), generator=random), height)
+    basins = make_basins(peaks, *torch.randint(50, (2, 30), generator=random), height)
     with CountMasks() as counted:
         merged = merge_basins_on_device(basins, Persistence(0.4, logits=False))
     assert 0 < merged.max() < 49
     assert counted.masks == 0
 
 
-def waits_of_whole_volume(*block: int) -> int:
-    """Return how often the host waits for the labels of 64 x 8 x 8 voxels in blocks of this number of voxels."""
+def count_waits(*block: int) -> int:
+    """Return how often the host waits when it labels 64 x 8 x 8 voxels in blocks of this number of voxels."""
     heights = torch.from_numpy(hills(3, (64, 8, 8))).nan_to_num_(neginf=-9)
-    made = WholeWatershed(Planes((64, 8, 8), heights.device), 0.0, Persistence(0.1, logits=False), *block)
-    made.add(heights, heights)
+    watershed = WholeWatershed(Planes((64, 8, 8), heights.device), 0.0, Persistence(0.1, logits=False), *block)
+    watershed.add(heights, heights)
     with CountWaits() as counted:
-        made.labels(0, drop_border=False)
+        watershed.labels(0, drop_border=False)
     return counted.waits
 
 
-def test_a_volume_on_a_device_is_one_block_if_the_block_holds_it_with_the_rims_of_its_planes() -> None:
-    one_block = waits_of_whole_volume(2**30)
-    assert waits_of_whole_volume() == one_block
-    assert waits_of_whole_volume(64 * 10 * 10) == one_block
-    assert waits_of_whole_volume(64 * 10 * 10 - 1) > one_block
+def test_volume_is_one_block_if_it_fits_with_the_margins_of_its_planes() -> None:
+    one_block = count_waits(2**30)
+    assert count_waits() == one_block
+    assert count_waits(64 * 10 * 10) == one_block
+    assert count_waits(64 * 10 * 10 - 1) > one_block
 
 
 @pytest.mark.parametrize("parts", [1, 4, 12])
-def test_parts_of_a_whole_volume_wait_for_nothing(parts: int) -> None:
+def test_adding_planes_does_not_wait_for_the_device(parts: int) -> None:
     heights = torch.from_numpy(hills(3, (12, 16, 16))).nan_to_num_(neginf=-9)
-    made = WholeWatershed(Planes((12, 16, 16), heights.device), 0.0, Persistence(0.1, logits=False))
+    watershed = WholeWatershed(Planes((12, 16, 16), heights.device), 0.0, Persistence(0.1, logits=False))
     with CountWaits() as added:
         for part in heights.chunk(parts):
-            made.add(part, part > 0 if parts == 4 else part)
+            watershed.add(part, part > 0 if parts == 4 else part)
     with CountWaits() as counted:
-        labels, objects = made.labels(0, drop_border=False)
+        labels, objects = watershed.labels(0, drop_border=False)
     assert added.waits == 0
-    assert counted.waits < 30, "however many parts there are"
+    assert counted.waits < 30, "independent of the number of parts"
     assert labels.max() > 1
-    assert parts != 4 or (objects.confidence > 0.999).all(), "a mask is certain"
+    assert parts != 4 or (objects.confidence > 0.999).all(), "a mask has full confidence"

@@ -25,26 +25,26 @@ from service.inference.runner.estimator import Estimator, make_plan
 from service.inference.runner.memory_estimate import WindowLoad, activation_bytes, estimate
 from service.inference.segment import segment
 from service.inference.types import Plan
-from service.inference.windows.grid import SKIPPED_BYTES, Grid
+from service.inference.windows.grid import MAX_SKIPPED_BYTES, Grid
 from service.inference.windows.kernels import window_kernels
 from service.models.repository import read_spec
 
 SETTINGS = Settings(windows=Windows(sw_batch_size=2, overlap=0.25), limits=Limits(sw_batch_size=8, overlap=0.5))
 
 
-def volume_of(*size, voxel_size=None):
-    """The header of a stack: no pixel is needed."""
+def describe(*size, voxel_size=None):
+    """Return the description of a stack. No pixels are needed."""
     return Description("TIFF", "ZYX", size, (1, *size), "uint16", voxel_size, "not stated", ("",), 1)
 
 
 def host_bytes(spec, size, plan, load=0, *kernel):
-    """Bytes of the host for a stack, whose network takes `load` bytes for a window."""
-    return estimate(spec, volume_of(*size), plan, WindowLoad(load), *kernel).host_bytes
+    """Return the estimated host bytes for a stack and a network that needs `load` bytes per window."""
+    return estimate(spec, describe(*size), plan, WindowLoad(load), *kernel).host_bytes
 
 
-def test_every_stream_takes_memory_for_a_batch_unless_there_are_fewer_batches(bands):
+def test_each_stream_needs_memory_for_one_batch_unless_there_are_fewer_batches(bands):
     plan = make_plan(bands, Settings(), Options(overlap=0.0, sw_batch_size=2))
-    volume = volume_of(16, 64, 96)
+    volume = describe(16, 64, 96)
 
     def windows(streams):
         one, none = (estimate(bands, volume, plan, WindowLoad(nbytes, streams)).host_bytes for nbytes in (1000, 0))
@@ -54,7 +54,7 @@ def test_every_stream_takes_memory_for_a_batch_unless_there_are_fewer_batches(ba
     assert windows(8) == 6, "six windows are three batches"
 
 
-def test_what_is_asked_for_is_taken_up_to_the_limits_and_all_else_is_the_operators_choice(bands, random_nuclei):
+def test_plan_uses_options_within_the_limits_and_operator_defaults_otherwise(bands, random_nuclei):
     assert make_plan(bands, SETTINGS, Options()) == Plan("classes", 2, 0.25)
     assert make_plan(random_nuclei, SETTINGS, Options()) == Plan("labels", 2, 0.25)
     options = Options(output="probabilities", sw_batch_size=8, overlap=0.5)
@@ -66,34 +66,34 @@ def test_what_is_asked_for_is_taken_up_to_the_limits_and_all_else_is_the_operato
     assert make_plan(bands, skipping, Options(skip_below="none")).skip_below is None
 
 
-def test_best_quality_overlaps_more_unless_told_or_not_allowed_to(bands):
+def test_best_quality_overlaps_more_unless_overlap_is_set_or_limited(bands):
     best = make_plan(bands, SETTINGS, Options(quality="best"))
     assert (best.overlap, len(best.views)) == (0.5, 3)
     assert make_plan(bands, SETTINGS, Options(quality="best", overlap=0.125)).overlap == 0.125
-    narrow = Settings(limits=Limits(overlap=0.3))
-    assert make_plan(bands, narrow, Options(quality="best")).overlap == 0.3
+    limited = Settings(limits=Limits(overlap=0.3))
+    assert make_plan(bands, limited, Options(quality="best")).overlap == 0.3
     assert make_plan(bands, SETTINGS, Options(quality="fast")) == make_plan(bands, SETTINGS, Options())
 
 
-def test_a_window_counts_once_for_each_view_of_it(bands):
-    volume, estimator = volume_of(40, 80, 80), Estimator(bands, SETTINGS)
+def test_window_counts_once_for_each_view(bands):
+    volume, estimator = describe(40, 80, 80), Estimator(bands, SETTINGS)
     fast = estimator.estimate(volume, Options(overlap=0.25))
     best = estimator.estimate(volume, Options(overlap=0.25, quality="best"))
     assert best.windows == 3 * fast.windows > 3
-    narrow = Estimator(bands, Settings(limits=Limits(windows=fast.windows)))
-    assert narrow.estimate(volume, Options(overlap=0.25)) == fast
+    limited = Estimator(bands, Settings(limits=Limits(windows=fast.windows)))
+    assert limited.estimate(volume, Options(overlap=0.25)) == fast
     with pytest.raises(TooLarge, match="quality=fast"):
-        narrow.estimate(volume, Options(overlap=0.25, quality="best"))
+        limited.estimate(volume, Options(overlap=0.25, quality="best"))
 
 
-def test_slabs_that_leave_together_are_in_the_estimate(bands):
-    volume, plans = volume_of(64, 512, 512), [Plan("classes", 2, 0.25), Plan("classes", 2, 0.25, skip_below=0)]
-    usual, skipping = (estimate(bands, volume, plan, WindowLoad(2**20)).host_bytes for plan in plans)
+def test_slabs_of_skipped_rows_are_part_of_the_estimate(bands):
+    volume, plans = describe(64, 512, 512), [Plan("classes", 2, 0.25), Plan("classes", 2, 0.25, skip_below=0)]
+    default, skipping = (estimate(bands, volume, plan, WindowLoad(2**20)).host_bytes for plan in plans)
     grid = Grid.cover((64, 512, 512), bands.input.roi_size, 0.25)
     (depth, height, _), skipped = grid.roi, grid.max_skipped_rows(len(bands.outputs), 2)
     rows = min(2 * (skipped + 1) + skipped, grid.rows)
-    assert skipping - usual == 4 * len(bands.outputs) * depth * (0.75 * height) * 512 * rows
-    assert 0 < skipping - usual <= 1.5 * SKIPPED_BYTES
+    assert skipping - default == 4 * len(bands.outputs) * depth * (0.75 * height) * 512 * rows
+    assert 0 < skipping - default <= 1.5 * MAX_SKIPPED_BYTES
 
 
 @pytest.mark.parametrize(
@@ -108,111 +108,113 @@ def test_slabs_that_leave_together_are_in_the_estimate(bands):
         (Options(output="labels"), "output=classes"),
     ],
 )
-def test_options_beyond_the_limits_are_refused(bands, options, name):
+def test_options_beyond_the_limits_are_rejected(bands, options, name):
     with pytest.raises(BadParameter, match=name):
         make_plan(bands, SETTINGS, options)
 
 
-def test_windows_are_counted_on_the_grid_that_the_network_sees(bands):
+def test_windows_are_counted_on_the_grid_of_the_network(bands):
     plan = Plan("classes", 2, 0.0)
-    assert estimate(bands, volume_of(16, 64, 96), plan, WindowLoad(0)).windows == 1 * 2 * 3
+    assert estimate(bands, describe(16, 64, 96), plan, WindowLoad(0)).windows == 1 * 2 * 3
     spec = bands.model_copy(update={"input": bands.input.model_copy(update={"voxel_size": (1.0, 1.0, 1.0)})})
-    fine = volume_of(16, 64, 96, voxel_size=VoxelSize(1, 0.5, 0.5))
+    fine = describe(16, 64, 96, voxel_size=VoxelSize(1, 0.5, 0.5))
     coarse = estimate(spec, fine, plan, WindowLoad(0))
     assert coarse.working_size == (16, 32, 48)
     assert coarse.windows == 1 * 1 * 2
 
 
-def test_estimate_needs_no_pixels_only_shape_and_voxel_size(bands):
+def test_estimate_needs_only_shape_and_voxel_size(bands):
     plan, size = make_plan(bands, SETTINGS, Options()), VoxelSize(1, 2, 3)
     volume = Volume.from_array(np.zeros((1, 16, 64, 96), np.uint16), size)
-    told = estimate(bands, volume_of(16, 64, 96, voxel_size=size), plan, WindowLoad(7))
-    assert told == estimate(bands, volume, plan, WindowLoad(7))
+    estimated = estimate(bands, describe(16, 64, 96, voxel_size=size), plan, WindowLoad(7))
+    assert estimated == estimate(bands, volume, plan, WindowLoad(7))
 
 
-def test_channels_to_choose_from_are_named_before_pixels_are_read(bands):
+def test_channel_error_lists_the_channels_before_pixels_are_read(bands):
     stored = ((3, 32, 64, 64), "uint16", None, "not stated", ("DAPI", "", "Cy5"), 1)
-    with pytest.raises(BadParameter, match=r"the volume has 3: 0 \(DAPI\), 1, 2 \(Cy5\); choose"):
+    with pytest.raises(BadParameter, match=r"the volume has 3: 0 \(DAPI\), 1, 2 \(Cy5\). Use"):
         Estimator(bands, SETTINGS).estimate(Description("TIFF", "CZYX", (3, 32, 64, 64), *stored), Options())
 
 
-def test_memory_is_that_of_the_device_or_of_the_host(random_nuclei):
-    # As in a service: it takes a third of what torch takes on a device.
+def test_memory_is_counted_for_the_device_or_the_host(random_nuclei):
+    # The kernel on the host needs a third of the memory that torch needs on a device.
     plan = Plan("labels", 2, 0.25)
-    host = estimate(random_nuclei, volume_of(32, 64, 64), plan, WindowLoad(1000))
-    device = estimate(random_nuclei, volume_of(32, 64, 64), plan, WindowLoad(1000, on_host=False))
+    host = estimate(random_nuclei, describe(32, 64, 64), plan, WindowLoad(1000))
+    device = estimate(random_nuclei, describe(32, 64, 64), plan, WindowLoad(1000, on_host=False))
     assert host.device_bytes == 0
     assert device.device_bytes > 2 * 1000 + 4 * 32 * 64 * 64
     assert host.host_bytes > device.host_bytes > 0
 
 
-def test_a_deeper_stack_takes_no_more_of_a_device_where_scores_leave_it(random_nuclei, monkeypatch):
-    monkeypatch.setattr(device_image, "WHOLE_BYTES", 0)
+def test_device_memory_does_not_grow_with_depth_if_scores_are_decoded_on_the_host(random_nuclei, monkeypatch):
+    monkeypatch.setattr(device_image, "MAX_WHOLE_IMAGE_BYTES", 0)
 
     def plan(depth, memory):
         estimator = Estimator(random_nuclei, SETTINGS, on_host=False, window_bytes=1000, device_memory=memory)
-        return estimator.plan_request(volume_of(depth, 640, 640), Options())
+        return estimator.plan_request(describe(depth, 640, 640), Options())
 
-    ample, tight = plan(640, 2**40), plan(640, 2**30)
-    assert not ample.plan.decode_on_host
-    assert tight.plan.decode_on_host
-    assert ample.estimate.device_bytes > 2**30 > tight.estimate.device_bytes
-    assert plan(328, 2**30).estimate.device_bytes == tight.estimate.device_bytes
-    assert tight.estimate.host_bytes > 4 * 640**3
+    with_enough, with_little = plan(640, 2**40), plan(640, 2**30)
+    assert not with_enough.plan.decode_on_host
+    assert with_little.plan.decode_on_host
+    assert with_enough.estimate.device_bytes > 2**30 > with_little.estimate.device_bytes
+    assert plan(328, 2**30).estimate.device_bytes == with_little.estimate.device_bytes
+    assert with_little.estimate.host_bytes > 4 * 640**3
 
 
-def test_pixels_that_are_sent_as_stored_take_memory_of_a_device_unless_they_are_too_many(random_nuclei):
+def test_stored_pixels_count_as_device_memory_only_up_to_a_limit(random_nuclei):
     plan = make_plan(random_nuclei, SETTINGS, Options(output="classes"))
 
     def device_bytes(depth):
-        return estimate(random_nuclei, volume_of(depth, 1024, 1024), plan, WindowLoad(0, on_host=False)).device_bytes
+        return estimate(random_nuclei, describe(depth, 1024, 1024), plan, WindowLoad(0, on_host=False)).device_bytes
 
-    # Stored pixels and float32 ones; of a larger volume only those of one layer of windows.
+    # Stored pixels and float32 pixels. Of a larger volume, only those of one layer of windows.
     assert device_bytes(256) - device_bytes(208) == (2 + 4) * 48 * 1024**2
     assert device_bytes(352) == device_bytes(304)
 
 
-def test_a_window_that_is_alone_is_not_summed_up(bands):
+def test_single_window_needs_no_sums(bands):
     plan = Plan("classes", 2, 0.0)
-    alone, two = (host_bytes(bands, (16, 32, width), plan) - 16 * 32 * width for width in (32, 64))
+    single, two = (host_bytes(bands, (16, 32, width), plan) - 16 * 32 * width for width in (32, 64))
     voxels, outputs = 16 * 32 * 32, len(bands.outputs)
-    assert alone == 4 * outputs * voxels
+    assert single == 4 * outputs * voxels
     assert two >= 2 * 4 * (2 * outputs + 1) * voxels
 
 
-def test_only_scores_count_where_all_else_was_set_aside_for_batches_of_that_size(bands):
-    known = Estimator(bands, Settings(), 2, window_bytes=10**6)
-    kept = replace(known, score_bytes=1000)
+def test_only_scores_count_for_the_batch_size_that_the_engine_has_buffers_for(bands):
+    without = Estimator(bands, Settings(), 2, window_bytes=10**6)
+    with_bytes = replace(without, score_bytes=1000)
 
-    def saved(batch_size):
+    def difference(batch_size):
         options = Options(sw_batch_size=batch_size, overlap=0.0)
-        one, other = (estimator.estimate(volume_of(16, 64, 96), options).host_bytes for estimator in (known, kept))
+        one, other = (
+            estimator.estimate(describe(16, 64, 96), options).host_bytes for estimator in (without, with_bytes)
+        )
         return one - other
 
-    assert [saved(batch_size) for batch_size in (None, 1, 2, 4)] == [2 * (10**6 - 1000), 0, 2 * (10**6 - 1000), 0]
+    assert [difference(batch_size) for batch_size in (None, 1, 2, 4)] == [2 * (10**6 - 1000), 0, 2 * (10**6 - 1000), 0]
 
 
-def test_the_kernel_keeps_sums_of_what_windows_share_and_torch_those_of_a_row_with_weights(bands):
+def test_kernel_needs_sums_of_overlaps_and_torch_sums_of_rows(bands):
     plan, size, outputs = Plan("classes", 2, 0.25), (24, 64, 96), len(bands.outputs)
     kernels = (window_kernels, with_library(window_kernels))
-    ours, torchs = (host_bytes(bands, size, plan, 0, kernel) for kernel in kernels)
+    by_kernel, by_torch = (host_bytes(bands, size, plan, 0, kernel) for kernel in kernels)
     depth, height, edge = bands.input.roi_size
     planes, rows, columns = Grid.cover(size, bands.input.roi_size, 0.25).max_shared
     shared = outputs * (2 * depth * height * columns + depth * rows * 96 + planes * 64 * 96)
     whole = 96 * ((outputs + 1) * (depth * (height + rows) + planes * 64) + depth * height)
     whole += 4 * outputs * depth * height * edge  # weighted scores of the windows of a row
-    assert torchs - ours == 4 * (whole - shared) > 0
+    assert by_torch - by_kernel == 4 * (whole - shared) > 0
 
 
-def test_rows_of_windows_leave_by_the_step_to_the_next_and_the_last_as_a_whole(bands):
-    """Two slabs beside the one that is next are shorter by what two rows share, of which there are sums instead."""
+def test_slabs_are_one_step_high_except_the_last(bands):
+    """Two waiting slabs are smaller by the overlap of two rows, for which the blender holds sums."""
     (depth, height, width), outputs = bands.input.roi_size, len(bands.outputs)
     sizes = ((depth, rows, 2 * width) for rows in (height, height + 24))
     short, long = (host_bytes(bands, size, Plan("classes", 2, 0.25)) - math.prod(size) for size in sizes)
     assert short - long == 4 * outputs * depth * 2 * width * (2 - 1) * (height - 24)
 
 
-def test_more_windows_at_once_and_more_outputs_take_more(random_nuclei):
+def test_larger_batches_and_more_outputs_need_more_memory(random_nuclei):
     def needed(batch_size, output):
         return host_bytes(random_nuclei, (32, 64, 64), Plan(output, batch_size, 0.25), 10**6)
 
@@ -220,7 +222,7 @@ def test_more_windows_at_once_and_more_outputs_take_more(random_nuclei):
     assert needed(2, "classes") < needed(2, "probabilities") < needed(2, "labels")
 
 
-def test_classes_of_a_large_volume_lie_on_disk_and_take_the_planes_of_a_layer_only(bands):
+def test_large_class_results_are_stored_on_disk_and_need_only_the_planes_of_one_layer(bands):
     plan = Plan("classes", 2, 0.0)
     assert host_bytes(bands, (64, 2048, 2048), plan, 10**6) == host_bytes(bands, (2496, 2048, 2048), plan, 10**6)
 
@@ -236,35 +238,35 @@ def read_status(field):
 
 
 def measure_memory(folder):
-    """Return the bytes that are told for a stack, and those that it then takes in this process."""
+    """Return the estimated bytes for a stack, and the bytes that its segmentation takes in this process."""
     torch.set_num_threads(1)
     runner = started(read_spec(folder), settings_of())
     runner.instrument(lambda _network: blobs)
     wave = sum(np.sin(axis * 2 * np.pi / 16) for axis in np.ogrid[:32, :256, :256])
     volume = Volume.from_array((1000 + 300 * wave).astype(np.uint16)[None])
-    # Code that is loaded when it is first called is not what is told.
+    # Load all code first, because the estimate does not include it.
     segment(runner, Volume.from_array(volume.read(0, 8)[:, :, :32, :32]), Options())
-    told = runner.estimator.estimate(volume, Options()).host_bytes
+    estimated = runner.estimator.estimate(volume, Options()).host_bytes
     Path("/proc/self/clear_refs").write_text("5")
     before = read_status("VmRSS")
     segment(runner, volume, Options())
-    return told, read_status("VmHWM") - before
+    return estimated, read_status("VmHWM") - before
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
-def test_memory_of_a_stack_is_told_within_a_quarter(random_nuclei, monkeypatch):
-    """In a process of its own, whose peak nobody else has raised; the network's part is left out.
+def test_memory_estimate_is_within_a_quarter_of_the_measured_peak(random_nuclei, monkeypatch):
+    """Measure in a process of its own, so that no other test has raised the peak. The network needs no memory.
 
-    One arena that keeps nothing that is free: otherwise the peak depends on which thread asked first.
+    A single malloc arena returns all free memory; otherwise the peak depends on the thread that allocates first.
     """
     for name, value in (("ARENA_MAX", "1"), ("MMAP_THRESHOLD_", "65536"), ("TRIM_THRESHOLD_", "0")):
         monkeypatch.setenv(f"MALLOC_{name}", value)
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        told, taken = pool.submit(measure_memory, random_nuclei.folder).result()
-    assert 0.75 < taken / told < 1.25
+        estimated, measured = pool.submit(measure_memory, random_nuclei.folder).result()
+    assert 0.75 < measured / estimated < 1.25
 
 
-def test_activations_are_counted_without_leaving_a_trace():
+def test_activations_are_measured_and_all_hooks_are_removed():
     network = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 2, 1))
     voxels = 6**3
     assert activation_bytes(network, (1, 1, 6, 6, 6)) == 4 * voxels * (4 + 4 + 2)
@@ -276,16 +278,16 @@ def test_activations_are_counted_without_leaving_a_trace():
 
 
 @pytest.mark.parametrize("width", [(24.0,), (4.0,), (24.0, 7.0, 4.0)])
-def test_voxels_that_a_window_is_resampled_from_are_counted(width: tuple[float, ...], bands) -> None:
-    wanting = bands.model_copy(update={"input": bands.input.model_copy(update={"diameter": 6.0})})
+def test_voxels_that_a_window_is_interpolated_from_are_counted(width: tuple[float, ...], bands) -> None:
+    spec = bands.model_copy(update={"input": bands.input.model_copy(update={"diameter": 6.0})})
     volume, diameter = Volume.from_array(np.zeros((1, 64, 160, 160), np.uint16)), Diameter(width, "px")
-    plan = make_plan(wanting, SETTINGS, Options(diameter=diameter))
-    told = estimate(wanting, volume, plan, WindowLoad(0))
-    plain = estimate(wanting, volume_of(*told.working_size), plan._replace(diameter=None), WindowLoad(0))
-    image, _notes = prepare(volume, wanting, diameter)
-    window = tuple(slice(0, min(edge, n)) for edge, n in zip(bands.input.roi_size, told.working_size, strict=True))
+    plan = make_plan(spec, SETTINGS, Options(diameter=diameter))
+    estimated = estimate(spec, volume, plan, WindowLoad(0))
+    plain = estimate(spec, describe(*estimated.working_size), plan._replace(diameter=None), WindowLoad(0))
+    image, _notes = prepare(volume, spec, diameter)
+    window = tuple(slice(0, min(edge, n)) for edge, n in zip(bands.input.roi_size, estimated.working_size, strict=True))
     tracemalloc.start()
     image[0, slice(None), *window]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < told.host_bytes - plain.host_bytes < 8 * peak
+    assert peak < estimated.host_bytes - plain.host_bytes < 8 * peak

@@ -16,19 +16,19 @@ from service.models.spec import Sample
 CPU = torch.device("cpu")
 
 
-def windows_of(spec, network, batch_size=2):
+def make_windows(spec, network, batch_size=2):
     return SlidingWindow(network, 1, spec.input.roi_size, batch_size, blending=Blending(), device=CPU)
 
 
 @pytest.fixture
-def parity(bands, bands_network):
-    return LabelAgreement(bands, CPU, lambda: windows_of(bands, bands_network))
+def agreement(bands, bands_network):
+    return LabelAgreement(bands, CPU, lambda: make_windows(bands, bands_network))
 
 
-def test_the_reference_agrees_with_itself_and_with_nothing_else(parity, bands, bands_network):
-    assert parity.difference(windows_of(bands, bands_network)) == 0
-    assert 0.1 < parity.difference(windows_of(bands, lambda x: bands_network(x).flip(1))) <= 1
-    assert math.isnan(parity.difference(windows_of(bands, lambda x: bands_network(x) * np.nan)))
+def test_reference_agrees_only_with_itself(agreement, bands, bands_network):
+    assert agreement.difference(make_windows(bands, bands_network)) == 0
+    assert 0.1 < agreement.difference(make_windows(bands, lambda x: bands_network(x).flip(1))) <= 1
+    assert math.isnan(agreement.difference(make_windows(bands, lambda x: bands_network(x) * np.nan)))
 
 
 # The sample has 8 windows, so a check of labels alone never sees the last ones of a batch.
@@ -36,12 +36,12 @@ LARGE_BATCH = 11
 
 
 @pytest.fixture
-def large_batch_parity(bands, bands_network):
-    return LabelAgreement(bands, CPU, lambda: windows_of(bands, bands_network, 1), full_batch=True)
+def batch_agreement(bands, bands_network):
+    return LabelAgreement(bands, CPU, lambda: make_windows(bands, bands_network, 1), full_batch=True)
 
 
-def with_last(network, change):
-    """`network`, with the scores of the last window of a large batch changed in place."""
+def change_last(network, change):
+    """Return `network` with `change` applied in place to the scores of the last window of a large batch."""
 
     def call(x):
         scores = network(x).clone()
@@ -52,14 +52,14 @@ def with_last(network, change):
     return call
 
 
-def test_a_large_batch_without_faults_agrees_and_rounding_of_scores_is_none(large_batch_parity, bands, bands_network):
-    assert large_batch_parity.difference(windows_of(bands, bands_network, LARGE_BATCH)) == 0
-    window = windows_of(bands, lambda x: bands_network(x).bfloat16(), LARGE_BATCH)
-    assert large_batch_parity.batch_difference(window) == 0
+def test_large_batch_of_correct_or_rounded_scores_agrees(batch_agreement, bands, bands_network):
+    assert batch_agreement.difference(make_windows(bands, bands_network, LARGE_BATCH)) == 0
+    window = make_windows(bands, lambda x: bands_network(x).bfloat16(), LARGE_BATCH)
+    assert batch_agreement.batch_difference(window) == 0
 
 
 @pytest.mark.parametrize(
-    ("change", "least"),
+    ("change", "lower_bound"),
     [
         (lambda scores: scores.zero_(), 0.5),
         (lambda scores: scores[:, -4:].zero_(), 0.1),
@@ -68,40 +68,42 @@ def test_a_large_batch_without_faults_agrees_and_rounding_of_scores_is_none(larg
     ],
     ids=["zeros", "zeros in the last planes", "huge", "shifted"],
 )
-def test_a_fault_in_the_last_window_of_a_large_batch_is_found(
-    parity, large_batch_parity, bands, bands_network, change, least
+def test_wrong_scores_in_the_last_window_of_a_large_batch_are_detected(
+    agreement, batch_agreement, bands, bands_network, change, lower_bound
 ):
-    window = windows_of(bands, with_last(bands_network, change), LARGE_BATCH)
-    assert parity.difference(window) == 0, "the labels of the sample do not show it"
-    assert least < large_batch_parity.batch_difference(window) <= 1
-    assert large_batch_parity.difference(window) == math.inf
+    window = make_windows(bands, change_last(bands_network, change), LARGE_BATCH)
+    assert agreement.difference(window) == 0, "the labels of the sample do not reveal the fault"
+    assert lower_bound < batch_agreement.batch_difference(window) <= 1
+    assert batch_agreement.difference(window) == math.inf
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_score_that_is_not_finite_anywhere_in_a_large_batch_is_found(large_batch_parity, bands, bands_network, value):
-    window = windows_of(bands, with_last(bands_network, lambda scores: scores[0, -1, -1, -1].fill_(value)), LARGE_BATCH)
-    assert math.isnan(large_batch_parity.difference(window))
+def test_non_finite_score_in_a_large_batch_is_detected(batch_agreement, bands, bands_network, value):
+    window = make_windows(
+        bands, change_last(bands_network, lambda scores: scores[0, -1, -1, -1].fill_(value)), LARGE_BATCH
+    )
+    assert math.isnan(batch_agreement.difference(window))
 
 
-def test_every_window_of_a_full_batch_is_a_part_of_the_image(large_batch_parity, bands, bands_network):
+def test_each_window_of_a_full_batch_is_a_part_of_the_image(batch_agreement, bands, bands_network):
     batches = []
-    window = windows_of(bands, lambda x: batches.append(x.clone()) or bands_network(x), LARGE_BATCH)
-    large_batch_parity.batch_difference(window)
+    window = make_windows(bands, lambda x: batches.append(x.clone()) or bands_network(x), LARGE_BATCH)
+    batch_agreement.batch_difference(window)
     (batch,) = batches
     assert len(batch) == LARGE_BATCH
     assert batch.abs().sum((1, 2, 3, 4)).min() > 0
     assert not any(torch.equal(one, other) for one, other in itertools.pairwise(batch))
 
 
-def test_a_row_has_as_many_windows_as_are_asked_for_and_shows_the_image_over_and_over(parity, bands):
-    image, row = image_of(bands), parity.row(4)
+def test_row_repeats_the_image_to_the_requested_number_of_windows(agreement, bands):
+    image, row = image_of(bands), agreement.repeat_image(4)
     assert row.shape == (1, 1, 16, 32, 32 + 3 * 24)
     assert Grid.cover(row.shape[2:], bands.input.roi_size, OVERLAP).starts == ((0,), (0,), (0, 24, 48, 72))
     assert torch.equal(row[..., :56], image[:, :, :16, :32])
     assert torch.equal(row[..., 56:], row[..., :48])
 
 
-def test_a_sample_is_normalised_and_its_middle_taken(bands, phantom, tmp_path):
+def test_sample_is_normalized_and_cropped_to_its_center(bands, phantom, tmp_path):
     (tmp_path / "sample.tif").write_bytes(as_tiff(phantom.image))
     spec = bands.model_copy(update={"folder": tmp_path, "sample": Sample()})
     image = image_of(spec)
@@ -110,21 +112,21 @@ def test_a_sample_is_normalised_and_its_middle_taken(bands, phantom, tmp_path):
     torch.testing.assert_close(image[0, 0], expected)
 
 
-def test_noise_stands_for_a_sample_that_cannot_be_read(bands, tmp_path, caplog):
+def test_noise_replaces_an_unreadable_sample(bands, tmp_path, caplog):
     spec = bands.model_copy(update={"folder": tmp_path, "sample": Sample()})
     assert torch.equal(image_of(spec), noise((1, 1, 28, 56, 56)))
-    assert "cannot be read" in caplog.text
+    assert "cannot read the sample" in caplog.text
 
 
-def test_a_sample_smaller_than_a_window_is_enough(bands, bands_network, tmp_path):
+def test_sample_may_be_smaller_than_a_window(bands, bands_network, tmp_path):
     (tmp_path / "sample.tif").write_bytes(as_tiff(np.full((3, 20, 40), 2400, np.uint16)))
     spec = bands.model_copy(update={"folder": tmp_path, "sample": Sample()})
-    parity = LabelAgreement(spec, CPU, lambda: windows_of(bands, bands_network))
-    assert parity.row(1).shape == (1, 1, 16, 32, 32)
-    assert parity.difference(windows_of(bands, bands_network)) == 0
+    agreement = LabelAgreement(spec, CPU, lambda: make_windows(bands, bands_network))
+    assert agreement.repeat_image(1).shape == (1, 1, 16, 32, 32)
+    assert agreement.difference(make_windows(bands, bands_network)) == 0
 
 
-def test_numbers_of_objects_do_not_matter_but_their_voxels_and_classes_do():
+def test_label_comparison_ignores_object_numbers_but_not_voxels_and_classes():
     def labels(*row):
         return Segmentation(np.array([row], np.uint16), "labels", count=9)
 

@@ -7,7 +7,7 @@ from service.inference.runner.memory_errors import check_memory, translate_error
 from service.inference.types import Estimate
 
 
-def test_device_that_answers_no_more_is_lost_and_one_that_does_is_not():
+def test_failed_device_is_reported_as_lost_but_a_working_one_is_not():
     needed = Estimate(1, 2, 0.25, (1, 1, 1), host_bytes=1, device_bytes=0)
     gpu, driver = torch.device("cuda", 0), SeparateDevice()
     driver.working = False
@@ -20,14 +20,14 @@ def test_device_that_answers_no_more_is_lost_and_one_that_does_is_not():
         raise torch.OutOfMemoryError("no")
 
 
-@pytest.mark.parametrize(("place", "where"), [("host", "memory"), ("device", "memory of the device")])
-def test_a_volume_that_cannot_fit_is_refused_at_once(place, where):
+@pytest.mark.parametrize(("side", "memory"), [("host", "memory"), ("device", "device memory")])
+def test_volume_that_cannot_fit_is_rejected_immediately(side, memory):
     def check(free):
-        check_memory(needed, *((free, None) if place == "host" else (0, free)))
+        check_memory(needed, *((free, None) if side == "host" else (0, free)))
 
-    needed = Estimate(1, 2, 0.25, (1, 1, 1), **{"host_bytes": 0, "device_bytes": 0, f"{place}_bytes": 3 * 2**30})
+    needed = Estimate(1, 2, 0.25, (1, 1, 1), **{"host_bytes": 0, "device_bytes": 0, f"{side}_bytes": 3 * 2**30})
     check(None)
     check(3 * 2**30)
-    with pytest.raises(OutOfMemory, match=f"about 3.0 GiB of {where}, 2.0 GiB are free") as caught:
+    with pytest.raises(OutOfMemory, match=f"about 3.0 GiB of {memory}, but only 2.0 GiB are free") as caught:
         check(2 * 2**30)
     assert caught.value.needed_bytes == 3 * 2**30

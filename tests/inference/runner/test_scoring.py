@@ -27,25 +27,25 @@ def volume(phantom) -> Volume:
     return Volume.from_array(phantom.image[None])
 
 
-def test_a_pile_of_windows_passes_as_a_stack():
+def test_windows_are_scored_as_one_stack_without_overlap():
     windows = torch.rand(3, 2, 4, 5, 6)
-    collected = []
+    calls = []
 
-    def as_stack(_window, stack, overlap):
-        collected.append((tuple(stack.shape), overlap))
+    def compute_stack(_window, stack, overlap):
+        calls.append((tuple(stack.shape), overlap))
         for z in range(0, stack.shape[2], 4):
             yield Slab(z, 0, stack[:, :, z : z + 4])
 
     ready = SimpleNamespace(window=None)
     computer = ScoreComputer(None, EngineConfig("eager", "fp32", "contiguous", 2), ready)
-    assert torch.equal(computer.score_windows(windows, Plan("classes", 2, 0.25), as_stack), windows)
-    assert collected == [((1, 2, 12, 5, 6), 0.0)]
+    assert torch.equal(computer.score_windows(windows, Plan("classes", 2, 0.25), compute_stack), windows)
+    assert calls == [((1, 2, 12, 5, 6), 0.0)]
 
 
 @pytest.mark.parametrize(
     "error", [MemoryError("no"), torch.OutOfMemoryError("no"), RuntimeError("DefaultCPUAllocator: can't")]
 )
-def test_too_large_a_batch_falls_back_to_fewer_windows(bands, eager, volume, error):
+def test_batch_that_does_not_fit_in_memory_is_halved(bands, eager, volume, error):
     forward = eager.scores.module.network.forward
 
     def network(x: Tensor) -> Tensor:
@@ -55,31 +55,31 @@ def test_too_large_a_batch_falls_back_to_fewer_windows(bands, eager, volume, err
 
     result = segment(with_network(bands, network), volume, Options(sw_batch_size=5))
     assert np.array_equal(result.segmentation.pixels, segment(eager, volume, Options()).segmentation.pixels)
-    assert [note.split(" ")[4] for note in result.notes] == ["5", "2"]
+    assert [note.split(" ")[3] for note in result.notes] == ["5", "2"]
     assert result.fallbacks == 2
 
 
-def raising(error):
+def make_failing_network(error):
     def network(x: Tensor) -> Tensor:
         raise error
 
     return network
 
 
-def test_running_out_of_memory_says_how_much_is_needed(bands, volume):
-    allocate = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
-    runner = with_network(bands, raising(RuntimeError(allocate)))
+def test_out_of_memory_error_states_the_needed_memory(bands, volume):
+    message = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
+    runner = with_network(bands, make_failing_network(RuntimeError(message)))
     with pytest.raises(OutOfMemory, match="GiB are needed") as caught:
         segment(runner, volume, Options())
     assert caught.value.needed_bytes == runner.estimator.estimate(volume, Options()).host_bytes
 
 
-def test_other_errors_of_the_network_are_not_called_memory(bands, volume):
+def test_other_network_errors_are_not_reported_as_out_of_memory(bands, volume):
     with pytest.raises(RuntimeError, match="misallocated"):
-        segment(with_network(bands, raising(RuntimeError("a misallocated thing"))), volume, Options())
+        segment(with_network(bands, make_failing_network(RuntimeError("a misallocated buffer"))), volume, Options())
 
 
-def test_scores_that_only_a_narrow_precision_spoils_are_computed_again(bands, eager, volume):
+def test_non_finite_scores_of_a_lower_precision_are_recomputed(bands, eager, volume):
     runner = ModelRunner(bands, settings_of(precision="bf16"))
     runner.scores.module.network.forward = lambda x: x.repeat(1, 3, 1, 1, 1) * np.inf
     result = segment(runner, volume, Options())
@@ -90,7 +90,7 @@ def test_scores_that_only_a_narrow_precision_spoils_are_computed_again(bands, ea
     assert np.mean(result.segmentation.pixels != expected) < 1e-5
 
 
-def test_scores_that_are_not_finite_in_float32_either(bands, write_model, bands_content, bands_network, volume):
+def test_scores_that_are_not_finite_in_float32_are_rejected(bands, write_model, bands_content, bands_network, volume):
     with pytest.raises(NonFiniteScores):
         segment(with_network(bands, lambda x: x.repeat(1, 3, 1, 1, 1) * np.nan), volume, Options())
     broken = copy.deepcopy(bands_network)

@@ -17,20 +17,20 @@ def test_samples_are_spread_over_the_series(members: int, count: int) -> None:
     assert max(sampled) >= members * (1 - 1 / count) - 1
 
 
-def test_the_median_holds_for_the_series() -> None:
+def test_median_of_the_estimates_is_used_for_the_series() -> None:
     text, note = choose_diameter([(sizing(width), None) for width in (10, 30, None, 12)], "4 time points")
     assert text == "12,12,12px"
-    assert "12,12,12px wide (3 of 4 time points looked at)" in note
+    assert "12,12,12px wide (measured in 3 of 4 time points)" in note
 
 
-def test_stacks_of_other_sampling_are_compared_in_micrometres() -> None:
+def test_estimates_for_different_voxel_sizes_are_compared_in_micrometers() -> None:
     sizes = VoxelSize(1, 1, 1), VoxelSize(0.5, 0.5, 0.5)
     text, _note = choose_diameter([(sizing(10 / size.z), size) for size in sizes], "2 stacks")
     assert text == "10,10,10um"
 
 
-def test_a_series_is_used_as_sampled_where_that_fits_or_nothing_is_known() -> None:
+def test_original_resolution_is_used_if_it_fits_or_no_diameter_is_known() -> None:
     assert choose_diameter([(sizing(15, fits=True), None)], "1 stack")[0] == "none"
     text, note = choose_diameter([(sizing(None), None)], "1 stack")
     assert text == "none"
-    assert "could not be told" in note
+    assert "could not be estimated" in note

@@ -15,8 +15,8 @@ def tracks(labels: Labels, voxel_size: VoxelSize | None = None) -> tuple[list[li
     return [lookup[1:].tolist() for lookup in found.tracks], found.parents[1:].tolist()
 
 
-def test_objects_that_leave_their_place_keep_their_numbers() -> None:
-    """They move by more than their length along x, so that nothing overlaps, and less than the width of their ball."""
+def test_objects_without_overlap_keep_their_numbers() -> None:
+    """Objects move by more than their length along x, so nothing overlaps, but by less than their equivalent width."""
     labels = np.zeros((3, 8, 8, 60), np.uint16)
     for time in range(3):
         labels[time, :, :, 7 * time : 7 * time + 6] = 1 + time % 2
@@ -24,15 +24,15 @@ def test_objects_that_leave_their_place_keep_their_numbers() -> None:
     assert tracks(labels) == ([[1, 2], [2, 1], [1, 2]], [0, 0])
 
 
-def test_what_is_missed_keeps_its_track_and_what_is_new_begins_one_with_its_mother_as_parent() -> None:
+def test_missing_objects_keep_their_tracks_and_daughters_get_their_mother_as_parent() -> None:
     missed = boxes([(0, 4), (30, 34)], [(30, 34)], [(0, 4), (30, 34), (50, 54)])
     assert tracks(missed) == ([[1, 2], [2], [1, 2, 3]], [0, 0, 0])
     divided = boxes([(20, 28), (50, 54)], *[[(19, 23), (25, 29), (50, 54)]] * 2)
     assert tracks(divided) == ([[1, 2], [3, 4, 2], [3, 4, 2]], [0, 0, 1, 1])
 
 
-def test_distances_count_in_micrometres() -> None:
-    """Two planes up is near where planes are thin, and beyond reach where they are far apart."""
+def test_distances_are_measured_in_micrometers() -> None:
+    """Two planes are within reach if the planes are thin, and out of reach if the planes are far apart."""
     labels = np.zeros((2, 8, 6, 6), np.uint16)
     labels[0, :2] = labels[1, 4:6] = 1
     assert tracks(labels, VoxelSize(0.2, 1, 1))[0] == [[1], [1]]
@@ -40,8 +40,8 @@ def test_distances_count_in_micrometres() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 3, 4), (3, 2, 3, 4)])
-def test_nothing_is_linked_where_there_is_nothing(shape: tuple[int, ...]) -> None:
+def test_empty_time_points_have_no_tracks(shape: tuple[int, ...]) -> None:
     assert tracks(np.zeros(shape, np.uint8)) == ([[] for _ in range(shape[0])], [])
-    lone = np.zeros(shape, np.uint8)
-    lone[-1, 0, 0, 0] = 1
-    assert tracks(lone) == ([[] for _ in range(shape[0] - 1)] + [[1]], [0])
+    single = np.zeros(shape, np.uint8)
+    single[-1, 0, 0, 0] = 1
+    assert tracks(single) == ([[] for _ in range(shape[0] - 1)] + [[1]], [0])

@@ -17,7 +17,7 @@ def tracks(labels: Labels) -> tuple[list[list[int]], list[int]]:
     [
         ([[(0, 10), (20, 30)], [(22, 32), (2, 12)], [(4, 14), (24, 34)]], [[1, 2], [2, 1], [1, 2]], [0, 0]),
         ([[(0, 10), (10, 20)], [(1, 11), (11, 21)]], [[1, 2], [1, 2]], [0, 0]),
-        # The first one is gone, and the second one lies nearly where that was.
+        # The first object disappears, and the second one moves almost to its place.
         ([[(0, 10), (12, 22)], [(6, 16)]], [[1, 2], [1]], [0, 0]),
         ([[(0, 10)], [(0, 10), (30, 40)], [(30, 40)], [(0, 10), (30, 40)]], [[1], [1, 2], [2], [3, 2]], [0, 0, 0]),
         ([[(0, 20)], [(0, 9), (11, 20)], [(0, 9), (11, 20)]], [[1], [2, 3], [2, 3]], [0, 1, 1]),
@@ -25,13 +25,13 @@ def tracks(labels: Labels) -> tuple[list[list[int]], list[int]]:
         ([[(0, 20)], [(8, 34), (0, 7)]], [[1], [1, 2]], [0, 0]),
         ([[], [(0, 5)], [], [(0, 5)]], [[], [1], [], [2]], [0, 0]),
     ],
-    ids=["moving", "better overlap", "gone", "new or missed", "daughters", "a fragment", "mostly elsewhere", "nothing"],
+    ids=["moving", "better overlap", "gone", "new or missing", "daughters", "fragment", "mostly outside", "empty"],
 )
 def test_objects_are_linked_by_their_overlap(times, expected, parents) -> None:
     assert tracks(boxes(*times)) == (expected, parents)
 
 
-def test_numbers_that_no_voxel_has_are_no_tracks() -> None:
+def test_unused_label_numbers_are_no_tracks() -> None:
     labels = boxes([(0, 5)], [(0, 5)])
     found = link_by_overlap(np.where(labels == 1, 7, 0))
     assert found.count == found.tracks[0].max() == 7
@@ -39,7 +39,7 @@ def test_numbers_that_no_voxel_has_are_no_tracks() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(0, 12))
-def test_every_object_has_one_track_and_no_two_share_one(seed: int, points: int, largest: int) -> None:
+def test_each_object_has_a_track_of_its_own(seed: int, points: int, largest: int) -> None:
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, largest + 1, (points, 2, 3, 5)).astype(np.uint16)
     found = link_by_overlap(labels)

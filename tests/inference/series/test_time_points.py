@@ -1,4 +1,4 @@
-"""The loop over time points, with a segmenter that needs no network."""
+"""Segmentation of a series with a fake segmenter, which needs no network."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +16,8 @@ from service.inference.types import Doubt, Result, Series, Sizing
 INTERVAL = TimeInterval(2, "s")
 
 
-class Fake:
-    """Says what it was asked, and fails where it is told to."""
+class FakeSegmenter:
+    """Segmenter that records its calls, and raises the given errors by time point."""
 
     def __init__(self, errors: dict[int, Exception] | None = None, width: float | None = 10.0) -> None:
         self.errors, self.width = errors or {}, width
@@ -33,7 +33,7 @@ class Fake:
         self.diameters.append(options.diameter)
         for done in range(3):
             progress(done, 2)
-        # Every brightness is an object.
+        # Each gray value is an object.
         result = Result(Segmentation(volume.array()[0], "labels", None, 1), {"windows": 1.0}, self.notes(time))
         confidence = self.confidences.get(time)
         doubt = Doubt(confidence, "It is odd.", "") if confidence is not None and confidence < 0.4 else None
@@ -46,13 +46,13 @@ class Fake:
         return Sizing(width, fits=False, objects=9, windows=2)
 
 
-def run(series: Series, fake: Fake, folder: Path, *, estimating: bool = False, **options: Any) -> Result:
-    calls = PointSegmenter(fake.segment, fake.estimate if estimating else None)
+def run(series: Series, segmenter: FakeSegmenter, folder: Path, *, estimating: bool = False, **options: Any) -> Result:
+    calls = PointSegmenter(segmenter.segment, segmenter.estimate if estimating else None)
     return segment_series(series, Options(), calls, folder, **options)
 
 
 def make_series(times: range, dtype: Any = np.uint16, **options: Any) -> Series:
-    """One voxel of the time point's number and one; time points of `bad` cannot be read."""
+    """Return a series in which one voxel has the value time + 1. Time points in `bad` cannot be read."""
     bad = options.pop("bad", ())
 
     def read(time: int) -> tuple[Volume, Volume | None]:
@@ -66,10 +66,10 @@ def make_series(times: range, dtype: Any = np.uint16, **options: Any) -> Series:
     return Series(times, read, (1, 2, 3, 4), None, INTERVAL, **options)
 
 
-def test_time_points_follow_each_other(tmp_path: Path) -> None:
-    fake, seen = Fake(), list[Any]()
+def test_time_points_are_segmented_in_order(tmp_path: Path) -> None:
+    segmenter, seen = FakeSegmenter(), list[Any]()
     progress = {"began": seen.append, "progress": lambda *done: seen.append(done)}
-    result = run(make_series(range(3, 6)), fake, tmp_path, **progress)
+    result = run(make_series(range(3, 6)), segmenter, tmp_path, **progress)
     assert seen == [0, (0, 6), (1, 6), (2, 6), 1, (2, 6), (3, 6), (4, 6), 2, (4, 6), (5, 6), (6, 6)]
     assert result.segmentation.pixels[:, 1, 1, 1].tolist() == [4, 5, 6]
     assert (result.segmentation.axes, result.segmentation.time_interval) == ("TZYX", INTERVAL)
@@ -79,10 +79,10 @@ def test_time_points_follow_each_other(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_objects_are_counted_and_named_by_time(tmp_path: Path) -> None:
+def test_objects_are_counted_and_labeled_by_time(tmp_path: Path) -> None:
     for link in (None, "overlap"):
         series = make_series(range(3, 6), link=link)
-        result = run(series, Fake(), tmp_path)
+        result = run(series, FakeSegmenter(), tmp_path)
         assert result.series is not None
         table = result.series.table
         assert table is not None
@@ -101,22 +101,24 @@ def test_objects_are_counted_and_named_by_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("width", "points", "bad", "diameter", "note"),
     [
-        (10.0, 9, (), Diameter((13, 13, 13), "px"), "13,13,13px wide (3 of 3 time points looked at)"),
-        (None, 4, {2}, "none", "could not be told"),
+        (10.0, 9, (), Diameter((13, 13, 13), "px"), "13,13,13px wide (measured in 3 of 3 time points)"),
+        (None, 4, {2}, "none", "could not be estimated"),
     ],
 )
-def test_one_width_is_estimated_for_all_unless_it_cannot_be_told(tmp_path, width, points, bad, diameter, note) -> None:
-    fake = Fake(width=width)
-    result = run(make_series(range(points), bad=bad), fake, tmp_path, estimating=True)
-    assert fake.estimated == [0, 3, 6] if width else [0, 1]
-    assert fake.diameters == [diameter] * (9 if width else 2)
+def test_one_diameter_is_used_for_all_time_points_if_it_can_be_estimated(
+    tmp_path, width, points, bad, diameter, note
+) -> None:
+    segmenter = FakeSegmenter(width=width)
+    result = run(make_series(range(points), bad=bad), segmenter, tmp_path, estimating=True)
+    assert segmenter.estimated == [0, 3, 6] if width else [0, 1]
+    assert segmenter.diameters == [diameter] * (9 if width else 2)
     assert note in result.notes[0]
 
 
 @pytest.mark.parametrize("errors", [{2: OutOfMemory("Too large.", 10)}, {}])
-def test_a_fault_keeps_what_is_there(tmp_path: Path, errors: dict[int, Exception]) -> None:
+def test_error_at_a_later_time_point_keeps_the_earlier_ones(tmp_path: Path, errors: dict[int, Exception]) -> None:
     series = make_series(range(5), bad=() if errors else {2})
-    result = run(series, Fake(errors), tmp_path)
+    result = run(series, FakeSegmenter(errors), tmp_path)
     assert result.series is not None
     assert (result.series.points, result.series.total) == (2, 5)
     assert str(result.series.fault).startswith("Time point 2: ")
@@ -125,48 +127,48 @@ def test_a_fault_keeps_what_is_there(tmp_path: Path, errors: dict[int, Exception
     assert len(result.segmentation.pixels) == 2
 
 
-def test_faults_of_the_first_time_point_and_what_ends_all_work_are_raised(tmp_path: Path) -> None:
+def test_error_at_the_first_time_point_and_fatal_errors_are_raised(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match="Time point 3: It is damaged"):
-        run(make_series(range(3, 6), bad={3}), Fake(), tmp_path)
-    for error in (DeviceLost("gone"), Cancelled("given up"), ZeroDivisionError()):
+        run(make_series(range(3, 6), bad={3}), FakeSegmenter(), tmp_path)
+    for error in (DeviceLost("gone"), Cancelled("cancelled"), ZeroDivisionError()):
         with pytest.raises(type(error)):
-            run(make_series(range(3)), Fake({1: error}), tmp_path)
-    # A reader that is closed at the end of the service is no fault of the file.
+            run(make_series(range(3)), FakeSegmenter({1: error}), tmp_path)
+    # If the request is cancelled meanwhile, a read error is not attributed to the file.
     answers = iter([False, False, True])
     with pytest.raises(Cancelled):
-        run(make_series(range(3), bad={1}), Fake(), tmp_path, cancelled=lambda: next(answers))
+        run(make_series(range(3), bad={1}), FakeSegmenter(), tmp_path, cancelled=lambda: next(answers))
 
 
-def test_notes_name_their_time_points(tmp_path: Path) -> None:
-    fake = Fake()
-    fake.notes = lambda time: ("Always.", *(("Odd.",) if time % 2 else ()), *(("Last.",) if time == 19 else ()))
-    result = run(make_series(range(20)), fake, tmp_path)
+def test_notes_list_their_time_points(tmp_path: Path) -> None:
+    segmenter = FakeSegmenter()
+    segmenter.notes = lambda time: ("Always.", *(("Odd.",) if time % 2 else ()), *(("Last.",) if time == 19 else ()))
+    result = run(make_series(range(20)), segmenter, tmp_path)
     assert result.notes == ("Always.", "Time points 1, 3, 5, 7, 9, 11, 13, 15 and 2 more: Odd.", "Time point 19: Last.")
-    fake.notes = lambda time: (f"Number {time}.",)
-    result = run(make_series(range(MAX_NOTES + 5)), fake, tmp_path)
+    segmenter.notes = lambda time: (f"Number {time}.",)
+    result = run(make_series(range(MAX_NOTES + 5)), segmenter, tmp_path)
     assert len(result.notes) == MAX_NOTES + 1
     assert "5 more" in result.notes[-1]
 
 
 @pytest.mark.parametrize(
-    ("confidences", "least", "doubtful"),
+    ("confidences", "lowest", "worst"),
     [({0: 0.9, 1: 0.2, 2: 0.3}, 0.2, 1), ({0: 0.0, 1: 0.9}, 0.0, 0), ({1: 1.0}, 1.0, None), ({}, None, None)],
 )
-def test_a_series_is_as_sure_as_its_least_sure_time_point(tmp_path, confidences, least, doubtful) -> None:
-    fake = Fake()
-    fake.confidences = confidences
-    result = run(make_series(range(3)), fake, tmp_path)
-    assert result.confidence == least
-    detail = None if doubtful is None else f"Time point {doubtful}: It is odd."
+def test_series_has_the_lowest_confidence_of_its_time_points(tmp_path, confidences, lowest, worst) -> None:
+    segmenter = FakeSegmenter()
+    segmenter.confidences = confidences
+    result = run(make_series(range(3)), segmenter, tmp_path)
+    assert result.confidence == lowest
+    detail = None if worst is None else f"Time point {worst}: It is odd."
     assert (result.doubt and result.doubt.detail) == detail
 
 
-def test_labels_become_wider_where_one_time_point_needs_it(tmp_path: Path) -> None:
+def test_labels_are_widened_if_one_time_point_needs_it(tmp_path: Path) -> None:
     def read(time: int) -> tuple[Volume, None]:
         dtype = np.uint32 if time > 1 else np.uint16
         return Volume.from_array(np.full((1, 1, 2, 2), 70_000 if time > 1 else time, dtype)), None
 
     series = Series(range(4), read, (1, 1, 2, 2), None, None)
-    result = run(series, Fake(), tmp_path)
+    result = run(series, FakeSegmenter(), tmp_path)
     assert result.segmentation.pixels.dtype == np.uint32
     assert result.segmentation.pixels[:, 0, 0, 0].tolist() == [0, 1, 70_000, 70_000]

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.inference.windows.grid import SKIPPED_BYTES, Grid, split_runs
+from service.inference.windows.grid import MAX_SKIPPED_BYTES, Grid, split_runs
 
 edges = st.integers(1, 13)
 rois = st.tuples(*[st.integers(1, 7)] * 3)
@@ -15,36 +15,36 @@ overlaps = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.6, 0.75])
 def test_windows_cover_every_voxel_and_stay_inside(size, roi, overlap):
     grid = Grid.cover(size, roi, overlap)
     seen = torch.zeros(grid.padded, dtype=torch.int)
-    for place in grid.positions():
-        assert all(0 <= start <= edge - r for start, edge, r in zip(place, grid.padded, roi, strict=True))
-        seen[tuple(slice(start, start + edge) for start, edge in zip(place, roi, strict=True))] += 1
+    for position in grid.positions():
+        assert all(0 <= start <= edge - r for start, edge, r in zip(position, grid.padded, roi, strict=True))
+        seen[tuple(slice(start, start + edge) for start, edge in zip(position, roi, strict=True))] += 1
     assert seen.min() >= 1
     assert grid.count == len(list(grid.positions())) == len(set(grid.positions()))
 
 
-def test_slabs_of_skipped_rows_leave_in_portions():
+def test_slabs_of_consecutive_skipped_rows_are_limited_in_size():
     roi, batch_size = (32, 64, 64), 2
     rows = Grid.cover((32, 4096, 512), roi, 0.25).max_skipped_rows(3, batch_size)
     assert rows > 1
-    assert rows * batch_size * 3 * 32 * 64 * 512 * 4 <= SKIPPED_BYTES
+    assert rows * batch_size * 3 * 32 * 64 * 512 * 4 <= MAX_SKIPPED_BYTES
     assert Grid.cover((32, 512, 30_000), roi, 0.25).max_skipped_rows(3, batch_size) == 1
 
 
 @settings(max_examples=40, deadline=None)
 @given(sizes, rois, overlaps, st.integers(1, 30))
-def test_runs_are_the_windows_in_their_order_at_equal_steps(size, roi, overlap, batch_size):
-    places = list(Grid.cover(size, roi, overlap).positions())
-    for first in range(0, len(places), batch_size):
-        batch = places[first : first + batch_size]
+def test_runs_cover_all_windows_in_order_with_equal_steps(size, roi, overlap, batch_size):
+    positions = list(Grid.cover(size, roi, overlap).positions())
+    for first in range(0, len(positions), batch_size):
+        batch = positions[first : first + batch_size]
         runs = [
             [(z, y, x + number * run.step) for number in range(run.windows)]
             for run in split_runs(batch)
             for z, y, x in [run.start]
         ]
-        assert [place for run in runs for place in run] == batch
+        assert [position for run in runs for position in run] == batch
 
 
-def test_a_row_is_one_run_and_the_window_that_was_moved_back():
-    places = list(Grid.cover((64, 64, 512), (64, 64, 64), 0.25).positions())
-    runs = [tuple(run) for run in split_runs(places)]
+def test_row_splits_into_one_run_and_the_shifted_last_window():
+    positions = list(Grid.cover((64, 64, 512), (64, 64, 64), 0.25).positions())
+    runs = [tuple(run) for run in split_runs(positions)]
     assert runs == [((0, 0, 0), 10, 48), ((0, 0, 448), 1, 1)]

@@ -1,4 +1,4 @@
-"""Windows are cut and blended in C++ as with NumPy and torch."""
+"""C++ kernels: equal results to NumPy and torch when windows are cut and blended."""
 
 import itertools
 
@@ -15,7 +15,7 @@ from service.core.errors import NonFiniteScores
 from service.inference.preprocessing.normalize import IntensityScaling
 from service.inference.windows.blending import Blending, BlendingSetup, Slab, make_blender
 from service.inference.windows.grid import Grid
-from service.inference.windows.kernels import PIXELS, OverlapSums, WindowKernels, window_kernels
+from service.inference.windows.kernels import PIXEL_DTYPES, OverlapSums, WindowKernels, window_kernels
 from service.models.spec import ModelSpec
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ LAYOUTS = {
     "bfloat16": lambda scores: scores.bfloat16(),
     "bfloat16, channels last": lambda scores: scores.bfloat16().to(memory_format=torch.channels_last_3d),
     "float64": lambda scores: scores.double(),
-    "part of a larger one": lambda scores: torch.cat([scores, scores], 4)[..., : scores.shape[4]],
+    "strided view": lambda scores: torch.cat([scores, scores], 4)[..., : scores.shape[4]],
 }
 
 
@@ -36,13 +36,13 @@ def kernel() -> WindowKernels:
     return window_kernels
 
 
-def blended(kernel: WindowKernels, grid: Grid, windows: Tensor, blending: Blending) -> list[Slab]:
-    made = make_blender(grid, windows.shape[1], BlendingSetup(blending, CPU, kernel))
-    return made.add(list(grid.positions()), windows)
+def blend(kernel: WindowKernels, grid: Grid, windows: Tensor, blending: Blending) -> list[Slab]:
+    blender = make_blender(grid, windows.shape[1], BlendingSetup(blending, CPU, kernel))
+    return blender.add(list(grid.positions()), windows)
 
 
 OVERLAPS = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.6, 0.75, 0.9])
-# Any shapes, and lines of many vectors.
+# Small shapes, and shapes with rows of many vectors.
 SHAPES = st.tuples(st.tuples(*[st.integers(1, 13)] * 3), st.tuples(*[st.integers(1, 7)] * 3)) | st.tuples(
     st.tuples(st.just(3), st.just(5), st.integers(40, 150)),
     st.tuples(st.just(2), st.just(3), st.sampled_from([16, 19, 32, 37, 40])),
@@ -59,27 +59,27 @@ SHAPES = st.tuples(st.tuples(*[st.integers(1, 13)] * 3), st.tuples(*[st.integers
     fault=st.sampled_from([None, None, torch.nan, torch.inf]),
     data=st.data(),
 )
-def test_slabs_are_those_of_torch_and_one_score_that_is_not_finite_is_found(
+def test_kernel_blends_like_torch_and_detects_a_non_finite_score(
     kernel, seed, shape, overlap, outputs, layout, mode, fault, data
 ):
     torch.manual_seed(seed)
     grid = Grid.cover(*shape, overlap)
     windows = torch.randn(grid.count, outputs, *grid.roi)
     if fault is not None:
-        # An axis with a single window may be padded, and what is in the padding is no score.
+        # An axis with a single window may be padded, and scores in the padding are ignored.
         inside = windows[(slice(None), slice(None), *grid.inside_window)]
-        place = [data.draw(st.integers(0, edge - 1)) for edge in inside.shape]
-        inside[tuple(place)] = fault
+        position = [data.draw(st.integers(0, edge - 1)) for edge in inside.shape]
+        inside[tuple(position)] = fault
     windows = LAYOUTS[layout](windows)
     if fault is not None:
-        for one in (with_library(window_kernels), kernel):
+        for each in (with_library(window_kernels), kernel):
             with pytest.raises(NonFiniteScores):
-                blended(one, grid, windows, Blending(mode))
+                blend(each, grid, windows, Blending(mode))
         return
-    with_torch, found = (blended(one, grid, windows, Blending(mode)) for one in (with_library(window_kernels), kernel))
-    for expected, made in zip(with_torch, found, strict=True):
-        assert made[:2] == expected[:2]
-        torch.testing.assert_close(made.scores, expected.scores, atol=1e-6, rtol=1e-5)
+    with_torch, found = (blend(each, grid, windows, Blending(mode)) for each in (with_library(window_kernels), kernel))
+    for expected, slab in zip(with_torch, found, strict=True):
+        assert slab[:2] == expected[:2]
+        torch.testing.assert_close(slab.scores, expected.scores, atol=1e-6, rtol=1e-5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -90,61 +90,61 @@ def test_slabs_are_those_of_torch_and_one_score_that_is_not_finite_is_found(
     overlap=st.sampled_from([0.0, 0.25, 0.5, 0.6, 0.9]),
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8),
 )
-def test_torch_gives_the_same_bits_however_windows_come_in_batches(seed, size, roi, overlap, lengths):
+def test_torch_blending_is_bitwise_the_same_for_any_split_into_batches(seed, size, roi, overlap, lengths):
     torch.manual_seed(seed)
     grid = Grid.cover(size, roi, overlap)
-    windows, places = torch.randn(grid.count, 2, *roi), list(grid.positions())
-    expected = blended(with_library(window_kernels), grid, windows, GAUSSIAN)
-    made, found = make_blender(grid, 2, BlendingSetup(GAUSSIAN, CPU, with_library(window_kernels))), list[Slab]()
+    windows, positions = torch.randn(grid.count, 2, *roi), list(grid.positions())
+    expected = blend(with_library(window_kernels), grid, windows, GAUSSIAN)
+    blender, found = make_blender(grid, 2, BlendingSetup(GAUSSIAN, CPU, with_library(window_kernels))), list[Slab]()
     first, ends = 0, itertools.cycle(lengths)
-    while first < len(places):
+    while first < len(positions):
         part = slice(first, first + next(ends))
-        found += made.add(places[part], windows[part])
+        found += blender.add(positions[part], windows[part])
         first = part.stop
     assert [slab[:2] for slab in found] == [slab[:2] for slab in expected]
-    assert all(torch.equal(one.scores, other.scores) for one, other in zip(found, expected, strict=True))
+    assert all(torch.equal(a.scores, b.scores) for a, b in zip(found, expected, strict=True))
 
 
-def test_slabs_that_leave_take_the_memory_of_those_that_have_gone(kernel):
+def test_slabs_reuse_the_memory_of_released_slabs(kernel):
     grid = Grid.cover((24, 32, 32), (8, 8, 8), 0.25)
-    made = make_blender(grid, 2, BlendingSetup(Blending(), CPU, kernel))
-    places, last, rows = set(), None, 0
-    for place in grid.positions():
-        for slab in made.add([place], torch.ones(1, 2, *grid.roi)):
-            # This one and the one before are there.
+    blender = make_blender(grid, 2, BlendingSetup(Blending(), CPU, kernel))
+    positions, last, rows = set(), None, 0
+    for position in grid.positions():
+        for slab in blender.add([position], torch.ones(1, 2, *grid.roi)):
+            # Two slabs exist: this one and the previous one.
             assert last is None or last.scores.data_ptr() != slab.scores.data_ptr()
             last, rows = slab, rows + 1
-            places.add(slab.scores.data_ptr())
+            positions.add(slab.scores.data_ptr())
     assert rows > 10
-    assert len(places) == 2
+    assert len(positions) == 2
 
 
 @pytest.mark.parametrize("overlap", [0.25, 0.5, 0.8])
 @pytest.mark.parametrize("threads", [2, 5])
-def test_any_number_of_threads_gives_the_same_bits(kernel, threads, overlap):
+def test_blending_is_bitwise_the_same_for_any_number_of_threads(kernel, threads, overlap):
     grid = Grid.cover((9, 11, 50), (4, 6, 20), overlap)
     windows = torch.randn(grid.count, 3, *grid.roi)
-    alone = blended(kernel, grid, windows, GAUSSIAN)
-    before = torch.get_num_threads()
+    expected = blend(kernel, grid, windows, GAUSSIAN)
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        together = blended(kernel, grid, windows, GAUSSIAN)
+        found = blend(kernel, grid, windows, GAUSSIAN)
     finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(a.scores, b.scores) for a, b in zip(alone, together, strict=True))
+        torch.set_num_threads(threads_before)
+    assert all(torch.equal(a.scores, b.scores) for a, b in zip(expected, found, strict=True))
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
-    dtype=st.sampled_from(PIXELS),
+    dtype=st.sampled_from(PIXEL_DTYPES),
     size=st.tuples(*[st.integers(1, 9)] * 3),
     steps=st.tuples(*[st.sampled_from([1, 2, -1])] * 3),
     narrow=st.booleans(),
     last=st.booleans(),
     limits=st.sampled_from([(-1e6, 1e6), (0.0, 1.0)]),
 )
-def test_pixels_are_cut_as_numpy_does(kernel, seed, dtype, size, steps, narrow, last, limits):
+def test_scaling_equals_numpy(kernel, seed, dtype, size, steps, narrow, last, limits):
     random = np.random.default_rng(seed)
     every = tuple(length * abs(step) for length, step in zip(size, steps, strict=True))
     if dtype.kind == "f":
@@ -162,24 +162,24 @@ def test_pixels_are_cut_as_numpy_does(kernel, seed, dtype, size, steps, narrow, 
     assert torch.equal(out[0, 1], torch.from_numpy(scaling.apply(pixels)).to(out.dtype))
 
 
-def test_other_types_and_devices_are_left_to_others(kernel):
+def test_unsupported_dtypes_and_devices_are_reported(kernel):
     pixels = np.zeros((1, 2, 3), np.uint16)
     assert kernel.can_scale(pixels, torch.empty(1, 2, 3))
     assert not kernel.can_scale(pixels.astype(np.float64), torch.empty(1, 2, 3))
     between = np.zeros((1, 2, 3), [("mask", np.uint8), ("pixel", np.uint16)])["pixel"]
-    assert not kernel.can_scale(between, torch.empty(1, 2, 3)), "they lie at odd addresses"
+    assert not kernel.can_scale(between, torch.empty(1, 2, 3)), "the pixels are not aligned"
     assert not kernel.can_scale(pixels, torch.empty(1, 2, 3, dtype=torch.float16))
     assert not kernel.can_scale(pixels, torch.empty(1, 2, 3, device="meta"))
     assert not kernel.supports(torch.device("cuda"))
     assert not with_library(window_kernels).supports(CPU)
 
 
-def test_what_does_not_fit_is_refused_before_memory_is_touched(kernel):
+def test_invalid_arguments_are_rejected_before_memory_is_accessed(kernel):
     grid = Grid.cover((6, 6, 9), (4, 4, 4), 0.25)
 
     def sums(**changed):
-        made = {"outputs": 2, "size": (6, 6, 9), "weights": (torch.ones(4),) * 3, "starts": grid.starts}
-        return OverlapSums(**(made | {"min_weight": 1e-3} | changed))
+        arguments = {"outputs": 2, "size": (6, 6, 9), "weights": (torch.ones(4),) * 3, "starts": grid.starts}
+        return OverlapSums(**(arguments | {"min_weight": 1e-3} | changed))
 
     for changed in (
         {"weights": (torch.ones(4, dtype=torch.float64),) * 3},
@@ -205,13 +205,13 @@ def test_what_does_not_fit_is_refused_before_memory_is_touched(kernel):
         (scores, (0, 0, 0), means.transpose(1, 2)),
         (scores, (0, 0, 0), means.to("meta")),
     ):
-        with pytest.raises(ValueError, match=r"cannot be added|cannot leave"):
+        with pytest.raises(ValueError, match=r"cannot add|cannot write"):
             kernel.blend(sums(), index, window, room)
-    with pytest.raises(ValueError, match="cut"):
+    with pytest.raises(ValueError, match="cannot scale"):
         kernel.scale(np.zeros((1, 2, 3), np.uint16), torch.zeros(1, 2, 4), 0.0, 1.0, (0.0, 1.0))
 
 
-def test_the_report_warns_where_they_are_missing(bands: ModelSpec, monkeypatch):
+def test_report_warns_if_the_kernels_are_missing(bands: ModelSpec, monkeypatch):
     monkeypatch.setattr("service.inference.runner.model_runner.window_kernels", with_library(window_kernels))
     (warning,) = started(bands, settings_of()).report().warnings
     assert "AVX2" in warning

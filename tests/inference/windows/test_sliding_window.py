@@ -27,16 +27,16 @@ kernels = pytest.mark.parametrize("kernel", [with_library(window_kernels), windo
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compiled():
+def _require_kernels():
     assert window_kernels.supports(CPU)
 
 
-def make(network, roi, batch_size=2, blending=GAUSSIAN, channels=1, kernels=window_kernels):
+def make_window(network, roi, batch_size=2, blending=GAUSSIAN, channels=1, kernels=window_kernels):
     return SlidingWindow(network, channels, roi, batch_size, blending=blending, device=CPU, kernels=kernels)
 
 
-def whole(slabs) -> Tensor:
-    """The slabs put together, which must tile the volume: rows without gaps, then planes without gaps."""
+def join_slabs(slabs) -> Tensor:
+    """Join the slabs. They must tile the volume: rows without gaps, then planes without gaps."""
     layers, rows, z, y = [], [], 0, 0
     for slab in slabs:
         if slab.z0 != z:
@@ -51,7 +51,7 @@ def whole(slabs) -> Tensor:
 @kernels
 @settings(max_examples=40, deadline=None)
 @given(size=sizes, roi=rois, overlap=overlaps, batch_size=st.integers(1, 4), blending=blendings)
-def test_equals_monai(kernel, size, roi, overlap, batch_size, blending):
+def test_scores_equal_those_of_monai(kernel, size, roi, overlap, batch_size, blending):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 3, 3, padding=1)).eval()
     image = torch.randn(1, 2, *size)
@@ -59,15 +59,15 @@ def test_equals_monai(kernel, size, roi, overlap, batch_size, blending):
         expected = sliding_window_inference(
             image, roi, 1, network, overlap=overlap, mode=blending.mode, sigma_scale=blending.sigma
         )
-        got = whole(make(network, roi, batch_size, blending, 2, kernel).run(image, overlap))
-    assert got.shape == expected.shape
-    assert (got - expected).abs().max() < 1e-5
+        scores = join_slabs(make_window(network, roi, batch_size, blending, 2, kernel).run(image, overlap))
+    assert scores.shape == expected.shape
+    assert (scores - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("size", [(16, 16, 16), (3, 5, 9), (9, 17, 30)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
-def test_one_shape_of_the_dtype_and_layout_that_were_asked_for_is_ever_passed_to_the_network(size, dtype, layout):
+def test_network_always_gets_one_shape_with_the_requested_dtype_and_layout(size, dtype, layout):
     seen = set()
 
     def network(x: Tensor) -> Tensor:
@@ -76,55 +76,55 @@ def test_one_shape_of_the_dtype_and_layout_that_were_asked_for_is_ever_passed_to
 
     options = {"blending": GAUSSIAN, "device": CPU, "dtype": dtype, "memory_format": layout}
     image = torch.rand(1, 2, *size).bfloat16().float()
-    got = whole(SlidingWindow(network, 2, (8, 8, 8), 3, **options).run(image, 0.25))
-    torch.testing.assert_close(got, image, atol=1e-6, rtol=1e-5)
+    scores = join_slabs(SlidingWindow(network, 2, (8, 8, 8), 3, **options).run(image, 0.25))
+    torch.testing.assert_close(scores, image, atol=1e-6, rtol=1e-5)
     assert [each[:3] for each in seen] == [((3, 2, 8, 8, 8), dtype, True)]
 
 
-def test_what_an_earlier_volume_left_in_the_batch_does_not_show():
-    window = make(lambda x: x, (4, 4, 4), 4)
-    whole(window.run(torch.full((1, 1, 8, 8, 8), 7.0), 0))
-    assert torch.equal(whole(window.run(torch.zeros(1, 1, 3, 3, 3), 0)), torch.zeros(1, 1, 3, 3, 3))
+def test_windows_of_an_earlier_volume_do_not_show_in_the_padding():
+    window = make_window(lambda x: x, (4, 4, 4), 4)
+    join_slabs(window.run(torch.full((1, 1, 8, 8, 8), 7.0), 0))
+    assert torch.equal(join_slabs(window.run(torch.zeros(1, 1, 3, 3, 3), 0)), torch.zeros(1, 1, 3, 3, 3))
 
 
 @pytest.mark.parametrize("owns_scores", [False, True])
-def test_scores_of_a_single_window_are_copied_unless_they_last(owns_scores):
+def test_scores_of_a_single_window_are_copied_unless_the_network_owns_them(owns_scores):
     scores = torch.rand(1, 2, 4, 4, 4)
-    window = make(lambda _batch: scores, (4, 4, 4), 1)
+    window = make_window(lambda _batch: scores, (4, 4, 4), 1)
     window = window.with_network(window.network, owns_scores=owns_scores)
     (slab,) = window.run(torch.zeros(1, 1, 4, 4, 4), 0)
     assert torch.equal(slab.scores, scores)
     assert (slab.scores.data_ptr() == scores.data_ptr()) == owns_scores
 
 
-def test_slabs_leave_as_soon_as_no_later_window_reaches_them():
+def test_slabs_are_yielded_as_soon_as_no_later_window_covers_them():
     calls = []
 
     def network(x: Tensor) -> Tensor:
         calls.append(len(x))
         return x
 
-    window = make(network, (4, 4, 4), 1)
+    window = make_window(network, (4, 4, 4), 1)
     slabs = window.run(torch.rand(1, 1, 6, 10, 7), 0.5)
-    left = [(slab.z0, slab.y0, tuple(slab.scores.shape[2:]), len(calls)) for slab in slabs]
-    # Three windows along x to a row, rows from 0, 2, 4 and 6, layers from 0 and 2.
-    assert left == [
+    events = [(slab.z0, slab.y0, tuple(slab.scores.shape[2:]), len(calls)) for slab in slabs]
+    # Three windows along x in each row, rows at y = 0, 2, 4 and 6, layers at z = 0 and 2.
+    assert events == [
         *((0, 0, (2, 2, 7), 3), (0, 2, (2, 2, 7), 6), (0, 4, (2, 2, 7), 9), (0, 6, (2, 4, 7), 12)),
         *((2, 0, (4, 2, 7), 15), (2, 2, (4, 2, 7), 18), (2, 4, (4, 2, 7), 21), (2, 6, (4, 4, 7), 24)),
     ]
 
 
-def test_progress_counts_windows_and_cancelling_stops_before_the_next_batch():
+def test_progress_counts_windows_and_cancellation_stops_before_the_next_batch():
     calls, steps = [], []
-    window = make(lambda x: calls.append(len(x)) or x, (4, 4, 4), 3)
+    window = make_window(lambda x: calls.append(len(x)) or x, (4, 4, 4), 3)
 
-    def note(*done):
+    def record(*done):
         steps.append(done)
 
-    whole(window.run(torch.rand(1, 1, 8, 8, 4), 0, progress=note))
+    join_slabs(window.run(torch.rand(1, 1, 8, 8, 4), 0, progress=record))
     assert steps == [(3, 4), (4, 4)]
     with pytest.raises(Cancelled, match="after 6 of 8"):
-        whole(window.run(torch.rand(1, 1, 8, 8, 8), 0, cancelled=lambda: len(steps) == 4, progress=note))
+        join_slabs(window.run(torch.rand(1, 1, 8, 8, 8), 0, cancelled=lambda: len(steps) == 4, progress=record))
     assert steps[2:] == [(3, 8), (6, 8)]
     assert len(calls) == 4
 
@@ -132,18 +132,18 @@ def test_progress_counts_windows_and_cancelling_stops_before_the_next_batch():
 @kernels
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("z", [0, 9])
-def test_scores_that_are_not_finite_are_refused(value, z, kernel):
+def test_non_finite_scores_are_rejected(value, z, kernel):
     image = torch.zeros(1, 1, 10, 6, 6)
     image[0, 0, z, 3, 3] = value
     with pytest.raises(NonFiniteScores, match="fp32"):
-        whole(make(lambda x: x, (4, 4, 4), kernels=kernel).run(image, 0.25))
+        join_slabs(make_window(lambda x: x, (4, 4, 4), kernels=kernel).run(image, 0.25))
 
 
 @kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [(4, 4, 4), (2, 3, 4)])
-def test_scores_of_a_single_window_are_looked_through_as_well(dtype, size, kernel):
-    window = make(lambda x: x.to(dtype), (4, 4, 4), kernels=kernel)
+def test_scores_of_a_single_window_are_checked(dtype, size, kernel):
+    window = make_window(lambda x: x.to(dtype), (4, 4, 4), kernels=kernel)
     image = torch.rand(1, 1, *size).to(dtype).float()
     (slab,) = window.run(image, 0.25)
     assert torch.equal(slab.scores.float(), image)
@@ -153,7 +153,7 @@ def test_scores_of_a_single_window_are_looked_through_as_well(dtype, size, kerne
         list(window.run(image, 0.25))
 
 
-def test_an_elastic_network_is_given_no_more_windows_than_there_are():
+def test_network_of_any_batch_size_gets_only_the_windows_that_exist():
     lengths = []
 
     def network(x):
@@ -161,37 +161,37 @@ def test_an_elastic_network_is_given_no_more_windows_than_there_are():
         return 2 * x
 
     image = torch.rand(1, 1, 4, 4, 12)
-    rigid = make(network, (4, 4, 4), batch_size=2)
-    any_batch_size = rigid.with_network(network, any_batch_size=True)
-    expected = whole(rigid.run(image, 0.0))
+    fixed_batch_size = make_window(network, (4, 4, 4), batch_size=2)
+    any_batch_size = fixed_batch_size.with_network(network, any_batch_size=True)
+    expected = join_slabs(fixed_batch_size.run(image, 0.0))
     assert lengths == [2, 2]
-    assert torch.equal(whole(any_batch_size.run(image, 0.0)), expected)
+    assert torch.equal(join_slabs(any_batch_size.run(image, 0.0)), expected)
     assert lengths == [2, 2, 2, 1]
-    assert (rigid.slots(1), any_batch_size.slots(1)) == (2, 1)
-    assert not any_batch_size.with_network(network).any_batch_size, "another network need not be"
+    assert (fixed_batch_size.slots(1), any_batch_size.slots(1)) == (2, 1)
+    assert not any_batch_size.with_network(network).any_batch_size, "the property belongs to the network"
 
 
-def test_another_network_runs_through_the_same_batch_buffer():
-    window, image = make(lambda x: x, (4, 4, 4)), torch.rand(1, 1, 5, 5, 5)
+def test_another_network_uses_the_same_batch_buffer():
+    window, image = make_window(lambda x: x, (4, 4, 4)), torch.rand(1, 1, 5, 5, 5)
     doubled = window.with_network(lambda x: 2 * x, owns_scores=True)
     assert doubled.owns_scores
-    assert not doubled.with_network(lambda x: x).owns_scores, "another network need not be"
+    assert not doubled.with_network(lambda x: x).owns_scores, "the property belongs to the network"
     assert doubled.batch is window.batch
-    torch.testing.assert_close(whole(doubled.run(image, 0.25)), 2 * image)
-    torch.testing.assert_close(whole(window.run(image, 0.25)), image)
+    torch.testing.assert_close(join_slabs(doubled.run(image, 0.25)), 2 * image)
+    torch.testing.assert_close(join_slabs(window.run(image, 0.25)), image)
 
 
-def blended(image: Tensor, grid: Grid, skipped: frozenset, scores: Tensor, blending: Blending) -> Tensor:
-    """What windows of an identity network add up to, with `scores` [K] in those that are skipped; [1, K, Z, Y, X]."""
+def blend_reference(image: Tensor, grid: Grid, skipped: frozenset, scores: Tensor, blending: Blending) -> Tensor:
+    """Return the blended scores [1, K, Z, Y, X] of an identity network, with `scores` [K] in skipped windows."""
     importance = importance_map(grid.roi, blending, CPU)
     edges = zip(grid.pad_before, grid.padded, grid.size, strict=True)
     padding = [(before, edge - length - before) for before, edge, length in edges]
     padded = nn.functional.pad(image[0], [amount for pair in reversed(padding) for amount in pair])
     sums, weights = torch.zeros_like(padded), torch.zeros(grid.padded)
-    for place in grid.positions():
-        box = tuple(slice(start, start + edge) for start, edge in zip(place, grid.roi, strict=True))
-        here = (slice(None), *box)
-        sums[here] += importance * (scores[:, None, None, None] if place in skipped else padded[here])
+    for position in grid.positions():
+        box = tuple(slice(start, start + edge) for start, edge in zip(position, grid.roi, strict=True))
+        region = (slice(None), *box)
+        sums[region] += importance * (scores[:, None, None, None] if position in skipped else padded[region])
         weights[box] += importance
     inside = (slice(before, before + length) for before, length in zip(grid.pad_before, grid.size, strict=True))
     return (sums / weights)[(None, slice(None), *inside)]
@@ -200,7 +200,7 @@ def blended(image: Tensor, grid: Grid, skipped: frozenset, scores: Tensor, blend
 @kernels
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), size=sizes, roi=rois, overlap=overlaps, blending=blendings)
-def test_windows_that_are_skipped_have_their_scores_and_their_weight(kernel, data, size, roi, overlap, blending):
+def test_skipped_windows_contribute_their_scores_and_weights(kernel, data, size, roi, overlap, blending):
     batch_size, random = data.draw(st.integers(1, 4)), data.draw(st.randoms(use_true_random=False))
     grid = Grid.cover(size, roi, overlap)
     computed = random.sample(list(grid.positions()), random.randint(1, grid.count))
@@ -211,7 +211,7 @@ def test_windows_that_are_skipped_have_their_scores_and_their_weight(kernel, dat
         calls.append(len(x))
         return x
 
-    window = make(network, roi, batch_size, blending, 2, kernel)
-    got = whole(window.run(SparseImage(image, skipped, scores), overlap))
-    torch.testing.assert_close(got, blended(image, grid, skipped, scores, blending), atol=1e-5, rtol=1e-5)
+    window = make_window(network, roi, batch_size, blending, 2, kernel)
+    found = join_slabs(window.run(SparseImage(image, skipped, scores), overlap))
+    torch.testing.assert_close(found, blend_reference(image, grid, skipped, scores, blending), atol=1e-5, rtol=1e-5)
     assert len(calls) == -(-len(computed) // batch_size)

@@ -82,7 +82,7 @@ def test_one_width_holds_for_all(stacks: Path, random_nuclei: ModelSpec) -> None
     done = work(stacks, random_nuclei, used=used)
     assert used == [str(Diameter((9.0, 9.0, 9.0), "px"))] * len(NAMES)
     (note,) = {note for record in done.records.values() for note in record.notes}
-    assert note.startswith("Objects seem to be 9,9,9px wide (3 of 5 stacks of the folder looked at)")
+    assert note.startswith("Objects seem to be 9,9,9px wide (measured in 3 of 5 stacks of the folder)")
 
 
 def test_no_width_is_recorded_where_the_device_was_lost(stacks: Path, random_nuclei: ModelSpec) -> None:

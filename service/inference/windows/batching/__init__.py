@@ -1,1 +1,1 @@
-"""Windows of several requests in one batch."""
+"""Batching of windows from several requests on one device."""

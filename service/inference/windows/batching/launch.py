@@ -1,4 +1,4 @@
-"""Batches on their way through a device that computes by itself: launched, waited for when the next one is launched."""
+"""Batches on an asynchronous device: each is launched, and waited for after the next one has been launched."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Measure
 
 Mark = Callable[[], Callable[[], object]]
-"""Marks the end of the work that a thread has given a device so far; what it returns waits until that is done."""
+"""Marks the end of the work that a thread has given to a device so far; returns a function that waits for that work."""
 
 Outcomes = Sequence[tuple[BatchSlice, list[Slab] | Exception]]
-"""Slices of a batch, each with the slabs that became final with it, or with its error."""
+"""Slices of a batch, each with its error or the slabs that it completed."""
 
 
 class Timer(Protocol):
-    """Timer of the networks that a device runs, such as `CudaTimer`."""
+    """Timer for the networks that run on a device, such as `CudaTimer`."""
 
     def measure(self) -> AbstractContextManager[object]:
-        """Return a context in which a network is launched."""
+        """Return a context manager; the networks launched within it are measured."""
 
     @property
     def seconds(self) -> float:
-        """Seconds that the networks took, once the device has finished."""
+        """Run time of the networks in seconds. Valid once the device has finished."""
 
 
 class Launch:
-    """One batch, which the device is given when this is made; `began` is when, in seconds of `time.monotonic`.
+    """One batch on a device, launched by the constructor. Create it in torch's inference mode.
 
-    device_seconds  that the network took by the device's own clock, after `wait`; None if no timer has measured them
+    began           time of the launch, in seconds of `time.monotonic`
+    device_seconds  run time of the network by the device's own clock, after `wait`; None if no timer has measured it
 
-    Its slices must be the next ones of their requests that are blended. Make it in torch's inference mode.
+    The batch slices must be the next ones to blend of their requests.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Launch:
             self._fail(error)
 
     def wait(self) -> Outcomes:
-        """Wait until the device is done with the batch, and return what has come of it."""
+        """Wait until the device has finished the batch, and return the outcomes."""
         try:
             self._wait()
             if self._timer is not None and not any(isinstance(outcome, Exception) for _, outcome in self._outcomes):
@@ -65,14 +66,14 @@ class Launch:
 
 
 def _enqueue(batch_slices: Sequence[BatchSlice], stream: int, measure: Measure) -> Outcomes:
-    """Have the device compute and blend a batch, or where it refuses the whole, each slice alone."""
+    """Queue the computation and blending of a batch on the device; if the batch fails, queue each slice separately."""
     window = batch_slices[0].request.window
     try:
         scores = window.forward([batch_slice.part for batch_slice in batch_slices], stream, measure=measure)
     except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
         if len(batch_slices) == 1:
             return [(batch_slices[0], error)]
-        # The error does not tell which request caused it.
+        # The error does not reveal which request caused it.
         return [outcome for batch_slice in batch_slices for outcome in _enqueue([batch_slice], stream, measure)]
     for batch_slice, part in zip(batch_slices, scores, strict=True):
         batch_slice.outcome = part

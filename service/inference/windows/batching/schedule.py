@@ -1,4 +1,4 @@
-"""Choice of the windows of the next batch, and whether it may be computed alongside others."""
+"""Selection of the requests for the next batch, and of the batches that may run concurrently."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from service.inference.windows.sliding_window import SlidingWindow
 
 
 class Batch(NamedTuple):
-    """Batch to compute: its number since the start, windows, stream, and how many streams share the device then."""
+    """Batch to compute.
+
+    number        counted from the start of the batcher
+    batch_slices  windows of the batch, by request
+    stream        stream that computes it
+    sharing       number of streams that share the device while it is computed
+    """
 
     number: int
     batch_slices: list[BatchSlice]
@@ -19,14 +25,14 @@ class Batch(NamedTuple):
 
 
 class Running(NamedTuple):
-    """Batch that is being computed: its windows, and its stream of these."""
+    """Batch that is being computed: the `SlidingWindow` that runs it, and the stream."""
 
     window: SlidingWindow
     stream: int
 
 
 def choose_requests(waiting: Sequence[WindowRequest], number: int) -> list[WindowRequest]:
-    """Return the requests for the next batch, which has this number, first the one whose turn it is."""
+    """Return the requests that may fill batch `number`, in order of priority; all of them use the same network."""
     requests = [request for request in waiting if request.is_ready]
     if len(requests) < 2:
         return requests
@@ -38,11 +44,11 @@ def choose_requests(waiting: Sequence[WindowRequest], number: int) -> list[Windo
 
 
 def may_add(requests: Sequence[WindowRequest], busy: Collection[Running], depth: int) -> bool:
-    """Return whether a batch of these requests may be computed alongside the busy ones, `depth` in each stream."""
+    """Return whether a batch of these requests may start next to the `busy` ones, with `depth` batches per stream."""
     if not busy:
         return True
     window = requests[0].window
-    fewest = min([window.streams, *[running.window.streams for running in busy]])
-    if len(busy) >= fewest * depth:
+    max_streams = min([window.streams, *[running.window.streams for running in busy]])
+    if len(busy) >= max_streams * depth:
         return False
     return window.any_batch_size or sum([request.scan.left for request in requests]) >= window.capacity

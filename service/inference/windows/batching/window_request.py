@@ -1,4 +1,4 @@
-"""Windows of one request on their way through batches: taken, computed, blended in order, handed to its thread."""
+"""State of one request in the batcher: its windows are taken, computed and blended, and its slabs are delivered."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.inference.windows.sliding_window import Image, SlidingWindow, Windo
 
 
 class Share(NamedTuple):
-    """Part of one request in a batch: its windows, its share of the batch's slots and of the device's seconds."""
+    """Share of one request in a batch: its number of windows, and its part of the batch's slots and device time."""
 
     windows: int
     slots: float
@@ -24,18 +24,18 @@ class Share(NamedTuple):
 
 
 class BatchSlice:
-    """Windows of one request in one batch, and their scores or the error once they were computed."""
+    """Windows of one request in one batch; once computed, also their scores or error."""
 
     def __init__(self, request: WindowRequest, part: WindowSlice) -> None:
-        self.request, self.part, self.windows = request, part, len(part.places)
+        self.request, self.part, self.windows = request, part, len(part.positions)
         self.outcome: Tensor | Exception | None = None
         self.share: Share | None = None
-        # Windows of the request that are blended with this slice and those before it.
+        # Windows of the request that have been blended, up to and including this slice.
         self.done = 0
 
 
 class WindowRequest:
-    """Windows of one request, between its own thread and those of the device, whose lock guards shared state."""
+    """Windows of one request. Its own thread and those of the device share it; their lock guards the shared state."""
 
     def __init__(  # noqa: PLR0913, PLR0917
         self,
@@ -47,63 +47,63 @@ class WindowRequest:
         progress: Callable[[int, int], None],
         share: Callable[[Share], None],
         *,
-        deferred: bool = False,
+        is_asynchronous: bool = False,
     ) -> None:
         self.window, self.due, self.cancelled = window, due, cancelled
         self.progress, self.share = progress, share
-        # Asked once a device that computes by itself is done with what it was given.
-        self.finite = FiniteFlag(window.batch.device) if deferred else None
-        self.scan = window.scan(image, overlap, require_finite if self.finite is None else self.finite.note)
-        # In the order in which they are blended, whatever the order in which they are computed.
+        # An asynchronous device is checked for non-finite scores once it has finished a batch.
+        self.finite_flag = FiniteFlag(window.batch.device) if is_asynchronous else None
+        self.scan = window.scan(image, overlap, require_finite if self.finite_flag is None else self.finite_flag.record)
+        # In blending order, which may differ from the order of computation.
         self.batch_slices: deque[BatchSlice] = deque()
-        self.blending = False
-        # Slabs, then None after the last of them or for an error. No lock is needed to be woken by it.
-        self.answers: SimpleQueue[Slab | None] = SimpleQueue()
-        # Slabs that its thread has not taken, and how many of these it may leave while more windows are computed: none,
-        # or those of the latest batch, as a device that computes by itself would otherwise wait for this thread.
-        self.untaken = self.spared = 0
+        self.is_blending = False
+        # Slabs, then None after the last slab or an error. Waiting on this queue does not need the lock.
+        self.slab_queue: SimpleQueue[Slab | None] = SimpleQueue()
+        # Slabs that the thread of the request has not taken, and how many of them may be left when more windows are
+        # computed: none, or those of the latest batch on an asynchronous device, which must not wait for the thread.
+        self.untaken_slabs = self.max_untaken_slabs = 0
         self.error: Exception | None = None
-        self.failed = self.over = False
+        self.has_failed = self.is_finished = False
 
     @property
     def is_ready(self) -> bool:
-        """Whether windows are left, its thread has taken all slabs, and few batches wait for one that is slow."""
-        keeps_up = self.untaken <= self.spared and len(self.batch_slices) <= self.window.streams
-        return self.scan.left > 0 and not self.failed and keeps_up
+        """Whether windows are left, the thread has taken enough slabs, and few batches wait to be blended."""
+        keeps_up = self.untaken_slabs <= self.max_untaken_slabs and len(self.batch_slices) <= self.window.streams
+        return self.scan.left > 0 and not self.has_failed and keeps_up
 
     @property
     def cancellation(self) -> Cancelled:
-        """Error that says how far the request has come."""
-        return Cancelled(f"given up after {self.scan.done} of {self.scan.total} windows")
+        """Cancelled error that reports the progress of the request."""
+        return Cancelled(f"Cancelled after {self.scan.done} of {self.scan.total} windows.")
 
     def fail(self, error: Exception) -> None:
-        """Stop computing and blending, and raise `error` in the thread of the request unless another one came first."""
-        if not self.failed:
-            self.failed, self.error = True, error
-            self.answers.put(None)
+        """Stop the request, and raise `error` in its thread unless it has failed before."""
+        if not self.has_failed:
+            self.has_failed, self.error = True, error
+            self.slab_queue.put(None)
 
     def raise_error(self) -> None:
-        """Raise the error that the request got, if any, and forget it."""
+        """Raise and clear the error of the request, if it has one."""
         if self.error is not None:
             error, self.error = self.error, None
             try:
                 raise error
             finally:
-                del error  # which refers to this frame, and with it to the request
+                del error  # It refers to this frame, and thus keeps the request alive.
 
-    def hand_over(self, slabs: Sequence[Slab], done: int) -> None:
-        """Hand finished slabs to the thread of the request, of which so many windows are done."""
-        self.untaken += len(slabs)
-        self.spared = 0 if self.finite is None else len(slabs)
+    def deliver(self, slabs: Sequence[Slab], done: int) -> None:
+        """Deliver finished slabs to the thread of the request. `done` is the number of blended windows."""
+        self.untaken_slabs += len(slabs)
+        self.max_untaken_slabs = 0 if self.finite_flag is None else len(slabs)
         for slab in slabs:
-            self.answers.put(slab)
+            self.slab_queue.put(slab)
         if done == self.scan.total:
-            self.over = True
-            self.answers.put(None)
+            self.is_finished = True
+            self.slab_queue.put(None)
 
 
 def fill_batch(requests: Sequence[WindowRequest], capacity: int) -> list[BatchSlice]:
-    """Take as many windows of the requests as the batch has capacity for."""
+    """Take as many windows from the requests as fit in the batch."""
     batch_slices = []
     for request in requests:
         if not capacity:
@@ -116,7 +116,7 @@ def fill_batch(requests: Sequence[WindowRequest], capacity: int) -> list[BatchSl
 
 
 def copy_scores(scores: Tensor) -> Tensor | Exception:
-    """Return a copy, or the error if there is no memory for one."""
+    """Return a copy of the scores, or the error if there is not enough memory."""
     try:
         return scores.clone()
     except (RuntimeError, MemoryError) as error:
@@ -124,14 +124,14 @@ def copy_scores(scores: Tensor) -> Tensor | Exception:
 
 
 def blend(batch_slice: BatchSlice) -> list[Slab] | Exception:
-    """Blend computed windows; return the slabs that became final, or what was wrong with the scores."""
-    request, (scan, places), scores = batch_slice.request, batch_slice.part, batch_slice.outcome
-    if request.failed:
+    """Blend computed windows; return the completed slabs, or the error."""
+    request, (scan, positions), scores = batch_slice.request, batch_slice.part, batch_slice.outcome
+    if request.has_failed:
         return []
     if not isinstance(scores, Tensor):
         return scores or RuntimeError("not computed")
     try:
-        slabs = scan.blend(places, scores)
+        slabs = scan.blend(positions, scores)
     except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
         return error
     batch_slice.done = scan.done
@@ -139,13 +139,13 @@ def blend(batch_slice: BatchSlice) -> list[Slab] | Exception:
 
 
 def report(batch_slice: BatchSlice, outcome: list[Slab] | Exception) -> list[Slab] | Exception:
-    """Count windows that are computed and blended; return their `outcome`, or what was wrong with the scores."""
+    """Report the progress of a blended slice to its request; return its `outcome`, or the error of the report."""
     request = batch_slice.request
-    if request.failed or isinstance(outcome, Exception) or batch_slice.share is None:
+    if request.has_failed or isinstance(outcome, Exception) or batch_slice.share is None:
         return outcome
     try:
-        if request.finite is not None:
-            request.finite.check()
+        if request.finite_flag is not None:
+            request.finite_flag.check()
         request.share(batch_slice.share)
         request.progress(batch_slice.done, request.scan.total)
     except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
@@ -154,7 +154,7 @@ def report(batch_slice: BatchSlice, outcome: list[Slab] | Exception) -> list[Sla
 
 
 class BlendingOrder:
-    """Blends the computed windows of each request in their order, whatever the order in which they were computed.
+    """Blends the slices of each request in window order, regardless of the order in which they are computed.
 
     `lock` guards the state that requests share with the threads of the device.
     """
@@ -163,35 +163,35 @@ class BlendingOrder:
         self._lock = lock
 
     def finish(self, batch_slice: BatchSlice, outcome: Tensor | Exception) -> None:
-        """Blend computed windows and those that waited for them, or leave that to the thread that blends before."""
+        """Store the outcome of a slice, then blend all slices that are next in order."""
         request = batch_slice.request
-        waits = request.blending or request.batch_slices[0] is not batch_slice
-        if waits and isinstance(outcome, Tensor) and not request.window.owns_scores:
-            # This stream's next batch may overwrite the scores before they are blended.
+        must_wait = request.is_blending or request.batch_slices[0] is not batch_slice
+        if must_wait and isinstance(outcome, Tensor) and not request.window.owns_scores:
+            # The next batch of this stream may overwrite the scores before they are blended.
             outcome = copy_scores(outcome)
         with self._lock:
             batch_slice.outcome = outcome
-            if request.blending or request.batch_slices[0] is not batch_slice:
+            if request.is_blending or request.batch_slices[0] is not batch_slice:
                 return
-            request.blending = True
+            request.is_blending = True
         following: BatchSlice | None = batch_slice
         while following is not None:
             following = self._blend(following)
 
     def _blend(self, batch_slice: BatchSlice) -> BatchSlice | None:
-        """Blend one slice, and return the next if that was computed."""
-        return self.settle(batch_slice, report(batch_slice, blend(batch_slice)))
+        """Blend a slice, and return the next one if it has been computed."""
+        return self.deliver(batch_slice, report(batch_slice, blend(batch_slice)))
 
-    def settle(self, batch_slice: BatchSlice, outcome: list[Slab] | Exception) -> BatchSlice | None:
-        """Hand over what has come of the first slice of a request; return its next if that was computed."""
+    def deliver(self, batch_slice: BatchSlice, outcome: list[Slab] | Exception) -> BatchSlice | None:
+        """Deliver the outcome of the first slice of a request; return the next slice if it has been computed."""
         request = batch_slice.request
         with self._lock:
             if isinstance(outcome, Exception):
                 request.fail(outcome)
-            elif not request.failed:
-                request.hand_over(outcome, batch_slice.done)
+            elif not request.has_failed:
+                request.deliver(outcome, batch_slice.done)
             request.batch_slices.popleft()
             if request.batch_slices and request.batch_slices[0].outcome is not None:
                 return request.batch_slices[0]
-            request.blending = False
+            request.is_blending = False
             return None

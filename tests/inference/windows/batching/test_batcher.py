@@ -24,11 +24,11 @@ from service.inference.windows.blending import Blending, Slab
 from service.inference.windows.sliding_window import Network, SlidingWindow
 
 ROI = (4, 4, 4)
-EVIL = 666.0
+POISON = 666.0
 
 
-class Counted:
-    """The identity, and what it was called with; raises for what holds an evil number."""
+class RecordingNetwork:
+    """Identity network that records its batches, and fails for batches with the value `POISON`."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.batches: list[Tensor] = []
@@ -39,28 +39,28 @@ class Counted:
         time.sleep(self._seconds)
         self.batches.append(batch.clone())
         self.threads.add(threading.current_thread().name)
-        if (batch == EVIL).any():
-            raise RuntimeError("evil")
+        if (batch == POISON).any():
+            raise RuntimeError("poisoned batch")
         return batch
 
-    def who(self) -> list[list[int]]:
-        """Whose windows were in each batch, where images are constant."""
+    def values(self) -> list[list[int]]:
+        """Return the value of each window by batch, for images of constant value."""
         return [[int(window[0, 0, 0, 0]) for window in batch] for batch in self.batches]
 
 
 class Requests:
-    """Requests that stand before a device, each in a thread of its own."""
+    """Requests to one device, each in its own thread."""
 
     def __init__(self, pool: ThreadPoolExecutor, streams: int = 1, mark: Mark | None = None) -> None:
-        self.divisions: list[int] = []
-        self.device = WindowBatcher("device", streams, self.divisions.append, mark)
+        self.stream_counts: list[int] = []
+        self.device = WindowBatcher("device", streams, self.stream_counts.append, mark)
         self._pool, self.launched = pool, mark is not None
         self.shares: list[Share] = []
 
-    def post(
+    def submit(
         self, window: SlidingWindow, image: Tensor, *, due: float = 0.0, cancelled: Callable[[], bool] = lambda: False
     ) -> Future[Tensor]:
-        """Stands in the queue when this returns."""
+        """Return once the device has received the request."""
 
         def work() -> Tensor:
             slabs = self.device.run(
@@ -72,9 +72,9 @@ class Requests:
                 share=self.shares.append,
                 due=due,
             )
-            return whole(slabs)
+            return concatenate(slabs)
 
-        # Counting them would miss one that comes while an earlier one is given up.
+        # Counting the requests would miss one that arrives while another is cancelled.
         before = list(self.device._requests)
         future = self._pool.submit(work)
         until(lambda: future.done() or any(request not in before for request in list(self.device._requests)))
@@ -83,26 +83,26 @@ class Requests:
 
 @pytest.fixture(params=[None, partial(mark_end, torch.device("cpu"))], ids=["computed", "launched"])
 def requests(request: pytest.FixtureRequest) -> Iterator[Requests]:
-    """Before a device whose batches are done when they return, and one that is given the next before that."""
-    yield from before_a_device(1, request.param)
+    """Requests to a synchronous device, and to an asynchronous one."""
+    yield from run_device(1, request.param)
 
 
 @pytest.fixture
 def streaming() -> Iterator[Requests]:
-    """Before a device of three streams."""
-    yield from before_a_device(3)
+    """Requests to a device with three streams."""
+    yield from run_device(3)
 
 
-def before_a_device(streams: int, mark: Mark | None = None) -> Iterator[Requests]:
+def run_device(streams: int, mark: Mark | None = None) -> Iterator[Requests]:
     with ThreadPoolExecutor(12) as pool:
-        loaded_model = Requests(pool, streams, mark)
-        yield loaded_model
-        loaded_model.device.close()
-    assert loaded_model.device.join(10)
-    assert loaded_model.device._requests == []
+        requests = Requests(pool, streams, mark)
+        yield requests
+        requests.device.close()
+    assert requests.device.join(10)
+    assert requests.device._requests == []
 
 
-def windows(
+def make_windows(
     network: Network, capacity: int = 4, streams: int = 1, *, any_batch_size: bool = False, owns_scores: bool = False
 ) -> SlidingWindow:
     batches = SlidingWindow(
@@ -111,63 +111,68 @@ def windows(
     return batches.with_network(network, any_batch_size=any_batch_size, owns_scores=owns_scores)
 
 
-def whole(slabs: Iterator[Slab]) -> Tensor:
-    """Slabs of images that are a row of windows along z."""
+def concatenate(slabs: Iterator[Slab]) -> Tensor:
+    """Return the scores of an image that is one row of windows along z."""
     return torch.cat([slab.scores for slab in slabs], 2)
 
 
-def image(windows: int, value: float = 1.0) -> Tensor:
-    """So many windows, one above the other, all of one value."""
+def make_image(windows: int, value: float = 1.0) -> Tensor:
+    """Return an image of constant value that is covered by this number of windows along z."""
     return torch.full((1, 1, 4 * windows, 4, 4), value)
 
 
-def test_small_images_share_batches_and_everyone_gets_what_belongs_to_it(requests: Requests) -> None:
-    network = Counted()
-    window = windows(network)
+def test_small_images_share_batches_and_each_request_gets_its_scores(requests: Requests) -> None:
+    network = RecordingNetwork()
+    window = make_windows(network)
     images = [torch.rand(1, 1, 4, 4, 4) for _ in range(8)]
-    futures = [requests.post(window, one) for one in images]
+    futures = [requests.submit(window, image) for image in images]
     requests.device.start()
-    for one, future in zip(images, futures, strict=True):
-        assert torch.equal(future.result(10), one)
+    for image, future in zip(images, futures, strict=True):
+        assert torch.equal(future.result(10), image)
     assert len(network.batches) == 2
     assert network.threads == {"device"}
     assert sum(share.windows for share in requests.shares) == sum(share.slots for share in requests.shares) == 8
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 4])
-def test_images_of_every_size_at_once(requests: Requests, capacity: int) -> None:
-    network = Counted()
-    window = windows(network, capacity)
+def test_concurrent_images_of_any_size_are_segmented_correctly(requests: Requests, capacity: int) -> None:
+    network = RecordingNetwork()
+    window = make_windows(network, capacity)
     requests.device.start()
     sizes = [(1, 1, 1), (3, 9, 5), (16, 4, 4), (9, 9, 9), (4, 4, 30), (2, 20, 2)]
     images = [torch.rand(1, 1, *size) for size in sizes]
-    together = list(requests._pool.map(lambda one: alone(requests.device, window, one), images))
-    for one, got in zip(images, together, strict=True):
-        assert torch.equal(got, one)
+    together = list(requests._pool.map(lambda image: compute(requests.device, window, image), images))
+    for image, scores in zip(images, together, strict=True):
+        assert torch.equal(scores, image)
     assert len({tuple(batch.shape) for batch in network.batches}) == 1
 
 
-def alone(device: WindowBatcher, window: SlidingWindow, one: Tensor) -> Tensor:
-    got = torch.zeros_like(one)
-    for slab in device.run(window, one, 0.0, cancelled=lambda: False, progress=lambda _done, _total: None):
+def compute(device: WindowBatcher, window: SlidingWindow, image: Tensor) -> Tensor:
+    scores = torch.zeros_like(image)
+    for slab in device.run(window, image, 0.0, cancelled=lambda: False, progress=lambda _done, _total: None):
         _, _, z, y, _ = slab.scores.shape
-        got[:, :, slab.z0 : slab.z0 + z, slab.y0 : slab.y0 + y] = slab.scores
-    return got
+        scores[:, :, slab.z0 : slab.z0 + z, slab.y0 : slab.y0 + y] = slab.scores
+    return scores
 
 
-def test_one_that_is_given_up_and_one_that_fails_do_not_hurt_the_others(requests: Requests) -> None:
-    window = windows(Counted())
-    good = [requests.post(window, image(3, value)) for value in (1, 2)]
-    evil = requests.post(window, image(3, EVIL))
+def test_cancelled_and_failed_requests_do_not_affect_others(requests: Requests) -> None:
+    window = make_windows(RecordingNetwork())
+    good = [requests.submit(window, make_image(3, value)) for value in (1, 2)]
+    poisoned = requests.submit(window, make_image(3, POISON))
     unreadable: Any = Unreadable()
-    broken = requests.post(window, unreadable)
-    given_up = requests.post(window, image(3), cancelled=lambda: True)
-    spoilt = requests.post(window, image(3, float("nan")))
-    good.append(requests.post(window, image(3, 3)))
+    broken = requests.submit(window, unreadable)
+    cancelled = requests.submit(window, make_image(3), cancelled=lambda: True)
+    nonfinite = requests.submit(window, make_image(3, float("nan")))
+    good.append(requests.submit(window, make_image(3, 3)))
     requests.device.start()
     for value, future in enumerate(good, 1):
-        assert torch.equal(future.result(10), image(3, value))
-    for future, error in ((evil, RuntimeError), (broken, OSError), (given_up, Cancelled), (spoilt, NonFiniteScores)):
+        assert torch.equal(future.result(10), make_image(3, value))
+    for future, error in (
+        (poisoned, RuntimeError),
+        (broken, OSError),
+        (cancelled, Cancelled),
+        (nonfinite, NonFiniteScores),
+    ):
         with pytest.raises(error):
             future.result(10)
 
@@ -179,76 +184,76 @@ class Unreadable:
         raise OSError("the disk is gone")
 
 
-def test_two_networks_take_turns_and_share_nothing(requests: Requests) -> None:
-    one, other = Counted(), Counted()
-    windows_of_one, windows_of_other = windows(one), windows(other)
-    futures = [requests.post(each, image(2, 7)) for each in (windows_of_one, windows_of_other) * 2]
+def test_networks_take_turns_and_share_no_batches(requests: Requests) -> None:
+    network_a, network_b = RecordingNetwork(), RecordingNetwork()
+    windows_a, windows_b = make_windows(network_a), make_windows(network_b)
+    futures = [requests.submit(each, make_image(2, 7)) for each in (windows_a, windows_b) * 2]
     requests.device.start()
-    assert all(torch.equal(future.result(10), image(2, 7)) for future in futures)
-    assert len(one.batches) == len(other.batches) == 1
+    assert all(torch.equal(future.result(10), make_image(2, 7)) for future in futures)
+    assert len(network_a.batches) == len(network_b.batches) == 1
 
 
-def test_small_one_waits_for_a_batch_or_two_however_large_the_one_before_it_is(requests: Requests) -> None:
-    network = Counted()
-    window = windows(network)
-    requests.post(window, image(100, 1), due=-1.0)
-    requests.post(window, image(1, 2), due=100.0)
+def test_small_image_waits_for_at_most_two_batches_of_a_large_one(requests: Requests) -> None:
+    network = RecordingNetwork()
+    window = make_windows(network)
+    requests.submit(window, make_image(100, 1), due=-1.0)
+    requests.submit(window, make_image(1, 2), due=100.0)
     requests.device.start()
     until(lambda: len(network.batches) >= 25)
-    assert any(2 in batch for batch in network.who()[:2])
+    assert any(2 in batch for batch in network.values()[:2])
 
 
-def test_large_one_that_is_due_gets_half_of_the_device_however_many_small_ones_come(requests: Requests) -> None:
-    network, stop, seen, before = Counted(), threading.Event(), list[float](), set[float]()
+def test_large_image_that_is_due_first_gets_half_of_the_device(requests: Requests) -> None:
+    network, stop, seen, before = RecordingNetwork(), threading.Event(), list[float](), set[float]()
 
-    def crowded(batch: Tensor) -> Tensor:
-        """Everyone whose window is not on its way has come back meanwhile, however busy the machine is."""
-        here = [window.max().item() for window in batch]
-        seen.extend(here)
-        small = {value for value in {*here, *before} if value > 1}
-        others = 5 - len(small) - (seen.count(1) == 20 or 1 in before.intersection(here))
+    def network_under_load(batch: Tensor) -> Tensor:
+        """Wait until every request whose window is not being computed has queued again, however busy the machine is."""
+        values = [window.max().item() for window in batch]
+        seen.extend(values)
+        small = {value for value in {*values, *before} if value > 1}
+        expected = 5 - len(small) - (seen.count(1) == 20 or 1 in before.intersection(values))
         if requests.launched:
-            # The device is not done with this batch when it gets the next one.
+            # The device has not finished this batch when it gets the next one.
             before.clear()
-            before.update(here)
-        until(lambda: stop.is_set() or sum(request.is_ready for request in list(requests.device._requests)) >= others)
+            before.update(values)
+        until(lambda: stop.is_set() or sum(request.is_ready for request in list(requests.device._requests)) >= expected)
         return network(batch)
 
-    window = windows(crowded, 2)
-    large = requests.post(window, image(20, 1), due=-1.0)
+    window = make_windows(network_under_load, 2)
+    large = requests.submit(window, make_image(20, 1), due=-1.0)
 
-    def keep_coming(value: float) -> None:
+    def keep_submitting(value: float) -> None:
         while not stop.is_set():
-            alone(requests.device, window, image(1, value))
+            compute(requests.device, window, make_image(1, value))
 
-    small = [requests._pool.submit(keep_coming, value) for value in (2, 3, 4, 5)]
+    small = [requests._pool.submit(keep_submitting, value) for value in (2, 3, 4, 5)]
     until(lambda: len(requests.device._requests) == 5)
     requests.device.start()
     large.result(10)
     stop.set()
-    for one in small:
-        one.result(10)
-    batches = network.who()
+    for future in small:
+        future.result(10)
+    batches = network.values()
     last = max(number for number, batch in enumerate(batches) if 1 in batch)
     assert 10 <= last + 1 <= 2 * 10 + 1
-    assert sum(1 not in batch for batch in batches[: last + 1]) >= 7, "and they get the other half"
+    assert sum(1 not in batch for batch in batches[: last + 1]) >= 7, "the small images get the other half"
 
 
-def test_what_is_due_first_comes_first(requests: Requests) -> None:
-    network = Counted()
-    window = windows(network, 2)
+def test_request_that_is_due_first_is_computed_first(requests: Requests) -> None:
+    network = RecordingNetwork()
+    window = make_windows(network, 2)
     for due in (3, 1, 2):
-        requests.post(window, image(2, due), due=due)
+        requests.submit(window, make_image(2, due), due=due)
     requests.device.start()
     until(lambda: len(network.batches) == 3)
-    assert network.who() == [[1, 1], [2, 2], [3, 3]]
+    assert network.values() == [[1, 1], [2, 2], [3, 3]]
 
 
-def test_nothing_is_computed_ahead_of_a_request_that_does_not_keep_up(requests: Requests) -> None:
-    network = Counted()
+def test_no_windows_are_computed_while_a_request_has_slabs_to_take(requests: Requests) -> None:
+    network = RecordingNetwork()
     requests.device.start()
     slabs = requests.device.run(
-        windows(network, 2), image(20), 0.0, cancelled=lambda: False, progress=lambda _done, _total: None
+        make_windows(network, 2), make_image(20), 0.0, cancelled=lambda: False, progress=lambda _done, _total: None
     )
     next(slabs)
     time.sleep(0.1)
@@ -257,10 +262,10 @@ def test_nothing_is_computed_ahead_of_a_request_that_does_not_keep_up(requests: 
     assert requests.device._requests == []
 
 
-def test_device_is_free_within_two_batches_of_a_cancel(requests: Requests) -> None:
-    network = Counted(0.05)
+def test_device_is_free_within_two_batches_after_cancellation(requests: Requests) -> None:
+    network = RecordingNetwork(0.05)
     gone = threading.Event()
-    request = requests.post(windows(network), image(400), cancelled=gone.is_set)
+    request = requests.submit(make_windows(network), make_image(400), cancelled=gone.is_set)
     requests.device.start()
     until(lambda: len(network.batches) >= 2)
     gone.set()
@@ -271,10 +276,10 @@ def test_device_is_free_within_two_batches_of_a_cancel(requests: Requests) -> No
     assert len(network.batches) <= before + 2
 
 
-def test_call_runs_in_the_device_s_thread_and_raises_here(requests: Requests) -> None:
+def test_call_runs_in_the_thread_of_the_device_and_raises_in_the_caller(requests: Requests) -> None:
     requests.device.start()
     assert requests.device.call(lambda: threading.current_thread().name) == "device"
-    assert not requests.device.call(torch.is_inference_mode_enabled), "what it makes may be trained"
+    assert not requests.device.call(torch.is_inference_mode_enabled), "models created in a call may be trained"
     with pytest.raises(KeyError):
         requests.device.call(lambda: {}["missing"])
     with pytest.raises(TimeoutError):
@@ -282,7 +287,7 @@ def test_call_runs_in_the_device_s_thread_and_raises_here(requests: Requests) ->
     assert requests.device.alive
 
 
-def test_pulse_beats_while_windows_are_computed_and_at_no_other_time(requests: Requests) -> None:
+def test_heartbeat_is_set_only_while_windows_are_computed(requests: Requests) -> None:
     assert requests.device.pulse is None
     gate, called = threading.Event(), threading.Event()
 
@@ -291,7 +296,7 @@ def test_pulse_beats_while_windows_are_computed_and_at_no_other_time(requests: R
         gate.wait(10)
         return batch
 
-    request = requests.post(windows(network), image(4))
+    request = requests.submit(make_windows(network), make_image(4))
     requests.device.start()
     assert called.wait(10)
     assert requests.device.pulse == 1
@@ -300,8 +305,8 @@ def test_pulse_beats_while_windows_are_computed_and_at_no_other_time(requests: R
     until(lambda: requests.device.pulse is None)
 
 
-def test_closing_gives_up_what_waits(requests: Requests) -> None:
-    request = requests.post(windows(Counted()), image(4))
+def test_close_cancels_waiting_requests_and_calls(requests: Requests) -> None:
+    request = requests.submit(make_windows(RecordingNetwork()), make_image(4))
     call = requests._pool.submit(requests.device.call, lambda: 1)
     requests.device.close()
     for waiting in (request, call):
@@ -310,11 +315,11 @@ def test_closing_gives_up_what_waits(requests: Requests) -> None:
     with pytest.raises(Cancelled):
         requests.device.call(lambda: 1)
     with pytest.raises(Cancelled):
-        requests.post(windows(Counted()), image(4)).result(10)
+        requests.submit(make_windows(RecordingNetwork()), make_image(4)).result(10)
 
 
-class Reused:
-    """The identity, whose answers lie where the thread's next one will, and which takes now shorter, now longer."""
+class ReusedOutput:
+    """Identity network of varying run time that reuses one output buffer per thread."""
 
     def __init__(self) -> None:
         self._answers: dict[str, Tensor] = {}
@@ -327,14 +332,14 @@ class Reused:
 
 
 @pytest.mark.parametrize("any_batch_size", [False, True])
-def test_streams_give_everyone_the_same_as_one_does(streaming: Requests, any_batch_size: bool) -> None:
-    window = windows(Reused(), 2, streams=3, any_batch_size=any_batch_size)
+def test_several_streams_return_the_same_scores_as_one(streaming: Requests, any_batch_size: bool) -> None:
+    window = make_windows(ReusedOutput(), 2, streams=3, any_batch_size=any_batch_size)
     streaming.device.start()
     sizes = [(1, 1, 1), (3, 9, 5), (40, 4, 4), (9, 9, 9), (4, 4, 30), (2, 20, 2), (17, 12, 11), (4, 4, 4)]
     images = [torch.rand(1, 1, *size) for size in sizes]
-    together = list(streaming._pool.map(lambda one: alone(streaming.device, window, one), images))
-    for one, got in zip(images, together, strict=True):
-        assert torch.equal(got, one)
+    together = list(streaming._pool.map(lambda image: compute(streaming.device, window, image), images))
+    for image, scores in zip(images, together, strict=True):
+        assert torch.equal(scores, image)
 
 
 def test_streams_compute_windows_of_one_image_at_the_same_time(streaming: Requests) -> None:
@@ -344,19 +349,19 @@ def test_streams_compute_windows_of_one_image_at_the_same_time(streaming: Reques
         meeting.wait(10)
         return batch
 
-    request = streaming.post(windows(network, 2, streams=3), image(12))
+    request = streaming.submit(make_windows(network, 2, streams=3), make_image(12))
     streaming.device.start()
-    assert torch.equal(request.result(10), image(12))
-    assert set(streaming.divisions) == {3}
-    until(lambda: streaming.device._idle == 3)
-    # One comes, and each of those that slept has to be woken for it.
-    request = streaming.post(windows(network, 2, streams=3), image(12))
-    assert torch.equal(request.result(10), image(12))
+    assert torch.equal(request.result(10), make_image(12))
+    assert set(streaming.stream_counts) == {3}
+    until(lambda: streaming.device._idle_threads == 3)
+    # A single request arrives, and every idle thread has to be woken for it.
+    request = streaming.submit(make_windows(network, 2, streams=3), make_image(12))
+    assert torch.equal(request.result(10), make_image(12))
 
 
-def test_a_network_of_one_stream_has_the_device_for_itself(streaming: Requests) -> None:
+def test_network_with_one_stream_runs_alone(streaming: Requests) -> None:
     computing, met = list[str](), threading.Event()
-    beside = set[tuple[str, ...]]()
+    concurrent = set[tuple[str, ...]]()
 
     def network(name: str) -> Network:
         def run(batch: Tensor) -> Tensor:
@@ -364,66 +369,66 @@ def test_a_network_of_one_stream_has_the_device_for_itself(streaming: Requests) 
             if name == "shy":
                 time.sleep(0.005)
             else:
-                # Long enough for another to come beside it, unless it is the turn of the shy one.
+                # Long enough for another batch to start, unless it is the turn of the shy network.
                 if len(computing) > 1:
                     met.set()
                 met.wait(0.5)
-            beside.add(tuple(computing))
+            concurrent.add(tuple(computing))
             computing.remove(name)
             return batch
 
         return run
 
-    shy, bold = windows(network("shy"), 1), windows(network("bold"), 1, streams=3)
-    # The last two have no shy one between them.
-    futures = [streaming.post(window, image(4)) for window in (shy, bold, shy, bold, bold)]
+    shy, bold = make_windows(network("shy"), 1), make_windows(network("bold"), 1, streams=3)
+    # No batch of the shy network separates the last two requests.
+    futures = [streaming.submit(window, make_image(4)) for window in (shy, bold, shy, bold, bold)]
     streaming.device.start()
     for future in futures:
         future.result(10)
-    assert {"shy", "bold"} == {name for names in beside for name in names}
-    assert ("shy",) in beside
-    assert all(names == ("shy",) for names in beside if "shy" in names)
-    assert any(len(names) > 1 for names in beside)
+    assert {"shy", "bold"} == {name for names in concurrent for name in names}
+    assert ("shy",) in concurrent
+    assert all(names == ("shy",) for names in concurrent if "shy" in names)
+    assert any(len(names) > 1 for names in concurrent)
 
 
-def test_a_batch_that_is_not_full_waits_for_those_that_are_computed(streaming: Requests) -> None:
-    network, gate = Counted(), threading.Event()
+def test_partly_filled_batch_waits_for_running_batches(streaming: Requests) -> None:
+    network, gate = RecordingNetwork(), threading.Event()
 
     def gated(batch: Tensor) -> Tensor:
         gate.wait(10)
         return network(batch)
 
-    window = windows(gated, 2, streams=3)
+    window = make_windows(gated, 2, streams=3)
     streaming.device.start()
-    first = streaming.post(window, image(1, 1))
+    first = streaming.submit(window, make_image(1, 1))
     until(lambda: streaming.device.pulse is not None)
-    others = [streaming.post(window, image(1, value)) for value in (2, 3)]
+    expected = [streaming.submit(window, make_image(1, value)) for value in (2, 3)]
     gate.set()
-    for each in (first, *others):
+    for each in (first, *expected):
         each.result(10)
-    assert sorted(network.who()) == [[1, 0], [2, 3]]
+    assert sorted(network.values()) == [[1, 0], [2, 3]]
 
 
-def test_a_batch_that_costs_no_more_than_its_windows_waits_for_nothing(streaming: Requests) -> None:
-    meeting, begun = threading.Barrier(3), list[int]()
+def test_partly_filled_batch_does_not_wait_if_the_network_takes_any_batch_size(streaming: Requests) -> None:
+    meeting, started = threading.Barrier(3), list[int]()
 
     def network(batch: Tensor) -> Tensor:
-        begun.append(len(batch))
+        started.append(len(batch))
         meeting.wait(10)
         return batch
 
     streaming.device.start()
-    window, requests = windows(network, 2, streams=3, any_batch_size=True), list[Future[Tensor]]()
+    window, requests = make_windows(network, 2, streams=3, any_batch_size=True), list[Future[Tensor]]()
     for value in (1, 2, 3):
-        requests.append(streaming.post(window, image(1, value)))
-        # Two that come at once may share a batch.
-        until(lambda: len(begun) == len(requests))
+        requests.append(streaming.submit(window, make_image(1, value)))
+        # Requests that arrive together may share a batch.
+        until(lambda: len(started) == len(requests))
     for request in requests:
         request.result(10)
     assert all(share.windows == share.slots == 1 for share in streaming.shares)
 
 
-def test_a_call_waits_for_all_streams_and_they_for_it(streaming: Requests) -> None:
+def test_call_and_batches_never_run_concurrently(streaming: Requests) -> None:
     computing = threading.Semaphore(0)
 
     def network(batch: Tensor) -> Tensor:
@@ -436,118 +441,122 @@ def test_a_call_waits_for_all_streams_and_they_for_it(streaming: Requests) -> No
         time.sleep(0.02)
         return computing.acquire(blocking=False)
 
-    request = streaming.post(windows(network, 1, streams=3), image(30))
+    request = streaming.submit(make_windows(network, 1, streams=3), make_image(30))
     streaming.device.start()
     assert [streaming.device.call(call) for _ in range(3)] == [False] * 3
-    assert torch.equal(request.result(10), image(30))
+    assert torch.equal(request.result(10), make_image(30))
 
 
-def test_pulse_stands_still_where_one_of_several_streams_does(streaming: Requests) -> None:
+def test_heartbeat_stops_if_one_of_several_streams_is_stuck(streaming: Requests) -> None:
     gate = threading.Event()
 
     def network(batch: Tensor) -> Tensor:
-        if (batch == EVIL).any():
+        if (batch == POISON).any():
             gate.wait(10)
         return batch
 
-    stuck = streaming.post(windows(network, 1, streams=3), image(2, EVIL))
+    stuck = streaming.submit(make_windows(network, 1, streams=3), make_image(2, POISON))
     streaming.device.start()
     until(lambda: streaming.device.pulse is not None)
     before = streaming.device.pulse
-    busy = streaming.post(windows(network, 1, streams=3), image(20))
-    assert torch.equal(busy.result(10), image(20))
+    busy = streaming.submit(make_windows(network, 1, streams=3), make_image(20))
+    assert torch.equal(busy.result(10), make_image(20))
     assert streaming.device.pulse == before
     gate.set()
     stuck.result(10)
     until(lambda: streaming.device.pulse is None)
 
 
-class Full(Tensor):
-    """Cannot be copied."""
+class UncopiableScores(Tensor):
+    """Scores that cannot be copied."""
 
     def clone(self, **_options: Any) -> Any:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
 
-def late_then_early(device: WindowBatcher) -> tuple[Network, Tensor]:
-    """A network and an image of two windows, of which the second arrives first and cannot be copied."""
+def make_unordered_windows(device: WindowBatcher) -> tuple[Network, Tensor]:
+    """Return a network and an image of two windows. The second window finishes first, and cannot be copied."""
     first = threading.Event()
 
     def network(batch: Tensor) -> Tensor:
         if batch.max() > 1:
             first.set()
-            return batch.clone().as_subclass(Full)
+            return batch.clone().as_subclass(UncopiableScores)
         first.wait(10)
-        # The other's thread has nothing more to do once its scores have arrived.
-        until(lambda: device._idle == 2)
+        # The other thread is idle once it has delivered its scores.
+        until(lambda: device._idle_threads == 2)
         return batch.clone()
 
-    return network, torch.cat((image(1, 1), image(1, 2)), 2)
+    return network, torch.cat((make_image(1, 1), make_image(1, 2)), 2)
 
 
-def test_no_memory_for_scores_that_have_to_wait_fails_their_request_only(streaming: Requests) -> None:
-    network, stack = late_then_early(streaming.device)
-    request = streaming.post(windows(network, 1, streams=3), stack)
+def test_lack_of_memory_for_waiting_scores_fails_only_their_request(streaming: Requests) -> None:
+    network, stack = make_unordered_windows(streaming.device)
+    request = streaming.submit(make_windows(network, 1, streams=3), stack)
     streaming.device.start()
     with pytest.raises(RuntimeError, match="can't allocate"):
         request.result(10)
-    other = streaming.post(windows(Counted(), 1, streams=3), image(3))
-    assert torch.equal(other.result(10), image(3))
+    other = streaming.submit(make_windows(RecordingNetwork(), 1, streams=3), make_image(3))
+    assert torch.equal(other.result(10), make_image(3))
     assert streaming.device.alive
 
 
-def test_scores_that_last_wait_where_they_are(streaming: Requests) -> None:
-    network, stack = late_then_early(streaming.device)
-    request = streaming.post(windows(network, 1, streams=3, owns_scores=True), stack)
+def test_scores_owned_by_the_network_are_not_copied(streaming: Requests) -> None:
+    network, stack = make_unordered_windows(streaming.device)
+    request = streaming.submit(make_windows(network, 1, streams=3, owns_scores=True), stack)
     streaming.device.start()
     assert torch.equal(request.result(10), stack)
 
 
-def test_a_request_that_cannot_be_told_fails_alone(streaming: Requests) -> None:
-    def untold(_done: int, _total: int) -> None:
-        raise OSError("nobody listens")
+def test_error_in_the_progress_callback_fails_only_its_request(streaming: Requests) -> None:
+    def broken_progress(_done: int, _total: int) -> None:
+        raise OSError("connection lost")
 
     streaming.device.start()
     slabs = streaming.device.run(
-        windows(Counted(), 1, streams=3), image(3), 0.0, cancelled=lambda: False, progress=untold
+        make_windows(RecordingNetwork(), 1, streams=3),
+        make_image(3),
+        0.0,
+        cancelled=lambda: False,
+        progress=broken_progress,
     )
-    with pytest.raises(OSError, match="nobody listens"):
+    with pytest.raises(OSError, match="connection lost"):
         list(slabs)
-    other = streaming.post(windows(Counted(), 1, streams=3), image(3))
-    assert torch.equal(other.result(10), image(3))
+    other = streaming.submit(make_windows(RecordingNetwork(), 1, streams=3), make_image(3))
+    assert torch.equal(other.result(10), make_image(3))
 
 
-def test_one_that_fails_in_streams_does_not_hurt_the_others(streaming: Requests) -> None:
-    window = windows(Counted(0.002), 2, streams=3)
-    evil = streaming.post(window, image(9, EVIL))
-    given_up = streaming.post(window, image(9), cancelled=lambda: True)
-    good = [streaming.post(window, image(9, value)) for value in (1, 2)]
-    spoilt = streaming.post(window, image(9, float("nan")))
+def test_failed_request_on_several_streams_does_not_affect_others(streaming: Requests) -> None:
+    window = make_windows(RecordingNetwork(0.002), 2, streams=3)
+    poisoned = streaming.submit(window, make_image(9, POISON))
+    cancelled = streaming.submit(window, make_image(9), cancelled=lambda: True)
+    good = [streaming.submit(window, make_image(9, value)) for value in (1, 2)]
+    nonfinite = streaming.submit(window, make_image(9, float("nan")))
     streaming.device.start()
     for value, future in enumerate(good, 1):
-        assert torch.equal(future.result(10), image(9, value))
-    for future, error in ((evil, RuntimeError), (given_up, Cancelled), (spoilt, NonFiniteScores)):
+        assert torch.equal(future.result(10), make_image(9, value))
+    for future, error in ((poisoned, RuntimeError), (cancelled, Cancelled), (nonfinite, NonFiniteScores)):
         with pytest.raises(error):
             future.result(10)
 
 
-def test_nobody_is_left_waiting_whatever_comes_together(streaming: Requests) -> None:
-    """Everything that stands before the device at a time is over before more comes, which would wake its threads."""
+def test_all_requests_finish_for_random_mixes_of_requests_and_calls(streaming: Requests) -> None:
+    """Each round ends before the next one begins, because later requests would wake a thread that was missed."""
     random, device = Random(0), streaming.device
     device.start()
     kinds = [(1, 1, False), (2, 3, False), (1, 3, True), (3, 2, True)]
     choices = [
-        windows(Counted(), capacity, streams, any_batch_size=any_batch_size)
+        make_windows(RecordingNetwork(), capacity, streams, any_batch_size=any_batch_size)
         for capacity, streams, any_batch_size in kinds
     ]
 
-    def slowly(window: SlidingWindow, size: int, pause: float, looks: int) -> None:
-        answers = (count > looks for count in itertools.count())
+    def run_slowly(window: SlidingWindow, size: int, pause: float, checks: int) -> None:
+        cancel_answers = (count > checks for count in itertools.count())
         slabs = device.run(
             window,
-            image(size),
+            make_image(size),
             0.0,
-            cancelled=lambda: next(answers),
+            cancelled=lambda: next(cancel_answers),
             progress=lambda _done, _total: None,
         )
         with suppress(Cancelled):
@@ -558,12 +567,12 @@ def test_nobody_is_left_waiting_whatever_comes_together(streaming: Requests) -> 
         together = list[Future[None]]()
         for _ in range(random.randint(0, 5)):
             size, pause = random.randint(1, 9), random.choice([0.0, 0.0, 0.001, 0.003])
-            looks = random.choice([10**9, 10**9, random.randint(0, 9)])
-            together.append(streaming._pool.submit(slowly, random.choice(choices), size, pause, looks))
+            checks = random.choice([10**9, 10**9, random.randint(0, 9)])
+            together.append(streaming._pool.submit(run_slowly, random.choice(choices), size, pause, checks))
         if random.random() < 0.5:
             together.append(streaming._pool.submit(device.call, lambda: None))
-        for one in together:
-            one.result(10)
-        # So that they all wait, as they do before the first.
+        for future in together:
+            future.result(10)
+        # Sometimes let all threads become idle, as before the first round.
         time.sleep(random.choice([0.0, 0.002]))
     until(lambda: device.pulse is None)

@@ -1,4 +1,4 @@
-"""A device that computes by itself never waits for the host, and what it is not done with is not handed over."""
+"""Batches on an asynchronous device: the device never waits for the host, and unfinished scores are not delivered."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from service.inference.windows.sliding_window import SlidingWindow
 ROI, CPU = (4, 4, 4), torch.device("cpu")
 
 
-class OwnPace:
-    """A device that is never done before somebody waits; `log` has launches and waits by number, in order.
+class AsynchronousDevice:
+    """A device that finishes a batch only when the batch is waited for.
 
-    It takes longer than those who take what it has computed: each wait ends after `keep_up()` has returned.
+    before_done  called before each wait ends, to simulate a device that is slower than the threads of its requests
+    log          launches and waits with the number of the batch, in order
     """
 
     def __init__(self) -> None:
-        self.keep_up: Callable[[], object] = lambda: None
+        self.before_done: Callable[[], object] = lambda: None
         self.log: list[tuple[str, int]] = []
         self.error: Exception | None = None
         self._launched = 0
@@ -43,7 +44,7 @@ class OwnPace:
 
         def wait() -> None:
             self.log.append(("wait", number))
-            self.keep_up()
+            self.before_done()
             if self.error is not None:
                 raise self.error
 
@@ -51,80 +52,84 @@ class OwnPace:
 
 
 @pytest.fixture
-def pace() -> OwnPace:
-    return OwnPace()
+def async_device() -> AsynchronousDevice:
+    return AsynchronousDevice()
 
 
 @pytest.fixture
-def device(pace: OwnPace) -> Iterator[WindowBatcher]:
-    made = WindowBatcher("device", mark=pace.mark)
-    made.start()
-    yield made
-    made.close()
-    assert made.join(10)
+def device(async_device: AsynchronousDevice) -> Iterator[WindowBatcher]:
+    batcher = WindowBatcher("device", mark=async_device.mark)
+    batcher.start()
+    yield batcher
+    batcher.close()
+    assert batcher.join(10)
 
 
-def torch_windows(capacity: int = 2, network: Callable[[Tensor], Tensor] = lambda x: x) -> SlidingWindow:
-    """Windows that torch blends, as on a GPU."""
-    without = with_library(window_kernels)
-    return SlidingWindow(network, 1, ROI, capacity, blending=Blending(), device=CPU, kernels=without)
+def make_windows(capacity: int = 2, network: Callable[[Tensor], Tensor] = lambda x: x) -> SlidingWindow:
+    """Return windows that torch blends, as on a GPU."""
+    no_kernels = with_library(window_kernels)
+    return SlidingWindow(network, 1, ROI, capacity, blending=Blending(), device=CPU, kernels=no_kernels)
 
 
-def run(device: WindowBatcher, window: SlidingWindow, image: Tensor, overlap: float = 0.25, **more: object) -> Tensor:
-    slabs = device.run(window, image, overlap, **{"cancelled": lambda: False, "progress": lambda *_: None, **more})  # type: ignore[arg-type]
-    whole = torch.full_like(image, torch.nan)
+def run(
+    device: WindowBatcher, window: SlidingWindow, image: Tensor, overlap: float = 0.25, **options: object
+) -> Tensor:
+    slabs = device.run(window, image, overlap, **{"cancelled": lambda: False, "progress": lambda *_: None, **options})  # type: ignore[arg-type]
+    scores = torch.full_like(image, torch.nan)
     for slab in slabs:
         z, y = slab.scores.shape[2:4]
-        whole[:, :, slab.z0 : slab.z0 + z, slab.y0 : slab.y0 + y] = slab.scores
-    return whole
+        scores[:, :, slab.z0 : slab.z0 + z, slab.y0 : slab.y0 + y] = slab.scores
+    return scores
 
 
-def test_every_full_batch_is_launched_before_the_one_before_it_is_waited_for(
-    device: WindowBatcher, pace: OwnPace
+def test_each_full_batch_is_launched_before_the_previous_one_is_waited_for(
+    device: WindowBatcher, async_device: AsynchronousDevice
 ) -> None:
-    window, image = torch_windows(), torch.rand(1, 1, 40, 4, 4)
-    pace.keep_up = lambda: until(lambda: all(not each.untaken or not each.scan.left for each in list(device._requests)))
+    window, image = make_windows(), torch.rand(1, 1, 40, 4, 4)
+    async_device.before_done = lambda: until(
+        lambda: all(not each.untaken_slabs or not each.scan.left for each in list(device._requests))
+    )
     counts, shares = list[tuple[int, int]](), list[Share]()
-    got = run(
+    scores = run(
         device, window, image, 0.0, progress=lambda done, total: counts.append((done, total)), share=shares.append
     )
-    torch.testing.assert_close(got, image)
+    torch.testing.assert_close(scores, image)
     events = [event for number in range(1, 5) for event in (("launch", number + 1), ("wait", number))]
-    assert pace.log == [("launch", 1), *events, ("wait", 5)], "one wait a batch, none while nothing else is on its way"
+    assert async_device.log == [("launch", 1), *events, ("wait", 5)], "one wait per batch, and one batch ahead"
     assert counts == [(done, 10) for done in (2, 4, 6, 8, 10)]
     assert sum(share.windows for share in shares) == 10
 
 
 @pytest.mark.parametrize("size", [(9, 11, 13), (2, 20, 3), (4, 4, 4)])
-def test_scores_are_those_of_windows_that_are_waited_for(device: WindowBatcher, size: tuple[int, int, int]) -> None:
-    window, image = torch_windows(3, lambda x: x * 2), torch.randn(1, 1, *size)
+def test_scores_equal_those_of_synchronous_windows(device: WindowBatcher, size: tuple[int, int, int]) -> None:
+    window, image = make_windows(3, lambda x: x * 2), torch.randn(1, 1, *size)
     expected = torch.cat([slab.scores.flatten() for slab in window.run(image, 0.25)])
     slabs = device.run(window, image, 0.25, cancelled=lambda: False, progress=lambda *_: None)
     assert torch.equal(torch.cat([slab.scores.flatten() for slab in slabs]), expected)
 
 
 @pytest.mark.parametrize("size", [(12, 9, 9), (4, 4, 4)])
-def test_scores_that_are_not_finite_never_leave(device: WindowBatcher, size: tuple[int, int, int]) -> None:
+def test_non_finite_scores_are_never_delivered(device: WindowBatcher, size: tuple[int, int, int]) -> None:
     image = torch.zeros(1, 1, *size)
     image[0, 0, -1, -1, -1] = torch.inf
     with pytest.raises(NonFiniteScores):
-        run(device, torch_windows(), image)
-    torch.testing.assert_close(run(device, torch_windows(), torch.ones(1, 1, *size)), torch.ones(1, 1, *size))
+        run(device, make_windows(), image)
+    torch.testing.assert_close(run(device, make_windows(), torch.ones(1, 1, *size)), torch.ones(1, 1, *size))
 
 
-def test_an_error_that_shows_while_waiting_is_that_of_the_requests_in_the_batch(
-    device: WindowBatcher, pace: OwnPace
+def test_error_while_waiting_fails_the_requests_of_the_batch(
+    device: WindowBatcher, async_device: AsynchronousDevice
 ) -> None:
-    pace.error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    async_device.error = RuntimeError("CUDA error: an illegal memory access was encountered")
     with pytest.raises(RuntimeError, match="illegal memory"):
-        run(device, torch_windows(), torch.rand(1, 1, 20, 4, 4))
-    pace.error = None
+        run(device, make_windows(), torch.rand(1, 1, 20, 4, 4))
+    async_device.error = None
     image = torch.rand(1, 1, 20, 4, 4)
-    torch.testing.assert_close(run(device, torch_windows(), image, 0.0), image)
+    torch.testing.assert_close(run(device, make_windows(), image, 0.0), image)
     until(lambda: device.pulse is None)
 
 
-def test_calls_wait_for_what_was_launched(device: WindowBatcher, pace: OwnPace) -> None:
+def test_call_waits_for_launched_batches(device: WindowBatcher, async_device: AsynchronousDevice) -> None:
     began, gate = threading.Event(), threading.Event()
 
     def network(batch: Tensor) -> Tensor:
@@ -133,8 +138,8 @@ def test_calls_wait_for_what_was_launched(device: WindowBatcher, pace: OwnPace) 
         return batch
 
     threads = [
-        threading.Thread(target=run, args=(device, torch_windows(2, network), torch.rand(1, 1, 16, 4, 4), 0.0)),
-        threading.Thread(target=lambda: device.call(lambda: pace.log.append(("call", 0)))),
+        threading.Thread(target=run, args=(device, make_windows(2, network), torch.rand(1, 1, 16, 4, 4), 0.0)),
+        threading.Thread(target=lambda: device.call(lambda: async_device.log.append(("call", 0)))),
     ]
     threads[0].start()
     assert began.wait(10)
@@ -143,17 +148,17 @@ def test_calls_wait_for_what_was_launched(device: WindowBatcher, pace: OwnPace) 
     gate.set()
     for thread in threads:
         thread.join(10)
-    assert pace.log == [("launch", 1), ("wait", 1), ("call", 0), ("launch", 2), ("wait", 2)]
+    assert async_device.log == [("launch", 1), ("wait", 1), ("call", 0), ("launch", 2), ("wait", 2)]
 
 
-def test_only_a_device_with_its_own_memory_gets_batches_ahead() -> None:
+def test_only_devices_with_their_own_memory_get_batches_in_advance() -> None:
     assert make_batcher(Settings(), CPU, on_host=True)._mark is None
-    assert make_batcher(Settings(), CPU, on_host=True)._depth == 1
-    assert make_batcher(Settings(), CPU, on_host=False)._depth == 2
+    assert make_batcher(Settings(), CPU, on_host=True)._batches_per_stream == 1
+    assert make_batcher(Settings(), CPU, on_host=False)._batches_per_stream == 2
 
 
 class FakeTimer:
-    """The network takes two seconds on the device, whatever the host does meanwhile."""
+    """Timer that measures two seconds for each network call."""
 
     seconds = 0.0
 
@@ -163,15 +168,15 @@ class FakeTimer:
         self.seconds += 2.0
 
 
-def test_seconds_are_those_of_the_network_by_the_clock_of_the_device(pace: OwnPace) -> None:
-    device = WindowBatcher("device", mark=pace.mark, start_timer=FakeTimer)
+def test_reported_seconds_are_measured_by_the_clock_of_the_device(async_device: AsynchronousDevice) -> None:
+    device = WindowBatcher("device", mark=async_device.mark, start_timer=FakeTimer)
     device.start()
     shares = list[Share]()
-    run(device, torch_windows(), torch.rand(1, 1, 24, 4, 4), 0.0, share=shares.append)
+    run(device, make_windows(), torch.rand(1, 1, 24, 4, 4), 0.0, share=shares.append)
     assert [share.seconds for share in shares] == [2.0, 2.0, 2.0]
-    pace.error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    async_device.error = RuntimeError("CUDA error: an illegal memory access was encountered")
     with pytest.raises(RuntimeError, match="illegal memory"):
-        run(device, torch_windows(), torch.rand(1, 1, 8, 4, 4))
+        run(device, make_windows(), torch.rand(1, 1, 8, 4, 4))
     device.close()
     assert device.join(10)
 
@@ -189,7 +194,7 @@ class FakeEvent:
 
 
 class FakeClock:
-    """As much of `torch.cuda` as a timer uses; `now` is the clock of the device, in seconds."""
+    """The part of `torch.cuda` that `CudaTimer` uses; `now` is the clock of the device in seconds."""
 
     now = 0.0
 
@@ -200,7 +205,7 @@ class FakeClock:
         return self
 
 
-def test_a_timer_adds_up_the_parts_that_it_measures() -> None:
+def test_timer_sums_the_parts_that_it_measures() -> None:
     cuda = FakeClock()
     timer = CudaTimer(torch.device("cuda", 0), cuda)
     for seconds in (0.25, 0.5):
@@ -212,7 +217,7 @@ def test_a_timer_adds_up_the_parts_that_it_measures() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_no_call_synchronises_while_batches_are_launched() -> None:
+def test_launching_batches_never_synchronizes_with_the_device() -> None:
     cuda = torch.device("cuda", torch.cuda.current_device())
     network = torch.nn.Conv3d(1, 1, 3, padding=1).to(cuda).requires_grad_(requires_grad=False)
     window = SlidingWindow(network, 1, (32, 32, 32), 2, blending=Blending(), device=cuda)
