@@ -1,4 +1,4 @@
-"""Volume -> Segmentation, in a straight line: normalise, size, resample, windows, decode, judge."""
+"""Segmentation of one volume, from normalization to the confidence in the labels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from service.inference.decoding.steering import minimum_voxels, steer
 from service.inference.diameter.advice import Evidence
 from service.inference.diameter.confidence import Judgement, judge_objects
 from service.inference.diameter.places import strongest_windows
-from service.inference.diameter.sizing import SizedRequest, measure_diameter, plan_by_diameter
+from service.inference.diameter.sizing import RequestWithDiameter, measure_diameter, plan_with_diameter
 from service.inference.preprocessing.empty_windows import Skipping, make_filter
 from service.inference.preprocessing.normalize import NormalisedImage, normalise_volume
 from service.inference.preprocessing.resample import resample_image, resample_segmentation, used_width
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from service.inference.runner.scoring import Scored
 
 ALONE = Callbacks()
-"""Callbacks of a caller that waits for the result in its own thread, and computes the windows there."""
+"""Callbacks for a caller that waits for the result in its own thread and computes the windows there."""
 
 log = logging.getLogger(__name__)
 
 
 class _Call(NamedTuple):
-    """One call of `segment`: what it was given, and the seconds of its stages so far."""
+    """The arguments of one call of `segment`, and the seconds spent in its stages so far."""
 
     runner: ModelRunner
     volume: Volume
@@ -58,11 +58,11 @@ def segment(
 ) -> Result:
     """Segment one volume [C, Z, Y, X] on its own grid.
 
-    request  what the runner's estimator has planned for the volume and the options; None: it is planned now
+    request  the runner's plan for the volume and the options; None: plan it now
 
-    Raises BadParameter for options or channels that do not fit, TooLarge for more windows than the operator allows,
-    Cancelled once the callbacks say so between two batches, OutOfMemory, NonFiniteScores where even float32 gives NaN
-    or infinity, DeviceLost, and DoubtfulResult where the options are strict.
+    Raises BadParameter for options or channels that do not fit, TooLarge if the request has more windows than the
+    operator allows, Cancelled if the callbacks cancel between two batches, OutOfMemory, NonFiniteScores if even float32
+    gives NaN or infinity, DeviceLost, and DoubtfulResult if the options are strict and the confidence is low.
     """
     request = request or runner.estimator.plan_request(volume, options)
     if options.roi_size is not None:
@@ -73,16 +73,16 @@ def segment(
         runner.check_memory(request.estimate)
         with call.stages.measure("prepare"):
             source, notes = normalise_volume(volume, runner.spec, runner.placement.upload(volume))
-        (plan, estimate), diameter, sizing_notes = _size(call, source, request)
+        (plan, estimate), diameter, sizing_notes = _apply_diameter(call, source, request)
         image, resampling_notes = _resample(call, source, plan)
         spec = steer(runner.spec, plan.steering, volume, as_size(image.shape[2:]))
         image, skipped, skipping_notes = _skip_empty_windows(call, image, spec, plan)
         callbacks.progress(0, estimate.windows)
         scored = _score(call, image, spec, plan)
-        # Decoding needs their memory.
+        # Free their memory for decoding.
         del source, image
         segmentation = _decode(call, scored.consumer, plan)
-        confidence, doubt = _judge(call, segmentation, plan, diameter)
+        confidence, doubt = _assess_confidence(call, segmentation, plan, diameter)
     changes = (*sizing_notes, *resampling_notes, *skipping_notes, *runner.batch_notes(options), *scored.notes)
     return Result(
         segmentation,
@@ -100,40 +100,40 @@ def segment(
     )
 
 
-def _size(call: _Call, image: NormalisedImage, request: PlannedRequest) -> SizedRequest:
-    """Estimate the diameter of the objects where the request leaves it open, and plan anew by it."""
+def _apply_diameter(call: _Call, image: NormalisedImage, request: PlannedRequest) -> RequestWithDiameter:
+    """Estimate the object diameter if the request does not specify it, and plan the request again with it."""
     if not request.plan.estimated:
-        return SizedRequest(request, request.plan.diameter)
+        return RequestWithDiameter(request, request.plan.diameter)
     runner, volume = call.runner, call.volume
 
-    def plan_with(diameter: Diameter) -> PlannedRequest:
+    def plan_request(diameter: Diameter) -> PlannedRequest:
         planned = runner.estimator.plan_request(volume, replace(call.options, diameter=diameter))
         runner.check_memory(planned.estimate)
         return planned
 
     with call.stages.measure("size"):
         sizing = _measure_diameter(call, image, request.plan)
-        sized = plan_by_diameter(request, sizing, plan_with)
+        sized = plan_with_diameter(request, sizing, plan_request)
     call.callbacks.revised(sized.request.estimate)
     return sized
 
 
 def _measure_diameter(call: _Call, image: NormalisedImage, plan: Plan) -> Sizing:
-    """Return the diameter of the objects, from the cache where the runner has seen the same pixels before."""
+    """Return the estimate of the object diameter, from the cache if the same pixels were segmented before."""
     runner, volume = call.runner, call.volume
     score_windows = runner.score_windows(plan, call.callbacks.probe)
     return runner.diameters.get(volume, lambda: measure_diameter(image, volume, runner.spec, score_windows))
 
 
 def _resample(call: _Call, source: NormalisedImage, plan: Plan) -> tuple[Image, tuple[str, ...]]:
-    """Return the image on the grid of the network, read on its device, and notes."""
+    """Return the image on the grid of the network, readable on its device, and notes."""
     with call.stages.measure("prepare"):
         prepared = resample_image(source, call.volume, call.runner.spec, plan.diameter)
         return call.runner.bring(prepared.image), prepared.notes
 
 
 def _skip_empty_windows(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> Skipping:
-    """Leave out windows without anything in them, where the plan says so; `spec` as it decodes the request."""
+    """Exclude empty windows if the plan enables it. `spec` includes the post-processing options of the request."""
     if plan.skip_below is None:
         return Skipping(image, None)
     with call.stages.measure("skip"):
@@ -142,7 +142,7 @@ def _skip_empty_windows(call: _Call, image: Image, spec: ModelSpec, plan: Plan) 
 
 
 def _score(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> Scored[Decoder]:
-    """Compute the scores of all windows, and decode them as far as they have come."""
+    """Compute the scores of all windows, and decode them slab by slab."""
     runner, size = call.runner, as_size(image.shape[2:])
     make = partial(make_decoder, spec, size, plan.output, call.volume.voxel_size, runner.allocate)
     compute = partial(
@@ -154,33 +154,33 @@ def _score(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> Scored[Dec
 
 
 def _decode(call: _Call, decoder: Decoder, plan: Plan) -> Segmentation:
-    """Return the segmentation on the grid of the volume, once its decoder has all scores."""
+    """Return the segmentation on the grid of the volume, once the decoder has received all scores."""
     with call.stages.measure("decode"):
-        least = minimum_voxels(plan.steering, call.volume)
-        return resample_segmentation(decoder.finish(), call.volume.shape[1:], least)
+        min_voxels = minimum_voxels(plan.steering, call.volume)
+        return resample_segmentation(decoder.finish(), call.volume.shape[1:], min_voxels)
 
 
-def _judge(call: _Call, segmentation: Segmentation, plan: Plan, diameter: Diameter | None) -> Judgement:
-    """Return the confidence in the labels, and the reason for a low one; DoubtfulResult if the options are strict."""
+def _assess_confidence(call: _Call, segmentation: Segmentation, plan: Plan, diameter: Diameter | None) -> Judgement:
+    """Return the confidence in the labels and a warning if it is low. Raises DoubtfulResult if `strict` is set."""
     spec, volume = call.runner.spec, call.volume
 
-    def find_evidence() -> Evidence:
-        guess, windows = _look_again(call, plan)
-        is_stated = plan.diameter is not None and not plan.estimated
+    def collect_evidence() -> Evidence:
+        guess, windows = _inspect_stack(call, plan)
+        is_given = plan.diameter is not None and not plan.estimated
         used = used_width(volume, spec, diameter)
-        return Evidence(windows, guess, used, stated=is_stated, steered=plan.steering != Steering())
+        return Evidence(windows, guess, used, stated=is_given, steered=plan.steering != Steering())
 
     with call.stages.measure("decode"):
-        judgement = judge_objects(segmentation.objects, spec, find_evidence)
+        judgement = judge_objects(segmentation.objects, spec, collect_evidence)
     if judgement.doubt is not None and call.options.strict:
         raise DoubtfulResult(judgement.doubt.detail, suggested=judgement.doubt.suggested)
     return judgement
 
 
-def _look_again(call: _Call, plan: Plan) -> tuple[Diameter | None, Sequence[Tensor]]:
-    """Return how wide objects seem to be, and windows where most is to be seen; neither where that fails.
+def _inspect_stack(call: _Call, plan: Plan) -> tuple[Diameter | None, Sequence[Tensor]]:
+    """Return an estimate of the object diameter and high-contrast windows, as evidence for a warning.
 
-    Labels that are there already are worth more than advice. Raises Cancelled and DeviceLost.
+    Errors are logged and no evidence is returned, because the labels must not be lost. Raises Cancelled and DeviceLost.
     """
     spec = call.runner.spec
     image, _notes = normalise_volume(call.volume, spec)
@@ -190,7 +190,7 @@ def _look_again(call: _Call, plan: Plan) -> tuple[Diameter | None, Sequence[Tens
     except (RuntimeError, MemoryError, OSError, StackSegError) as error:
         if isinstance(error, Cancelled) or call.runner.find_loss(error) is not None:
             raise
-        log.warning("%s: why a result is doubtful cannot be told: %s", spec.identifier, error)
+        log.warning("%s: could not inspect the stack for the reason of low confidence: %s", spec.identifier, error)
         return None, ()
 
 
@@ -202,9 +202,9 @@ def estimate_diameter(
     *,
     image: NormalisedImage | None = None,
 ) -> Sizing | None:
-    """Estimate how wide the objects of a volume are; None where `segment` with these options would not.
+    """Estimate the object diameter of a volume; None if `segment` with these options would not estimate it.
 
-    `image` is the volume as `normalise_volume` normalises it; None: it is normalised now. Raises what `segment` raises.
+    `image` is the result of `normalise_volume`; None: normalize the volume now. Raises the errors of `segment`.
     """
     plan, needed = runner.estimator.plan_request(volume, options)
     if not plan.estimated:

@@ -1,4 +1,4 @@
-"""The object diameter of one request: estimated where the request leaves it open, and used to plan the request."""
+"""The object diameter of one request: estimated if the request does not specify it, and used to plan the request."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from service.inference.windows.sliding_window import Image, ScoreWindows
 from service.models.spec import ModelSpec
 
 
-class SizedRequest(NamedTuple):
-    """Request after the diameter of its objects was stated or estimated; None: neither is the case."""
+class RequestWithDiameter(NamedTuple):
+    """A planned request and its object diameter.
+
+    diameter  specified or estimated; None if it is neither
+    notes     information for the user about the estimate
+    """
 
     request: PlannedRequest
     diameter: Diameter | None
@@ -24,24 +28,27 @@ class SizedRequest(NamedTuple):
 
 
 def measure_diameter(image: Image, volume: Extent, spec: ModelSpec, score_windows: ScoreWindows) -> Sizing:
-    """Estimate the diameter of the objects in the normalised image of a volume. Raises what `score_windows` raises."""
+    """Estimate the object diameter in the normalized image of a volume. Raises the errors of `score_windows`."""
     base = base_factors(volume, spec)
     return DiameterEstimator(image, base, spec, score_windows, volume.voxel_size).estimate()
 
 
-def plan_by_diameter(
-    request: PlannedRequest, sizing: Sizing, plan_with: Callable[[Diameter], PlannedRequest]
-) -> SizedRequest:
-    """Plan a request anew with the estimated diameter, if resampling by it brings something.
+def plan_with_diameter(
+    request: PlannedRequest, sizing: Sizing, plan_request: Callable[[Diameter], PlannedRequest]
+) -> RequestWithDiameter:
+    """Plan a request again with the estimated diameter if resampling improves the result.
 
-    `plan_with` may raise TooLarge and OutOfMemory; the stack is then used at its original resolution.
+    If `plan_request` raises TooLarge or OutOfMemory, the stack is segmented at its original resolution.
     """
     if sizing.resampled_by is None:
-        return SizedRequest(request, sizing.diameter, (sizing.note,))
+        return RequestWithDiameter(request, sizing.diameter, (sizing.note,))
     try:
-        planned, estimate = plan_with(sizing.resampled_by)
+        planned, estimate = plan_request(sizing.resampled_by)
     except (TooLarge, OutOfMemory) as error:
-        note = f"Objects seem to be {sizing.diameter} wide, yet the stack is used as it is sampled: {error}"
-        return SizedRequest(request, sizing.diameter, (note,))
+        note = (
+            f"The objects seem to be {sizing.diameter} wide, but the stack is segmented at its original resolution."
+            f" {error}"
+        )
+        return RequestWithDiameter(request, sizing.diameter, (note,))
     plan = request.plan._replace(diameter=sizing.resampled_by, decode_on_host=planned.decode_on_host)
-    return SizedRequest(PlannedRequest(plan, estimate), sizing.diameter, (sizing.note,))
+    return RequestWithDiameter(PlannedRequest(plan, estimate), sizing.diameter, (sizing.note,))
