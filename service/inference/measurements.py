@@ -37,7 +37,7 @@ def measure(segmentation: Segmentation, volume: Volume) -> Table:
     and three others:
 
     confidence                mean foreground probability of its voxels, if the decoder provides it
-    touching_border           whether the object touches a face of the volume and may be cut; axes of one voxel do not count
+    touching_border           whether the object touches a face of the volume and may be cut; 1-voxel axes do not count
     unit                      of area, diameter and centroid: "um", or "voxel" if the voxel size is not known
 
     The labels [Z, Y, X] are numbered from 1; numbers without voxels get no row. The volume [C, Z, Y, X] is on the same
