@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from service.core.errors import Cancelled, DoubtfulResult, StackSegError
+from service.core.errors import Cancelled, DoubtfulResult, OutOfMemory, StackSegError, TooLarge
 from service.core.quantities import Diameter
 from service.core.telemetry import Stages
-from service.core.types import Options, Segmentation, Steering, Volume
+from service.core.types import Extent, Options, Segmentation, Steering, Volume
 from service.inference.decoding.decoders import Decoder, make_decoder
 from service.inference.decoding.steering import minimum_voxels, steer
 from service.inference.diameter.advice import Evidence
 from service.inference.diameter.confidence import Judgement, judge_objects
+from service.inference.diameter.estimation import DiameterEstimator
 from service.inference.diameter.places import strongest_windows
-from service.inference.diameter.sizing import RequestWithDiameter, measure_diameter, plan_with_diameter
 from service.inference.preprocessing.empty_windows import Skipping, make_filter
 from service.inference.preprocessing.normalize import NormalisedImage, normalise_volume
-from service.inference.preprocessing.resample import resample_image, resample_segmentation, used_width
+from service.inference.preprocessing.resample import base_factors, resample_image, resample_segmentation, used_width
 from service.inference.runner.callbacks import Callbacks
 from service.inference.types import Plan, PlannedRequest, Result, Sizing
 from service.inference.windows.grid import as_size
-from service.inference.windows.sliding_window import Image
+from service.inference.windows.sliding_window import Image, ScoreWindows
 from service.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -47,6 +47,18 @@ class _Call(NamedTuple):
     options: Options
     callbacks: Callbacks
     stages: Stages
+
+
+class RequestWithDiameter(NamedTuple):
+    """A planned request and its object diameter.
+
+    diameter  specified or estimated; None if it is neither
+    notes     information for the user about the estimate
+    """
+
+    request: PlannedRequest
+    diameter: Diameter | None
+    notes: tuple[str, ...] = ()
 
 
 def segment(
@@ -218,3 +230,30 @@ def estimate_diameter(
             return measure_diameter(image, volume, runner.spec, score_windows)
         source, _notes = normalise_volume(volume, runner.spec)
         return _measure_diameter(_Call(runner, volume, options, callbacks, Stages()), source, plan)
+
+
+def measure_diameter(image: Image, volume: Extent, spec: ModelSpec, score_windows: ScoreWindows) -> Sizing:
+    """Estimate the object diameter in the normalized image of a volume. Raises the errors of `score_windows`."""
+    base = base_factors(volume, spec)
+    return DiameterEstimator(image, base, spec, score_windows, volume.voxel_size).estimate()
+
+
+def plan_with_diameter(
+    request: PlannedRequest, sizing: Sizing, plan_request: Callable[[Diameter], PlannedRequest]
+) -> RequestWithDiameter:
+    """Plan a request again with the estimated diameter if resampling improves the result.
+
+    If `plan_request` raises TooLarge or OutOfMemory, the stack is segmented at its original resolution.
+    """
+    if sizing.resampled_by is None:
+        return RequestWithDiameter(request, sizing.diameter, (sizing.note,))
+    try:
+        planned, estimate = plan_request(sizing.resampled_by)
+    except (TooLarge, OutOfMemory) as error:
+        note = (
+            f"The objects seem to be {sizing.diameter} wide, but the stack is segmented at its original resolution."
+            f" {error}"
+        )
+        return RequestWithDiameter(request, sizing.diameter, (note,))
+    plan = request.plan._replace(diameter=sizing.resampled_by, decode_on_host=planned.decode_on_host)
+    return RequestWithDiameter(PlannedRequest(plan, estimate), sizing.diameter, (sizing.note,))

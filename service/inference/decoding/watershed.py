@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -16,13 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.quantities import Size
-from service.inference.decoding.neighbors import (
-    NEIGHBORS,
-    POSITION_BITS,
-    neighbor_offsets,
-    neighbor_steps,
-    position_codes,
-)
 from service.inference.decoding.watershed_kernel import PROBABILITY_ONE, choose_block_voxels
 
 # Key of background voxels: the lowest 32-bit integer, below the key of every height.
@@ -31,17 +25,20 @@ BACKGROUND_KEY = -(2**31)
 # Number of voxels whose neighbors are examined together, with one number for each of the 26 neighbors.
 NEIGHBOR_BATCH_VOXELS = 2**14
 
+# The last five bits of a key contain the position of the voxel modulo 3 along each axis, which identifies the neighbor.
+POSITION_BITS = 0b11111
+
 # Foreground probability by code. The codes are logits in steps of 1/16 from -8 to 8.
-PROBABILITY_BY_CODE = torch.from_numpy(
-    np.rint(PROBABILITY_ONE / (1 + np.exp((128 - np.arange(256)) / 16))).astype(np.int64)
-)
+PROBABILITIES = torch.from_numpy(np.rint(PROBABILITY_ONE / (1 + np.exp((128 - np.arange(256)) / 16))).astype(np.int64))
+
+NEIGHBORS = tuple((z, y, x) for z in (-1, 0, 1) for y in (-1, 0, 1) for x in (-1, 0, 1) if (z, y, x) != (0, 0, 0))
 
 
 class Passes(NamedTuple):
     """Passes between basins: their numbers, int64 [E] each, and heights, float32 [E].
 
-    A pass is a pair of neighboring voxels in two basins; its height is the height of the lower voxel. Several rows may
-    join the same pair of basins, or a basin with itself.
+    A pass is a pair of neighboring voxels with the height of the lower one. Rows may repeat a pair of basins, or join a
+    basin with itself.
     """
 
     first: Tensor
@@ -116,13 +113,11 @@ class Watershed:
 
     A path leads from every voxel to the highest of its 26 neighbors, as in the watershed by topographical distance
     (Meyer 1994). Its end is found by pointer jumping (Wyllie 1979) within a block of planes. A path that leaves its
-    block ends there as a separate piece; pieces are joined in `finish`. Heights are compared without their last five
-    bits. The position breaks ties, so every path ends. Between several maxima of one plateau there are passes of the
-    plateau's height.
+    block ends there as a separate piece; `finish` joins the pieces. Heights are compared without their last five bits.
+    Positions break ties, so every path ends. Several maxima of one plateau have passes of the plateau's height.
 
     planes          of the volume; the basins are the same along y and z
-    floor           function from the heights of peaks, float32 [R], to the height of the lowest relevant pass of each,
-                    float32 [R]
+    floor           function from heights of peaks, float32 [R], to the lowest relevant pass of each, float32 [R]
     block           number of voxels that are processed together; None: use `choose_block_voxels`
     neighbor_batch  number of voxels whose neighbors are examined together
     """
@@ -146,15 +141,14 @@ class Watershed:
         self._pieces = torch.zeros((depth + 2, *self._rows), dtype=torch.int32, device=device)
         # Position of each voxel modulo 3 along each axis; independent of the direction in which planes arrive.
         self._weights = (3, 9) if along_y else (9, 3)
-        self._plane_codes, self._position_codes = position_codes(self._block_planes, *self._rows, self._weights, device)
-        # Only CPU tensors are cached. A cached tensor on a device would have to be synchronized with every stream that
-        # reads it.
-        self._neighbor_offsets = neighbor_offsets(*self._rows).to(device, non_blocking=True)
-        self._neighbor_steps = neighbor_steps(self._plane, self._rows[1], self._weights).to(device, non_blocking=True)
+        self._plane_codes, self._codes = _codes(self._block_planes, *self._rows, self._weights, device)
+        # Only CPU tensors are cached: streams would have to be synchronized with a cached tensor on a device.
+        self._offsets = _offsets(*self._rows).to(device, non_blocking=True)
+        self._steps = _steps(self._plane, self._rows[1], self._weights).to(device, non_blocking=True)
         # The plane below the next block, followed by the plane that waits for the plane above it.
         self._pending = self._empty(1)
         self._pending_codes = torch.zeros_like(self._pending, dtype=torch.uint8)
-        self._probabilities = PROBABILITY_BY_CODE.to(device, non_blocking=True)
+        self._probabilities = PROBABILITIES.to(device, non_blocking=True)
         # Index of the first plane of the next block, including the rim.
         self._z = 1
         zero = torch.zeros(1, dtype=torch.int64, device=device)
@@ -163,10 +157,7 @@ class Watershed:
         self._candidates: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, heights: Tensor, inside: Tensor, codes: Tensor) -> None:
-        """Add the next planes of heights (float32), a foreground mask (bool) and foreground codes.
-
-        The shape of each is [planes, Y, X], or [Z, planes, X] along y.
-        """
+        """Add float32 heights, mask and foreground codes of the next planes [planes, Y, X]; along y [Z, planes, X]."""
         if self._along_y:
             heights, inside, codes = (each.transpose(0, 1) for each in (heights, inside, codes))
         for low in range(0, len(heights), self._block_planes):
@@ -230,7 +221,7 @@ class Watershed:
         z = (self._z - 1 + len(self._pending)) % 3
         keys = _keys(heights)
         keys += self._plane_codes[z : z + len(keys)]
-        keys += self._position_codes
+        keys += self._codes
         background = keys.new_full((), BACKGROUND_KEY)
         torch.where(inside, keys, background, out=block[:, 1:-1, 1:-1])
 
@@ -254,9 +245,7 @@ class Watershed:
         position = position.int()
         highest, rim = _highest_around(keys, self._plane, self._rows[1])
         own_key, highest = keys.index_select(0, position), highest.index_select(0, position - rim)
-        target = position + self._neighbor_steps.index_select(
-            0, ((own_key & POSITION_BITS) << 5) | (highest & POSITION_BITS)
-        )
+        target = position + self._steps.index_select(0, ((own_key & POSITION_BITS) << 5) | (highest & POSITION_BITS))
         parent = row_of.index_select(0, target)
         parent = torch.where(parent == 0, rows, parent) - 1
         while not torch.equal(grandparent := parent.index_select(0, parent), parent):
@@ -295,7 +284,7 @@ class Watershed:
 
     def _collect_passes(self, keys: Tensor, index: Tensor, own_key: Tensor, limit: Tensor, here: Tensor) -> None:
         """Record the neighbors of these voxels that belong to other pieces and are not below the limit."""
-        around = (index[:, None] + self._neighbor_offsets).view(-1)
+        around = (index[:, None] + self._offsets).view(-1)
         key = keys.index_select(0, around).view(-1, len(NEIGHBORS))
         hits = (key >= limit[:, None]).view(-1).nonzero().squeeze(1)
         rows = hits // len(NEIGHBORS)
@@ -307,20 +296,14 @@ class Watershed:
 
 
 def foreground_codes(scores: Tensor) -> Tensor:
-    """Return the codes of foreground logits, uint8 of the same shape. Voxels of a mask have the highest code.
-
-    `PROBABILITY_BY_CODE` converts codes to probabilities.
-    """
+    """Return the codes in `PROBABILITIES` of foreground logits, uint8; voxels of a mask have the highest code."""
     if scores.dtype == torch.bool:
         return torch.full(scores.shape, 255, dtype=torch.uint8, device=scores.device)
     return (scores.float() * 16 + 128.5).clamp_(0, 255).nan_to_num_(0).to(torch.uint8)
 
 
 def _highest_around(keys: Tensor, plane: int, row: int) -> tuple[Tensor, int]:
-    """Return the highest key among each voxel and its 26 neighbors, and the number of voxels missing at each end.
-
-    Rows are contiguous in flat memory, separated by the rim, so one contiguous filter per axis suffices.
-    """
+    """Return the highest key of each voxel and its 26 neighbors, and the number of voxels missing at each end."""
     for step in (1, row, plane):
         two = torch.maximum(keys[: -2 * step], keys[step:-step])
         keys = torch.maximum(two, keys[2 * step :], out=two)
@@ -342,3 +325,26 @@ def heights_of_keys(keys: Tensor) -> Tensor:
     """Invert `_keys`, except for the dropped bits."""
     ordered = keys & ~POSITION_BITS
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
+
+
+def _codes(planes: int, rows: int, row: int, weights: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return codes of positions modulo 3 along planes, int32 [planes + 2, 1, 1], and within a plane, [Y, X]."""
+    z, y, x = (torch.arange(edge, dtype=torch.int32, device=device) % 3 for edge in (planes + 2, rows, row))
+    return weights[0] * z[:, None, None], weights[1] * y[1:-1, None] + x[1:-1]
+
+
+@lru_cache(maxsize=16)
+def _offsets(rows: int, row: int) -> Tensor:
+    """Return the offsets, int32 [26] on the CPU, from a voxel to its neighbors in flat memory."""
+    return torch.tensor([(z * rows + y) * row + x for z, y, x in NEIGHBORS], dtype=torch.int32)
+
+
+@lru_cache(maxsize=16)
+def _steps(plane: int, row: int, weights: tuple[int, int]) -> Tensor:
+    """Return the offset to a neighbor for each 32 * own + neighbor position code, int32 [1024] on the CPU."""
+    code = torch.arange(32)
+    steps = torch.zeros(32, 32, dtype=torch.int64)
+    for weight, step in ((weights[0], plane), (weights[1], row), (1, 1)):
+        digit = code // weight % 3
+        steps += ((digit[None] - digit[:, None] + 1) % 3 - 1) * step
+    return steps.view(-1).int()
