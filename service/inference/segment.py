@@ -91,7 +91,7 @@ def segment(
         image, skipped, skipping_notes = _skip_empty_windows(call, image, spec, plan)
         callbacks.progress(0, estimate.windows)
         scored = _score(call, image, spec, plan)
-        # Free their memory for decoding.
+        # Free the images before decoding.
         del source, image
         segmentation = _decode(call, scored.consumer, plan)
         confidence, doubt = _assess_confidence(call, segmentation, plan, diameter)
@@ -125,9 +125,9 @@ def _apply_diameter(call: _Call, image: NormalisedImage, request: PlannedRequest
 
     with call.stages.measure("size"):
         sizing = _measure_diameter(call, image, request.plan)
-        sized = plan_with_diameter(request, sizing, plan_request)
-    call.callbacks.revised(sized.request.estimate)
-    return sized
+        planned = plan_with_diameter(request, sizing, plan_request)
+    call.callbacks.revised(planned.request.estimate)
+    return planned
 
 
 def _measure_diameter(call: _Call, image: NormalisedImage, plan: Plan) -> Sizing:
@@ -202,7 +202,7 @@ def _inspect_stack(call: _Call, plan: Plan) -> tuple[Diameter | None, Sequence[T
     except (RuntimeError, MemoryError, OSError, StackSegError) as error:
         if isinstance(error, Cancelled) or call.runner.find_loss(error) is not None:
             raise
-        log.warning("%s: could not inspect the stack for the reason of low confidence: %s", spec.identifier, error)
+        log.warning("%s: could not collect evidence for the warning: %s", spec.identifier, error)
         return None, ()
 
 
@@ -218,13 +218,13 @@ def estimate_diameter(
 
     `image` is the result of `normalise_volume`; None: normalize the volume now. Raises the errors of `segment`.
     """
-    plan, needed = runner.estimator.plan_request(volume, options)
+    plan, estimate = runner.estimator.plan_request(volume, options)
     if not plan.estimated:
         return None
     if options.roi_size is not None:
-        runner, options = runner.with_window(options, needed), replace(options, roi_size=None)
+        runner, options = runner.with_window(options, estimate), replace(options, roi_size=None)
         return estimate_diameter(runner, volume, options, callbacks, image=image)
-    with runner.computing(needed):
+    with runner.computing(estimate):
         if image is not None:
             score_windows = runner.score_windows(plan, callbacks.probe)
             return measure_diameter(image, volume, runner.spec, score_windows)

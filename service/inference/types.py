@@ -196,7 +196,7 @@ class Result(NamedTuple):
     estimated   whether the diameter was estimated
     fallbacks   number of times that the batch size was reduced for lack of memory
     recomputed  whether the scores were computed a second time, in float32
-    skipped     windows that were not computed; None if skipping was off
+    skipped     windows that were not computed; None if skipping was disabled
     spec        of the model that was used, which may have been replaced since; None if no model was used
     engine      name of the engine that computed the windows, with its precision
     series      of several time points; None for one volume

@@ -50,6 +50,7 @@ def strongest_windows(image: Image, roi: Size) -> list[Tensor]:
 
 
 def _centers(length: int, edge: int, max_count: int) -> list[int]:
+    """Return the centers of up to `max_count` equal parts of an axis, about half an edge apart."""
     count = min(max(round(2 * length / max(edge, 1)), 1), max_count)
     return [int((index + 0.5) * length / count) for index in range(count)]
 
@@ -67,10 +68,10 @@ def cut_boxes(image: Image, boxes: Sequence[Box]) -> list[Tensor]:
 def box_around(center: Size, size: Size, inner: Sequence[int], scaled: Sequence[int]) -> Box:
     """Return the box around `center` that has `inner` voxels once the image is resized from `size` to `scaled`."""
     parts = []
-    for position, length, edge, whole in zip(center, size, inner, scaled, strict=True):
-        taken = min(max(round(edge * length / whole), 1), length)
-        start = min(max(position - taken // 2, 0), length - taken)
-        parts.append(slice(start, start + taken))
+    for position, length, edge, scaled_length in zip(center, size, inner, scaled, strict=True):
+        extent = min(max(round(edge * length / scaled_length), 1), length)
+        start = min(max(position - extent // 2, 0), length - extent)
+        parts.append(slice(start, start + extent))
     return parts[0], parts[1], parts[2]
 
 

@@ -56,9 +56,9 @@ def _structure_ratios(window: Tensor) -> tuple[float, float, float]:
     matrices, slopes = hessian.flatten(2).permute(2, 0, 1), gradient[:, 2:-2, 2:-2, 2:-2].flatten(1).norm(dim=0)
     # Computing eigenvalues is slow. The most negative ones occur where the norm of the Hessian is large.
     count = max(int(STRUCTURE_FRACTION * len(matrices)), 1)
-    strong = matrices.square().sum((1, 2)).topk(min(4 * count, len(matrices))).indices
-    values, slopes = torch.linalg.eigvalsh(matrices[strong]), slopes[strong]
-    first = values[:, 0].topk(min(count, len(values)), largest=False).indices
-    values, slopes = values[first], slopes[first]
+    candidates = matrices.square().sum((1, 2)).topk(min(4 * count, len(matrices))).indices
+    values, slopes = torch.linalg.eigvalsh(matrices[candidates]), slopes[candidates]
+    selected = values[:, 0].topk(min(count, len(values)), largest=False).indices
+    values, slopes = values[selected], slopes[selected]
     middle, last = (values[:, 1:] / values[:, :1]).median(0).values
     return float(middle), float(last), float((slopes / (-SMOOTHING_SIGMA_VOXELS * values[:, 0])).median())

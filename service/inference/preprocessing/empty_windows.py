@@ -47,7 +47,7 @@ class IntensitySurvey(NamedTuple):
 
     brightest  maximum of each window, float64 [C, z, y, x] in the order of the grid's starts; -inf if no voxel is
                finite
-    samples    finite voxels of each channel, one-dimensional
+    samples    finite voxels of each channel, one-dimensional; empty if `skip_below` is a number
     """
 
     brightest: NDArray[np.float64]
@@ -58,7 +58,7 @@ class Skipping(NamedTuple):
     """Result of skipping empty windows.
 
     image    the image to segment instead
-    skipped  the skipped windows; None if skipping was off
+    skipped  the skipped windows; None if skipping was disabled
     notes    information for the user
     """
 
@@ -95,34 +95,34 @@ class EmptyWindowFilter:
                 self._image, skipped, ("No window was skipped, because too few pixels have finite values.",)
             )
         excess = (survey.brightest - np.reshape(limits, (-1, 1, 1, 1))).max(0)
-        chosen = self._choose_windows(excess <= 0)
+        indices = self._choose_windows(excess <= 0)
         skipped = Skipped(0, self._grid.count, limits)
         # Scoring the brightest windows costs one batch.
-        if len(chosen) <= self._batch_size:
+        if len(indices) <= self._batch_size:
             return Skipping(self._image, skipped)
-        order = np.argsort(-excess[tuple(chosen.T)], kind="stable")[: self._batch_size]
-        scores, found = mean_background_scores(self._score_windows(self._read_windows(chosen[order])), self._spec)
+        order = np.argsort(-excess[tuple(indices.T)], kind="stable")[: self._batch_size]
+        scores, found = mean_background_scores(self._score_windows(self._read_windows(indices[order])), self._spec)
         if scores is None or (found and below == "auto"):
-            note = "No window was skipped, because the network finds something in dark windows too."
+            note = "No window was skipped, because the model finds foreground in dark windows too."
             return Skipping(self._image, skipped, (note,))
-        notes = ("The network finds something in skipped windows. Try a lower skip_below.",) if found else ()
-        image = SparseImage(self._image, frozenset(map(self._position, chosen)), scores)
-        return Skipping(image, skipped._replace(windows=len(chosen)), notes)
+        notes = ("The model finds foreground in skipped windows. Try a lower skip_below=.",) if found else ()
+        image = SparseImage(self._image, frozenset(map(self._position, indices)), scores)
+        return Skipping(image, skipped._replace(windows=len(indices)), notes)
 
-    def _choose_windows(self, empty: NDArray[np.bool_]) -> NDArray[np.intp]:
+    def _choose_windows(self, is_empty: NDArray[np.bool_]) -> NDArray[np.intp]:
         """Return the indices [N, 3] of the windows to skip, in order.
 
         At regular intervals an empty window is computed, so that finished scores leave in portions.
         """
         max_skipped = self._grid.max_skipped_rows(len(self._spec.outputs), self._batch_size)
-        rows, skipped_rows = empty.reshape(-1, empty.shape[2]), 0
+        rows, skipped_rows = is_empty.reshape(-1, is_empty.shape[2]), 0
         for row in rows:
             skipped_rows = skipped_rows + 1 if row.all() else 0
             if skipped_rows > max_skipped:
                 row[0], skipped_rows = False, 0
         if rows.all():
             rows[-1, -1] = False
-        return np.argwhere(empty)
+        return np.argwhere(is_empty)
 
     def _position(self, index: NDArray[np.intp]) -> Size:
         return as_size([starts[int(at)] for starts, at in zip(self._grid.starts, index, strict=True)])
@@ -190,9 +190,9 @@ def survey_box(
     firsts, inside = list[int](), list[list[slice]]()
     for axis, ((low, high), length) in enumerate(zip(box, shape, strict=True)):
         spans = _spans(grid, axis, length)
-        touched = [number for number, span in enumerate(spans) if span.start < high and span.stop > low]
-        firsts.append(touched[0] if touched else 0)
-        inside.append([slice(max(spans[at].start - low, 0), min(spans[at].stop, high) - low) for at in touched])
+        overlapping = [number for number, span in enumerate(spans) if span.start < high and span.stop > low]
+        firsts.append(overlapping[0] if overlapping else 0)
+        inside.append([slice(max(spans[at].start - low, 0), min(spans[at].stop, high) - low) for at in overlapping])
     brightest = np.full((len(pixels), *map(len, inside)), -np.inf)
     if brightest.size:
         for cells, block in zip(brightest, pixels, strict=True):
@@ -207,12 +207,12 @@ def _update_brightest(
     planes, rows, columns = spans
     block = replace_nonfinite(block, -math.inf if block.dtype.kind == "f" else None)
     if has_one_value(block):
-        narrow = np.broadcast_to(block[:, :1, :1], (len(block), len(rows), len(columns)))
+        maxima = np.broadcast_to(block[:, :1, :1], (len(block), len(rows), len(columns)))
     else:
-        narrow = np.stack([block[:, :, span].max(2) for span in columns], 2)
-        narrow = np.stack([narrow[:, span].max(1) for span in rows], 1)
+        maxima = np.stack([block[:, :, span].max(2) for span in columns], 2)
+        maxima = np.stack([maxima[:, span].max(1) for span in rows], 1)
     for cell, span in zip(cells, planes, strict=True):
-        window_part = narrow[max(span.start - z, 0) : max(span.stop - z, 0)]
+        window_part = maxima[max(span.start - z, 0) : max(span.stop - z, 0)]
         if len(window_part):
             np.maximum(cell, window_part.max(0), out=cell)
 
@@ -223,7 +223,7 @@ def _spans(grid: Grid, axis: int, length: int) -> list[slice]:
     factor, spans = length / scaled, list[slice]()
     for start in grid.starts[axis]:
         first, last = max(start - before, 0), min(start - before + edge, scaled) - 1
-        low, high = ((place + 0.5) * factor - 0.5 for place in (first, last))
+        low, high = ((voxel + 0.5) * factor - 0.5 for voxel in (first, last))
         spans.append(slice(max(math.floor(low), 0), min(math.floor(high) + (length != scaled), length - 1) + 1))
     return spans
 
@@ -264,9 +264,9 @@ def mean_background_scores(scores: Tensor, spec: ModelSpec) -> tuple[Tensor | No
     for window in scores:
         decoder = make_decoder(spec, as_size(scores.shape[2:]), "classes", None)
         decoder.add(0, 0, window[None])
-        outside = torch.from_numpy(decoder.finish().pixels == 0).to(scores.device)
-        background_voxels = int(outside.sum())
-        sums += window[:, outside].sum(1, dtype=torch.float64)
+        background = torch.from_numpy(decoder.finish().pixels == 0).to(scores.device)
+        background_voxels = int(background.sum())
+        sums += window[:, background].sum(1, dtype=torch.float64)
         voxels += background_voxels
-        found = found or outside.numel() - background_voxels >= min_voxels
+        found = found or background.numel() - background_voxels >= min_voxels
     return (sums / voxels).float() if voxels else None, found

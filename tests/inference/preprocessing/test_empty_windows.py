@@ -160,14 +160,14 @@ def test_windows_with_objects_are_skipped_only_if_the_request_sets_the_limit(ban
         volume_of(pixels), "auto"
     )
     assert (isinstance(image, SparseImage), skipped and skipped.windows) == (False, 0)
-    assert "finds something" in notes[0]
+    assert "finds foreground" in notes[0]
     image, skipped, notes = make_empty_window_filter(pixels, bands, background_up_to(105)).skip(volume_of(pixels), 115)
     assert isinstance(image, SparseImage)
     assert image.scores.tolist() == [0.5, 0, 0]
     assert "Try a lower skip_below" in notes[0]
     image, _, notes = make_empty_window_filter(pixels, bands, background_up_to(0)).skip(volume_of(pixels), 115)
     assert not isinstance(image, SparseImage)
-    assert "finds something" in notes[0]
+    assert "finds foreground" in notes[0]
 
 
 def test_the_background_of_an_instance_model_excludes_its_foreground(random_nuclei: ModelSpec) -> None:

@@ -22,7 +22,7 @@ from service.inference.preprocessing.resample import (
 
 
 def test_a_column_of_single_pixels_is_refused(bands):
-    with pytest.raises(BadFile, match=r"40 planes are single pixels.*axes="):
+    with pytest.raises(BadFile, match=r"40 planes of the stack are single pixels.*axes="):
         prepare(Volume.from_array(np.ones((1, 40, 1, 1), np.uint8)), bands)
     assert prepare(Volume.from_array(np.ones((1, 1, 1, 1), np.uint8)), bands).image.shape == (1, 1, 1, 1, 1)
 
