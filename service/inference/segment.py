@@ -85,7 +85,7 @@ def segment(
         runner.check_memory(request.estimate)
         with call.stages.measure("prepare"):
             source, notes = normalise_volume(volume, runner.spec, runner.placement.upload(volume))
-        (plan, estimate), diameter, sizing_notes = _apply_diameter(call, source, request)
+        (plan, estimate), diameter, diameter_notes = _apply_diameter(call, source, request)
         image, resampling_notes = _resample(call, source, plan)
         spec = steer(runner.spec, plan.steering, volume, as_size(image.shape[2:]))
         image, skipped, skipping_notes = _skip_empty_windows(call, image, spec, plan)
@@ -95,7 +95,7 @@ def segment(
         del source, image
         segmentation = _decode(call, scored.consumer, plan)
         confidence, doubt = _assess_confidence(call, segmentation, plan, diameter)
-    changes = (*sizing_notes, *resampling_notes, *skipping_notes, *runner.batch_notes(options), *scored.notes)
+    changes = (*diameter_notes, *resampling_notes, *skipping_notes, *runner.batch_notes(options), *scored.notes)
     return Result(
         segmentation,
         call.stages.seconds,
@@ -124,8 +124,8 @@ def _apply_diameter(call: _Call, image: NormalisedImage, request: PlannedRequest
         return planned
 
     with call.stages.measure("size"):
-        sizing = _measure_diameter(call, image, request.plan)
-        planned = plan_with_diameter(request, sizing, plan_request)
+        diameter_estimate = _measure_diameter(call, image, request.plan)
+        planned = plan_with_diameter(request, diameter_estimate, plan_request)
     call.callbacks.revised(planned.request.estimate)
     return planned
 
@@ -239,21 +239,21 @@ def measure_diameter(image: Image, volume: Extent, spec: ModelSpec, score_window
 
 
 def plan_with_diameter(
-    request: PlannedRequest, sizing: Sizing, plan_request: Callable[[Diameter], PlannedRequest]
+    request: PlannedRequest, diameter_estimate: Sizing, plan_request: Callable[[Diameter], PlannedRequest]
 ) -> RequestWithDiameter:
     """Plan a request again with the estimated diameter if resampling improves the result.
 
     If `plan_request` raises TooLarge or OutOfMemory, the stack is segmented at its original resolution.
     """
-    if sizing.resampled_by is None:
-        return RequestWithDiameter(request, sizing.diameter, (sizing.note,))
+    if diameter_estimate.resampled_by is None:
+        return RequestWithDiameter(request, diameter_estimate.diameter, (diameter_estimate.note,))
     try:
-        planned, estimate = plan_request(sizing.resampled_by)
+        planned, estimate = plan_request(diameter_estimate.resampled_by)
     except (TooLarge, OutOfMemory) as error:
         note = (
-            f"The objects seem to be {sizing.diameter} wide, but the stack is segmented at its original resolution."
-            f" {error}"
+            f"The objects seem to be {diameter_estimate.diameter} wide, but the stack is segmented at its original"
+            f" resolution. {error}"
         )
-        return RequestWithDiameter(request, sizing.diameter, (note,))
-    plan = request.plan._replace(diameter=sizing.resampled_by, decode_on_host=planned.decode_on_host)
-    return RequestWithDiameter(PlannedRequest(plan, estimate), sizing.diameter, (sizing.note,))
+        return RequestWithDiameter(request, diameter_estimate.diameter, (note,))
+    plan = request.plan._replace(diameter=diameter_estimate.resampled_by, decode_on_host=planned.decode_on_host)
+    return RequestWithDiameter(PlannedRequest(plan, estimate), diameter_estimate.diameter, (diameter_estimate.note,))

@@ -24,13 +24,12 @@ Table = dict[str, NDArray[Any]]
 class Plan(NamedTuple):
     """Options of a request after the operator's defaults and limits are applied.
 
-    diameter        of the objects, if the volume is resampled accordingly
-    estimated       whether the diameter is to be estimated from the stack; until then the original resolution is
-                    assumed
-    skip_below      gray value of windows that are skipped; None if all windows are computed
-    steering        post-processing options
-    decode_on_host  whether scores are decoded on the host because the device may lack the memory for it
-    views           mirrored views in which windows are scored; empty for the original view only
+    diameter                 of the objects, if the volume is resampled accordingly
+    needs_diameter_estimate  whether the diameter is to be estimated; until then the original resolution is assumed
+    skip_below               gray value of windows that are skipped; None if all windows are computed
+    postprocessing           options of the request that change how scores become objects
+    decode_on_host           whether scores are decoded on the host because the device may lack the memory for it
+    views                    mirrored views in which windows are scored; empty for the original view only
     """
 
     output: OutputKind
@@ -91,12 +90,13 @@ class DiameterTrial(NamedTuple):
 class Sizing(NamedTuple):
     """An estimate of the object diameter.
 
-    diameter  in voxels of the image, in the form that suits a request; None if it is not known
-    fits      whether the diameter suits the model without resampling
-    objects   number of objects that were measured
-    windows   number of windows that were scored
-    guess     the diameter, or a value to suggest if the diameter is not known; None if no window has likely objects
-    trial     the trial that selected the diameter; None if objects were measured
+    diameter       in voxels of the image, in the form that suits a request; None if it is not known
+    matches_model  whether the diameter suits the model without resampling
+    objects        number of objects that were measured
+    windows        number of windows that were scored
+    guess          the diameter, or a value to suggest if the diameter is not known; None if no window has likely
+                   objects
+    trial          the trial that selected the diameter; None if objects were measured
     """
 
     diameter: Diameter | None
@@ -141,17 +141,17 @@ class Doubt(NamedTuple):
 
     confidence  in the result, 0 to 1; None if no object was found
     detail      the likely reason and what to try next, in one or two sentences
-    attempt     a parameter to try, such as "diameter=4px"; "" if there is no suggestion
+    suggestion     a parameter to try, such as "diameter=4px"; "" if there is no suggestion
     """
 
     confidence: float | None
     detail: str
-    attempt: str
+    suggestion: str
 
     @property
     def suggested(self) -> dict[str, str]:
         """The suggested value by parameter; empty if there is no suggestion."""
-        parameter, _, value = self.attempt.partition("=")
+        parameter, _, value = self.suggestion.partition("=")
         return {parameter: value} if parameter else {}
 
 
@@ -175,9 +175,9 @@ class Skipped(NamedTuple):
 class SeriesFacts(NamedTuple):
     """Additional results of a series of time points.
 
-    points  number of time points in the result, the first of the `total` time points
-    table   measurements of all objects; None if they were not requested
-    fault   error that ended the series early; None if it is complete
+    num_time_points  number of time points in the result, the first of the `total` time points
+    table            measurements of all objects; None if they were not requested
+    error            error that ended the series early; None if it is complete
     """
 
     points: int
@@ -189,19 +189,19 @@ class SeriesFacts(NamedTuple):
 class Result(NamedTuple):
     """Result of one segmentation.
 
-    seconds     by stage, in order: prepare, size (diameter estimation), skip (search for empty windows), windows,
-                decode
-    notes       information for the user about this result
-    diameter    of the objects, specified or estimated; None if it was neither
-    estimated   whether the diameter was estimated
-    fallbacks   number of times that the batch size was reduced for lack of memory
-    recomputed  whether the scores were computed a second time, in float32
-    skipped     windows that were not computed; None if skipping was disabled
-    spec        of the model that was used, which may have been replaced since; None if no model was used
-    engine      name of the engine that computed the windows, with its precision
-    series      of several time points; None for one volume
-    confidence  in the result, 0 to 1; None if the model has no confidence or no object was found
-    doubt       warning that the result may be wrong; None if there is no warning
+    seconds                by stage, in order: prepare, size (diameter estimation), skip (search for empty windows),
+                           windows, decode
+    notes                  information for the user about this result
+    diameter               of the objects, specified or estimated; None if it was neither
+    is_diameter_estimated  whether the diameter was estimated
+    fallbacks              number of times that the batch size was reduced for lack of memory
+    recomputed             whether the scores were computed a second time, in float32
+    skipped                windows that were not computed; None if skipping was disabled
+    spec                   of the model that was used, which may have been replaced since; None if no model was used
+    engine                 name of the engine that computed the windows, with its precision
+    series                 of several time points; None for one volume
+    confidence             in the result, 0 to 1; None if the model has no confidence or no object was found
+    quality_warning        warning that the result may be wrong; None if there is no warning
     """
 
     segmentation: Segmentation

@@ -405,7 +405,7 @@ def test_a_stack_that_would_become_too_large_keeps_its_resolution(make_estimatin
     result = segment(make_estimating_runner(few), balls, Options())
     assert result.width is not None
     (note,) = result.notes
-    assert "but the stack is segmented at its original resolution" in note
+    assert "segmented at its original resolution" in note
     assert (
         result.segmentation.count
         == segment(make_estimating_runner(few), balls, Options(diameter="none")).segmentation.count
@@ -509,7 +509,7 @@ def test_no_diameter_is_suggested_that_the_voxel_size_already_implies(random_nuc
     positions = np.indices((24, 48, 48)) % 12 - 5.5
     pixels = (1 - np.sqrt(np.square(positions).sum(0)) / 8).clip(0, 1).astype(np.float32)[None]
     attempts = [
-        segment(runner, Volume.from_array(pixels, size), Options()).doubt.attempt
+        segment(runner, Volume.from_array(pixels, size), Options()).doubt.suggestion
         for size in (None, VoxelSize(0.5, 0.5, 0.5))
     ]
     assert attempts == ["diameter=6px", ""]
@@ -523,9 +523,9 @@ def test_only_installed_models_are_suggested(random_nuclei, tmp_path):
     runner = with_network(spec, lambda x: torch.cat([x - 0.5, x], 1))
     radius = np.sqrt(np.square(np.indices((48, 48, 48)) % 24 - 11.5).sum(0))
     shells = Volume.from_array(np.exp(-np.square((radius - 8) / 1.5)).astype(np.float32)[None])
-    assert segment(runner, shells, Options()).doubt.attempt != "model=membranes"
+    assert segment(runner, shells, Options()).doubt.suggestion != "model=membranes"
     (tmp_path / "membranes").mkdir()
-    assert segment(runner, shells, Options()).doubt.attempt == "model=membranes"
+    assert segment(runner, shells, Options()).doubt.suggestion == "model=membranes"
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("DefaultCPUAllocator: no memory"), OSError()])
@@ -552,7 +552,7 @@ def test_an_error_while_collecting_evidence_does_not_lose_the_labels(random_nucl
     assert failed
     np.testing.assert_array_equal(result.segmentation.pixels, expected.segmentation.pixels)
     assert result.confidence == expected.confidence
-    assert (result.doubt.attempt, "may be wrong" in result.doubt.detail) == ("", True)
+    assert (result.doubt.suggestion, "may be wrong" in result.doubt.detail) == ("", True)
 
 
 def test_the_memory_of_another_window_counts_until_it_is_replaced(bands, volume):

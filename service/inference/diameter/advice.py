@@ -43,7 +43,7 @@ class Evidence(NamedTuple):
     clear_objects: int = 0
 
     @property
-    def blank(self) -> bool:
+    def is_blank(self) -> bool:
         """Whether all windows are constant; False if there are no windows."""
         return bool(self.windows) and all(bool((window == window.flatten()[0]).all()) for window in self.windows)
 
@@ -62,8 +62,8 @@ def low_confidence_warning(confidence: float, evidence: Evidence, calibration: C
     ranked = (filtering, diameter) if evidence.stated else (diameter, filtering)
     likely = (_suggest_model(evidence, calibration), *ranked)
     for advice in filter(None, likely):
-        reason, attempt, details = advice
-        return Doubt(confidence, f"{prefix}: {reason}. Try {attempt}{details}.", attempt)
+        reason, suggestion, details = advice
+        return Doubt(confidence, f"{prefix}: {reason}. Try {suggestion}{details}.", suggestion)
     problem = f"{prefix}: the objects do not look like the objects that the model was trained on."
     check = "Check the labels and the selected channel."
     diameter_advice = "" if evidence.stated else "set diameter= to the diameter of the objects, or "
@@ -73,7 +73,7 @@ def low_confidence_warning(confidence: float, evidence: Evidence, calibration: C
 def no_objects_warning(evidence: Evidence, calibration: Calibration | None) -> Doubt:
     """Return the warning for a result without objects: the likely reason and what to try next."""
     prefix = "No object was found"
-    if evidence.blank:
+    if evidence.is_blank:
         return Doubt(
             None, f"{prefix}: the image has the same gray value everywhere. Try another channel= or time=.", ""
         )
@@ -83,8 +83,8 @@ def no_objects_warning(evidence: Evidence, calibration: Calibration | None) -> D
     model = None if calibration is None else _suggest_model(evidence, calibration)
     advice = model or _suggest_diameter(evidence)
     if advice is not None:
-        reason, attempt, _details = advice
-        return Doubt(None, f"{prefix}: {reason}. Try {attempt}.", attempt)
+        reason, suggestion, _details = advice
+        return Doubt(None, f"{prefix}: {reason}. Try {suggestion}.", suggestion)
     return Doubt(None, f"{prefix}. Try another diameter=, channel= or model=. If that fails, {TRAINING_ADVICE}.", "")
 
 

@@ -92,8 +92,8 @@ def count_clear_objects(objects: Objects, expected_diameter: float, calibration:
 class Judgement(NamedTuple):
     """Confidence in a result and the warning for the user.
 
-    confidence  0 to 1; None if it is not known
-    doubt       None if the result needs no warning
+    confidence       0 to 1; None if it is not known
+    quality_warning  None if the result needs no warning
     """
 
     confidence: float | None

@@ -119,15 +119,15 @@ class DiameterEstimator:
         """Estimate the diameter. The result is deterministic. Raises the errors of `score_windows`."""
         centers = rank_by_contrast(self._image, self._spec.input.roi_size)
         probes = self._probe_scales(centers)
-        sizing, used = self._estimate_from_probes(probes)
+        estimate, used = self._estimate_from_probes(probes)
         calibration = self._spec.confidence
         if calibration is None or used.confidence is None:
-            return sizing
+            return estimate
         is_low = used.confidence < calibration.threshold
         # Pieces of objects that are too large for the windows have a plausible size and peak, but seldom a good fit.
         if is_low or max(probe.fit for probe in probes) < GOOD_FIT:
-            return self._run_trial(sizing, used, probes, centers)
-        return sizing
+            return self._run_trial(estimate, used, probes, centers)
+        return estimate
 
     def _probe_scales(self, centers: Sequence[Size]) -> list[ScaleProbe]:
         """Probe the initial scales, then the scales that earlier probes suggest, until the estimate is settled."""
@@ -164,17 +164,19 @@ class DiameterEstimator:
         same = all(are_close((z, y, x), short.in_voxels(size) or (x, x, x), 1.001) for size in (None, self._voxel_size))
         return short if same else Diameter((z, y, x), "px")
 
-    def _run_trial(self, sizing: Sizing, used: ScaleProbe, probes: list[ScaleProbe], centers: Sequence[Size]) -> Sizing:
-        """Return the diameter with a clearly higher confidence than that of `used`; `sizing` if there is none."""
+    def _run_trial(
+        self, estimate: Sizing, used: ScaleProbe, probes: list[ScaleProbe], centers: Sequence[Size]
+    ) -> Sizing:
+        """Return the diameter with a clearly higher confidence than that of `used`; `estimate` if there is none."""
         largest = self._probe_trials(probes, centers)
-        if sizing.diameter is None:
+        if estimate.diameter is None:
             used = next(probe for probe in probes if are_close(probe.factors, self._base, EQUAL_SCALE_RATIO))
         limit = EQUAL_SCALE_RATIO * math.prod(largest)
         candidates = [
             probe for probe in probes if math.prod(probe.factors) <= limit and self._has_enough_objects(probe, used)
         ]
         chosen = choose_clearly_better(used, candidates, self._margin)
-        return sizing if chosen is None else self._summarize_trial(chosen, used, probes, largest)
+        return estimate if chosen is None else self._summarize_trial(chosen, used, probes, largest)
 
     def _probe_trials(self, probes: list[ScaleProbe], centers: Sequence[Size]) -> Factors:
         """Probe the scales of a trial that were not probed before. Return the factors of the largest one."""
@@ -192,8 +194,8 @@ class DiameterEstimator:
         diameter, num_windows = self._diameter(chosen.factors), sum(probe.windows for probe in probes)
         narrowest = are_close(chosen.factors, largest, EQUAL_SCALE_RATIO)
         trial = DiameterTrial(chosen.confidence or 0.0, used.confidence or 0.0, len(probes), narrowest)
-        fits = are_close(chosen.factors, self._base, MATCHING_DIAMETER_RATIO)
-        return Sizing(diameter, fits, chosen.objects, num_windows, diameter, trial)
+        matches_model = are_close(chosen.factors, self._base, MATCHING_DIAMETER_RATIO)
+        return Sizing(diameter, matches_model, chosen.objects, num_windows, diameter, trial)
 
     def _has_enough_objects(self, probe: ScaleProbe, used: ScaleProbe) -> bool:
         """Return whether a probe has enough objects to be compared with `used`.

@@ -22,8 +22,8 @@ SMALL = Diameter((4.0,), "px")
 def suggested_parameter(*, calibration: Calibration = CALIBRATION, **evidence: Any) -> str:
     given: dict[str, Any] = {"windows": [BALLS], "guess": None, "used": USED}
     warning = low_confidence_warning(0.1, Evidence(**given | evidence), calibration)
-    assert warning.attempt in warning.detail
-    return warning.attempt
+    assert warning.suggestion in warning.detail
+    return warning.suggestion
 
 
 def test_warnings_suggest_the_most_likely_parameter() -> None:
@@ -48,7 +48,7 @@ def test_training_is_suggested_if_no_parameter_is_likely_to_help(stated: bool) -
         warning = low_confidence_warning(
             0.1, Evidence([BALLS], guess, USED, stated=stated, steered=True, clear_objects=9), CALIBRATION
         )
-        assert warning.attempt == ""
+        assert warning.suggestion == ""
         assert "train a model" in warning.detail
         assert ("diameter=" in warning.detail) is not stated
 
@@ -68,5 +68,5 @@ def test_warnings_give_a_reason_why_no_object_was_found() -> None:
         assert warning.confidence is None
         assert warning.detail.startswith("No object was found")
         assert reason in warning.detail
-    assert [warning.attempt for warning in warnings.values()] == ["", "", "model=membranes", "diameter=4px", ""]
-    assert no_objects_warning(Evidence([SHELLS], None, None), None).attempt == ""
+    assert [warning.suggestion for warning in warnings.values()] == ["", "", "model=membranes", "diameter=4px", ""]
+    assert no_objects_warning(Evidence([SHELLS], None, None), None).suggestion == ""
