@@ -94,7 +94,7 @@ def segment(
         # Free the images before decoding.
         del source, image
         segmentation = _decode(call, scored.consumer, plan)
-        confidence, doubt = _assess_confidence(call, segmentation, plan, diameter)
+        confidence, quality_warning = _assess_confidence(call, segmentation, plan, diameter)
     changes = (*diameter_notes, *resampling_notes, *skipping_notes, *runner.batch_notes(options), *scored.notes)
     return Result(
         segmentation,
@@ -108,7 +108,7 @@ def segment(
         spec=runner.spec,
         engine=runner.describe_engine(recomputed=scored.recomputed),
         confidence=confidence,
-        doubt=doubt,
+        doubt=quality_warning,
     )
 
 

@@ -42,21 +42,21 @@ def test_warnings_suggest_the_most_likely_parameter() -> None:
     assert suggested_parameter(calibration=other_calibration, windows=[SHELLS], guess=SMALL) == "diameter=4px"
 
 
-@pytest.mark.parametrize("stated", [False, True])
-def test_training_is_suggested_if_no_parameter_is_likely_to_help(stated: bool) -> None:
+@pytest.mark.parametrize("is_given", [False, True])
+def test_training_is_suggested_if_no_parameter_is_likely_to_help(is_given: bool) -> None:
     for guess in (None, Diameter((18.0, 22.0, 22.0), "px")):
         warning = low_confidence_warning(
-            0.1, Evidence([BALLS], guess, USED, stated=stated, steered=True, clear_objects=9), CALIBRATION
+            0.1, Evidence([BALLS], guess, USED, stated=is_given, steered=True, clear_objects=9), CALIBRATION
         )
         assert warning.suggestion == ""
         assert "train a model" in warning.detail
-        assert ("diameter=" in warning.detail) is not stated
+        assert ("diameter=" in warning.detail) is not is_given
 
 
 def test_warnings_give_a_reason_why_no_object_was_found() -> None:
     warnings = {
-        reason: no_objects_warning(Evidence([window], guess, USED, steered=steered), CALIBRATION)
-        for reason, window, guess, steered in (
+        reason: no_objects_warning(Evidence([window], guess, USED, steered=has_options), CALIBRATION)
+        for reason, window, guess, has_options in (
             ("same gray value", BLANK, SMALL, True),
             ("min_confidence=", BALLS, SMALL, True),
             ("membranes", SHELLS, SMALL, False),
