@@ -117,9 +117,9 @@ class Sizing(NamedTuple):
         if self.trial is not None:
             limit = " Smaller diameters were not tried." if self.trial.is_smallest else ""
             return (
-                f"The object diameter {self.diameter} gave the best result of {self.trial.num_diameters} diameters on"
-                f" {self.windows} windows.{limit} If this is wrong, set diameter=, or set diameter=none to use the"
-                " stack at its original resolution."
+                f"Of {self.trial.num_diameters} object diameters tried on {self.windows} windows, {self.diameter} gave"
+                f" the best result.{limit} If this is wrong, set diameter=, or set diameter=none to use the stack at its"
+                " original resolution."
             )
         measured = f"{self.objects} objects in {self.windows} windows"
         if self.diameter is None:
@@ -129,7 +129,7 @@ class Sizing(NamedTuple):
             )
         estimate = f"Objects seem to be {self.diameter} wide ({measured})"
         if self.fits:
-            return f"{estimate}, which suits the model without resampling. If this is wrong, set diameter=."
+            return f"{estimate}, so the stack needs no resampling. If this is wrong, set diameter=."
         return (
             f"{estimate}. If this is wrong, set diameter=, or set diameter=none to use the stack at its original"
             " resolution."
@@ -141,7 +141,7 @@ class Doubt(NamedTuple):
 
     confidence  in the result, 0 to 1; None if no object was found
     detail      the likely reason and what to try next, in one or two sentences
-    suggestion     a parameter to try, such as "diameter=4px"; "" if there is no suggestion
+    suggestion  a parameter to try, such as "diameter=4px"; "" if there is no suggestion
     """
 
     confidence: float | None
