@@ -118,8 +118,8 @@ class Sizing(NamedTuple):
             limit = " Smaller diameters were not tried." if self.trial.is_smallest else ""
             return (
                 f"Of {self.trial.num_diameters} object diameters tried on {self.windows} windows, {self.diameter} gave"
-                f" the best result.{limit} If this is wrong, set diameter=, or set diameter=none to use the stack at its"
-                " original resolution."
+                f" the best result.{limit} If this is wrong, set diameter=, or set diameter=none to use the stack at"
+                " its original resolution."
             )
         measured = f"{self.objects} objects in {self.windows} windows"
         if self.diameter is None:
