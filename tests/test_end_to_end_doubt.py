@@ -104,11 +104,11 @@ def test_command_line_warns_on_stderr_and_refuses_where_it_is_told_to(
     folder.mkdir()
     stack, labels = folder / "a.tif", tmp_path / "labels.tif"
     stack.write_bytes(membranes)
-    assert "try --model membranes" in stackseg("segment", stack, labels, "--strict", "--config", config, status=1)
+    assert "Try --model membranes" in stackseg("segment", stack, labels, "--strict", "--config", config, status=1)
     assert not labels.exists()
     assert main(["segment", str(folder), str(tmp_path / "out"), "--config", str(config)]) == 0
-    assert "a.tif: warning: This result is doubtful" in capsys.readouterr().err
-    assert "try --model membranes" in (tmp_path / "out" / "report.html").read_text()
+    assert "a.tif: warning: The labels may be wrong" in capsys.readouterr().err
+    assert "Try --model membranes" in (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"the test data folder {DATA} is not there")

@@ -109,4 +109,4 @@ def test_what_cannot_be_steered_is_refused_in_the_words_of_the_caller(
     stack.write_bytes(STACK)
     options = ["--config", config, "--output", "probabilities", "--threshold", "0.4"]
     told = stackseg("segment", stack, tmp_path / "out.tif", *options, status=1)
-    assert "--threshold: there are no objects in probabilities" in told
+    assert "--threshold: this option has no effect on --output probabilities" in told

@@ -1,32 +1,32 @@
-"""Volume -> Segmentation, in a straight line: normalise, size, resample, windows, decode, judge."""
+"""Segmentation of one volume, from normalization to the confidence in the labels."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from service.core.errors import Cancelled, DoubtfulResult, StackSegError
+from service.core.errors import Cancelled, DoubtfulResult, OutOfMemory, StackSegError, TooLarge
 from service.core.quantities import Diameter
 from service.core.telemetry import Stages
-from service.core.types import Options, Segmentation, Steering, Volume
+from service.core.types import Extent, Options, Segmentation, Steering, Volume
 from service.inference.decoding.decoders import Decoder, make_decoder
 from service.inference.decoding.steering import minimum_voxels, steer
 from service.inference.diameter.advice import Evidence
 from service.inference.diameter.confidence import Judgement, judge_objects
+from service.inference.diameter.estimation import DiameterEstimator
 from service.inference.diameter.places import strongest_windows
-from service.inference.diameter.sizing import SizedRequest, measure_diameter, plan_by_diameter
 from service.inference.preprocessing.empty_windows import Skipping, make_filter
 from service.inference.preprocessing.normalize import NormalisedImage, normalise_volume
-from service.inference.preprocessing.resample import resample_image, resample_segmentation, used_width
+from service.inference.preprocessing.resample import base_factors, resample_image, resample_segmentation, used_width
 from service.inference.runner.callbacks import Callbacks
 from service.inference.types import Plan, PlannedRequest, Result, Sizing
 from service.inference.windows.grid import as_size
-from service.inference.windows.sliding_window import Image
+from service.inference.windows.sliding_window import Image, ScoreWindows
 from service.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -34,19 +34,31 @@ if TYPE_CHECKING:
     from service.inference.runner.scoring import Scored
 
 ALONE = Callbacks()
-"""Callbacks of a caller that waits for the result in its own thread, and computes the windows there."""
+"""Callbacks for a caller that waits for the result in its own thread and computes the windows there."""
 
 log = logging.getLogger(__name__)
 
 
 class _Call(NamedTuple):
-    """One call of `segment`: what it was given, and the seconds of its stages so far."""
+    """The arguments of one call of `segment`, and the seconds spent in its stages so far."""
 
     runner: ModelRunner
     volume: Volume
     options: Options
     callbacks: Callbacks
     stages: Stages
+
+
+class RequestWithDiameter(NamedTuple):
+    """A planned request and its object diameter.
+
+    diameter  specified or estimated; None if it is neither
+    notes     information for the user about the estimate
+    """
+
+    request: PlannedRequest
+    diameter: Diameter | None
+    notes: tuple[str, ...] = ()
 
 
 def segment(
@@ -58,11 +70,11 @@ def segment(
 ) -> Result:
     """Segment one volume [C, Z, Y, X] on its own grid.
 
-    request  what the runner's estimator has planned for the volume and the options; None: it is planned now
+    request  the runner's plan for the volume and the options; None: plan it now
 
-    Raises BadParameter for options or channels that do not fit, TooLarge for more windows than the operator allows,
-    Cancelled once the callbacks say so between two batches, OutOfMemory, NonFiniteScores where even float32 gives NaN
-    or infinity, DeviceLost, and DoubtfulResult where the options are strict.
+    Raises BadParameter for options or channels that do not fit, TooLarge if the request has more windows than the
+    operator allows, Cancelled if the callbacks cancel between two batches, OutOfMemory, NonFiniteScores if even float32
+    gives NaN or infinity, DeviceLost, and DoubtfulResult if the options are strict and the confidence is low.
     """
     request = request or runner.estimator.plan_request(volume, options)
     if options.roi_size is not None:
@@ -73,17 +85,17 @@ def segment(
         runner.check_memory(request.estimate)
         with call.stages.measure("prepare"):
             source, notes = normalise_volume(volume, runner.spec, runner.placement.upload(volume))
-        (plan, estimate), diameter, sizing_notes = _size(call, source, request)
+        (plan, estimate), diameter, diameter_notes = _apply_diameter(call, source, request)
         image, resampling_notes = _resample(call, source, plan)
         spec = steer(runner.spec, plan.steering, volume, as_size(image.shape[2:]))
         image, skipped, skipping_notes = _skip_empty_windows(call, image, spec, plan)
         callbacks.progress(0, estimate.windows)
         scored = _score(call, image, spec, plan)
-        # Decoding needs their memory.
+        # Free the images before decoding.
         del source, image
         segmentation = _decode(call, scored.consumer, plan)
-        confidence, doubt = _judge(call, segmentation, plan, diameter)
-    changes = (*sizing_notes, *resampling_notes, *skipping_notes, *runner.batch_notes(options), *scored.notes)
+        confidence, quality_warning = _assess_confidence(call, segmentation, plan, diameter)
+    changes = (*diameter_notes, *resampling_notes, *skipping_notes, *runner.batch_notes(options), *scored.notes)
     return Result(
         segmentation,
         call.stages.seconds,
@@ -96,44 +108,44 @@ def segment(
         spec=runner.spec,
         engine=runner.describe_engine(recomputed=scored.recomputed),
         confidence=confidence,
-        doubt=doubt,
+        doubt=quality_warning,
     )
 
 
-def _size(call: _Call, image: NormalisedImage, request: PlannedRequest) -> SizedRequest:
-    """Estimate the diameter of the objects where the request leaves it open, and plan anew by it."""
+def _apply_diameter(call: _Call, image: NormalisedImage, request: PlannedRequest) -> RequestWithDiameter:
+    """Estimate the object diameter if the request does not specify it, and plan the request again with it."""
     if not request.plan.estimated:
-        return SizedRequest(request, request.plan.diameter)
+        return RequestWithDiameter(request, request.plan.diameter)
     runner, volume = call.runner, call.volume
 
-    def plan_with(diameter: Diameter) -> PlannedRequest:
+    def plan_request(diameter: Diameter) -> PlannedRequest:
         planned = runner.estimator.plan_request(volume, replace(call.options, diameter=diameter))
         runner.check_memory(planned.estimate)
         return planned
 
     with call.stages.measure("size"):
-        sizing = _measure_diameter(call, image, request.plan)
-        sized = plan_by_diameter(request, sizing, plan_with)
-    call.callbacks.revised(sized.request.estimate)
-    return sized
+        diameter_estimate = _measure_diameter(call, image, request.plan)
+        planned = plan_with_diameter(request, diameter_estimate, plan_request)
+    call.callbacks.revised(planned.request.estimate)
+    return planned
 
 
 def _measure_diameter(call: _Call, image: NormalisedImage, plan: Plan) -> Sizing:
-    """Return the diameter of the objects, from the cache where the runner has seen the same pixels before."""
+    """Return the estimate of the object diameter, from the cache if the same pixels were segmented before."""
     runner, volume = call.runner, call.volume
     score_windows = runner.score_windows(plan, call.callbacks.probe)
     return runner.diameters.get(volume, lambda: measure_diameter(image, volume, runner.spec, score_windows))
 
 
 def _resample(call: _Call, source: NormalisedImage, plan: Plan) -> tuple[Image, tuple[str, ...]]:
-    """Return the image on the grid of the network, read on its device, and notes."""
+    """Return the image on the grid of the network, readable on its device, and notes."""
     with call.stages.measure("prepare"):
         prepared = resample_image(source, call.volume, call.runner.spec, plan.diameter)
         return call.runner.bring(prepared.image), prepared.notes
 
 
 def _skip_empty_windows(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> Skipping:
-    """Leave out windows without anything in them, where the plan says so; `spec` as it decodes the request."""
+    """Exclude empty windows if the plan enables it. `spec` includes the post-processing options of the request."""
     if plan.skip_below is None:
         return Skipping(image, None)
     with call.stages.measure("skip"):
@@ -142,7 +154,7 @@ def _skip_empty_windows(call: _Call, image: Image, spec: ModelSpec, plan: Plan) 
 
 
 def _score(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> Scored[Decoder]:
-    """Compute the scores of all windows, and decode them as far as they have come."""
+    """Compute the scores of all windows, and decode them slab by slab."""
     runner, size = call.runner, as_size(image.shape[2:])
     make = partial(make_decoder, spec, size, plan.output, call.volume.voxel_size, runner.allocate)
     compute = partial(
@@ -154,33 +166,33 @@ def _score(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> Scored[Dec
 
 
 def _decode(call: _Call, decoder: Decoder, plan: Plan) -> Segmentation:
-    """Return the segmentation on the grid of the volume, once its decoder has all scores."""
+    """Return the segmentation on the grid of the volume, once the decoder has received all scores."""
     with call.stages.measure("decode"):
-        least = minimum_voxels(plan.steering, call.volume)
-        return resample_segmentation(decoder.finish(), call.volume.shape[1:], least)
+        min_voxels = minimum_voxels(plan.steering, call.volume)
+        return resample_segmentation(decoder.finish(), call.volume.shape[1:], min_voxels)
 
 
-def _judge(call: _Call, segmentation: Segmentation, plan: Plan, diameter: Diameter | None) -> Judgement:
-    """Return the confidence in the labels, and the reason for a low one; DoubtfulResult if the options are strict."""
+def _assess_confidence(call: _Call, segmentation: Segmentation, plan: Plan, diameter: Diameter | None) -> Judgement:
+    """Return the confidence in the labels and a warning if it is low. Raises DoubtfulResult if `strict` is set."""
     spec, volume = call.runner.spec, call.volume
 
-    def find_evidence() -> Evidence:
-        guess, windows = _look_again(call, plan)
-        is_stated = plan.diameter is not None and not plan.estimated
+    def collect_evidence() -> Evidence:
+        guess, windows = _inspect_stack(call, plan)
+        is_given = plan.diameter is not None and not plan.estimated
         used = used_width(volume, spec, diameter)
-        return Evidence(windows, guess, used, stated=is_stated, steered=plan.steering != Steering())
+        return Evidence(windows, guess, used, stated=is_given, steered=plan.steering != Steering())
 
     with call.stages.measure("decode"):
-        judgement = judge_objects(segmentation.objects, spec, find_evidence)
+        judgement = judge_objects(segmentation.objects, spec, collect_evidence)
     if judgement.doubt is not None and call.options.strict:
         raise DoubtfulResult(judgement.doubt.detail, suggested=judgement.doubt.suggested)
     return judgement
 
 
-def _look_again(call: _Call, plan: Plan) -> tuple[Diameter | None, Sequence[Tensor]]:
-    """Return how wide objects seem to be, and windows where most is to be seen; neither where that fails.
+def _inspect_stack(call: _Call, plan: Plan) -> tuple[Diameter | None, Sequence[Tensor]]:
+    """Return an estimate of the object diameter and high-contrast windows, as evidence for a warning.
 
-    Labels that are there already are worth more than advice. Raises Cancelled and DeviceLost.
+    Errors are logged and no evidence is returned, because the labels must not be lost. Raises Cancelled and DeviceLost.
     """
     spec = call.runner.spec
     image, _notes = normalise_volume(call.volume, spec)
@@ -190,7 +202,7 @@ def _look_again(call: _Call, plan: Plan) -> tuple[Diameter | None, Sequence[Tens
     except (RuntimeError, MemoryError, OSError, StackSegError) as error:
         if isinstance(error, Cancelled) or call.runner.find_loss(error) is not None:
             raise
-        log.warning("%s: why a result is doubtful cannot be told: %s", spec.identifier, error)
+        log.warning("%s: could not collect evidence for the warning: %s", spec.identifier, error)
         return None, ()
 
 
@@ -202,19 +214,46 @@ def estimate_diameter(
     *,
     image: NormalisedImage | None = None,
 ) -> Sizing | None:
-    """Estimate how wide the objects of a volume are; None where `segment` with these options would not.
+    """Estimate the object diameter of a volume; None if `segment` with these options would not estimate it.
 
-    `image` is the volume as `normalise_volume` normalises it; None: it is normalised now. Raises what `segment` raises.
+    `image` is the result of `normalise_volume`; None: normalize the volume now. Raises the errors of `segment`.
     """
-    plan, needed = runner.estimator.plan_request(volume, options)
+    plan, estimate = runner.estimator.plan_request(volume, options)
     if not plan.estimated:
         return None
     if options.roi_size is not None:
-        runner, options = runner.with_window(options, needed), replace(options, roi_size=None)
+        runner, options = runner.with_window(options, estimate), replace(options, roi_size=None)
         return estimate_diameter(runner, volume, options, callbacks, image=image)
-    with runner.computing(needed):
+    with runner.computing(estimate):
         if image is not None:
             score_windows = runner.score_windows(plan, callbacks.probe)
             return measure_diameter(image, volume, runner.spec, score_windows)
         source, _notes = normalise_volume(volume, runner.spec)
         return _measure_diameter(_Call(runner, volume, options, callbacks, Stages()), source, plan)
+
+
+def measure_diameter(image: Image, volume: Extent, spec: ModelSpec, score_windows: ScoreWindows) -> Sizing:
+    """Estimate the object diameter in the normalized image of a volume. Raises the errors of `score_windows`."""
+    base = base_factors(volume, spec)
+    return DiameterEstimator(image, base, spec, score_windows, volume.voxel_size).estimate()
+
+
+def plan_with_diameter(
+    request: PlannedRequest, diameter_estimate: Sizing, plan_request: Callable[[Diameter], PlannedRequest]
+) -> RequestWithDiameter:
+    """Plan a request again with the estimated diameter if resampling improves the result.
+
+    If `plan_request` raises TooLarge or OutOfMemory, the stack is segmented at its original resolution.
+    """
+    if diameter_estimate.resampled_by is None:
+        return RequestWithDiameter(request, diameter_estimate.diameter, (diameter_estimate.note,))
+    try:
+        planned, estimate = plan_request(diameter_estimate.resampled_by)
+    except (TooLarge, OutOfMemory) as error:
+        note = (
+            f"The objects seem to be {diameter_estimate.diameter} wide, but the stack is segmented at its original"
+            f" resolution. {error}"
+        )
+        return RequestWithDiameter(request, diameter_estimate.diameter, (note,))
+    plan = request.plan._replace(diameter=diameter_estimate.resampled_by, decode_on_host=planned.decode_on_host)
+    return RequestWithDiameter(PlannedRequest(plan, estimate), diameter_estimate.diameter, (diameter_estimate.note,))

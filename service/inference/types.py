@@ -1,4 +1,4 @@
-"""The nouns of an inference request: the plan, the estimate, the result and the report of the engine. No algorithm."""
+"""Data types of an inference request: the plan, the estimates, the result and the engine report. No algorithms."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from service.models.spec import ModelSpec
 
 Table = dict[str, NDArray[Any]]
-"""One array per column, all of one length: an entry per object, in the order of their labels."""
+"""Columns by name. Each is an array with one entry per object, in the order of their labels."""
 
 
 class Plan(NamedTuple):
-    """Options of a request after the operator's defaults and limits.
+    """Options of a request after the operator's defaults and limits are applied.
 
-    diameter    of the objects, where the volume is resampled by it
-    estimated   whether it is still to be estimated from the stack; until then the stack counts as it is sampled
-    skip_below  grey value of windows that are not computed; None: all are
-    steering    how scores become objects
-    decode_on_host  whether scores are decoded on the host, as the device's memory may not hold what that takes
-    views       in which windows are scored; none: as they are
+    diameter                 of the objects, if the volume is resampled accordingly
+    needs_diameter_estimate  whether the diameter is to be estimated; until then the original resolution is assumed
+    skip_below               gray value of windows that are skipped; None if all windows are computed
+    postprocessing           options of the request that change how scores become objects
+    decode_on_host           whether scores are decoded on the host because the device may lack the memory for it
+    views                    mirrored views in which windows are scored; empty for the original view only
     """
 
     output: OutputKind
@@ -44,16 +44,17 @@ class Plan(NamedTuple):
 
     @property
     def scorings(self) -> int:
-        """The number of times that each window is scored."""
+        """Number of times that each window is scored."""
         return max(len(self.views), 1)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Windows and memory of a request. Bytes are the peak beyond the loaded model; on the CPU all are host bytes.
+    """Number of windows and peak memory of a request.
 
-    A window counts once for each view in which it is scored: it takes as long as so many windows.
-    Pages of the stack are not counted: it is read from a mapped file, and the system takes its pages back at need.
+    Bytes are in addition to the loaded model. On the CPU all of them are host bytes. A window counts once for each view
+    in which it is scored. Pages of the stack are not counted: they belong to a mapped file, and the operating system
+    can reclaim them.
     """
 
     windows: int
@@ -65,35 +66,37 @@ class Estimate:
 
 
 class PlannedRequest(NamedTuple):
-    """Request as it is handed down: what is done, and what that takes."""
+    """The plan of a request and its estimate."""
 
     plan: Plan
     estimate: Estimate
 
 
 class DiameterTrial(NamedTuple):
-    """Trial of several widths.
+    """Comparison of the confidence at several diameters.
 
-    confidence  with the chosen one
-    before      with the one that was measured, or as the stack is sampled
-    widths      that were tried
-    narrowest   whether the chosen one is as narrow as any that is tried
+    confidence           at the selected diameter
+    previous_confidence  at the diameter estimated from objects, or at the original resolution if there was none
+    num_diameters        number of diameters that were compared
+    is_smallest          whether the selected diameter is the smallest that a trial compares
     """
 
     confidence: float
-    before: float
-    widths: int
-    narrowest: bool
+    previous_confidence: float
+    num_diameters: int
+    is_smallest: bool
 
 
 class Sizing(NamedTuple):
-    """An estimate of the diameter of objects.
+    """An estimate of the object diameter.
 
-    diameter  of the objects in voxels of the image, as a request would best state it; None where that is not known
-    fits      whether the model works well on objects of this width without any resampling
-    objects   that it was measured by, in so many windows
-    guess     the diameter, or one that is worth a try where that is not known; None: nothing looks like an object
-    trial     by which the diameter was chosen; None: objects were measured
+    diameter       in voxels of the image, in the form that suits a request; None if it is not known
+    matches_model  whether the diameter suits the model without resampling
+    objects        number of objects that were measured
+    windows        number of windows that were scored
+    guess          the diameter, or a value to suggest if the diameter is not known; None if no window has likely
+                   objects
+    trial          the trial that selected the diameter; None if objects were measured
     """
 
     diameter: Diameter | None
@@ -105,53 +108,59 @@ class Sizing(NamedTuple):
 
     @property
     def resampled_by(self) -> Diameter | None:
-        """Diameter by which resampling brings something, None where the image is used as it is sampled."""
+        """Diameter to resample by; None if the image is used at its original resolution."""
         return None if self.fits else self.diameter
 
     @property
     def note(self) -> str:
         """A sentence about the estimate for the user."""
         if self.trial is not None:
-            confidence, before, widths, narrowest = self.trial
-            limit = " (none narrower was tried)" if narrowest else ""
-            against = f"{before:.2g}" if before >= 0.001 else "less than 0.001"
+            limit = " Smaller diameters were not tried." if self.trial.is_smallest else ""
             return (
-                f"Objects are taken to be {self.diameter} wide, chosen by a trial of {widths} widths on {self.windows}"
-                f" windows: confidence {confidence:.2g} against {against}; state diameter= where that is wrong"
-                f"{limit}, or diameter=none to use the stack as it is sampled."
+                f"Of {self.trial.num_diameters} object diameters tried on {self.windows} windows, {self.diameter} gave"
+                f" the best result.{limit} If this is wrong, set diameter=, or set diameter=none to use the stack at"
+                " its original resolution."
             )
-        seen = f"{self.objects} objects in {self.windows} windows"
+        measured = f"{self.objects} objects in {self.windows} windows"
         if self.diameter is None:
-            return f"How wide objects are could not be told ({seen}): used as it is sampled; state diameter=."
-        how = f"Objects seem to be {self.diameter} wide ({seen})"
+            return (
+                f"The object diameter could not be estimated ({measured}), so the stack is used at its original"
+                " resolution. If you know the diameter, set diameter=."
+            )
+        estimate = f"Objects seem to be {self.diameter} wide ({measured})"
         if self.fits:
-            return f"{how}, which suits the model as it is sampled; state diameter= where that is wrong."
-        return f"{how}; state diameter= where that is wrong, or diameter=none to use the stack as it is sampled."
+            return f"{estimate}, so the stack needs no resampling. If this is wrong, set diameter=."
+        return (
+            f"{estimate}. If this is wrong, set diameter=, or set diameter=none to use the stack at its original"
+            " resolution."
+        )
 
 
 class Doubt(NamedTuple):
-    """The reason not to trust a result.
+    """Warning that a result may be wrong.
 
-    confidence  in it, 0 to 1; None where nothing was found
-    detail      the likely reason and what to try next, in a sentence
-    attempt     that as a parameter, such as diameter=4px; "" where none is known
+    confidence  in the result, 0 to 1; None if no object was found
+    detail      the likely reason and what to try next, in one or two sentences
+    suggestion  a parameter to try, such as "diameter=4px"; "" if there is no suggestion
     """
 
     confidence: float | None
     detail: str
-    attempt: str
+    suggestion: str
 
     @property
     def suggested(self) -> dict[str, str]:
-        """The attempt as a value by parameter; empty where none is known."""
-        parameter, _, value = self.attempt.partition("=")
+        """The suggested value by parameter; empty if there is no suggestion."""
+        parameter, _, value = self.suggestion.partition("=")
         return {parameter: value} if parameter else {}
 
 
 class Skipped(NamedTuple):
-    """The number of windows that are not computed, out of `total`.
+    """Windows that were skipped.
 
-    limits  grey values that no voxel of them exceeds, one per channel
+    windows  their number
+    total    number of windows of the image
+    limits   highest gray value of the skipped windows, one per channel
     """
 
     windows: int
@@ -164,11 +173,11 @@ class Skipped(NamedTuple):
 
 
 class SeriesFacts(NamedTuple):
-    """Facts that only a series of time points has.
+    """Additional results of a series of time points.
 
-    points  time points in the result, the first ones of `total`
-    table   of all objects, None where none was asked for
-    fault   why those from `points` on are missing; None where none is
+    num_time_points  number of time points in the result, the first of the `total` time points
+    table            measurements of all objects; None if they were not requested
+    error            error that ended the series early; None if it is complete
     """
 
     points: int
@@ -180,19 +189,19 @@ class SeriesFacts(NamedTuple):
 class Result(NamedTuple):
     """Result of one segmentation.
 
-    seconds     by stage, in order: prepare, size where the width of objects was estimated, skip where windows without
-                anything in them were looked for, windows, decode
-    notes       what a user should know about this result
-    diameter    of the objects, where that was stated or estimated
-    estimated   which of the two
-    fallbacks   how often memory did not hold the batch, and a smaller one was taken
-    recomputed  whether the scores had to be computed a second time, in float32
-    skipped     windows that were not computed; None where all had to be
-    spec        of the model that was loaded, which may have been replaced since; None where none was
-    engine      that computed the windows, with its precision
-    series      of several time points; None for one volume
-    confidence  in the result, 0 to 1; None where the model has none or found nothing
-    doubt       why it is not to be trusted; None: it may be
+    seconds                by stage, in order: prepare, size (diameter estimation), skip (search for empty windows),
+                           windows, decode
+    notes                  information for the user about this result
+    diameter               of the objects, specified or estimated; None if it was neither
+    is_diameter_estimated  whether the diameter was estimated
+    fallbacks              number of times that the batch size was reduced for lack of memory
+    recomputed             whether the scores were computed a second time, in float32
+    skipped                windows that were not computed; None if skipping was disabled
+    spec                   of the model that was used, which may have been replaced since; None if no model was used
+    engine                 name of the engine that computed the windows, with its precision
+    series                 of several time points; None for one volume
+    confidence             in the result, 0 to 1; None if the model has no confidence or no object was found
+    quality_warning        warning that the result may be wrong; None if there is no warning
     """
 
     segmentation: Segmentation
@@ -216,24 +225,26 @@ class Result(NamedTuple):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Sentences that a user should read, a doubt before anything else."""
+        """Sentences that a user should read, beginning with the warning that the result may be wrong."""
         return self.notes if self.doubt is None else (self.doubt.detail, *self.notes)
 
     @property
     def width(self) -> str | None:
-        """Diameter as the parameter takes it, and where it is from."""
+        """Diameter as the parameter accepts it, followed by its origin."""
         return None if self.diameter is None else f"{self.diameter}; {'estimated' if self.estimated else 'stated'}"
 
 
 @dataclass(frozen=True)
 class EngineReport:
-    """Report on an engine. `compile_mode` is None unless compiled; `roi_size` and `sw_batch_size` make the shape.
+    """Report on an engine.
 
-    streams  batches that are computed at the same time
-    planned  how it was chosen: fixed by the configuration, known-order for the first of the known best ones that gives
-             the right labels, tuned for the winner of a race
-    cached   whether that was found out before this start
-    trials   what was considered, and why it was not taken
+    compile_mode             None unless the engine compiles the network
+    roi_size, sw_batch_size  together the shape of a batch
+    streams                  number of batches that are computed at the same time
+    planned                  how the engine was selected: fixed (by the configuration), known-order (the first of a
+                             known order that gives correct labels) or tuned (the fastest in a comparison)
+    cached                   whether the selection is from an earlier start
+    trials                   the engines that were considered, and why they were not selected
     """
 
     device: str
@@ -256,12 +267,13 @@ class EngineReport:
 
 @dataclass(frozen=True)
 class Series:
-    """Time points of one file, whose pixels are read when their turn comes.
+    """Time points of one file, whose pixels are read one time point at a time.
 
-    times      numbers in the file
-    read       of a time point returns the volume to segment, and the one to measure objects in, None for no table
-    shape      of each time point, as are voxel size and channels
-    link       how objects are given one number through time; None: they are not
+    times     indices of the time points in the file
+    read      returns for a time point the volume to segment, and the volume to measure or None
+    shape     of each time point; voxel size and channels are common to all as well
+    interval  time between two time points; None if it is not known
+    link      how objects are linked through time; None if they are not linked
     """
 
     times: range
@@ -275,13 +287,13 @@ class Series:
     def of(
         cls, description: Description, read: Callable[[int], tuple[Volume, Volume | None]], link: Linking | None
     ) -> Series:
-        """Return the series that was selected of a file."""
+        """Return the series that was selected from a file."""
         if description.time_points is None:
-            raise ValueError("No range of time points was selected.")
+            raise ValueError("The selection is not a range of time points.")
         times = range(*description.time_points)
         return cls(times, read, description.shape, description.voxel_size, description.time_interval, link)
 
     @property
     def voxels(self) -> int:
-        """Voxels of one channel at all time points."""
+        """Number of voxels of one channel at all time points."""
         return len(self.times) * math.prod(self.shape[1:])

@@ -1,4 +1,4 @@
-"""Measurements against scikit-image's, and what it does not have."""
+"""Measurements, compared with those of scikit-image, and the additional columns."""
 
 import csv
 import io
@@ -32,11 +32,11 @@ NAMES = [
 
 
 def table_of(labels: NDArray[Any], image: NDArray[Any], voxel_size: VoxelSize | None = None) -> Table:
-    """`image` [C, Z, Y, X]."""
+    """Measure labels in an image [C, Z, Y, X]."""
     return measure(Segmentation(labels, "labels", voxel_size), Volume.from_array(image))
 
 
-def test_objects_have_the_confidence_of_their_decoding() -> None:
+def test_the_table_has_the_confidence_of_each_object() -> None:
     labels = np.array([[[1, 0, 3, 3]]], np.uint16)
     known = Objects(np.array([1, 1, 2]), np.array([0.6, 0.7, 0.9], np.float32), np.ones(3, np.float32))
     table = measure(Segmentation(labels, "labels", objects=known), Volume.from_array(np.zeros((1, 1, 1, 4))))
@@ -44,7 +44,7 @@ def test_objects_have_the_confidence_of_their_decoding() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_pixels_that_are_not_a_number_are_measured_in_silence(dtype: type) -> None:
+def test_nan_pixels_are_measured_without_warnings(dtype: type) -> None:
     image = np.array([[[[np.nan, 1, 2, 3]]]], dtype)
     table = table_of(np.array([[[1, 1, 2, 2]]], np.uint16), image)
     assert np.isnan(table["intensity_max"]).tolist() == np.isnan(table["intensity_mean"]).tolist() == [True, False]
@@ -59,7 +59,7 @@ def test_pixels_that_are_not_a_number_are_measured_in_silence(dtype: type) -> No
     st.sampled_from([1, 2**22]),
 )
 @settings(deadline=None, max_examples=40)
-def test_columns_are_those_of_scikit_image(seed, shape, dtype, channels, voxel_size, slab) -> None:
+def test_columns_equal_those_of_scikit_image(seed, shape, dtype, channels, voxel_size, slab) -> None:
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, 6, shape).astype(np.uint16)
     labels[labels == 3] = 0
@@ -72,10 +72,10 @@ def test_columns_are_those_of_scikit_image(seed, shape, dtype, channels, voxel_s
     expected = regionprops_table(labels, intensities, properties=NAMES, spacing=spacing)
     assert table.keys() - expected.keys() == {"touching_border", "unit"}
     assert set(table["unit"]) <= {"voxel" if voxel_size is None else "um"}
-    # A single plane has no ends along z.
-    places = ((np.argwhere(labels == number), shape) for number in table["label"])
-    ends = [((at == 0) | (at == np.array(n) - 1))[:, np.array(n) > 1].any() for at, n in places]
-    assert table["touching_border"].tolist() == ends
+    # A single plane has no border along z.
+    positions = ((np.argwhere(labels == number), shape) for number in table["label"])
+    at_border = [((at == 0) | (at == np.array(n) - 1))[:, np.array(n) > 1].any() for at, n in positions]
+    assert table["touching_border"].tolist() == at_border
     for name, column in expected.items():
         np.testing.assert_allclose(table[name], column, rtol=2e-6, atol=1e-5, err_msg=name)
 
@@ -88,10 +88,10 @@ def test_sums_of_large_integers_stay_exact() -> None:
     assert table["intensity_max"].dtype == np.uint16
 
 
-def test_csv_gives_the_table_back(tmp_path: Path) -> None:
-    nothing = table_of(np.zeros((2, 3, 4), np.uint16), np.zeros((1, 2, 3, 4), np.float32))
-    write_csv(nothing, tmp_path / "none.csv")
-    assert (tmp_path / "none.csv").read_text() == ",".join(nothing) + "\n"
+def test_the_csv_file_contains_the_table(tmp_path: Path) -> None:
+    empty = table_of(np.zeros((2, 3, 4), np.uint16), np.zeros((1, 2, 3, 4), np.float32))
+    write_csv(empty, tmp_path / "none.csv")
+    assert (tmp_path / "none.csv").read_text() == ",".join(empty) + "\n"
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 70_000, (4, 40, 40)).astype(np.uint32)
     table = table_of(labels, rng.normal(0, 1e6, (2, *labels.shape)), VoxelSize(1 / 3, 0.1, 0.1))
@@ -105,12 +105,12 @@ def test_csv_gives_the_table_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("segmentation", "word"),
+    ("segmentation", "message"),
     [
         (Segmentation(np.zeros((2, 3, 4), np.uint8), "classes"), "classes"),
         (Segmentation(np.zeros((2, 3, 5), np.uint16), "labels"), r"\(2, 3, 5\)"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(segmentation: Segmentation, word: str) -> None:
-    with pytest.raises(BadParameter, match=word):
+def test_segmentations_that_cannot_be_measured_are_refused(segmentation: Segmentation, message: str) -> None:
+    with pytest.raises(BadParameter, match=message):
         measure(segmentation, Volume.from_array(np.zeros((1, 2, 3, 4), np.uint8)))

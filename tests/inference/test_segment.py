@@ -49,7 +49,7 @@ def volume(phantom) -> Volume:
     return Volume.from_array(phantom.image[None], VOXEL)
 
 
-def test_classes_are_those_of_the_phantom(eager, volume, phantom):
+def test_the_classes_match_the_phantom(eager, volume, phantom):
     result = segment(eager, volume, Options())
     segmentation = result.segmentation
     assert segmentation.pixels.shape == phantom.classes.shape
@@ -64,21 +64,21 @@ def test_classes_are_those_of_the_phantom(eager, volume, phantom):
     assert result[2:] == Result(segmentation, {}, (), spec=eager.spec, engine="eager fp32")[2:]
 
 
-def test_a_result_says_how_the_file_was_understood(eager, volume):
+def test_a_result_includes_the_notes_of_the_volume(eager, volume):
     assert segment(eager, replace(volume, notes=("Pages are z.",)), Options()).notes == ("Pages are z.",)
 
 
-def test_compiled_and_eager_agree(eager, compiled, volume):
+def test_the_compiled_and_the_eager_engine_agree(eager, compiled, volume):
     assert compiled.report().engine == "compiled"
     assert compiled.report().warnings == ()
-    one, other = (segment(s, volume, Options(output="probabilities")).segmentation for s in (eager, compiled))
-    assert one.pixels.shape == (3, *volume.shape[1:])
-    np.testing.assert_allclose(one.pixels, other.pixels, atol=1e-5)
-    one, other = (segment(s, volume, Options()).segmentation for s in (eager, compiled))
-    assert np.mean(one.pixels != other.pixels) < 1e-5
+    first, second = (segment(s, volume, Options(output="probabilities")).segmentation for s in (eager, compiled))
+    assert first.pixels.shape == (3, *volume.shape[1:])
+    np.testing.assert_allclose(first.pixels, second.pixels, atol=1e-5)
+    first, second = (segment(s, volume, Options()).segmentation for s in (eager, compiled))
+    assert np.mean(first.pixels != second.pixels) < 1e-5
 
 
-def test_nothing_is_compiled_once_warm_whatever_the_volume(compiled, volume):
+def test_a_warm_engine_does_not_compile_for_new_shapes(compiled, volume):
     pixels, rng = volume.array(), np.random.default_rng(0)
     shapes = {tuple(rng.integers(1, edge + 1) for edge in pixels.shape[1:]) for _ in range(25)}
     assert len(shapes) >= 20
@@ -88,7 +88,7 @@ def test_nothing_is_compiled_once_warm_whatever_the_volume(compiled, volume):
     assert count_graphs() == before
 
 
-def test_a_graph_that_is_compiled_is_counted(bands, volume):
+def test_compiled_graphs_are_counted(bands, volume):
     runner = ModelRunner(bands, settings_of())
     runner.scores.module = torch.compile(runner.scores.module, backend="eager")
     before = count_graphs()
@@ -96,7 +96,7 @@ def test_a_graph_that_is_compiled_is_counted(bands, volume):
     assert count_graphs() > before
 
 
-def test_another_batch_size_keeps_the_engine_and_says_so(eager, compiled, volume):
+def test_another_batch_size_keeps_the_engine_and_adds_a_note(eager, compiled, volume):
     sizes = []
     network = compiled._ready.window.network
     compiled.instrument(lambda call: lambda x: sizes.append(len(x)) or call(x))
@@ -112,7 +112,7 @@ def test_another_batch_size_keeps_the_engine_and_says_so(eager, compiled, volume
 
 
 @pytest.mark.parametrize("kind", ["eager", "winograd"])
-def test_another_window_gives_what_a_model_of_that_window_gives_by_the_same_engine(bands, volume, kind):
+def test_another_window_gives_the_result_of_a_model_with_that_window(bands, volume, kind):
     def model(**input_keys):
         return bands.model_copy(update={"input": bands.input.model_copy(update=input_keys)})
 
@@ -140,13 +140,13 @@ def test_another_window_gives_what_a_model_of_that_window_gives_by_the_same_engi
     ],
     ids=["fixed", "multiple", "untrue"],
 )
-def test_a_window_that_the_model_does_not_take_is_refused(bands, volume, multiple, roi, message):
+def test_a_window_that_the_model_does_not_support_is_refused(bands, volume, multiple, roi, message):
     spec = bands.model_copy(update={"input": bands.input.model_copy(update={"roi_multiple": multiple})})
     with pytest.raises(BadParameter, match=message):
         segment(started(spec, settings_of()), volume, Options(roi_size=roi))
 
 
-def test_fewer_windows_keep_an_engine_that_takes_any_number(bands, volume):
+def test_a_smaller_batch_keeps_an_engine_that_supports_any_batch_size(bands, volume):
     runner, sizes = started(bands, settings_of("winograd", streams=1)), []
     expected = segment(runner, volume, Options()).segmentation.pixels
     assert runner._ready.window.any_batch_size
@@ -157,13 +157,13 @@ def test_fewer_windows_keep_an_engine_that_takes_any_number(bands, volume):
 
 
 @pytest.mark.parametrize("engine", [{"precision": "bf16"}, {"channels_last": False}])
-def test_precision_and_layout_hardly_change_the_classes(bands, eager, volume, engine):
-    other = started(bands, settings_of(**engine))
+def test_precision_and_memory_layout_barely_change_the_classes(bands, eager, volume, engine):
+    runner = started(bands, settings_of(**engine))
     expected = segment(eager, volume, Options()).segmentation.pixels
-    assert np.mean(segment(other, volume, Options()).segmentation.pixels != expected) < 0.01
+    assert np.mean(segment(runner, volume, Options()).segmentation.pixels != expected) < 0.01
 
 
-def test_overlap_and_blending_are_used(eager, volume):
+def test_the_overlap_determines_the_number_of_windows(eager, volume):
     steps = []
     segment(
         eager,
@@ -177,7 +177,7 @@ def test_overlap_and_blending_are_used(eager, volume):
     assert eager.estimator.estimate(volume, Options(overlap=0.5)).windows > 18
 
 
-def test_best_quality_scores_every_window_three_times_whatever_the_engine(eager, compiled, volume):
+def test_best_quality_scores_every_window_three_times_with_every_engine(eager, compiled, volume):
     best, probabilities = Options(quality="best", overlap=0.0), Options("probabilities", quality="best")
     seen, steps = [], []
     network = compiled._ready.window.network
@@ -190,17 +190,17 @@ def test_best_quality_scores_every_window_three_times_whatever_the_engine(eager,
     finally:
         compiled.instrument(lambda _: network)
     assert len(seen) == 3 * -(-windows // 2)
-    # So that the seconds of a window are those of any request, and the queue knows how long this one takes.
+    # The seconds per window stay the same for all requests, so the queue can predict the duration of this one.
     total = compiled.estimator.estimate(volume, best).windows
     assert (steps[0], steps[-1]) == ((0, total), (total, total))
     assert len(set(seen)) == 1
     assert result.notes == ()
-    one, other = (segment(s, volume, probabilities).segmentation.pixels for s in (eager, compiled))
-    np.testing.assert_allclose(one, other, atol=1e-5)
+    first, second = (segment(s, volume, probabilities).segmentation.pixels for s in (eager, compiled))
+    np.testing.assert_allclose(first, second, atol=1e-5)
     assert np.mean(segment(eager, volume, best).segmentation.pixels != result.segmentation.pixels) < 1e-5
 
 
-def test_instances_of_the_other_kind_of_model(random_nuclei, phantom):
+def test_an_instance_model_gives_labels(random_nuclei, phantom):
     runner = started(random_nuclei, settings_of())
     volume = Volume.from_array(phantom.image[None, :20, :30, :40])
     labels = segment(runner, volume, Options()).segmentation
@@ -212,7 +212,7 @@ def test_instances_of_the_other_kind_of_model(random_nuclei, phantom):
     assert not labels.pixels[foreground.pixels == 0].any()
 
 
-def test_a_resampled_volume_comes_back_on_its_own_grid(bands, phantom, eager, volume):
+def test_the_result_of_a_resampled_volume_has_its_original_grid(bands, phantom, eager, volume):
     doubled = phantom.image.repeat(2, axis=1).repeat(2, axis=2)
     runner = started(with_voxel_size(bands, *VOXEL), settings_of())
     fine = Volume.from_array(doubled[None], VoxelSize(0.5, 0.125, 0.125))
@@ -231,21 +231,21 @@ def test_more_windows_than_the_operator_allows_are_refused(bands):
     edge = bands.input.roi_size[0]
     runner.estimator.estimate(Volume.from_array(np.zeros((1, edge, edge, edge), np.uint8)), Options())
     large = Volume.from_array(np.zeros((1, edge, 4 * edge, 4 * edge), np.uint8))
-    for ask in (runner.estimator.estimate, partial(segment, runner)):
+    for call in (runner.estimator.estimate, partial(segment, runner)):
         with pytest.raises(TooLarge, match="windows, and this service computes up to 4"):
-            ask(large, Options())
+            call(large, Options())
 
 
 @pytest.mark.parametrize("size", [(1, 1, 1), (1, 200, 3), (40, 5, 33)])
-def test_odd_shapes(eager, size):
+def test_volumes_of_any_shape_are_segmented(eager, size):
     pixels = np.full((1, *size), 400, np.uint16)
     assert segment(eager, Volume.from_array(pixels), Options()).segmentation.pixels.shape == size
 
 
 @pytest.mark.parametrize("dtype", ["int16", "int32", "float16", "float64"])
 def test_other_dtypes_give_the_same_classes(phantom, eager, volume, dtype):
-    other = segment(eager, Volume.from_array(phantom.image[None].astype(dtype)), Options())
-    assert np.mean(other.segmentation.pixels != segment(eager, volume, Options()).segmentation.pixels) < 1e-3
+    converted = segment(eager, Volume.from_array(phantom.image[None].astype(dtype)), Options())
+    assert np.mean(converted.segmentation.pixels != segment(eager, volume, Options()).segmentation.pixels) < 1e-3
 
 
 def test_nan_pixels_are_noted(eager):
@@ -254,35 +254,35 @@ def test_nan_pixels_are_noted(eager):
     assert "1 NaN" in segment(eager, Volume.from_array(pixels), Options()).notes[0]
 
 
-def test_a_volume_with_other_channels_is_refused_by_their_names(eager):
+def test_the_error_for_a_wrong_number_of_channels_names_them(eager):
     volume = Volume.from_array(np.zeros((2, 4, 8, 8), np.uint16), channels=("DAPI", ""))
     for call in (partial(segment, eager), eager.estimator.estimate):
         with pytest.raises(BadParameter, match=r"needs 1 channel, but the volume has 2: 0 \(DAPI\), 1. Use channel="):
             call(volume, Options())
 
 
-def test_cancelling(eager, volume):
+def test_a_request_can_be_canceled(eager, volume):
     with pytest.raises(Cancelled, match="after 0 of"):
         segment(eager, volume, Options(), callbacks=Callbacks(cancelled=lambda: True))
     assert segment(eager, volume, Options()).segmentation.pixels.any()
 
 
-def see(windows):
-    """Foreground wherever there is light, and light as the distance."""
+def score_bright(windows):
+    """Return bright voxels as foreground, and brightness as distance."""
     return torch.cat([100 * (windows - 0.1), torch.logit(windows.clamp(1e-3, 1 - 1e-3))], 1)
 
 
 @pytest.fixture
-def cones() -> Volume:
-    """5 x 5 x 5 balls, seen 5 voxels wide, bright in their middle."""
-    places = [(axis % 7 - 3.0) / 3 for axis in np.indices((35, 35, 35))]
-    light = np.clip(1 - np.sqrt(sum(np.square(place) for place in places)), 0, 1)
-    return Volume.from_array(light.astype(np.float32)[None])
+def balls() -> Volume:
+    """5 x 5 x 5 balls with a visible diameter of 5 voxels, bright at the center."""
+    positions = [(axis % 7 - 3.0) / 3 for axis in np.indices((35, 35, 35))]
+    brightness = np.clip(1 - np.sqrt(sum(np.square(position) for position in positions)), 0, 1)
+    return Volume.from_array(brightness.astype(np.float32)[None])
 
 
 @pytest.fixture
-def measuring(random_nuclei):
-    """A runner that sees balls at any scale, wants them 8 voxels wide and estimates how wide they are."""
+def make_estimating_runner(random_nuclei):
+    """A function that returns a runner with a model for balls of 8 voxels, which finds balls at any scale."""
     given = {
         "diameter": 8.0,
         "estimate_diameter": True,
@@ -296,14 +296,14 @@ def measuring(random_nuclei):
             "decoding": Instances(kind="instances", persistence=0.2, minimum_size=4),
         }
     )
-    return lambda settings=None: with_network(spec, see, settings)
+    return lambda settings=None: with_network(spec, score_bright, settings)
 
 
-def test_the_width_of_objects_is_estimated_where_nobody_says_it(measuring, cones):
-    runner, revised, counted = measuring(), [], []
+def test_the_diameter_is_estimated_if_the_request_does_not_specify_it(make_estimating_runner, balls):
+    runner, revised, counted = make_estimating_runner(), [], []
     auto = segment(
         runner,
-        cones,
+        balls,
         Options(),
         callbacks=Callbacks(revised=revised.append, progress=lambda *done: counted.append(done)),
     )
@@ -315,22 +315,22 @@ def test_the_width_of_objects_is_estimated_where_nobody_says_it(measuring, cones
     assert list(auto.seconds) == ["prepare", "size", "windows", "decode"]
     assert [str(auto.diameter) in note for note in auto.notes] == [True, False]
     assert auto.notes[1].startswith("Resampled from 35 x 35 x 35")
-    told = segment(runner, cones, Options(diameter=auto.diameter))
-    assert (told.width, told.seconds.keys()) == (f"{auto.diameter}; stated", {"prepare", "windows", "decode"})
-    assert np.array_equal(told.segmentation.pixels, auto.segmentation.pixels)
+    specified = segment(runner, balls, Options(diameter=auto.diameter))
+    assert (specified.width, specified.seconds.keys()) == (f"{auto.diameter}; stated", {"prepare", "windows", "decode"})
+    assert np.array_equal(specified.segmentation.pixels, auto.segmentation.pixels)
     assert [needed.windows for needed in revised] == [
-        runner.estimator.estimate(cones, Options(diameter=auto.diameter)).windows
+        runner.estimator.estimate(balls, Options(diameter=auto.diameter)).windows
     ]
     total = revised[0].windows
     assert (counted[0], counted[-1]) == ((0, total), (total, total))
-    sampled = segment(runner, cones, Options(diameter="none"))
+    sampled = segment(runner, balls, Options(diameter="none"))
     assert (sampled.width, sampled.notes) == (None, ())
     estimator = Estimator(runner.spec, settings_of())
-    sizes = [estimator.object_size(Options(diameter=said)) for said in (None, "none", "auto", auto.diameter)]
+    sizes = [estimator.object_size(Options(diameter=setting)) for setting in (None, "none", "auto", auto.diameter)]
     assert sizes == ["auto", "none", "auto", auto.diameter]
 
 
-def test_buffers_that_were_set_aside_are_not_in_the_estimate(write_model, random_nuclei_content):
+def test_the_estimator_knows_the_bytes_of_the_scores_after_warm_up(write_model, random_nuclei_content):
     arguments = random_nuclei_content["architecture"]["arguments"] | {"widths": [16, 16]}
     spec = write_model(random_nuclei_content | {"architecture": {"name": "ShuffleUNet", "arguments": arguments}})
     runner = ModelRunner(spec, settings_of("winograd"))
@@ -339,98 +339,101 @@ def test_buffers_that_were_set_aside_are_not_in_the_estimate(write_model, random
     assert runner.estimator.score_bytes == 4 * len(spec.outputs) * math.prod(spec.input.roi_size)
 
 
-def test_a_width_is_estimated_once_for_a_stack(measuring, cones):
-    runner, calls = measuring(), []
+def test_the_diameter_of_a_stack_is_estimated_once(make_estimating_runner, balls):
+    runner, calls = make_estimating_runner(), []
 
     def counted(windows):
         calls.append(len(windows))
-        return see(windows)
+        return score_bright(windows)
 
     runner.scores.module.network.forward = counted
-    first = segment(runner, cones, Options())
+    first = segment(runner, balls, Options())
     before = len(calls)
-    again = segment(runner, Volume.from_array(cones.array().copy()), Options(output="classes"))
+    again = segment(runner, Volume.from_array(balls.array().copy()), Options(output="classes"))
     assert (again.width, again.notes) == (first.width, first.notes)
-    # Batches of two for the windows of the stack itself, and none beside them.
+    # The windows of the stack itself are computed in batches of two, and no others are computed.
     assert (
         len(calls) - before
-        == -(-runner.estimator.estimate(cones, Options(diameter=first.diameter)).windows // 2)
+        == -(-runner.estimator.estimate(balls, Options(diameter=first.diameter)).windows // 2)
         < before
     )
-    for other in (Volume.from_array(cones.array()[..., 1:]), Volume.from_array(cones.array(), VoxelSize(3, 1, 1))):
+    for stack in (Volume.from_array(balls.array()[..., 1:]), Volume.from_array(balls.array(), VoxelSize(3, 1, 1))):
         before = len(calls)
-        needed = runner.estimator.estimate(other, Options(diameter=segment(runner, other, Options()).diameter)).windows
+        needed = runner.estimator.estimate(stack, Options(diameter=segment(runner, stack, Options()).diameter)).windows
         assert len(calls) - before > -(-needed // 2)
 
 
-def test_a_width_is_the_same_when_others_share_its_batches(measuring, cones):
-    """Looks of several requests, each with windows of its own, fill batches together."""
-    pixels = cones.array()
+def test_a_diameter_estimate_does_not_depend_on_shared_batches(make_estimating_runner, balls):
+    """The windows of several concurrent estimates fill batches together."""
+    pixels = balls.array()
     stacks = [Volume.from_array(part) for part in (pixels, pixels[:, :30], pixels[:, 5:, ::-1], pixels[..., 2:])]
-    fives = settings_of().model_copy(update={"windows": Windows(sw_batch_size=5)})
-    alone = [segment(measuring(fives), stack, Options()) for stack in stacks]
-    runner, device, asked, shares = measuring(fives), device_module.WindowBatcher("device"), [], []
+    settings = settings_of().model_copy(update={"windows": Windows(sw_batch_size=5)})
+    alone = [segment(make_estimating_runner(settings), stack, Options()) for stack in stacks]
+    runner, device, images, shares = make_estimating_runner(settings), device_module.WindowBatcher("device"), [], []
 
     def run(window, image, overlap, **options):
-        asked.append(image)
+        images.append(image)
         return device.run(window, image, overlap, share=shares.append, **options)
 
     with ThreadPoolExecutor(len(stacks)) as pool:
         together = [pool.submit(segment, runner, stack, Options(), callbacks=Callbacks(run)) for stack in stacks]
-        # Nothing is computed until all of them wait.
+        # Computation starts when all requests are waiting.
         until(lambda: len(device._requests) == len(stacks))
         device.start()
         together = [segmentation.result() for segmentation in together]
     device.close()
     assert device.join(10)
-    # Of a batch of its own a request has all the room.
+    # If a request did not share its batches, it would get all five slots.
     assert any(share.slots < 5 for share in shares)
-    for one, other in zip(alone, together, strict=True):
-        assert (one.width, one.notes) == (other.width, other.notes)
-        assert np.array_equal(one.segmentation.pixels, other.segmentation.pixels)
+    for first, second in zip(alone, together, strict=True):
+        assert (first.width, first.notes) == (second.width, second.notes)
+        assert np.array_equal(first.segmentation.pixels, second.segmentation.pixels)
 
 
-def test_a_stack_whose_objects_cannot_be_measured_is_used_as_it_is_sampled(measuring):
-    result = segment(measuring(), Volume.from_array(np.zeros((1, 20, 20, 20), np.uint8)), Options())
+def test_a_stack_without_a_diameter_estimate_keeps_its_resolution(make_estimating_runner):
+    result = segment(make_estimating_runner(), Volume.from_array(np.zeros((1, 20, 20, 20), np.uint8)), Options())
     assert (result.segmentation.count, result.width, result.estimated) == (0, None, False)
     (note,) = result.notes
-    assert "could not be told" in note
+    assert "could not be estimated" in note
 
 
-def test_a_stack_that_would_become_too_large_is_used_as_it_is_sampled(measuring, cones):
+def test_a_stack_that_would_become_too_large_keeps_its_resolution(make_estimating_runner, balls):
     few = settings_of().model_copy(update={"limits": Limits(windows=4)})
-    cones = Volume.from_array(cones.array()[:, :32, :32, :32])
-    result = segment(measuring(few), cones, Options())
+    balls = Volume.from_array(balls.array()[:, :32, :32, :32])
+    result = segment(make_estimating_runner(few), balls, Options())
     assert result.width is not None
     (note,) = result.notes
-    assert "yet the stack is used as it is sampled" in note
-    assert result.segmentation.count == segment(measuring(few), cones, Options(diameter="none")).segmentation.count
+    assert "segmented at its original resolution" in note
+    assert (
+        result.segmentation.count
+        == segment(make_estimating_runner(few), balls, Options(diameter="none")).segmentation.count
+    )
 
 
-def test_measuring_can_be_cancelled_and_falls_back_like_any_windows(measuring, cones):
+def test_diameter_estimation_can_be_canceled_and_uses_fallbacks(make_estimating_runner, balls):
     with pytest.raises(Cancelled, match="0 of"):
-        segment(measuring(), cones, Options(), callbacks=Callbacks(cancelled=lambda: True))
+        segment(make_estimating_runner(), balls, Options(), callbacks=Callbacks(cancelled=lambda: True))
 
-    def crowded(windows):
+    def forward_single(windows):
         if len(windows) > 1:
             raise MemoryError
-        return see(windows)
+        return score_bright(windows)
 
-    expected = segment(measuring(), cones, Options()).segmentation.pixels
-    runner = measuring()
-    runner.scores.module.network.forward = crowded
-    result = segment(runner, cones, Options())
+    expected = segment(make_estimating_runner(), balls, Options()).segmentation.pixels
+    runner = make_estimating_runner()
+    runner.scores.module.network.forward = forward_single
+    result = segment(runner, balls, Options())
     assert result.fallbacks == 1
     assert np.array_equal(result.segmentation.pixels, expected)
 
 
-def test_only_models_of_objects_estimate_how_wide_these_are(bands, random_nuclei):
+def test_only_instance_models_estimate_a_diameter(bands, random_nuclei):
     for spec in (bands, random_nuclei):
         with pytest.raises(BadParameter, match="has no object diameter"):
             ModelRunner(spec, settings_of()).estimator.output(Options(diameter="auto"))
 
 
-def test_an_absurd_volume_is_refused_before_its_pixels_are_read(eager):
+def test_a_huge_volume_is_refused_before_its_pixels_are_read(eager):
     def read(z0, z1):
         raise AssertionError("must not be read")
 
@@ -439,7 +442,7 @@ def test_an_absurd_volume_is_refused_before_its_pixels_are_read(eager):
         segment(eager, volume, Options())
 
 
-def test_a_report_before_and_after_warming_up(bands):
+def test_the_engine_report_before_and_after_warm_up(bands):
     runner = ModelRunner(bands, settings_of(channels_last=False))
     assert runner.report().engine == "starting"
     runner.warm_up()
@@ -461,19 +464,19 @@ def test_warnings_are_reported_and_logged(bands, caplog):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
 @pytest.mark.parametrize("total", [2**40, 1])
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_device_with_memory_of_its_own_gives_the_same(bands, random_nuclei, phantom, whole, total, monkeypatch):
-    """Also a device that holds neither the stack nor what its labels are made from."""
+def test_a_device_with_separate_memory_gives_the_same_result(bands, random_nuclei, phantom, whole, total, monkeypatch):
+    """The cases include a device that can hold neither the stack nor the data for decoding."""
     if not whole:
         monkeypatch.setattr(device_image, "MAX_WHOLE_IMAGE_BYTES", 0)
     image = np.concatenate([phantom.image] * 2)
     for spec in (bands, with_voxel_size(bands, 0.25, 0.25, 0.25), random_nuclei):
         volume = Volume.from_array(image[None, :, :40, :40], VOXEL)
-        there = ModelRunner(spec, settings_of(), SeparateDevice(total=total))
-        there.warm_up()
-        request = there.estimator.plan_request(volume, Options())
+        runner = ModelRunner(spec, settings_of(), SeparateDevice(total=total))
+        runner.warm_up()
+        request = runner.estimator.plan_request(volume, Options())
         assert request.plan.decode_on_host == (total == 1)
         expected = segment(started(spec, settings_of()), volume, Options()).segmentation
-        np.testing.assert_array_equal(segment(there, volume, Options()).segmentation.pixels, expected.pixels)
+        np.testing.assert_array_equal(segment(runner, volume, Options()).segmentation.pixels, expected.pixels)
 
 
 def test_a_stack_that_does_not_fit_on_its_device_is_refused_before_work_starts(bands, volume):
@@ -483,12 +486,12 @@ def test_a_stack_that_does_not_fit_on_its_device_is_refused_before_work_starts(b
         segment(runner, volume, Options(), callbacks=Callbacks(progress=pytest.fail))
 
 
-def test_a_device_that_is_not_there(bands):
+def test_a_missing_device_is_a_configuration_error(bands):
     with pytest.raises(ConfigError):
         ModelRunner(bands, Settings(device=Device(name="cuda")))
 
 
-def test_a_width_that_the_voxel_size_brings_about_is_not_advised(random_nuclei):
+def test_no_diameter_is_suggested_that_the_voxel_size_already_implies(random_nuclei):
     scan = {
         "roi_size": (32, 32, 32),
         "diameter": 16.0,
@@ -500,17 +503,17 @@ def test_a_width_that_the_voxel_size_brings_about_is_not_advised(random_nuclei):
         update={"confidence": calibration, "input": random_nuclei.input.model_copy(update=scan)}
     )
     runner = with_network(spec, lambda x: torch.cat([x - 0.5, x], 1))
-    # Balls, the brighter the deeper inside.
-    places = np.indices((24, 48, 48)) % 12 - 5.5
-    pixels = (1 - np.sqrt(np.square(places).sum(0)) / 8).clip(0, 1).astype(np.float32)[None]
+    # Balls that are brightest at the center.
+    positions = np.indices((24, 48, 48)) % 12 - 5.5
+    pixels = (1 - np.sqrt(np.square(positions).sum(0)) / 8).clip(0, 1).astype(np.float32)[None]
     attempts = [
-        segment(runner, Volume.from_array(pixels, size), Options()).doubt.attempt
+        segment(runner, Volume.from_array(pixels, size), Options()).doubt.suggestion
         for size in (None, VoxelSize(0.5, 0.5, 0.5))
     ]
     assert attempts == ["diameter=6px", ""]
 
 
-def test_only_a_model_that_is_there_is_advised(random_nuclei, tmp_path):
+def test_only_installed_models_are_suggested(random_nuclei, tmp_path):
     folder = shutil.copytree(random_nuclei.folder, tmp_path / "nuclei")
     calibration = Calibration(intercept=-9, certainty=0, peak=0, size=0, giants=0, sheets="membranes")
     scan = random_nuclei.input.model_copy(update={"roi_size": (32, 32, 32), "diameter": 16.0})
@@ -518,13 +521,13 @@ def test_only_a_model_that_is_there_is_advised(random_nuclei, tmp_path):
     runner = with_network(spec, lambda x: torch.cat([x - 0.5, x], 1))
     radius = np.sqrt(np.square(np.indices((48, 48, 48)) % 24 - 11.5).sum(0))
     shells = Volume.from_array(np.exp(-np.square((radius - 8) / 1.5)).astype(np.float32)[None])
-    assert segment(runner, shells, Options()).doubt.attempt != "model=membranes"
+    assert segment(runner, shells, Options()).doubt.suggestion != "model=membranes"
     (tmp_path / "membranes").mkdir()
-    assert segment(runner, shells, Options()).doubt.attempt == "model=membranes"
+    assert segment(runner, shells, Options()).doubt.suggestion == "model=membranes"
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("DefaultCPUAllocator: no memory"), OSError()])
-def test_labels_that_are_there_outlast_an_error_while_advice_is_looked_for(random_nuclei, phantom, error):
+def test_an_error_while_collecting_evidence_does_not_lose_the_labels(random_nuclei, phantom, error):
     calibration = Calibration(intercept=-9, certainty=0, peak=0, size=0, giants=0)
     scan = random_nuclei.input.model_copy(update={"diameter": 16.0})
     spec, over = random_nuclei.model_copy(update={"confidence": calibration, "input": scan}), list[bool]()
@@ -537,7 +540,7 @@ def test_labels_that_are_there_outlast_an_error_while_advice_is_looked_for(rando
         return torch.cat([x - 0.5, x], 1)
 
     volume = Volume.from_array(phantom.image[None])
-    doubted = segment(
+    result = segment(
         with_network(spec, network),
         volume,
         Options(),
@@ -545,17 +548,17 @@ def test_labels_that_are_there_outlast_an_error_while_advice_is_looked_for(rando
     )
     expected = segment(with_network(spec, lambda x: torch.cat([x - 0.5, x], 1)), volume, Options())
     assert failed
-    np.testing.assert_array_equal(doubted.segmentation.pixels, expected.segmentation.pixels)
-    assert doubted.confidence == expected.confidence
-    assert (doubted.doubt.attempt, "doubtful" in doubted.doubt.detail) == ("", True)
+    np.testing.assert_array_equal(result.segmentation.pixels, expected.segmentation.pixels)
+    assert result.confidence == expected.confidence
+    assert (result.doubt.suggestion, "may be wrong" in result.doubt.detail) == ("", True)
 
 
-def test_what_another_window_takes_counts_until_the_next_one_replaces_it(bands, volume):
+def test_the_memory_of_another_window_counts_until_it_is_replaced(bands, volume):
     scan = bands.input.model_copy(update={"roi_multiple": (2, 2, 2)})
     runner = started(bands.model_copy(update={"input": scan}), settings_of())
     before = runner.nbytes
     segment(runner, volume, Options(roi_size=(8, 32, 32)))
-    one = runner.nbytes
-    assert one - before >= 4 * runner._config.sw_batch_size * 8 * 32 * 32
+    with_window = runner.nbytes
+    assert with_window - before >= 4 * runner._config.sw_batch_size * 8 * 32 * 32
     segment(runner, volume, Options(roi_size=(8, 16, 16)))
-    assert before < runner.nbytes < one
+    assert before < runner.nbytes < with_window

@@ -1,1 +1,1 @@
-"""Slabs of scores -> labels, classes or probabilities on the grid of the volume."""
+"""Decoding: slabs of scores to labels, classes or probabilities on the grid of the volume."""

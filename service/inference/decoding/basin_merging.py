@@ -1,4 +1,7 @@
-"""Merging of basins across shallow passes: an object with two maxima stays one where the lower one hardly rises."""
+"""Merging of watershed basins across shallow passes, so that an object with two similar maxima stays one object.
+
+A pass is the highest point on the border of two basins, that is, the saddle between their peaks.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,15 @@ from torch import Tensor
 if TYPE_CHECKING:
     from service.inference.decoding.watershed import Basins
 
-# The least float32 that is as precise as others.
+# Smallest normal float32: smaller numbers have fewer significant bits.
 MIN_DEPTH = float(np.finfo(np.float32).tiny)
 
 
 class Persistence(NamedTuple):
-    """Depth below a peak at which a pass separates two objects: the persistence of the lower peak.
+    """Depth of a pass below the lower of two peaks from which the peaks are separate objects.
 
     persistence  in units of the distance
-    logits       whether heights are logits of the distance, which have the same order and save a sigmoid per voxel
+    logits       whether heights are logits of the distance; they have the same order and save a sigmoid per voxel
     """
 
     persistence: float
@@ -29,19 +32,19 @@ class Persistence(NamedTuple):
 
     @property
     def depth(self) -> float:
-        """Least depth, above 0 so that neighbouring maxima of one plateau are one maximum."""
+        """Minimum depth. It is above 0, so that neighboring maxima of one plateau count as one maximum."""
         return max(self.persistence, MIN_DEPTH)
 
     def distance(self, heights: Tensor) -> Tensor:
-        """Convert heights to distances, float64; equal heights give equal distances wherever they lie.
+        """Convert heights to distances, float64. Equal heights give equal distances at every position.
 
-        `torch.sigmoid` may round differently where a tensor ends within a vector register, which would turn one plateau
-        into two peaks.
+        `torch.sigmoid` may round differently at the end of a tensor, where vector registers are not full. This would
+        turn one plateau into two peaks.
         """
         return 1 / (1 + torch.exp(-heights.double())) if self.logits else heights.double()
 
     def floor(self, peaks: Tensor) -> Tensor:
-        """Return the height from which on a pass is shallow to each peak, or a little less; float32 [R] in and out."""
+        """Return the height from which a pass is shallow for each peak, rounded down; float32 [R] in and out."""
         lowest = self.distance(peaks) - self.depth
         if self.logits:
             lowest = torch.logit(lowest.clamp(0, 1))
@@ -49,11 +52,11 @@ class Persistence(NamedTuple):
 
 
 def merge_shallow_basins(basins: Basins, persistence: Persistence) -> NDArray[np.int64]:
-    """Merge a basin into its higher neighbour where its peak rises less than the persistence above their pass.
+    """Merge each basin into its higher neighbor if its peak is less than the persistence above their pass.
 
-    Returns the object of every basin, int64 [R], from 0. Passes are taken from the highest down, as in the merge tree
-    of a height function (Edelsbrunner, Letscher and Zomorodian 2002). A pass that is deep enough at first stays so,
-    because merging only raises peaks, and is therefore left out beforehand.
+    Returns the object of every basin, int64 [R], numbered from 0. Passes are processed from the highest to the lowest,
+    as in the merge tree of a height function (Edelsbrunner, Letscher and Zomorodian 2002). Passes that are too deep are
+    removed first: merging only raises peaks, so they remain too deep.
     """
     peaks = persistence.distance(basins.peaks).cpu().numpy()
     first, second, height = (column.cpu().numpy() for column in find_shallow_passes(basins, persistence))
@@ -63,10 +66,10 @@ def merge_shallow_basins(basins: Basins, persistence: Persistence) -> NDArray[np
 def join_basins(
     peaks: NDArray[Any], first: NDArray[Any], second: NDArray[Any], height: NDArray[Any], depth: float
 ) -> NDArray[np.int64]:
-    """Join pairs of basins [E] in their order, where the lower peak rises less than `depth` above their `height` [E].
+    """Join pairs of basins [E] in order if the lower peak is less than `depth` above their pass of this `height` [E].
 
-    Returns the number of the highest basin of each one's group, int64 [R]; of several as high as each other that of the
-    first side of the pair that brought them together.
+    Returns for each basin the number of the highest basin in its group, int64 [R]. If several basins are equally high,
+    it is the first basin of the pair that joined them.
     """
     forest = MergeForest(peaks, depth)
     forest.join(first, second, height)
@@ -74,9 +77,9 @@ def join_basins(
 
 
 class MergeForest:
-    """Groups of basins that `join_basins` joins, by some pairs after the other.
+    """Groups of basins that are joined incrementally by `join_basins`.
 
-    It takes 16 bytes for each basin, and Python's lists would take 70.
+    It uses 16 bytes per basin; Python lists would use 70.
     """
 
     def __init__(self, peaks: NDArray[Any], depth: float) -> None:
@@ -87,7 +90,7 @@ class MergeForest:
         )
 
     def join(self, first: NDArray[Any], second: NDArray[Any], height: NDArray[Any]) -> None:
-        """Join further pairs [E], which are not higher than those before."""
+        """Join further pairs [E], whose passes are not higher than those of earlier calls."""
         parent, peaks, depth = self._parent, self._peaks, self._depth
 
         def root(basin: int) -> int:
@@ -104,17 +107,17 @@ class MergeForest:
                 parent[low] = high
 
     def highest(self) -> NDArray[np.int64]:
-        """Return the number of the highest basin of each one's group, int64 [R]."""
-        found = np.array(self._parent, np.int64)
-        while not np.array_equal(further := found[found], found):
-            found = further
-        return found
+        """Return for each basin the number of the highest basin in its group, int64 [R]."""
+        root_of = np.array(self._parent, np.int64)
+        while not np.array_equal(next_root := root_of[root_of], root_of):
+            root_of = next_root
+        return root_of
 
 
 class ShallowPasses(NamedTuple):
-    """Passes that are shallow to the lower of two peaks, the highest first, on the device of the basins.
+    """Passes that are shallow for the lower of two peaks, from the highest to the lowest, on the device of the basins.
 
-    first, second  pair of basins, int64 [E] each, the lower number first; every pair occurs once
+    first, second  pair of basins, int64 [E] each, the lower number first; pairs are unique
     height         distance at their highest pass, float64 [E]
     """
 
@@ -129,7 +132,7 @@ def find_shallow_passes(basins: Basins, persistence: Persistence) -> ShallowPass
     height, peaks = persistence.distance(heights), persistence.distance(basins.peaks)
     first, second = torch.minimum(one, other), torch.maximum(one, other)
     shallow = (first != second) & (torch.minimum(peaks[first], peaks[second]) - height < persistence.depth)
-    # Indexing with a mask would convert it to indices each time, and the host waits for each conversion.
+    # Indexing with a mask would convert the mask to indices each time, and the host would wait for each conversion.
     rows = shallow.nonzero().squeeze(1)
     pairs, inverse = torch.unique((first * len(peaks) + second)[rows], return_inverse=True)
     highest = height.new_full((len(pairs),), -torch.inf).scatter_reduce_(0, inverse, height[rows], "amax")

@@ -1,7 +1,7 @@
-"""Watershed in C++ of one block of a volume, whose other blocks are worked on elsewhere.
+"""C++ watershed of one block of a volume whose other blocks are computed elsewhere.
 
-The pieces of all blocks, joined by `service.inference.blockwise.join`, give the basins of `watershed.py`, whichever way
-the volume was cut.
+`service.inference.blockwise.join` joins the pieces of all blocks. The resulting basins equal those of `watershed.py`,
+however the volume was divided.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from service.core.native.library import CppFunctions
 from service.core.quantities import Size
-from service.inference.decoding.watershed_kernel import HEIGHTS, INSIDE, MAX_PLACE, WatershedParameters
+from service.inference.decoding.watershed_kernel import HEIGHT_DTYPES, INSIDE_DTYPES, MAX_INDEX, WatershedParameters
 
 SIGNATURES = (
     ("stackseg_block", "ppfdipippipp", "p"),
@@ -32,11 +32,11 @@ class BlockPieces(NamedTuple):
     """Pieces of one block, numbered from 1; 0 is the background.
 
     pieces  int32 [Z, Y, X]
-    facts   int64 [P, 4] of each piece: the place of its end, as the index of a voxel in the flat volume, its voxels,
-            the sum over these of the foreground's probability, the key at its end. An end behind the border of the
-            block belongs to a piece of another block
-    passes  int32 [E, 3] of each pair of pieces that touch near their tops: both, the lower number first, and the key
-            of the highest pass
+    facts   int64 [P, 4], for each piece: position of its end as a flat index into the volume, number of voxels, sum of
+            their foreground probabilities, and key at the end. An end outside the block belongs to a piece of another
+            block
+    passes  int32 [E, 3], for each pair of pieces that touch near their tops: the two numbers in ascending order, and
+            the key of their highest pass
     """
 
     pieces: NDArray[np.int32]
@@ -45,7 +45,12 @@ class BlockPieces(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A part of a volume, whose size is `volume`: its own size, and its first voxel; (z, y, x) each."""
+    """A part of a volume; all sizes and positions are (z, y, x).
+
+    size    of the block
+    origin  position of its first voxel in the volume
+    volume  size of the volume
+    """
 
     size: Size
     origin: Size
@@ -53,32 +58,33 @@ class Block(NamedTuple):
 
 
 class BlockKernel(CppFunctions):
-    """Function of the library with tensors and arrays for arguments."""
+    """Functions of the C++ library that accept tensors and arrays."""
 
     def trace(self, block: Block, heights: Tensor, inside: Tensor, parameters: WatershedParameters) -> BlockPieces:
         """Return the pieces of a block.
 
-        heights  float32 or bfloat16 [z, y, x] on the CPU: of the block and of the voxels around it that the volume has
-        inside   the same of the foreground, above the threshold, or bool
-        Raises ValueError, MemoryError, and OSError where there is no kernel.
+        heights  float32 or bfloat16 [z, y, x] on the CPU, of the block and a margin of one voxel within the volume
+        inside   foreground scores of the same voxels, compared with the threshold, or bool
+
+        Raises ValueError, MemoryError, and OSError if the library is not available.
         """
         self.require()
         size, origin, volume = block
         margins = [int(edge) for axis in zip(origin, size, volume, strict=True) for edge in _margins(*axis)]
         shape = [n + low + high for n, low, high in zip(size, margins[::2], margins[1::2], strict=True)]
-        _check_block(heights, HEIGHTS, shape)
-        _check_block(inside, INSIDE, shape)
-        if int(np.prod([edge + 2 for edge in size])) > MAX_PLACE:
-            raise ValueError(f"a block of {size} is too large")
+        _check_block(heights, HEIGHT_DTYPES, shape)
+        _check_block(inside, INSIDE_DTYPES, shape)
+        if int(np.prod([edge + 2 for edge in size])) > MAX_INDEX:
+            raise ValueError(f"a block of {size} voxels is too large for 32-bit indices")
         pieces = np.empty(size, np.int32)
         handle = self._functions.stackseg_block(
             *((ctypes.c_int64 * 9)(*size, *origin, *volume), (ctypes.c_int32 * 6)(*margins), *parameters),
-            *(heights.data_ptr(), HEIGHTS.index(heights.dtype), (ctypes.c_int64 * 3)(*heights.stride())),
-            *(inside.data_ptr(), INSIDE.index(inside.dtype), (ctypes.c_int64 * 3)(*inside.stride())),
+            *(heights.data_ptr(), HEIGHT_DTYPES.index(heights.dtype), (ctypes.c_int64 * 3)(*heights.stride())),
+            *(inside.data_ptr(), INSIDE_DTYPES.index(inside.dtype), (ctypes.c_int64 * 3)(*inside.stride())),
             pieces.ctypes.data,
         )
         if handle is None:
-            raise MemoryError(f"no memory for a block of {size}")
+            raise MemoryError(f"not enough memory for a block of {size} voxels")
         try:
             facts = np.empty((self._functions.stackseg_block_pieces(handle), 4), np.int64)
             passes = np.empty((self._functions.stackseg_block_passes(handle), 3), np.int32)
@@ -88,9 +94,9 @@ class BlockKernel(CppFunctions):
         return BlockPieces(pieces, facts, passes)
 
 
-def _check_block(tensor: Tensor, kinds: Sequence[torch.dtype], shape: list[int]) -> None:
-    if tensor.dtype not in kinds or list(tensor.shape) != shape or tensor.device.type != "cpu":
-        raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where a block of {shape} must be")
+def _check_block(tensor: Tensor, dtypes: Sequence[torch.dtype], shape: list[int]) -> None:
+    if tensor.dtype not in dtypes or list(tensor.shape) != shape or tensor.device.type != "cpu":
+        raise ValueError(f"expected a block {shape} on the CPU, got {tensor.dtype} {list(tensor.shape)}")
 
 
 def _margins(origin: int, size: int, length: int) -> tuple[bool, bool]:
@@ -98,4 +104,4 @@ def _margins(origin: int, size: int, length: int) -> tuple[bool, bool]:
 
 
 block_kernel = BlockKernel(SIGNATURES)
-"""The kernel of this process."""
+"""The block kernel of this process."""

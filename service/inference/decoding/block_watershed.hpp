@@ -1,8 +1,8 @@
-// Watershed of one block of a height map whose other blocks are worked on elsewhere, or at another time.
+// Watershed of one block of a height map whose other blocks are computed elsewhere or at another time.
 //
-// Paths are those of `streaming_watershed.hpp`: they depend on heights and on places in the whole volume alone. A path that
-// leaves the block ends at the voxel behind its border, which has a number of its own here, and which the block that it
-// lies in knows by another one.
+// Paths are the same as in `streaming_watershed.hpp`: they depend only on heights and on positions in the whole volume. A
+// path that leaves the block ends at the first voxel outside it. This voxel gets a piece number in this block, and another
+// one in the block that it belongs to.
 
 #pragma once
 
@@ -20,10 +20,10 @@ namespace {
 class BlockWatershed {
 public:
   // size     of the block, [Z, Y, X]
-  // origin   of its first voxel in the volume of `volume` voxels
-  // margins  whether there is a voxel before and behind the block along each axis, [Z, Y, X] x 2
-  // heights, inside   of the block with these voxels
-  // pieces   [Z, Y, X], to be written: 0 for background, else the number of a piece from 1
+  // origin   position of its first voxel in the volume, whose size is `volume`
+  // margins  whether there is a voxel before and after the block along each axis, [Z, Y, X] x 2
+  // heights, inside  of the block with these margins
+  // pieces   output [Z, Y, X]: 0 for background, else the number of a piece, from 1
   BlockWatershed(const int64_t *size, const int64_t *origin, const int64_t *volume, const int32_t *margins, float threshold,
                  Persistence persistence, const Planes &heights, const Planes &inside, int32_t *pieces)
       : origin_{origin[0], origin[1], origin[2]}, volume_{volume[0], volume[1], volume[2]}, rows_(size[1] + 2),
@@ -34,52 +34,52 @@ public:
     fill(size, margins, threshold, heights, inside);
     count_foreground();
     trace_paths();
-    settle();
+    follow_paths();
     find_passes();
     for (int64_t z = 1; z < planes_ - 1; ++z)
       for (int64_t y = 1; y < rows_ - 1; ++y, pieces += width_ - 2)
         std::copy_n(pieces_.get() + z * plane_ + y * width_ + 1, width_ - 2, pieces);
   }
 
-  // By number, from 1.
+  // Pieces by number, from 1.
   const std::vector<Piece> &pieces() const { return piece_ends_; }
 
-  // Between two pieces, the highest of each pair.
-  const std::vector<std::array<int32_t, 3>> &passes() const { return between_; }
+  // The highest pass of each pair of pieces: the two numbers and the key.
+  const std::vector<std::array<int32_t, 3>> &passes() const { return piece_passes_; }
 
 private:
-  // Of a voxel behind the border that nothing has led to yet.
+  // Marks a voxel outside the block that no path has reached yet.
   static constexpr int32_t RIM = INT32_MIN;
 
   void fill(const int64_t *size, const int32_t *margins, float threshold, const Planes &heights, const Planes &inside) {
-    const auto with = [&](auto height, auto mask) {
-      const auto *const from = static_cast<const decltype(height) *>(heights.data);
-      const auto *const among = static_cast<const decltype(mask) *>(inside.data);
+    const auto fill_typed = [&](auto height, auto mask) {
+      const auto *const height_data = static_cast<const decltype(height) *>(heights.data);
+      const auto *const inside_data = static_cast<const decltype(mask) *>(inside.data);
       const int64_t lengths[] = {size[0] + margins[0] + margins[1], size[1] + margins[2] + margins[3],
                                  size[2] + margins[4] + margins[5]};
       for (int64_t z = 0; z < lengths[0]; ++z)
         for (int64_t y = 0; y < lengths[1]; ++y) {
-          const int64_t place = (z + 1 - margins[0]) * plane_ + (y + 1 - margins[2]) * width_ + 1 - margins[4];
-          // As in the volume with its rim, whose first voxel has place 1 along each axis.
+          const int64_t position = (z + 1 - margins[0]) * plane_ + (y + 1 - margins[2]) * width_ + 1 - margins[4];
+          // Positions in the volume with its rim, whose first voxel is at 1 along each axis.
           const int64_t plane = origin_[0] - margins[0] + z + 1, row = origin_[1] - margins[2] + y + 1,
                         first = origin_[2] - margins[4] + 1;
           const int32_t level = static_cast<int32_t>(9 * (plane % 3) + 3 * (row % 3));
           for (int64_t x = 0; x < lengths[2]; ++x) {
-            const auto *const score = among + z * inside.steps[0] + y * inside.steps[1] + x * inside.steps[2];
+            const auto *const score = inside_data + z * inside.strides[0] + y * inside.strides[1] + x * inside.strides[2];
             if (is_above(score, threshold))
-              keys_.get()[place + x] =
-                  key_of(load_one(from + z * heights.steps[0] + y * heights.steps[1] + x * heights.steps[2])) + level +
-                  static_cast<int32_t>((first + x) % 3);
-            scores_.get()[place + x] = code_of(score);
+              keys_.get()[position + x] =
+                  key_of(load_one(height_data + z * heights.strides[0] + y * heights.strides[1] + x * heights.strides[2])) +
+                  level + static_cast<int32_t>((first + x) % 3);
+            scores_.get()[position + x] = code_of(score);
           }
         }
     };
     if (inside.kind == 2)
-      heights.kind ? with(Bfloat16{}, uint8_t{}) : with(float{}, uint8_t{});
+      heights.kind ? fill_typed(Bfloat16{}, uint8_t{}) : fill_typed(float{}, uint8_t{});
     else if (inside.kind == 1)
-      heights.kind ? with(Bfloat16{}, Bfloat16{}) : with(float{}, Bfloat16{});
+      heights.kind ? fill_typed(Bfloat16{}, Bfloat16{}) : fill_typed(float{}, Bfloat16{});
     else
-      heights.kind ? with(Bfloat16{}, float{}) : with(float{}, float{});
+      heights.kind ? fill_typed(Bfloat16{}, float{}) : fill_typed(float{}, float{});
   }
 
   void count_foreground() {
@@ -91,14 +91,14 @@ private:
       }
   }
 
-  // Along one axis, from the place modulo 3 of one voxel to that of its neighbour.
+  // Returns the step along one axis from a voxel to its neighbor, given their position codes.
   static int64_t step(int from, int to, int64_t weight) { return (to / weight % 3 - from / weight % 3 + 4) % 3 - 1; }
 
-  int32_t add_piece(int64_t place) {
-    const int64_t z = place / plane_, y = place % plane_ / width_, x = place % width_;
-    const int64_t there = ((origin_[0] + z - 1) * volume_[1] + origin_[1] + y - 1) * volume_[2] + origin_[2] + x - 1;
-    piece_ends_.push_back({there, 0, keys_.get()[place]});
-    return pieces_.get()[place] = static_cast<int32_t>(piece_ends_.size());
+  int32_t add_piece(int64_t position) {
+    const int64_t z = position / plane_, y = position % plane_ / width_, x = position % width_;
+    const int64_t global_position = ((origin_[0] + z - 1) * volume_[1] + origin_[1] + y - 1) * volume_[2] + origin_[2] + x - 1;
+    piece_ends_.push_back({global_position, 0, keys_.get()[position]});
+    return pieces_.get()[position] = static_cast<int32_t>(piece_ends_.size());
   }
 
   void trace_paths() {
@@ -110,27 +110,29 @@ private:
     int32_t *const along_x = scratch.get() + 3 * plane_;
     const int32_t *const keys = keys_.get();
     int32_t *const pieces = pieces_.get();
-    const auto prepare = [&](int64_t z) { widen(keys + z * plane_, plane_, width_, along_x, scratch.get() + z % 3 * plane_); };
+    const auto prepare = [&](int64_t z) {
+      max_filter_plane(keys + z * plane_, plane_, width_, along_x, scratch.get() + z % 3 * plane_);
+    };
     prepare(0), prepare(1);
     int64_t n = 0;
     for (int64_t z = 1; z < planes_ - 1; ++z) {
       prepare(z + 1);
       for (; n < count_ && foreground_.get()[n] < (z + 1) * plane_; ++n) {
-        const int32_t place = foreground_.get()[n];
-        const int32_t *const here = scratch.get() + (place - z * plane_);
+        const int32_t position = foreground_.get()[n];
+        const int32_t *const here = scratch.get() + (position - z * plane_);
         const int32_t top = highest_of(here[0], here[plane_], here[2 * plane_]);
-        const int32_t target = place + steps[(keys[place] & PLACE_BITS) << 5 | (top & PLACE_BITS)];
-        if (target == place || pieces[target] == RIM)
-          pieces[place] = add_piece(target);
+        const int32_t target = position + steps[(keys[position] & POSITION_BITS) << 5 | (top & POSITION_BITS)];
+        if (target == position || pieces[target] == RIM)
+          pieces[position] = add_piece(target);
         else
-          // What lies behind may know its piece already; what lies ahead is still zero.
-          pieces[place] = pieces[target] > 0 ? pieces[target] : ~target;
+          // A target that was already visited may have its piece; one that was not is still zero.
+          pieces[position] = pieces[target] > 0 ? pieces[target] : ~target;
       }
     }
   }
 
   // Follows every path to its end, and counts the voxels of each piece.
-  void settle() {
+  void follow_paths() {
     int32_t *const pieces = pieces_.get();
     const std::array<int32_t, 256> &probability = probabilities();
     for (int64_t n = count_ - 1; n >= 0; --n) {
@@ -139,18 +141,18 @@ private:
       while (pieces[end] < 0)
         end = ~pieces[end];
       const int32_t piece = pieces[end];
-      for (int32_t on = here; pieces[on] < 0;) {
-        const int32_t next = ~pieces[on];
-        pieces[on] = piece;
-        on = next;
+      for (int32_t voxel = here; pieces[voxel] < 0;) {
+        const int32_t next = ~pieces[voxel];
+        pieces[voxel] = piece;
+        voxel = next;
       }
-      Piece &known = piece_ends_[piece - 1];
-      ++known.voxels;
-      known.foreground += probability[scores_.get()[here]];
+      Piece &end_of_piece = piece_ends_[piece - 1];
+      ++end_of_piece.voxels;
+      end_of_piece.foreground += probability[scores_.get()[here]];
     }
   }
 
-  // Finds the ways between voxels near the tops of pieces and neighbours that belong to other pieces.
+  // Finds passes between voxels near the tops of pieces and neighbors that belong to other pieces.
   void find_passes() {
     std::vector<int32_t> limits;
     for (const Piece &piece : piece_ends_)
@@ -165,16 +167,16 @@ private:
       for (int64_t z = -plane_; z <= plane_; z += plane_)
         for (int64_t y = -width_; y <= width_; y += width_)
           for (int64_t x = -1; x <= 1; ++x) {
-            const int64_t neighbour = voxel + z + y + x;
-            const int32_t height = keys[neighbour];
-            if (height < limit || pieces_.get()[neighbour] == piece)
+            const int64_t neighbor = voxel + z + y + x;
+            const int32_t height = keys[neighbor];
+            if (height < limit || pieces_.get()[neighbor] == piece)
               continue;
-            const int32_t other = pieces_.get()[neighbour] == RIM ? add_piece(neighbour) : pieces_.get()[neighbour];
+            const int32_t other = pieces_.get()[neighbor] == RIM ? add_piece(neighbor) : pieces_.get()[neighbor];
             passes.add(piece, other, std::min(key, height));
           }
     }
     passes.visit_all([this](int64_t one, int64_t other, int32_t key) {
-      between_.push_back({static_cast<int32_t>(one), static_cast<int32_t>(other), key});
+      piece_passes_.push_back({static_cast<int32_t>(one), static_cast<int32_t>(other), key});
     });
   }
 
@@ -185,7 +187,7 @@ private:
   const Persistence persistence_;
   int64_t count_ = 0;
   std::vector<Piece> piece_ends_;
-  std::vector<std::array<int32_t, 3>> between_;
+  std::vector<std::array<int32_t, 3>> piece_passes_;
 };
 
 } // namespace

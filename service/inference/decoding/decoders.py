@@ -1,6 +1,7 @@
-"""Decoding of scores into labels: classes by the highest score, instances by a watershed of a distance map.
+"""Decoders, which convert scores to labels: the class with the highest score, or instances by a watershed of distances.
 
-A decoder takes finished slabs and keeps of each only what it needs, so that the scores of a volume never exist at once.
+A decoder receives finished slabs and keeps only the data that it needs, so the scores of a volume are never held in
+memory at the same time.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from service.core.quantities import Size, VoxelSize
 from service.core.types import OutputKind, Segmentation
 from service.inference.decoding.instances import InstanceDecoder, StartWatershed
 from service.inference.decoding.streaming import logit, threshold_mask
-from service.inference.decoding.watershed_kernel import CPU, choose_block, watershed_kernel
+from service.inference.decoding.watershed_kernel import CPU, choose_block_voxels, watershed_kernel
 from service.models.spec import Instances, ModelSpec
 
-# Number of voxels whose scores fit a core's cache.
+# Number of voxels whose scores fit into the cache of a core.
 CACHE_VOXELS = 2**16
 
 
 class Decoder(Protocol):
-    """Converter of slabs of raw scores into a segmentation."""
+    """Converter of slabs of raw scores to a segmentation."""
 
     def add(self, z0: int, y0: int, scores: Tensor, /) -> None:
-        """Add raw scores [1, K, z, y, X] of the planes from `z0` and the rows from `y0` on.
+        """Add raw scores [1, K, z, y, X] of the planes from `z0` and the rows from `y0`.
 
-        float32 on any device, or bfloat16 on a CPU. Slabs come without gaps: all rows of some planes in order, then
-        those of the next planes.
+        The scores are float32 on any device, or bfloat16 on a CPU. Slabs come without gaps: all rows of some planes in
+        order, then all rows of the next planes.
         """
 
     def finish(self) -> Segmentation:
-        """Return the segmentation [Z, Y, X] or [K, Z, Y, X], once every plane was added."""
+        """Return the segmentation [Z, Y, X] or [K, Z, Y, X] after all planes were added."""
 
 
 def make_decoder(  # noqa: PLR0913
@@ -50,9 +51,11 @@ def make_decoder(  # noqa: PLR0913
     *,
     start: StartWatershed | None = None,
 ) -> Decoder:
-    """Return the decoder for an output of this model; `size` is (Z, Y, X), `allocate` makes the result array.
+    """Return the decoder for an output of this model.
 
-    start  as of an `InstanceDecoder`
+    size      (Z, Y, X)
+    allocate  creates the result array
+    start     begins the watershed, as in `InstanceDecoder`
     """
     decoding, outputs = spec.decoding, len(spec.outputs)
     if output == "labels" and isinstance(decoding, Instances):
@@ -71,7 +74,7 @@ def make_decoder(  # noqa: PLR0913
 
 
 class HostDecoder:
-    """Decoder of scores that come from another device: `make()` makes the one that gets them on the host."""
+    """Decoder that copies scores from another device to the host and passes them to the decoder that `make` creates."""
 
     def __init__(self, make: Callable[[], Decoder]) -> None:
         self._decoder = make()
@@ -84,7 +87,7 @@ class HostDecoder:
 
 
 class DecodingMemory(NamedTuple):
-    """Peak bytes of decoding and its result: in the host's memory, and on disk."""
+    """Peak bytes of decoding and its result, in host memory and on disk."""
 
     host: int
     disk: int = 0
@@ -94,26 +97,27 @@ def estimate_decoding(spec: ModelSpec, output: OutputKind, size: Size) -> Decodi
     """Estimate the memory for decoding a volume of `size` (Z, Y, X) on the host."""
     voxels = math.prod(size)
     if output != "labels":
-        # The result is gathered on the host, wherever the scores are.
+        # The result is collected on the host, even if the scores are on another device.
         result = voxels if output == "classes" else 4 * len(spec.outputs) * voxels
         return DecodingMemory(result) if result < LARGE_BYTES else DecodingMemory(0, disk=result)
-    # The kernel keeps the key of every voxel in a block of planes and one more on either side. For foreground, hardly
-    # more than three of four voxels even in crowded stacks, it keeps their places and targets.
-    block = min(voxels, choose_block(size) + 2 * size[1] * size[2])
+    # The kernel stores the key of every voxel in a block of planes and one plane on either side. For foreground voxels,
+    # at most about three of four even in crowded stacks, it also stores their positions and targets.
+    block = min(voxels, choose_block_voxels(size) + 2 * size[1] * size[2])
     if watershed_kernel.supports(CPU, size):
-        # Each voxel has the number of its piece, and its label in two bytes up to 65535 objects. By measurement, pieces
-        # of dense tissues and the passes between them take two to four bytes a voxel, up to six without clear peaks.
+        # Each voxel has a piece number, and a label of two bytes if there are up to 65535 objects. By measurement,
+        # pieces of dense tissues and the passes between them use two to four bytes per voxel, or six if peaks are
+        # unclear.
         return DecodingMemory((4 + 3 * 8 // 4) * block + (4 + 2 + 4) * voxels)
-    # Torch needs some nine 32-bit arrays for a block, then pieces and labels, and by measurement two bytes for the
-    # passes between crowded objects.
+    # Torch needs about nine 32-bit arrays for a block, then pieces and labels. By measurement, the passes between
+    # crowded objects need two more bytes per voxel.
     return DecodingMemory(36 * block + 8 * voxels)
 
 
 def split_planes(z0: int, scores: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield the first plane and the scores [1, K, z, y, X] of a few planes of a slab at a time, on a CPU.
 
-    Temporary arrays of a few planes stay in the cache. Large ones would fragment memory from slab to slab, because
-    malloc hardly ever reuses freed memory for the aligned arrays of torch.
+    Temporary arrays of a few planes stay in the cache. Larger ones would fragment memory, because malloc rarely reuses
+    freed memory for the aligned arrays of torch.
     """
     planes = scores.shape[2]
     step = max(CACHE_VOXELS // max(math.prod(scores.shape[3:]), 1), 1) if scores.is_cpu else planes
@@ -129,9 +133,9 @@ def write_slab(pixels: NDArray[Any], z0: int, y0: int, slab: NDArray[Any]) -> No
 
 
 class VoxelDecoder:
-    """Decoder of each voxel by itself, which writes into the pixels of a segmentation.
+    """Decoder that converts each voxel independently and writes it into the pixels of a segmentation.
 
-    convert  raw scores [1, K, z, y, X] -> pixels [..., z, y, X]
+    convert  function from raw scores [1, K, z, y, X] to pixels [..., z, y, X]
     """
 
     def __init__(self, segmentation: Segmentation, convert: Callable[[Tensor], Tensor]) -> None:
@@ -146,7 +150,7 @@ class VoxelDecoder:
 
 
 def _activate(spec: ModelSpec, scores: Tensor) -> Tensor:
-    """Return all outputs after the model's activation, float32 [K, z, y, X]."""
+    """Return the activated outputs, float32 [K, z, y, X]."""
     scores = scores[0].float()
     match spec.activation:
         case "sigmoid":
@@ -159,10 +163,10 @@ def _activate(spec: ModelSpec, scores: Tensor) -> Tensor:
 
 def _find_highest(scores: Tensor) -> Tensor:
     """Return the index of the highest score, int64 [z, y, X]."""
-    # It equals argmax, which takes nine times as long along the first axis.
+    # Same as argmax, which takes nine times as long along the first axis.
     return scores[0].max(0).indices
 
 
 def _find_foreground(channel: int, threshold: float, scores: Tensor) -> Tensor:
-    """Return where the foreground of a model of instances is, bool [z, y, X]."""
+    """Return the foreground mask of an instance model, bool [z, y, X]."""
     return threshold_mask(scores[0, channel], threshold)

@@ -1,7 +1,7 @@
-"""Filling of holes: background that one object encloses.
+"""Filling of holes, that is, of background enclosed by one object.
 
-Background is processed as runs along x, which are far fewer than voxels; touching runs are joined by union-find over
-all of them at once (run-based connected components: He, Chao and Suzuki 2008).
+Background is stored as runs along x, which are far fewer than voxels. Touching runs are joined by union-find,
+vectorized over all runs (run-based connected components: He, Chao and Suzuki 2008).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ Indices = NDArray[np.intp]
 
 
 class Runs(NamedTuple):
-    """Runs of background, each within one row, in ascending order of row and start.
+    """Runs of background voxels along x, in ascending order of row and start.
 
     row    z * Y + y
-    start  first voxel along x; `end` is the one after the last
+    start  first voxel along x
+    end    one after the last voxel along x
     """
 
     row: Indices
@@ -28,27 +29,27 @@ class Runs(NamedTuple):
 
 
 def fill_holes(labels: Labels) -> None:
-    """Give every hole to the object around it, in place.
+    """Fill every hole with the label of the object around it, in place.
 
     labels  unsigned [Z, Y, X], 0 for the background
 
-    A hole is background, connected through the faces of its voxels, that reaches no face of the volume and touches only
-    one object; background between two objects stays. An axis of one voxel has no faces.
+    A hole is a face-connected component of the background that does not touch a face of the volume and touches only one
+    object. Background between two objects is not filled. Axes of one voxel have no faces.
     """
-    runs = _background(labels)
-    component = _components(runs, labels.shape)
+    runs = _find_background(labels)
+    component = _label_components(runs, labels.shape)
     outside = np.zeros(len(component), bool)
-    outside[component[_at_faces(runs, labels.shape)]] = True
-    closed = ~outside[component]
-    runs, component = Runs(*(column[closed] for column in runs)), component[closed]
-    least, most = _neighbours(labels, runs, component)
+    outside[component[_touches_face(runs, labels.shape)]] = True
+    is_closed = ~outside[component]
+    runs, component = Runs(*(column[is_closed] for column in runs)), component[is_closed]
+    lowest, highest = _neighbor_labels(labels, runs, component)
     flat = labels.reshape(-1, labels.shape[2])
-    for row, start, end, low, high in zip(*runs, least, most, strict=True):
+    for row, start, end, low, high in zip(*runs, lowest, highest, strict=True):
         if low == high:
             flat[row, start:end] = low
 
 
-def _background(labels: Labels) -> Runs:
+def _find_background(labels: Labels) -> Runs:
     """Return the runs of zeros."""
     rows, starts, ends = [], [], []
     height, width = labels.shape[1:]
@@ -63,37 +64,37 @@ def _background(labels: Labels) -> Runs:
     return Runs(np.concatenate(rows), np.concatenate(starts), np.concatenate(ends))
 
 
-def _components(runs: Runs, shape: tuple[int, ...]) -> Indices:
-    """Return for each run the number of the first run that it is connected with."""
+def _label_components(runs: Runs, shape: tuple[int, ...]) -> Indices:
+    """Return for each run the index of the first run in its connected component."""
     height = shape[1]
     inner = runs.row % height < height - 1
-    pairs = [_touching(runs, inner, 1), _touching(runs, np.ones(len(runs.row), bool), height)]
+    pairs = [_find_adjacent(runs, inner, 1), _find_adjacent(runs, np.ones(len(runs.row), bool), height)]
     first, second = (np.concatenate(side) for side in zip(*pairs, strict=True))
     parent = np.arange(len(runs.row))
     while len(first):
         lower, upper = np.minimum(parent[first], parent[second]), np.maximum(parent[first], parent[second])
         np.minimum.at(parent, upper, lower)
-        while not np.array_equal(further := parent[parent], parent):
-            parent = further
-        apart = parent[first] != parent[second]
-        first, second = first[apart], second[apart]
+        while not np.array_equal(grandparent := parent[parent], parent):
+            parent = grandparent
+        is_separate = parent[first] != parent[second]
+        first, second = first[is_separate], second[is_separate]
     return parent
 
 
-def _touching(runs: Runs, among: NDArray[np.bool_], rows_on: int) -> tuple[Indices, Indices]:
-    """Return pairs of runs that share an x, the second one `rows_on` rows after the first."""
+def _find_adjacent(runs: Runs, mask: NDArray[np.bool_], row_offset: int) -> tuple[Indices, Indices]:
+    """Return pairs of runs that share an x coordinate. The second run is `row_offset` rows after the first."""
     width = int(np.max(runs.end, initial=0)) + 1
-    which = np.flatnonzero(among)
-    base = (runs.row[which] + rows_on) * width
-    first = np.searchsorted(runs.row * width + runs.end, base + runs.start[which], side="right")
-    last = np.searchsorted(runs.row * width + runs.start, base + runs.end[which], side="left")
+    indices = np.flatnonzero(mask)
+    base = (runs.row[indices] + row_offset) * width
+    first = np.searchsorted(runs.row * width + runs.end, base + runs.start[indices], side="right")
+    last = np.searchsorted(runs.row * width + runs.start, base + runs.end[indices], side="left")
     count = last - first
-    within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    return np.repeat(which, count), np.repeat(first, count) + within
+    offset = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    return np.repeat(indices, count), np.repeat(first, count) + offset
 
 
-def _at_faces(runs: Runs, shape: tuple[int, ...]) -> NDArray[np.bool_]:
-    """Return whether each run has a voxel at a face of the volume."""
+def _touches_face(runs: Runs, shape: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Return for each run whether it has a voxel at a face of the volume."""
     depth, height, width = shape
     z, y = np.divmod(runs.row, height)
     touching = np.zeros(len(runs.row), bool)
@@ -103,20 +104,20 @@ def _at_faces(runs: Runs, shape: tuple[int, ...]) -> NDArray[np.bool_]:
     return touching
 
 
-def _neighbours(labels: Labels, runs: Runs, component: Indices) -> tuple[Labels, Labels]:
-    """Return the least and the greatest label around the component of each run; no run may be at a face."""
+def _neighbor_labels(labels: Labels, runs: Runs, component: Indices) -> tuple[Labels, Labels]:
+    """Return the lowest and the highest label around the component of each run. No run may touch a face."""
     depth, height, width = labels.shape
     lengths = runs.end - runs.start
-    of = np.repeat(np.arange(len(lengths)), lengths)
-    x = np.arange(len(of)) - np.repeat(np.cumsum(lengths) - lengths - runs.start, lengths)
-    place = runs.row[of] * width + x
+    run_of = np.repeat(np.arange(len(lengths)), lengths)
+    x = np.arange(len(run_of)) - np.repeat(np.cumsum(lengths) - lengths - runs.start, lengths)
+    position = runs.row[run_of] * width + x
     flat = labels.reshape(-1)
-    least = np.full(int(np.max(component, initial=-1)) + 1, np.iinfo(labels.dtype).max, labels.dtype)
-    most = np.zeros_like(least)
+    lowest = np.full(int(np.max(component, initial=-1)) + 1, np.iinfo(labels.dtype).max, labels.dtype)
+    highest = np.zeros_like(lowest)
     for length, step in ((depth, height * width), (height, width), (width, 1)):
-        for there in (place - step, place + step) if length > 1 else ():
-            label = flat[there]
-            owner, label = component[of[label > 0]], label[label > 0]
-            np.minimum.at(least, owner, label)
-            np.maximum.at(most, owner, label)
-    return least[component], most[component]
+        for neighbor in (position - step, position + step) if length > 1 else ():
+            label = flat[neighbor]
+            owner, label = component[run_of[label > 0]], label[label > 0]
+            np.minimum.at(lowest, owner, label)
+            np.maximum.at(highest, owner, label)
+    return lowest[component], highest[component]

@@ -1,7 +1,7 @@
-// Integer keys that order voxels by height, and helpers to find the highest neighbour of each voxel.
+// Integer keys that order voxels by height, and helpers to find the highest neighbor of each voxel.
 //
-// A key holds the bits of a float32 height in an order-preserving form. Its last five bits are replaced by the position of
-// the voxel modulo 3 along each axis: they tell 27 neighbours apart and break ties, so that every path ends.
+// A key contains the bits of a float32 height in an order-preserving form. Its last five bits are replaced by the position
+// of the voxel modulo 3 along each axis. They identify a neighbor and break ties, so every path ends.
 
 #pragma once
 
@@ -23,21 +23,22 @@
 namespace {
 
 constexpr int32_t BACKGROUND = INT32_MIN;
-constexpr int32_t PLACE_BITS = 31;
-constexpr int CODES = 32, NEIGHBOURS = 26;
+constexpr int32_t POSITION_BITS = 31;
+constexpr int CODES = 32, NEIGHBORS = 26;
 
 template <typename Score> inline bool is_above(const Score *score, float threshold) { return load_one(score) > threshold; }
 inline bool is_above(const uint8_t *inside, float) { return *inside != 0; }
 
-// The foreground's logit in steps of 1/16 from -8 to 8, which a byte holds; a mask is certain.
+// Codes a foreground logit in steps of 1/16 from -8 to 8 as one byte. Voxels of a mask have the highest code.
 template <typename Score> inline uint8_t code_of(const Score *score) {
   return static_cast<uint8_t>(std::min(std::max(0.0f, load_one(score) * 16 + 128.5f), 255.0f));
 }
 inline uint8_t code_of(const uint8_t *) { return 255; }
 
+// Fixed-point value of a foreground probability of 1.
 constexpr double PROBABILITY_ONE = 65536;
 
-// The probability of every code.
+// Returns the fixed-point probability of every code.
 inline const std::array<int32_t, 256> &probabilities() {
   static const std::array<int32_t, 256> table = [] {
     std::array<int32_t, 256> filled;
@@ -48,16 +49,16 @@ inline const std::array<int32_t, 256> &probabilities() {
   return table;
 }
 
-// In the same order as the heights; the bits of the place are zero.
+// Maps a height to a key of the same order. The position bits are zero.
 inline int32_t key_of(float height) {
   int32_t bits;
   std::memcpy(&bits, &height, sizeof bits);
-  return (bits ^ ((bits >> 31) & INT32_MAX)) & ~PLACE_BITS;
+  return (bits ^ ((bits >> 31) & INT32_MAX)) & ~POSITION_BITS;
 }
 
-// The inverse, but for the bits that were dropped.
+// Inverts `key_of`, except for the dropped bits.
 inline float height_of(int32_t key) {
-  const int32_t ordered = key & ~PLACE_BITS, bits = ordered ^ ((ordered >> 31) & INT32_MAX);
+  const int32_t ordered = key & ~POSITION_BITS, bits = ordered ^ ((ordered >> 31) & INT32_MAX);
   float height;
   std::memcpy(&height, &bits, sizeof height);
   return height;
@@ -65,36 +66,36 @@ inline float height_of(int32_t key) {
 
 inline int32_t highest_of(int32_t a, int32_t b, int32_t c) { return std::max(std::max(a, b), c); }
 
-// The highest key among each voxel of one plane and its 8 neighbours there; nothing for the rim.
-void widen(const int32_t *keys, int64_t size, int64_t width, int32_t *along_x, int32_t *highest) {
+// Writes the highest key of each voxel of one plane and its 8 neighbors in the plane. Voxels of the rim are skipped.
+void max_filter_plane(const int32_t *keys, int64_t size, int64_t width, int32_t *along_x, int32_t *highest) {
   for (int64_t i = 1; i < size - 1; ++i)
     along_x[i] = highest_of(keys[i - 1], keys[i], keys[i + 1]);
   for (int64_t i = width + 1; i < size - width - 1; ++i)
     highest[i] = highest_of(along_x[i - width], along_x[i], along_x[i + width]);
 }
 
-// Adds the places from `begin` to `end` that are no background to `count` others, and up to 15 numbers behind them; gives
-// how many there are then.
-inline int64_t list_foreground(const int32_t *keys, int64_t begin, int64_t end, int32_t *places, int64_t count) {
+// Appends the positions of foreground voxels from `begin` to `end` to a list of `count` positions; returns the new count.
+// May write up to 15 values after the end of the list.
+inline int64_t list_foreground(const int32_t *keys, int64_t begin, int64_t end, int32_t *positions, int64_t count) {
 #ifdef __AVX512F__
   const __m512i background = _mm512_set1_epi32(BACKGROUND);
   const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   for (; begin + 16 <= end; begin += 16) {
     const __mmask16 inside = _mm512_cmpneq_epi32_mask(_mm512_loadu_si512(keys + begin), background);
     const __m512i here = _mm512_add_epi32(first, _mm512_set1_epi32(static_cast<int32_t>(begin)));
-    _mm512_storeu_si512(places + count, _mm512_maskz_compress_epi32(inside, here));
+    _mm512_storeu_si512(positions + count, _mm512_maskz_compress_epi32(inside, here));
     count += __builtin_popcount(inside);
   }
 #endif
-  // Without a branch, which would be guessed wrongly at the edge of every object.
-  for (int64_t place = begin; place < end; ++place) {
-    places[count] = static_cast<int32_t>(place);
-    count += keys[place] != BACKGROUND;
+  // Branchless, because a branch would be mispredicted at the edge of every object.
+  for (int64_t position = begin; position < end; ++position) {
+    positions[count] = static_cast<int32_t>(position);
+    count += keys[position] != BACKGROUND;
   }
   return count;
 }
 
-// Memory that is taken, and costs, only where it is written.
+// Memory whose pages are allocated when they are first written.
 template <typename T> class Pages {
 public:
   explicit Pages(int64_t size, bool zeros = false)
@@ -111,7 +112,8 @@ private:
   std::unique_ptr<T, Free> data_;
 };
 
-// How deep a pass must lie below a peak to part two objects, in units of the distance; `logits` heights are its logits.
+// Minimum depth of a pass below the lower of two peaks of separate objects, in units of the distance. If `logits` is set,
+// heights are logits of the distance.
 struct Persistence {
   double depth;
   bool logits;
@@ -120,7 +122,7 @@ struct Persistence {
     return logits ? 1 / (1 + std::exp(-static_cast<double>(height))) : static_cast<double>(height);
   }
 
-  // The least key of what a pass near a top may touch; a little less does no harm.
+  // Returns the lowest key of a relevant pass near a top, rounded down.
   int32_t limit(int32_t top) const {
     double lowest = distance(height_of(top)) - depth;
     if (logits) {
@@ -132,11 +134,11 @@ struct Persistence {
   }
 };
 
-// Values of one kind in some planes, with any strides: 0 float32, 1 bfloat16, 2 bytes.
+// Values in some planes, with any strides. `kind` is 0 for float32, 1 for bfloat16 and 2 for bytes.
 struct Planes {
   const void *data;
   int32_t kind;
-  const int64_t *steps;
+  const int64_t *strides;
 };
 
 } // namespace

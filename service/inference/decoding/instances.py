@@ -1,7 +1,7 @@
-"""Decoding of instances: the watershed of smoothed distances, with shallow maxima merged into higher ones.
+"""Decoding of instances: a watershed of smoothed distances, with shallow maxima merged into higher ones.
 
-A stack no higher than a window arrives in rows that hold all of z. Each row is decoded as planes along y while later
-rows are computed; ties are broken by the same places as along z, so the basins are equal to the bit.
+If a stack is not higher than a window, scores arrive in rows that contain all planes. Each row is then decoded along y
+while later rows are computed. Ties are broken by the same positions as along z, so the basins are identical.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from service.inference.decoding.watershed import Planes
 from service.inference.decoding.watershed_kernel import WatershedKernel, WatershedParameters, watershed_kernel
 from service.models.spec import Instances, ModelSpec
 
-# Mean probability of foreground that no object has to exceed for the sake of others that are more certain.
-CERTAIN = 0.9
+# Upper limit of the confidence that `min_relative_odds` can require of an object.
+MAX_REQUIRED_CONFIDENCE = 0.9
 
 StartWatershed = Callable[[Planes, float, Persistence], StreamingWatershed]
-"""Begins a watershed of some planes, with the least score of the foreground and the persistence of objects."""
+"""Begins a watershed, given its planes, the foreground threshold and the persistence of objects."""
 
 
 class InstanceDecoder:
-    """Decoder of objects, numbered from 1 in the order of the places of their peaks.
+    """Decoder of objects, numbered from 1 in the order of the positions of their peaks.
 
-    It keeps one int32 per voxel, and the distances of planes that are not complete.
+    It stores one int32 per voxel, and the distances of incomplete planes.
 
-    start  begins the watershed; None: the kernel does, or torch where that cannot
+    start  begins the watershed; None: use the C++ kernel if it supports the volume, else torch
     """
 
     def __init__(  # noqa: PLR0913
@@ -59,18 +59,18 @@ class InstanceDecoder:
         self._smoother = Smoother(decoding.smoothing)
         self._kernel = kernel
         self._watershed: StreamingWatershed | None = None
-        # Planes whose rows have not all arrived.
+        # Planes with missing rows.
         self._distances: Tensor
         self._inside: Tensor
 
     def add(self, _z0: int, y0: int, scores: Tensor, /) -> None:
-        """Add raw scores [1, K, z, y, X] of the next planes and of the rows from `y0` on, like `Decoder.add`."""
+        """Add raw scores [1, K, z, y, X] of the next planes and of the rows from `y0`, as in `Decoder.add`."""
         planes, rows = scores.shape[2:4]
         distances, foreground = scores[0, self._distance], scores[0, self._foreground]
         if not self._decoding.smoothing and rows == self._size[1]:
             self._get_watershed(distances.device, along_y=False).add(distances, foreground)
         elif not self._decoding.smoothing and planes == self._size[0]:
-            # Windows as high as the volume give all of z at once, so that nothing has to wait for the last row.
+            # Windows as high as the volume deliver all of z, so decoding does not have to wait for the last row.
             self._get_watershed(distances.device, along_y=True).add(distances, foreground)
         else:
             self._gather(y0, distances.float(), foreground)
@@ -106,11 +106,11 @@ class InstanceDecoder:
     def finish(self) -> Segmentation:
         self._add_planes(self._smoother.finish())
         if self._watershed is None:
-            none = Objects.from_sums(*np.zeros((3, 0)))
-            return Segmentation(np.zeros(self._size, label_dtype(0)), "labels", self._voxel_size, 0, objects=none)
+            no_objects = Objects.from_sums(*np.zeros((3, 0)))
+            return Segmentation(np.zeros(self._size, label_dtype(0)), "labels", self._voxel_size, 0, objects=no_objects)
         decoding = self._decoding
         labels, objects = self._watershed.labels(
-            decoding.minimum_size, drop_border=decoding.border == "drop", keep=self._find_kept
+            decoding.minimum_size, drop_border=decoding.border == "drop", keep=self._select_objects
         )
         # Free the pieces before holes are filled.
         self._watershed = None
@@ -118,17 +118,17 @@ class InstanceDecoder:
             fill_holes(labels)
         return Segmentation(labels, "labels", self._voxel_size, len(objects), objects=objects)
 
-    def _find_kept(self, objects: Objects) -> NDArray[np.bool_]:
-        """Return which objects are neither fragments nor part of the background."""
-        confident = objects.confidence >= least_confidence(self._decoding, objects)
-        return confident & (objects.voxels >= least_voxels(self._diameter, self._decoding, objects, self._size))
+    def _select_objects(self, objects: Objects) -> NDArray[np.bool_]:
+        """Return a mask of the objects that are neither fragments nor background."""
+        is_confident = objects.confidence >= least_confidence(self._decoding, objects)
+        return is_confident & (objects.voxels >= least_voxels(self._diameter, self._decoding, objects, self._size))
 
 
 def least_voxels(diameter: float, decoding: Instances, objects: Objects, size: Size) -> float:
-    """Return the voxels below which an object is a fragment, by those of a whole one.
+    """Return the minimum number of voxels of an object that is not a fragment.
 
-    That is a ball of the diameter that the model wants, or the object that the median voxel belongs to, whichever is
-    smaller: objects of another width than wanted are not fragments.
+    It is a fraction of a ball with the model's object diameter, or of the object that contains the median voxel,
+    whichever is smaller, so that small objects among other small ones are kept.
     """
     if not decoding.minimum_fraction or not len(objects):
         return 0.0
@@ -137,14 +137,14 @@ def least_voxels(diameter: float, decoding: Instances, objects: Objects, size: S
 
 
 def least_confidence(decoding: Instances, objects: Objects) -> float:
-    """Return the mean probability below which an object is rather part of the background.
+    """Return the minimum mean foreground probability of an object that is not background.
 
-    That is the one that a model states, or one by the object that the median voxel belongs to, whichever is higher: a
-    network is surer of what is no object in some stacks than of objects in others. Where objects are very certain,
-    `CERTAIN` is enough.
+    It is the model's minimum confidence, or one derived from the object that contains the median voxel, whichever is
+    higher: background in some stacks gets higher probabilities than objects in others. The derived value is at most
+    `MAX_REQUIRED_CONFIDENCE`.
     """
     if not decoding.min_relative_odds or not len(objects):
         return decoding.min_confidence
     typical = objects.typical_confidence
     odds = decoding.min_relative_odds * typical
-    return max(decoding.min_confidence, min(odds / (odds + 1 - typical), CERTAIN))
+    return max(decoding.min_confidence, min(odds / (odds + 1 - typical), MAX_REQUIRED_CONFIDENCE))

@@ -1,4 +1,4 @@
-"""Labels of objects from the basins of a watershed, and from those of other labels."""
+"""Labels of objects from watershed basins, and selection of labeled objects."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from service.inference.decoding.watershed_kernel import PROBABILITY_ONE, ObjectF
 if TYPE_CHECKING:
     from service.inference.decoding.watershed import Basins
 
-# Voxels that get their labels at once: few calls for a small volume, little memory for a large one.
+# Number of voxels whose labels are looked up together. Small volumes need few calls, large ones little memory.
 LOOKUP_VOXELS = 2**20
 
-# Largest labels, in bytes, that are returned in the pinned memory to which a GPU copies them.
+# Up to this size, labels from a GPU are returned in the pinned memory that they were copied to.
 PINNED_BYTES = 2**28
 
 
@@ -35,24 +35,24 @@ def label_basins(  # noqa: PLR0913
     keep: ObjectFilter = keep_all,
     merge: Callable[[Basins, Persistence], NDArray[np.int64]] = merge_shallow_basins,
 ) -> tuple[NDArray[np.unsignedinteger], Objects]:
-    """Merge basins into objects; return labels [Z, Y, X], uint16 or uint32, from 1, and the objects.
+    """Merge basins into objects; return labels [Z, Y, X], uint16 or uint32, numbered from 1, and the objects.
 
-    minimum_size  voxels that an object must have
-    drop_border   and it must not touch a face of the volume, unless that is one voxel wide there
-    keep          returns which of these objects get a label
+    minimum_size  minimum number of voxels of an object
+    drop_border   whether to remove objects that touch a face of the volume; axes of one voxel have no faces
+    keep          selects which of the remaining objects get a label
     merge         returns the object of every basin
     """
-    # NumPy takes a fraction of torch's time for so few numbers.
+    # NumPy is much faster than torch for so few numbers.
     group, peaks = merge(basins, persistence), persistence.distance(basins.peaks).cpu().numpy()
     objects = gather_objects(group, basins.voxels.numpy(), basins.foreground.numpy(), peaks)
     kept = objects.voxels >= max(minimum_size, 1)
     if drop_border:
-        kept[group[_at_faces(basins).numpy()]] = False
+        kept[group[_find_basins_at_faces(basins).numpy()]] = False
     objects = objects.select(kept)
     chosen = keep(objects)
     kept[kept] = chosen
     objects = objects.select(chosen)
-    # The background has basin -1, so its label is the last one.
+    # The background has basin -1, which indexes the last entry.
     label_of_basin = np.append(number_objects(kept)[1:][group], 0).astype(label_dtype(len(objects)))
     return look_up_labels(basins.pieces, label_of_basin[basins.basin_of.numpy()]), objects
 
@@ -60,13 +60,14 @@ def label_basins(  # noqa: PLR0913
 def gather_objects(
     group: NDArray[np.int64], voxels: NDArray[np.int64], foreground: NDArray[np.int64], peaks: NDArray[np.float64]
 ) -> Objects:
-    """Return the objects that basins are merged to.
+    """Return the objects that basins are merged into.
 
-    group                      object of every basin, int64 [R], from 0
-    voxels, foreground, peaks  of every basin: as of `Basins`, and the distance at its maximum
+    group               object of every basin, int64 [R], numbered from 0
+    voxels, foreground  of every basin, as in `Basins`
+    peaks               of every basin: distance at its maximum
     """
-    found = int(group.max(initial=-1)) + 1
-    sums, highest = np.zeros((2, found), np.int64), np.full(found, -np.inf)
+    object_count = int(group.max(initial=-1)) + 1
+    sums, highest = np.zeros((2, object_count), np.int64), np.full(object_count, -np.inf)
     np.add.at(sums[0], group, voxels)
     np.add.at(sums[1], group, foreground)
     np.fmax.at(highest, group, peaks)
@@ -74,13 +75,15 @@ def gather_objects(
 
 
 def look_up_labels(pieces: Tensor, label_of: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-    """Return the label of each voxel's piece, [Z, Y, X] of the dtype of `label_of` [P], which has one for each piece.
+    """Return the label of each voxel's piece, [Z, Y, X], from the labels of all pieces, `label_of` [P].
 
-    The device looks up signed integers with the same bits, because torch supports few operations on unsigned ones.
+    The result has the dtype of `label_of`. Torch supports few operations on unsigned integers, so the device looks up
+    signed integers with the same bits.
     """
     signed = torch.from_numpy(label_of.view(f"i{label_of.itemsize}")).to(pieces.device)
     if pieces.is_cuda and pieces.numel() * label_of.itemsize <= PINNED_BYTES:
-        # Torch reuses pinned memory for the next labels; the kernel would first clear every page of new memory.
+        # Torch reuses pinned memory for the next labels. In new memory, the operating system would first clear every
+        # page.
         return _download(signed, pieces).numpy().view(label_of.dtype)
     labels = np.empty(pieces.shape, label_of.dtype)
     step = max(LOOKUP_VOXELS // max(pieces[0].numel(), 1), 1)
@@ -100,8 +103,8 @@ def _download(label_of: Tensor, pieces: Tensor) -> Tensor:
     return host
 
 
-def _at_faces(basins: Basins) -> Tensor:
-    """Return the basins with a voxel in the first or last plane along an axis of several planes, a CPU int64 [N]."""
+def _find_basins_at_faces(basins: Basins) -> Tensor:
+    """Return the basins that touch a face of the volume, int64 [N] on the CPU. Axes of one voxel have no faces."""
     faces = [
         basins.pieces.select(axis, end).flatten()
         for axis, edge in enumerate(basins.pieces.shape)
@@ -113,7 +116,7 @@ def _at_faces(basins: Basins) -> Tensor:
 
 
 def keep_objects(segmentation: Segmentation, kept: NDArray[np.bool_]) -> Segmentation:
-    """Return labels of only the objects for which `kept` [N] is true, numbered without gaps."""
+    """Return labels of only the objects whose entry in `kept` [N] is true, numbered without gaps."""
     count = int(np.count_nonzero(kept))
     numbers = number_objects(kept).astype(label_dtype(count))
     objects = None if segmentation.objects is None else segmentation.objects.select(kept)

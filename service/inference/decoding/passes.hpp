@@ -1,4 +1,4 @@
-// Passes between pieces and basins of the watershed, and union-find to merge these.
+// Passes between pieces and basins of the watershed, and union-find to merge them.
 
 #pragma once
 
@@ -11,17 +11,17 @@
 
 namespace {
 
-// Where a path of one block ends: the piece of voxels that come there.
+// The end of paths in one block, and the piece of all voxels whose paths end there.
 struct Piece {
-  int64_t place;  // of the highest neighbour of the end, in the volume with its rim; of itself at a maximum
-  int32_t voxels;
-  int32_t top; // key there
-  int64_t foreground = 0; // sum over its voxels of the foreground's probability, in units of `PROBABILITY_ONE`
+  int64_t position;       // of the highest neighbor of the end, in the volume with its rim; of the end itself at a maximum
+  int32_t voxels;         // number of voxels
+  int32_t top;            // key at this position
+  int64_t foreground = 0; // sum of the foreground probabilities of its voxels, times `PROBABILITY_ONE`
 };
 
-// From a voxel near the top of a piece to a neighbour whose piece was not yet known.
+// A pass from a voxel near the top of a piece to a neighbor whose piece is not yet known.
 struct PendingPass {
-  int64_t place;
+  int64_t position;
   int32_t piece, key;
 };
 
@@ -31,59 +31,59 @@ template <typename Number> Number root_of(std::vector<Number> &parent, Number on
   return one;
 }
 
-// By two numbers, neither of which is 0, the highest of the keys of passes between them.
+// The highest key of the passes between each pair of pieces. Pieces are numbered from 1.
 //
-// A hash table with open addressing and linear probing, in one piece of memory: the C library frees millions of nodes
-// with a lock that everybody else who allocates waits for, seconds long.
+// This is a hash table with open addressing and linear probing in contiguous memory. A table of nodes would be slow: while
+// the C library frees millions of nodes, it holds a lock that blocks other allocations for seconds.
 class Passes {
 public:
   void add(int64_t one, int64_t other, int32_t key) {
     const uint64_t pair = pair_of(one, other);
-    Known &slot = recent_[mixed(pair) >> (64 - SLOT_BITS)];
+    Entry &slot = recent_[hash(pair) >> (64 - SLOT_BITS)];
     if (slot.pair != pair) {
-      put(slot);
+      flush(slot);
       slot = {pair, key};
     }
     slot.key = std::max(slot.key, key);
   }
 
   template <typename Visit> void visit_all(Visit visit) {
-    for (Known &slot : recent_)
-      put(slot);
-    for (const Known &known : highest_)
-      if (known.pair)
-        visit(first_of(known.pair), second_of(known.pair), known.key);
+    for (Entry &slot : recent_)
+      flush(slot);
+    for (const Entry &entry : highest_)
+      if (entry.pair)
+        visit(first_of(entry.pair), second_of(entry.pair), entry.key);
   }
 
-  // Gives each pair the numbers, below `count`, that `rename` returns, and forgets those that become one, and those that
-  // are lower, by `level` of their keys, than every pass of another way between their two sides: whatever peaks these
-  // rise to, they are joined by that way, or deep below the peak of either side. So hardly more are left than numbers.
+  // Renumbers each pair by `rename`, which returns numbers below `count`, and removes redundant pairs. A pair is redundant if
+  // its numbers are equal, or if a chain of higher passes (by `level` of their keys) connects the same two pieces: this chain
+  // merges the pieces, or they stay separate. At most about `count` pairs remain.
   template <typename Rename, typename Level> void prune(int64_t count, Rename rename, Level level) {
-    std::vector<Known> known;
-    known.reserve(count_ + recent_.size());
+    std::vector<Entry> entries;
+    entries.reserve(count_ + recent_.size());
     visit_all([&](int64_t one, int64_t other, int32_t key) {
       const int64_t first = rename(one), second = rename(other);
       if (first != second)
-        known.push_back({pair_of(first, second), key});
+        entries.push_back({pair_of(first, second), key});
     });
     *this = Passes();
-    std::sort(known.begin(), known.end(), [](const Known &a, const Known &b) { return a.key > b.key; });
+    std::sort(entries.begin(), entries.end(), [](const Entry &a, const Entry &b) { return a.key > b.key; });
     std::vector<int32_t> parent(count);
     std::iota(parent.begin(), parent.end(), 0);
-    const auto roots = [&](const Known &pass) {
+    const auto roots = [&](const Entry &pass) {
       return std::pair(root_of(parent, first_of(pass.pair)), root_of(parent, second_of(pass.pair)));
     };
-    for (size_t begin = 0, end; begin < known.size(); begin = end) {
-      const auto height = level(known[begin].key);
+    for (size_t begin = 0, end; begin < entries.size(); begin = end) {
+      const auto height = level(entries[begin].key);
       end = begin + 1;
-      while (end < known.size() && level(known[end].key) == height)
+      while (end < entries.size() && level(entries[end].key) == height)
         ++end;
-      // Which of several as high as each other is taken first is not yet known.
-      const auto needed = std::partition(known.begin() + begin, known.begin() + end, [&](const Known &pass) {
+      // Passes of equal height are compared before any of them is joined, because their order is not yet known.
+      const auto needed = std::partition(entries.begin() + begin, entries.begin() + end, [&](const Entry &pass) {
         const auto [one, other] = roots(pass);
         return one != other;
       });
-      for (auto pass = known.begin() + begin; pass != needed; ++pass) {
+      for (auto pass = entries.begin() + begin; pass != needed; ++pass) {
         const auto [one, other] = roots(*pass);
         parent[one] = other;
         add(first_of(pass->pair), second_of(pass->pair), pass->key);
@@ -91,13 +91,13 @@ public:
     }
   }
 
-  // How many pairs there are, but for those that were met a moment ago.
+  // Returns the number of pairs without those in the cache of recent pairs.
   size_t size() const { return count_; }
 
 private:
-  // Most passes are between pairs that were met a moment ago.
+  // Most passes belong to a recent pair, so recent pairs have a small direct-mapped cache of 2^SLOT_BITS slots.
   static constexpr int SLOT_BITS = 9;
-  struct Known {
+  struct Entry {
     uint64_t pair;
     int32_t key;
   };
@@ -106,40 +106,40 @@ private:
   }
   static int32_t first_of(uint64_t pair) { return static_cast<int32_t>(pair >> 32); }
   static int32_t second_of(uint64_t pair) { return static_cast<int32_t>(pair & UINT32_MAX); }
-  static size_t mixed(uint64_t pair) { return (pair ^ pair >> 29) * 0x9E3779B97F4A7C15; }
+  static size_t hash(uint64_t pair) { return (pair ^ pair >> 29) * 0x9E3779B97F4A7C15; }
 
-  void put(Known &slot) {
+  void flush(Entry &slot) {
     if (slot.pair) {
       if (4 * count_ >= 3 * highest_.size())
         grow();
-      Known &known = find(slot.pair);
-      if (!known.pair)
-        known = slot, ++count_;
-      known.key = std::max(known.key, slot.key);
+      Entry &entry = find(slot.pair);
+      if (!entry.pair)
+        entry = slot, ++count_;
+      entry.key = std::max(entry.key, slot.key);
     }
     slot.pair = 0;
   }
 
-  // Where the pair is, or would be.
-  Known &find(uint64_t pair) {
+  // Returns the entry of the pair, or the free entry for it.
+  Entry &find(uint64_t pair) {
     const size_t last = highest_.size() - 1;
-    size_t place = mixed(pair) >> (64 - bits_);
-    while (highest_[place].pair && highest_[place].pair != pair)
-      place = (place + 1) & last;
-    return highest_[place];
+    size_t index = hash(pair) >> (64 - bits_);
+    while (highest_[index].pair && highest_[index].pair != pair)
+      index = (index + 1) & last;
+    return highest_[index];
   }
 
   void grow() {
-    std::vector<Known> before(2 * highest_.size());
-    before.swap(highest_), ++bits_;
-    for (const Known &known : before)
-      if (known.pair)
-        find(known.pair) = known;
+    std::vector<Entry> old_entries(2 * highest_.size());
+    old_entries.swap(highest_), ++bits_;
+    for (const Entry &entry : old_entries)
+      if (entry.pair)
+        find(entry.pair) = entry;
   }
 
-  std::array<Known, 1 << SLOT_BITS> recent_{};
+  std::array<Entry, 1 << SLOT_BITS> recent_{};
   int bits_ = 6;
-  std::vector<Known> highest_ = std::vector<Known>(size_t(1) << bits_);
+  std::vector<Entry> highest_ = std::vector<Entry>(size_t(1) << bits_);
   size_t count_ = 0;
 };
 

@@ -1,4 +1,4 @@
-"""Smoothing of height maps that arrive in planes."""
+"""Smoothing of a height map that arrives in planes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 class Smoother:
     """Binomial filter (weights 1, 2, 1 along each axis), applied `times` times to planes that arrive in parts.
 
-    The outermost voxel is repeated beyond the faces of the volume. A plane leaves once the planes above that it needs
-    have arrived, so the result does not depend on how the planes were cut.
+    The outermost voxel is repeated beyond the faces of the volume. A plane is returned once the following planes that
+    it depends on have arrived, so the result does not depend on how the planes were divided.
     """
 
     def __init__(self, times: int) -> None:
@@ -21,7 +21,7 @@ class Smoother:
         self._masks: list[Tensor] = []
 
     def add(self, heights: Tensor, inside: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Add the next planes, float32 and any [planes, Y, X], and yield the finished ones."""
+        """Add the next planes, float32 heights and any mask [planes, Y, X], and yield the finished planes."""
         if not self._times:
             yield heights, inside
             return
@@ -31,7 +31,7 @@ class Smoother:
         yield from self._pop_finished()
 
     def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the planes that waited for others above them."""
+        """Yield the planes that were waiting for later planes."""
         if self._planes is not None:
             self._planes = torch.cat((self._planes, self._planes[-1:].expand(self._times, -1, -1)))
             yield from self._pop_finished()
@@ -49,7 +49,7 @@ class Smoother:
 
 
 def _smooth_axis(heights: Tensor, axis: int) -> Tensor:
-    """Filter [z, y, x] with weights 1, 2, 1 along one axis, repeating the ends."""
+    """Filter [z, y, x] with weights 1, 2, 1 along one axis, repeating the end voxels."""
     last = heights.shape[axis] - 1
     before = torch.cat((heights.narrow(axis, 0, 1), heights.narrow(axis, 0, last)), axis)
     after = torch.cat((heights.narrow(axis, 1, last), heights.narrow(axis, last, 1)), axis)

@@ -1,4 +1,4 @@
-"""Steering: changes by a request of the way in which a model's scores become objects."""
+"""Post-processing options of a request: changes in how a model's scores become objects."""
 
 from __future__ import annotations
 
@@ -12,63 +12,65 @@ from service.models.spec import Instances, ModelSpec
 
 
 def require_instances(spec: ModelSpec) -> Instances:
-    """Return how a model decodes objects. Raises TypeError for a model that finds none."""
+    """Return the instance decoding of a model. Raises TypeError if the model has another decoding."""
     if not isinstance(spec.decoding, Instances):
-        raise TypeError(f"{spec.name} finds no objects.")
+        raise TypeError(f"The model {spec.name} does not detect objects.")
     return spec.decoding
 
 
 def check_steering(spec: ModelSpec, output: OutputKind, steering: Steering) -> None:
-    """Check that the output of a model follows what a request steers. Raises BadParameter."""
+    """Check that the post-processing options apply to the output of a model. Raises BadParameter."""
     for name in steering.given:
         if not isinstance(spec.decoding, Instances):
             raise BadParameter(
-                f"{name}: {spec.name} gives each voxel the class with the highest score and finds no objects; leave it"
-                " out.",
+                f"{name}: this option applies to objects, but the model {spec.name} assigns a class to each voxel."
+                " Remove it.",
                 parameter=name,
             )
         if output == "probabilities" or (output == "classes" and name != "threshold"):
             raise BadParameter(
-                f"{name}: there are no objects in {output}; leave it out, or ask for output=labels.",
+                f"{name}: this option has no effect on output={output}. Remove it, or set output=labels.",
                 parameter=name,
                 suggested={"output": "labels"},
             )
 
 
 def minimum_voxels(steering: Steering, volume: Extent) -> int:
-    """Return how many voxels of the volume an object must have for the caller, 0 where that is not stated.
+    """Return the minimum object size of a request in voxels of the volume, 0 if the request has none.
 
-    Raises BadParameter for micrometres without a voxel size.
+    Raises BadParameter if the size is in cubic micrometers but the voxel size is not known.
     """
     if steering.minimum_size is None:
         return 0
     voxels = steering.minimum_size.in_voxels(volume.voxel_size)
     if voxels is None:
         raise BadParameter(
-            "minimum_size: the file states no voxel size, so um3 mean nothing; give voxel_size=Z,Y,X too, or a number"
-            " of voxels, such as 60.",
+            "minimum_size: the file does not specify a voxel size, which is needed to convert um3 to voxels. Add"
+            " voxel_size=Z,Y,X, or set minimum_size to a number of voxels, such as 60.",
             parameter="minimum_size",
         )
-    # 2.7 um3 are 100 voxels of 0.3 um, of which floats make a little more.
-    least = math.ceil(voxels * (1 - 1e-12))
-    # One more than there are drops everything as well, and fits the integers of the kernel.
-    return min(least, math.prod(volume.shape[1:]) + 1)
+    # With rounding errors, 2.7 um3 are slightly more than 100 voxels of 0.3 um.
+    voxel_count = math.ceil(voxels * (1 - 1e-12))
+    # One more voxel than the volume has removes every object too, and fits into the integers of the kernel.
+    return min(voxel_count, math.prod(volume.shape[1:]) + 1)
 
 
 def steer(spec: ModelSpec, steering: Steering, volume: Extent, size: Size) -> ModelSpec:
-    """Return a model as it decodes one request on a working grid of `size` (Z, Y, X), whose voxels its sizes are in.
+    """Return the model with the decoding for one request, on a working grid of `size` (Z, Y, X).
 
-    A stated minimum size or confidence is the only one that holds. Objects that are smaller wherever they lie are
-    dropped here, and `resample_segmentation` drops the others. Raises what `minimum_voxels` raises.
+    A minimum size or minimum confidence of the request replaces all of the model's criteria of that kind. Sizes in the
+    result are in voxels of the working grid. Objects that are too small at any position are removed by the decoder;
+    `resample_segmentation` removes the others. Raises the errors of `minimum_voxels`.
     """
     decoding = spec.decoding
     if not isinstance(decoding, Instances):
         return spec
     changes: dict[str, Any] = {}
     if steering.minimum_size is not None:
-        # Voxels of the stack that one of the grid becomes at most: whether an object has enough of them is known later.
-        most = math.prod(-(-n // edge) for n, edge in zip(volume.shape[1:], size, strict=True))
-        changes = {"minimum_size": -(-minimum_voxels(steering, volume) // most), "minimum_fraction": 0.0}
+        # Upper limit of the number of stack voxels per grid voxel. The exact size of an object is known only after
+        # resampling.
+        max_stack_voxels = math.prod(-(-n // edge) for n, edge in zip(volume.shape[1:], size, strict=True))
+        changes = {"minimum_size": -(-minimum_voxels(steering, volume) // max_stack_voxels), "minimum_fraction": 0.0}
     for name in ("threshold", "border", "min_confidence"):
         if (value := getattr(steering, name)) is not None:
             changes[name] = value

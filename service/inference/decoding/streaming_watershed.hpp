@@ -1,8 +1,8 @@
-// Watershed of a height map that comes in planes. `watershed.py` and `instances.py` compute the same with torch and NumPy.
+// Watershed of a height map that arrives in planes. `watershed.py` and `instances.py` compute the same with torch and NumPy.
 //
-// A block is a run of planes with a rim of background around each, in flat memory, so that the 26 neighbours of a voxel
-// are at fixed distances; its first and last plane are only neighbours of others. While a block is worked on, a negative
-// number in `pieces` is the complement of the place of the voxel's highest neighbour in the block.
+// A block consists of consecutive planes in flat memory. Each plane has a rim of background, so the 26 neighbors of a voxel
+// are at fixed distances. The first and the last plane of a block only serve as neighbors. While a block is processed, a
+// negative number in `pieces` is the complement of the position of the voxel's highest neighbor in the block.
 
 #pragma once
 
@@ -19,19 +19,19 @@
 
 namespace {
 
-// Passes that are kept before any is forgotten, 16 bytes each.
-constexpr size_t MANY_PASSES = size_t(1) << 16;
+// Number of passes from which redundant ones are removed; each uses 16 bytes.
+constexpr size_t MIN_PASSES_TO_PRUNE = size_t(1) << 16;
 
 class StreamingWatershed {
 public:
-  // As `stackseg_watershed`.
+  // See `stackseg_watershed` for the arguments.
   StreamingWatershed(const int64_t *size, bool along_y, float threshold, Persistence persistence, int64_t block)
       : along_y_(along_y), threshold_(threshold), persistence_(persistence), depth_(size[along_y]), rows_(size[!along_y] + 2),
         width_(size[2] + 2), plane_(rows_ * width_), block_planes_(std::min(std::max(block / plane_, int64_t(1)), depth_)),
         weights_{along_y ? 3 : 9, along_y ? 9 : 3}, keys_((block_planes_ + 3) * plane_), scratch_(4 * plane_),
         foreground_((block_planes_ + 3) * plane_), targets_((block_planes_ + 3) * plane_), pieces_((depth_ + 2) * plane_, true),
         scores_((block_planes_ + 3) * plane_), codes_(width_ - 2), limits_{BACKGROUND}, piece_ends_{{-1, 0, BACKGROUND}} {
-    // The plane below the volume, and the rims of the others: what they surround is written when it comes.
+    // Fill the plane below the volume and the rims of the other planes. Their inner voxels are written by `add`.
     std::fill_n(keys_.get(), plane_, BACKGROUND);
     for (int64_t z = 1; z < block_planes_ + 3; ++z) {
       int32_t *const plane = keys_.get() + z * plane_;
@@ -46,29 +46,29 @@ public:
       for (int to = 0; to < CODES; ++to)
         steps_[from * CODES + to] =
             static_cast<int32_t>(step(from, to, weights_[0]) * plane_ + step(from, to, weights_[1]) * width_ + step(from, to, 1));
-    int neighbour = 0;
+    int neighbor = 0;
     for (int64_t z = -1; z <= 1; ++z)
       for (int64_t y = -1; y <= 1; ++y)
         for (int64_t x = -1; x <= 1; ++x)
           if (z || y || x)
-            offsets_[neighbour++] = z * plane_ + y * width_ + x;
+            offsets_[neighbor++] = z * plane_ + y * width_ + x;
   }
 
-  // The next planes; the last of them waits for its upper neighbour.
+  // Adds the next planes. The last plane is processed once the plane above it arrives.
   void add(const Planes &heights, const Planes &inside, int64_t planes) {
     for (int64_t low = 0; low < planes; low += block_planes_) {
       const int64_t count = std::min(block_planes_, planes - low);
       fill(heights, inside, low, count);
       int64_t length = pending_planes_ + count;
-      // With the plane of background at the end, a small volume is done in one go.
+      // The last block includes the background plane at the end, so that a small volume needs only one block.
       if (z_ + length - 2 == depth_)
         std::fill(keys_.get() + length * plane_, keys_.get() + (length + 1) * plane_, BACKGROUND), ++length;
       if (length > 2) {
         const int32_t first = static_cast<int32_t>(piece_ends_.size());
         const int64_t count = trace_paths(length, first);
-        note_pending_passes();
+        add_pending_passes();
         find_passes(count);
-        forget_passes();
+        prune_passes();
         z_ += length - 2;
       }
       std::memmove(keys_.get(), keys_.get() + (length - 2) * plane_, 2 * plane_ * sizeof(int32_t));
@@ -77,8 +77,8 @@ public:
     }
   }
 
-  // Joins pieces to basins and basins to objects, and drops the unwanted; gives the number of those that are left.
-  int64_t join(int64_t least, bool drop_border) {
+  // Joins pieces to basins and basins to objects, and filters the objects; returns the number of remaining objects.
+  int64_t join(int64_t min_voxels, bool drop_border) {
     const int64_t basins = number_basins();
     const std::vector<int64_t> object = merge(basins);
     std::vector<int64_t> voxels(basins, 0), foreground(basins, 0);
@@ -88,7 +88,7 @@ public:
     }
     std::vector<char> kept(basins);
     for (int64_t basin = 0; basin < basins; ++basin)
-      kept[basin] = voxels[basin] >= std::max(least, int64_t(1));
+      kept[basin] = voxels[basin] >= std::max(min_voxels, int64_t(1));
     if (drop_border)
       visit_faces([&](int64_t piece) { kept[object[basin_of_[piece]]] = false; });
     std::vector<int32_t> numbers(basins, 0);
@@ -105,16 +105,16 @@ public:
     return count;
   }
 
-  // After `join`, of every object: voxels, the sum of their probabilities, the distance at its peak.
+  // After `join`, for every object: number of voxels, sum of their probabilities, distance at the peak.
   const std::vector<std::array<double, 3>> &facts() const { return facts_; }
 
-  // Replaces the number of each object by that of `numbers` [objects + 1], after `join`; number 0 is the background.
+  // After `join`, replaces the number of each object by its entry in `numbers` [objects + 1]; 0 is the background.
   void renumber(const int32_t *numbers) {
     for (int32_t &number : number_of_)
       number = numbers[number];
   }
 
-  // After `join`, into [Z, Y, X].
+  // After `join`, writes the labels [Z, Y, X].
   template <typename Label> void label(Label *labels) const {
     const int64_t z_step = along_y_ ? width_ : plane_, y_step = along_y_ ? plane_ : width_;
     const int64_t z_size = along_y_ ? rows_ - 2 : depth_, y_size = along_y_ ? depth_ : rows_ - 2;
@@ -127,84 +127,84 @@ public:
   }
 
 private:
-  // Along one axis, from the place modulo 3 of one voxel to that of its neighbour.
+  // Returns the step along one axis from a voxel to its neighbor, given their position codes.
   static int64_t step(int from, int to, int64_t weight) { return (to / weight % 3 - from / weight % 3 + 4) % 3 - 1; }
 
   void fill(const Planes &heights, const Planes &inside, int64_t low, int64_t count) {
     if (heights.kind)
-      fill_from(static_cast<const Bfloat16 *>(heights.data), heights.steps, inside, low, count);
+      fill_from(static_cast<const Bfloat16 *>(heights.data), heights.strides, inside, low, count);
     else
-      fill_from(static_cast<const float *>(heights.data), heights.steps, inside, low, count);
+      fill_from(static_cast<const float *>(heights.data), heights.strides, inside, low, count);
   }
 
   template <typename Height>
-  void fill_from(const Height *heights, const int64_t *steps, const Planes &inside, int64_t low, int64_t count) {
+  void fill_from(const Height *heights, const int64_t *strides, const Planes &inside, int64_t low, int64_t count) {
     if (inside.kind == 0)
-      fill_planes(heights, steps, static_cast<const float *>(inside.data), inside.steps, low, count);
+      fill_planes(heights, strides, static_cast<const float *>(inside.data), inside.strides, low, count);
     else if (inside.kind == 1)
-      fill_planes(heights, steps, static_cast<const Bfloat16 *>(inside.data), inside.steps, low, count);
+      fill_planes(heights, strides, static_cast<const Bfloat16 *>(inside.data), inside.strides, low, count);
     else
-      fill_planes(heights, steps, static_cast<const uint8_t *>(inside.data), inside.steps, low, count);
+      fill_planes(heights, strides, static_cast<const uint8_t *>(inside.data), inside.strides, low, count);
   }
 
-  // Writes the keys of planes that come next into the inside of their rims.
+  // Writes the keys of the next planes inside their rims.
   template <typename Height, typename Inside>
-  void fill_planes(const Height *heights, const int64_t *by, const Inside *inside, const int64_t *in_by, int64_t low,
-                   int64_t count) {
-    const bool dense = by[2] == 1 && in_by[2] == 1;
+  void fill_planes(const Height *heights, const int64_t *strides, const Inside *inside, const int64_t *inside_strides,
+                   int64_t low, int64_t count) {
+    const bool dense = strides[2] == 1 && inside_strides[2] == 1;
     for (int64_t i = 0; i < count; ++i)
       for (int64_t y = 0; y < rows_ - 2; ++y) {
-        const Height *const from = heights + (low + i) * by[0] + y * by[1];
-        const Inside *const mask = inside + (low + i) * in_by[0] + y * in_by[1];
+        const Height *const from = heights + (low + i) * strides[0] + y * strides[1];
+        const Inside *const mask = inside + (low + i) * inside_strides[0] + y * inside_strides[1];
         const int64_t z = z_ - 1 + pending_planes_ + i;
         const int32_t level = static_cast<int32_t>(weights_[0] * (z % 3) + weights_[1] * ((y + 1) % 3));
-        const int64_t place = (pending_planes_ + i) * plane_ + (y + 1) * width_ + 1;
+        const int64_t position = (pending_planes_ + i) * plane_ + (y + 1) * width_ + 1;
         if (dense)
-          fill_line(from, 1, mask, 1, level, keys_.get() + place, scores_.get() + place);
+          fill_line(from, 1, mask, 1, level, keys_.get() + position, scores_.get() + position);
         else
-          fill_line(from, by[2], mask, in_by[2], level, keys_.get() + place, scores_.get() + place);
+          fill_line(from, strides[2], mask, inside_strides[2], level, keys_.get() + position, scores_.get() + position);
       }
   }
 
   template <typename Height, typename Inside>
-  void fill_line(const Height *heights, int64_t step, const Inside *inside, int64_t in_step, int32_t level, int32_t *out,
+  void fill_line(const Height *heights, int64_t step, const Inside *inside, int64_t inside_step, int32_t level, int32_t *out,
                  uint8_t *__restrict scores) const {
     const int32_t *const codes = codes_.data();
     for (int64_t x = 0; x < width_ - 2; ++x) {
       const int32_t key = key_of(load_one(heights + x * step)) + level + codes[x];
-      out[x] = is_above(inside + x * in_step, threshold_) ? key : BACKGROUND;
+      out[x] = is_above(inside + x * inside_step, threshold_) ? key : BACKGROUND;
     }
     for (int64_t x = 0; x < width_ - 2; ++x)
-      scores[x] = code_of(inside + x * in_step);
+      scores[x] = code_of(inside + x * inside_step);
   }
 
-  // Finds out for every voxel of the foreground which piece it belongs to; gives how many there are. Where a path ends, or
-  // leads above the block, a piece begins: they are numbered from `first` in the order of these places.
+  // Determines the piece of every foreground voxel; returns the number of foreground voxels. There is a piece for each end
+  // of a path and for each position where a path leaves the block upwards, numbered from `first` in the order of positions.
   int64_t trace_paths(int64_t planes, int32_t first) {
     const int32_t *const keys = keys_.get();
     int32_t *const pieces = pieces_.get() + (z_ - 1) * plane_, *const scratch = scratch_.get();
     int32_t *const along_x = scratch + 3 * plane_, *const foreground = foreground_.get(), *const targets = targets_.get();
     const int64_t last = (planes - 1) * plane_;
-    widen(keys, plane_, width_, along_x, scratch);
-    widen(keys + plane_, plane_, width_, along_x, scratch + plane_);
+    max_filter_plane(keys, plane_, width_, along_x, scratch);
+    max_filter_plane(keys + plane_, plane_, width_, along_x, scratch + plane_);
     int64_t ends = 0, count = 0;
     for (int64_t z = 1; z < planes - 1; ++z) {
-      widen(keys + (z + 1) * plane_, plane_, width_, along_x, scratch + (z + 1) % 3 * plane_);
+      max_filter_plane(keys + (z + 1) * plane_, plane_, width_, along_x, scratch + (z + 1) % 3 * plane_);
       const int64_t before = count;
       count = list_foreground(keys, z * plane_, (z + 1) * plane_, foreground, count);
       for (int64_t n = before; n < count; ++n) {
-        const int32_t place = foreground[n];
-        const int32_t *const here = scratch + (place - z * plane_);
+        const int32_t position = foreground[n];
+        const int32_t *const here = scratch + (position - z * plane_);
         const int32_t top = highest_of(here[0], here[plane_], here[2 * plane_]);
-        const int32_t target = place + steps_[(keys[place] & PLACE_BITS) << 5 | (top & PLACE_BITS)];
+        const int32_t target = position + steps_[(keys[position] & POSITION_BITS) << 5 | (top & POSITION_BITS)];
         if (target < plane_) {
-          pieces[place] = pieces[target];
-        } else if (target == place || target >= last) {
-          pieces[place] = static_cast<int32_t>(first + ends);
+          pieces[position] = pieces[target];
+        } else if (target == position || target >= last) {
+          pieces[position] = static_cast<int32_t>(first + ends);
           targets[ends++] = target;
         } else {
-          // What lies behind may know its piece already; what lies ahead is still zero.
-          pieces[place] = pieces[target] > 0 ? pieces[target] : ~target;
+          // A target that was already visited may have its piece; one that was not is still zero.
+          pieces[position] = pieces[target] > 0 ? pieces[target] : ~target;
         }
       }
     }
@@ -212,12 +212,12 @@ private:
       piece_ends_.push_back({(z_ - 1) * plane_ + targets[end], 0, keys[targets[end]]});
       limits_.push_back(persistence_.limit(keys[targets[end]]));
     }
-    settle(pieces, count);
+    follow_paths(pieces, count);
     return count;
   }
 
-  // Follows every path to its end. What lies ahead of a voxel comes first, and then knows its piece.
-  void settle(int32_t *pieces, int64_t count) {
+  // Follows every path to its end. Voxels are visited backwards, so later voxels already have their piece.
+  void follow_paths(int32_t *pieces, int64_t count) {
     const int32_t *const foreground = foreground_.get();
     const std::array<int32_t, 256> &probability = probabilities();
     const uint8_t *const scores = scores_.get();
@@ -225,12 +225,12 @@ private:
     int64_t run = count, sum = 0;
     for (int64_t n = count - 1; n >= 0; --n) {
       const int32_t here = foreground[n], known = pieces[here];
-      // Most are there after one step or none, which of the two nobody could guess.
+      // Most paths end after at most one step. A branch between the two cases would be mispredicted.
       int32_t piece = pieces[known < 0 ? ~known : here];
       if (piece < 0)
         piece = follow(pieces, here);
       pieces[here] = piece;
-      // Counted in runs: one number that is raised voxel by voxel would be waited for.
+      // Count runs of voxels: incrementing one number for each voxel would stall the pipeline.
       if (piece != counted) {
         piece_ends_[counted].voxels += static_cast<int32_t>(run - n - 1);
         piece_ends_[counted].foreground += sum;
@@ -244,7 +244,7 @@ private:
     }
   }
 
-  // The piece at the end of a path. Every voxel on the way is visited once more, and from then on is an end for others.
+  // Returns the piece at the end of a path, and stores it for every voxel of the path.
   static int32_t follow(int32_t *pieces, int32_t here) {
     int32_t end = here;
     while (pieces[end] < 0)
@@ -258,7 +258,7 @@ private:
     return piece;
   }
 
-  // Finds the ways between voxels near the tops of the block's pieces and neighbours that belong to other pieces.
+  // Finds passes between voxels near the tops of the block's pieces and neighbors that belong to other pieces.
   void find_passes(int64_t count) {
     const int64_t low = (z_ - 1) * plane_;
     const int32_t *const keys = keys_.get(), *const pieces = pieces_.get() + low, *const foreground = foreground_.get();
@@ -268,39 +268,39 @@ private:
       if (key < limit)
         continue;
       for (const int64_t offset : offsets_) {
-        const int64_t neighbour = voxel + offset;
-        const int32_t other = pieces[neighbour], height = keys[neighbour];
+        const int64_t neighbor = voxel + offset;
+        const int32_t other = pieces[neighbor], height = keys[neighbor];
         if (other == piece || height < limit)
           continue;
         if (other)
           passes_.add(piece, other, std::min(key, height));
         else
-          pending_passes_.push_back({low + neighbour, piece, std::min(key, height)});
+          pending_passes_.push_back({low + neighbor, piece, std::min(key, height)});
       }
     }
   }
 
-  // Of the neighbours that lay beyond the block before, the pieces are known now.
-  void note_pending_passes() {
-    for (const PendingPass &way : pending_passes_)
-      if (const int32_t other = pieces_.get()[way.place]; other != way.piece)
-        passes_.add(way.piece, other, way.key);
+  // Adds the passes to neighbors above the previous block, whose pieces are known now.
+  void add_pending_passes() {
+    for (const PendingPass &pending : pending_passes_)
+      if (const int32_t other = pieces_.get()[pending.position]; other != pending.piece)
+        passes_.add(pending.piece, other, pending.key);
     pending_passes_.clear();
   }
 
-  // In crowded stacks without clear peaks passes would take many times the memory of the stack.
-  void forget_passes() {
-    if (passes_.size() < most_passes_)
+  // Removes redundant passes. In crowded stacks without clear peaks they would use many times the memory of the stack.
+  void prune_passes() {
+    if (passes_.size() < prune_threshold_)
       return;
     const auto distance = [this](int32_t key) { return persistence_.distance(height_of(key)); };
     passes_.prune(piece_ends_.size(), [this](int64_t piece) { return piece_above(piece); }, distance);
-    most_passes_ = std::max(MANY_PASSES, 2 * passes_.size());
+    prune_threshold_ = std::max(MIN_PASSES_TO_PRUNE, 2 * passes_.size());
   }
 
-  // The last piece, of those known so far, that the path of a piece leads to.
+  // Returns the last known piece that the path of a piece leads to.
   int64_t piece_above(int64_t piece) {
     int64_t last = piece;
-    while (const int64_t next = pieces_.get()[piece_ends_[last].place]) {
+    while (const int64_t next = pieces_.get()[piece_ends_[last].position]) {
       if (next == last)
         break;
       last = next;
@@ -308,17 +308,17 @@ private:
     return last;
   }
 
-  // Which basin every piece belongs to; gives the number of basins, which are in the order of the places of their maxima.
+  // Determines the basin of every piece; returns the number of basins, ordered by the positions of their maxima.
   int64_t number_basins() {
     const int64_t count = static_cast<int64_t>(piece_ends_.size());
-    // Paths that went up could not know the piece above.
+    // The pieces above a block were not known when its paths were traced.
     std::vector<int64_t> link(count);
     std::vector<int64_t> maxima;
     for (int64_t piece = 1; piece < count; ++piece)
-      if ((link[piece] = pieces_.get()[piece_ends_[piece].place]) == piece)
+      if ((link[piece] = pieces_.get()[piece_ends_[piece].position]) == piece)
         maxima.push_back(piece);
     std::sort(maxima.begin(), maxima.end(),
-              [this](int64_t one, int64_t other) { return order(piece_ends_[one].place) < order(piece_ends_[other].place); });
+              [this](int64_t one, int64_t other) { return order(piece_ends_[one].position) < order(piece_ends_[other].position); });
     basin_of_.assign(count, -1);
     peaks_.clear();
     for (size_t basin = 0; basin < maxima.size(); ++basin) {
@@ -330,15 +330,15 @@ private:
     return static_cast<int64_t>(maxima.size());
   }
 
-  // In the order in which voxels are in the volume, by their places with the rim.
-  int64_t order(int64_t place) const {
+  // Returns a number that sorts positions including the rim in the order of the voxels of the volume.
+  int64_t order(int64_t position) const {
     if (!along_y_)
-      return place;
-    const int64_t plane = place / plane_, row = place % plane_ / width_, x = place % width_;
+      return position;
+    const int64_t plane = position / plane_, row = position % plane_ / width_, x = position % width_;
     return (row * (depth_ + 2) + plane) * width_ + x;
   }
 
-  // The object of every basin, numbered from 0 in the order of the highest basins that objects have.
+  // Returns the object of every basin: the number of its highest basin.
   std::vector<int64_t> merge(int64_t basins) {
     std::vector<int64_t> parent(basins);
     std::iota(parent.begin(), parent.end(), 0);
@@ -354,13 +354,13 @@ private:
     return parent;
   }
 
-  // Between basins, the highest first; of those as high the one with the lower numbers. Two basins may have several.
+  // Returns the shallow passes between basins by descending height, then by their numbers. A pair may occur several times.
   std::vector<Pass> shallow_passes() {
     std::vector<Pass> shallow;
     passes_.visit_all([&](int64_t one_piece, int64_t other_piece, int32_t key) {
       const int64_t first = basin_of_[one_piece], second = basin_of_[other_piece];
       const double height = persistence_.distance(height_of(key)), one = peaks_[first], other = peaks_[second];
-      // What is not a number is not near anything.
+      // A peak of NaN has no shallow passes.
       const bool comparable = !std::isnan(one) && !std::isnan(other);
       if (first != second && comparable && std::min(one, other) - height < persistence_.depth)
         shallow.push_back({height, std::min(first, second), std::max(first, second)});
@@ -371,15 +371,15 @@ private:
     return shallow;
   }
 
-  // Calls with every piece of a voxel in the first or last plane along an axis that has more than one.
+  // Calls `visit` with the piece of every voxel in the first or last plane along each axis of more than one voxel.
   template <typename Visit> void visit_faces(Visit visit) const {
-    const std::array<int64_t, 3> edges = {depth_, rows_ - 2, width_ - 2}, by = {plane_, width_, 1};
+    const std::array<int64_t, 3> edges = {depth_, rows_ - 2, width_ - 2}, strides = {plane_, width_, 1};
     for (size_t axis = 0; axis < 3; ++axis) {
       const size_t one = (axis + 1) % 3, other = (axis + 2) % 3;
       for (const int64_t end : {int64_t(1), edges[axis]})
         for (int64_t i = 1; edges[axis] > 1 && i <= edges[one]; ++i)
           for (int64_t j = 1; j <= edges[other]; ++j)
-            if (const int32_t piece = pieces_.get()[end * by[axis] + i * by[one] + j * by[other]])
+            if (const int32_t piece = pieces_.get()[end * strides[axis] + i * strides[one] + j * strides[other]])
               visit(piece);
     }
   }
@@ -388,24 +388,24 @@ private:
   const float threshold_;
   const Persistence persistence_;
   const int64_t depth_, rows_, width_, plane_, block_planes_;
-  // What a place modulo 3 along planes and rows counts in a code.
+  // Weights of the position modulo 3 along planes and rows in a position code.
   const std::array<int64_t, 2> weights_;
   Pages<int32_t> keys_, scratch_, foreground_, targets_, pieces_;
-  // Of the foreground's scores, as `code_of` has them.
+  // Codes of the foreground scores, see `code_of`.
   Pages<uint8_t> scores_;
   std::vector<int32_t> codes_;
-  // From a voxel of one code to its neighbour of another; and to each neighbour.
+  // Offsets from a voxel to its neighbors: by the position codes of both, and of all neighbors.
   std::array<int32_t, CODES * CODES> steps_;
-  std::array<int64_t, NEIGHBOURS> offsets_;
-  // The first plane of the next block, counted with the rim, and how many planes of it are there: the one below it,
-  // and then the one that waits for its upper neighbour.
+  std::array<int64_t, NEIGHBORS> offsets_;
+  // Index of the first plane of the next block, including the rim, and number of its planes that have arrived: the plane
+  // below it, and then the plane that waits for the plane above it.
   int64_t z_ = 1, pending_planes_ = 1;
-  // By number; 0 is the background. The key below which no pass of a piece matters, and the rest.
+  // Pieces by number; 0 is the background. `limits_` is the key below which the passes of a piece are irrelevant.
   std::vector<int32_t> limits_;
   std::vector<Piece> piece_ends_;
   Passes passes_;
   std::vector<PendingPass> pending_passes_;
-  size_t most_passes_ = MANY_PASSES;
+  size_t prune_threshold_ = MIN_PASSES_TO_PRUNE;
   std::vector<int64_t> basin_of_;
   std::vector<double> peaks_;
   std::vector<int32_t> number_of_;

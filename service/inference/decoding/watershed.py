@@ -1,7 +1,7 @@
 """Watershed basins of a height map that arrives in planes, and the passes between them, by torch on any device.
 
-Planes are processed in blocks that fit a processor's cache, and of a finished block only the piece number of each voxel
-is kept. Neither basins nor passes depend on where planes were cut.
+Planes are processed in blocks that fit into the cache of a processor. Of a finished block, only the piece number of
+each voxel is kept. Basins and passes do not depend on how the planes were divided.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.quantities import Size
-from service.inference.decoding.watershed_kernel import PROBABILITY_ONE, choose_block
+from service.inference.decoding.watershed_kernel import PROBABILITY_ONE, choose_block_voxels
 
-# The least 32-bit integer, below every height.
-BACKGROUND = -(2**31)
+# Key of background voxels: the lowest 32-bit integer, below the key of every height.
+BACKGROUND_KEY = -(2**31)
 
-# Voxels whose neighbours are looked at together, with a number for each of 26.
-NEIGHBOUR_BATCH = 2**14
+# Number of voxels whose neighbors are examined together, with one number for each of the 26 neighbors.
+NEIGHBOR_BATCH_VOXELS = 2**14
 
-# A height gives its last five bits to the voxel's place modulo 3 along each axis, which tells 27 neighbours apart.
-PLACE_BITS = 0b11111
+# The last five bits of a key contain the position of the voxel modulo 3 along each axis, which identifies the neighbor.
+POSITION_BITS = 0b11111
 
-# Probability of the foreground by code: its logit in steps of 1/16 from -8 to 8.
+# Foreground probability by code. The codes are logits in steps of 1/16 from -8 to 8.
 PROBABILITIES = torch.from_numpy(np.rint(PROBABILITY_ONE / (1 + np.exp((128 - np.arange(256)) / 16))).astype(np.int64))
 
-NEIGHBOURS = tuple((z, y, x) for z in (-1, 0, 1) for y in (-1, 0, 1) for x in (-1, 0, 1) if (z, y, x) != (0, 0, 0))
+NEIGHBORS = tuple((z, y, x) for z in (-1, 0, 1) for y in (-1, 0, 1) for x in (-1, 0, 1) if (z, y, x) != (0, 0, 0))
 
 
 class Passes(NamedTuple):
-    """Passes over the border of two basins: their numbers, int64 [E] each, and height, float32 [E].
+    """Passes between basins: their numbers, int64 [E] each, and heights, float32 [E].
 
-    The height is that of the lower of two voxels that touch. Many rows may join one pair, or a basin with itself.
+    A pass is a pair of neighboring voxels with the height of the lower one. Rows may repeat a pair of basins, or join a
+    basin with itself.
     """
 
     first: Tensor
@@ -47,14 +48,14 @@ class Passes(NamedTuple):
 
 @dataclass(frozen=True)
 class Basins:
-    """Basins of the whole volume, numbered from 0 in the order of the places of their maxima.
+    """Basins of the whole volume, numbered from 0 in the order of the positions of their maxima.
 
-    basin_of  int64 [P] on the CPU: the basin of each piece; the background is piece 0 and has basin -1
-    pieces    int32 [Z, Y, X]: the piece of every voxel
-    peaks     float32 [R]: height of each basin's maximum
-    voxels    int64 [R] on the CPU: size of each basin
-    foreground  int64 [R] on the CPU: sum over its voxels of the foreground's probability, in units of `PROBABILITY_ONE`
-    passes    every pass that is not below the floor of one of its two peaks
+    basin_of    int64 [P] on the CPU: the basin of each piece; the background is piece 0 and has basin -1
+    pieces      int32 [Z, Y, X]: the piece of every voxel
+    peaks       float32 [R]: height of each basin's maximum
+    voxels      int64 [R] on the CPU: size of each basin
+    foreground  int64 [R] on the CPU: sum of the foreground probabilities of its voxels, times `PROBABILITY_ONE`
+    passes      every pass that is not below the floor of one of its two peaks
     """
 
     basin_of: Tensor
@@ -66,39 +67,41 @@ class Basins:
 
 
 class _PieceEnds(NamedTuple):
-    """Ends of the steepest-ascent paths of one block, int64 [P] each, one piece per row.
+    """Ends of the steepest-ascent paths of one block, int64 [P] each, one row per piece.
 
-    place    place of the highest neighbour of its end in the volume with its rim; of the end itself at a maximum
-    top      key there
-    voxels   size of the piece
-    foreground  sum over its voxels of the foreground's probability
+    position    of the highest neighbor of the end, in the volume with its rim; of the end itself if it is a maximum
+    top         key at this position
+    voxels      size of the piece
+    foreground  sum of the foreground probabilities of its voxels
     """
 
-    place: Tensor
+    position: Tensor
     top: Tensor
     voxels: Tensor
     foreground: Tensor
 
 
 class _BlockPaths(NamedTuple):
-    """The foreground of a block in flat memory, int32 [N] each, and the ends of its paths, int32 [P] each.
+    """Foreground voxels of a block in flat memory, int32 [N] each, and the ends of their paths, int32 [P] each.
 
-    row_of   int32 [L]: 1 + the row of every voxel of the block, 0 for background and for the planes at either end
-    place    where every voxel is, counted from the plane below the block; `own` is its key
-    piece    which of the P ends its path leads to
-    targets  place of the highest neighbour of each end, or the end itself; `tops` is the key there
+    row_of    int32 [L]: 1 + the row of every voxel of the block, 0 for background and for the first and last plane
+    position  flat position of each voxel, counted from the plane below the block
+    own_key   key of each voxel
+    piece     index of the end that its path leads to
+    targets   position of the highest neighbor of each end, or of the end itself
+    tops      key at the target
     """
 
     row_of: Tensor
-    place: Tensor
-    own: Tensor
+    position: Tensor
+    own_key: Tensor
     piece: Tensor
     targets: Tensor
     tops: Tensor
 
 
 class Planes(NamedTuple):
-    """Planes of a volume of `size` (Z, Y, X), which come to a device along z, or along y, each with all of z then."""
+    """Planes of a volume of `size` (Z, Y, X), which arrive on a device along z, or along y with all of z."""
 
     size: Size
     device: torch.device
@@ -106,18 +109,17 @@ class Planes(NamedTuple):
 
 
 class Watershed:
-    """Watershed transform of planes that are added one after the other.
+    """Watershed transform of planes that are added incrementally.
 
-    A path leads from every voxel to the highest of its 26 neighbours, as in the watershed by topographical distance
-    (Meyer 1994); its end is found by pointer jumping (Wyllie 1979) within a block of planes. A path that leaves its
-    block ends there as a piece of its own; pieces are joined at the end. Heights are compared by all but their last
-    five bits. Among equals the place decides, so that every path ends; between the maxima of one plateau there are
-    passes of its own height.
+    A path leads from every voxel to the highest of its 26 neighbors, as in the watershed by topographical distance
+    (Meyer 1994). Its end is found by pointer jumping (Wyllie 1979) within a block of planes. A path that leaves its
+    block ends there as a separate piece; `finish` joins the pieces. Heights are compared without their last five bits.
+    Positions break ties, so every path ends. Several maxima of one plateau have passes of the plateau's height.
 
-    planes  to come; the basins are the same along y and z
-    floor   heights of peaks, float32 [R] -> height of the lowest pass that matters to each, float32 [R]
-    block   voxels that are worked on together; None: as `choose_block` has it
-    neighbours  voxels whose neighbours are looked at together
+    planes          of the volume; the basins are the same along y and z
+    floor           function from heights of peaks, float32 [R], to the lowest relevant pass of each, float32 [R]
+    block           number of voxels that are processed together; None: use `choose_block_voxels`
+    neighbor_batch  number of voxels whose neighbors are examined together
     """
 
     def __init__(
@@ -125,29 +127,29 @@ class Watershed:
         planes: Planes,
         floor: Callable[[Tensor], Tensor],
         block: int | None = None,
-        neighbours: int = NEIGHBOUR_BATCH,
+        neighbor_batch: int = NEIGHBOR_BATCH_VOXELS,
     ) -> None:
         size, device, along_y = planes
         depth, height, width = (size[1], size[0], size[2]) if along_y else size
-        self._along_y, self._neighbours = along_y, neighbours
+        self._along_y, self._neighbor_batch = along_y, neighbor_batch
         self._floor, self._device, self._depth = floor, device, depth
-        # A rim of background on every side: neighbours of a voxel are then at fixed distances in memory.
+        # A rim of background on every side puts the neighbors of all voxels at the same distances in memory.
         self._rows = (height + 2, width + 2)
         self._plane = self._rows[0] * self._rows[1]
-        block = choose_block(size, along_y=along_y) if block is None else block
+        block = choose_block_voxels(size, along_y=along_y) if block is None else block
         self._block_planes = min(max(block // self._plane, 1), depth)
         self._pieces = torch.zeros((depth + 2, *self._rows), dtype=torch.int32, device=device)
-        # Together the place of each voxel, modulo 3 along each axis; the same whichever planes come.
+        # Position of each voxel modulo 3 along each axis; independent of the direction in which planes arrive.
         self._weights = (3, 9) if along_y else (9, 3)
         self._plane_codes, self._codes = _codes(self._block_planes, *self._rows, self._weights, device)
-        # Only the CPU tensors are cached: one on a device would have to be ordered with every stream that reads it.
+        # Only CPU tensors are cached: streams would have to be synchronized with a cached tensor on a device.
         self._offsets = _offsets(*self._rows).to(device, non_blocking=True)
         self._steps = _steps(self._plane, self._rows[1], self._weights).to(device, non_blocking=True)
-        # The plane below the next block, and then the one that waits for its upper neighbour.
+        # The plane below the next block, followed by the plane that waits for the plane above it.
         self._pending = self._empty(1)
         self._pending_codes = torch.zeros_like(self._pending, dtype=torch.uint8)
         self._probabilities = PROBABILITIES.to(device, non_blocking=True)
-        # The first plane of the next block, counted with the rim.
+        # Index of the first plane of the next block, including the rim.
         self._z = 1
         zero = torch.zeros(1, dtype=torch.int64, device=device)
         self._piece_ends = [_PieceEnds(zero - 1, zero, zero, zero)]
@@ -155,14 +157,14 @@ class Watershed:
         self._candidates: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, heights: Tensor, inside: Tensor, codes: Tensor) -> None:
-        """Add the next planes, float32, bool and codes of the foreground [planes, Y, X], or [Z, planes, X] along y."""
+        """Add float32 heights, mask and foreground codes of the next planes [planes, Y, X]; along y [Z, planes, X]."""
         if self._along_y:
             heights, inside, codes = (each.transpose(0, 1) for each in (heights, inside, codes))
         for low in range(0, len(heights), self._block_planes):
             part = slice(low, low + self._block_planes)
             before, planes = len(self._pending), len(heights[part])
             last = self._z + before - 2 + planes == self._depth
-            # With the plane of background at the end, a small volume is done in one go.
+            # The last block includes the background plane at the end, so that a small volume needs only one block.
             block = self._empty(before + planes + last)
             block[:before] = self._pending
             self._fill(heights[part], inside[part], block[before : before + planes])
@@ -172,16 +174,16 @@ class Watershed:
             self._advance(block, block_codes)
 
     def finish(self) -> Basins:
-        """Return the basins, once all planes were added."""
+        """Return the basins after all planes were added."""
         ends = torch.cat([torch.stack(each) for each in self._piece_ends], 1)
-        # The piece above a block was not known when its paths were traced. The place -1 of piece 0 is in the rim.
+        # The pieces above a block were not known when its paths were traced. Position -1 of piece 0 is in the rim.
         above = self._pieces.view(-1)[ends[0]]
-        # In NumPy, which takes a fraction of torch's time for so few numbers.
-        link, place, top, voxels, foreground = torch.cat((above[None], ends)).cpu().numpy()
+        # NumPy is much faster than torch for so few numbers.
+        link, position, top, voxels, foreground = torch.cat((above[None], ends)).cpu().numpy()
         maxima = np.flatnonzero(link == np.arange(len(link)))[1:]
-        maxima = maxima[self._order(place[maxima]).argsort()]
-        while not np.array_equal(further := link[link], link):
-            link = further
+        maxima = maxima[self._order_by_position(position[maxima]).argsort()]
+        while not np.array_equal(next_link := link[link], link):
+            link = next_link
         basin = np.full_like(link, -1)
         basin[maxima] = np.arange(len(maxima))
         basin_of = basin[link]
@@ -191,28 +193,28 @@ class Watershed:
         inner = self._pieces[1:-1, 1:-1, 1:-1]
         inner = inner.transpose(0, 1) if self._along_y else inner
         peaks = heights_of_keys(torch.from_numpy(top[maxima]).int()).to(self._device)
-        of_piece, sums = torch.from_numpy(basin_of), torch.from_numpy(total[:, 1:])
-        return Basins(of_piece, inner, peaks, sums[0], sums[1], self._passes(of_piece))
+        basin_of_piece, sums = torch.from_numpy(basin_of), torch.from_numpy(total[:, 1:])
+        return Basins(basin_of_piece, inner, peaks, sums[0], sums[1], self._passes(basin_of_piece))
 
-    def _order(self, place: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return numbers [N] that order places with the rim like the voxels of the volume."""
+    def _order_by_position(self, position: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return numbers [N] that sort positions including the rim in the order of the voxels of the volume."""
         if not self._along_y:
-            return place
-        plane, rest = np.divmod(place, self._plane)
+            return position
+        plane, rest = np.divmod(position, self._plane)
         row, x = np.divmod(rest, self._rows[1])
         return (row * (self._depth + 2) + plane) * self._rows[1] + x
 
     def _passes(self, basin_of: Tensor) -> Passes:
         if not self._candidates:
-            none = torch.zeros(0, dtype=torch.int64, device=self._device)
-            return Passes(none, none, none.float())
-        here, place, key = (torch.cat(column) for column in zip(*self._candidates, strict=True))
-        # Many more than basins, so that they stay where they are.
-        of_piece, other = basin_of.to(self._device), self._pieces.view(-1)[place]
-        return Passes(of_piece[here], of_piece[other], heights_of_keys(key))
+            no_indices = torch.zeros(0, dtype=torch.int64, device=self._device)
+            return Passes(no_indices, no_indices, no_indices.float())
+        here, position, key = (torch.cat(column) for column in zip(*self._candidates, strict=True))
+        # There are many more passes than basins, so they stay on the device.
+        basin_of_piece, other = basin_of.to(self._device), self._pieces.view(-1)[position]
+        return Passes(basin_of_piece[here], basin_of_piece[other], heights_of_keys(key))
 
     def _empty(self, planes: int) -> Tensor:
-        return torch.full((planes, *self._rows), BACKGROUND, dtype=torch.int32, device=self._device)
+        return torch.full((planes, *self._rows), BACKGROUND_KEY, dtype=torch.int32, device=self._device)
 
     def _fill(self, heights: Tensor, inside: Tensor, block: Tensor) -> None:
         """Write the keys of the next planes inside their rims."""
@@ -220,11 +222,11 @@ class Watershed:
         keys = _keys(heights)
         keys += self._plane_codes[z : z + len(keys)]
         keys += self._codes
-        background = keys.new_full((), BACKGROUND)
+        background = keys.new_full((), BACKGROUND_KEY)
         torch.where(inside, keys, background, out=block[:, 1:-1, 1:-1])
 
     def _advance(self, block: Tensor, codes: Tensor) -> None:
-        """Process the planes whose upper neighbours have arrived; `block` begins with the pending ones."""
+        """Process the planes whose upper neighbors have arrived. `block` begins with the pending planes."""
         if len(block) > 2:
             if (paths := self._trace_paths(block.view(-1))) is not None:
                 self._store_pieces(paths, codes.view(-1))
@@ -233,26 +235,28 @@ class Watershed:
         self._pending, self._pending_codes = block[-2:].clone(), codes[-2:].clone()
 
     def _trace_paths(self, keys: Tensor) -> _BlockPaths | None:
-        """Trace the paths of voxels between the first and the last plane; None without any foreground."""
-        place = (keys[self._plane : -self._plane] > BACKGROUND).nonzero().squeeze(1) + self._plane
-        if not len(place):
+        """Trace the paths of voxels between the first and the last plane; None if there is no foreground."""
+        position = (keys[self._plane : -self._plane] > BACKGROUND_KEY).nonzero().squeeze(1) + self._plane
+        if not len(position):
             return None
-        # Rows count from 1 in the order of their places; row 0 stands for everything outside of the block.
-        rows = torch.arange(1, len(place) + 1, dtype=torch.int32, device=self._device)
-        row_of = torch.zeros_like(keys).index_copy_(0, place, rows)
-        place = place.int()
-        highest, rim = _highest(keys, self._plane, self._rows[1])
-        own, highest = keys.index_select(0, place), highest.index_select(0, place - rim)
-        target = place + self._steps.index_select(0, ((own & PLACE_BITS) << 5) | (highest & PLACE_BITS))
+        # Rows are numbered from 1 in the order of their positions. Row 0 represents everything outside the block.
+        rows = torch.arange(1, len(position) + 1, dtype=torch.int32, device=self._device)
+        row_of = torch.zeros_like(keys).index_copy_(0, position, rows)
+        position = position.int()
+        highest, rim = _highest_around(keys, self._plane, self._rows[1])
+        own_key, highest = keys.index_select(0, position), highest.index_select(0, position - rim)
+        target = position + self._steps.index_select(0, ((own_key & POSITION_BITS) << 5) | (highest & POSITION_BITS))
         parent = row_of.index_select(0, target)
         parent = torch.where(parent == 0, rows, parent) - 1
-        while not torch.equal(further := parent.index_select(0, parent), parent):
-            parent = further
+        while not torch.equal(grandparent := parent.index_select(0, parent), parent):
+            parent = grandparent
         ends = (parent == rows - 1).nonzero().squeeze(1)
         numbers = torch.zeros_like(rows)
         numbers[ends] = torch.arange(len(ends), dtype=torch.int32, device=self._device)
         piece = numbers.index_select(0, parent)
-        return _BlockPaths(row_of, place, own, piece, target.index_select(0, ends), highest.index_select(0, ends))
+        return _BlockPaths(
+            row_of, position, own_key, piece, target.index_select(0, ends), highest.index_select(0, ends)
+        )
 
     def _store_pieces(self, paths: _BlockPaths, codes: Tensor) -> None:
         """Write the pieces of a block into the volume, and record their ends."""
@@ -261,48 +265,45 @@ class Watershed:
         inner = paths.row_of[self._plane : -self._plane]
         number_of = torch.cat((paths.piece.new_zeros(1), paths.piece + self._count))
         torch.index_select(number_of, 0, inner, out=pieces[low + self._plane :][: len(inner)])
-        place = low + paths.targets.long()
+        position = low + paths.targets.long()
         voxels = torch.bincount(paths.piece, minlength=len(paths.targets))
-        probability = self._probabilities[codes.index_select(0, paths.place).int()].double()
+        probability = self._probabilities[codes.index_select(0, paths.position).int()].double()
         foreground = torch.bincount(paths.piece, probability, minlength=len(paths.targets)).long()
-        self._piece_ends.append(_PieceEnds(place, paths.tops.long(), voxels, foreground))
+        self._piece_ends.append(_PieceEnds(position, paths.tops.long(), voxels, foreground))
         self._count += len(paths.targets)
 
     def _find_passes(self, paths: _BlockPaths, keys: Tensor) -> None:
-        """Find passes near the tops of a block's pieces; the pieces of the plane above are not yet known."""
-        # The least key that a pass may touch.
+        """Find passes near the tops of a block's pieces. The pieces of the plane above are not yet known."""
+        # Lowest key of a relevant pass.
         limit = _keys(self._floor(heights_of_keys(paths.tops))).index_select(0, paths.piece)
-        near = (paths.own >= limit).nonzero().squeeze(1)
+        near = (paths.own_key >= limit).nonzero().squeeze(1)
         here = paths.piece + (self._count - len(paths.targets))
-        for rows in torch.split(near, self._neighbours):
-            columns = (paths.place, paths.own, limit, here)
+        for rows in torch.split(near, self._neighbor_batch):
+            columns = (paths.position, paths.own_key, limit, here)
             self._collect_passes(keys, *(each.index_select(0, rows) for each in columns))
 
-    def _collect_passes(self, keys: Tensor, index: Tensor, own: Tensor, limit: Tensor, here: Tensor) -> None:
-        """Record neighbours of these voxels that belong to other pieces and are not below the limit."""
+    def _collect_passes(self, keys: Tensor, index: Tensor, own_key: Tensor, limit: Tensor, here: Tensor) -> None:
+        """Record the neighbors of these voxels that belong to other pieces and are not below the limit."""
         around = (index[:, None] + self._offsets).view(-1)
-        key = keys.index_select(0, around).view(-1, len(NEIGHBOURS))
-        found = (key >= limit[:, None]).view(-1).nonzero().squeeze(1)
-        rows = found // len(NEIGHBOURS)
-        place = (self._z - 1) * self._plane + around.index_select(0, found).long()
-        differs = (self._pieces.view(-1).index_select(0, place) != here.index_select(0, rows)).nonzero().squeeze(1)
-        rows, found = rows.index_select(0, differs), found.index_select(0, differs)
-        height = torch.minimum(own.index_select(0, rows), key.view(-1).index_select(0, found))
-        self._candidates.append((here.index_select(0, rows), place.index_select(0, differs), height))
+        key = keys.index_select(0, around).view(-1, len(NEIGHBORS))
+        hits = (key >= limit[:, None]).view(-1).nonzero().squeeze(1)
+        rows = hits // len(NEIGHBORS)
+        position = (self._z - 1) * self._plane + around.index_select(0, hits).long()
+        others = (self._pieces.view(-1).index_select(0, position) != here.index_select(0, rows)).nonzero().squeeze(1)
+        rows, hits = rows.index_select(0, others), hits.index_select(0, others)
+        height = torch.minimum(own_key.index_select(0, rows), key.view(-1).index_select(0, hits))
+        self._candidates.append((here.index_select(0, rows), position.index_select(0, others), height))
 
 
 def foreground_codes(scores: Tensor) -> Tensor:
-    """Return the codes in `PROBABILITIES` of logits of the foreground, uint8 of the same shape; a mask is certain."""
+    """Return the codes in `PROBABILITIES` of foreground logits, uint8; voxels of a mask have the highest code."""
     if scores.dtype == torch.bool:
         return torch.full(scores.shape, 255, dtype=torch.uint8, device=scores.device)
     return (scores.float() * 16 + 128.5).clamp_(0, 255).nan_to_num_(0).to(torch.uint8)
 
 
-def _highest(keys: Tensor, plane: int, row: int) -> tuple[Tensor, int]:
-    """Return the highest key among each voxel and its 26 neighbours, and how many voxels at either end have none.
-
-    Rows lie one behind the other in flat memory, where the rim keeps them apart: one filter per axis, each contiguous.
-    """
+def _highest_around(keys: Tensor, plane: int, row: int) -> tuple[Tensor, int]:
+    """Return the highest key of each voxel and its 26 neighbors, and the number of voxels missing at each end."""
     for step in (1, row, plane):
         two = torch.maximum(keys[: -2 * step], keys[step:-step])
         keys = torch.maximum(two, keys[2 * step :], out=two)
@@ -310,37 +311,37 @@ def _highest(keys: Tensor, plane: int, row: int) -> tuple[Tensor, int]:
 
 
 def _keys(heights: Tensor) -> Tensor:
-    """Map float32 heights to int32 keys of the same order, with the bits of the place zero."""
+    """Map float32 heights to int32 keys of the same order. The position bits are zero."""
     bits = heights.view(torch.int32)
-    # In place, as each further array of a large block would leave the cache.
+    # In place, because each additional array of a large block would exceed the cache.
     keys = bits >> 31
     keys &= 0x7FFFFFFF
     keys ^= bits
-    keys &= ~PLACE_BITS
+    keys &= ~POSITION_BITS
     return keys
 
 
 def heights_of_keys(keys: Tensor) -> Tensor:
-    """Invert `_keys`, except for the bits that were dropped."""
-    ordered = keys & ~PLACE_BITS
+    """Invert `_keys`, except for the dropped bits."""
+    ordered = keys & ~POSITION_BITS
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
 def _codes(planes: int, rows: int, row: int, weights: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return codes of places modulo 3 along planes, int32 [planes + 2, 1, 1], and within a plane, [Y, X]."""
+    """Return codes of positions modulo 3 along planes, int32 [planes + 2, 1, 1], and within a plane, [Y, X]."""
     z, y, x = (torch.arange(edge, dtype=torch.int32, device=device) % 3 for edge in (planes + 2, rows, row))
     return weights[0] * z[:, None, None], weights[1] * y[1:-1, None] + x[1:-1]
 
 
 @lru_cache(maxsize=16)
 def _offsets(rows: int, row: int) -> Tensor:
-    """Return the offsets, int32 [26] on the CPU, from a voxel to its neighbours in flat memory."""
-    return torch.tensor([(z * rows + y) * row + x for z, y, x in NEIGHBOURS], dtype=torch.int32)
+    """Return the offsets, int32 [26] on the CPU, from a voxel to its neighbors in flat memory."""
+    return torch.tensor([(z * rows + y) * row + x for z, y, x in NEIGHBORS], dtype=torch.int32)
 
 
 @lru_cache(maxsize=16)
 def _steps(plane: int, row: int, weights: tuple[int, int]) -> Tensor:
-    """Return the offsets, int32 [1024] on the CPU, to a neighbour by both codes, at own code * 32 + the neighbour's."""
+    """Return the offset to a neighbor for each 32 * own + neighbor position code, int32 [1024] on the CPU."""
     code = torch.arange(32)
     steps = torch.zeros(32, 32, dtype=torch.int64)
     for weight, step in ((weights[0], plane), (weights[1], row), (1, 1)):

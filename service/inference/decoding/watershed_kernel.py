@@ -1,7 +1,8 @@
-"""Watershed in C++ for planes in the memory of a CPU.
+"""C++ watershed of planes in the memory of a CPU.
 
-Its labels equal those of `watershed.py` with `instances.label_basins`. For a small volume these take hundreds of
-operations, each of which costs microseconds and releases the interpreter's lock; the kernel takes one call per part.
+Its labels equal those of `watershed.py` with `labels.label_basins`. For a small volume, the torch version needs
+hundreds of operations, each of which takes microseconds and releases the global interpreter lock. The kernel needs one
+call per slab.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from service.core.native.library import CppFunctions
 from service.core.quantities import Size
 from service.core.types import Objects, label_dtype
 
-# Argument and result types of each function, in the letters of `CppFunctions`.
+# Argument and result types of each function, as letters of `CppFunctions`.
 SIGNATURES = (
     ("stackseg_watershed", "pifdiq", "p"),
     ("stackseg_free", "p", "-"),
@@ -30,52 +31,55 @@ SIGNATURES = (
     ("stackseg_write_labels", "pppi", "-"),
 )
 
-# Number of voxels in a block, which takes some megabytes, and of planes, however large these are. A path that leaves a
-# block goes on as a piece of its own: plane by plane, a crowd in planes of 1536 x 1536 voxels takes seven times as long
-# as in blocks of eight, and 27 bytes a voxel instead of 9.
+# Minimum number of voxels in a block, which uses some megabytes.
 BLOCK_VOXELS = 2**22
+
+# Minimum number of planes in a block, even if planes are large. Each block divides paths into more pieces: with one
+# plane of 1536 x 1536 voxels per block, a crowded stack takes seven times as long as with eight, and 27 bytes per voxel
+# instead of 9.
 BLOCK_PLANES = 8
 
-# Up to this many voxels memory is allocated and freed within about 30 us.
+# Up to this number of voxels, memory is allocated and freed within about 30 us.
 SMALL_VOXELS = 2**20
 
-# Places in a block are 32-bit integers.
-MAX_PLACE = 2**31 - 1
+# Positions in a block are 32-bit integers.
+MAX_INDEX = 2**31 - 1
 
-# Probabilities of the foreground are counted in this unit: integers, whose sums have no order.
+# Fixed-point value of a foreground probability of 1. Sums of integers do not depend on the order of the terms.
 PROBABILITY_ONE = 65536
 
 CPU = torch.device("cpu")
 
-_Three = ctypes.c_int64 * 3
+_Int64x3 = ctypes.c_int64 * 3
 
 # Dtypes by their number in `watershed_kernel.cpp`.
-HEIGHTS = (torch.float32, torch.bfloat16)
-INSIDE = (*HEIGHTS, torch.bool)
+HEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+INSIDE_DTYPES = (*HEIGHT_DTYPES, torch.bool)
 
 
-# Function that returns whether each object is kept, [N].
+# Function that returns a mask [N] of the objects to keep.
 ObjectFilter = Callable[[Objects], NDArray[np.bool_]]
 
 
 def keep_all(objects: Objects) -> NDArray[np.bool_]:
-    """Keep all objects."""
+    """Return a mask that keeps all objects."""
     return np.ones(len(objects), bool)
 
 
 def number_objects(kept: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Return the new number of each label, int32 [N + 1]; 0 for the background and for objects that are not kept [N].
+    """Return the new number of each label, int32 [N + 1]; 0 for the background and for removed objects.
 
-    Objects that are kept are numbered from 1 in their order.
+    Objects whose entry in `kept` [N] is true are numbered from 1 in order.
     """
     return np.append(0, np.where(kept, kept.cumsum(), 0)).astype(np.int32)
 
 
 class WatershedParameters(NamedTuple):
-    """Parameters that decide what an object is.
+    """Parameters that define objects.
 
-    threshold  above which a voxel is foreground
-    depth      of a pass below the lower of the two peaks that it separates, in units of the distance; above 0
+    threshold  score above which a voxel is foreground
+    depth      minimum depth of a pass below the lower of the two peaks that it separates, in units of the distance;
+               above 0
     logits     whether heights are logits of the distance
     """
 
@@ -84,44 +88,44 @@ class WatershedParameters(NamedTuple):
     logits: bool
 
 
-def choose_block(size: Size, *, along_y: bool = False) -> int:
-    """Return the number of voxels of a volume (Z, Y, X) that are worked on together, rims of its planes included."""
+def choose_block_voxels(size: Size, *, along_y: bool = False) -> int:
+    """Return the number of voxels of a volume (Z, Y, X) to process together, including the rims of its planes."""
     plane = (size[not along_y] + 2) * (size[2] + 2)
-    largest = MAX_PLACE - 4 * _largest_plane(size)
+    largest = MAX_INDEX - 4 * _largest_plane(size)
     return max(BLOCK_VOXELS, min(BLOCK_PLANES * plane, largest))
 
 
 def _largest_plane(size: Size) -> int:
-    """Return the voxels of a plane, with its rim, along the axis, z or y, along which it has more of them."""
+    """Return the number of voxels of a plane along z or y, including its rim, whichever is larger."""
     return (max(size[:2]) + 2) * (size[2] + 2)
 
 
 class WatershedKernel(CppFunctions):
-    """Functions of the library with tensors and arrays for arguments."""
+    """Functions of the C++ library that accept tensors and arrays."""
 
     def supports(self, device: torch.device, size: Size = (1, 1, 1), block: int = BLOCK_VOXELS) -> bool:
-        """Whether the kernel is there and takes volumes of this size on this device, along either axis."""
-        return self.ready and device.type == "cpu" and block + 4 * _largest_plane(size) <= MAX_PLACE
+        """Return whether the kernel is available and supports volumes of this size on this device, along both axes."""
+        return self.ready and device.type == "cpu" and block + 4 * _largest_plane(size) <= MAX_INDEX
 
     def start(
         self, size: Size, parameters: WatershedParameters, *, along_y: bool = False, block: int | None = None
     ) -> KernelWatershed:
-        """Return a watershed without planes. Raises MemoryError, and ValueError for a size that is not supported.
+        """Return a watershed without planes. Raises MemoryError, and ValueError if the size is not supported.
 
-        size    (Z, Y, X) of the volume
-        along_y  planes come along y instead of z, each with all of z; labels are equal
-        block   number of voxels that are processed together; None: as `choose_block` has it
+        size     (Z, Y, X) of the volume
+        along_y  whether planes arrive along y instead of z, each with all of z; the labels are equal
+        block    number of voxels that are processed together; None: use `choose_block_voxels`
         """
-        block = choose_block(size, along_y=along_y) if block is None else block
+        block = choose_block_voxels(size, along_y=along_y) if block is None else block
         if min(size) < 1 or not self.supports(CPU, size, block):
-            raise ValueError(f"a volume of {size} is not for the kernel")
+            raise ValueError(f"the kernel does not support a volume of {size} voxels")
         return KernelWatershed(
             (self._functions, self._functions_with_gil), size, parameters, along_y=along_y, block=block
         )
 
 
 class KernelWatershed:
-    """Watershed of a height map that arrives in planes; `WatershedKernel.start` makes it."""
+    """Watershed of a height map that arrives in planes, created by `WatershedKernel.start`."""
 
     def __init__(
         self,
@@ -133,15 +137,15 @@ class KernelWatershed:
         block: int,
     ) -> None:
         self._size, self._along_y = size, along_y
-        self._functions, quick = kernel
-        # Allocating much memory takes long, and must not hold the interpreter's lock.
-        self._cheap_functions = quick if math.prod(size) <= SMALL_VOXELS else self._functions
-        self._left = size[along_y]
-        self._handle = self._cheap_functions.stackseg_watershed(_Three(*size), along_y, *parameters, block)
+        self._functions, functions_with_gil = kernel
+        # Allocating large memory is slow and must not hold the global interpreter lock.
+        self._cheap_functions = functions_with_gil if math.prod(size) <= SMALL_VOXELS else self._functions
+        self._missing_planes = size[along_y]
+        self._handle = self._cheap_functions.stackseg_watershed(_Int64x3(*size), along_y, *parameters, block)
         if self._handle is None:
-            raise MemoryError(f"no memory for the landscape of a volume of {size}")
+            raise MemoryError(f"not enough memory for the watershed of a volume of {size} voxels")
 
-    # `__del__` also runs where `__init__` failed.
+    # `__del__` also runs if `__init__` failed.
     _handle: int | None = None
 
     def __del__(self) -> None:
@@ -149,45 +153,45 @@ class KernelWatershed:
             self._cheap_functions.stackseg_free(self._handle)
 
     def add(self, heights: Tensor, inside: Tensor) -> None:
-        """Add the next planes, [planes, Y, X] or, along y, [Z, planes, X]. Raises ValueError, MemoryError.
+        """Add the next planes, [planes, Y, X] or, along y, [Z, planes, X]. Raises ValueError and MemoryError.
 
         heights  float32 or bfloat16
-        inside   float32 or bfloat16, foreground above the threshold; or bool
+        inside   float32 or bfloat16 scores, which are foreground above the threshold; or a bool mask
         """
         planes = heights.shape[self._along_y]
         shape = list(self._size)
         shape[self._along_y] = planes
-        for tensor, kinds in ((heights, HEIGHTS), (inside, INSIDE)):
-            if tensor.dtype not in kinds or list(tensor.shape) != shape or tensor.device.type != "cpu":
-                raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where planes {shape} must be")
-        if planes > self._left:
-            raise ValueError(f"{planes} planes where {self._left} are left")
-        self._left -= planes
+        for tensor, dtypes in ((heights, HEIGHT_DTYPES), (inside, INSIDE_DTYPES)):
+            if tensor.dtype not in dtypes or list(tensor.shape) != shape or tensor.device.type != "cpu":
+                raise ValueError(f"expected planes {shape} on the CPU, got {tensor.dtype} {list(tensor.shape)}")
+        if planes > self._missing_planes:
+            raise ValueError(f"{planes} planes were added, but the volume has only {self._missing_planes} left")
+        self._missing_planes -= planes
         failed = self._functions.stackseg_planes(
-            *(self._handle, heights.data_ptr(), HEIGHTS.index(heights.dtype), self._steps(heights)),
-            *(inside.data_ptr(), INSIDE.index(inside.dtype), self._steps(inside), planes),
+            *(self._handle, heights.data_ptr(), HEIGHT_DTYPES.index(heights.dtype), self._strides(heights)),
+            *(inside.data_ptr(), INSIDE_DTYPES.index(inside.dtype), self._strides(inside), planes),
         )
         if failed:
-            raise MemoryError("no memory for the pieces of a landscape")
+            raise MemoryError("not enough memory for the pieces of a watershed")
 
-    def _steps(self, planes: Tensor) -> ctypes.Array[ctypes.c_int64]:
+    def _strides(self, planes: Tensor) -> ctypes.Array[ctypes.c_int64]:
         z, y, x = planes.stride()
-        return _Three(y, z, x) if self._along_y else _Three(z, y, x)
+        return _Int64x3(y, z, x) if self._along_y else _Int64x3(z, y, x)
 
     def labels(
         self, minimum_size: int, *, drop_border: bool, keep: ObjectFilter = keep_all
     ) -> tuple[NDArray[np.unsignedinteger], Objects]:
-        """Return labels [Z, Y, X], uint16 or uint32, from 1, and the objects, once every plane was added.
+        """Return labels [Z, Y, X], uint16 or uint32, numbered from 1, and the objects, after every plane was added.
 
-        minimum_size  voxels that an object must have
-        drop_border   and it must not touch a face of the volume, unless that is one voxel wide there
-        keep          returns which of these objects get a label
+        minimum_size  minimum number of voxels of an object
+        drop_border   whether to remove objects that touch a face of the volume; axes of one voxel have no faces
+        keep          selects which of the remaining objects get a label
         """
-        if self._left:
-            raise ValueError(f"{self._left} planes are missing")
+        if self._missing_planes:
+            raise ValueError(f"{self._missing_planes} planes are missing")
         count = self._functions.stackseg_objects(self._handle, minimum_size, drop_border)
         if count < 0:
-            raise MemoryError("no memory for the objects of a landscape")
+            raise MemoryError("not enough memory for the objects of a watershed")
         facts = np.empty((count, 3))
         self._cheap_functions.stackseg_facts(self._handle, facts.ctypes.data)
         objects = Objects.from_sums(*facts.T)
@@ -199,4 +203,4 @@ class KernelWatershed:
 
 
 watershed_kernel = WatershedKernel(SIGNATURES)
-"""The kernel of this process."""
+"""The watershed kernel of this process."""

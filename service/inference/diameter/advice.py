@@ -1,4 +1,4 @@
-"""What to try where a result is doubtful, or nothing was found."""
+"""Quality warnings: why a result may be wrong or empty, and what to try next."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from typing import NamedTuple
 from torch import Tensor
 
 from service.core.quantities import Diameter
-from service.inference.diameter.sheets import shows_sheets
+from service.inference.diameter.sheets import contains_sheets
 from service.inference.types import Doubt
 from service.models.spec import Calibration
 
-# Widths so much apart are worth another try.
-OTHER_WIDTH = 1.4
+# Suggest another diameter only if it differs from the one used by at least this factor.
+MIN_DIAMETER_RATIO = 1.4
 
-# Mean probability of foreground of objects that stand out where most others are grain.
-SURE = 0.8
+# Mean foreground probability from which an object counts as clear if most of the other objects look like noise.
+CLEAR_CONFIDENCE = 0.8
 
-TRAIN = "annotate a piece of the stack and train a model (docs/models.md)"
+TRAINING_ADVICE = "annotate a piece of the stack and train a model (docs/models.md)"
 
 
 class Evidence(NamedTuple):
-    """Facts about a doubtful result and its stack, from which the advice follows.
+    """Facts about a questionable result and its stack, from which the advice follows.
 
-    windows  of the image [C, z, y, x] where most is to be seen, at the sampling of the stack
-    guess    how wide objects seem to be; None where that is not known
-    used     how wide along (z, y, x) they were taken to be, in voxels; None: the model wants no width
-    stated   whether the request says how wide they are
-    steered  whether the request says which objects are kept
-    sure     objects that stand out from what looks like grain; 0: none do
+    windows             high-contrast windows [C, z, y, x] of the image at its original resolution
+    guess               estimate of the object diameter; None if there is none
+    used_diameter       object diameter along (z, y, x) that was used, in voxels; None if the model has no object
+                        diameter
+    is_diameter_given   whether the request specifies the diameter
+    has_postprocessing  whether the request sets post-processing options, such as a minimum size
+    clear_objects       number of clear objects if most of the others look like noise, else 0
     """
 
     windows: Sequence[Tensor]
@@ -39,76 +40,80 @@ class Evidence(NamedTuple):
     used: Sequence[float] | None
     stated: bool = False
     steered: bool = False
-    sure: int = 0
+    clear_objects: int = 0
 
     @property
-    def blank(self) -> bool:
-        """Whether there is nothing to be seen at all."""
+    def is_blank(self) -> bool:
+        """Whether all windows are constant; False if there are no windows."""
         return bool(self.windows) and all(bool((window == window.flatten()[0]).all()) for window in self.windows)
 
 
-def known_models(calibration: Calibration, models: Path) -> Calibration:
-    """Return a calibration that names no model to try which has no folder in `models`."""
+def drop_missing_models(calibration: Calibration, models: Path) -> Calibration:
+    """Return the calibration without the suggested models that have no folder in `models`."""
     names = {"sheets": calibration.sheets, "blobs": calibration.blobs}
     missing = {key: None for key, name in names.items() if name is None or not (models / name).is_dir()}
     return calibration.model_copy(update=missing)
 
 
-def explain(confidence: float, evidence: Evidence, calibration: Calibration) -> Doubt:
-    """Name the likely reason of a doubtful result, and what to try next."""
-    says = f"This result is doubtful (confidence {confidence:.2f})"
-    width, grain = _other_width(evidence), _less_grain(evidence)
-    likely = (_other_model(evidence, calibration), *((grain, width) if evidence.stated else (width, grain)))
+def low_confidence_warning(confidence: float, evidence: Evidence, calibration: Calibration) -> Doubt:
+    """Return the warning for labels with low confidence: the likely reason and what to try next."""
+    prefix = "The labels may be wrong"
+    diameter, filtering = _suggest_diameter(evidence), _suggest_filtering(evidence)
+    ranked = (filtering, diameter) if evidence.stated else (diameter, filtering)
+    likely = (_suggest_model(evidence, calibration), *ranked)
     for advice in filter(None, likely):
-        reason, attempt, more = advice
-        return Doubt(confidence, f"{says}: {reason}; try {attempt}{more}.", attempt)
-    looks = f"{says}: what was found hardly looks like what the model knows. Look at it, and at other channels."
-    width_is_wrong = "" if evidence.stated else "state diameter= where objects have another width, else "
-    return Doubt(confidence, f"{looks} Where it is wrong, {width_is_wrong}{TRAIN}.", "")
+        reason, suggestion, details = advice
+        return Doubt(confidence, f"{prefix}: {reason}. Try {suggestion}{details}.", suggestion)
+    problem = f"{prefix}: the objects do not look like the objects that the model was trained on."
+    check = "Check the labels and the selected channel."
+    diameter_advice = "" if evidence.stated else "set diameter= to the diameter of the objects, or "
+    return Doubt(confidence, f"{problem} {check} If the labels are wrong, {diameter_advice}{TRAINING_ADVICE}.", "")
 
 
-def explain_nothing(evidence: Evidence, calibration: Calibration | None) -> Doubt:
-    """Name the likely reason why nothing was found, and what to try next."""
-    says = "No object was found"
-    if evidence.blank:
-        return Doubt(None, f"{says}: all that was looked at has one grey value; try another channel= or time=.", "")
+def no_objects_warning(evidence: Evidence, calibration: Calibration | None) -> Doubt:
+    """Return the warning for a result without objects: the likely reason and what to try next."""
+    prefix = "No object was found"
+    if evidence.is_blank:
+        return Doubt(
+            None, f"{prefix}: the image has the same gray value everywhere. Try another channel= or time=.", ""
+        )
     if evidence.steered:
-        dropped = "threshold=, minimum_size=, border= or min_confidence="
-        return Doubt(None, f"{says}: the request may have dropped them; leave out {dropped}.", "")
-    model = None if calibration is None else _other_model(evidence, calibration)
-    advice = model or _other_width(evidence)
+        options = "threshold=, minimum_size=, border= and min_confidence="
+        return Doubt(None, f"{prefix}: the request may exclude all objects. Try again without {options}.", "")
+    model = None if calibration is None else _suggest_model(evidence, calibration)
+    advice = model or _suggest_diameter(evidence)
     if advice is not None:
-        reason, attempt, _more = advice
-        return Doubt(None, f"{says}: {reason}; try {attempt}.", attempt)
-    return Doubt(None, f"{says}: try another diameter=, channel= or model=. Where none of them helps, {TRAIN}.", "")
+        reason, suggestion, _details = advice
+        return Doubt(None, f"{prefix}: {reason}. Try {suggestion}.", suggestion)
+    return Doubt(None, f"{prefix}. Try another diameter=, channel= or model=. If that fails, {TRAINING_ADVICE}.", "")
 
 
-# Reason, attempt, and what else is to be said of it.
+# Reason, suggested parameter, and text that follows the suggestion.
 _Advice = tuple[str, str, str]
 
 
-def _other_model(evidence: Evidence, calibration: Calibration) -> _Advice | None:
+def _suggest_model(evidence: Evidence, calibration: Calibration) -> _Advice | None:
     if calibration.sheets is None and calibration.blobs is None:
         return None
-    shown = shows_sheets([window[0] for window in evidence.windows])
-    if shown and calibration.sheets is not None:
-        return "this looks like membranes or shells", f"model={calibration.sheets}", ""
-    if shown is False and calibration.blobs is not None:
-        return "this does not look like membranes", f"model={calibration.blobs}", ""
+    sheets = contains_sheets([window[0] for window in evidence.windows])
+    if sheets and calibration.sheets is not None:
+        return "the stack seems to show membranes or shells", f"model={calibration.sheets}", ""
+    if sheets is False and calibration.blobs is not None:
+        return "the stack does not seem to show membranes", f"model={calibration.blobs}", ""
     return None
 
 
-def _other_width(evidence: Evidence) -> _Advice | None:
-    widths = None if evidence.guess is None else evidence.guess.in_voxels(None)
-    if widths is None or evidence.used is None:
+def _suggest_diameter(evidence: Evidence) -> _Advice | None:
+    diameters = None if evidence.guess is None else evidence.guess.in_voxels(None)
+    if diameters is None or evidence.used is None:
         return None
-    if abs(math.log(math.prod(widths) / math.prod(evidence.used))) <= 3 * math.log(OTHER_WIDTH):
+    if abs(math.log(math.prod(diameters) / math.prod(evidence.used))) <= 3 * math.log(MIN_DIAMETER_RATIO):
         return None
-    return f"objects seem to be {evidence.guess} wide", f"diameter={evidence.guess}", ""
+    return f"the objects seem to be {evidence.guess} wide", f"diameter={evidence.guess}", ""
 
 
-def _less_grain(evidence: Evidence) -> _Advice | None:
-    if not evidence.sure or evidence.steered:
+def _suggest_filtering(evidence: Evidence) -> _Advice | None:
+    if not evidence.clear_objects or evidence.steered:
         return None
-    reason = f"most objects are as faint as grain, and {evidence.sure} stand out"
-    return reason, f"min_confidence={SURE}", f" to keep those alone. To find more, {TRAIN}"
+    reason = f"most objects look like noise, and only {evidence.clear_objects} are clear"
+    return reason, f"min_confidence={CLEAR_CONFIDENCE}", f" to keep only these. To find more objects, {TRAINING_ADVICE}"

@@ -1,4 +1,4 @@
-"""Diameters that were estimated earlier, by the pixels of their stacks."""
+"""Cache of diameter estimates, keyed by the pixels of the stack."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ from service.core.types import Volume
 from service.inference.preprocessing.normalize import VolumeChannel
 from service.inference.types import Sizing
 
-# Number of stacks whose estimate is cached.
+# Number of stacks whose diameter estimate is cached.
 CACHED_STACKS = 1024
 
 
 class DiameterCache:
-    """Estimates of earlier stacks by one network. Safe to use from several threads.
+    """Thread-safe cache of the diameter estimates of one network.
 
-    People come back with the same stack for another output or for measurements, and a stack of a single window takes
-    less time than its estimate. Of a stack beyond `LARGE_BYTES` the estimate is next to nothing, and reading it is not.
+    Users often segment the same stack again, for another output or for measurements, and estimating the diameter of a
+    small stack takes longer than segmenting it. Stacks larger than `LARGE_BYTES` are not cached: hashing their pixels
+    costs more than estimating again.
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, Sizing] = OrderedDict()
+        self._estimates: OrderedDict[bytes, Sizing] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, volume: Volume, estimate: Callable[[], Sizing]) -> Sizing:
-        """Return the estimate for the same pixels and voxel size, or what `estimate` returns now."""
+        """Return the cached estimate for the same pixels and voxel size, or call `estimate` and cache its result."""
         if volume.nbytes > LARGE_BYTES:
             return estimate()
         key = _digest(volume)
         with self._lock:
-            if key in self._known:
-                self._known.move_to_end(key)
-                return self._known[key]
-        sizing = estimate()
+            if key in self._estimates:
+                self._estimates.move_to_end(key)
+                return self._estimates[key]
+        diameter_estimate = estimate()
         with self._lock:
-            self._known[key] = sizing
-            if len(self._known) > CACHED_STACKS:
-                self._known.popitem(last=False)
-        return sizing
+            self._estimates[key] = diameter_estimate
+            if len(self._estimates) > CACHED_STACKS:
+                self._estimates.popitem(last=False)
+        return diameter_estimate
 
 
 def _digest(volume: Volume) -> bytes:

@@ -1,7 +1,7 @@
-"""Confidence in a result, judged by what decoding knows of its objects.
+"""Confidence in a result, computed from the statistics of its objects.
 
-A network that meets what it was trained for is sure of the voxels of an object, gives it one high peak of the distance,
-and finds it as wide as it should be. On other stacks it is unsure of all three, whatever they show.
+On images like its training data, a network assigns high foreground probabilities to the voxels of an object, one high
+peak of the distance to each object, and a size close to the expected one. On other images all three deteriorate.
 """
 
 from __future__ import annotations
@@ -13,24 +13,30 @@ from typing import NamedTuple
 import numpy as np
 
 from service.core.types import Objects
-from service.inference.diameter.advice import SURE, Evidence, explain, explain_nothing, known_models
+from service.inference.diameter.advice import (
+    CLEAR_CONFIDENCE,
+    Evidence,
+    drop_missing_models,
+    low_confidence_warning,
+    no_objects_warning,
+)
 from service.inference.types import Doubt
 from service.models.spec import Calibration, ModelSpec
 
-# Nothing is more certain than scores from -8 to 8 can say.
-CERTAIN = 0.9996
+# Upper limit of the mean foreground probability. Logits from -8 to 8 cannot express more.
+MAX_FOREGROUND_PROBABILITY = 0.9996
 
-# How many times what is judged of all objects has to be what is judged of those alone that stand out.
-SURER = 2.0
+# Clear objects are reported only if their confidence is at least this many times the confidence of all objects.
+MIN_CONFIDENCE_RATIO = 2.0
 
 
 class Features(NamedTuple):
-    """Evidence for a verdict; means are over voxels, so that a few specks do not count.
+    """Features of the confidence model. Means are weighted by voxels, so that specks have little influence.
 
-    certainty  logit of the mean probability of the objects' voxels to be foreground
-    peak       mean of the distance at the peaks of objects
-    size       how far the width of objects is from the one that the model works best at, as a logarithm
-    giants     share of voxels in objects more than twice as wide as that
+    certainty  logit of the mean foreground probability of the objects' voxels
+    peak       mean distance at the peaks of objects
+    size       absolute logarithm of the ratio of the typical diameter to the one that the model expects
+    giants     fraction of voxels in objects of more than twice the expected diameter
     """
 
     certainty: float
@@ -39,65 +45,77 @@ class Features(NamedTuple):
     giants: float
 
     @classmethod
-    def measure(cls, objects: Objects, wanted: float) -> Features:
-        """Measure at least one object of a network that wants objects `wanted` voxels wide."""
-        share = objects.voxels / objects.voxels.sum()
-        confidence = min(float((share * objects.confidence).sum()), CERTAIN)
-        widths = np.cbrt(6 / np.pi * objects.voxels)
+    def measure(cls, objects: Objects, expected_diameter: float) -> Features:
+        """Measure at least one object found by a network that expects objects of this diameter in voxels."""
+        voxel_share = objects.voxels / objects.voxels.sum()
+        confidence = min(float((voxel_share * objects.confidence).sum()), MAX_FOREGROUND_PROBABILITY)
+        diameters = np.cbrt(6 / np.pi * objects.voxels)
         return cls(
             math.log(confidence / (1 - confidence)),
-            float((share * np.nan_to_num(objects.peaks)).sum()),
-            abs(math.log(typical_width(objects) / wanted)),
-            float(share[widths > 2 * wanted].sum()),
+            float((voxel_share * np.nan_to_num(objects.peaks)).sum()),
+            abs(math.log(typical_diameter(objects) / expected_diameter)),
+            float(voxel_share[diameters > 2 * expected_diameter].sum()),
         )
 
 
-def typical_width(objects: Objects) -> float:
-    """Return the diameter in voxels of a ball as large as the object that the median voxel belongs to."""
+def typical_diameter(objects: Objects) -> float:
+    """Return the diameter in voxels of a ball with the volume of the object that contains the median voxel."""
     return float(np.cbrt(6 / np.pi * objects.typical_size))
 
 
-def judge(objects: Objects, wanted: float, calibration: Calibration) -> float | None:
-    """Return the confidence in a result, 0 to 1, by logistic regression; None where nothing was found."""
+def predict_confidence(objects: Objects, expected_diameter: float, calibration: Calibration) -> float | None:
+    """Return the confidence in a result, 0 to 1, by logistic regression; None if there are no objects."""
     if not len(objects):
         return None
     weights = (calibration.certainty, calibration.peak, calibration.size, calibration.giants)
-    features = Features.measure(objects, wanted)
+    features = Features.measure(objects, expected_diameter)
     score = calibration.intercept + sum(weight * value for weight, value in zip(weights, features, strict=True))
     return 1 / (1 + math.exp(-min(max(score, -50.0), 50.0)))
 
 
-def count_sure(objects: Objects, wanted: float, calibration: Calibration) -> int:
-    """Return how many objects stand out from what looks like grain, 0 where they are most, or no better than all."""
-    sure = objects.select(objects.confidence >= SURE)
-    judged, alone = judge(objects, wanted, calibration), judge(sure, wanted, calibration)
-    if judged is None or alone is None or 2 * len(sure) > len(objects):
+def count_clear_objects(objects: Objects, expected_diameter: float, calibration: Calibration) -> int:
+    """Return the number of clear objects if most of the others look like noise.
+
+    Returns 0 if most objects are clear, or if the confidence in the clear objects is not much higher than in all
+    objects.
+    """
+    clear = objects.select(objects.confidence >= CLEAR_CONFIDENCE)
+    overall, clear_only = (
+        predict_confidence(objects, expected_diameter, calibration),
+        predict_confidence(clear, expected_diameter, calibration),
+    )
+    if overall is None or clear_only is None or 2 * len(clear) > len(objects):
         return 0
-    return len(sure) if alone > SURER * judged else 0
+    return len(clear) if clear_only > MIN_CONFIDENCE_RATIO * overall else 0
 
 
 class Judgement(NamedTuple):
-    """Confidence in a result, 0 to 1, None where it is not known; and the reason not to trust it, None: it may be."""
+    """Confidence in a result and the warning for the user.
+
+    confidence       0 to 1; None if it is not known
+    quality_warning  None if the result needs no warning
+    """
 
     confidence: float | None
     doubt: Doubt | None
 
 
 def judge_objects(objects: Objects | None, spec: ModelSpec, find_evidence: Callable[[], Evidence]) -> Judgement:
-    """Return the confidence in the objects of a result of `spec`, None for an output without any.
+    """Return the confidence in the objects of a result, and a warning if it is low.
 
-    `find_evidence` is called only if confidence is low or nothing was found: it takes longer than all else.
+    `objects` is None for outputs other than labels; they have no confidence. `find_evidence` is called only if the
+    confidence is low or no object was found, because it takes long.
     """
-    calibration, wanted = spec.confidence, spec.input.diameter
+    calibration, expected_diameter = spec.confidence, spec.input.diameter
     if objects is None:
         return Judgement(None, None)
-    if calibration is None or wanted is None:
-        return Judgement(None, None if len(objects) else explain_nothing(find_evidence(), None))
-    confidence = judge(objects, wanted, calibration)
+    if calibration is None or expected_diameter is None:
+        return Judgement(None, None if len(objects) else no_objects_warning(find_evidence(), None))
+    confidence = predict_confidence(objects, expected_diameter, calibration)
     if confidence is not None and confidence >= calibration.threshold:
         return Judgement(confidence, None)
-    calibration, evidence = known_models(calibration, spec.folder.parent), find_evidence()
+    calibration, evidence = drop_missing_models(calibration, spec.folder.parent), find_evidence()
     if confidence is None:
-        return Judgement(None, explain_nothing(evidence, calibration))
-    evidence = evidence._replace(sure=count_sure(objects, wanted, calibration))
-    return Judgement(confidence, explain(confidence, evidence, calibration))
+        return Judgement(None, no_objects_warning(evidence, calibration))
+    evidence = evidence._replace(clear_objects=count_clear_objects(objects, expected_diameter, calibration))
+    return Judgement(confidence, low_confidence_warning(confidence, evidence, calibration))

@@ -1,17 +1,16 @@
-"""Estimate the diameter of the objects of a stack from a few windows of it at several scales.
+"""Estimation of the object diameter of a stack from a few windows at several scales.
 
-A network finds objects best at the width that it was trained for; at others it merges or splits them, or is less sure
-of their centres. So the scale that fits is the one at which what it finds has that width, with high peaks of the
-distance; what was found at one scale tells which to try next. Cellpose (Stringer et al. 2021) has a model of its own
-for a first guess, and refines it likewise by a first segmentation. Where the model doubts what it would find with that,
-or nothing fits well, the width is taken at which it doubts the least, by the confidence that results are judged by.
+A network finds objects best at the diameter that it was trained for. At other diameters it merges or splits objects, or
+gives lower peaks of the distance. The best scale is therefore the one at which the objects have the expected diameter
+and high peaks. The objects found at one scale suggest the next scale to probe. Cellpose (Stringer et al. 2021) has a
+separate model for a first estimate and refines it in the same way by a first segmentation. If the confidence at the
+estimated diameter is low, or if no scale fits well, a trial selects the scale with the highest confidence.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -23,84 +22,77 @@ from service.core.quantities import Diameter, Size, VoxelSize
 from service.core.types import Objects
 from service.inference.decoding.instances import InstanceDecoder
 from service.inference.decoding.steering import require_instances
-from service.inference.diameter.confidence import judge
-from service.inference.diameter.places import Box, box_around, choose_apart, cut_boxes, signals
+from service.inference.diameter.confidence import predict_confidence
+from service.inference.diameter.places import Box, box_around, cut_boxes, rank_by_contrast, select_separate_boxes
+from service.inference.diameter.scale_probe import (
+    EQUAL_SCALE_RATIO,
+    Factors,
+    ScaleProbe,
+    are_close,
+    choose_clearly_better,
+    is_probed,
+)
 from service.inference.types import DiameterTrial, Sizing
 from service.inference.windows.grid import as_size
 from service.inference.windows.sliding_window import Image, ScoreWindows
 from service.models.spec import ModelSpec
 
-Factors = tuple[float, float, float]
+# Scales of the initial probes, with the number of windows of each. At a small scale a window shows more of the stack.
+INITIAL_PROBES = ((1.0, 4), (2.0, 4), (0.4, 2))
 
-# Scales of the first looks, and how many windows each gets: at a small scale a window shows more of the stack.
-FIRST_LOOKS = ((1.0, 4), (2.0, 4), (0.4, 2))
-NEXT_LOOKS, WINDOWS = 3, 4
+# Number of further probes, and the windows of each.
+MAX_FURTHER_PROBES = 3
+WINDOWS_PER_PROBE = 4
 
-# Fewer objects do not tell how wide others are, unless windows show so much of the stack that there are hardly others.
-FEWEST, WHOLE = 5, 0.9
+# Number of objects from which a median diameter is computed. Fewer are accepted if the windows show at least
+# FULL_COVERAGE_FRACTION of the stack.
+MIN_OBJECTS = 5
+FULL_COVERAGE_FRACTION = 0.9
 
-# How far widths, flatness and scales may be off, as standard deviations of their logarithms.
-OFF, FLAT, FAR = 0.5, 1.0, 2.5
+# Standard deviations of the logarithms of diameter, aspect ratio and scale in the computation of the fit.
+SIZE_SIGMA = 0.5
+ASPECT_SIGMA = 1.0
+SCALE_SIGMA = 2.5
 
-# Below the first, a width is not even worth a try; below the second, nothing that was found looks like what the model
-# knows; from the third on, a first look is enough.
-LEAST_GUESS, LEAST_FIT, GOOD_FIT = 0.2, 0.5, 0.65
+# Fit below which the diameter is not even suggested to the user.
+MIN_FIT_FOR_GUESS = 0.2
 
-# Where the first confidence is doubtful, or no scale fits well, these scales are tried as well, in so many windows, and
-# none larger is taken. Logarithms of the odds of being right are compared: a scale has to be better by the margin, and
-# the smallest is taken of those that are hardly worse than the best, as a large scale takes many windows. Below the
-# least confidence it is grain that is seen. Margin and least confidence are checked by
-# `python -m scripts.recipes.trials`.
-TRIED = ((0.2, 2), (1.0, 4), (2.8, 4))
-MARGIN, HARDLY, LEAST_CONFIDENCE = 1.0, 1.0, 0.001
+# Fit below which the diameter is not used, because the objects do not look like those the model was trained on.
+MIN_FIT = 0.5
 
-# Objects that are up to so many times as wide as deep are found as well as round ones.
-ROUND = 1.5
+# Fit from which further probes and a trial are unnecessary.
+GOOD_FIT = 0.65
 
-# Objects of recorded stacks are outlined so many times as deep as wide, in micrometres: where their blurred light ends.
-DEEPER = 1.25
+# Scales of a trial, with the number of windows of each. A trial runs if the confidence at the estimated diameter is low
+# or no scale fits well. It never selects a scale above the last of these.
+TRIAL_SCALES = ((0.2, 2), (1.0, 4), (2.8, 4))
 
-# Objects that are so many times as wide as wanted, or as narrow, need no resampling; scales so near are one.
-FITTING, ALIKE = 1.2, 1.15
+# Log-odds by which a scale of a trial must exceed the scale used so far. `python -m scripts.recipes.trials` checks this
+# value and the minimum confidence.
+MARGIN = 1.0
 
-# Scales are not taken further from 1 than this: beyond, the sampling has lost the objects, or there are none.
-FARTHEST = 5.0
+# Up to this ratio of width and depth, objects are found as well as round ones.
+MAX_ROUND_ASPECT = 1.5
 
+# Typical ratio of depth and width of the outlines of objects in micrometers. Light is blurred along z.
+BLURRED_DEPTH_RATIO = 1.25
 
-class ScaleProbe(NamedTuple):
-    """Objects found at one scale, and how well it suits the model.
+# Skip resampling if the object diameter is within this factor of the model's.
+MATCHING_DIAMETER_RATIO = 1.2
 
-    factors  voxels of the scaled grid per voxel of the image, along (z, y, x)
-    widths   median extents of objects along (z, y, x), in voxels of the scaled grid; y and x have one value
-    objects  that widths were measured by
-    fit      how well this scale suits the model, 0 to 1; 0 where too few objects were found
-    windows  that were looked at
-    confidence  in what was found, 0 to 1; None where that cannot be told
-    voxels      of all that was found, in voxels of the scaled grid
-    """
-
-    factors: Factors
-    widths: Factors
-    objects: int
-    fit: float
-    windows: int
-    confidence: float | None = None
-    voxels: int = 0
-
-    @property
-    def log_odds(self) -> float:
-        """Logarithm of the odds that what was found is right, -inf where that cannot be told."""
-        return -math.inf if self.confidence is None else math.log(self.confidence / max(1 - self.confidence, 1e-15))
+# Limit of the scales, as a factor of the base grid. Beyond it, objects are too small for the resolution of the stack,
+# or there are none.
+MAX_SCALE_RATIO = 5.0
 
 
 class DiameterEstimator:
-    """Measures the objects of one image for a model of instances that says which width it wants.
+    """Estimator of the diameter of the objects in one image, for an instance model with an object diameter.
 
-    image  normalised, at the sampling of its volume
-    base   voxels of the grid on which the model works by itself per voxel of the image, along (z, y, x)
-    score_windows  computes the scores of a few windows at a time, which have zeros where the image ends
-    voxel_size  of the image; None: not known
-    margin  by which a width of a trial has to be better
+    image          normalized, at the original resolution of its volume
+    base           voxels of the model's grid per voxel of the image along (z, y, x), if no diameter is given
+    score_windows  computes the scores of a few windows; windows are zero beyond the ends of the image
+    voxel_size     of the image; None if it is not known
+    margin         log-odds by which a scale of a trial must exceed the scale used so far
     """
 
     def __init__(  # noqa: PLR0913, PLR0917
@@ -113,130 +105,141 @@ class DiameterEstimator:
         margin: float = MARGIN,
     ) -> None:
         if spec.input.diameter is None:
-            raise ValueError(f"{spec.name} does not say how wide it wants objects to be.")
+            raise ValueError(f"The model {spec.name} has no object diameter.")
         self._image, self._base, self._spec, self._score_windows = image, base, spec, score_windows
         self._voxel_size, self._margin = voxel_size, margin
         self._flatness = expect_flatness(voxel_size, base)
-        # Fragments tell that a scale does not fit.
+        # Keep fragments: they indicate that a scale does not fit.
         choices = ("minimum_fraction", "min_confidence", "min_relative_odds")
         self._decoding = require_instances(spec).model_copy(update=dict.fromkeys(choices, 0.0))
-        self._wanted = spec.input.diameter
+        self._expected_diameter = spec.input.diameter
         self._size = as_size(image.shape[2:])
 
     def estimate(self) -> Sizing:
-        """Estimate the diameter, always the same for one image and one network. Raises what `score_windows` raises."""
-        places = signals(self._image, self._spec.input.roi_size)
-        seen = self._probe_scales(places)
-        sizing, used = self._measured(seen)
+        """Estimate the diameter. The result is deterministic. Raises the errors of `score_windows`."""
+        centers = rank_by_contrast(self._image, self._spec.input.roi_size)
+        probes = self._probe_scales(centers)
+        estimate, used = self._estimate_from_probes(probes)
         calibration = self._spec.confidence
         if calibration is None or used.confidence is None:
-            return sizing
-        doubtful = used.confidence < calibration.threshold
-        # Pieces of objects that are too large for windows have a fair width and middle, but seldom a good fit.
-        if doubtful or max(probe.fit for probe in seen) < GOOD_FIT:
-            return self._try(sizing, used, seen, places)
-        return sizing
+            return estimate
+        is_low = used.confidence < calibration.threshold
+        # Pieces of objects that are too large for the windows have a plausible size and peak, but seldom a good fit.
+        if is_low or max(probe.fit for probe in probes) < GOOD_FIT:
+            return self._run_trial(estimate, used, probes, centers)
+        return estimate
 
-    def _probe_scales(self, places: Sequence[Size]) -> list[ScaleProbe]:
-        """Probe the first scales, and then those that earlier probes suggest, until another would hardly tell more."""
-        seen = list[ScaleProbe]()
-        for scale, windows in FIRST_LOOKS:
-            seen.append(self.probe(places, self._scaled(scale, self._flatness), windows))
-            if self._settled(seen):
-                return seen
-        for _ in range(NEXT_LOOKS):
-            further = self._next(seen)
-            if further is None or self._settled(seen):
+    def _probe_scales(self, centers: Sequence[Size]) -> list[ScaleProbe]:
+        """Probe the initial scales, then the scales that earlier probes suggest, until the estimate is settled."""
+        probes = list[ScaleProbe]()
+        for scale, windows in INITIAL_PROBES:
+            probes.append(self.probe(centers, self._scale_base(scale, self._flatness), windows))
+            if self._is_settled(probes):
+                return probes
+        for _ in range(MAX_FURTHER_PROBES):
+            further = self._next_factors(probes)
+            if further is None or self._is_settled(probes):
                 break
-            seen.append(self.probe(places, further, WINDOWS))
-        return seen
+            probes.append(self.probe(centers, further, WINDOWS_PER_PROBE))
+        return probes
 
-    def _measured(self, seen: Sequence[ScaleProbe]) -> tuple[Sizing, ScaleProbe]:
-        """Return the estimate from what was seen, and the probe at or near the scale that it means."""
-        best = max(seen, key=lambda probe: probe.fit)
-        windows = sum(probe.windows for probe in seen)
-        if best.fit < LEAST_GUESS:
-            return Sizing(None, fits=False, objects=best.objects, windows=windows), seen[0]
-        factors = self._refined(best)
+    def _estimate_from_probes(self, probes: Sequence[ScaleProbe]) -> tuple[Sizing, ScaleProbe]:
+        """Return the estimate and the probe at or near its scale."""
+        best = max(probes, key=lambda probe: probe.fit)
+        windows = sum(probe.windows for probe in probes)
+        if best.fit < MIN_FIT_FOR_GUESS:
+            return Sizing(None, fits=False, objects=best.objects, windows=windows), probes[0]
+        factors = self._refine_factors(best)
         diameter = self._diameter(factors)
-        if best.fit < LEAST_FIT:
-            return Sizing(None, fits=False, objects=best.objects, windows=windows, guess=diameter), seen[0]
-        return Sizing(diameter, _near(factors, self._base, FITTING), best.objects, windows, diameter), best
+        if best.fit < MIN_FIT:
+            return Sizing(None, fits=False, objects=best.objects, windows=windows, guess=diameter), probes[0]
+        return Sizing(
+            diameter, are_close(factors, self._base, MATCHING_DIAMETER_RATIO), best.objects, windows, diameter
+        ), best
 
     def _diameter(self, factors: Factors) -> Diameter:
-        z, y, x = (self._wanted / factor for factor in factors)
+        z, y, x = (self._expected_diameter / factor for factor in factors)
         short = Diameter((x,), "px")
-        # It has to mean the same to who does not know the voxel size.
-        same = all(_near((z, y, x), short.in_voxels(size) or (x, x, x), 1.001) for size in (None, self._voxel_size))
+        # The short form must mean the same with and without the voxel size.
+        same = all(are_close((z, y, x), short.in_voxels(size) or (x, x, x), 1.001) for size in (None, self._voxel_size))
         return short if same else Diameter((z, y, x), "px")
 
-    def _try(self, sizing: Sizing, used: ScaleProbe, seen: list[ScaleProbe], places: Sequence[Size]) -> Sizing:
-        """Return the width at which the model doubts much less than at the one `used`; `sizing` where there is none."""
-        largest = self._probe_trials(seen, places)
-        if sizing.diameter is None:
-            used = next(probe for probe in seen if _near(probe.factors, self._base, ALIKE))
-        most = ALIKE * math.prod(largest)
-        others = [probe for probe in seen if math.prod(probe.factors) <= most and self._shows_enough(probe, used)]
-        chosen = _choose_clearly_better(used, others, self._margin)
-        return sizing if chosen is None else self._sum_up_trial(chosen, used, seen, largest)
+    def _run_trial(
+        self, estimate: Sizing, used: ScaleProbe, probes: list[ScaleProbe], centers: Sequence[Size]
+    ) -> Sizing:
+        """Return the diameter with a clearly higher confidence than that of `used`; `estimate` if there is none."""
+        largest = self._probe_trials(probes, centers)
+        if estimate.diameter is None:
+            used = next(probe for probe in probes if are_close(probe.factors, self._base, EQUAL_SCALE_RATIO))
+        limit = EQUAL_SCALE_RATIO * math.prod(largest)
+        candidates = [
+            probe for probe in probes if math.prod(probe.factors) <= limit and self._has_enough_objects(probe, used)
+        ]
+        chosen = choose_clearly_better(used, candidates, self._margin)
+        return estimate if chosen is None else self._summarize_trial(chosen, used, probes, largest)
 
-    def _probe_trials(self, seen: list[ScaleProbe], places: Sequence[Size]) -> Factors:
-        """Probe the scales of a trial that were not seen yet; return the factors of the largest."""
-        tried = [(self._scaled(scale), windows) for scale, windows in TRIED]
-        for factors, windows in tried:
-            if not _is_known(factors, seen):
-                seen.append(self.probe(places, factors, windows))
-        largest, _ = tried[-1]
+    def _probe_trials(self, probes: list[ScaleProbe], centers: Sequence[Size]) -> Factors:
+        """Probe the scales of a trial that were not probed before. Return the factors of the largest one."""
+        scales = [(self._scale_base(scale), windows) for scale, windows in TRIAL_SCALES]
+        for factors, windows in scales:
+            if not is_probed(factors, probes):
+                probes.append(self.probe(centers, factors, windows))
+        largest, _ = scales[-1]
         return largest
 
-    def _sum_up_trial(
-        self, chosen: ScaleProbe, used: ScaleProbe, seen: Sequence[ScaleProbe], largest: Factors
+    def _summarize_trial(
+        self, chosen: ScaleProbe, used: ScaleProbe, probes: Sequence[ScaleProbe], largest: Factors
     ) -> Sizing:
-        """Return the estimate by a trial, in which `chosen` was better than the scale `used`."""
-        diameter, looked = self._diameter(chosen.factors), sum(probe.windows for probe in seen)
-        narrowest = _near(chosen.factors, largest, ALIKE)
-        trial = DiameterTrial(chosen.confidence or 0.0, used.confidence or 0.0, len(seen), narrowest)
-        fits = _near(chosen.factors, self._base, FITTING)
-        return Sizing(diameter, fits, chosen.objects, looked, diameter, trial)
+        """Return the estimate by a trial in which the confidence of `chosen` was higher than that of `used`."""
+        diameter, num_windows = self._diameter(chosen.factors), sum(probe.windows for probe in probes)
+        narrowest = are_close(chosen.factors, largest, EQUAL_SCALE_RATIO)
+        trial = DiameterTrial(chosen.confidence or 0.0, used.confidence or 0.0, len(probes), narrowest)
+        matches_model = are_close(chosen.factors, self._base, MATCHING_DIAMETER_RATIO)
+        return Sizing(diameter, matches_model, chosen.objects, num_windows, diameter, trial)
 
-    def _shows_enough(self, probe: ScaleProbe, used: ScaleProbe) -> bool:
-        """Return whether there are enough objects, or windows that show more than those `used` and hold as much as one.
+    def _has_enough_objects(self, probe: ScaleProbe, used: ScaleProbe) -> bool:
+        """Return whether a probe has enough objects to be compared with `used`.
 
-        At a smaller scale large objects are few, and faces of the windows cut them.
+        A probe that shows more of the stack than `used` needs only as many object voxels as one expected object has. At
+        a smaller scale, large objects are few and are cut by the faces of the windows.
         """
-        usual = math.pi / 6 * self._wanted**3
-        shows_more = math.prod(probe.factors) * ALIKE < math.prod(used.factors)
-        return probe.objects >= FEWEST or (shows_more and probe.voxels >= usual)
+        object_voxels = math.pi / 6 * self._expected_diameter**3
+        shows_more = math.prod(probe.factors) * EQUAL_SCALE_RATIO < math.prod(used.factors)
+        return probe.objects >= MIN_OBJECTS or (shows_more and probe.voxels >= object_voxels)
 
-    def _settled(self, seen: Sequence[ScaleProbe]) -> bool:
-        """Return whether another probe would hardly tell more."""
-        best = max(seen, key=lambda probe: probe.fit)
-        return best.fit >= GOOD_FIT and _near(self._refined(best), best.factors, FITTING)
+    def _is_settled(self, probes: Sequence[ScaleProbe]) -> bool:
+        """Return whether another probe is unlikely to improve the estimate."""
+        best = max(probes, key=lambda probe: probe.fit)
+        return best.fit >= GOOD_FIT and are_close(self._refine_factors(best), best.factors, MATCHING_DIAMETER_RATIO)
 
-    def _next(self, seen: Sequence[ScaleProbe]) -> Factors | None:
-        """Return the factors that the best probe suggests, else the next best; None where none suggests new ones."""
-        for probe in sorted(seen, key=lambda probe: probe.fit, reverse=True):
-            factors = self._refined(probe)
-            if probe.fit and not _is_known(factors, seen):
+    def _next_factors(self, probes: Sequence[ScaleProbe]) -> Factors | None:
+        """Return new factors suggested by the best probe, or by the next best; None if no probe suggests new ones."""
+        for probe in sorted(probes, key=lambda probe: probe.fit, reverse=True):
+            factors = self._refine_factors(probe)
+            if probe.fit and not is_probed(factors, probes):
                 return factors
         return None
 
-    def probe(self, places: Sequence[Size], factors: Factors, most: int) -> ScaleProbe:
-        """Score up to `most` windows at this scale, around the first of `places` that are apart."""
+    def probe(self, centers: Sequence[Size], factors: Factors, max_windows: int) -> ScaleProbe:
+        """Score up to `max_windows` separate windows at this scale, around the first of the `centers`."""
         scaled = [max(round(length * factor), 1) for length, factor in zip(self._size, factors, strict=True)]
         inner = [min(edge, length) for edge, length in zip(self._spec.input.roi_size, scaled, strict=True)]
-        boxes = choose_apart((box_around(place, self._size, inner, scaled) for place in places), most)
-        decoded = [self._objects(window[None]) for window in self._score_boxes(boxes, inner)]
-        whole = math.prod(inner) >= WHOLE * math.prod(scaled)
-        probe = self._summary(factors, np.concatenate([rows for rows, _ in decoded]), len(boxes), whole=whole)
+        boxes = select_separate_boxes(
+            (box_around(position, self._size, inner, scaled) for position in centers), max_windows
+        )
+        decoded = [self._decode_objects(window[None]) for window in self._score_boxes(boxes, inner)]
+        whole_stack = math.prod(inner) >= FULL_COVERAGE_FRACTION * math.prod(scaled)
+        probe = self._summarize(
+            factors, np.concatenate([rows for rows, _ in decoded]), len(boxes), whole_stack=whole_stack
+        )
         if self._spec.confidence is None:
             return probe
         objects = Objects.concatenate([objects for _, objects in decoded])
-        confidence = judge(objects, self._wanted, self._spec.confidence)
+        confidence = predict_confidence(objects, self._expected_diameter, self._spec.confidence)
         return probe._replace(confidence=confidence, voxels=int(objects.voxels.sum()))
 
     def _score_boxes(self, boxes: Sequence[Box], inner: Sequence[int]) -> Tensor:
-        """Return the scores [N, K, *inner] of boxes of the image that are resampled to `inner` voxels."""
+        """Return the scores [N, K, *inner] of boxes of the image, each resampled to `inner` voxels."""
         roi = self._spec.input.roi_size
         windows = torch.zeros((len(boxes), self._spec.input.channels, *roi))
         before = [(edge - length) // 2 for edge, length in zip(roi, inner, strict=True)]
@@ -245,95 +248,91 @@ class DiameterEstimator:
             window[(slice(None), *inside)] = functional.interpolate(part[None], size=[*inner], mode="trilinear")[0]
         return self._score_windows(windows)[(slice(None), slice(None), *inside)]
 
-    def _objects(self, scores: Tensor) -> tuple[NDArray[np.float64], Objects]:
-        """Return [N, 4], extents along (z, y, x), NaN where a face cuts it, and the peak distance; and the objects."""
+    def _decode_objects(self, scores: Tensor) -> tuple[NDArray[np.float64], Objects]:
+        """Return the objects and their measurements, float64 [N, 4].
+
+        The columns are the extents along (z, y, x), NaN if the object touches a face of the window, and the peak
+        distance.
+        """
         decoder = InstanceDecoder(self._spec, self._decoding, as_size(scores.shape[2:]), None)
         decoder.add(0, 0, scores)
         segmentation = decoder.finish()
         labels, objects = segmentation.pixels, segmentation.objects
         if objects is None:
-            raise TypeError("The decoder of instances has returned no objects.")
-        places = np.nonzero(labels)
-        owner, count = labels[places].astype(np.intp) - 1, len(objects)
+            raise TypeError("The instance decoder returned no objects.")
+        indices = np.nonzero(labels)
+        owner, count = labels[indices].astype(np.intp) - 1, len(objects)
         rows = np.ones((count, 4))
         if self._spec.activation == "sigmoid":
             rows[:, 3] = objects.peaks
-        for axis, (place, edge) in enumerate(zip(places, labels.shape, strict=True)):
+        for axis, (position, edge) in enumerate(zip(indices, labels.shape, strict=True)):
             low, high = np.full(count, edge), np.full(count, -1)
-            np.minimum.at(low, owner, place)
-            np.maximum.at(high, owner, place)
+            np.minimum.at(low, owner, position)
+            np.maximum.at(high, owner, position)
             rows[:, axis] = np.where((low == 0) | (high == edge - 1), np.nan, high - low + 1)
         return rows, objects
 
-    def _summary(self, factors: Factors, objects: NDArray[np.float64], windows: int, *, whole: bool) -> ScaleProbe:
-        """Summarise the rows of `_objects`. Objects that no axis shows whole are taken to be as deep as wide.
+    def _summarize(
+        self, factors: Factors, objects: NDArray[np.float64], windows: int, *, whole_stack: bool
+    ) -> ScaleProbe:
+        """Summarize the measurements of `_decode_objects`.
 
-        Of fewer than `FEWEST` objects the largest one counts where the windows show the `whole` stack.
+        Objects are assumed to be as deep as wide if too few of them have a known depth. If there are fewer than
+        `MIN_OBJECTS` objects but the windows show the whole stack, the largest object is used.
         """
-        known = np.isfinite(objects[:, :3])
-        count = int(known[:, 1:].sum()) // 2
-        if count < FEWEST:
-            complete = objects[known.all(axis=1)]
-            if not whole or not len(complete):
+        uncut = np.isfinite(objects[:, :3])
+        count = int(uncut[:, 1:].sum()) // 2
+        if count < MIN_OBJECTS:
+            complete = objects[uncut.all(axis=1)]
+            if not whole_stack or not len(complete):
                 return ScaleProbe(factors, (1.0, 1.0, 1.0), count, 0.0, windows)
             objects = complete[complete[:, :3].prod(axis=1).argmax()][None]
-            known = np.isfinite(objects[:, :3])
-        wide = float(np.median(objects[:, 1:3][known[:, 1:]]))
-        deep = float(np.median(objects[known[:, 0], 0])) if known[:, 0].sum() >= min(FEWEST, count) else wide
-        peak = float(np.median(objects[known[:, 1:].any(axis=1), 3]))
-        off = math.log(deep * wide**2 / self._wanted**3) / 3
-        flat = max(abs(math.log(wide / deep)) - math.log(ROUND), 0.0)
-        far = math.log(factors[1] / self._base[1])
-        fit = peak * math.exp(-((off / OFF) ** 2 + (flat / FLAT) ** 2 + (far / FAR) ** 2) / 2)
-        return ScaleProbe(factors, (deep, wide, wide), count, fit, windows)
+            uncut = np.isfinite(objects[:, :3])
+        width = float(np.median(objects[:, 1:3][uncut[:, 1:]]))
+        depth = float(np.median(objects[uncut[:, 0], 0])) if uncut[:, 0].sum() >= min(MIN_OBJECTS, count) else width
+        peak = float(np.median(objects[uncut[:, 1:].any(axis=1), 3]))
+        size_error = math.log(depth * width**2 / self._expected_diameter**3) / 3
+        aspect_error = max(abs(math.log(width / depth)) - math.log(MAX_ROUND_ASPECT), 0.0)
+        log_scale = math.log(factors[1] / self._base[1])
+        fit = peak * math.exp(
+            -((size_error / SIZE_SIGMA) ** 2 + (aspect_error / ASPECT_SIGMA) ** 2 + (log_scale / SCALE_SIGMA) ** 2) / 2
+        )
+        return ScaleProbe(factors, (depth, width, width), count, fit, windows)
 
-    def _refined(self, probe: ScaleProbe) -> Factors:
-        """Return the factors at which the objects would be as wide as the model wants them, as far as allowed.
+    def _refine_factors(self, probe: ScaleProbe) -> Factors:
+        """Return the factors at which the objects of a probe would have the expected diameter, clamped to the limits.
 
-        Light blurs objects along z, so that what is seen of them tells their depth badly: it counts where it differs
-        from what is expected by more than `ROUND`.
+        Light is blurred along z, so the measured depth is unreliable. It is used only if it differs from the expected
+        depth by more than a factor of `MAX_ROUND_ASPECT`.
         """
         base_z, base_y, base_x = self._base[0] * self._flatness, *self._base[1:]
-        deep, wide = base_z * probe.widths[0] / probe.factors[0], base_y * probe.widths[1] / probe.factors[1]
-        flatness = wide / deep
-        stretch = flatness / min(max(flatness, 1 / ROUND), ROUND)
-        scale = self._wanted / (deep * wide**2 * stretch) ** (1 / 3)
-        return self._allowed((base_z * scale * stretch, base_y * scale, base_x * scale))
+        depth, width = base_z * probe.extents[0] / probe.factors[0], base_y * probe.extents[1] / probe.factors[1]
+        flatness = width / depth
+        z_stretch = flatness / min(max(flatness, 1 / MAX_ROUND_ASPECT), MAX_ROUND_ASPECT)
+        scale = self._expected_diameter / (depth * width**2 * z_stretch) ** (1 / 3)
+        return self._clamp_factors((base_z * scale * z_stretch, base_y * scale, base_x * scale))
 
-    def _scaled(self, scale: float, flatness: float = 1.0) -> Factors:
-        """Return the factors at a scale of `base`, as far as allowed, for objects that are flat there."""
+    def _scale_base(self, scale: float, flatness: float = 1.0) -> Factors:
+        """Return the clamped factors at a scale relative to the base grid, for objects of this flatness."""
         z, y, x = self._base
-        return self._allowed((z * scale * flatness, y * scale, x * scale))
+        return self._clamp_factors((z * scale * flatness, y * scale, x * scale))
 
-    def _allowed(self, factors: Factors) -> Factors:
-        """Clamp factors to `FARTHEST` of `base`. An axis as long as the window stays so: padding confuses networks."""
-        allowed = []
-        for factor, usual, edge, length in zip(factors, self._base, self._spec.input.roi_size, self._size, strict=True):
-            least = max(usual / FARTHEST, min(edge / length, usual))
-            allowed.append(min(max(factor, least), usual * FARTHEST))
-        return allowed[0], allowed[1], allowed[2]
+    def _clamp_factors(self, factors: Factors) -> Factors:
+        """Clamp factors to within `MAX_SCALE_RATIO` of the base grid.
+
+        An axis does not become shorter than the window, unless it already is: padding reduces the quality of the
+        scores.
+        """
+        clamped = []
+        for factor, base, edge, length in zip(factors, self._base, self._spec.input.roi_size, self._size, strict=True):
+            minimum = max(base / MAX_SCALE_RATIO, min(edge / length, base))
+            clamped.append(min(max(factor, minimum), base * MAX_SCALE_RATIO))
+        return clamped[0], clamped[1], clamped[2]
 
 
 def expect_flatness(voxel_size: VoxelSize | None, base: Factors) -> float:
-    """Return how many times as wide as deep objects should be in voxels of the `base` grid, 1 where it is not known."""
+    """Return the expected ratio of object width and depth on the base grid; 1 if the voxel size is unknown."""
     if voxel_size is None:
         return 1.0
     z, y, x = (edge / factor for edge, factor in zip(voxel_size, base, strict=True))
-    return max(VoxelSize(z, y, x).anisotropy / DEEPER, 1.0)
-
-
-def _near(one: Factors, other: Factors, ratio: float) -> bool:
-    return all(abs(math.log(a / b)) < math.log(ratio) for a, b in zip(one, other, strict=True))
-
-
-def _is_known(factors: Factors, seen: Iterable[ScaleProbe]) -> bool:
-    return any(_near(factors, probe.factors, ALIKE) for probe in seen)
-
-
-def _choose_clearly_better(used: ScaleProbe, others: Sequence[ScaleProbe], margin: float) -> ScaleProbe | None:
-    """Return the smallest scale that is better than the one `used` by a margin, and hardly worse than the best one."""
-    enough = [probe for probe in others if (probe.confidence or 0.0) >= LEAST_CONFIDENCE]
-    least = max((probe.log_odds for probe in enough), default=-math.inf)
-    least = max(least - HARDLY, used.log_odds + margin)
-    better = [probe for probe in enough if probe.log_odds >= least]
-    return min(better, key=lambda probe: math.prod(probe.factors), default=None)
+    return max(VoxelSize(z, y, x).anisotropy / BLURRED_DEPTH_RATIO, 1.0)

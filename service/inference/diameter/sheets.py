@@ -1,4 +1,4 @@
-"""Sheets in an image, such as membranes and shells, told from blobs."""
+"""Detection of sheets, such as membranes and shells, as opposed to blobs."""
 
 from __future__ import annotations
 
@@ -9,45 +9,56 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Share of voxels that belong to structures, how far their curvature along the other axes may be from none, and how
-# steep they may be: at the step of a Gaussian edge the gradient is the curvature times the width of the smoothing, on
-# the ridge of a sheet it is 0.
-BRIGHTEST, LEAST_CURVED, STEEPEST = 0.05, 0.3, 0.7
-# Smoothing by means of 27 voxels, so often: a standard deviation of 2 voxels.
-SMOOTHINGS, SMOOTHED = 6, 2.0
+# Fraction of the voxels that are taken to belong to structures.
+STRUCTURE_FRACTION = 0.05
+
+# Largest curvature of a sheet along its other two axes, relative to the curvature across the sheet.
+MAX_CURVATURE_RATIO = 0.3
+
+# Largest gradient of a sheet, relative to the curvature times the smoothing sigma. It is about 1 at the step of a
+# Gaussian edge and 0 on the ridge of a sheet.
+MAX_GRADIENT_RATIO = 0.7
+
+# Number of 3 x 3 x 3 mean filters, which together smooth like a Gaussian of this sigma.
+SMOOTHING_PASSES = 6
+SMOOTHING_SIGMA_VOXELS = 2.0
 
 
-def shows_sheets(windows: Sequence[Tensor]) -> bool | None:
-    """Return whether what is bright in windows [z, y, x] of one channel lies on sheets: membranes or shells.
+def contains_sheets(windows: Sequence[Tensor]) -> bool | None:
+    """Return whether the bright structures in windows [z, y, x] of one channel are sheets: membranes or shells.
 
-    It is mostly curved across one direction only, and a ridge there, not the edge of something bright. The eigenvalues
-    of the Hessian tell sheets from lines and blobs (Sato et al. 1998). None where no window is large enough to tell.
+    A sheet is strongly curved in one direction only, and it is a ridge, not the edge of a bright region. The
+    eigenvalues of the Hessian separate sheets from lines and blobs (Sato et al. 1998). Returns None if no window is
+    large enough.
     """
-    flatness = np.array([_flatness(window) for window in windows if min(window.shape) >= 5]).reshape(-1, 3)
-    if not len(flatness):
+    ratios = np.array([_structure_ratios(window) for window in windows if min(window.shape) >= 5]).reshape(-1, 3)
+    if not len(ratios):
         return None
-    # Where nothing is curved at all, it is not a number.
-    flatness = flatness[np.isfinite(flatness).all(axis=1)]
-    return bool(len(flatness) and (np.abs(np.median(flatness, axis=0)) < (LEAST_CURVED, LEAST_CURVED, STEEPEST)).all())
+    # The ratios are NaN if a window is constant.
+    ratios = ratios[np.isfinite(ratios).all(axis=1)]
+    return bool(
+        len(ratios)
+        and (np.abs(np.median(ratios, axis=0)) < (MAX_CURVATURE_RATIO, MAX_CURVATURE_RATIO, MAX_GRADIENT_RATIO)).all()
+    )
 
 
-def _flatness(window: Tensor) -> tuple[float, float, float]:
-    """Return how curved and steep a window is where its first eigenvalue is the most negative.
+def _structure_ratios(window: Tensor) -> tuple[float, float, float]:
+    """Return the curvature ratios and the gradient ratio of the voxels with the most negative first eigenvalues.
 
-    These are medians of the middle and the last eigenvalue over the first, and of the gradient over the first and the
-    width of the smoothing.
+    The curvature ratios are the medians of the middle and of the last eigenvalue, divided by the first. The gradient
+    ratio is the median of the gradient, divided by the first eigenvalue and the smoothing sigma.
     """
     smooth = window.clamp(0, 1)[None]
-    for _ in range(SMOOTHINGS):
+    for _ in range(SMOOTHING_PASSES):
         smooth = functional.avg_pool3d(smooth, 3, 1, 1, count_include_pad=False)
     gradient = torch.stack(torch.gradient(smooth[0]))
     hessian = torch.stack([torch.stack(torch.gradient(part)) for part in gradient])[:, :, 2:-2, 2:-2, 2:-2]
     matrices, slopes = hessian.flatten(2).permute(2, 0, 1), gradient[:, 2:-2, 2:-2, 2:-2].flatten(1).norm(dim=0)
-    # Those with the most negative eigenvalue are among those with the most negative trace or the largest norm.
-    count = max(int(BRIGHTEST * len(matrices)), 1)
-    strong = matrices.square().sum((1, 2)).topk(min(4 * count, len(matrices))).indices
-    values, slopes = torch.linalg.eigvalsh(matrices[strong]), slopes[strong]
-    first = values[:, 0].topk(min(count, len(values)), largest=False).indices
-    values, slopes = values[first], slopes[first]
+    # Computing eigenvalues is slow. The most negative ones occur where the norm of the Hessian is large.
+    count = max(int(STRUCTURE_FRACTION * len(matrices)), 1)
+    candidates = matrices.square().sum((1, 2)).topk(min(4 * count, len(matrices))).indices
+    values, slopes = torch.linalg.eigvalsh(matrices[candidates]), slopes[candidates]
+    selected = values[:, 0].topk(min(count, len(values)), largest=False).indices
+    values, slopes = values[selected], slopes[selected]
     middle, last = (values[:, 1:] / values[:, :1]).median(0).values
-    return float(middle), float(last), float((slopes / (-SMOOTHED * values[:, 0])).median())
+    return float(middle), float(last), float((slopes / (-SMOOTHING_SIGMA_VOXELS * values[:, 0])).median())

@@ -1,7 +1,7 @@
-"""Intensity normalisation as the model's file asks for it.
+"""Intensity normalization as defined by the model file.
 
-Statistics are taken over the whole volume, a block of planes at a time. Normalised float32 pixels are computed only
-where a window reads them, so the volume never exists in float32.
+Statistics are computed over the whole volume, a block of planes at a time. Pixels are normalized to float32 when a
+window reads them, so the whole volume is never held in float32.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from service.models.spec import (
     ZScoreNormalisation,
 )
 
-# Statistics read planes together up to this many voxels, which bounds their temporary memory.
+# Number of voxels that are read together for statistics, which limits temporary memory.
 BLOCK_VOXELS = 2**22
 
-# Types that torch converts to float32 without rounding.
+# Dtypes that torch converts to float32 without rounding.
 _EXACT_IN_FLOAT32 = (np.uint8, np.int8, np.uint16, np.int16, np.float16, np.float32)
 
-# Limit of normalised values: one hot pixel among nearly equal ones would become infinite and spread through a window.
+# Limit of normalized values. If almost all pixels are equal, a single hot pixel would become infinite and affect the
+# whole window.
 MAX_MAGNITUDE = 1e6
 
 
 @dataclass(frozen=True)
 class VolumeChannel:
-    """One channel of a volume in blocks of planes, with NaN and infinity replaced by `substitute` unless it is None."""
+    """One channel of a volume in blocks of planes. NaN and infinity are replaced by `substitute` unless it is None."""
 
     volume: Volume
     index: int
@@ -65,10 +66,10 @@ class VolumeChannel:
 
 
 class SentPixels(Protocol):
-    """All pixels of a volume on another device, as they are stored, in up to 16 bits."""
+    """All stored pixels of a volume, of up to 16 bits, on another device."""
 
     def count_keys(self, index: int) -> NDArray[np.int64]:
-        """Return the histogram of one channel, the only one of `percentiles.count_digits` for up to 16 bits."""
+        """Return the histogram of one channel, like `percentiles.count_digits` for up to 16 bits."""
 
     def planes(self, index: int, first: int, end: int) -> Tensor:
         """Return planes [z, Y, X] of one channel."""
@@ -76,7 +77,7 @@ class SentPixels(Protocol):
 
 @dataclass(frozen=True)
 class SentChannel(VolumeChannel):
-    """One channel of a volume whose pixels are on another device too, which counts them."""
+    """One channel of a volume whose pixels are also on another device, which counts them."""
 
     sent: SentPixels = field(kw_only=True)
 
@@ -85,15 +86,15 @@ class SentChannel(VolumeChannel):
 
 
 def replace_nonfinite(pixels: Array, substitute: float | None) -> Array:
-    """Return the pixels with NaN and infinity replaced, or unchanged where `substitute` is None."""
+    """Return the pixels with NaN and infinity replaced by `substitute`, or unchanged if it is None."""
     return pixels if substitute is None else np.where(np.isfinite(pixels), pixels, pixels.dtype.type(substitute))
 
 
 @dataclass(frozen=True)
 class IntensityScaling:
-    """Map x to (x - offset) / scale, clipped to [lowest, highest]; a scale of 0 maps everything to 0.
+    """Map x to (x - offset) / scale, clipped to [lowest, highest]. A scale of 0 maps all pixels to 0.
 
-    NaN and infinity count as `substitute`; None states that there are none.
+    NaN and infinity are replaced by `substitute`; None means that there are none.
     """
 
     offset: float
@@ -120,58 +121,59 @@ class IntensityScaling:
         return scaled.astype(np.float32, copy=False)
 
     def apply_into(self, pixels: Array, out: Tensor) -> None:
-        """Write the scaled pixels into `out`, which has their shape and any floating dtype."""
-        plain = self._is_plain
-        if plain and window_kernels.can_scale(pixels, out):
+        """Write the scaled pixels into `out`, which has their shape and any floating-point dtype."""
+        is_plain = self._is_plain
+        if is_plain and window_kernels.can_scale(pixels, out):
             window_kernels.scale(pixels, out, self.offset, self.scale, (self.lowest, self.highest))
             return
-        if not plain or out.dtype != torch.float32 or not _torch_reads(pixels):
+        if not is_plain or out.dtype != torch.float32 or not _can_share_memory(pixels):
             out.copy_(torch.from_numpy(self.apply(pixels)))
             return
         self.scale_into(torch.from_numpy(pixels), pixels.dtype, out)
 
-    def send_into(self, pixels: Array, out: Tensor, send: Callable[[Array], Tensor]) -> None:
-        """Write the scaled pixels into `out`, float32 on the device to which `send` copies an array.
+    def upload_into(self, pixels: Array, out: Tensor, upload: Callable[[Array], Tensor]) -> None:
+        """Write the scaled pixels into `out`, a float32 tensor on another device.
 
-        They are sent as they are stored, unless float32 cannot hold them, or some are replaced.
+        `upload` copies an array to that device. Pixels are uploaded in their stored dtype, unless float32 cannot
+        represent them or some are replaced.
         """
         if self._is_plain and pixels.dtype in _EXACT_IN_FLOAT32:
-            self.scale_into(send(pixels), pixels.dtype, out)
+            self.scale_into(upload(pixels), pixels.dtype, out)
         else:
-            out.copy_(send(self.apply(pixels)))
+            out.copy_(upload(self.apply(pixels)))
 
     def scale_into(self, stored: Tensor, dtype: np.dtype[Any], out: Tensor) -> None:
-        """Write scaled pixels of `dtype`, which are on the device of `out`, into `out`, float32."""
+        """Write scaled pixels into `out`, float32. `stored` has pixels of `dtype` on the same device."""
         if self.scale == 0:
             out.zero_()
             return
-        # In place and with all of torch's threads this takes a third of NumPy's time.
+        # In place and with all threads of torch, this takes a third of the time of NumPy.
         out.copy_(stored).sub_(self.offset).div_(self.scale)
         if not self._stays_within_limits(dtype):
             out.clamp_(self.lowest, self.highest)
 
     def _stays_within_limits(self, dtype: np.dtype[Any]) -> bool:
-        """Whether no pixel of this dtype can exceed the limits."""
+        """Return whether no pixel of this dtype can exceed the limits."""
         if dtype.kind == "f":
             return False
         ends = [(end - self.offset) / self.scale for end in (np.iinfo(dtype).min, np.iinfo(dtype).max)]
         return self.lowest <= min(ends) and max(ends) <= self.highest
 
 
-def _torch_reads(pixels: Array) -> bool:
-    """Whether a tensor can share the pixels' memory and convert them to float32 without rounding."""
+def _can_share_memory(pixels: Array) -> bool:
+    """Return whether a tensor can share the pixels' memory and convert them to float32 without rounding."""
     return pixels.dtype in _EXACT_IN_FLOAT32 and pixels.flags.writeable and min(pixels.strides) >= 0
 
 
 class NormalisedImage:
-    """A volume whose channels are normalised where they are read.
+    """A volume whose channels are normalized when they are read.
 
-    Index it with (0, channels, z, y, x), slices all but the first, like the float32 [1, C, Z, Y, X] that it stands for.
-    The planes of the last box are cached, because windows come in layers of planes. Several threads may use it at once.
+    Index it with (0, channels, z, y, x), where all but the first are slices, like a float32 tensor [1, C, Z, Y, X]. The
+    planes of the last box are cached, because windows are read in layers of planes. The image is thread-safe.
     """
 
     def __init__(self, volume: Volume, scalings: Sequence[IntensityScaling], sent: SentPixels | None = None) -> None:
-        self._volume, self.scalings, self._sent = volume, tuple(scalings), sent
+        self._volume, self.scalings, self._device_pixels = volume, tuple(scalings), sent
         self.shape = (1, *volume.shape)
         # First plane, end plane, and the planes of each channel between them.
         self._cached: tuple[int, int, tuple[Array, ...]] = (0, 0, ())
@@ -183,21 +185,21 @@ class NormalisedImage:
         return channels[0][None] if len(channels) == 1 else torch.stack(channels)
 
     def read_into(self, box: Box, out: Iterable[Tensor]) -> None:
-        """Write the normalised box into `out`: one tensor [z, y, x] of any floating dtype for each channel."""
+        """Write the normalized box into `out`, one tensor [z, y, x] of any floating-point dtype per channel."""
         for target, pixels, scaling in zip(out, self._read(box), self.scalings[box[1]], strict=True):
             scaling.apply_into(pixels, target)
 
-    def send_planes(self, first: int, end: int, out: Tensor, send: Callable[[Array], Tensor]) -> None:
-        """Write the normalised planes from `first` to `end` into `out`, float32 [C, z, Y, X] on another device.
+    def send_planes(self, first: int, end: int, out: Tensor, upload: Callable[[Array], Tensor]) -> None:
+        """Write the normalized planes from `first` to `end` into `out`, float32 [C, z, Y, X] on another device.
 
-        `send` returns a copy of an array on that device.
+        `upload` returns a copy of an array on that device.
         """
-        if self._sent is not None:
+        if self._device_pixels is not None:
             for index, (target, scaling) in enumerate(zip(out, self.scalings, strict=True)):
-                scaling.scale_into(self._sent.planes(index, first, end), self._volume.dtype, target)
+                scaling.scale_into(self._device_pixels.planes(index, first, end), self._volume.dtype, target)
             return
         for target, pixels, scaling in zip(out, self._volume.read(first, end), self.scalings, strict=True):
-            scaling.send_into(pixels, target, send)
+            scaling.upload_into(pixels, target, upload)
 
     def _read(self, box: Box) -> list[Array]:
         _, channels, z, y, x = box
@@ -210,13 +212,13 @@ class NormalisedImage:
             return planes
         with self._lock:
             if self._cached[:2] != (first, end):
-                # The old planes are dropped first: of a large volume they are most of the memory in use.
+                # Free the old planes first: for a large volume they are most of the memory in use.
                 planes, self._cached = (), (0, 0, ())
                 self._cached = (first, end, tuple(self._volume.read(first, end)))
             return self._cached[2]
 
     def tensor(self) -> Tensor:
-        """Return the whole image, float32 [1, C, Z, Y, X], converted plane by plane to bound temporary memory."""
+        """Return the whole image, float32 [1, C, Z, Y, X]. Planes are converted one by one to save memory."""
         whole = torch.empty(self.shape)
         for z in range(self.shape[2]):
             whole[0, :, z : z + 1] = self[0, slice(None), slice(z, z + 1), slice(None), slice(None)]
@@ -226,11 +228,11 @@ class NormalisedImage:
 def normalise_volume(
     volume: Volume, spec: ModelSpec, sent: SentPixels | None = None
 ) -> tuple[NormalisedImage, tuple[str, ...]]:
-    """Return the volume with each channel normalised over the whole of it, and notes for the user.
+    """Return the volume with each channel normalized over the whole volume, and notes for the user.
 
-    `sent` has the volume's pixels on another device, where they are counted for percentiles, and scaled. NaN and
-    infinite pixels count as the lowest finite value; a constant channel becomes zeros. Raises BadFile where a channel
-    has no finite pixel.
+    If the volume's pixels are on another device, they are counted and scaled there. NaN and infinite pixels are
+    replaced by the lowest finite value. A constant channel becomes zeros. Raises BadFile if a channel has no finite
+    pixel.
     """
     scalings, replaced = [], 0
     for index in range(volume.shape[0]):
@@ -244,22 +246,22 @@ def normalise_volume(
 
 
 def note_replaced(replaced: int) -> tuple[str, ...]:
-    """Return what to tell the user of so many pixels that are not finite."""
-    return (f"{replaced} NaN or infinite pixels were taken for the lowest finite intensity.",) if replaced else ()
+    """Return a note for the user about the number of replaced pixels; none if it is 0."""
+    return (f"{replaced} NaN or infinite pixels were replaced by the lowest finite intensity.",) if replaced else ()
 
 
 def normalise(pixels: Array, normalisation: Normalisation) -> NDArray[np.float32]:
-    """Normalise one channel [Z, Y, X] of finite numbers to float32 [Z, Y, X], within +-`MAX_MAGNITUDE`."""
+    """Normalize one channel of finite numbers [Z, Y, X] to float32, within +-`MAX_MAGNITUDE`."""
     return fit_scaling(pixels, normalisation).apply(pixels)
 
 
 def fit_scaling(channel: Channel, normalisation: Normalisation) -> IntensityScaling:
-    """Return the scaling that normalises one channel of finite numbers."""
+    """Return the scaling that normalizes one channel of finite numbers."""
     match normalisation:
         case PercentileNormalisation(low=low, high=high, clip=clip):
             at_low, at_high = percentiles(channel, low, high)
             if at_low == at_high:
-                # Hardly any pixel differs from the background, and those that do are all that there is to see.
+                # Almost all pixels are background, so scale by the few that differ.
                 at_low, at_high = percentiles(channel, 0, 100)
             return IntensityScaling(at_low, at_high - at_low, *(clip or ()))
         case ZScoreNormalisation():
@@ -279,9 +281,9 @@ def _mean_and_std(channel: Channel) -> tuple[float, float]:
 
 
 def _find_substitute(channel: Channel) -> tuple[float | None, int]:
-    """Return the lowest finite value and the number of NaN and infinite pixels; None and 0 where all are finite.
+    """Return the lowest finite value and the number of NaN and infinite pixels; None and 0 if all are finite.
 
-    Raises BadFile where no pixel is finite.
+    Raises BadFile if no pixel is finite.
     """
     if channel.dtype.kind != "f" or _all_finite(channel):
         return None, 0
@@ -294,16 +296,19 @@ def _find_substitute(channel: Channel) -> tuple[float | None, int]:
 
 
 def choose_substitute(lowest: float, nonfinite: int, size: int) -> float | None:
-    """Return what stands for pixels that are not finite: the `lowest` of the others, None where there are no such.
+    """Return the replacement for NaN and infinite pixels, which is the `lowest` finite value; None if all are finite.
 
-    Raises BadFile where all pixels of a channel of this size are not finite.
+    Raises BadFile if none of the `size` pixels of the channel is finite.
     """
     if nonfinite == size:
-        raise BadFile("Every pixel is NaN or infinite. Export the file again, or choose another channel.")
+        raise BadFile("All pixels are NaN or infinite. Export the file again, or select another channel.")
     return lowest if nonfinite else None
 
 
 def _all_finite(blocks: Iterable[Array]) -> bool:
-    """Whether every block's sum is finite. One NaN or infinity makes it not so; a sum may also overflow by itself."""
+    """Return whether the sum of every block is finite.
+
+    One NaN or infinity makes the sum not finite. A sum of finite values may also overflow.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         return all(np.isfinite(block.sum(dtype=np.float64)) for block in blocks)

@@ -1,4 +1,4 @@
-"""Exact percentiles of one channel that comes in blocks, without sorting it."""
+"""Exact percentiles of one channel that is read in blocks, without sorting all of its pixels."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 
 from service.core.types import Array
 
-# Wider pixels than 16 bits are partially sorted up to this many voxels, and counted beyond.
+# Channels of more than 16 bits are partially sorted up to this number of voxels, and counted beyond it.
 SORTED_VOXELS = 2**22
 
-# `numpy.bincount` widens values to 64 bits. Portions of this many values stay in a cache, and leave no gaps of 32 MiB
-# between longer-lived memory.
-COUNTED_VOXELS = 2**16
+# Number of values per call of `numpy.bincount`, which converts them to 64 bits. Chunks of this size stay in the cache,
+# and do not fragment memory with gaps of 32 MiB.
+COUNT_CHUNK_VOXELS = 2**16
 
 
 class Channel(Protocol):
-    """All pixels of one channel in blocks, which can be iterated several times; a 3D array yields its planes."""
+    """All pixels of one channel in blocks, which can be iterated several times. A 3D array yields its planes."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -35,17 +35,17 @@ class Channel(Protocol):
 
 @runtime_checkable
 class CountedChannel(Protocol):
-    """A channel whose voxels are counted elsewhere: on another device, or by other processes."""
+    """A channel whose voxels are counted on another device or in other processes."""
 
     def count_digits(self, shift: int, prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
-        """Return what the function `count_digits` does of all blocks."""
+        """Return the result of the function `count_digits` for all blocks."""
 
 
 def percentiles(channel: Channel, low: float, high: float) -> tuple[float, float]:
-    """Return two percentiles of all pixels, linearly interpolated like `numpy.percentile`.
+    """Return two exact percentiles of all pixels, linearly interpolated like `numpy.percentile`.
 
-    They are exact. Up to 16 bits one pass makes a histogram. Wider dtypes are partially sorted where the channel is
-    small; otherwise each pass counts 16 more bits of order-preserving integer keys (radix selection).
+    Up to 16 bits, one pass creates a histogram. Wider dtypes are partially sorted if the channel is small. Otherwise,
+    each pass counts 16 more bits of order-preserving integer keys (radix selection).
     """
     ranks = [share / 100 * (channel.size - 1) for share in (low, high)]
     if channel.dtype.itemsize > 2 and channel.size <= SORTED_VOXELS:
@@ -58,12 +58,12 @@ def percentiles(channel: Channel, low: float, high: float) -> tuple[float, float
 
 
 def _interpolate(below: float, above: float, share: float) -> float:
-    """Interpolate like `numpy.percentile`, without a difference of the two values that could overflow."""
+    """Interpolate like `numpy.percentile`, but without a difference of the two values, which could overflow."""
     return below if share == 0 else below * (1 - share) + above * share
 
 
 def _order_statistics(channel: Channel, ranks: list[int]) -> list[float]:
-    """Return the pixels at these ranks (ascending, from 0) of the sorted channel."""
+    """Return the pixels at these ranks of the sorted channel. Ranks are ascending and start at 0."""
     prefixes, remaining_ranks = [0] * len(ranks), list(ranks)
     bits = 8 * channel.dtype.itemsize
     for shift in range(max(bits - 16, 0), -1, -16):
@@ -79,10 +79,10 @@ def _order_statistics(channel: Channel, ranks: list[int]) -> list[float]:
 
 
 def count_digits(blocks: Iterable[Array], shift: int, prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
-    """Count the 16 bits at `shift` of all keys, separately by the bits above them, the prefix.
+    """Return a histogram of the 16 bits at `shift` for each prefix, that is, for each value of the bits above them.
 
-    A key is the pixel as an unsigned integer of the same order, of up to 16 bits itself the only digit. A histogram
-    ends at its highest value: half of a small volume's time would go into values that no pixel has.
+    The bits are those of order-preserving keys; a key of up to 16 bits is its own only digit. A histogram ends at its
+    highest value: counting values that do not occur would take half of the time of a small volume.
     """
     histograms = {prefix: np.zeros(1, np.int64) for prefix in prefixes}
     for block in blocks:
@@ -96,17 +96,17 @@ def count_digits(blocks: Iterable[Array], shift: int, prefixes: frozenset[int]) 
 
 
 def _find_rank(counts: NDArray[np.int64], rank: int) -> tuple[int, int]:
-    """Return the value at `rank` of a histogram's sorted values, and how many values are less."""
+    """Return the value at `rank` of a histogram's sorted values, and the number of smaller values."""
     cumulated = np.cumsum(counts)
     value = int(np.searchsorted(cumulated, rank, side="right"))
     return value, int(cumulated[value - 1]) if value else 0
 
 
 def _add_counts(values: NDArray[Any], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the histogram of `values` plus `counts`, which may be modified, as long as the highest value needs."""
-    for start in range(0, values.size, COUNTED_VOXELS):
-        part = values[start : start + COUNTED_VOXELS]
-        # Large volumes are mostly empty.
+    """Return the histogram of `values` plus `counts`, up to the highest value. `counts` may be modified."""
+    for start in range(0, values.size, COUNT_CHUNK_VOXELS):
+        part = values[start : start + COUNT_CHUNK_VOXELS]
+        # Large volumes are mostly empty, so most chunks have one value.
         more = np.append(np.zeros(part[0], np.int64), part.size) if has_one_value(part) else np.bincount(part)
         counts, shorter = (more, counts) if len(more) > len(counts) else (counts, more)
         counts[: len(shorter)] += shorter
@@ -114,7 +114,7 @@ def _add_counts(values: NDArray[Any], counts: NDArray[np.int64]) -> NDArray[np.i
 
 
 def has_one_value(pixels: Array) -> bool:
-    """Return whether all pixels are equal. There has to be one."""
+    """Return whether all pixels are equal. There must be at least one pixel."""
     first = pixels.flat[0]
     return bool(first == pixels.flat[-1]) and bool((pixels == first).all())
 
@@ -125,7 +125,7 @@ def keys_of_pixels(pixels: Array) -> NDArray[np.unsignedinteger]:
     keys: NDArray[np.unsignedinteger] = pixels.view(f"u{pixels.dtype.itemsize}")
     sign = keys.dtype.type(1 << (bits - 1))
     if kind == "f":
-        # A negative number has all its bits inverted, a positive one its sign.
+        # All bits of a negative number are inverted; of a positive number, only the sign bit.
         return keys ^ (pixels.view(f"i{pixels.dtype.itemsize}") >> (bits - 1)).view(keys.dtype) ^ (~keys & sign)
     return keys ^ sign if kind == "i" else keys
 

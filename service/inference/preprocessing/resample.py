@@ -1,4 +1,4 @@
-"""Resampling of a volume's image to the grid a model works on, and of its segmentation back to the volume's grid."""
+"""Resampling of an image to the model's grid, and of its segmentation back to the grid of the volume."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from service.inference.windows.grid import Box, as_size
 from service.inference.windows.sliding_window import Image
 from service.models.spec import ModelSpec
 
-# Voxels this many times larger or smaller than the model's mean that a wrong voxel size was stated.
+# Limit of the ratio of the voxel sizes of volume and model. Beyond it, one of them must be wrong.
 MAX_RESAMPLING = 64.0
-# Objects this many times wider or narrower than the model wants cannot be seen in the stack.
+# Limit of the ratio of the object diameters of request and model. Objects beyond it are not visible in the stack.
 MAX_DIAMETER_RATIO = 16.0
-# Planes that a thread resamples at a time where a whole image is made.
-PLANES_AT_ONCE = 8
+# Number of planes that a thread resamples at a time when it creates a whole image.
+PLANES_PER_TASK = 8
 
 Spans = tuple[range, range, range]
-"""Voxels of a box along (z, y, x)."""
+"""Ranges of voxels along (z, y, x) that define a box."""
 
 
 @dataclass(frozen=True)
 class Resampling:
-    """Linear interpolation of a grid of `before` (Z, Y, X) voxels at the middles of `after` voxels.
+    """Linear interpolation from a grid of `before` voxels (Z, Y, X) to the centers of `after` voxels.
 
-    Every voxel has the bits that it has however the grid is cut: weights follow from its place in the whole, and each
-    step of the arithmetic is rounded by itself.
+    The result is identical for every division of the grid into boxes: weights depend on the position in the whole grid,
+    and each arithmetic step is rounded separately.
     """
 
     before: Size
@@ -50,12 +50,12 @@ class Resampling:
 
     @cached_property
     def _order(self) -> list[int]:
-        """Axes by what takes the least time: those that shrink first, and of those that grow x, whose voxels adjoin."""
+        """Axes in the fastest order: shrinking axes first, and x, which is contiguous, first among the growing axes."""
         factors = [new / old for old, new in zip(self.before, self.after, strict=True)]
         return sorted(range(3), key=lambda axis: (factors[axis], axis if factors[axis] < 1 else -axis))
 
     def source(self, box: Spans) -> Spans:
-        """Return the voxels of the grid before that those in a box of the grid after are interpolated from."""
+        """Return the box of the `before` grid that a box of the `after` grid is interpolated from."""
         z, y, x = (
             range(int(axis.low[span[0]]), int(axis.high[span[-1]]) + 1)
             for axis, span in zip(self._axes, box, strict=True)
@@ -63,54 +63,54 @@ class Resampling:
         return z, y, x
 
     def interpolate(self, pixels: NDArray[np.float32], box: Spans) -> NDArray[np.float32]:
-        """Return the voxels of a box of the grid after, [C, z, y, x], of those at `source(box)`."""
+        """Interpolate a box of the `after` grid, [C, z, y, x], from the pixels of `source(box)`."""
         source = self.source(box)
-        for number in self._order:
-            if self.before[number] == self.after[number]:
+        for axis_index in self._order:
+            if self.before[axis_index] == self.after[axis_index]:
                 continue
-            axis, first, span = self._axes[number], source[number].start, box[number]
+            axis, first, span = self._axes[axis_index], source[axis_index].start, box[axis_index]
             inside = slice(span.start, span.stop)
-            below = pixels.take(axis.low[inside] - first, number + 1)
-            pixels = pixels.take(axis.high[inside] - first, number + 1)
+            below = pixels.take(axis.low[inside] - first, axis_index + 1)
+            pixels = pixels.take(axis.high[inside] - first, axis_index + 1)
             pixels -= below
-            pixels *= axis.share[inside].reshape([-1 if each == number else 1 for each in range(3)])
+            pixels *= axis.weight[inside].reshape([-1 if each == axis_index else 1 for each in range(3)])
             pixels += below
         return pixels
 
 
 class _Axis(NamedTuple):
-    """Voxels of an axis before that each one after lies between, and the share, float32, of the upper one."""
+    """Interpolation along one axis: for each voxel, its two source voxels and the weight of the upper one, float32."""
 
     low: NDArray[np.intp]
     high: NDArray[np.intp]
-    share: NDArray[np.float32]
+    weight: NDArray[np.float32]
 
     @classmethod
     def between(cls, before: int, after: int) -> _Axis:
-        """Interpolate between middles of voxels, like `torch.nn.functional.interpolate` without aligned corners."""
+        """Interpolate between voxel centers, like `torch.nn.functional.interpolate` with `align_corners=False`."""
         if before == after:
             same = np.arange(before)
             return cls(same, same, np.zeros(before, np.float32))
-        places = ((np.arange(after) + 0.5) * before / after - 0.5).clip(0, before - 1)
-        low = places.astype(np.intp)
-        return cls(low, np.minimum(low + 1, before - 1), (places - low).astype(np.float32))
+        positions = ((np.arange(after) + 0.5) * before / after - 0.5).clip(0, before - 1)
+        low = positions.astype(np.intp)
+        return cls(low, np.minimum(low + 1, before - 1), (positions - low).astype(np.float32))
 
 
 class ResampledImage:
-    """An image on another grid, interpolated where it is read.
+    """An image on another grid, interpolated when it is read.
 
-    Index it with (0, channels, z, y, x), slices all but the first, like the float32 [1, C, Z, Y, X] that it stands for.
-    Several threads may use it at once, where they may use the source.
+    Index it with (0, channels, z, y, x), where all but the first are slices, like a float32 tensor [1, C, Z, Y, X]. It
+    is thread-safe if its source is.
 
-    source      image of all voxels before; of those at `resampling.source(box)` where there is a box
+    source      image of all voxels before resampling; if there is a box, of the voxels of `resampling.source(box)`
     resampling  of the whole image
-    box         part of the grid after that is there; None: all of it
+    box         part of the resampled grid that the image covers; None: all of it
     """
 
     def __init__(self, source: Image, resampling: Resampling, box: Spans | None = None) -> None:
         self._source, self._resampling = source, resampling
         self._box = box or _whole(resampling.after)
-        self._there = _whole(resampling.before) if box is None else resampling.source(box)
+        self._source_box = _whole(resampling.before) if box is None else resampling.source(box)
         self.shape = (1, source.shape[1], *map(len, self._box))
 
     def __getitem__(self, box: Box) -> Tensor:
@@ -118,8 +118,8 @@ class ResampledImage:
         z, y, x = (whole[span] for whole, span in zip(self._box, spans, strict=True))
         read = self._resampling.source((z, y, x))
         planes, rows, columns = (
-            slice(span.start - there.start, span.stop - there.start)
-            for span, there in zip(read, self._there, strict=True)
+            slice(span.start - source_span.start, span.stop - source_span.start)
+            for span, source_span in zip(read, self._source_box, strict=True)
         )
         pixels = self._source[0, channels, planes, rows, columns].numpy()
         return torch.from_numpy(self._resampling.interpolate(pixels, (z, y, x)))
@@ -129,10 +129,10 @@ class ResampledImage:
         whole = torch.empty(self.shape)
 
         def fill(first: int) -> None:
-            planes = slice(first, min(first + PLANES_AT_ONCE, self.shape[2]))
+            planes = slice(first, min(first + PLANES_PER_TASK, self.shape[2]))
             whole[0, :, planes] = self[0, slice(None), planes, slice(None), slice(None)]
 
-        run_in_threads(fill, range(0, self.shape[2], PLANES_AT_ONCE), whole.nbytes)
+        run_in_threads(fill, range(0, self.shape[2], PLANES_PER_TASK), whole.nbytes)
         return whole
 
 
@@ -142,14 +142,14 @@ def _whole(size: Size) -> Spans:
 
 
 class PreparedImage(NamedTuple):
-    """Input of the network. `image`: float32 [1, C, Z, Y, X]; `notes`: remarks for the user on what was changed."""
+    """Input of the network and notes for the user about the changes. `image` acts as float32 [1, C, Z, Y, X]."""
 
     image: NormalisedImage | ResampledImage
     notes: tuple[str, ...]
 
 
 def prepare(volume: Volume, spec: ModelSpec, diameter: Diameter | None = None) -> PreparedImage:
-    """Normalise each channel over the whole volume, and resample it to `working_size`.
+    """Normalize each channel over the whole volume, and resample it to `working_size`.
 
     Raises the errors of `normalise_volume` and `working_size`.
     """
@@ -171,10 +171,10 @@ def resample_image(image: NormalisedImage, volume: Volume, spec: ModelSpec, diam
 
 
 def describe_resampling(before: Size, after: Size, spec: ModelSpec, diameter: Diameter | None) -> tuple[str, ...]:
-    """Return a note for the user, none where nothing is resampled."""
+    """Return a note for the user, or no note if the sizes are equal."""
     if before == after:
         return ()
-    reason = "the model's voxel size" if diameter is None else f"objects of {spec.input.diameter:g} voxels"
+    reason = "the model's voxel size" if diameter is None else f"an object diameter of {spec.input.diameter:g} voxels"
     have, want = (" x ".join(map(str, size)) for size in (before, after))
     return (f"Resampled from {have} to {want} voxels for {reason}.",)
 
@@ -182,8 +182,8 @@ def describe_resampling(before: Size, after: Size, spec: ModelSpec, diameter: Di
 def resample_segmentation(segmentation: Segmentation, size: Size, minimum_size: int = 0) -> Segmentation:
     """Resample a segmentation to `size` (Z, Y, X): labels and classes to the nearest voxel, probabilities trilinearly.
 
-    Objects too small for the grid vanish, and so do those that are left with less than `minimum_size` voxels; the
-    remaining ones are renumbered without gaps. A segmentation of that size is returned as it is.
+    Objects that are too small for the grid, or have less than `minimum_size` voxels afterwards, are removed. The
+    remaining objects are renumbered without gaps. A segmentation of that size is returned unchanged.
     """
     pixels = segmentation.pixels
     if pixels.shape[-3:] == size:
@@ -199,23 +199,24 @@ def resample_segmentation(segmentation: Segmentation, size: Size, minimum_size: 
 
 
 def nearest_voxels(before: Size, after: Size) -> list[NDArray[np.intp]]:
-    """Return along each axis the voxel before that the middle of each one after lies in."""
+    """Return for each axis the `before` voxel that contains the center of each `after` voxel."""
     return [((np.arange(new) + 0.5) * old / new).astype(np.intp) for old, new in zip(before, after, strict=True)]
 
 
 def working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | None = None) -> Size:
-    """Return (Z, Y, X) of the grid that the network works on.
+    """Return the size (Z, Y, X) of the grid that the network works on.
 
-    With a `diameter`, objects of that size become as wide as the model wants them, but no axis shrinks below the
-    window: padding confuses the network more than objects that are too wide. Without one it is the volume's own grid,
-    unless the voxel sizes of both model and volume are known. Raises BadParameter for a diameter or voxel size that
-    does not fit, and BadFile for a column of single pixels, whose windows would be nothing but padding.
+    With a `diameter`, the volume is resampled so that objects have the model's diameter, but no axis becomes shorter
+    than the window, because padding affects the network more than large objects do. Without a diameter it is the grid
+    of the volume, unless the voxel sizes of both the model and the volume are known. Raises BadParameter for a diameter
+    or voxel size that does not fit, and BadFile for a column of single pixels, whose windows would be almost all
+    padding.
     """
     _, z, y, x = volume.shape
     if z > 1 and y == x == 1:
         raise BadFile(
-            f"The stack's {z} planes are single pixels, so there is nothing to segment. If its axes are other ones, say"
-            " so with axes=, slowest first.",
+            f"The {z} planes of the stack are single pixels, so there is nothing to segment. If the axes are wrong,"
+            " set axes=, slowest axis first.",
             parameter="axes",
         )
     if diameter is not None:
@@ -227,61 +228,61 @@ def working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | None = No
 
 
 def base_factors(volume: Extent, spec: ModelSpec) -> tuple[float, float, float]:
-    """Return the voxels per voxel of the volume, along (z, y, x), that it is resampled to without a diameter."""
+    """Return the scale factors along (z, y, x) by which the volume is resampled without a diameter."""
     z, y, x = (n / edge for n, edge in zip(working_size(volume, spec), volume.shape[1:], strict=True))
     return z, y, x
 
 
 def used_width(volume: Extent, spec: ModelSpec, used: Diameter | None) -> tuple[float, ...] | None:
-    """Return how wide along (z, y, x) objects were taken to be in voxels; None: the model wants no width."""
+    """Return the object diameter along (z, y, x) that was used, in voxels; None if the model has no object diameter."""
     if spec.input.diameter is None:
         return None
-    stated = used and used.in_voxels(volume.voxel_size)
-    return stated or tuple(spec.input.diameter / factor for factor in base_factors(volume, spec))
+    diameter_lengths = used and used.in_voxels(volume.voxel_size)
+    return diameter_lengths or tuple(spec.input.diameter / factor for factor in base_factors(volume, spec))
 
 
 def resampled_size(size: Size, have: VoxelSize, want: VoxelSize) -> Size:
-    """Return how many voxels of size `want` cover `size` voxels of size `have`; see `_scale_size` for rounding.
+    """Return the number of voxels of size `want` that cover `size` voxels of size `have`. `_scale_size` rounds it.
 
-    Raises BadParameter for voxels so far from the model's that one of the two must be wrong.
+    Raises BadParameter if the voxel sizes differ so much that one of them must be wrong.
     """
     factors = [h / w for h, w in zip(have, want, strict=True)]
     if not all(1 / MAX_RESAMPLING <= factor <= MAX_RESAMPLING for factor in factors):
-        stated, wanted = (", ".join(f"{edge:g}" for edge in edges) for edges in (have, want))
+        volume_size, model_size = (", ".join(f"{edge:g}" for edge in edges) for edges in (have, want))
         raise BadParameter(
-            f"The voxel size {stated} um is too far from the {wanted} um that the model works at; "
-            "correct it with voxel_size=Z,Y,X in micrometres.",
+            f"The voxel size is {volume_size} um, but the model needs about {model_size} um. "
+            "If the voxel size is wrong, set voxel_size=Z,Y,X in micrometers.",
             parameter="voxel_size",
         )
     return _scale_size(size, factors)
 
 
 def _scale_size(size: Size, factors: Sequence[float]) -> Size:
-    """Scale the voxels along each axis, to at least one; factors within 1 % of 1 change nothing."""
+    """Scale the number of voxels along each axis, to at least one. Factors within 1 % of 1 are ignored."""
     pairs = zip(size, factors, strict=True)
     return as_size([n if abs(factor - 1) < 0.01 else max(1, round(n * factor)) for n, factor in pairs])
 
 
 def _object_scale(volume: Extent, spec: ModelSpec, diameter: Diameter) -> list[float]:
-    """Return the factors along (z, y, x) that make objects of this diameter as wide as the model wants them."""
-    wanted = spec.input.diameter
-    if wanted is None:
+    """Return the factors along (z, y, x) that scale objects of this diameter to the model's diameter."""
+    model_diameter = spec.input.diameter
+    if model_diameter is None:
         raise BadParameter(
-            f"{spec.name} does not say how wide it wants objects to be; leave diameter out.", parameter="diameter"
+            f"The model {spec.name} has no object diameter to resample to. Remove diameter.", parameter="diameter"
         )
     have = diameter.in_voxels(volume.voxel_size)
     if have is None:
         raise BadParameter(
-            "The file states no voxel size, so a diameter in um means nothing; give voxel_size=Z,Y,X too, or diameter "
-            "in voxels, such as 15px.",
+            "The file does not specify a voxel size, which is needed for a diameter in um. Add voxel_size=Z,Y,X, or "
+            "set the diameter in voxels, such as 15px.",
             parameter="diameter",
         )
-    factors = [wanted / length for length in have]
+    factors = [model_diameter / length for length in have]
     if not all(1 / MAX_DIAMETER_RATIO <= factor <= MAX_DIAMETER_RATIO for factor in factors):
-        widths = " x ".join(f"{length:.3g}" for length in have)
+        lengths = " x ".join(f"{length:.3g}" for length in have)
         raise BadParameter(
-            f"Objects of {widths} voxels are too far from the {wanted:g} voxels that {spec.name} works at; correct "
-            "diameter, or voxel_size where it is in um.",
+            f"The object diameter of {lengths} voxels differs too much from the {model_diameter:g} voxels of the model "
+            f"{spec.name}. Correct the diameter, or the voxel size if the diameter is in um.",
             parameter="diameter",
         )
     return factors

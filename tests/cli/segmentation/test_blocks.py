@@ -21,9 +21,9 @@ CONFIDENCE = {"intercept": -9, "certainty": 0, "peak": 0, "size": 0, "giants": 0
 @pytest.mark.parametrize(
     ("pixels", "options", "says"),
     [
-        (np.full((8, 16, 16), 7, np.uint8), Options(steering=Steering(min_confidence=1.0)), "has one grey value"),
-        (NOISE, Options(steering=Steering(min_confidence=1.0)), "may have dropped them"),
-        (NOISE, Options(), "This result is doubtful (confidence 0.00)"),
+        (np.full((8, 16, 16), 7, np.uint8), Options(steering=Steering(min_confidence=1.0)), "has the same gray value"),
+        (NOISE, Options(steering=Steering(min_confidence=1.0)), "may exclude all objects"),
+        (NOISE, Options(), "The labels may be wrong"),
     ],
 )
 def test_a_run_is_doubted_in_the_words_of_the_volume_in_one_piece(

@@ -38,7 +38,7 @@ def line(*heights: float) -> Array:
 
 
 def balls(*spheres: tuple[int, int, int, int], size: tuple[int, int, int] = (24, 40, 40)) -> NDArray[np.bool_]:
-    """Union of spheres (z, y, x, radius)."""
+    """Return the union of spheres (z, y, x, radius)."""
     z, y, x = np.ogrid[tuple(slice(edge) for edge in size)]
     inside = np.zeros(size, bool)
     for cz, cy, cx, radius in spheres:
@@ -52,7 +52,7 @@ def with_decoding(spec: ModelSpec, **changes: Any) -> ModelSpec:
 
 
 def run(spec: ModelSpec, scores: Tensor, cuts: tuple[int, ...] = (), output: OutputKind = "labels") -> Segmentation:
-    """Decode scores [1, K, Z, Y, X], in slabs of planes that begin at `cuts`, each in two halves of rows."""
+    """Decode scores [1, K, Z, Y, X] in slabs of planes that begin at `cuts`, each in two halves of rows."""
     depth, height, width = scores.shape[2:]
     decoder = make_decoder(spec, (depth, height, width), output, VoxelSize(2, 1, 1))
     edges = [0, *cuts, depth]
@@ -63,13 +63,13 @@ def run(spec: ModelSpec, scores: Tensor, cuts: tuple[int, ...] = (), output: Out
 
 
 def smooth_scores(seed: int, size: tuple[int, int, int] = (13, 16, 17)) -> Tensor:
-    """Scores [1, 2, Z, Y, X] with blobs, so that objects cross every possible seam."""
+    """Return scores [1, 2, Z, Y, X] with blobs, so that objects cross every possible seam."""
     noise = torch.randn((1, 2, *size), generator=torch.Generator().manual_seed(seed))
     return 8 * torch.nn.functional.avg_pool3d(noise, 3, stride=1, padding=1)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_separate_objects_are_the_connected_components(seed: int) -> None:
+def test_separate_objects_are_connected_components(seed: int) -> None:
     rng = np.random.default_rng(seed)
     inside = rng.random((9, 14, 15)) < 0.12
     expected, count = label(inside, np.ones((3, 3, 3)))
@@ -79,13 +79,11 @@ def test_separate_objects_are_the_connected_components(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("persistence", "objects"), [(0.0, 2), (0.04, 2), (0.06, 1), (0.5, 1)])
-def test_a_second_peak_counts_only_when_it_rises_above_the_pass_by_the_persistence(
-    persistence: float, objects: int
-) -> None:
+def test_a_second_peak_is_an_object_if_it_exceeds_the_pass_by_the_persistence(persistence: float, objects: int) -> None:
     assert decode(line(0.2, 1.0, 0.75, 0.8, 0.1), persistence)[1] == objects
 
 
-def test_a_shallow_peak_joins_the_side_with_the_higher_pass() -> None:
+def test_a_shallow_peak_joins_the_object_with_the_higher_pass() -> None:
     labels, count = decode(line(1.0, 0.5, 0.6, 0.2, 1.0), persistence=0.2)
     assert count == 2
     assert labels[0, 0, 2] == labels[0, 0, 0] != labels[0, 0, 4]
@@ -104,13 +102,13 @@ def test_a_plateau_is_one_object(persistence: float) -> None:
     assert np.array_equal(labels > 0, balls((12, 20, 20, 8)))
 
 
-def test_equal_heights_are_equal_distances_wherever_they_lie() -> None:
+def test_equal_heights_give_equal_distances_at_every_position() -> None:
     for height in np.linspace(-8, 8, 401):
         distances = Persistence(0.0, logits=True).distance(torch.full((67,), height))
         assert distances.unique().tolist() == pytest.approx([1 / (1 + np.exp(-np.float32(height)))], rel=1e-6)
 
 
-def test_a_single_voxel_is_an_object_even_in_a_corner_of_the_volume() -> None:
+def test_a_single_voxel_in_a_corner_is_an_object() -> None:
     heights = np.full((4, 5, 6), -np.inf)
     heights[0, 0, 0] = heights[3, 4, 5] = 0.1
     labels, count = decode(heights, minimum_size=1)
@@ -135,7 +133,7 @@ def test_without_foreground_there_are_no_objects(random_nuclei: ModelSpec) -> No
     holes=st.sampled_from(["keep", "fill"]),
     confidence=st.sampled_from([0.0, 0.8, 0.9]),
 )
-def test_what_is_dropped_does_not_depend_on_where_slabs_are_cut(
+def test_filtering_does_not_depend_on_the_division_into_slabs(
     seed: int,
     cuts: set[int],
     minimum_size: int,
@@ -144,13 +142,13 @@ def test_what_is_dropped_does_not_depend_on_where_slabs_are_cut(
     confidence: float,
     random_nuclei: ModelSpec,
 ) -> None:
-    """And it is what is small, touches a face or is doubtful among all objects, which keep their order and voxels."""
+    """Small, border and low-confidence objects are removed. The other objects keep their order and voxels."""
     scores = smooth_scores(seed)
     given = {"minimum_size": minimum_size, "border": border, "min_confidence": confidence}
-    every = run(with_decoding(random_nuclei, minimum_size=0), scores).pixels
-    expected, probability = np.zeros_like(every), torch.sigmoid(scores[0, 0]).numpy()
-    for number in range(1, every.max() + 1):
-        inside = every == number
+    unfiltered = run(with_decoding(random_nuclei, minimum_size=0), scores).pixels
+    expected, probability = np.zeros_like(unfiltered), torch.sigmoid(scores[0, 0]).numpy()
+    for number in range(1, unfiltered.max() + 1):
+        inside = unfiltered == number
         faces = any(np.take(inside, end, axis).any() for axis in range(3) for end in (0, -1))
         mean = probability[inside].mean()
         assume(abs(mean - confidence) > 0.01)
@@ -165,26 +163,30 @@ def test_what_is_dropped_does_not_depend_on_where_slabs_are_cut(
         assert np.array_equal(filled.pixels, expected)
 
 
-def judged(*confidences: float, voxels: tuple[int, ...] = (100, 80, 60, 4)) -> Objects:
+def objects_with(*confidences: float, voxels: tuple[int, ...] = (100, 80, 60, 4)) -> Objects:
     count = len(confidences)
     sums = np.array(voxels[:count]) * np.array(confidences)
     return Objects.from_sums(np.array(voxels[:count]), sums, np.ones(count))
 
 
-def test_objects_are_believed_by_their_odds_beside_those_of_a_typical_one(random_nuclei: ModelSpec) -> None:
+def test_the_minimum_confidence_depends_on_the_odds_of_the_typical_object(random_nuclei: ModelSpec) -> None:
     spec = with_decoding(random_nuclei, min_confidence=0.6, min_relative_odds=0.25)
     assert isinstance(spec.decoding, Instances)
-    # Odds of 9 : 1, a quarter of which is 9 : 4.
-    assert least_confidence(spec.decoding, judged(0.9, 0.95, 0.9, 0.2)) == pytest.approx(9 / 13)
-    assert least_confidence(spec.decoding, judged(0.8, 0.8)) == 0.6
-    assert least_confidence(spec.decoding, judged(1.0, 1.0)) == least_confidence(spec.decoding, judged(0.99)) == 0.9
-    assert least_confidence(spec.decoding, judged()) == 0.6
-    off = with_decoding(random_nuclei, min_confidence=0.6, min_relative_odds=0.0).decoding
-    assert isinstance(off, Instances)
-    assert least_confidence(off, judged(1.0, 1.0)) == 0.6
+    # Odds of 9:1. A quarter of them is 9:4.
+    assert least_confidence(spec.decoding, objects_with(0.9, 0.95, 0.9, 0.2)) == pytest.approx(9 / 13)
+    assert least_confidence(spec.decoding, objects_with(0.8, 0.8)) == 0.6
+    assert (
+        least_confidence(spec.decoding, objects_with(1.0, 1.0))
+        == least_confidence(spec.decoding, objects_with(0.99))
+        == 0.9
+    )
+    assert least_confidence(spec.decoding, objects_with()) == 0.6
+    without_relative_odds = with_decoding(random_nuclei, min_confidence=0.6, min_relative_odds=0.0).decoding
+    assert isinstance(without_relative_odds, Instances)
+    assert least_confidence(without_relative_odds, objects_with(1.0, 1.0)) == 0.6
 
 
-def test_an_object_that_is_much_less_certain_than_the_others_is_dropped(random_nuclei: ModelSpec) -> None:
+def test_an_object_with_much_lower_confidence_than_the_others_is_removed(random_nuclei: ModelSpec) -> None:
     inside = np.zeros((24, 40, 60), bool)
     logits = np.full(inside.shape, -5.0)
     for x, logit in ((10, 3.0), (30, 1.0), (50, 3.0)):
@@ -207,8 +209,8 @@ def test_the_threshold_is_a_probability(random_nuclei: ModelSpec, threshold: flo
     assert np.count_nonzero(run(spec, scores, output="classes").pixels) == voxels
 
 
-def test_the_activation_applies_before_persistence_is_judged(random_nuclei: ModelSpec) -> None:
-    """Far up the sigmoid a deep valley of logits is a shallow one of distances."""
+def test_persistence_applies_to_distances_after_the_activation(random_nuclei: ModelSpec) -> None:
+    """At high values of the sigmoid, a deep valley of logits is a shallow valley of distances."""
     scores = torch.full((1, 2, 1, 1, 3), 5.0)
     scores[0, 1, 0, 0] = torch.tensor([9.0, 5.0, 9.0])
     plain = with_decoding(random_nuclei, persistence=0.1, minimum_size=0)
@@ -216,7 +218,7 @@ def test_the_activation_applies_before_persistence_is_judged(random_nuclei: Mode
     assert run(plain.model_copy(update={"activation": "sigmoid"}), scores).count == 1
 
 
-def test_probabilities_are_the_outputs_after_the_activation(random_nuclei: ModelSpec, bands: ModelSpec) -> None:
+def test_probabilities_are_the_activated_outputs(random_nuclei: ModelSpec, bands: ModelSpec) -> None:
     scores = smooth_scores(1)
     raw = run(random_nuclei, scores, (3, 7), "probabilities")
     assert np.array_equal(raw.pixels, scores[0].numpy())
@@ -228,8 +230,8 @@ def test_probabilities_are_the_outputs_after_the_activation(random_nuclei: Model
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_slabs_that_are_taken_in_in_parts_come_out_whole(bands: ModelSpec, dtype, on_disk, tmp_path) -> None:
-    """Three planes a part and one left over, between two slabs of rows."""
+def test_slabs_that_are_decoded_in_parts_give_the_whole_output(bands: ModelSpec, dtype, on_disk, tmp_path) -> None:
+    """Each part has three planes, with one left over, between two slabs of rows."""
     allocate = functools.partial(allocate_on_disk, folder=tmp_path) if on_disk else np.zeros
     depth, rows, width = 4, 20, CACHE_VOXELS // 60
     scores = torch.randn((1, 3, 2 * depth, 2 * rows, width), generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -249,7 +251,7 @@ def test_slabs_that_are_taken_in_in_parts_come_out_whole(bands: ModelSpec, dtype
 
 @pytest.mark.parametrize("cuts", [(), (1,), (2, 3, 4), (5,), tuple(range(1, 9))])
 @pytest.mark.parametrize("times", [0, 1, 3])
-def test_smoothing_averages_the_distance_however_the_planes_are_cut(times: int, cuts: tuple[int, ...]) -> None:
+def test_smoothing_does_not_depend_on_the_division_of_planes(times: int, cuts: tuple[int, ...]) -> None:
     heights = torch.from_numpy(np.nan_to_num(hills(0, (9, 12, 11)), neginf=-1.0))
     smoother, kernel = Smoother(times), np.array([0.25, 0.5, 0.25])
     parts = []
@@ -266,7 +268,7 @@ def test_smoothing_averages_the_distance_however_the_planes_are_cut(times: int, 
     assert torch.equal(torch.cat([mask for _, mask in parts]), heights > 0)
 
 
-def test_smoothing_joins_what_noise_has_split(random_nuclei: ModelSpec) -> None:
+def test_smoothing_joins_objects_that_noise_splits(random_nuclei: ModelSpec) -> None:
     inside = balls((12, 12, 12, 8))
     noise = np.random.default_rng(0).normal(0, 1.5, inside.shape)
     scores = np.stack([np.where(inside, 5.0, -5.0), distance_transform_edt(inside) + noise])
@@ -280,31 +282,31 @@ def test_smoothing_joins_what_noise_has_split(random_nuclei: ModelSpec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "radii", "found"),
+    ("diameter", "radii", "found"),
     [
-        # A 32nd of a ball of 16 voxels is 67 voxels, and one of radius 2 has 33.
+        # A 32nd of a ball of 16 voxels is 67 voxels, and a ball of radius 2 has 33 voxels.
         (16.0, (8, 8, 2), 2),
         (16.0, (8, 8, 3), 3),
-        # Neither are small objects fragments where others are small, nor large ones where one is a giant.
+        # Small objects among small ones are not fragments, and neither are large objects next to a giant one.
         (16.0, (3, 3, 2), 3),
         (8.0, (9, 3, 2), 3),
         (None, (9, 3, 2), 2),
     ],
 )
-def test_fragments_of_whole_objects_are_dropped(
-    random_nuclei: ModelSpec, wanted: float | None, radii: tuple[int, ...], found: int
+def test_fragments_are_removed(
+    random_nuclei: ModelSpec, diameter: float | None, radii: tuple[int, ...], found: int
 ) -> None:
     inside = balls(*((12, 10, 10 + 20 * number, radius) for number, radius in enumerate(radii)), size=(24, 24, 64))
     scores = torch.from_numpy(np.stack([np.where(inside, 5.0, -5.0), distance_transform_edt(inside)]))[None].float()
     spec = with_decoding(random_nuclei, minimum_fraction=1 / 32)
-    spec = spec.model_copy(update={"input": spec.input.model_copy(update={"diameter": wanted})})
+    spec = spec.model_copy(update={"input": spec.input.model_copy(update={"diameter": diameter})})
     result = run(spec, scores)
     assert (result.count, len(result.objects or ())) == (found, found)
     assert run(with_decoding(random_nuclei), scores).count == 3
 
 
 @pytest.mark.parametrize("z", [0, 23])
-def test_objects_at_the_border_can_be_dropped(random_nuclei: ModelSpec, z: int) -> None:
+def test_objects_at_the_border_can_be_removed(random_nuclei: ModelSpec, z: int) -> None:
     inside = balls((z, 12, 12, 5), (12, 26, 26, 5), (12, 0, 30, 4))
     scores = torch.from_numpy(np.stack([np.where(inside, 5.0, -5.0), distance_transform_edt(inside)]))[None].float()
     assert run(random_nuclei, scores).count == 3
@@ -323,7 +325,7 @@ def test_holes_of_objects_can_be_filled(random_nuclei: ModelSpec) -> None:
     assert np.array_equal(filled == 1, ball)
 
 
-def test_a_single_plane_is_no_border(random_nuclei: ModelSpec) -> None:
+def test_an_axis_of_one_voxel_has_no_border(random_nuclei: ModelSpec) -> None:
     inside = balls((0, 12, 12, 5), size=(1, 40, 40))
     scores = torch.from_numpy(np.stack([np.where(inside, 5.0, -5.0), distance_transform_edt(inside)]))[None].float()
     assert run(with_decoding(random_nuclei, border="drop"), scores).count == 1
@@ -331,17 +333,17 @@ def test_a_single_plane_is_no_border(random_nuclei: ModelSpec) -> None:
 
 @pytest.mark.parametrize("output", ["labels", "classes", "probabilities"])
 @pytest.mark.parametrize("smoothing", [0, 1])
-def test_scores_in_bfloat16_are_decoded_like_the_same_numbers_in_float32(
+def test_bfloat16_scores_are_decoded_like_the_same_numbers_in_float32(
     random_nuclei: ModelSpec, output: OutputKind, smoothing: int
 ) -> None:
     spec, scores = with_decoding(random_nuclei, smoothing=smoothing), smooth_scores(5).bfloat16()
-    expected, got = run(spec, scores.float(), output=output), run(spec, scores, output=output)
+    expected, actual = run(spec, scores.float(), output=output), run(spec, scores, output=output)
     assert expected.pixels.any()
-    np.testing.assert_array_equal(got.pixels, expected.pixels)
-    assert got.pixels.dtype == expected.pixels.dtype
+    np.testing.assert_array_equal(actual.pixels, expected.pixels)
+    assert actual.pixels.dtype == expected.pixels.dtype
 
 
-def test_what_decoding_takes_lies_where_it_happens(bands: ModelSpec, random_nuclei: ModelSpec) -> None:
+def test_the_memory_estimate_distinguishes_host_memory_and_disk(bands: ModelSpec, random_nuclei: ModelSpec) -> None:
     size, voxels = (64, 512, 512), 64 * 512 * 512
     labels = estimate_decoding(random_nuclei, "labels", size)
     assert labels.disk == 0
@@ -352,21 +354,21 @@ def test_what_decoding_takes_lies_where_it_happens(bands: ModelSpec, random_nucl
     assert estimate_decoding(bands, "probabilities", (128, 512, 512)) == (0, large)
 
 
-def test_the_watershed_is_freed_once_there_are_labels(random_nuclei: ModelSpec) -> None:
-    class Recorded(WatershedKernel):
+def test_the_watershed_is_freed_after_decoding(random_nuclei: ModelSpec) -> None:
+    class RecordingKernel(WatershedKernel):
         def supports(self, *_args: Any) -> bool:
             return True
 
         def start(self, size: Size, parameters: WatershedParameters, **_options: Any) -> Any:
             persistence = Persistence(parameters.depth, logits=parameters.logits)
             watershed = TorchWatershed(Planes(size, torch.device("cpu")), parameters.threshold, persistence)
-            alive.append(weakref.ref(watershed))
+            references.append(weakref.ref(watershed))
             return watershed
 
-    alive: list[weakref.ref[TorchWatershed]] = []
+    references: list[weakref.ref[TorchWatershed]] = []
     spec = with_decoding(random_nuclei, minimum_fraction=0.9)
     assert isinstance(spec.decoding, Instances)
-    decoder = InstanceDecoder(spec, spec.decoding, (13, 16, 17), None, Recorded(SIGNATURES))
+    decoder = InstanceDecoder(spec, spec.decoding, (13, 16, 17), None, RecordingKernel(SIGNATURES))
     decoder.add(0, 0, smooth_scores(5))
     decoder.finish()
-    assert [watershed() for watershed in alive] == [None]
+    assert [watershed() for watershed in references] == [None]

@@ -7,8 +7,8 @@ from scipy import ndimage
 from service.inference.decoding.fill_holes import fill_holes
 
 
-def by_definition(labels):
-    """One component of the background after the other."""
+def fill_holes_one_by_one(labels):
+    """Process the components of the background one after the other."""
     filled = labels.copy()
     components, count = ndimage.label(labels == 0)
     for number in range(1, count + 1):
@@ -28,13 +28,13 @@ def by_definition(labels):
         elements=st.sampled_from([0, 0, 1, 1, 1, 1, 2]),
     )
 )
-def test_agrees_with_the_definition(labels):
+def test_holes_are_filled_as_by_the_reference(labels):
     filled = labels.copy()
     fill_holes(filled)
-    np.testing.assert_array_equal(filled, by_definition(labels))
+    np.testing.assert_array_equal(filled, fill_holes_one_by_one(labels))
 
 
-def test_a_shell_becomes_solid_and_its_outside_stays():
+def test_only_the_inside_of_a_shell_is_filled():
     z, y, x = np.indices((20, 22, 24))
     distance = np.sqrt((z - 10) ** 2 + (y - 10) ** 2 + (x - 11) ** 2)
     labels = np.where((distance < 8) & (distance > 4), 7, 0).astype(np.uint16)

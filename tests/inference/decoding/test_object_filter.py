@@ -1,4 +1,4 @@
-"""Objects that are dropped before labels are written: labels equal those of dropping them afterwards."""
+"""Filtering objects before labels are written gives the same labels as filtering them afterwards."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from service.models.spec import Instances, ModelSpec
 PATHS = ("kernel", "torch", "whole")
 
 
-def start(path: str, heights: Array, *, along_y: bool = False) -> StreamingWatershed:
-    """Return a watershed of one of the `PATHS` with all planes of heights [Z, Y, X], which have -inf as background."""
+def start_watershed(path: str, heights: Array, *, along_y: bool = False) -> StreamingWatershed:
+    """Return a watershed of one of the `PATHS` with all planes of heights [Z, Y, X]; the background is -inf."""
     size: Any = heights.shape
-    made: StreamingWatershed
+    created: StreamingWatershed
     if path == "kernel":
-        made = watershed_kernel.start(size, WatershedParameters(-np.inf, 0.1, logits=False), along_y=along_y)
+        created = watershed_kernel.start(size, WatershedParameters(-np.inf, 0.1, logits=False), along_y=along_y)
     else:
         torch_watershed = WholeWatershed if path == "whole" else TorchWatershed
-        made = torch_watershed(Planes(size, CPU, along_y), -np.inf, Persistence(0.1, logits=False))
+        created = torch_watershed(Planes(size, CPU, along_y), -np.inf, Persistence(0.1, logits=False))
     tensor = torch.from_numpy(heights)
-    made.add(tensor, tensor)
-    return made
+    created.add(tensor, tensor)
+    return created
 
 
 def assert_equal(labels: Array, objects: Objects | None, expected: Segmentation) -> None:
@@ -56,42 +56,42 @@ def assert_equal(labels: Array, objects: Objects | None, expected: Segmentation)
     path=st.sampled_from(PATHS),
     seed=st.integers(0, 2**16),
     size=st.tuples(st.integers(1, 9), st.integers(2, 23), st.integers(1, 21)),
-    share=st.sampled_from([0.0, 0.3, 0.8, 1.0]),
+    kept_fraction=st.sampled_from([0.0, 0.3, 0.8, 1.0]),
     minimum_size=st.sampled_from([0, 2, 30]),
     drop_border=st.booleans(),
     along_y=st.booleans(),
 )
-def test_dropped_objects_get_no_label_and_the_others_keep_their_order(
-    path: str, seed: int, size: Size, share: float, minimum_size: int, drop_border: bool, along_y: bool
+def test_removed_objects_get_no_label_and_the_others_keep_their_order(
+    path: str, seed: int, size: Size, kept_fraction: float, minimum_size: int, drop_border: bool, along_y: bool
 ) -> None:
     heights = hills(seed, size)
-    labels, objects = start(path, heights, along_y=along_y).labels(minimum_size, drop_border=drop_border)
-    kept = np.random.default_rng(seed).random(len(objects)) < share
+    labels, objects = start_watershed(path, heights, along_y=along_y).labels(minimum_size, drop_border=drop_border)
+    kept = np.random.default_rng(seed).random(len(objects)) < kept_fraction
     expected = keep_objects(Segmentation(labels, "labels", None, len(objects), objects=objects), kept)
 
     def keep(found: Objects) -> Array:
         assert np.array_equal(found.voxels, objects.voxels)
         return kept
 
-    watershed = start(path, heights, along_y=along_y)
+    watershed = start_watershed(path, heights, along_y=along_y)
     assert_equal(*watershed.labels(minimum_size, drop_border=drop_border, keep=keep), expected)
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("dropped", "dtype"), [(0, np.uint32), (3385, np.uint32), (3386, np.uint16)])
-def test_labels_are_as_wide_as_the_number_of_kept_objects_needs(
-    path: str, dropped: int, dtype: type[np.unsignedinteger[Any]]
+@pytest.mark.parametrize(("removed", "dtype"), [(0, np.uint32), (3385, np.uint32), (3386, np.uint16)])
+def test_the_dtype_of_labels_depends_on_the_number_of_kept_objects(
+    path: str, removed: int, dtype: type[np.unsignedinteger[Any]]
 ) -> None:
     heights = np.full((82, 82, 82), -np.inf, np.float32)
     heights[::2, ::2, ::2] = 1.0
-    labels, objects = start(path, heights).labels(
-        0, drop_border=False, keep=lambda found: np.arange(len(found)) >= dropped
+    labels, objects = start_watershed(path, heights).labels(
+        0, drop_border=False, keep=lambda found: np.arange(len(found)) >= removed
     )
-    assert len(objects) == 41**3 - dropped
+    assert len(objects) == 41**3 - removed
     assert labels.dtype == dtype
     found = labels[::2, ::2, ::2].ravel()
-    assert not found[:dropped].any()
-    assert np.array_equal(found[dropped:], np.arange(1, len(objects) + 1))
+    assert not found[:removed].any()
+    assert np.array_equal(found[removed:], np.arange(1, len(objects) + 1))
     assert np.count_nonzero(labels) == len(objects)
 
 
@@ -99,7 +99,7 @@ def test_labels_are_as_wide_as_the_number_of_kept_objects_needs(
     ("highest", "dtype"),
     [(1, np.uint16), (2**15 - 1, np.uint16), (2**15, np.uint16), (2**16 - 1, np.uint16), (2**16, np.uint32)],
 )
-def test_labels_of_every_size_are_looked_up(highest: int, dtype: type[np.unsignedinteger[Any]]) -> None:
+def test_labels_of_every_dtype_are_looked_up(highest: int, dtype: type[np.unsignedinteger[Any]]) -> None:
     """A device looks up signed numbers, which are negative for the upper half of the labels."""
     label_of = np.arange(highest + 1).astype(dtype)[::-1].copy()
     pieces = np.random.default_rng(0).integers(0, highest + 1, (3, 500, 701))
@@ -126,7 +126,7 @@ def test_labels_of_every_size_are_looked_up(highest: int, dtype: type[np.unsigne
         }
     ),
 )
-def test_the_decoder_drops_what_it_would_drop_from_finished_labels(
+def test_the_decoder_filters_objects_as_from_finished_labels(
     random_nuclei: ModelSpec,
     path: str,
     seed: int,
@@ -147,13 +147,13 @@ def test_the_decoder_drops_what_it_would_drop_from_finished_labels(
         decoder.add(0, 0, scores)
         return decoder.finish()
 
-    nothing_dropped = {"minimum_fraction": 0.0, "min_confidence": 0.0, "min_relative_odds": 0.0, "holes": "keep"}
-    every = decode(decoding | nothing_dropped)
-    assert every.objects is not None
+    without_filter = {"minimum_fraction": 0.0, "min_confidence": 0.0, "min_relative_odds": 0.0, "holes": "keep"}
+    unfiltered = decode(decoding | without_filter)
+    assert unfiltered.objects is not None
     given = Instances.model_validate({"kind": "instances", "persistence": 0.05} | decoding)
-    kept = every.objects.confidence >= least_confidence(given, every.objects)
-    kept &= every.objects.voxels >= least_voxels(diameter or np.inf, given, every.objects, size)
-    expected = keep_objects(every, kept)
+    kept = unfiltered.objects.confidence >= least_confidence(given, unfiltered.objects)
+    kept &= unfiltered.objects.voxels >= least_voxels(diameter or np.inf, given, unfiltered.objects, size)
+    expected = keep_objects(unfiltered, kept)
     if given.holes == "fill":
         fill_holes(expected.pixels)
     found = decode(decoding)

@@ -11,7 +11,7 @@ from skimage.morphology import local_maxima
 from skimage.segmentation import watershed
 
 from service.inference.decoding.basin_merging import Persistence, find_shallow_passes
-from service.inference.decoding.watershed import NEIGHBOUR_BATCH, Planes, Watershed
+from service.inference.decoding.watershed import NEIGHBOR_BATCH_VOXELS, Planes, Watershed
 from service.training.evaluate import score
 
 
@@ -24,10 +24,8 @@ from service.training.evaluate import score
     planes=st.integers(0, 6),
     along_y=st.booleans(),
 )
-def test_basins_depend_neither_on_slabs_nor_on_blocks_nor_on_their_axis(
-    seed, size, levels, cuts, planes, along_y
-) -> None:
-    """With ties and plateaus, whose basins depend on the places of their voxels; no block holds less than a plane."""
+def test_basins_do_not_depend_on_slabs_blocks_or_axis(seed, size, levels, cuts, planes, along_y) -> None:
+    """The cases include ties and plateaus, which are resolved by positions, and blocks of a single plane."""
     heights = hills(seed, size) if max(size) > 1 else np.ones(size, np.float32)
     if levels:
         heights = np.round(heights * levels) / levels
@@ -40,15 +38,15 @@ def test_basins_depend_neither_on_slabs_nor_on_blocks_nor_on_their_axis(
     assert torch.equal(found.basin_of[found.pieces.long()], expected.basin_of[expected.pieces.long()])
     assert torch.equal(found.peaks, expected.peaks)
     assert torch.equal(found.voxels, expected.voxels)
-    for one, other in zip(
+    for found_column, expected_column in zip(
         find_shallow_passes(found, persistence), find_shallow_passes(expected, persistence), strict=True
     ):
-        assert np.array_equal(one, other)
+        assert np.array_equal(found_column, expected_column)
 
 
 @pytest.mark.parametrize("flips", [(), (0,), (2,), (0, 1, 2)])
-def test_a_path_that_winds_through_many_blocks_is_followed_to_its_end(flips: tuple[int, ...]) -> None:
-    """A corridor up, down and up again through all planes, rising by one with every voxel."""
+def test_a_path_through_many_blocks_is_followed_to_its_end(flips: tuple[int, ...]) -> None:
+    """A corridor goes up, down and up again through all planes, and rises by one with every voxel."""
     heights = np.full((12, 3, 36), -np.inf)
     x = np.arange(36)
     z = np.abs((x + 11) % 22 - 11)
@@ -60,7 +58,7 @@ def test_a_path_that_winds_through_many_blocks_is_followed_to_its_end(flips: tup
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_basins_are_those_of_the_watershed_of_scikit_image(seed: int) -> None:
+def test_basins_equal_those_of_scikit_image(seed: int) -> None:
     heights = hills(seed, (24, 40, 40), sigma=3)
     inside = heights > -np.inf
     markers = label(local_maxima(np.where(inside, heights, -1), connectivity=3), connectivity=3)
@@ -73,20 +71,20 @@ def test_basins_are_those_of_the_watershed_of_scikit_image(seed: int) -> None:
     assert np.array_equal(labels > 0, inside)
 
 
-def test_the_passes_are_the_highest_ones_between_neighbours() -> None:
+def test_passes_are_the_highest_points_between_neighboring_basins() -> None:
     heights = hills(1, (12, 30, 30))
     persistence = Persistence(np.inf, logits=False)
     basins = basins_of(heights, persistence, block=1)
     basin = basins.basin_of.numpy()[basins.pieces.numpy()]
     expected: dict[tuple[int, int], float] = {}
     for step in itertools.product((-1, 0, 1), repeat=3):
-        here, there = (
+        voxels, neighbors = (
             tuple(slice(max(s * sign, 0), edge + min(s * sign, 0)) for s, edge in zip(step, heights.shape, strict=True))
             for sign in (1, -1)
         )
-        crossing = (basin[here] >= 0) & (basin[there] > basin[here])
-        lower = np.minimum(heights[here], heights[there])[crossing]
-        for a, b, height in zip(basin[here][crossing], basin[there][crossing], lower, strict=True):
+        crossing = (basin[voxels] >= 0) & (basin[neighbors] > basin[voxels])
+        lower = np.minimum(heights[voxels], heights[neighbors])[crossing]
+        for a, b, height in zip(basin[voxels][crossing], basin[neighbors][crossing], lower, strict=True):
             expected[a, b] = max(expected.get((a, b), -np.inf), float(height))
     first, second, height = (column.numpy() for column in find_shallow_passes(basins, persistence))
     assert len(expected) > 5
@@ -96,29 +94,29 @@ def test_the_passes_are_the_highest_ones_between_neighbours() -> None:
     assert (np.diff(height) <= 0).all()
 
 
-def test_heights_of_either_sign_keep_their_order() -> None:
+def test_the_order_of_positive_and_negative_heights_is_kept() -> None:
     heights = np.array([-3.0, -1e30, 1e-30, 0.0, -0.5, 2e30, 7.0]).reshape(1, 1, -1)
     labels, count = decode(heights)
     assert count == 3
     assert labels.ravel().tolist() == [1, 2, 2, 2, 3, 3, 3]
 
 
-def test_more_voxels_near_tops_than_are_looked_at_together_find_the_same_passes() -> None:
+def test_passes_do_not_depend_on_the_batch_of_neighbors() -> None:
     heights = np.random.default_rng(4).uniform(0.9, 1, (12, 150, 151)).astype(np.float32)
-    assert (heights > 0.97).sum() > NEIGHBOUR_BATCH
-    together, count = decode(heights, persistence=0.03)
-    apart, other = decode(heights, persistence=0.03, block=NEIGHBOUR_BATCH // 2)
-    assert 1 < count == other
-    assert np.array_equal(together, apart)
+    assert (heights > 0.97).sum() > NEIGHBOR_BATCH_VOXELS
+    in_one_block, count = decode(heights, persistence=0.03)
+    in_many_blocks, other_count = decode(heights, persistence=0.03, block=NEIGHBOR_BATCH_VOXELS // 2)
+    assert 1 < count == other_count
+    assert np.array_equal(in_one_block, in_many_blocks)
 
 
-def test_watersheds_on_a_device_share_no_tensors() -> None:
-    """Each could run in a stream of its own, which does not wait for tensors of other streams."""
+def test_watersheds_do_not_share_tensors() -> None:
+    """Each watershed may run in its own stream, which does not wait for tensors of other streams."""
 
     def tensors() -> dict[int, torch.Tensor]:
-        made = Watershed(Planes((3, 4, 5), torch.device("meta")), lambda peaks: peaks)
-        return {id(value): value for value in vars(made).values() if isinstance(value, torch.Tensor)}
+        created = Watershed(Planes((3, 4, 5), torch.device("meta")), lambda peaks: peaks)
+        return {id(value): value for value in vars(created).values() if isinstance(value, torch.Tensor)}
 
-    one, other = tensors(), tensors()
-    assert len(one) > 4
-    assert not one.keys() & other.keys()
+    first, second = tensors(), tensors()
+    assert len(first) > 4
+    assert not first.keys() & second.keys()

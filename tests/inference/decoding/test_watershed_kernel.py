@@ -1,4 +1,4 @@
-"""Objects found in C++ are those that torch and NumPy find, voxel by voxel."""
+"""The C++ kernel finds the same objects as torch and NumPy, voxel by voxel."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from service.inference.decoding.watershed_kernel import (
     KernelWatershed,
     WatershedKernel,
     WatershedParameters,
-    choose_block,
+    choose_block_voxels,
     watershed_kernel,
 )
 from service.models.spec import Instances, ModelSpec
@@ -36,22 +36,24 @@ def kernel() -> WatershedKernel:
 
 
 def compare(kernel: WatershedKernel, heights: Array, persistence: float, **options: Any) -> Array:
-    """Assert that all ways give the same labels, of the same type, and know the same of the objects; the labels.
+    """Assert that all implementations give the same labels, dtypes and objects; return the labels.
 
-    `options` are those of `decode_objects`. The ways are torch, plane by plane and with all planes at once, and C++.
+    The implementations are torch plane by plane, torch with all planes together, and C++. `options` are those of
+    `decode_objects`.
     """
-    (expected, many), (whole, others), (labels, objects) = (
-        decode_objects(heights, persistence, **options, **way) for way in ({}, {"whole": True}, {"kernel": kernel})
+    (expected, torch_objects), (whole, whole_objects), (labels, objects) = (
+        decode_objects(heights, persistence, **options, **implementation)
+        for implementation in ({}, {"whole": True}, {"kernel": kernel})
     )
-    assert len(objects) == len(many) == labels.max(initial=0)
-    assert np.array_equal(objects.voxels, many.voxels)
-    assert np.array_equal(objects.confidence, many.confidence)
-    assert np.allclose(objects.peaks, many.peaks, rtol=1e-6)
+    assert len(objects) == len(torch_objects) == labels.max(initial=0)
+    assert np.array_equal(objects.voxels, torch_objects.voxels)
+    assert np.array_equal(objects.confidence, torch_objects.confidence)
+    assert np.allclose(objects.peaks, torch_objects.peaks, rtol=1e-6)
     assert labels.dtype == whole.dtype == expected.dtype
     assert np.array_equal(labels, expected)
     assert np.array_equal(whole, expected)
     for name in ("voxels", "confidence", "peaks"):
-        assert np.allclose(getattr(others, name), getattr(objects, name), rtol=1e-6, atol=0)
+        assert np.allclose(getattr(whole_objects, name), getattr(objects, name), rtol=1e-6, atol=0)
     return labels
 
 
@@ -69,10 +71,10 @@ def compare(kernel: WatershedKernel, heights: Array, persistence: float, **optio
     minimum_size=st.sampled_from([0, 1, 2, 30]),
     drop_border=st.booleans(),
 )
-def test_labels_are_those_of_torch(
+def test_labels_equal_those_of_torch(
     kernel, seed, size, sigma, levels, persistence, logits, cuts, planes, along_y, minimum_size, drop_border
 ) -> None:
-    """With ties and plateaus, in slabs and blocks of any number of planes, anisotropic or not."""
+    """The cases include ties and plateaus, slabs and blocks of any number of planes, and anisotropic heights."""
     heights = hills(seed, size, sigma) if max(size) > 1 else np.ones(size, np.float32)
     if levels:
         heights = np.round(heights * levels) / levels
@@ -85,23 +87,25 @@ def test_labels_are_those_of_torch(
 @pytest.mark.parametrize("size", [(1, 1, 1), (1, 1, 9), (7, 1, 1), (2, 3, 1), (5, 8, 13)])
 @pytest.mark.parametrize("height", [1.0, 0.0, -0.0, -3.0, 90.0, 1e-40, -1e30, -np.inf])
 @pytest.mark.parametrize("logits", [False, True])
-def test_plateaus_of_every_height_and_shape(kernel: WatershedKernel, size: Size, height: float, logits: bool) -> None:
+def test_a_plateau_of_any_height_and_shape_is_one_object(
+    kernel: WatershedKernel, size: Size, height: float, logits: bool
+) -> None:
     labels = compare(kernel, np.full(size, height), 0.1, logits=logits)
     assert np.count_nonzero(labels) == (height > -np.inf) * np.prod(size)
     if np.isfinite(height):
         assert labels.max() == 1
 
 
-def test_single_voxels_anywhere(kernel: WatershedKernel) -> None:
-    for place in np.ndindex(3, 4, 5):
+def test_a_single_voxel_is_found_at_any_position(kernel: WatershedKernel) -> None:
+    for position in np.ndindex(3, 4, 5):
         heights = np.full((3, 4, 5), -np.inf)
-        heights[place] = 0.5
-        assert np.argwhere(compare(kernel, heights, 0.1, logits=True)).tolist() == [list(place)]
-        at_a_face = place[0] != 1 or place[1] in {0, 3} or place[2] in {0, 4}
+        heights[position] = 0.5
+        assert np.argwhere(compare(kernel, heights, 0.1, logits=True)).tolist() == [list(position)]
+        at_a_face = position[0] != 1 or position[1] in {0, 3} or position[2] in {0, 4}
         assert compare(kernel, heights, 0.1, drop_border=True).any() != at_a_face
 
 
-def test_thin_stretched_and_flattened_objects_and_crowds_of_passes(kernel: WatershedKernel) -> None:
+def test_flattened_objects_and_many_passes_are_decoded_as_by_torch(kernel: WatershedKernel) -> None:
     for stride in ((4, 1, 1), (1, 4, 1), (1, 1, 4), (3, 3, 1)):
         heights = hills(7, (40, 40, 40), sigma=4)[tuple(slice(None, None, step) for step in stride)]
         compare(kernel, heights, 0.2, cuts=(3,))
@@ -112,8 +116,8 @@ def test_thin_stretched_and_flattened_objects_and_crowds_of_passes(kernel: Water
 
 @pytest.mark.parametrize("levels", [None, 200])
 @pytest.mark.parametrize("along_y", [False, True])
-def test_needless_passes_are_forgotten_without_a_trace(kernel, levels, *, along_y) -> None:
-    """Low hills in blocks of one plane have millions of passes, many as high as others where there are few levels."""
+def test_removing_redundant_passes_does_not_change_labels(kernel, levels, *, along_y) -> None:
+    """Low hills in blocks of one plane have millions of passes, many of equal height if there are few levels."""
     heights = 0.3 * hills(8, (300, 14, 300) if along_y else (14, 300, 300), sigma=2)
     if levels is not None:
         heights = np.round(heights * levels) / levels
@@ -124,22 +128,22 @@ def test_needless_passes_are_forgotten_without_a_trace(kernel, levels, *, along_
     assert np.array_equal(labels, expected)
 
 
-def test_a_block_has_planes_of_any_size_but_places_of_32_bits(kernel: WatershedKernel) -> None:
-    """Others, and tensors elsewhere, are left to torch."""
+def test_volumes_with_32_bit_positions_per_block_are_supported(kernel: WatershedKernel) -> None:
+    """Larger volumes, and tensors on other devices, are left to torch."""
     assert not kernel.supports(torch.device("cuda"))
     assert not with_library(watershed_kernel).supports(CPU)
     assert kernel.supports(CPU, (2000, 2000, 2000))
     assert not kernel.supports(CPU, (2**15, 10, 2**15))
     assert not kernel.supports(CPU, (10, 10, 10), block=2**31)
-    assert choose_block((64, 100, 100)) == BLOCK_VOXELS
-    assert choose_block((64, 3000, 2000)) == BLOCK_PLANES * 3002 * 2002
-    assert choose_block((64, 3000, 2000), along_y=True) == BLOCK_VOXELS
+    assert choose_block_voxels((64, 100, 100)) == BLOCK_VOXELS
+    assert choose_block_voxels((64, 3000, 2000)) == BLOCK_PLANES * 3002 * 2002
+    assert choose_block_voxels((64, 3000, 2000), along_y=True) == BLOCK_VOXELS
     for edge in (10_000, 16_000, 20_000):
-        assert kernel.supports(CPU, (64, edge, edge), choose_block((64, edge, edge)))
+        assert kernel.supports(CPU, (64, edge, edge), choose_block_voxels((64, edge, edge)))
 
 
 @pytest.mark.parametrize("along_y", [False, True])
-def test_objects_know_their_size_their_confidence_and_their_peak(kernel: WatershedKernel, *, along_y: bool) -> None:
+def test_objects_have_their_size_confidence_and_peak(kernel: WatershedKernel, *, along_y: bool) -> None:
     heights = hills(5, (12, 13, 14))
     labels, objects = decode_objects(heights, 0.1, 3, (5, 6), 4 * 16 * 16, kernel, along_y=along_y, logits=True)
     probability = 1 / (1 + np.exp(-heights))
@@ -150,10 +154,10 @@ def test_objects_know_their_size_their_confidence_and_their_peak(kernel: Watersh
     assert objects.peaks == pytest.approx(ndimage.maximum(probability, labels, numbers), abs=1e-4)
 
 
-def decoded(
+def decode_scores(
     spec: ModelSpec, decoding: Instances, kernel: WatershedKernel, scores: Tensor, depth: int, rows: int
 ) -> Array:
-    """Labels of scores [1, K, Z, Y, X], of which so many planes come at once and then the others, by rows."""
+    """Return the labels of scores [1, K, Z, Y, X], added in two groups of planes, each in two groups of rows."""
     z, y, x = scores.shape[2:]
     decoder = InstanceDecoder(spec, decoding, (z, y, x), None, kernel)
     for begin, end in ((0, depth), (depth, z)):
@@ -164,7 +168,7 @@ def decoded(
     return decoder.finish().pixels
 
 
-LAYOUTS = (
+MEMORY_LAYOUTS = (
     lambda scores: scores,
     lambda scores: scores.contiguous(memory_format=torch.channels_last_3d),
     lambda scores: scores.mT.contiguous().mT,
@@ -177,59 +181,71 @@ LAYOUTS = (
     seed=st.integers(0, 2**16),
     size=st.tuples(st.integers(1, 9), st.integers(2, 13), st.integers(1, 15)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    layout=st.integers(0, len(LAYOUTS) - 1),
+    layout=st.integers(0, len(MEMORY_LAYOUTS) - 1),
     parts=st.tuples(st.integers(0, 8), st.integers(1, 13)),
     smoothing=st.sampled_from([0, 0, 2]),
-    spoilt=st.sampled_from([0.0, 0.1, 0.5]),
+    nan_fraction=st.sampled_from([0.0, 0.1, 0.5]),
     threshold=st.sampled_from([0.3, 0.5, 0.8]),
     border=st.sampled_from(["keep", "drop"]),
     holes=st.sampled_from(["keep", "fill"]),
     activation=st.sampled_from(["none", "sigmoid"]),
 )
-def test_scores_of_any_kind_and_layout_are_decoded_as_by_torch(
-    kernel, random_nuclei, seed, size, dtype, layout, parts, smoothing, spoilt, threshold, border, holes, activation
+def test_scores_of_any_dtype_and_layout_are_decoded_as_by_torch(
+    kernel,
+    random_nuclei,
+    seed,
+    size,
+    dtype,
+    layout,
+    parts,
+    smoothing,
+    nan_fraction,
+    threshold,
+    border,
+    holes,
+    activation,
 ) -> None:
-    """Also where some are no numbers; averages of such may differ in sign, by which they would be ordered."""
+    """NaN is included only without smoothing: averages of NaN may differ in sign, which would change the order."""
     random = np.random.default_rng(seed)
     heights = np.stack([np.nan_to_num(hills(seed + i, size), neginf=-1.0) for i in range(2)])
     if not smoothing:
-        heights[random.random(heights.shape) < spoilt] = np.nan
+        heights[random.random(heights.shape) < nan_fraction] = np.nan
     scores = torch.from_numpy(heights).to(dtype)[None]
-    stated = {"smoothing": smoothing, "threshold": threshold, "border": border, "holes": holes}
-    decoding = Instances.model_validate({"kind": "instances", "minimum_size": 2, "persistence": 0.05} | stated)
+    options = {"smoothing": smoothing, "threshold": threshold, "border": border, "holes": holes}
+    decoding = Instances.model_validate({"kind": "instances", "minimum_size": 2, "persistence": 0.05} | options)
     spec = random_nuclei.model_copy(update={"activation": activation})
     depth, rows = min(parts[0], size[0]), min(parts[1], size[1])
-    expected = decoded(spec, decoding, with_library(watershed_kernel), scores, depth, rows)
-    found = decoded(spec, decoding, kernel, LAYOUTS[layout](scores), depth, rows)
+    expected = decode_scores(spec, decoding, with_library(watershed_kernel), scores, depth, rows)
+    found = decode_scores(spec, decoding, kernel, MEMORY_LAYOUTS[layout](scores), depth, rows)
     assert found.dtype == expected.dtype
     assert np.array_equal(found, expected)
 
 
-def test_nothing_is_read_or_written_that_is_not_there(kernel: WatershedKernel) -> None:
+def test_invalid_planes_and_calls_are_refused(kernel: WatershedKernel) -> None:
     heights, inside = torch.ones(3, 4, 5), torch.ones(3, 4, 5, dtype=torch.bool)
 
-    def made() -> KernelWatershed:
+    def start() -> KernelWatershed:
         return kernel.start((3, 4, 5), PARAMETERS)
 
-    for wrong in (heights.double(), heights[:, :3], heights[:, :, :4], heights.to("meta"), inside):
-        with pytest.raises(ValueError, match="must be"):
-            made().add(wrong, inside)
-    for wrong in (inside[:2], inside.to(torch.uint8)):
-        with pytest.raises(ValueError, match="must be"):
-            made().add(heights, wrong)
-    full = made()
+    for invalid in (heights.double(), heights[:, :3], heights[:, :, :4], heights.to("meta"), inside):
+        with pytest.raises(ValueError, match="expected planes"):
+            start().add(invalid, inside)
+    for invalid in (inside[:2], inside.to(torch.uint8)):
+        with pytest.raises(ValueError, match="expected planes"):
+            start().add(heights, invalid)
+    full = start()
     full.add(heights, inside)
     with pytest.raises(ValueError, match="left"):
         full.add(heights, inside)
-    early = made()
+    early = start()
     early.add(heights[:2], inside[:2])
     with pytest.raises(ValueError, match="missing"):
         early.labels(0, drop_border=False)
     for size in ((0, 4, 5), (2**16, 2**16, 2**16)):
-        with pytest.raises(ValueError, match="not for the kernel"):
+        with pytest.raises(ValueError, match="does not support a volume"):
             kernel.start(size, PARAMETERS)
 
 
-def test_what_memory_does_not_hold_is_a_memory_error(kernel: WatershedKernel) -> None:
+def test_a_volume_that_does_not_fit_into_memory_raises_memory_error(kernel: WatershedKernel) -> None:
     with pytest.raises(MemoryError):
         kernel.start((17 * 10**7, 17 * 10**7, 1), PARAMETERS)

@@ -2,43 +2,43 @@ import numpy as np
 import pytest
 
 from service.core.types import Objects
-from service.inference.diameter.confidence import count_sure, judge, typical_width
+from service.inference.diameter.confidence import count_clear_objects, predict_confidence, typical_diameter
 from service.models.spec import Calibration
 
 CALIBRATION = Calibration(intercept=-15, certainty=2, peak=14, size=-3, giants=-1, sheets="membranes")
 
 
-def objects(widths: list[float], confidence: float, peak: float) -> Objects:
-    voxels = np.round(np.pi / 6 * np.array(widths) ** 3).astype(np.int64)
-    same = np.ones(len(widths), np.float32)
+def objects(diameters: list[float], confidence: float, peak: float) -> Objects:
+    voxels = np.round(np.pi / 6 * np.array(diameters) ** 3).astype(np.int64)
+    same = np.ones(len(diameters), np.float32)
     return Objects(voxels, confidence * same, peak * same)
 
 
 def confidence_in(found: Objects) -> float:
-    judged = judge(found, 20.0, CALIBRATION)
-    assert judged is not None
-    return judged
+    confidence = predict_confidence(found, 20.0, CALIBRATION)
+    assert confidence is not None
+    return confidence
 
 
-def test_objects_like_those_of_the_training_are_believed_and_others_are_not() -> None:
+def test_confidence_is_high_only_for_objects_like_the_training_data() -> None:
     good = confidence_in(objects([20, 21, 19], 0.94, 0.85))
     assert good > 0.9
     assert confidence_in(objects([20, 21, 19], 0.8, 0.85)) < good
     assert confidence_in(objects([20, 21, 19], 0.94, 0.55)) < 0.3
     assert confidence_in(objects([50, 60, 55], 0.94, 0.85)) < good
     assert confidence_in(objects([20, 20, 20] + 3 * [3], 0.94, 0.85)) == pytest.approx(good, abs=0.01)
-    # The typical object is that of the median voxel.
-    assert typical_width(objects([20, 4, 4, 4, 4], 0.9, 0.9)) == pytest.approx(20, abs=0.1)
+    # The typical object is the one that contains the median voxel.
+    assert typical_diameter(objects([20, 4, 4, 4, 4], 0.9, 0.9)) == pytest.approx(20, abs=0.1)
 
 
-def test_confidence_is_a_number_whatever_the_network_says_unless_nothing_is_found() -> None:
+def test_confidence_is_a_number_unless_no_object_is_found() -> None:
     unknown, lowest, highest = (confidence_in(objects([20], 1.0, peak)) for peak in (np.nan, 0.0, 1.0))
     assert unknown == lowest < highest
-    assert judge(objects([], 0.9, 0.9), 20.0, CALIBRATION) is None
+    assert predict_confidence(objects([], 0.9, 0.9), 20.0, CALIBRATION) is None
 
 
-def test_objects_that_stand_out_from_grain_are_counted() -> None:
-    nuclei, grain = objects([20, 21], 0.94, 0.8), objects(100 * [12], 0.7, 0.55)
-    both = Objects(*(np.concatenate(pair) for pair in zip(vars(nuclei).values(), vars(grain).values(), strict=True)))
-    assert count_sure(both, 20.0, CALIBRATION) == 2
-    assert count_sure(nuclei, 20.0, CALIBRATION) == count_sure(grain, 20.0, CALIBRATION) == 0
+def test_clear_objects_are_counted_if_most_others_look_like_noise() -> None:
+    nuclei, noise = objects([20, 21], 0.94, 0.8), objects(100 * [12], 0.7, 0.55)
+    both = Objects(*(np.concatenate(pair) for pair in zip(vars(nuclei).values(), vars(noise).values(), strict=True)))
+    assert count_clear_objects(both, 20.0, CALIBRATION) == 2
+    assert count_clear_objects(nuclei, 20.0, CALIBRATION) == count_clear_objects(noise, 20.0, CALIBRATION) == 0

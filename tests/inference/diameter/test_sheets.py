@@ -3,18 +3,18 @@ import pytest
 import torch
 from landscapes import CENTRES, distance_to
 
-from service.inference.diameter.sheets import shows_sheets
+from service.inference.diameter.sheets import contains_sheets
 
 SHELLS = torch.from_numpy(np.exp(-(((distance_to(*CENTRES) - 11) / 1.5) ** 2))).float()[None]
 BALLS = torch.from_numpy(np.clip((9 - distance_to(*CENTRES)) / 3, 0, 1)).float()[None]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.2])
-def test_shells_are_sheets_and_balls_and_edges_of_something_bright_are_not(noise: float) -> None:
-    grain = noise * torch.randn(48, 48, 48)
-    assert shows_sheets([SHELLS[0] + grain])
-    assert not shows_sheets([BALLS[0] + grain])
-    assert not shows_sheets([torch.zeros(1, 30, 30)])
+def test_shells_are_sheets_but_balls_and_bright_edges_are_not(noise: float) -> None:
+    noisy = noise * torch.randn(48, 48, 48)
+    assert contains_sheets([SHELLS[0] + noisy])
+    assert not contains_sheets([BALLS[0] + noisy])
+    assert not contains_sheets([torch.zeros(1, 30, 30)])
     edge = torch.sigmoid((torch.arange(48.0)[:, None, None].expand(48, 48, 48) - 24) / 1.5)
-    assert shows_sheets([edge]) is False
-    assert shows_sheets([edge[:4]]) is None
+    assert contains_sheets([edge]) is False
+    assert contains_sheets([edge[:4]]) is None

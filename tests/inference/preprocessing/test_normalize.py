@@ -17,85 +17,85 @@ from service.models.spec import PercentileNormalisation, RangeNormalisation, ZSc
 PERCENTILE, ZSCORE = PercentileNormalisation(kind="percentile"), ZScoreNormalisation(kind="zscore")
 
 
-def normalised(pixels, normalisation=PERCENTILE):
+def normalized(pixels, normalisation=PERCENTILE):
     out = normalise(pixels, normalisation)
     assert out.dtype == np.float32
     return out
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_percentile_normalisation_of_every_dtype(dtype):
+def test_percentile_normalization_of_every_dtype(dtype):
     pixels = some_pixels(dtype)
     low, high = np.percentile(pixels.astype(np.float64), (1, 99.8))
     expected = (pixels.astype(np.float64) - low) / (high - low)
-    np.testing.assert_allclose(normalised(pixels), expected, atol=2e-6)
+    np.testing.assert_allclose(normalized(pixels), expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("offset", [2**24 + 1, 2**31 - 200])
 def test_integers_beyond_float32_keep_their_differences(offset):
     pixels = (np.arange(100, dtype=np.uint32) + offset).reshape(1, 10, 10)
     normalisation = RangeNormalisation(kind="range", low=offset, high=offset + 1)
-    np.testing.assert_array_equal(normalised(pixels, normalisation).ravel(), np.arange(100))
+    np.testing.assert_array_equal(normalized(pixels, normalisation).ravel(), np.arange(100))
 
 
-def test_zscore_range_and_clipping():
+def test_zscore_range_and_percentile_normalization():
     pixels = some_pixels("uint16")
-    scaled = normalised(pixels, ZSCORE)
+    scaled = normalized(pixels, ZSCORE)
     assert abs(scaled.mean()) < 1e-6
     assert scaled.std() == pytest.approx(1, abs=1e-5)
-    scaled = normalised(pixels, RangeNormalisation(kind="range", low=100, high=300))
+    scaled = normalized(pixels, RangeNormalisation(kind="range", low=100, high=300))
     np.testing.assert_allclose(scaled, (pixels.astype(float) - 100) / 200, atol=1e-6)
-    clipped = normalised(pixels, PercentileNormalisation(kind="percentile", high=50, clip=(0, 1)))
+    clipped = normalized(pixels, PercentileNormalisation(kind="percentile", high=50, clip=(0, 1)))
     assert (clipped.min(), clipped.max()) == (0, 1)
 
 
 @pytest.mark.parametrize("normalisation", [PERCENTILE, ZSCORE])
-def test_constant_volumes_become_zeros_and_extreme_pixels_stay_finite(normalisation):
+def test_constant_channels_become_zero_and_extreme_pixels_stay_finite(normalisation):
     for dtype in ("uint8", "uint16", "int32", "float32", "float64"):
-        assert not normalised(np.full((2, 3, 4), 7, dtype), normalisation).any()
+        assert not normalized(np.full((2, 3, 4), 7, dtype), normalisation).any()
     for extreme in (3e38, 1e300):
         pixels = np.random.default_rng(0).normal(0, 1e-3, (4, 30, 30))
         pixels[1, 2, 3], pixels[0, 0, 0] = extreme, -extreme
-        values = normalised(pixels, normalisation)
+        values = normalized(pixels, normalisation)
         assert np.isfinite(values).all()
         assert np.abs(values).max() <= MAX_MAGNITUDE
 
 
-def test_few_bright_pixels_on_a_flat_background_do_not_vanish():
+def test_few_bright_pixels_on_a_flat_background_stay_visible():
     pixels = np.zeros((4, 50, 50), np.uint16)
     pixels[2, 3, 4] = 1000
-    values = normalised(pixels)
+    values = normalized(pixels)
     assert (values[2, 3, 4], np.count_nonzero(values)) == (1, 1)
 
 
-def test_nan_and_infinity_count_as_the_lowest_finite_value(bands):
+def test_nan_and_infinity_are_replaced_by_the_lowest_finite_value(bands):
     pixels = some_pixels("float32")[None]
     clean = pixels.copy()
     pixels[0, 0, 0, :4] = np.nan, np.inf, -np.inf, np.nan
     lowest = pixels[np.isfinite(pixels)].min()
     clean[0, 0, 0, :4] = lowest
-    got = prepare(Volume.from_array(pixels), bands)
+    actual = prepare(Volume.from_array(pixels), bands)
     expected = prepare(Volume.from_array(clean), bands).image.tensor()
-    np.testing.assert_array_equal(got.image.tensor().numpy(), expected.numpy())
-    assert got.notes == ("4 NaN or infinite pixels were taken for the lowest finite intensity.",)
+    np.testing.assert_array_equal(actual.image.tensor().numpy(), expected.numpy())
+    assert actual.notes == ("4 NaN or infinite pixels were replaced by the lowest finite intensity.",)
 
 
-def test_a_channel_of_nothing_but_nan_is_refused(bands):
+def test_a_channel_of_only_nan_is_refused(bands):
     pixels = np.ones((2, 2, 3, 4), np.float32)
     pixels[1] = np.nan
-    with pytest.raises(BadFile, match="Every pixel is NaN"):
+    with pytest.raises(BadFile, match="All pixels are NaN"):
         prepare(Volume.from_array(pixels), spec_of(bands, normalisation=PERCENTILE, channels=2))
 
 
 @pytest.mark.parametrize("channels", [1, 2])
 @pytest.mark.parametrize("dtype", ["uint16", "float32", "int32"])
-def test_pixels_are_normalised_where_they_are_read(bands, channels, dtype):
-    """Each channel on its own; the volume may be read-only."""
+def test_pixels_are_normalized_when_they_are_read(bands, channels, dtype):
+    """Each channel is normalized separately. The volume may be read-only."""
     pixels = np.stack([some_pixels(dtype, (5, 7, 11)) * (1 + c) for c in range(channels)]).astype(dtype)
     pixels.flags.writeable = False
     spec = spec_of(bands, normalisation=PERCENTILE, channels=channels)
     image, notes = prepare(Volume.from_array(pixels), spec)
-    expected = np.stack([normalised(channel) for channel in pixels])
+    expected = np.stack([normalized(channel) for channel in pixels])
     assert (image.shape, notes) == ((1, *pixels.shape), ())
     part = image[0, slice(None), slice(1, 4), slice(2, 99), slice(0, 5)]
     assert part.dtype == torch.float32
@@ -103,7 +103,7 @@ def test_pixels_are_normalised_where_they_are_read(bands, channels, dtype):
     np.testing.assert_array_equal(image.tensor().numpy(), expected[None])
 
 
-def test_statistics_do_not_depend_on_how_planes_are_taken_together(bands, monkeypatch):
+def test_statistics_do_not_depend_on_the_block_size(bands, monkeypatch):
     pixels = np.random.default_rng(0).normal(7, 3, (1, 9, 10, 11)).astype(np.float32)
     for normalisation in (PERCENTILE, ZSCORE):
         spec = spec_of(bands, normalisation=normalisation)
@@ -136,13 +136,13 @@ def test_a_large_volume_is_read_a_few_planes_at_a_time(bands, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["u1", "i1", "u2", "i2", "u4", "i4", "f2", "f4", "f8", "?"])
 @pytest.mark.parametrize("limits", [(-1e6, 1e6), (-0.25, 0.5)])
-def test_what_is_written_into_a_batch_is_what_indexing_gives(dtype: str, limits: tuple[float, float]) -> None:
-    """Also where some are not finite, for which there is a substitute then."""
+def test_reading_into_a_batch_equals_indexing(dtype: str, limits: tuple[float, float]) -> None:
+    """The cases include pixels that are not finite, with a substitute."""
     pixels = np.random.default_rng(1).integers(0, 100, (2, 5, 6, 7)).astype(dtype)
-    spoilt = pixels.dtype.kind == "f" and limits[0] < -1
-    if spoilt:
+    has_nonfinite = pixels.dtype.kind == "f" and limits[0] < -1
+    if has_nonfinite:
         pixels[:, 2, 3, ::3] = np.nan, np.inf, -np.inf
-    scalings = [IntensityScaling(30.5, 70, *limits, 44.25 if spoilt else None), IntensityScaling(0, 0)]
+    scalings = [IntensityScaling(30.5, 70, *limits, 44.25 if has_nonfinite else None), IntensityScaling(0, 0)]
     box = (0, slice(None), slice(1, 4), slice(2, 6), slice(0, 7, 2))
     for stored in (pixels, np.broadcast_to(pixels[:, :1], pixels.shape), pixels[:, ::-1, :, ::-1]):
         image = NormalisedImage(Volume.from_array(stored), scalings)
@@ -151,21 +151,21 @@ def test_what_is_written_into_a_batch_is_what_indexing_gives(dtype: str, limits:
             assert torch.allclose(out.float(), image[box].to(out.dtype).float(), rtol=1e-6, atol=1e-7)
 
 
-def test_planes_are_read_once_however_many_threads_cut_windows_from_them():
-    """Batches that are computed at the same time are filled by several threads."""
-    pixels, reads, others = some_pixels("uint16", (1, 8, 4, 4)), [], threading.Barrier(4, timeout=20)
+def test_planes_are_read_once_for_several_threads():
+    """Concurrent batches are filled by several threads."""
+    pixels, reads, barrier = some_pixels("uint16", (1, 8, 4, 4)), [], threading.Barrier(4, timeout=20)
 
     def read(z0, z1):
         reads.append((z0, z1))
         time.sleep(0.05)
         return pixels[:, z0:z1]
 
-    def cut(_):
-        others.wait()
+    def read_window(_):
+        barrier.wait()
         return image[0, slice(None), slice(2, 6), slice(0, 4), slice(0, 4)]
 
     image = NormalisedImage(Volume(pixels.shape, pixels.dtype, read), [IntensityScaling(0, 1)])
     with ThreadPoolExecutor(4) as pool:
-        windows = list(pool.map(cut, range(4)))
+        windows = list(pool.map(read_window, range(4)))
     assert reads == [(2, 6)]
     assert all(torch.equal(window, torch.from_numpy(pixels[:, 2:6].astype(np.float32))) for window in windows)

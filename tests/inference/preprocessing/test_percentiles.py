@@ -19,7 +19,7 @@ from service.inference.preprocessing.percentiles import percentiles
     st.floats(0, 50),
     st.floats(50, 100),
 )
-def test_histogram_percentiles_are_those_of_numpy_at_any_rank(pixels, low, high):
+def test_histogram_percentiles_equal_those_of_numpy(pixels, low, high):
     np.testing.assert_allclose(
         percentiles(pixels, low, high), np.percentile(pixels.astype(np.float64), (low, high)), rtol=1e-9, atol=1e-9
     )
@@ -27,10 +27,10 @@ def test_histogram_percentiles_are_those_of_numpy_at_any_rank(pixels, low, high)
 
 @pytest.mark.parametrize("dtype", ["uint32", "int32", "uint64", "int64", "float16", "float32", "float64"])
 @pytest.mark.parametrize(("low", "high"), [(0, 100), (1, 99.8), (33.3, 50)])
-@pytest.mark.parametrize("most", [50, 2**22], ids=["counted", "sorted"])
-def test_percentiles_of_wide_pixels_are_those_of_numpy(dtype, low, high, most, monkeypatch):
+@pytest.mark.parametrize("max_sorted", [50, 2**22], ids=["counted", "sorted"])
+def test_percentiles_of_wide_dtypes_equal_those_of_numpy(dtype, low, high, max_sorted, monkeypatch):
     monkeypatch.setattr(normalize, "BLOCK_VOXELS", 50)
-    monkeypatch.setattr(percentiles_module, "SORTED_VOXELS", most)
+    monkeypatch.setattr(percentiles_module, "SORTED_VOXELS", max_sorted)
     rng, kind = np.random.default_rng(0), np.dtype(dtype).kind
     pixels = rng.normal(0, 300, (7, 5, 9)) if kind != "u" else rng.uniform(0, 300, (7, 5, 9))
     pixels = (pixels * 10.0 ** rng.integers(0, 2 if dtype == "float16" else 6, pixels.shape)).astype(dtype)
@@ -38,24 +38,24 @@ def test_percentiles_of_wide_pixels_are_those_of_numpy(dtype, low, high, most, m
         pixels.flat[:6] = 0.0, -0.0, np.finfo(dtype).max, np.finfo(dtype).min, np.finfo(dtype).tiny, 1
     else:
         pixels.flat[:3] = np.iinfo(dtype).max, np.iinfo(dtype).min, 0
-    got = percentiles(VolumeChannel(Volume.from_array(pixels[None]), 0), low, high)
+    actual = percentiles(VolumeChannel(Volume.from_array(pixels[None]), 0), low, high)
     expected = np.percentile(pixels.astype(np.longdouble), (low, high))
     # NumPy interpolates float32 in float32.
-    np.testing.assert_allclose(got, expected.astype(np.float64), rtol=1e-12 if most == 50 else 1e-6)
+    np.testing.assert_allclose(actual, expected.astype(np.float64), rtol=1e-12 if max_sorted == 50 else 1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16"])
-def test_counting_takes_next_to_nothing_beside_the_pixels(dtype):
-    """Widened all at once, a stack of 4 million voxels leaves a hole of 32 MiB in a server's memory."""
+def test_counting_needs_little_memory(dtype):
+    """If all 4 million voxels were widened together, they would leave a gap of 32 MiB in the memory of a server."""
     pixels = np.random.default_rng(0).integers(0, 100, (1, 64, 256, 256)).astype(dtype)
     volume = Volume.from_array(pixels)
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
-        got = percentiles(VolumeChannel(volume, 0), 1, 99.8)
-        _, most = tracemalloc.get_traced_memory()
+        actual = percentiles(VolumeChannel(volume, 0), 1, 99.8)
+        _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert got == tuple(np.percentile(pixels, (1, 99.8)))
-    # Keys of signed pixels are a copy as large as these.
-    assert most - before < 4 * 2**20 + (pixels.nbytes if dtype == "int16" else 0)
+    assert actual == tuple(np.percentile(pixels, (1, 99.8)))
+    # The keys of signed pixels are a copy of the pixels.
+    assert peak - before < 4 * 2**20 + (pixels.nbytes if dtype == "int16" else 0)

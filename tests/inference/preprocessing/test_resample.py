@@ -21,13 +21,13 @@ from service.inference.preprocessing.resample import (
 )
 
 
-def test_a_column_of_single_pixels_is_no_stack(bands):
-    with pytest.raises(BadFile, match=r"40 planes are single pixels.*axes="):
+def test_a_column_of_single_pixels_is_refused(bands):
+    with pytest.raises(BadFile, match=r"40 planes of the stack are single pixels.*axes="):
         prepare(Volume.from_array(np.ones((1, 40, 1, 1), np.uint8)), bands)
     assert prepare(Volume.from_array(np.ones((1, 1, 1, 1), np.uint8)), bands).image.shape == (1, 1, 1, 1, 1)
 
 
-def test_resampling_only_where_both_voxel_sizes_are_known(bands):
+def test_volumes_are_resampled_only_if_both_voxel_sizes_are_known(bands):
     pixels = some_pixels("uint16", (4, 6, 8))[None]
     spec = spec_of(bands, voxel_size=(1.0, 0.5, 0.5))
     assert working_size(Volume.from_array(pixels), spec) == (4, 6, 8)
@@ -48,17 +48,17 @@ def test_resampling_only_where_both_voxel_sizes_are_known(bands):
         (Diameter((10.05,), "px"), None, (4, 10, 14)),
     ],
 )
-def test_objects_become_as_wide_as_the_model_wants_them(bands, diameter, voxel_size, size):
+def test_objects_are_resampled_to_the_diameter_of_the_model(bands, diameter, voxel_size, size):
     spec = spec_of(bands, diameter=10.0, voxel_size=(1.0, 1.0, 1.0), roi_size=(2, 4, 4))
     volume = Volume.from_array(some_pixels("uint16", (4, 10, 14))[None], voxel_size)
     assert working_size(volume, spec, diameter) == pytest.approx(size, abs=1)
     image, notes = prepare(volume, spec, diameter)
     assert image.shape[2:] == working_size(volume, spec, diameter)
     assert bool(notes) == (size != (4, 10, 14))
-    assert all(note.endswith("for objects of 10 voxels.") for note in notes)
+    assert all(note.endswith("for an object diameter of 10 voxels.") for note in notes)
 
 
-def test_no_axis_shrinks_below_the_window_for_a_stated_diameter(bands):
+def test_no_axis_becomes_shorter_than_the_window(bands):
     spec = spec_of(bands, diameter=10.0, roi_size=(8, 8, 8))
     volume = Volume.from_array(np.zeros((1, 4, 12, 40), np.uint8))
     assert working_size(volume, spec, Diameter((20,), "px")) == (4, 8, 20)
@@ -67,34 +67,34 @@ def test_no_axis_shrinks_below_the_window_for_a_stated_diameter(bands):
 
 
 @pytest.mark.parametrize(
-    ("diameter", "wanted", "message"),
+    ("diameter", "model_diameter", "message"),
     [
-        (Diameter((8,), "px"), None, "does not say"),
+        (Diameter((8,), "px"), None, "has no object diameter"),
         (Diameter((2,), "um"), 10.0, "voxel_size="),
-        (Diameter((1e-3,), "px"), 10.0, "too far"),
-        (Diameter((8, 8, 1e6), "px"), 10.0, "too far"),
-        (Diameter((1e-5,), "px"), 10.0, "too far"),
+        (Diameter((1e-3,), "px"), 10.0, "differs too much"),
+        (Diameter((8, 8, 1e6), "px"), 10.0, "differs too much"),
+        (Diameter((1e-5,), "px"), 10.0, "differs too much"),
     ],
 )
-def test_a_diameter_that_cannot_be_is_refused(bands, diameter, wanted, message):
+def test_an_implausible_diameter_is_refused(bands, diameter, model_diameter, message):
     with pytest.raises(BadParameter, match=message):
-        working_size(Volume.from_array(some_pixels("uint16")[None]), spec_of(bands, diameter=wanted), diameter)
+        working_size(Volume.from_array(some_pixels("uint16")[None]), spec_of(bands, diameter=model_diameter), diameter)
 
 
-def test_resampled_sizes():
+def test_resampled_sizes_are_rounded_and_implausible_ones_refused():
     one = VoxelSize(1, 1, 1)
     assert resampled_size((10, 10, 10), VoxelSize(1.005, 0.995, 1), one) == (10, 10, 10)
     assert resampled_size((1, 3, 200), VoxelSize(0.1, 0.1, 0.1), one) == (1, 1, 20)
-    for absurd in (VoxelSize(1000, 1, 1), VoxelSize(1, 1, 1e-5)):
+    for invalid in (VoxelSize(1000, 1, 1), VoxelSize(1, 1, 1e-5)):
         with pytest.raises(BadParameter, match="voxel_size="):
-            resampled_size((10, 10, 10), absurd, one)
+            resampled_size((10, 10, 10), invalid, one)
 
 
 EDGES = st.tuples(*[st.integers(1, 12)] * 3)
 
 
 @given(before=EDGES, after=EDGES, data=st.data())
-def test_voxels_are_interpolated_alike_however_the_image_is_cut(before, after, data):
+def test_interpolation_does_not_depend_on_the_division_into_boxes(before, after, data):
     image = torch.from_numpy(np.random.default_rng(0).normal(size=(1, 2, *before)).astype(np.float32))
     resampling = Resampling(before, after)
     whole = ResampledImage(image, resampling).tensor()
@@ -105,38 +105,38 @@ def test_voxels_are_interpolated_alike_however_the_image_is_cut(before, after, d
         for y in pairwise(cuts[1]):
             for x in pairwise(cuts[2]):
                 box = (range(*z), range(*y), range(*x))
-                there = tuple(slice(span.start, span.stop) for span in resampling.source(box))
-                part = ResampledImage(image[(slice(None), slice(None), *there)], resampling, box)
+                source = tuple(slice(span.start, span.stop) for span in resampling.source(box))
+                part = ResampledImage(image[(slice(None), slice(None), *source)], resampling, box)
                 inside = tuple(slice(*span) for span in (z, y, x))
                 assert torch.equal(part.tensor(), whole[(slice(None), slice(None), *inside)])
                 assert part.shape == part.tensor().shape
 
 
-def test_labels_come_back_by_nearest_voxel_and_gapless():
+def test_labels_are_resampled_to_the_nearest_voxel_and_renumbered():
     labels = np.zeros((4, 4, 4), np.uint16)
     labels[:, :, 2:] = 5
     labels[0, 0, 0] = 2
     segmentation = Segmentation(labels, "labels", VoxelSize(1, 1, 1), count=5)
     assert resample_segmentation(segmentation, (4, 4, 4)) is segmentation
-    got = resample_segmentation(segmentation, (2, 8, 4))
-    assert got.pixels.dtype == np.uint16
-    assert (got.count, got.voxel_size) == (1, VoxelSize(1, 1, 1))
-    np.testing.assert_array_equal(got.pixels, np.broadcast_to([0, 0, 1, 1], (2, 8, 4)))
+    actual = resample_segmentation(segmentation, (2, 8, 4))
+    assert actual.pixels.dtype == np.uint16
+    assert (actual.count, actual.voxel_size) == (1, VoxelSize(1, 1, 1))
+    np.testing.assert_array_equal(actual.pixels, np.broadcast_to([0, 0, 1, 1], (2, 8, 4)))
     without_background = Segmentation(np.full((2, 2, 2), 3, np.uint16), "labels", count=3)
-    got = resample_segmentation(without_background, (1, 1, 5))
-    assert (got.pixels.tolist(), got.count) == ([[[1, 1, 1, 1, 1]]], 1)
+    actual = resample_segmentation(without_background, (1, 1, 5))
+    assert (actual.pixels.tolist(), actual.count) == ([[[1, 1, 1, 1, 1]]], 1)
 
 
-def test_objects_that_vanish_take_along_what_is_known_of_them() -> None:
+def test_the_statistics_of_objects_that_vanish_are_removed() -> None:
     labels = np.array([1, 0, 0, 0, 2, 2, 0, 3], np.uint16).reshape(1, 1, 8)
-    known = Objects(np.array([1, 2, 1]), np.array([0.6, 0.7, 0.8], np.float32), np.ones(3, np.float32))
-    got = resample_segmentation(Segmentation(labels, "labels", count=3, objects=known), (1, 1, 3))
-    assert got.objects is not None
-    assert got.count == len(got.objects) == got.pixels.max() == 1
-    assert got.objects.confidence.tolist() == pytest.approx([0.7])
+    objects = Objects(np.array([1, 2, 1]), np.array([0.6, 0.7, 0.8], np.float32), np.ones(3, np.float32))
+    actual = resample_segmentation(Segmentation(labels, "labels", count=3, objects=objects), (1, 1, 3))
+    assert actual.objects is not None
+    assert actual.count == len(actual.objects) == actual.pixels.max() == 1
+    assert actual.objects.confidence.tolist() == pytest.approx([0.7])
 
 
-def test_enlarging_and_shrinking_by_whole_factors_gives_labels_back():
+def test_enlarging_and_shrinking_by_integer_factors_restores_labels():
     labels = np.random.default_rng(0).integers(0, 9, (3, 4, 5)).astype(np.uint16)
     labels[0, 0, :] = np.arange(5)
     labels[0, 1, :4] = np.arange(5, 9)
@@ -146,14 +146,16 @@ def test_enlarging_and_shrinking_by_whole_factors_gives_labels_back():
     assert small.count == 8
 
 
-def test_classes_and_probabilities_come_back():
+def test_classes_and_probabilities_are_resampled():
     classes = np.array([[[0, 0, 2, 2]]], np.uint8)
     assert resample_segmentation(Segmentation(classes, "classes"), (1, 1, 2)).pixels.tolist() == [[[0, 2]]]
     whole = np.random.default_rng(0).random((2, 5, 9, 7), np.float32)
     larger = resample_segmentation(Segmentation(whole, "probabilities"), (9, 6, 14)).pixels
-    same = functional.interpolate(torch.from_numpy(whole)[None], size=(9, 6, 14), mode="trilinear", align_corners=False)
-    np.testing.assert_allclose(larger, same[0].numpy(), rtol=0, atol=2e-5)
+    expected = functional.interpolate(
+        torch.from_numpy(whole)[None], size=(9, 6, 14), mode="trilinear", align_corners=False
+    )
+    np.testing.assert_allclose(larger, expected[0].numpy(), rtol=0, atol=2e-5)
     probabilities = np.array([0, 0, 1, 1], np.float32).reshape(1, 1, 1, 4)
-    got = resample_segmentation(Segmentation(probabilities, "probabilities"), (2, 1, 2)).pixels
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, np.broadcast_to([0, 1], (1, 2, 1, 2)))
+    actual = resample_segmentation(Segmentation(probabilities, "probabilities"), (2, 1, 2)).pixels
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, np.broadcast_to([0, 1], (1, 2, 1, 2)))

@@ -1,4 +1,4 @@
-"""What a request changes in a model's decoding."""
+"""Post-processing options of a request, applied to a model's decoding."""
 
 import math
 from decimal import Decimal
@@ -16,7 +16,7 @@ from service.inference.preprocessing.resample import resample_segmentation
 from service.models.spec import Instances, ModelSpec
 
 VOLUME = Volume.from_array(np.zeros((1, 20, 40, 40), np.uint8), VoxelSize(2, 0.5, 0.5))
-UNSIZED = Volume.from_array(np.zeros((1, 20, 40, 40), np.uint8))
+WITHOUT_VOXEL_SIZE = Volume.from_array(np.zeros((1, 20, 40, 40), np.uint8))
 
 
 def decoding_of(spec: ModelSpec, steering: Steering, size: tuple[int, int, int] = (20, 40, 40)) -> Instances:
@@ -30,7 +30,7 @@ def with_fraction(spec: ModelSpec, fraction: float) -> ModelSpec:
     return spec.model_copy(update={"decoding": decoding})
 
 
-def test_what_is_not_stated_stays_as_the_model_has_it(random_nuclei: ModelSpec, bands: ModelSpec) -> None:
+def test_options_replace_only_their_part_of_the_decoding(random_nuclei: ModelSpec, bands: ModelSpec) -> None:
     assert decoding_of(random_nuclei, Steering()) == random_nuclei.decoding
     assert steer(bands, Steering(), VOLUME, (20, 40, 40)) == bands
     steering = Steering(0.8, ObjectVolume(7, "px"), "drop", fill_holes=True, min_confidence=0.9)
@@ -46,67 +46,69 @@ def test_what_is_not_stated_stays_as_the_model_has_it(random_nuclei: ModelSpec, 
     assert decoding_of(random_nuclei, steering) == random_nuclei.decoding.model_copy(update=changes)
 
 
-def test_a_stated_confidence_is_the_only_one_that_holds(random_nuclei: ModelSpec) -> None:
+def test_a_minimum_confidence_replaces_the_criteria_of_the_model(random_nuclei: ModelSpec) -> None:
     assert isinstance(random_nuclei.decoding, Instances)
     strict = random_nuclei.decoding.model_copy(update={"min_confidence": 0.8, "min_relative_odds": 0.5})
     spec = random_nuclei.model_copy(update={"decoding": strict})
     assert decoding_of(spec, Steering(threshold=0.3)).min_relative_odds == 0.5
-    steered = decoding_of(spec, Steering(min_confidence=0.0))
-    assert (steered.min_confidence, steered.min_relative_odds) == (0.0, 0.0)
+    decoding = decoding_of(spec, Steering(min_confidence=0.0))
+    assert (decoding.min_confidence, decoding.min_relative_odds) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(("size", "voxels"), [((20, 40, 40), 60), ((40, 80, 80), 60), ((10, 20, 40), 15)])
-@pytest.mark.parametrize("stated", [ObjectVolume(60, "px"), ObjectVolume(30, "um3")], ids=str)
-def test_a_stated_minimum_is_in_the_stack_whatever_that_is_resampled_to(random_nuclei, size, voxels, stated) -> None:
-    steering = Steering(minimum_size=stated)
+@pytest.mark.parametrize("minimum", [ObjectVolume(60, "px"), ObjectVolume(30, "um3")], ids=str)
+def test_the_minimum_size_is_converted_to_the_resampled_grid(random_nuclei, size, voxels, minimum) -> None:
+    steering = Steering(minimum_size=minimum)
     assert minimum_voxels(steering, VOLUME) == 60
     decoding = decoding_of(with_fraction(random_nuclei, 0.5), steering, size)
     assert (decoding.minimum_size, decoding.minimum_fraction) == (voxels, 0)
 
 
-def test_a_minimum_may_be_nothing_and_none_is_too_large_for_the_kernel(random_nuclei: ModelSpec) -> None:
+def test_a_minimum_size_may_be_zero_or_exceed_the_volume(random_nuclei: ModelSpec) -> None:
     with pytest.raises(BadParameter, match=r"minimum_size: .*voxel_size=Z,Y,X"):
-        minimum_voxels(Steering(minimum_size=ObjectVolume(12, "um3")), UNSIZED)
-    for stated, voxels in ((ObjectVolume(0, "px"), 0), (ObjectVolume(1e18, "um3"), 20 * 40 * 40 + 1)):
-        assert decoding_of(random_nuclei, Steering(minimum_size=stated), (80, 160, 160)).minimum_size == voxels
+        minimum_voxels(Steering(minimum_size=ObjectVolume(12, "um3")), WITHOUT_VOXEL_SIZE)
+    for minimum, voxels in ((ObjectVolume(0, "px"), 0), (ObjectVolume(1e18, "um3"), 20 * 40 * 40 + 1)):
+        assert decoding_of(random_nuclei, Steering(minimum_size=minimum), (80, 160, 160)).minimum_size == voxels
 
 
 SIZES = st.tuples(*[st.integers(1, 9)] * 3)
 
 
 @given(SIZES, SIZES, st.integers(1, 60), st.integers(0, 2**32 - 1))
-def test_the_grid_of_the_network_keeps_what_is_large_enough_in_the_stack(
-    random_nuclei, grid, stack, least, seed
+def test_objects_that_are_large_enough_in_the_stack_are_kept_on_the_grid(
+    random_nuclei, grid, stack, minimum_size, seed
 ) -> None:
     inside = (np.random.default_rng(seed).random(grid) < 0.5).astype(np.uint16)
     volume = Volume.from_array(np.zeros((1, *stack), np.uint8))
-    decoding = steer(random_nuclei, Steering(minimum_size=ObjectVolume(least, "px")), volume, grid).decoding
+    decoding = steer(random_nuclei, Steering(minimum_size=ObjectVolume(minimum_size, "px")), volume, grid).decoding
     assert isinstance(decoding, Instances)
-    found = resample_segmentation(Segmentation(inside, "labels", None, 1), stack, least)
+    found = resample_segmentation(Segmentation(inside, "labels", None, 1), stack, minimum_size)
     if grid != stack and found.count:
         assert inside.sum() >= decoding.minimum_size
 
 
 @given(st.integers(1, 30_000), st.tuples(*[st.sampled_from(["0.1", "0.15", "0.2", "0.3", "0.4", "1.1"])] * 3))
-def test_micrometres_are_as_many_voxels_as_they_would_be_on_paper(voxels: int, edges: tuple[str, str, str]) -> None:
+def test_cubic_micrometers_are_converted_to_voxels_without_rounding_errors(
+    voxels: int, edges: tuple[str, str, str]
+) -> None:
     amount = float(voxels * math.prod(map(Decimal, edges)))
     volume = Volume.from_array(VOLUME.array(), VoxelSize(*map(float, edges)))
     assert minimum_voxels(Steering(minimum_size=ObjectVolume(amount, "um3")), volume) == voxels
 
 
 @pytest.mark.parametrize(
-    ("output", "steering", "words"),
+    ("output", "steering", "message"),
     [
-        ("classes", Steering(border="drop"), "border: there are no objects in classes"),
-        ("probabilities", Steering(threshold=0.4), "threshold: there are no objects in probabilities"),
-        ("probabilities", Steering(fill_holes=False), "fill_holes: there are no objects"),
-        ("classes", Steering(min_confidence=0.0), "min_confidence: there are no objects"),
+        ("classes", Steering(border="drop"), "border: this option has no effect on output=classes"),
+        ("probabilities", Steering(threshold=0.4), "threshold: this option has no effect on output=probabilities"),
+        ("probabilities", Steering(fill_holes=False), "fill_holes: this option has no effect"),
+        ("classes", Steering(min_confidence=0.0), "min_confidence: this option has no effect"),
     ],
 )
-def test_steering_that_changes_nothing_is_refused(random_nuclei, bands, output: OutputKind, steering, words) -> None:
-    with pytest.raises(BadParameter, match=words):
+def test_options_without_effect_are_refused(random_nuclei, bands, output: OutputKind, steering, message) -> None:
+    with pytest.raises(BadParameter, match=message):
         check_steering(random_nuclei, output, steering)
-    with pytest.raises(BadParameter, match=r"bands gives each voxel the class"):
+    with pytest.raises(BadParameter, match=r"bands assigns a class to each voxel"):
         check_steering(bands, "classes", steering)
     check_steering(random_nuclei, "labels", steering)
     check_steering(random_nuclei, "classes", Steering(threshold=0.4))
