@@ -121,10 +121,10 @@ def test_what_one_replica_alone_would_know_of_is_refused(client: httpx2.Client, 
 
 
 def test_it_is_refused_below_a_route_prefix_too() -> None:
-    from service.api.ray_serve import WithoutJobs  # noqa: PLC0415
+    from service.api.ray_serve import StatelessReplica  # noqa: PLC0415
 
     async def ask(path: str) -> int:
-        answers = WithoutJobs(PlainTextResponse("of one replica"))
+        answers = StatelessReplica(PlainTextResponse("of one replica"))
         transport = httpx2.ASGITransport(answers, root_path="/prefix")
         async with httpx2.AsyncClient(transport=transport, base_url="http://service") as client:
             return (await client.post(path)).status_code

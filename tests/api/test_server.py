@@ -31,20 +31,20 @@ from sockets import (
 )
 
 from service.api.access.middleware import RequestLog
-from service.api.http.data_rate import Patience
+from service.api.http.data_rate import SlowClientLimits
 from service.api.server import POLL_SECONDS, Server, format_address, listen
 from service.core import errors
 
 RATE = 1000
-IMPATIENT = Patience(head_seconds=2, bytes_per_second=RATE, window_seconds=2)
+STRICT_LIMITS = SlowClientLimits(head_seconds=2, bytes_per_second=RATE, window_seconds=2)
 # For clients that take nothing, or far more than the rate: no hiccup of a busy machine makes one of the other.
-MORE_IMPATIENT = Patience(head_seconds=2, bytes_per_second=RATE, window_seconds=1)
+STRICTER_LIMITS = SlowClientLimits(head_seconds=2, bytes_per_second=RATE, window_seconds=1)
 
 
 @contextmanager
-def impatient(app: Any, **more: Any) -> Iterator[tuple[str, int]]:
+def strict_server(app: Any, **more: Any) -> Iterator[tuple[str, int]]:
     server = stopping(app, SECONDS, SECONDS, **more)
-    server.patience = IMPATIENT
+    server.patience = STRICT_LIMITS
     with running(server) as address:
         yield address
 
@@ -62,7 +62,7 @@ def drip(client: socket.socket, number: int) -> bytes:
 
 
 def test_heads_that_do_not_come_end_the_connection_with_a_reason_if_they_were_begun() -> None:
-    with impatient(Echo(), timeout_keep_alive=SECONDS) as address, ExitStack() as held:
+    with strict_server(Echo(), timeout_keep_alive=SECONDS) as address, ExitStack() as held:
         silent, dripping, used = (held.enter_context(socket.create_connection(address, SECONDS)) for _ in range(3))
         used.sendall(head())
         assert answer(used) == b""
@@ -72,11 +72,11 @@ def test_heads_that_do_not_come_end_the_connection_with_a_reason_if_they_were_be
         dripping.settimeout(SECONDS)
         assert refusal(dripping, 408)[1]["type"] == "urn:stackseg:problem:too-slow"
         assert silent.recv(1) == used.recv(1) == b""
-        assert time.monotonic() - began < 2 * IMPATIENT.head_seconds + 2
+        assert time.monotonic() - began < 2 * STRICT_LIMITS.head_seconds + 2
 
 
 def test_slow_bodies_end_the_request_with_408(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO), impatient(RequestLog(Gated())) as address:
+    with caplog.at_level(logging.INFO), strict_server(RequestLog(Gated())) as address:
         with socket.create_connection(address, SECONDS) as client:
             client.sendall(head("Content-Length: 1000000"))
             assert drip(client, 50)
@@ -91,11 +91,11 @@ def test_bodies_at_the_least_rate_and_work_that_takes_long_are_waited_for() -> N
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await (gated if scope["path"] == "/gated" else echo)(scope, receive, send)
 
-    with impatient(app) as address, ExitStack() as held:
+    with strict_server(app) as address, ExitStack() as held:
         slow, long, asking = (held.enter_context(socket.create_connection(address, SECONDS)) for _ in range(3))
         long.sendall(head("Content-Length: 2").replace(b" / ", b" /gated ") + b"ab")
         asking.sendall(head("Content-Length: 2", "Expect: 100-continue").replace(b" / ", b" /gated "))
-        pieces = 3 * IMPATIENT.window_seconds
+        pieces = 3 * STRICT_LIMITS.window_seconds
         slow.sendall(head(f"Content-Length: {int(2 * pieces) * RATE}"))
         for _ in range(int(2 * pieces)):
             slow.sendall(bytes(RATE))
@@ -124,13 +124,13 @@ def ask(held: ExitStack, address: tuple[str, int], body: bytes, files: dict[str,
 def test_answers_that_are_not_taken_end_the_connection(tmp_path: Path, size: int, *, secure: bool) -> None:
     files = key_and_certificate(tmp_path) if secure else {}
     server = stopping(Echo(), SECONDS, SECONDS, **files)
-    server.patience = MORE_IMPATIENT
+    server.patience = STRICTER_LIMITS
     with running(server) as address, ExitStack() as held:
         ask(held, address, bytes(size), files)
         began = time.monotonic()
         until(lambda: not server.server_state.connections, SECONDS)
         # Two windows and the look after, or the end of an idle connection before.
-        assert time.monotonic() - began < 3 * MORE_IMPATIENT.window_seconds + 5
+        assert time.monotonic() - began < 3 * STRICTER_LIMITS.window_seconds + 5
 
 
 @needs_openssl
@@ -138,11 +138,11 @@ def test_answers_that_are_not_taken_end_the_connection(tmp_path: Path, size: int
 def test_answers_that_are_taken_slowly_are_sent_whole(tmp_path: Path, *, secure: bool) -> None:
     files, body = key_and_certificate(tmp_path) if secure else {}, random.Random(0).randbytes(2**20)
     server = stopping(Echo(), SECONDS, SECONDS, **files)
-    server.patience = MORE_IMPATIENT
+    server.patience = STRICTER_LIMITS
     with running(server) as address, ExitStack() as held:
         client, received = ask(held, address, body, files), bytearray()
         began = time.monotonic()
-        while time.monotonic() - began < 4 * MORE_IMPATIENT.window_seconds:
+        while time.monotonic() - began < 4 * STRICTER_LIMITS.window_seconds:
             received += client.recv(2**12)
             time.sleep(0.1)
         assert len(received) < len(body)
@@ -223,7 +223,7 @@ def test_client_that_hangs_up_counts_as_such_whatever_the_application_then_does(
 
     for app in (Gated(), failing):
         caplog.clear()
-        with caplog.at_level(logging.INFO), impatient(RequestLog(app)) as address:
+        with caplog.at_level(logging.INFO), strict_server(RequestLog(app)) as address:
             with socket.create_connection(address, SECONDS) as client:
                 client.sendall(sent)
                 time.sleep(0.2)

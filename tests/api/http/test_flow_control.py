@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from service.api.http.flow_control import ClosedOnce
+from service.api.http.flow_control import CloseOnceTransport
 
 
 class Transport(asyncio.Transport):
@@ -19,7 +19,7 @@ class Transport(asyncio.Transport):
 
 def test_a_transport_is_closed_once() -> None:
     transport = Transport()
-    guarded = ClosedOnce(transport)
+    guarded = CloseOnceTransport(transport)
     assert not guarded.is_closing()
     guarded.close()
     guarded.close()

@@ -16,15 +16,15 @@ import pytest
 from fakes import until
 from sockets import SECONDS, Echo, Gated, answer, head, key_and_certificate, needs_openssl, running, stopping
 
-from service.api.http.data_rate import Patience
-from service.api.http.listener import FRESH_SECONDS, LOG_SECONDS, Listener, limit_connections
+from service.api.http.data_rate import SlowClientLimits
+from service.api.http.listener import NEW_CONNECTION_SECONDS, LOG_INTERVAL_SECONDS, Listener, limit_connections
 from service.api.server import Server, listen
 
 LIMIT = 8
 
 
 @contextmanager
-def limited(app: Any, **more: Any) -> Iterator[tuple[Server, tuple[str, int]]]:
+def limited_server(app: Any, **more: Any) -> Iterator[tuple[Server, tuple[str, int]]]:
     """A server that has LIMIT connections at most."""
     server = stopping(app, SECONDS, SECONDS, **more)
     with Listener(listen("127.0.0.1", 0), LIMIT) as listener, running(server, [listener]):
@@ -46,7 +46,7 @@ def ended(client: socket.socket) -> bool:
 
 
 def test_silent_connections_make_room_the_longest_waiting_first(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), limited(Echo()) as (server, address), ExitStack() as held:
+    with caplog.at_level(logging.WARNING), limited_server(Echo()) as (server, address), ExitStack() as held:
         clients = [connect(held, address) for _ in range(LIMIT)]
         until(lambda: len(server.server_state.connections) == LIMIT, SECONDS)
         for _ in range(3):
@@ -58,12 +58,12 @@ def test_silent_connections_make_room_the_longest_waiting_first(caplog: pytest.L
         until(lambda: len(server.server_state.connections) <= LIMIT, SECONDS)
     lines = [record for record in caplog.records if "server.connections" in record.getMessage()]
     assert len(lines) == 1
-    assert LOG_SECONDS > SECONDS
+    assert LOG_INTERVAL_SECONDS > SECONDS
 
 
 def test_who_drips_a_head_or_stalls_with_a_body_makes_room_and_who_is_worked_for_does_not() -> None:
     gated = Gated()
-    with limited(gated) as (_, address), ExitStack() as held:
+    with limited_server(gated) as (_, address), ExitStack() as held:
         owed = connect(held, address)
         owed.sendall(head())
         until(lambda: gated.asked == 1, SECONDS)
@@ -83,7 +83,7 @@ def test_who_drips_a_head_or_stalls_with_a_body_makes_room_and_who_is_worked_for
 
 def test_where_all_are_worked_for_the_new_one_is_closed() -> None:
     gated = Gated()
-    with limited(gated) as (_, address), ExitStack() as held:
+    with limited_server(gated) as (_, address), ExitStack() as held:
         clients = [connect(held, address) for _ in range(LIMIT)]
         for client in clients:
             client.sendall(head())
@@ -106,13 +106,13 @@ def test_answer_on_its_way_is_not_cut_while_others_are_idle() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
-    with limited(large) as (server, address), ExitStack() as held:
+    with limited_server(large) as (server, address), ExitStack() as held:
         slow = connect(held, address)
         slow.sendall(head())
         slow.recv(1, socket.MSG_PEEK)
         idle = [connect(held, address) for _ in range(LIMIT - 1)]
         until(lambda: len(server.server_state.connections) == LIMIT, SECONDS)
-        time.sleep(FRESH_SECONDS)
+        time.sleep(NEW_CONNECTION_SECONDS)
         new = connect(held, address)
         until(lambda: any(ended(client) for client in idle), SECONDS)
         assert answer(slow) == content
@@ -121,14 +121,14 @@ def test_answer_on_its_way_is_not_cut_while_others_are_idle() -> None:
 
 def test_streams_of_answers_make_room_last_and_only_those_that_can_be_asked_for_again() -> None:
     gated = Gated()
-    with limited(gated) as (_, address), ExitStack() as held:
+    with limited_server(gated) as (_, address), ExitStack() as held:
         posting, idle = connect(held, address), connect(held, address)
         posting.sendall(head())
         getting = [connect(held, address) for _ in range(LIMIT - 2)]
         for client in getting:
             client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
         until(lambda: gated.asked == LIMIT - 1, SECONDS)
-        time.sleep(FRESH_SECONDS)
+        time.sleep(NEW_CONNECTION_SECONDS)
         first = connect(held, address)
         until(lambda: ended(idle), SECONDS)
         first.sendall(head())
@@ -145,7 +145,7 @@ def test_streams_of_answers_make_room_last_and_only_those_that_can_be_asked_for_
 
 def test_new_connection_comes_to_speak_before_those_that_stream_answers_and_what_it_sent_is_read() -> None:
     gated = Gated()
-    with limited(gated) as (_, address), ExitStack() as held:
+    with limited_server(gated) as (_, address), ExitStack() as held:
         getting = [connect(held, address) for _ in range(LIMIT)]
         for client in getting:
             client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
@@ -167,7 +167,7 @@ def test_new_connection_comes_to_speak_before_those_that_stream_answers_and_what
 
 
 def test_address_with_the_most_connections_makes_room_first() -> None:
-    with limited(Echo()) as (server, address), ExitStack() as held:
+    with limited_server(Echo()) as (server, address), ExitStack() as held:
         for_long = connect(held, address)
         time.sleep(0.1)
         for _ in range(2 * LIMIT):
@@ -180,11 +180,11 @@ def test_address_with_the_most_connections_makes_room_first() -> None:
 
 @needs_openssl
 def test_silent_handshakes_make_room_and_end(tmp_path: Path) -> None:
-    with limited(Echo(), **key_and_certificate(tmp_path)) as (server, address), ExitStack() as held:
+    with limited_server(Echo(), **key_and_certificate(tmp_path)) as (server, address), ExitStack() as held:
         clients = [connect(held, address) for _ in range(2 * LIMIT)]
         until(lambda: sum(ended(client) for client in clients) >= LIMIT, SECONDS)
         assert not ended(clients[-1])
-        server.patience = Patience(head_seconds=0.5)
+        server.patience = SlowClientLimits(head_seconds=0.5)
         until(lambda: all(ended(client) for client in clients), SECONDS)
 
 

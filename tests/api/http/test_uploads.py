@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from service.api.http import uploads
 from service.api.http.multipart import MAX_FIELD_BYTES, MAX_FIELDS
-from service.api.http.uploads import BLOCK_BYTES, UPLOAD_MEMORY, Upload, plain_name, receive
+from service.api.http.uploads import BLOCK_BYTES, UPLOAD_MEMORY, Upload, sanitize_file_name, receive
 from service.core.errors import BadParameter, Cancelled, RateLimited, StackSegError, TooLarge, UnsupportedMedia
 from service.serving.storage.memory_budget import MemoryBudget
 from service.serving.storage.scratch import Hold, ScratchSpace
@@ -283,7 +283,7 @@ def test_client_that_leaves_early_is_noticed(tmp_path: Path) -> None:
     ],
 )
 def test_file_name_is_only_a_name(sent: str, kept: str) -> None:
-    assert plain_name(sent) == kept
+    assert sanitize_file_name(sent) == kept
 
 
 @pytest.mark.parametrize("stated", [True, False])

@@ -21,7 +21,7 @@ from object_server import serve_objects
 from zarr_files import pack, write_zarr
 
 from service.api.http.uploads import BLOCK_BYTES
-from service.api.messages.results import MAX_NOTE_LETTERS, build_headers
+from service.api.messages.results import MAX_NOTE_CHARS, build_headers
 from service.core.config import Settings
 from service.core.quantities import VoxelSize
 from service.models.spec import ModelSpec
@@ -435,7 +435,7 @@ def test_notes_reach_the_client_as_plain_text() -> None:
     assert header == "0.2 um per voxel. Channel '?  X-Evil: 1 '."
     assert header.isascii()
     assert header.isprintable()
-    assert len(build_headers(outcome(notes=("x" * 10_000,)))["X-StackSeg-Note"]) == MAX_NOTE_LETTERS
+    assert len(build_headers(outcome(notes=("x" * 10_000,)))["X-StackSeg-Note"]) == MAX_NOTE_CHARS
 
 
 def test_headers_say_only_what_is_known() -> None:
