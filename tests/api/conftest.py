@@ -15,12 +15,12 @@ def running(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def service(running: Service) -> Iterator[Service]:
-    """A service that tests share, as each of them finds it."""
+    """The service shared by the tests of a module, reset after each test."""
     yield running
     running.reset()
 
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """The event loop of tests that are coroutines."""
+    """The event loop of asynchronous tests."""
     return "asyncio"

@@ -140,14 +140,14 @@ def select_model(runtime: Runtime, query: Query) -> ModelSpec:
     kind = runtime.estimator(spec).output(query.options)
     if query.measurements is not None and kind != "labels":
         raise BadParameter(
-            f"measurements: objects can only be measured in labels, but this request returns {kind}. Choose"
-            " output=labels or a model that finds objects.",
+            f"measurements: only labels can be measured, but this request returns {kind}. Choose output=labels or a"
+            " model that finds objects.",
             parameter="measurements",
         )
     if query.link is not None and kind != "labels":
         raise BadParameter(
-            f"link: objects can only be linked in labels, but this request returns {kind}. Choose output=labels or a"
-            " model that finds objects.",
+            f"link: only labels can be linked through time, but this request returns {kind}. Choose output=labels or"
+            " a model that finds objects.",
             parameter="link",
         )
     return spec
