@@ -8,16 +8,16 @@ from job_service import Service, start
 
 
 @pytest.fixture(scope="module")
-def running(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def module_service(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with start(bands_repository, tmp_path_factory.mktemp("service")) as service:
         yield service
 
 
 @pytest.fixture
-def service(running: Service) -> Iterator[Service]:
+def service(module_service: Service) -> Iterator[Service]:
     """The service shared by the tests of a module, reset after each test."""
-    yield running
-    running.reset()
+    yield module_service
+    module_service.reset()
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ from service.core import errors
 
 RATE = 1000
 STRICT_LIMITS = SlowClientLimits(head_seconds=2, bytes_per_second=RATE, window_seconds=2)
-# For clients that receive either nothing or much options than the minimum rate, so that delays on a busy machine do not
+# For clients that receive either nothing or much more than the minimum rate, so that delays on a busy machine do not
 # change the result.
 STRICTER_LIMITS = SlowClientLimits(head_seconds=2, bytes_per_second=RATE, window_seconds=1)
 
@@ -63,8 +63,10 @@ def drip(client: socket.socket, number: int) -> bytes:
 
 
 def test_incomplete_heads_time_out_with_a_reason_if_they_were_begun() -> None:
-    with strict_server(Echo(), timeout_keep_alive=SECONDS) as address, ExitStack() as held:
-        silent, dripping, used = (held.enter_context(socket.create_connection(address, SECONDS)) for _ in range(3))
+    with strict_server(Echo(), timeout_keep_alive=SECONDS) as address, ExitStack() as exit_stack:
+        silent, dripping, used = (
+            exit_stack.enter_context(socket.create_connection(address, SECONDS)) for _ in range(3)
+        )
         used.sendall(head())
         assert answer(used) == b""
         began = time.monotonic()
@@ -92,8 +94,10 @@ def test_uploads_at_the_minimum_rate_and_long_computations_do_not_time_out() -> 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await (gated if scope["path"] == "/gated" else echo)(scope, receive, send)
 
-    with strict_server(app) as address, ExitStack() as held:
-        slow, computing, expecting = (held.enter_context(socket.create_connection(address, SECONDS)) for _ in range(3))
+    with strict_server(app) as address, ExitStack() as exit_stack:
+        slow, computing, expecting = (
+            exit_stack.enter_context(socket.create_connection(address, SECONDS)) for _ in range(3)
+        )
         computing.sendall(head("Content-Length: 2").replace(b" / ", b" /gated ") + b"ab")
         expecting.sendall(head("Content-Length: 2", "Expect: 100-continue").replace(b" / ", b" /gated "))
         pieces = 3 * STRICT_LIMITS.window_seconds
@@ -107,13 +111,13 @@ def test_uploads_at_the_minimum_rate_and_long_computations_do_not_time_out() -> 
 
 
 def post_with_small_buffer(
-    held: ExitStack, address: tuple[str, int], body: bytes, files: dict[str, str]
+    exit_stack: ExitStack, address: tuple[str, int], body: bytes, files: dict[str, str]
 ) -> socket.socket:
     """Post a body to an echo application from a client with a small receive buffer."""
     if files:
-        client: socket.socket = held.enter_context(secured(address, files, SO_RCVBUF=2**12))
+        client: socket.socket = exit_stack.enter_context(secured(address, files, SO_RCVBUF=2**12))
     else:
-        client = held.enter_context(socket.socket())
+        client = exit_stack.enter_context(socket.socket())
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
         client.settimeout(SECONDS)
         client.connect(address)
@@ -130,8 +134,8 @@ def test_connection_is_closed_if_the_client_does_not_receive_the_response(
     files = key_and_certificate(tmp_path) if secure else {}
     server = stopping(Echo(), SECONDS, SECONDS, **files)
     server.client_limits = STRICTER_LIMITS
-    with running(server) as address, ExitStack() as held:
-        post_with_small_buffer(held, address, bytes(size), files)
+    with running(server) as address, ExitStack() as exit_stack:
+        post_with_small_buffer(exit_stack, address, bytes(size), files)
         began = time.monotonic()
         until(lambda: not server.server_state.connections, SECONDS)
         # Two windows and the next check, or an earlier close because the connection is idle.
@@ -144,8 +148,8 @@ def test_slowly_received_responses_are_sent_completely(tmp_path: Path, *, secure
     files, body = key_and_certificate(tmp_path) if secure else {}, random.Random(0).randbytes(2**20)
     server = stopping(Echo(), SECONDS, SECONDS, **files)
     server.client_limits = STRICTER_LIMITS
-    with running(server) as address, ExitStack() as held:
-        client, received = post_with_small_buffer(held, address, body, files), bytearray()
+    with running(server) as address, ExitStack() as exit_stack:
+        client, received = post_with_small_buffer(exit_stack, address, body, files), bytearray()
         began = time.monotonic()
         while time.monotonic() - began < 4 * STRICTER_LIMITS.window_seconds:
             received += client.recv(2**12)
@@ -173,7 +177,7 @@ def test_address_in_use_is_a_configuration_error() -> None:
 
 
 @pytest.fixture
-def busy(bands_repository: Path, tmp_path: Path) -> Iterator[Live]:
+def busy_service(bands_repository: Path, tmp_path: Path) -> Iterator[Live]:
     """A service that is running a job until the end of the test."""
     with serve(
         eager(bands_repository, server={"scratch_folder": tmp_path}), load=FakeSegmenter, make_server=Server
@@ -188,12 +192,12 @@ def busy(bands_repository: Path, tmp_path: Path) -> Iterator[Live]:
         httpx2.get(f"http://{live.host}:{live.port}/health/live")
 
 
-def test_health_requests_are_answered_during_shutdown(busy: Live) -> None:
-    (job,) = busy.client.get("/jobs").json()["jobs"]
-    busy.server.handle_exit(signal.SIGTERM, None)
+def test_health_requests_are_answered_during_shutdown(busy_service: Live) -> None:
+    (job,) = busy_service.client.get("/jobs").json()["jobs"]
+    busy_service.server.handle_exit(signal.SIGTERM, None)
     for _ in range(3):
         answers = [
-            httpx2.request(method, f"http://{busy.host}:{busy.port}{path}", content=content).status_code
+            httpx2.request(method, f"http://{busy_service.host}:{busy_service.port}{path}", content=content).status_code
             for method, path, content in (
                 ("GET", "/health/live", None),
                 ("GET", "/health/ready", None),
@@ -205,10 +209,10 @@ def test_health_requests_are_answered_during_shutdown(busy: Live) -> None:
         time.sleep(0.3)
 
 
-def test_first_request_of_an_open_connection_is_answered_during_shutdown(busy: Live) -> None:
-    with socket.create_connection((busy.host, busy.port), timeout=10) as client:
-        until(lambda: len(busy.server.server_state.connections) > 1)
-        busy.server.handle_exit(signal.SIGTERM, None)
+def test_first_request_of_an_open_connection_is_answered_during_shutdown(busy_service: Live) -> None:
+    with socket.create_connection((busy_service.host, busy_service.port), timeout=10) as client:
+        until(lambda: len(busy_service.server.server_state.connections) > 1)
+        busy_service.server.handle_exit(signal.SIGTERM, None)
         time.sleep(3 * POLL_SECONDS)
         client.sendall(b"GET /health/live HTTP/1.1\r\nHost: here\r\n\r\n")
         assert client.recv(100).startswith(b"HTTP/1.1 200")

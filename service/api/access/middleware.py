@@ -87,9 +87,9 @@ def _log_request(scope: Scope, request_id: str, status: int, seconds: float, hea
         "objects": int(objects) if objects else None,
         "stages": parse_server_timing(find_header(headers, b"server-timing")),
     }
-    known = {name: value for name, value in members.items() if value is not None}
+    present = {name: value for name, value in members.items() if value is not None}
     arguments = (scope["method"], path, status, seconds, request_id, extras)
-    log.log(level, "%s %s %d %.3fs %s %s", *arguments, extra=telemetry.fields(**known))
+    log.log(level, "%s %s %d %.3fs %s %s", *arguments, extra=telemetry.fields(**present))
 
 
 def _count_request(scope: Scope, route: str, status: int, caller: str, problem: str | None) -> None:

@@ -33,11 +33,11 @@ def check_head(version: str, method: bytes, url: bytes, headers: Headers) -> Non
     if method == b"CONNECT":
         raise HeadError("CONNECT is not supported: this service is not a proxy.")
     if len(headers) > MAX_HEADERS:
-        raise HeadError(f"The request has extra_headers than {MAX_HEADERS} headers.")
+        raise HeadError(f"The request has more than {MAX_HEADERS} headers.")
     if url.count(b"&") >= MAX_PARAMETERS:
-        raise HeadError(f"The URL has extra_headers than {MAX_PARAMETERS} parameters.")
+        raise HeadError(f"The URL has more than {MAX_PARAMETERS} parameters.")
     if len(url) + sum(len(name) + len(value) for name, value in headers) > MAX_HEAD_BYTES:
-        raise HeadError(f"The URL and the headers are too long: extra_headers than {MAX_HEAD_BYTES:,} bytes.")
+        raise HeadError(f"The URL and the headers are too long: more than {MAX_HEAD_BYTES:,} bytes.")
 
 
 def check_headers(version: str, headers: Headers) -> None:
@@ -47,7 +47,7 @@ def check_headers(version: str, headers: Headers) -> None:
         # RFC 9112, 3.2: a proxy might use a different one of several Host headers.
         raise HeadError("The request must have exactly one host, in one Host header.")
     if any(len(value) > MAX_LENGTH_DIGITS for value in _find_all(headers, b"content-length")):
-        raise HeadError(f"Content-Length has extra_headers than {MAX_LENGTH_DIGITS} digits.")
+        raise HeadError(f"Content-Length has more than {MAX_LENGTH_DIGITS} digits.")
     codings = [value.lower() for value in _find_all(headers, b"transfer-encoding")]
     if codings and (codings != [b"chunked"] or not is_http_1_1):
         # With another coding, the encoded bytes would be stored as the file. RFC 9112, 6.1: HTTP/1.0 has no chunks.

@@ -68,7 +68,7 @@ PREFER_HEADER = {
     "in": "header",
     "required": False,
     "schema": {"anyOf": [{"type": "string"}, {"type": "null"}], "examples": [RESPOND_ASYNC]},
-    "description": f"`{RESPOND_ASYNC}`: create a job and return schema immediately, instead of waiting for the result"
+    "description": f"`{RESPOND_ASYNC}`: create a job and return it immediately, instead of waiting for the result"
     " (RFC 7240).",
 }
 
@@ -122,17 +122,17 @@ def merge_fields(query: Query, fields: Mapping[str, str]) -> Query:
     """Merge the parameters of the query string and the fields of a form. Raises BadParameter for duplicates."""
     if not fields:
         return query
-    given = query.model_dump(exclude_unset=True)
-    if duplicates := sorted(given.keys() & fields.keys()):
+    values = query.model_dump(exclude_unset=True)
+    if duplicates := sorted(values.keys() & fields.keys()):
         raise BadParameter(
             f"The parameter {duplicates[0]} is given twice, in the URL and in the form. Remove one of them.",
             parameter=duplicates[0],
         )
-    return _validate({**fields, **given})
+    return _validate({**fields, **values})
 
 
 def select_model(runtime: Runtime, query: Query) -> ModelSpec:
-    """Return the selected model after checking that schema supports the requested output.
+    """Return the selected model after checking that it supports the requested output.
 
     Raises UnknownModel, BrokenModel, NotReady and BadParameter.
     """
@@ -160,21 +160,21 @@ def _parse_query_string(query_string: bytes) -> Query:
         raise BadParameter(
             f"The URL has more than {MAX_PARAMETERS} parameters, or more than {MAX_QUERY_BYTES:,} bytes of parameters."
         )
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     for name, value in QueryParams(query_string).multi_items():
-        if name in given:
+        if name in values:
             raise BadParameter(
                 f"The parameter {name[:MAX_NAME_LETTERS]} is given twice. Remove one of them.",
                 parameter=name[:MAX_NAME_LETTERS],
             )
-        given[name] = value
-    return _validate(given)
+        values[name] = value
+    return _validate(values)
 
 
-def _validate(given: Mapping[str, Any]) -> Query:
+def _validate(values: Mapping[str, Any]) -> Query:
     """Validate parameters given by name. Raises BadParameter."""
     try:
-        return Query.model_validate(given)
+        return Query.model_validate(values)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
         raise describe_faults(faults) from error

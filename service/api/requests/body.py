@@ -67,27 +67,27 @@ async def incoming_folder(async_jobs: AsyncJobs) -> AsyncIterator[Path]:
 class ReceivedFile:
     """A file that was uploaded with a request or selected by it. It is valid until its `resources` are closed.
 
-    received   parameters including form fields, caller, and folder and path of the file
-    name       name of the file
-    shared     whether it is a file on the host, which other programs may change
-    space      disk quota of the request
-    stages     times of the request's stages so far
-    stack      the stack that a form contains in addition to the file; None without one
-    resources  folder and file, released at the end of `receive_file` unless the caller takes them from here
+    received      parameters including form fields, caller, and folder and path of the file
+    name          name of the file
+    is_host_file  whether it is a file on the host, which other programs may change
+    space         disk quota of the request
+    stages        times of the request's stages so far
+    stack         the stack that a form contains in addition to the file; None without one
+    resources     folder and file, released at the end of `receive_file` unless the caller takes them from here
     """
 
     def __init__(
         self,
-        received: SegmentationRequest,
+        request: SegmentationRequest,
         source: Source | RemoteSource,
         upload: Upload,
         stages: Stages,
         resources: AsyncExitStack,
     ) -> None:
-        self.received, self.name, self.space, self.stages = received, source.name, upload.space, stages
+        self.received, self.name, self.space, self.stages = request, source.name, upload.space, stages
         self.resources, self._upload, self._source = resources, upload, source
         self.stack: Upload | None = None
-        self.shared = received.query.input is not None
+        self.is_host_file = request.query.input is not None
 
     def complete(self) -> str | None:
         """Finish writing the uploaded files. Call this in a thread before the files are read, because it blocks.
@@ -97,12 +97,12 @@ class ReceivedFile:
         self._upload.complete()
         if self.stack is not None:
             self.stack.complete()
-        return None if self.shared else self._upload.digest
+        return None if self.is_host_file else self._upload.digest
 
     @property
     def source(self) -> Path | bytearray | RemoteStore:
         """The path or the content of the complete file, or the remote store that the request selected."""
-        return self._source.path if self.shared else self._upload.source
+        return self._source.path if self.is_host_file else self._upload.source
 
     def drop_content(self) -> None:
         """Release the content of a file in memory after it was read. Its volume keeps a reference if needed."""
@@ -155,8 +155,8 @@ async def receive_file(
             source = await _choose_source(request, query, upload, body_format, open_host_file)
             own_path = source.path if isinstance(source, Source) else upload.path
             name = "" if query.input is None else source.name
-            received = SegmentationRequest(query, own_path, path, caller, name=name)
-            file = ReceivedFile(received, source, upload, stages, resources)
+            segmentation_request = SegmentationRequest(query, own_path, path, caller, name=name)
+            file = ReceivedFile(segmentation_request, source, upload, stages, resources)
             file.stack = form_stack if form_stack.received else None
             yield file
 
@@ -168,7 +168,7 @@ async def inspect_file(runtime: Runtime, file: ReceivedFile) -> Description:
     def complete_and_inspect() -> Description:
         file.complete()
         selection = file.received.query.selection
-        return runtime.reader.inspect(file.source, selection, shared=file.shared, cancelled=cancelled.is_set)
+        return runtime.reader.inspect(file.source, selection, shared=file.is_host_file, cancelled=cancelled.is_set)
 
     return await run_in_thread(complete_and_inspect, runtime.read_threads.of(file.space.client), cancelled)
 

@@ -81,8 +81,8 @@ async def keep(
         def store() -> Annotation:
             file.complete()
             name, received = sanitize_file_name(query.name) or stack.name, file.received
-            details = parameters.selection, query.region, name, received.caller, origin, received.folder
-            correction = Correction(stack.path, file.source, *details)
+            members = parameters.selection, query.region, name, received.caller, origin, received.folder
+            correction = Correction(stack.path, file.source, *members)
             return keep_correction(runtime.reader, annotations, correction, file.space, cancelled.is_set)
 
         threads = runtime.decode_threads.of(file.space.client)
@@ -155,15 +155,15 @@ async def _find(request: Request, runtime: Runtime, annotation: str) -> Annotati
 
 def _read_origin(async_jobs: AsyncJobs, query: CorrectionQuery, caller: str | None) -> tuple[Parameters, Origin]:
     """Return the parameters for reading the stack, and the origin of the labels. Raises UnknownJob and BadParameter."""
-    given = query.model_dump(include=set(SELECTION_PARAMETERS), exclude_none=True)
+    overrides = query.model_dump(include=set(SELECTION_PARAMETERS), exclude_none=True)
     if query.job is None:
-        parameters = merge_fields(Parameters(), given)
+        parameters = merge_fields(Parameters(), overrides)
         return parameters, Origin(changes=query.changes, time=_single_time_point(parameters), stack=parameters.stack)
     record = async_jobs.view(query.job, caller).record
     inherited = {key: value for key, value in record.request.parameters.items() if key in SELECTION_PARAMETERS}
     answer = record.answer
     diameter = None if answer is None or answer.diameter is None else answer.diameter.partition(";")[0]
-    parameters = merge_fields(Parameters(), {**inherited, **given})
+    parameters = merge_fields(Parameters(), {**inherited, **overrides})
     model = record.request.model if answer is None else answer.model
     return parameters, Origin(
         model, diameter, query.changes, _single_time_point(parameters), parameters.stack, query.job

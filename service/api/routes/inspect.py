@@ -23,21 +23,21 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
     Reports the axes, voxel size and channels of the file, and estimates the time and memory that its segmentation would
     take. Accepts the same body and parameters as `/segment`. No pixels are decoded, and the device is not used.
     """
-    async with receive_file(request, query) as received:
-        query = received.received.query
+    async with receive_file(request, query) as file:
+        query = file.received.query
         spec = select_model(runtime, query)
-        file = await run_while_connected(request, inspect_file(runtime, received))
+        description = await run_while_connected(request, inspect_file(runtime, file))
     estimator = runtime.estimator(spec)
-    estimate, seconds, problems = None, None, [file.problem]
+    estimate, seconds, problems = None, None, [description.problem]
     try:
-        estimate = runtime.estimate(spec, file, query.options)
-        windows = file.volumes * estimate.windows
+        estimate = runtime.estimate(spec, description, query.options)
+        windows = description.volumes * estimate.windows
         seconds = runtime.estimate_seconds(spec.name, windows, get_caller(request))
         check_memory(estimate, host.available_memory())
     except (RequestError, OutOfMemory) as error:
         problems.append(str(error))
     return Inspection(
-        file=file,
+        file=description,
         model=spec.identifier,
         output=estimator.output(query.options),
         normalisation=spec.input.normalisation.model_dump(),

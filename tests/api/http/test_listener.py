@@ -31,9 +31,9 @@ def limited_server(app: Any, **options: Any) -> Iterator[tuple[Server, tuple[str
         yield server, listener.getsockname()
 
 
-def connect(held: ExitStack, address: tuple[str, int]) -> socket.socket:
-    """Open a connection that is closed with `held`."""
-    return held.enter_context(socket.create_connection(address, SECONDS))
+def connect(exit_stack: ExitStack, address: tuple[str, int]) -> socket.socket:
+    """Open a connection that is closed with `exit_stack`."""
+    return exit_stack.enter_context(socket.create_connection(address, SECONDS))
 
 
 def is_closed(client: socket.socket) -> bool:
@@ -48,12 +48,12 @@ def is_closed(client: socket.socket) -> bool:
 
 
 def test_idle_connections_are_closed_for_new_ones_starting_with_the_oldest(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), limited_server(Echo()) as (server, address), ExitStack() as held:
-        clients = [connect(held, address) for _ in range(LIMIT)]
+    with caplog.at_level(logging.WARNING), limited_server(Echo()) as (server, address), ExitStack() as exit_stack:
+        clients = [connect(exit_stack, address) for _ in range(LIMIT)]
         until(lambda: len(server.server_state.connections) == LIMIT, SECONDS)
         for _ in range(3):
-            clients += [connect(held, address) for _ in range(LIMIT)]
-            busy = connect(held, address)
+            clients += [connect(exit_stack, address) for _ in range(LIMIT)]
+            busy = connect(exit_stack, address)
             busy.sendall(head("Content-Length: 2") + b"ab")
             assert answer(busy) == b"ab"
         assert all(is_closed(client) for client in clients[:LIMIT])
@@ -65,15 +65,15 @@ def test_idle_connections_are_closed_for_new_ones_starting_with_the_oldest(caplo
 
 def test_connections_with_incomplete_requests_are_closed_but_not_those_with_running_requests() -> None:
     gated = Gated()
-    with limited_server(gated) as (_, address), ExitStack() as held:
-        working = connect(held, address)
+    with limited_server(gated) as (_, address), ExitStack() as exit_stack:
+        working = connect(exit_stack, address)
         working.sendall(head())
         until(lambda: gated.asked == 1, SECONDS)
-        stalled = [connect(held, address) for _ in range(LIMIT - 1)]
+        stalled = [connect(exit_stack, address) for _ in range(LIMIT - 1)]
         for index, client in enumerate(stalled):
             client.sendall(head("Content-Length: 9") + b"half" if index % 2 else b"GET / HT")
         until(lambda: gated.asked == 1 + len(stalled) // 2, SECONDS)
-        new = [connect(held, address) for _ in range(LIMIT)]
+        new = [connect(exit_stack, address) for _ in range(LIMIT)]
         until(lambda: all(is_closed(client) for client in stalled), SECONDS)
         assert not is_closed(working)
         working.settimeout(SECONDS)
@@ -85,16 +85,16 @@ def test_connections_with_incomplete_requests_are_closed_but_not_those_with_runn
 
 def test_new_connection_is_closed_if_all_others_have_running_requests() -> None:
     gated = Gated()
-    with limited_server(gated) as (_, address), ExitStack() as held:
-        clients = [connect(held, address) for _ in range(LIMIT)]
+    with limited_server(gated) as (_, address), ExitStack() as exit_stack:
+        clients = [connect(exit_stack, address) for _ in range(LIMIT)]
         for client in clients:
             client.sendall(head())
         until(lambda: gated.asked == LIMIT, SECONDS)
-        refused = connect(held, address)
+        refused = connect(exit_stack, address)
         until(lambda: is_closed(refused), SECONDS)
         gated.opened.set()
         assert [answer(client) for client in clients] == [b"ok"] * LIMIT
-        again = connect(held, address)
+        again = connect(exit_stack, address)
         again.sendall(head())
         assert answer(again) == b"ok"
 
@@ -108,14 +108,14 @@ def test_running_response_is_not_interrupted_while_other_connections_are_idle() 
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
-    with limited_server(large) as (server, address), ExitStack() as held:
-        slow = connect(held, address)
+    with limited_server(large) as (server, address), ExitStack() as exit_stack:
+        slow = connect(exit_stack, address)
         slow.sendall(head())
         slow.recv(1, socket.MSG_PEEK)
-        idle = [connect(held, address) for _ in range(LIMIT - 1)]
+        idle = [connect(exit_stack, address) for _ in range(LIMIT - 1)]
         until(lambda: len(server.server_state.connections) == LIMIT, SECONDS)
         time.sleep(NEW_CONNECTION_SECONDS)
-        new = connect(held, address)
+        new = connect(exit_stack, address)
         until(lambda: any(is_closed(client) for client in idle), SECONDS)
         assert answer(slow) == content
         assert not is_closed(new)
@@ -123,20 +123,20 @@ def test_running_response_is_not_interrupted_while_other_connections_are_idle() 
 
 def test_streaming_responses_are_interrupted_last_and_only_for_get_requests() -> None:
     gated = Gated()
-    with limited_server(gated) as (_, address), ExitStack() as held:
-        posting, idle = connect(held, address), connect(held, address)
+    with limited_server(gated) as (_, address), ExitStack() as exit_stack:
+        posting, idle = connect(exit_stack, address), connect(exit_stack, address)
         posting.sendall(head())
-        getting = [connect(held, address) for _ in range(LIMIT - 2)]
+        getting = [connect(exit_stack, address) for _ in range(LIMIT - 2)]
         for client in getting:
             client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
         until(lambda: gated.asked == LIMIT - 1, SECONDS)
         time.sleep(NEW_CONNECTION_SECONDS)
-        first = connect(held, address)
+        first = connect(exit_stack, address)
         until(lambda: is_closed(idle), SECONDS)
         first.sendall(head())
         until(lambda: gated.asked == LIMIT, SECONDS)
         assert not any(is_closed(client) for client in getting)
-        second = connect(held, address)
+        second = connect(exit_stack, address)
         until(lambda: sum(is_closed(client) for client in getting) == 1, SECONDS)
         second.sendall(head())
         gated.opened.set()
@@ -147,33 +147,33 @@ def test_streaming_responses_are_interrupted_last_and_only_for_get_requests() ->
 
 def test_new_connection_is_preferred_to_streaming_responses_and_its_unread_bytes_protect_it() -> None:
     gated = Gated()
-    with limited_server(gated) as (_, address), ExitStack() as held:
-        getting = [connect(held, address) for _ in range(LIMIT)]
+    with limited_server(gated) as (_, address), ExitStack() as exit_stack:
+        getting = [connect(exit_stack, address) for _ in range(LIMIT)]
         for client in getting:
             client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
         until(lambda: gated.asked == LIMIT, SECONDS)
-        new = [connect(held, address) for _ in range(2)]
+        new = [connect(exit_stack, address) for _ in range(2)]
         until(lambda: sum(is_closed(client) for client in getting) == 2, SECONDS)
         gated.opened.set()
         for client in new:
             client.sendall(head())
             assert answer(client) == b"ok"
-    with Listener(listen("127.0.0.1", 0), 1) as listener, ExitStack() as held:
-        connect(held, listener.getsockname()).sendall(b"P")
-        sent = held.enter_context(listener.accept()[0])
-        late = connect(held, listener.getsockname())
+    with Listener(listen("127.0.0.1", 0), 1) as listener, ExitStack() as exit_stack:
+        connect(exit_stack, listener.getsockname()).sendall(b"P")
+        sent = exit_stack.enter_context(listener.accept()[0])
+        refused = connect(exit_stack, listener.getsockname())
         with pytest.raises(BlockingIOError):
             listener.accept()
-        assert is_closed(late)
+        assert is_closed(refused)
         assert sent.recv(1) == b"P"
 
 
 def test_address_with_the_most_connections_loses_connections_first() -> None:
-    with limited_server(Echo()) as (server, address), ExitStack() as held:
-        oldest = connect(held, address)
+    with limited_server(Echo()) as (server, address), ExitStack() as exit_stack:
+        oldest = connect(exit_stack, address)
         time.sleep(0.1)
         for _ in range(2 * LIMIT):
-            held.enter_context(socket.create_connection(address, SECONDS, source_address=("127.0.0.2", 0)))
+            exit_stack.enter_context(socket.create_connection(address, SECONDS, source_address=("127.0.0.2", 0)))
         until(lambda: len(server.server_state.connections) <= LIMIT, SECONDS)
         oldest.settimeout(SECONDS)
         oldest.sendall(head("Content-Length: 2") + b"ab")
@@ -182,8 +182,8 @@ def test_address_with_the_most_connections_loses_connections_first() -> None:
 
 @needs_openssl
 def test_stalled_tls_handshakes_are_closed_for_new_connections_and_after_a_timeout(tmp_path: Path) -> None:
-    with limited_server(Echo(), **key_and_certificate(tmp_path)) as (server, address), ExitStack() as held:
-        clients = [connect(held, address) for _ in range(2 * LIMIT)]
+    with limited_server(Echo(), **key_and_certificate(tmp_path)) as (server, address), ExitStack() as exit_stack:
+        clients = [connect(exit_stack, address) for _ in range(2 * LIMIT)]
         until(lambda: sum(is_closed(client) for client in clients) >= LIMIT, SECONDS)
         assert not is_closed(clients[-1])
         server.client_limits = SlowClientLimits(head_seconds=0.5)
@@ -204,7 +204,7 @@ def test_connections_are_accepted_again_after_the_process_ran_out_of_descriptors
     command = [sys.executable, "-c", program]
     with (
         subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True) as process,
-        ExitStack() as held,
+        ExitStack() as exit_stack,
     ):
         assert process.stdin is not None
         assert process.stdout is not None
@@ -212,8 +212,8 @@ def test_connections_are_accepted_again_after_the_process_ran_out_of_descriptors
         address = "127.0.0.1", int(process.stdout.readline())
         for _ in range(3):
             for _ in range(100):
-                connect(held, address)
-            client = connect(held, address)
+                connect(exit_stack, address)
+            client = connect(exit_stack, address)
             client.sendall(head("Content-Length: 2") + b"ab")
             assert answer(client) == b"ab"
         print(file=process.stdin, flush=True)
@@ -224,7 +224,7 @@ def test_connections_are_accepted_again_after_the_process_ran_out_of_descriptors
 def test_connections_use_at_most_half_of_the_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: Any = SimpleNamespace(now=(1024, 20_000))
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits.now)
-    monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: setattr(limits, "now", wanted))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, values: setattr(limits, "now", values))
     assert (limit_connections(1000), limits.now) == (1000, (20_000, 20_000))
     limits.now = (256, 1024)
     assert (limit_connections(1000), limits.now) == (512, (1024, 1024))

@@ -44,11 +44,11 @@ from service.api.messages.problems import Problem
 from service.api.server import build_config
 
 
-def send_until_blocked(client: socket.socket, line: bytes, most: int) -> int:
+def send_until_blocked(client: socket.socket, line: bytes, max_bytes: int) -> int:
     """Send repeated lines until the server stops reading or closes the connection. Return the number of bytes sent."""
     sent = 0
     with suppress(OSError):
-        while sent < most:
+        while sent < max_bytes:
             sent += client.send(line)
     return sent
 
@@ -166,7 +166,7 @@ def test_body_is_not_read_until_the_application_receives_it() -> None:
 
     with served(wait_before_receiving) as address, socket.create_connection(address, 0.5) as client:
         client.sendall(head(f"Content-Length: {64 * 2**20}"))
-        sent = send_until_blocked(client, bytes(2**16), most=64 * 2**20)
+        sent = send_until_blocked(client, bytes(2**16), max_bytes=64 * 2**20)
         ended.set()
     # The buffers of the operating system hold a few megabytes on either side.
     assert sent < 16 * 2**20 + READ_BYTES
@@ -189,9 +189,11 @@ def test_few_bytes_are_read_of_bodies_that_the_application_does_not_receive(ahea
         await Echo()(scope, receive, send)
 
     server = uvicorn.Server(build_config(app, host="127.0.0.1", port=0, lifespan="off"))
-    with running(server) as address, ExitStack() as held:
-        held.callback(ended.set)
-        other, *clients = (held.enter_context(socket.create_connection(address, SECONDS)) for _ in range(1 + number))
+    with running(server) as address, ExitStack() as exit_stack:
+        exit_stack.callback(ended.set)
+        other, *clients = (
+            exit_stack.enter_context(socket.create_connection(address, SECONDS)) for _ in range(1 + number)
+        )
         for client in clients:
             # The system enlarges its buffers after receiving large bodies.
             client.sendall(head(f"Content-Length: {4 * len(body)}") + 4 * body)
@@ -226,8 +228,8 @@ def test_few_bytes_are_read_of_the_next_body_while_the_first_request_waits_for_a
         await send({"type": "http.response.body", "body": b""})
 
     server = uvicorn.Server(build_config(app, host="127.0.0.1", port=0, lifespan="off"))
-    with running(server) as address, socket.create_connection(address, SECONDS) as client, ExitStack() as held:
-        held.callback(ended.set)
+    with running(server) as address, socket.create_connection(address, SECONDS) as client, ExitStack() as exit_stack:
+        exit_stack.callback(ended.set)
         first = head(f"Content-Length: {len(body)}")
         client.sendall(first + body + first)
         assert listening.wait(SECONDS)
@@ -259,14 +261,14 @@ def test_unread_body_does_not_block_the_next_request() -> None:
 def test_endless_head_is_rejected(begin: bytes, line: bytes) -> None:
     with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
         client.sendall(begin)
-        assert send_until_blocked(limit_send_buffer(client), line, most=100 * MAX_HEAD_BYTES) < 32 * MAX_HEAD_BYTES
+        assert send_until_blocked(limit_send_buffer(client), line, max_bytes=100 * MAX_HEAD_BYTES) < 32 * MAX_HEAD_BYTES
 
 
 def test_endless_trailers_close_the_connection() -> None:
     with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
         client.sendall(head("Transfer-Encoding: chunked") + b"3\r\nabc\r\n0\r\n")
         assert (
-            send_until_blocked(limit_send_buffer(client), b"X-Many: 1\r\n" * 100, most=100 * MAX_HEAD_BYTES)
+            send_until_blocked(limit_send_buffer(client), b"X-Many: 1\r\n" * 100, max_bytes=100 * MAX_HEAD_BYTES)
             < 32 * MAX_HEAD_BYTES
         )
 
@@ -535,9 +537,9 @@ def test_shutdown_waits_for_pending_responses_and_active_uploads() -> None:
         await (gated if scope["path"] == "/gated" else echo)(scope, receive, send)
 
     server = stopping(app, drain_seconds=10 * SECONDS, stalled_seconds=3)
-    with running(server) as address, ExitStack() as held:
+    with running(server) as address, ExitStack() as exit_stack:
         silent, idle, partial_head, pending, uploading, stalled = (
-            held.enter_context(socket.create_connection(address, SECONDS)) for _ in range(6)
+            exit_stack.enter_context(socket.create_connection(address, SECONDS)) for _ in range(6)
         )
         idle.sendall(head())
         assert answer(idle) == b""
@@ -574,9 +576,9 @@ def test_shutdown_does_not_wait_for_slow_uploads() -> None:
 @needs_openssl
 def test_shutdown_does_not_wait_for_unfinished_tls_handshakes(tmp_path: Path) -> None:
     server = stopping(Echo(), SECONDS, SECONDS, timeout_graceful_shutdown=SECONDS, **key_and_certificate(tmp_path))
-    with ExitStack() as held:
+    with ExitStack() as exit_stack:
         with running(server) as address:
-            held.enter_context(socket.create_connection(address, SECONDS))
+            exit_stack.enter_context(socket.create_connection(address, SECONDS))
             # Wait until the connection is accepted.
             time.sleep(0.5)
             began = time.monotonic()
@@ -596,9 +598,9 @@ def test_shutdown_does_not_wait_for_unfinished_tls_handshakes(tmp_path: Path) ->
 def test_shutdown_does_not_wait_for_clients_to_end_tls(tmp_path: Path, sent: bytes, *, answered: bool) -> None:
     echo, files = Echo(), key_and_certificate(tmp_path)
     server = stopping(echo, 2 * SECONDS, stalled_seconds=1, timeout_graceful_shutdown=2 * SECONDS, **files)
-    with ExitStack() as held:
+    with ExitStack() as exit_stack:
         with running(server) as address:
-            client = held.enter_context(secured(address, files))
+            client = exit_stack.enter_context(secured(address, files))
             client.sendall(sent)
             until(lambda: echo.pieces, SECONDS)
             assert not answered or answer(client) == b"ab"
@@ -619,9 +621,9 @@ def test_shutdown_sends_complete_responses_to_slow_clients_over_tls(tmp_path: Pa
             content.extend(piece)
             time.sleep(0.002)
 
-    with ExitStack() as held:
+    with ExitStack() as exit_stack:
         with running(server) as address:
-            client = held.enter_context(secured(address, files, SO_RCVBUF=2**16))
+            client = exit_stack.enter_context(secured(address, files, SO_RCVBUF=2**16))
             client.sendall(head(f"Content-Length: {len(body)}") + body)
             until(lambda: sum(echo.pieces) == len(body), SECONDS)
             reader = threading.Timer(2, read, [client])
@@ -642,7 +644,7 @@ def test_connection_is_not_aborted_while_the_system_has_unsent_bytes() -> None:
         listener.accept()[0] as end,
     ):
         end.settimeout(0.5)
-        sent = send_until_blocked(end, bytes(2**16), most=2**30)
+        sent = send_until_blocked(end, bytes(2**16), max_bytes=2**30)
         connection: Any = Connection.__new__(Connection)
         connection.loop = SimpleNamespace(time=lambda: clock.now)
         connection.transport = SimpleNamespace(

@@ -24,7 +24,7 @@ TIFF = {"content-type": "image/tiff"}
 FORM = {"content-type": "multipart/form-data; boundary=frontier"}
 
 
-def hold(nbytes: int = 2**40) -> Hold:
+def make_quota(nbytes: int = 2**40) -> Hold:
     """Return the disk quota of a request in a scratch space of `nbytes` bytes."""
     return ScratchSpace(nbytes).hold("client")
 
@@ -54,7 +54,7 @@ def post(
 
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     request = Request({"type": "http", "method": "POST", "headers": raw}, next_message)
-    upload = Upload(folder / "request" / "upload.tif", limit, hold(), budget)
+    upload = Upload(folder / "request" / "upload.tif", limit, make_quota(), budget)
     folder.mkdir(exist_ok=True)
     try:
         asyncio.run(receive(request, upload))
@@ -110,7 +110,7 @@ def test_bodies_that_exceed_the_memory_budget_are_written_to_disk(tmp_path: Path
 def test_received_bytes_of_stalled_uploads_count_against_the_memory_budget(tmp_path: Path) -> None:
     """The number of uploads does not matter, nor whether they are to stay in memory."""
     budget = MemoryBudget(20)
-    uploads = [Upload(tmp_path / str(n) / "upload.tif", 100, hold(), budget) for n in range(5)]
+    uploads = [Upload(tmp_path / str(n) / "upload.tif", 100, make_quota(), budget) for n in range(5)]
 
     async def arrive() -> None:
         for data in (b"II*\0", b"rest"):
@@ -148,7 +148,7 @@ def test_written_chunk_of_a_stalled_upload_leaves_memory(tmp_path: Path) -> None
             return message
 
         request = Request({"type": "http", "method": "POST", "headers": []}, next_message)
-        upload = Upload(tmp_path / "upload.tif", 2**20, hold(), MemoryBudget(0))
+        upload = Upload(tmp_path / "upload.tif", 2**20, make_quota(), MemoryBudget(0))
         receiving = asyncio.ensure_future(receive(request, upload))
         async with asyncio.timeout(10):
             # The writing thread may still hold a reference.
@@ -335,7 +335,7 @@ def test_memory_is_released_if_a_request_ends_before_its_block_is_written(tmp_pa
             await upload.flush(BLOCK_BYTES)
 
     async def end_early() -> None:
-        upload = Upload(tmp_path / "upload.tif", 2**30, hold(), budget)
+        upload = Upload(tmp_path / "upload.tif", 2**30, make_quota(), budget)
         sending = asyncio.ensure_future(send(upload))
         # After the first step of `sending`, and before the first step of the task that writes the first block.
         asyncio.get_running_loop().call_soon(sending.cancel)

@@ -14,11 +14,11 @@ from service.serving.storage.threads import run_in_thread
 pytestmark = pytest.mark.anyio
 
 
-def connected(gone: asyncio.Event) -> Request:
-    """Return a request whose client disconnects when `gone` is set."""
+def connected(disconnected: asyncio.Event) -> Request:
+    """Return a request whose client disconnects when `disconnected` is set."""
 
     async def receive() -> Any:
-        await gone.wait()
+        await disconnected.wait()
         return {"type": "http.disconnect"}
 
     return Request({"type": "http", "method": "POST", "headers": []}, receive)
@@ -47,38 +47,38 @@ async def test_disconnect_cancels_the_work_after_its_thread_has_ended() -> None:
         release.wait(20)
         events.append("thread ended")
 
-    async def disconnect(gone: asyncio.Event) -> None:
+    async def disconnect(disconnected: asyncio.Event) -> None:
         await asyncio.to_thread(begun.wait, 20)
-        gone.set()
+        disconnected.set()
         # Long enough for the work to be abandoned, if the thread were not awaited.
         await asyncio.sleep(0.2)
         release.set()
 
-    gone = asyncio.Event()
-    disconnecting = asyncio.ensure_future(disconnect(gone))
+    disconnected = asyncio.Event()
+    disconnecting = asyncio.ensure_future(disconnect(disconnected))
     with pytest.raises(Cancelled):
-        await run_while_connected(connected(gone), run_in_thread(slow))
+        await run_while_connected(connected(disconnected), run_in_thread(slow))
     events.append("work cancelled")
     await disconnecting
     assert events == ["thread ended", "work cancelled"]
 
 
 async def test_disconnect_at_the_end_of_the_work_does_not_affect_later_work() -> None:
-    gone = asyncio.Event()
+    disconnected = asyncio.Event()
 
     async def work() -> int:
-        gone.set()
+        disconnected.set()
         # Let the listener notice the disconnect, but not act on it yet.
         await asyncio.sleep(0)
         return 7
 
     async def finish() -> int:
-        result = await run_while_connected(connected(gone), work())
+        result = await run_while_connected(connected(disconnected), work())
         await asyncio.sleep(0.01)
         return result
 
     for _ in range(3):
-        gone.clear()
+        disconnected.clear()
         task = asyncio.ensure_future(finish())
         assert await task == 7
         assert task.cancelling() == 0

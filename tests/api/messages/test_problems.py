@@ -21,7 +21,7 @@ from service.formats.sandbox.reader import Reader
 
 
 def make_error(error_type: type[errors.StackSegError]) -> errors.StackSegError:
-    """Create an error of any class of the list_tree."""
+    """Create an error of any class of the tree."""
     match error_type:
         case errors.QueueFull | errors.NotReady | errors.RateLimited:
             return error_type("try later", 7)

@@ -185,7 +185,7 @@ def test_events_report_the_job_until_its_end(service: Service) -> None:
 
 
 @pytest.fixture
-def shared(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
+def keyed_service(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
     """A service with the keys ada and bob and a queue for 7 waiting requests. `caller` selects the caller."""
     access = {"keys": {name: hash_key(name) for name in ("ada", "bob")}}
     jobs = {"folder": tmp_path / "jobs", "quota_bytes": 100 * len(STACK)}
@@ -194,22 +194,22 @@ def shared(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
         yield service
 
 
-def test_queue_is_shared_fairly_between_keys(shared: Service) -> None:
-    shared.caller = "ada"
-    shared.hold()
-    jobs_of_ada = [shared.submit() for _ in range(3)]
+def test_queue_is_shared_fairly_between_keys(keyed_service: Service) -> None:
+    keyed_service.caller = "ada"
+    keyed_service.hold()
+    jobs_of_ada = [keyed_service.submit() for _ in range(3)]
     for path in ("/jobs", "/segment"):
-        refused = shared.post(path, STACK)
+        refused = keyed_service.post(path, STACK)
         assert problem(refused) == (503, "queue-full")
         assert int(refused.headers["retry-after"]) >= 1
-    shared.caller = "bob"
-    jobs_of_bob = [shared.submit() for _ in range(2)]
-    until(lambda: [shared.show(job)["position"] for job in jobs_of_bob] == [1, 3])
-    shared.caller = "ada"
-    assert shared.show(jobs_of_ada[0])["position"] == 2
-    shared.fake.gate.set()
+    keyed_service.caller = "bob"
+    jobs_of_bob = [keyed_service.submit() for _ in range(2)]
+    until(lambda: [keyed_service.show(job)["position"] for job in jobs_of_bob] == [1, 3])
+    keyed_service.caller = "ada"
+    assert keyed_service.show(jobs_of_ada[0])["position"] == 2
+    keyed_service.fake.gate.set()
     for job in jobs_of_ada:
-        shared.wait(job, "done")
+        keyed_service.wait(job, "done")
 
 
 def test_unfinished_jobs_continue_after_a_restart(bands_repository: Path, tmp_path: Path) -> None:

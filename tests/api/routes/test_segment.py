@@ -114,7 +114,7 @@ def test_form_fields_are_parameters_and_blank_fields_are_ignored(service: Servic
 
 
 @pytest.fixture(scope="module")
-def instances(random_nuclei: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def instance_service(random_nuclei: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with start(random_nuclei.folder.parent, tmp_path_factory.mktemp("service")) as running:
         yield running
 
@@ -131,8 +131,8 @@ def two_channels() -> bytes:
     return as_tiff(stack, metadata=metadata)
 
 
-def test_measurements_include_all_channels_of_the_file(instances: Service) -> None:
-    response = instances.segment(two_channels(), measurements="csv", channel=0)
+def test_measurements_include_all_channels_of_the_file(instance_service: Service) -> None:
+    response = instance_service.segment(two_channels(), measurements="csv", channel=0)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/csv")
     assert "stack_measurements.csv" in response.headers["content-disposition"]
@@ -144,35 +144,35 @@ def test_measurements_include_all_channels_of_the_file(instances: Service) -> No
     assert (row["intensity_mean-0"], row["intensity_mean-1"], row["intensity_max-1"]) == ("300", "1.5", "2")
 
 
-def test_archive_contains_labels_and_measurements(instances: Service) -> None:
-    response = instances.segment(two_channels(), measurements="zip", channel=0)
+def test_archive_contains_labels_and_measurements(instance_service: Service) -> None:
+    response = instance_service.segment(two_channels(), measurements="zip", channel=0)
     assert response.headers["content-type"] == "application/zip"
     with zipfile.ZipFile(io.BytesIO(response.content)) as archive:
         assert archive.namelist() == ["labels.ome.tif", "measurements.csv"]
         labels = pixels(archive.read("labels.ome.tif"))
         table = archive.read("measurements.csv").decode()
     assert np.count_nonzero(labels) == 12
-    assert table == instances.segment(two_channels(), measurements="csv", channel=0).text
-    assert instances.leftovers() == []
+    assert table == instance_service.segment(two_channels(), measurements="csv", channel=0).text
+    assert instance_service.leftovers() == []
 
 
 @pytest.fixture
-def caching(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
+def caching_service(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
     """A service with a result cache, for a single test."""
     with start(bands_repository, tmp_path, limits={"cache_bytes": 100_000, "request_seconds": 10}) as running:
         yield running
 
 
-def test_repeated_request_is_answered_from_the_cache(caching: Service) -> None:
+def test_repeated_request_is_answered_from_the_cache(caching_service: Service) -> None:
     def post(stack: bytes = STACK, query: str = "", name: str = "a.tif") -> Any:
-        response = caching.post(f"/segment{query}", stack, TIFF | {"X-Filename": name})
+        response = caching_service.post(f"/segment{query}", stack, TIFF | {"X-Filename": name})
         assert response.status_code == 200
         return response
 
     first = post()
-    caching.fake.gate.clear()
+    caching_service.fake.gate.clear()
     again = post(name="b.tif")
-    caching.fake.gate.set()
+    caching_service.fake.gate.set()
     assert (first.headers["x-cache"], again.headers["x-cache"]) == ("miss", "hit")
     assert (first.content, first.headers["etag"]) == (again.content, again.headers["etag"])
     assert "b_classes.ome.tif" in again.headers["content-disposition"]
@@ -181,37 +181,39 @@ def test_repeated_request_is_answered_from_the_cache(caching: Service) -> None:
     others = post(as_tiff(np.full((3, 8, 8), 201, np.uint8))), post(query="?overlap=0.5")
     assert {other.headers["x-cache"] for other in others} == {"miss"}
     assert len({first.headers["etag"], *(other.headers["etag"] for other in others)}) == 3
-    metrics = caching.client.get("/metrics").text
+    metrics = caching_service.client.get("/metrics").text
     assert 'stackseg_cache_total{outcome="hit"} 1.0' in metrics
     assert 'stackseg_cache_total{outcome="miss"} 3.0' in metrics
-    assert caching.leftovers() == []
+    assert caching_service.leftovers() == []
 
 
-def test_result_that_cannot_be_cached_is_still_returned(caching: Service, caplog: pytest.LogCaptureFixture) -> None:
-    block(caching.runtime.scratch.path / "cache")
+def test_result_that_cannot_be_cached_is_still_returned(
+    caching_service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    block(caching_service.runtime.scratch.path / "cache")
     for _ in range(2):
-        response = caching.segment()
+        response = caching_service.segment()
         assert (response.status_code, response.headers["x-cache"]) == (200, "miss")
     assert caplog.text.count("A result is not kept") == 2
 
 
-def test_failure_is_not_cached(caching: Service) -> None:
-    caching.fake.error = RuntimeError("once")
-    assert caching.segment().status_code == 500
-    caching.fake.error = None
-    assert caching.segment().headers["x-cache"] == "miss"
+def test_failure_is_not_cached(caching_service: Service) -> None:
+    caching_service.fake.error = RuntimeError("once")
+    assert caching_service.segment().status_code == 500
+    caching_service.fake.error = None
+    assert caching_service.segment().headers["x-cache"] == "miss"
 
 
-def test_cached_result_does_not_wait_for_busy_reader_threads(caching: Service) -> None:
-    threads, gate = caching.runtime.read_threads, threading.Event()
-    assert caching.segment().headers["x-cache"] == "miss"
+def test_cached_result_does_not_wait_for_busy_reader_threads(caching_service: Service) -> None:
+    threads, gate = caching_service.runtime.read_threads, threading.Event()
+    assert caching_service.segment().headers["x-cache"] == "miss"
     stuck = [threads.of(str(number)).submit(gate.wait, 60) for number in range(SMALL_READERS)]
     assert threads.busy("testclient")
     try:
-        again = caching.segment()
+        again = caching_service.segment()
         assert (again.status_code, again.headers.get("x-cache")) == (200, "hit")
         with ThreadPoolExecutor(1) as pool:
-            posted = pool.submit(caching.segment, as_tiff(np.full((3, 8, 8), 201, np.uint8)))
+            posted = pool.submit(caching_service.segment, as_tiff(np.full((3, 8, 8), 201, np.uint8)))
             until(lambda: threads.waiting == 1)
             time.sleep(0.1)
             gate.set()
