@@ -57,6 +57,6 @@ def get_client(request: Request) -> str:
 
 
 def get_caller(request: Request) -> str | None:
-    """Return the name of the caller, or None if it is not identified. Callers can access only their own jobs and files."""
+    """Return the name of the caller, or None if it is not identified. Others cannot access its jobs and files."""
     caller: str | None = request.scope.get("state", {}).get("caller")
     return caller
