@@ -50,12 +50,12 @@ async def segment(request: Request, runtime: RuntimeDependency, async_jobs: Asyn
     async with receive_file(request, query) as stack:
         spec = spec or select_model(runtime, stack.received.query)
         task = SegmentationTask(runtime, stack, spec, stack.stages)
-        answer = await run_while_connected(request, _answer(request, runtime, task))
-        answer.resources.push_async_callback(stack.resources.pop_all().aclose)
-        return answer
+        response = await run_while_connected(request, _run_task(request, runtime, task))
+        response.resources.push_async_callback(stack.resources.pop_all().aclose)
+        return response
 
 
-async def _answer(request: Request, runtime: Runtime, task: SegmentationTask) -> ResultResponse:
+async def _run_task(request: Request, runtime: Runtime, task: SegmentationTask) -> ResultResponse:
     try:
         segmented = await task.run()
     except Cancelled:
