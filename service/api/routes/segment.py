@@ -50,9 +50,9 @@ async def segment(request: Request, runtime: RuntimeDependency, async_jobs: Asyn
     async with receive_file(request, query) as stack:
         spec = spec or select_model(runtime, stack.received.query)
         task = SegmentationTask(runtime, stack, spec, stack.stages)
-        response = await run_while_connected(request, _run_task(request, runtime, task))
-        response.resources.push_async_callback(stack.resources.pop_all().aclose)
-        return response
+        result = await run_while_connected(request, _run_task(request, runtime, task))
+        result.resources.push_async_callback(stack.resources.pop_all().aclose)
+        return result
 
 
 async def _run_task(request: Request, runtime: Runtime, task: SegmentationTask) -> ResultResponse:
