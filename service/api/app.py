@@ -48,7 +48,7 @@ from service.core.files.bundled import software_version
 from service.serving.build import DEFAULT_PARTS, Parts, build
 from service.serving.storage.threads import begin_file_threads
 
-_ENDPOINTS = (
+_ROUTE_MODULES = (
     segment,
     jobs,
     stacks,
@@ -64,20 +64,20 @@ _ENDPOINTS = (
 
 
 class Application(FastAPI):
-    """A FastAPI application whose OpenAPI document has problem documents instead of FastAPI's own errors."""
+    """A FastAPI application whose OpenAPI document describes errors as problem documents (RFC 9457)."""
 
     @cached_property
     def openapi_json(self) -> bytes:
-        """The OpenAPI document as JSON, made once: everybody may ask for it, and it takes milliseconds."""
+        """The OpenAPI document as JSON. It is cached: building it takes milliseconds, and any client may request it."""
         return json.dumps(self.openapi(), ensure_ascii=False).encode()
 
     def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI document, with the schema of problem documents, and API keys where they are required."""
+        """Return the OpenAPI document with the schema of problem documents and any API key requirements."""
         document = super().openapi()
         document["components"]["schemas"][Problem.__name__] = Problem.model_json_schema()
         for methods in document["paths"].values():
             for operation in methods.values():
-                # FastAPI would show the capitalised name of the function.
+                # By default, FastAPI uses the capitalized name of the function.
                 operation["summary"] = operation["description"].partition("\n")[0].partition(".")[0]
         if self.state.runtime.settings.access.keys:
             document["components"]["securitySchemes"] = KEY_SCHEMES
@@ -88,7 +88,7 @@ class Application(FastAPI):
         return document
 
     def build_middleware_stack(self) -> ASGIApp:
-        """Wrap FastAPI's own middleware, the outermost last: answers to unexpected errors pass through ours too."""
+        """Wrap FastAPI's own middleware, so that responses to unexpected errors pass through this middleware too."""
         access = self.state.runtime.settings.access
         inner = super().build_middleware_stack()
         stack: ASGIApp = ApiKeyAuth(inner, access, handle_error)
@@ -99,19 +99,20 @@ class Application(FastAPI):
         outer = RequestLog(SecurityHeaders(DrainBody(TrustedHosts(stack, access, handle_error))))
 
         async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
-            # Ours is for HTTP alone; the lifespan of the application passes by it.
+            # This middleware handles HTTP only. Lifespan events bypass it.
             await (outer if scope["type"] == "http" else inner)(scope, receive, send)
 
         return dispatch
 
 
 def create_app(settings: Settings, parts: Parts = DEFAULT_PARTS) -> FastAPI:
-    """Return the service as an ASGI application; its lifespan starts and stops the service. Raises ConfigError."""
+    """Create the service as an ASGI application. Its lifespan starts and stops the service. Raises ConfigError."""
     app = Application(
         title="StackSeg",
         version=software_version(),
-        summary="Segment 3D microscopy stacks: a TIFF in, a label OME-TIFF with the same axes and voxel size out.",
-        # See service.api.routes.docs.
+        summary="Segment 3D microscopy stacks. Send a TIFF and receive labels as an OME-TIFF with the same axes and"
+        " voxel size.",
+        # Served by service.api.routes.docs.
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
@@ -121,14 +122,14 @@ def create_app(settings: Settings, parts: Parts = DEFAULT_PARTS) -> FastAPI:
     service = build(settings, parts)
     app.state.runtime, app.state.async_jobs = service.runtime, service.async_jobs
     app.state.annotations, app.state.trainings = service.annotations, service.trainings
-    # FastAPI does not list the routes of a router that it has taken in.
+    # `app.routes` does not list the routes of included routers individually.
     app.state.endpoints = [
-        route for module in _ENDPOINTS for route in module.router.routes if isinstance(route, APIRoute)
+        route for module in _ROUTE_MODULES for route in module.router.routes if isinstance(route, APIRoute)
     ]
-    for module in _ENDPOINTS:
+    for module in _ROUTE_MODULES:
         app.include_router(module.router)
-    for kind, handler in EXCEPTION_HANDLERS.items():
-        app.add_exception_handler(kind, handler)
+    for error_type, handler in EXCEPTION_HANDLERS.items():
+        app.add_exception_handler(error_type, handler)
     app.add_exception_handler(Exception, UNEXPECTED_HANDLER)
     return app
 
@@ -137,12 +138,12 @@ def create_app(settings: Settings, parts: Parts = DEFAULT_PARTS) -> FastAPI:
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     state = app.state
     begin_file_threads()
-    async with AsyncExitStack() as started:
+    async with AsyncExitStack() as exit_stack:
         state.runtime.start()
         state.annotations.clean_up()
-        started.push_async_callback(asyncio.to_thread, state.runtime.stop)
+        exit_stack.push_async_callback(asyncio.to_thread, state.runtime.stop)
         state.async_jobs.start(state.runtime)
-        started.push_async_callback(asyncio.to_thread, state.async_jobs.stop)
+        exit_stack.push_async_callback(asyncio.to_thread, state.async_jobs.stop)
         state.trainings.start()
-        started.push_async_callback(asyncio.to_thread, state.trainings.stop)
+        exit_stack.push_async_callback(asyncio.to_thread, state.trainings.stop)
         yield

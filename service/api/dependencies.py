@@ -1,4 +1,4 @@
-"""FastAPI dependencies: the objects that live as long as the application, and the caller of a request."""
+"""FastAPI dependencies: the objects that all requests of an application share, and the caller of a request."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from service.serving.storage.stack_store import StackStore
 
 
 async def get_runtime(request: Request) -> Runtime:
-    """Return the runtime that answers the request."""
+    """Return the runtime of the application."""
     runtime: Runtime = request.app.state.runtime
     return runtime
 
 
 async def get_async_jobs(request: Request) -> AsyncJobs:
-    """Return the owner of the jobs folder."""
+    """Return the manager of asynchronous jobs."""
     async_jobs: AsyncJobs = request.app.state.async_jobs
     return async_jobs
 
@@ -49,7 +49,7 @@ AsyncJobsDependency = Annotated[AsyncJobs, Depends(get_async_jobs)]
 
 
 def get_client(request: Request) -> str:
-    """Return whom a share of the service is counted for: the API key's name, without keys the client's address."""
+    """Return the name under which quotas are counted: the name of the API key, or the client's address without keys."""
     caller = get_caller(request)
     if caller not in {None, ANONYMOUS} or request.client is None:
         return caller or ANONYMOUS
@@ -57,6 +57,6 @@ def get_client(request: Request) -> str:
 
 
 def get_caller(request: Request) -> str | None:
-    """Return the name of the caller, None where callers are not told apart. Jobs and files of others are hidden."""
+    """Return the name of the caller, or None if it is not identified. Others cannot access its jobs and files."""
     caller: str | None = request.scope.get("state", {}).get("caller")
     return caller

@@ -1,6 +1,7 @@
-"""The service as an application of Ray Serve: `serve run service.api.ray_serve:app config=gpu replicas=2 gpus=1`.
+"""The service as a Ray Serve application: `serve run service.api.ray_serve:app config=gpu replicas=2 gpus=1`.
 
-It is for those who run everything by Ray Serve. docs/more-than-one-machine.md says what `stackseg serve` does better.
+It is for users who run all their services with Ray Serve. docs/more-than-one-machine.md compares it with
+`stackseg serve`.
 """
 
 from __future__ import annotations
@@ -21,20 +22,22 @@ from service.api.app import create_app
 from service.core.config import Settings, read_settings
 from service.serving.runtime import Runtime
 
-# What a replica keeps to itself: the next request would ask another one for it.
-OF_ONE_REPLICA = ("/jobs", "/stacks", "/annotations", "/trainings")
-# What a replica would change for itself alone.
-CHANGED_BY_ONE_REPLICA = "/models"
+# Paths of resources that only one replica knows. The next request might go to another replica.
+REPLICA_LOCAL_PATHS = ("/jobs", "/stacks", "/annotations", "/trainings")
+# Path that is read-only with several replicas, because a change would affect only one of them.
+READ_ONLY_PATH = "/models"
+# Interval of checks for the end of model loading and of running work.
 POLL_SECONDS = 0.2
 
-# Of the replica that this process is.
+# The runtime of this process's replica, after its application was built.
 _runtimes: list[Runtime] = []
 
 
 def app(arguments: Mapping[str, str]) -> Any:
-    """Return the application. Raises ConfigError.
+    """Return the Ray Serve application. Raises ConfigError.
 
-    arguments  config: a file or a preset, default by default; replicas: their number, 1; gpus: of each replica, 0
+    arguments  `config`: configuration file or preset (default: `default`), `replicas`: number of replicas (default: 1),
+               `gpus`: number of GPUs per replica (default: 0)
     """
     settings = read_settings(Path(arguments.get("config", "default")))
     replicas = int(arguments.get("replicas", "1"))
@@ -46,7 +49,7 @@ def app(arguments: Mapping[str, str]) -> Any:
         name="stackseg",
         num_replicas=replicas,
         ray_actor_options={"num_gpus": float(arguments.get("gpus", "0"))},
-        # The service's own queue answers 503 with the time to wait.
+        # Let the queue of the service refuse excess requests, with 503 and Retry-After.
         max_ongoing_requests=settings.limits.waiting + settings.limits.at_once,
         graceful_shutdown_timeout_s=settings.server.drain_seconds + 15,
     )
@@ -54,28 +57,28 @@ def app(arguments: Mapping[str, str]) -> Any:
 
 
 class Replica:
-    """Health of a replica, which Ray Serve asks for beside its application."""
+    """Health check of a replica for Ray Serve."""
 
     def check_health(self) -> None:
-        """Raise RuntimeError where the device or the default model cannot be used: Ray then replaces the replica."""
+        """Raise RuntimeError if the device or the default model cannot be used. Ray then replaces the replica."""
         reasons = [reason for runtime in _runtimes for reason in runtime.unready_reasons() if not runtime.draining]
         if reasons:
             raise RuntimeError(" ".join(reasons))
 
 
 def build_app(settings: Settings, replicas: int) -> FastAPI:
-    """Make the application of a replica, without what it alone would know of where there are several."""
-    made = create_app(settings)
-    runtime: Runtime = made.state.runtime
+    """Create the application of a replica. With several replicas, it excludes resources that are local to a replica."""
+    application = create_app(settings)
+    runtime: Runtime = application.state.runtime
     if replicas > 1:
-        made.add_middleware(WithoutJobs)
-    made.router.lifespan_context = until_ready_and_drained(made.router.lifespan_context, runtime)
+        application.add_middleware(StatelessReplica)
+    application.router.lifespan_context = wrap_lifespan(application.router.lifespan_context, runtime)
     _runtimes.append(runtime)
-    return made
+    return application
 
 
-class WithoutJobs:
-    """Middleware that refuses what one replica alone would know of, and answers at once where a job is preferred."""
+class StatelessReplica:
+    """Middleware that rejects requests for resources local to a replica, and ignores `Prefer: respond-async`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -84,26 +87,26 @@ class WithoutJobs:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # Of an application with a route prefix, the path begins with it.
+        # The path includes the route prefix of the application, if any.
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path.startswith(OF_ONE_REPLICA) or (
-            path.startswith(CHANGED_BY_ONE_REPLICA) and scope["method"] not in {"GET", "HEAD"}
+        if path.startswith(REPLICA_LOCAL_PATHS) or (
+            path.startswith(READ_ONLY_PATH) and scope["method"] not in {"GET", "HEAD"}
         ):
-            message = "Jobs, what is kept, and changes of models need a service with one replica.\n"
-            answer = PlainTextResponse(message, status_code=501)
-            await answer(scope, receive, send)
+            message = "Jobs, uploaded and annotated stacks, trainings and changes of models require one replica.\n"
+            response = PlainTextResponse(message, status_code=501)
+            await response(scope, receive, send)
         else:
             headers = [(name, value) for name, value in scope["headers"] if name != b"prefer"]
             await self._app({**scope, "headers": headers}, receive, send)
 
 
-def until_ready_and_drained(lifespan: Any, runtime: Runtime) -> Any:
-    """Return a lifespan that begins once models are warm, and ends once nothing is computed: no signal comes here."""
+def wrap_lifespan(lifespan: Any, runtime: Runtime) -> Any:
+    """Wrap a lifespan to wait for models at startup and for running work at shutdown. Ray Serve sends no signal."""
 
     @asynccontextmanager
-    async def whole(app: FastAPI) -> AsyncIterator[Any]:
+    async def wrapped(app: FastAPI) -> AsyncIterator[Any]:
         async with lifespan(app) as state:
-            # A model that cannot be loaded fails `check_health`.
+            # If a model cannot be loaded, `check_health` fails.
             while any(device.scheduler.models.cache.starting for device in runtime.devices.all):
                 await asyncio.sleep(POLL_SECONDS)
             yield state
@@ -112,4 +115,4 @@ def until_ready_and_drained(lifespan: Any, runtime: Runtime) -> Any:
             while runtime.busy and time.monotonic() < deadline:
                 await asyncio.sleep(POLL_SECONDS)
 
-    return whole
+    return wrapped

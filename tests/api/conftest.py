@@ -8,19 +8,19 @@ from job_service import Service, start
 
 
 @pytest.fixture(scope="module")
-def running(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def module_service(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with start(bands_repository, tmp_path_factory.mktemp("service")) as service:
         yield service
 
 
 @pytest.fixture
-def service(running: Service) -> Iterator[Service]:
-    """A service that tests share, as each of them finds it."""
-    yield running
-    running.reset()
+def service(module_service: Service) -> Iterator[Service]:
+    """The service shared by the tests of a module, reset after each test."""
+    yield module_service
+    module_service.reset()
 
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """The event loop of tests that are coroutines."""
+    """The event loop of asynchronous tests."""
     return "asyncio"

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from service.serving.parameters import Query
 
 
-def test_one_line_in_the_log_per_request(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_request_writes_one_log_line(service: Service, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "service.access"):
         response = service.segment()
     (line,) = [record.getMessage() for record in caplog.records if record.name == "service.access"]
@@ -21,17 +21,19 @@ def test_one_line_in_the_log_per_request(service: Service, caplog: pytest.LogCap
         assert part in line
 
 
-def test_line_in_the_log_cannot_be_forged(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_cannot_be_forged(service: Service, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "service.access"):
         service.client.get("/nowhere%0aPOST%20/segment%20200")
     (line,) = [record.getMessage() for record in caplog.records if record.name == "service.access"]
     assert "\n" not in line
 
 
-def test_lines_and_answers_about_strangers_words_stay_short(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_and_error_responses_stay_short_for_long_input(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
     long = "x" * 30_000
     with caplog.at_level(logging.DEBUG):
-        answers = [
+        responses = [
             service.client.get(f"/{long}"),
             service.client.get(f"/models/{long}"),
             service.client.get(f"/jobs/{long}"),
@@ -41,10 +43,10 @@ def test_lines_and_answers_about_strangers_words_stay_short(service: Service, ca
             service.client.post("/segment", content=STACK, headers=TIFF | {"X-Filename": long, "X-Request-ID": long}),
             service.client.get("/nowhere", headers={"Host": "[" + long}),
         ]
-    assert {answer.status_code for answer in answers} == {404, 422, 415, 200}
-    assert max(len(answer.content) for answer in answers if answer.is_error) < 3000
+    assert {response.status_code for response in responses} == {404, 422, 415, 200}
+    assert max(len(response.content) for response in responses if response.is_error) < 3000
     ours = [record for record in caplog.records if record.name.startswith("service")]
-    assert len(ours) >= len(answers)
+    assert len(ours) >= len(responses)
     assert max(len(record.getMessage()) for record in ours) < 1000
 
 
@@ -56,46 +58,46 @@ def test_requests_are_counted_by_route_not_by_path(service: Service) -> None:
     assert "stranger" not in text
 
 
-def test_dashboard_asks_for_metrics_and_labels_that_there_are(service: Service) -> None:
+def test_dashboard_uses_existing_metrics_and_labels(service: Service) -> None:
     service.segment()
     service.client.get("/nowhere")
-    shown: dict[str, set[str]] = {}
+    metric_labels: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(service.client.get("/metrics").text):
-        # Where nothing has been counted yet, or no GPU is there, the family is shown without samples.
+        # A metric without any counts or without a GPU has no samples.
         names = {f"{family.name}_total"} if family.type == "counter" else {family.name}
         for name in names | {sample.name for sample in family.samples}:
-            shown[name] = {label for sample in family.samples if sample.name == name for label in sample.labels}
+            metric_labels[name] = {label for sample in family.samples if sample.name == name for label in sample.labels}
     dashboard = json.loads((ROOT / "docker" / "grafana-dashboard.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     assert len(queries) >= len(dashboard["panels"]) > 0
     for query in queries:
-        asked = re.findall(r"(\w+)\{", query)
-        assert asked
-        assert set(asked) <= shown.keys(), query
+        used = re.findall(r"(\w+)\{", query)
+        assert used
+        assert set(used) <= metric_labels.keys(), query
         grouped = {label for labels in re.findall(r"by \(([^)]*)\)", query) for label in labels.split(", ")}
         selected = set(re.findall(r"[{,](\w+)=", query)) - {"job"}
-        known = [shown[name] for name in asked if shown[name]]
-        assert all(grouped | selected <= labels for labels in known), query
+        existing = [metric_labels[name] for name in used if metric_labels[name]]
+        assert all(grouped | selected <= labels for labels in existing), query
 
 
-def test_metrics_name_what_operators_are_promised(service: Service) -> None:
+def test_documented_metrics_exist(service: Service) -> None:
     text = service.client.get("/metrics").text
     for name in ("process_resident_memory_bytes", "stackseg_running", "stackseg_waiting", "stackseg_compiled_graphs"):
         assert re.search(rf"^{name} \d", text, re.MULTILINE), name
 
 
 @pytest.mark.parametrize("path", ["/segment", "/inspect", "/jobs"])
-def test_documented_parameters_are_those_that_are_taken(service: Service, path: str) -> None:
+def test_documented_parameters_are_the_accepted_ones(service: Service, path: str) -> None:
     document = service.client.get("/openapi.json").json()
     documented = document["paths"][path]["post"]["parameters"]
-    assert [one["name"] for one in documented if one["in"] == "query"] == list(Query.model_fields)
-    for one in documented:
-        assert one["description"]
-        assert (one["required"], "anyOf" in one["schema"]) == (False, True)
+    assert [parameter["name"] for parameter in documented if parameter["in"] == "query"] == list(Query.model_fields)
+    for parameter in documented:
+        assert parameter["description"]
+        assert (parameter["required"], "anyOf" in parameter["schema"]) == (False, True)
     assert "There is no parameter 'overlaps'" in service.client.post(f"{path}?overlaps=1").json()["detail"]
 
 
-def test_documented_headers_are_those_that_come(service: Service) -> None:
+def test_response_has_the_documented_headers(service: Service) -> None:
     service.fake.notes = ("a note",)
     document = service.client.get("/openapi.json").json()
     documented = document["paths"]["/segment"]["post"]["responses"]["200"]["headers"].keys()
@@ -111,7 +113,7 @@ def test_documented_headers_are_those_that_come(service: Service) -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", "/health/live", "/models", "/models/bands", "/gpu"])
-def test_answers_have_the_documented_members(service: Service, path: str) -> None:
+def test_responses_have_the_documented_members(service: Service, path: str) -> None:
     document = service.client.get("/openapi.json").json()
     template = "/models/{name}" if path == "/models/bands" else path
     content = document["paths"][template]["get"]["responses"]["200"]["content"]["application/json"]
@@ -119,7 +121,7 @@ def test_answers_have_the_documented_members(service: Service, path: str) -> Non
     assert service.client.get(path).json().keys() == schema["properties"].keys()
 
 
-def test_endpoints_are_summed_up_in_words_of_their_own(service: Service) -> None:
+def test_endpoints_have_summaries_from_their_docstrings(service: Service) -> None:
     paths = service.client.get("/openapi.json").json()["paths"]
     assert paths["/segment"]["post"]["summary"] == "Segment a 3D stack"
-    assert paths["/health/live"]["get"]["summary"] == "200 as long as the process answers"
+    assert paths["/health/live"]["get"]["summary"] == "Check that the process responds"

@@ -1,4 +1,4 @@
-"""The service as an application of Ray Serve, on a Ray cluster of one node on this host."""
+"""Tests of the service as a Ray Serve application, on a Ray cluster with one local node."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from starlette.responses import PlainTextResponse
 pytestmark = [
     pytest.mark.thorough,
     pytest.mark.skipif(find_spec("aiohttp_cors") is None, reason="needs stackseg[ray-serve]"),
-    # Of Ray itself.
+    # Ray itself causes these warnings.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
@@ -34,7 +34,7 @@ REPLICAS = 2
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The scratch folder that all replicas have in common."""
+    """The scratch folder that all replicas share."""
     return tmp_path_factory.mktemp("scratch")
 
 
@@ -55,8 +55,8 @@ def client(bands_repository: Path, scratch: Path, tmp_path_factory: pytest.TempP
 
         ray_serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
         ray_serve.run(app({"config": str(config), "replicas": str(REPLICAS)}))
-        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as made:
-            yield made
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as http_client:
+            yield http_client
         ray_serve.shutdown()
 
 
@@ -75,8 +75,8 @@ def segment(client: httpx2.Client, stack: bytes, **headers: str) -> httpx2.Respo
     return client.post("/segment", content=stack, headers={"Content-Type": "image/tiff", **headers})
 
 
-def replicas() -> set[int]:
-    """The processes of replicas that this test has started."""
+def find_replicas() -> set[int]:
+    """Return the process ids of the replicas that this test has started."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -89,6 +89,7 @@ def replicas() -> set[int]:
 
 
 def is_descendant(pid: int) -> bool:
+    """Return whether a process is a descendant of this one."""
     while pid > 1:
         if pid == os.getpid():
             return True
@@ -96,7 +97,7 @@ def is_descendant(pid: int) -> bool:
     return False
 
 
-def test_a_replica_that_is_there_is_ready_and_gives_the_labels_of_any_service(
+def test_replicas_are_ready_and_return_the_same_labels_as_other_services(
     client: httpx2.Client, stack: bytes, expected: Any
 ) -> None:
     assert client.get("/health/ready").json() == {"status": "ready"}
@@ -115,17 +116,17 @@ def test_a_replica_that_is_there_is_ready_and_gives_the_labels_of_any_service(
         ("POST", "/models/reload"),
     ],
 )
-def test_what_one_replica_alone_would_know_of_is_refused(client: httpx2.Client, method: str, path: str) -> None:
+def test_requests_for_resources_of_one_replica_are_rejected(client: httpx2.Client, method: str, path: str) -> None:
     answer = client.request(method, path)
     assert (answer.status_code, "one replica" in answer.text) == (501, True)
 
 
-def test_it_is_refused_below_a_route_prefix_too() -> None:
-    from service.api.ray_serve import WithoutJobs  # noqa: PLC0415
+def test_requests_with_a_route_prefix_are_rejected_too() -> None:
+    from service.api.ray_serve import StatelessReplica  # noqa: PLC0415
 
     async def ask(path: str) -> int:
-        answers = WithoutJobs(PlainTextResponse("of one replica"))
-        transport = httpx2.ASGITransport(answers, root_path="/prefix")
+        app = StatelessReplica(PlainTextResponse("accepted"))
+        transport = httpx2.ASGITransport(app, root_path="/prefix")
         async with httpx2.AsyncClient(transport=transport, base_url="http://service") as client:
             return (await client.post(path)).status_code
 
@@ -136,24 +137,26 @@ def test_models_are_listed(client: httpx2.Client) -> None:
     assert [model["name"] for model in client.get("/models").json()["models"]] == ["bands"]
 
 
-def test_a_replica_that_is_killed_is_replaced(client: httpx2.Client, stack: bytes, expected: Any) -> None:
-    before = replicas()
+def test_killed_replica_is_replaced(client: httpx2.Client, stack: bytes, expected: Any) -> None:
+    before = find_replicas()
     assert len(before) == REPLICAS
     os.kill(min(before), signal.SIGKILL)
-    until(lambda: len(replicas() - before) == 1 and len(replicas()) == REPLICAS, STARTING)
+    until(lambda: len(find_replicas() - before) == 1 and len(find_replicas()) == REPLICAS, STARTING)
     with ThreadPoolExecutor(4) as pool:
         for answer in pool.map(lambda _: segment(client, stack), range(4)):
             assert np.array_equal(classes(answer.content), expected)
 
 
-def test_requests_finish_when_the_application_goes(client: httpx2.Client, scratch: Path, phantom_maker: Any) -> None:
+def test_running_requests_finish_when_the_application_is_deleted(
+    client: httpx2.Client, scratch: Path, phantom_maker: Any
+) -> None:
     from ray import serve as ray_serve  # noqa: PLC0415
 
     large = as_tiff(phantom_maker((128, 256, 256), seed=2).image)
     with ThreadPoolExecutor(2 * REPLICAS) as pool:
         answers = [pool.submit(segment, client, large) for _ in range(2 * REPLICAS)]
-        # A request that no replica has yet would be refused once the application goes.
+        # Requests that have not reached a replica would be rejected after the deletion.
         until(lambda: len(list(scratch.glob("*/requests/*"))) == len(answers), STARTING)
         ray_serve.delete("default")
         assert [answer.result().status_code for answer in answers] == [200] * len(answers)
-    until(lambda: not replicas(), STARTING)
+    until(lambda: not find_replicas(), STARTING)

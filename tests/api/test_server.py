@@ -31,26 +31,27 @@ from sockets import (
 )
 
 from service.api.access.middleware import RequestLog
-from service.api.http.data_rate import Patience
+from service.api.http.data_rate import SlowClientLimits
 from service.api.server import POLL_SECONDS, Server, format_address, listen
 from service.core import errors
 
 RATE = 1000
-IMPATIENT = Patience(head_seconds=2, bytes_per_second=RATE, window_seconds=2)
-# For clients that take nothing, or far more than the rate: no hiccup of a busy machine makes one of the other.
-MORE_IMPATIENT = Patience(head_seconds=2, bytes_per_second=RATE, window_seconds=1)
+STRICT_LIMITS = SlowClientLimits(head_seconds=2, bytes_per_second=RATE, window_seconds=2)
+# For clients that receive either nothing or much more than the minimum rate, so that delays on a busy machine do not
+# change the result.
+STRICTER_LIMITS = SlowClientLimits(head_seconds=2, bytes_per_second=RATE, window_seconds=1)
 
 
 @contextmanager
-def impatient(app: Any, **more: Any) -> Iterator[tuple[str, int]]:
-    server = stopping(app, SECONDS, SECONDS, **more)
-    server.patience = IMPATIENT
+def strict_server(app: Any, **options: Any) -> Iterator[tuple[str, int]]:
+    server = stopping(app, SECONDS, SECONDS, **options)
+    server.client_limits = STRICT_LIMITS
     with running(server) as address:
         yield address
 
 
 def drip(client: socket.socket, number: int) -> bytes:
-    """Send a byte now and then, until the server says something or ends the connection."""
+    """Send single bytes slowly until the server responds or closes the connection."""
     client.settimeout(0.2)
     for _ in range(number):
         client.sendall(b"a")
@@ -61,9 +62,11 @@ def drip(client: socket.socket, number: int) -> bytes:
     raise AssertionError("the server is still waiting")
 
 
-def test_heads_that_do_not_come_end_the_connection_with_a_reason_if_they_were_begun() -> None:
-    with impatient(Echo(), timeout_keep_alive=SECONDS) as address, ExitStack() as held:
-        silent, dripping, used = (held.enter_context(socket.create_connection(address, SECONDS)) for _ in range(3))
+def test_incomplete_heads_time_out_with_a_reason_if_they_were_begun() -> None:
+    with strict_server(Echo(), timeout_keep_alive=SECONDS) as address, ExitStack() as exit_stack:
+        silent, dripping, used = (
+            exit_stack.enter_context(socket.create_connection(address, SECONDS)) for _ in range(3)
+        )
         used.sendall(head())
         assert answer(used) == b""
         began = time.monotonic()
@@ -72,11 +75,11 @@ def test_heads_that_do_not_come_end_the_connection_with_a_reason_if_they_were_be
         dripping.settimeout(SECONDS)
         assert refusal(dripping, 408)[1]["type"] == "urn:stackseg:problem:too-slow"
         assert silent.recv(1) == used.recv(1) == b""
-        assert time.monotonic() - began < 2 * IMPATIENT.head_seconds + 2
+        assert time.monotonic() - began < 2 * STRICT_LIMITS.head_seconds + 2
 
 
-def test_slow_bodies_end_the_request_with_408(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO), impatient(RequestLog(Gated())) as address:
+def test_slow_uploads_are_rejected_with_408(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), strict_server(RequestLog(Gated())) as address:
         with socket.create_connection(address, SECONDS) as client:
             client.sendall(head("Content-Length: 1000000"))
             assert drip(client, 50)
@@ -85,32 +88,36 @@ def test_slow_bodies_end_the_request_with_408(caplog: pytest.LogCaptureFixture) 
         until(lambda: any(" / 408 " in record.getMessage() for record in caplog.records), SECONDS)
 
 
-def test_bodies_at_the_least_rate_and_work_that_takes_long_are_waited_for() -> None:
+def test_uploads_at_the_minimum_rate_and_long_computations_do_not_time_out() -> None:
     gated, echo = Gated(), Echo()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await (gated if scope["path"] == "/gated" else echo)(scope, receive, send)
 
-    with impatient(app) as address, ExitStack() as held:
-        slow, long, asking = (held.enter_context(socket.create_connection(address, SECONDS)) for _ in range(3))
-        long.sendall(head("Content-Length: 2").replace(b" / ", b" /gated ") + b"ab")
-        asking.sendall(head("Content-Length: 2", "Expect: 100-continue").replace(b" / ", b" /gated "))
-        pieces = 3 * IMPATIENT.window_seconds
+    with strict_server(app) as address, ExitStack() as exit_stack:
+        slow, computing, expecting = (
+            exit_stack.enter_context(socket.create_connection(address, SECONDS)) for _ in range(3)
+        )
+        computing.sendall(head("Content-Length: 2").replace(b" / ", b" /gated ") + b"ab")
+        expecting.sendall(head("Content-Length: 2", "Expect: 100-continue").replace(b" / ", b" /gated "))
+        pieces = 3 * STRICT_LIMITS.window_seconds
         slow.sendall(head(f"Content-Length: {int(2 * pieces) * RATE}"))
         for _ in range(int(2 * pieces)):
             slow.sendall(bytes(RATE))
             time.sleep(0.5)
         assert answer(slow) == bytes(int(2 * pieces) * RATE)
         gated.opened.set()
-        assert answer(long) == b"ok"
+        assert answer(computing) == b"ok"
 
 
-def ask(held: ExitStack, address: tuple[str, int], body: bytes, files: dict[str, str]) -> socket.socket:
-    """Post a body to an echo, as a client whose system takes little of the answer that it has not read."""
+def post_with_small_buffer(
+    exit_stack: ExitStack, address: tuple[str, int], body: bytes, files: dict[str, str]
+) -> socket.socket:
+    """Post a body to an echo application from a client with a small receive buffer."""
     if files:
-        client: socket.socket = held.enter_context(secured(address, files, SO_RCVBUF=2**12))
+        client: socket.socket = exit_stack.enter_context(secured(address, files, SO_RCVBUF=2**12))
     else:
-        client = held.enter_context(socket.socket())
+        client = exit_stack.enter_context(socket.socket())
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
         client.settimeout(SECONDS)
         client.connect(address)
@@ -121,28 +128,30 @@ def ask(held: ExitStack, address: tuple[str, int], body: bytes, files: dict[str,
 @needs_openssl
 @pytest.mark.parametrize("secure", [False, True], ids=["plain", "TLS"])
 @pytest.mark.parametrize("size", [2**16, 2**20, 12 * 2**20])
-def test_answers_that_are_not_taken_end_the_connection(tmp_path: Path, size: int, *, secure: bool) -> None:
+def test_connection_is_closed_if_the_client_does_not_receive_the_response(
+    tmp_path: Path, size: int, *, secure: bool
+) -> None:
     files = key_and_certificate(tmp_path) if secure else {}
     server = stopping(Echo(), SECONDS, SECONDS, **files)
-    server.patience = MORE_IMPATIENT
-    with running(server) as address, ExitStack() as held:
-        ask(held, address, bytes(size), files)
+    server.client_limits = STRICTER_LIMITS
+    with running(server) as address, ExitStack() as exit_stack:
+        post_with_small_buffer(exit_stack, address, bytes(size), files)
         began = time.monotonic()
         until(lambda: not server.server_state.connections, SECONDS)
-        # Two windows and the look after, or the end of an idle connection before.
-        assert time.monotonic() - began < 3 * MORE_IMPATIENT.window_seconds + 5
+        # Two windows and the next check, or an earlier close because the connection is idle.
+        assert time.monotonic() - began < 3 * STRICTER_LIMITS.window_seconds + 5
 
 
 @needs_openssl
 @pytest.mark.parametrize("secure", [False, True], ids=["plain", "TLS"])
-def test_answers_that_are_taken_slowly_are_sent_whole(tmp_path: Path, *, secure: bool) -> None:
+def test_slowly_received_responses_are_sent_completely(tmp_path: Path, *, secure: bool) -> None:
     files, body = key_and_certificate(tmp_path) if secure else {}, random.Random(0).randbytes(2**20)
     server = stopping(Echo(), SECONDS, SECONDS, **files)
-    server.patience = MORE_IMPATIENT
-    with running(server) as address, ExitStack() as held:
-        client, received = ask(held, address, body, files), bytearray()
+    server.client_limits = STRICTER_LIMITS
+    with running(server) as address, ExitStack() as exit_stack:
+        client, received = post_with_small_buffer(exit_stack, address, body, files), bytearray()
         began = time.monotonic()
-        while time.monotonic() - began < 4 * MORE_IMPATIENT.window_seconds:
+        while time.monotonic() - began < 4 * STRICTER_LIMITS.window_seconds:
             received += client.recv(2**12)
             time.sleep(0.1)
         assert len(received) < len(body)
@@ -154,7 +163,7 @@ def test_answers_that_are_taken_slowly_are_sent_whole(tmp_path: Path, *, secure:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_port_zero_takes_a_free_port_and_tells_it(host: str) -> None:
+def test_port_zero_selects_a_free_port_that_is_in_the_address(host: str) -> None:
     if host == "::1" and not socket.has_ipv6:
         pytest.skip("this system has no IPv6")
     with listen(host, 0) as listener:
@@ -168,8 +177,8 @@ def test_address_in_use_is_a_configuration_error() -> None:
 
 
 @pytest.fixture
-def busy(bands_repository: Path, tmp_path: Path) -> Iterator[Live]:
-    """A service of our own server at a job, which goes on once the test has ended."""
+def busy_service(bands_repository: Path, tmp_path: Path) -> Iterator[Live]:
+    """A service that is running a job until the end of the test."""
     with serve(
         eager(bands_repository, server={"scratch_folder": tmp_path}), load=FakeSegmenter, make_server=Server
     ) as live:
@@ -183,12 +192,12 @@ def busy(bands_repository: Path, tmp_path: Path) -> Iterator[Live]:
         httpx2.get(f"http://{live.host}:{live.port}/health/live")
 
 
-def test_health_is_answered_while_work_that_was_begun_is_finished(busy: Live) -> None:
-    (job,) = busy.client.get("/jobs").json()["jobs"]
-    busy.server.handle_exit(signal.SIGTERM, None)
+def test_health_requests_are_answered_during_shutdown(busy_service: Live) -> None:
+    (job,) = busy_service.client.get("/jobs").json()["jobs"]
+    busy_service.server.handle_exit(signal.SIGTERM, None)
     for _ in range(3):
         answers = [
-            httpx2.request(method, f"http://{busy.host}:{busy.port}{path}", content=content).status_code
+            httpx2.request(method, f"http://{busy_service.host}:{busy_service.port}{path}", content=content).status_code
             for method, path, content in (
                 ("GET", "/health/live", None),
                 ("GET", "/health/ready", None),
@@ -200,20 +209,20 @@ def test_health_is_answered_while_work_that_was_begun_is_finished(busy: Live) ->
         time.sleep(0.3)
 
 
-def test_first_request_of_a_connection_is_answered_though_the_service_stops_before_it_comes(busy: Live) -> None:
-    with socket.create_connection((busy.host, busy.port), timeout=10) as client:
-        until(lambda: len(busy.server.server_state.connections) > 1)
-        busy.server.handle_exit(signal.SIGTERM, None)
+def test_first_request_of_an_open_connection_is_answered_during_shutdown(busy_service: Live) -> None:
+    with socket.create_connection((busy_service.host, busy_service.port), timeout=10) as client:
+        until(lambda: len(busy_service.server.server_state.connections) > 1)
+        busy_service.server.handle_exit(signal.SIGTERM, None)
         time.sleep(3 * POLL_SECONDS)
         client.sendall(b"GET /health/live HTTP/1.1\r\nHost: here\r\n\r\n")
         assert client.recv(100).startswith(b"HTTP/1.1 200")
-        # Its connection is then closed like others without work.
+        # The connection is then closed like other idle connections.
         while client.recv(2**16):
             pass
 
 
-@pytest.mark.parametrize("sent", [head(), head("Content-Length: 9") + b"half"], ids=["at work", "in its body"])
-def test_client_that_hangs_up_counts_as_such_whatever_the_application_then_does(
+@pytest.mark.parametrize("sent", [head(), head("Content-Length: 9") + b"half"], ids=["running", "uploading"])
+def test_disconnect_is_logged_as_499_even_if_the_application_fails_afterwards(
     sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def failing(_scope: Any, receive: Any, _send: Any) -> None:
@@ -223,24 +232,24 @@ def test_client_that_hangs_up_counts_as_such_whatever_the_application_then_does(
 
     for app in (Gated(), failing):
         caplog.clear()
-        with caplog.at_level(logging.INFO), impatient(RequestLog(app)) as address:
+        with caplog.at_level(logging.INFO), strict_server(RequestLog(app)) as address:
             with socket.create_connection(address, SECONDS) as client:
                 client.sendall(sent)
                 time.sleep(0.2)
             until(lambda: any("POST / 499 " in record.getMessage() for record in caplog.records), SECONDS)
 
 
-def test_signal_ends_the_service_however_early_it_comes() -> None:
+def test_early_signal_stops_the_service_cleanly() -> None:
     code = """
 import os, signal, sys
 from service.api.server import serve
 from service.core.config import Settings
 
-class SignalsAtOnce:
+class SignalOnWrite:
     def write(self, line): os.kill(os.getpid(), signal.SIGTERM)
     def flush(self): pass
 
-sys.stdout = SignalsAtOnce()
+sys.stdout = SignalOnWrite()
 ended = serve(Settings(), "127.0.0.1", 0)
 sys.stderr.write(f"ended: {ended}")
 """

@@ -1,1 +1,1 @@
-"""API keys, rate limits, and the hosts and pages that may use the service."""
+"""API keys, rate limits, trusted host names and CORS."""

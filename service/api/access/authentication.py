@@ -1,4 +1,4 @@
-"""API keys: ASGI middleware that lets known callers in, and what each caller may do."""
+"""Authentication by API key (ASGI middleware), and authorization checks for admins and trainers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from service.api.messages.headers import ANONYMOUS, RawHeaders, find_header
 from service.core.errors import RateLimited, Unauthorized
 from service.core.sections.serving import Access
 
-# Open without a key and under any host name: probes know neither.
+# Reachable without a key and under any host name, because health probes have neither.
 HEALTH_PATH = re.compile(r"(/v[12])?/health(/live|/ready)?")
-# Open without a key: the project publishes all of it, and browsers cannot send a key for a page.
+# Reachable without a key: the content is public, and browsers cannot send a key when they load a page.
 DOCUMENTATION_PATH = re.compile(r"/(docs(/[a-z.]+)?|page/([a-z]+/)?[a-z_.]+|openapi\.json)?")
 
 ErrorHandler = Callable[[Request, Exception], Response]
 
 
 class ApiKeyAuth:
-    """Middleware that lets in known keys within their rate limits; `scope["state"]["caller"]` then has the name."""
+    """Middleware that checks the API key and rate limits, and stores the caller in `scope["state"]["caller"]`."""
 
     def __init__(self, app: ASGIApp, access: Access, handle_error: ErrorHandler) -> None:
         self._app, self._handle_error = app, handle_error
@@ -44,7 +44,10 @@ class ApiKeyAuth:
             await self._app(scope, receive, send)
 
     def _admit(self, scope: Scope, slots: ExitStack) -> None:
-        """Name the caller and count the request, until `slots` is closed. Raises Unauthorized and RateLimited."""
+        """Identify the caller and count the request against its rate limits.
+
+        The slot of a running request is released when `slots` is closed. Raises Unauthorized and RateLimited.
+        """
         state = scope.setdefault("state", {})
         if HEALTH_PATH.fullmatch(scope["path"]) or DOCUMENTATION_PATH.fullmatch(scope["path"]):
             state["caller"] = ANONYMOUS
@@ -57,18 +60,21 @@ class ApiKeyAuth:
 
 
 def check_admin(request: Request, access: Access) -> None:
-    """Raise Unauthorized for a key that is not an admin's; without keys, for clients on other hosts."""
+    """Raise Unauthorized unless the caller is an admin. Without API keys, clients on the same host are admins."""
     if access.keys and request.scope["state"]["caller"] not in access.admins:
-        raise Unauthorized("Only keys that the configuration names in access.admins may do this.")
+        raise Unauthorized(
+            "This API key has no admin rights. Ask the operator of the service to add it to `access.admins`."
+        )
     if not access.keys and not (request.client and is_loopback(request.client.host)):
         raise Unauthorized(
-            "Without API keys this may be done from the service's own host alone, which a container's port is not. Its"
-            " operator may make a key with `stackseg key NAME` and name it in access.admins."
+            "Without API keys, this is only allowed from the computer that runs the service, and not through a"
+            " container's published port. To allow it from elsewhere, the operator can create a key with"
+            " `stackseg key NAME` and list it in `access.admins`."
         )
 
 
 def is_admin(request: Request, access: Access) -> bool:
-    """Return whether `check_admin` lets the caller pass."""
+    """Return whether the caller is an admin, see `check_admin`."""
     try:
         check_admin(request, access)
     except Unauthorized:
@@ -77,34 +83,40 @@ def is_admin(request: Request, access: Access) -> bool:
 
 
 class Identity(NamedTuple):
-    """The caller as the owner of trained models, None without API keys; `everyone`: whether it may use those of all."""
+    """Identity of the caller for access to trained models.
+
+    owner     name of the caller's API key; None if the service has no API keys
+    everyone  whether the caller may manage the models of all owners
+    """
 
     owner: str | None
     everyone: bool
 
 
 def identify(request: Request, access: Access) -> Identity:
-    """Return who the caller is to trained models."""
+    """Return the caller's identity for access to trained models."""
     return Identity(request.scope["state"]["caller"] if access.keys else None, is_admin(request, access))
 
 
 def check_trainer(request: Request, access: Access) -> None:
-    """Raise Unauthorized for who may not train models: neither named in access.trainers nor an admin."""
+    """Raise Unauthorized unless the caller may train models: its key is in `access.trainers`, or it is an admin."""
     if access.keys and request.scope["state"]["caller"] in access.trainers:
         return
     if access.keys and not is_admin(request, access):
-        raise Unauthorized("Only keys that the configuration names in access.trainers or access.admins may train.")
+        raise Unauthorized(
+            "This API key may not train models. Ask the operator of the service to add it to `access.trainers`."
+        )
     check_admin(request, access)
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address is one of the service's own host."""
+    """Return whether an IP address is a loopback address."""
     with suppress(ValueError):
         return ip_address(host).is_loopback
     return False
 
 
 def extract_key(headers: RawHeaders) -> str | None:
-    """Return the key in `Authorization: Bearer KEY`, else in `X-API-Key: KEY`; None without either."""
+    """Return the API key from `Authorization: Bearer KEY` or, failing that, `X-API-Key: KEY`. None without a key."""
     scheme, _, key = find_header(headers, b"authorization").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else find_header(headers, b"x-api-key") or None

@@ -1,6 +1,6 @@
-"""API keys, of which the service knows only hashes.
+"""API keys. The service stores only their hashes.
 
-A key is 256 random bits, so one round of SHA-256 hides it: there is nothing to guess that a slow hash would protect.
+A key has 256 random bits and cannot be guessed, so one round of SHA-256 is enough. Slow hashes protect weak passwords.
 """
 
 from __future__ import annotations
@@ -13,42 +13,45 @@ from collections.abc import Mapping
 from service.api.messages.headers import ANONYMOUS
 from service.core.errors import Unauthorized
 
-PREFIX = "stackseg_"
-SCHEME = "sha256:"
+KEY_PREFIX = "stackseg_"
+HASH_PREFIX = "sha256:"
 
 
 def generate_key() -> str:
     """Return a new random key."""
-    return PREFIX + secrets.token_urlsafe(32)
+    return KEY_PREFIX + secrets.token_urlsafe(32)
 
 
 def hash_key(key: str) -> str:
-    """Return the hash of a key, as the configuration holds it."""
-    return SCHEME + hashlib.sha256(key.encode()).hexdigest()
+    """Return the hash of a key in the format of the configuration file."""
+    return HASH_PREFIX + hashlib.sha256(key.encode()).hexdigest()
 
 
 class ApiKeys:
-    """The known keys, as hashes by name. Without any, every caller is `anonymous`."""
+    """The configured API keys as hashes by name. If there are none, every caller is `anonymous`."""
 
     def __init__(self, hashes: Mapping[str, str]) -> None:
         self._hashes = dict(hashes)
 
     def authenticate(self, key: str | None) -> str:
-        """Return the name of a key. Raises Unauthorized.
+        """Return the name of a key. Raises Unauthorized for a missing or unknown key.
 
-        Every known hash is compared, each in constant time, so that the time taken tells nothing about any of them.
+        The key is compared with every configured hash in constant time, so timing reveals nothing about them.
         """
         if not self._hashes:
             return ANONYMOUS
         if key is None:
             raise Unauthorized(
-                "This service asks for an API key: send `Authorization: Bearer KEY` or `X-API-Key: KEY`. Its operator"
-                " makes keys with `stackseg key NAME`."
+                "This service requires an API key. Send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`. The"
+                " operator of the service creates keys with `stackseg key NAME`."
             )
-        sent, caller = hash_key(key), None
-        for name, known in self._hashes.items():
-            if hmac.compare_digest(sent, known):
+        key_hash, caller = hash_key(key), None
+        for name, known_hash in self._hashes.items():
+            if hmac.compare_digest(key_hash, known_hash):
                 caller = name
         if caller is None:
-            raise Unauthorized("The API key is not known here: it was mistyped, or its operator has taken it back.")
+            raise Unauthorized(
+                "The API key is not valid. Check it for typing errors. If it is correct, it has been revoked: ask the"
+                " operator of the service for a new one."
+            )
         return caller

@@ -1,4 +1,4 @@
-"""ASGI middleware around every HTTP request: access log, security headers, and receiving the rest of a refused body."""
+"""ASGI middleware for every HTTP request: access log, security headers, and draining of rejected bodies."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from service.core import telemetry
 
 log = logging.getLogger("service.access")
 
+# Time limit for receiving the rest of a rejected request's body.
 DRAIN_SECONDS = 20.0
-UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
-# Of a path, in a line of the log.
-MAX_PATH_LETTERS = 256
-STAGE = re.compile(r"(\w+);dur=([0-9.]+)")
+UNPRINTABLE_PATTERN = re.compile(r"[^\x20-\x7e]")
+# Longer paths are truncated in the access log.
+MAX_PATH_CHARS = 256
+STAGE_PATTERN = re.compile(r"(\w+);dur=([0-9.]+)")
 
-# Swagger UI has inline pictures and styles.
+# Swagger UI uses inline images and styles.
 PAGE_POLICY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
 PAGE_SECURITY_HEADERS = SECURITY_HEADERS | {"Content-Security-Policy": PAGE_POLICY}
 
@@ -35,7 +36,7 @@ _RAW_HEADERS, _RAW_PAGE_HEADERS = _encode(SECURITY_HEADERS), _encode(PAGE_SECURI
 
 
 class RequestLog:
-    """Middleware that gives every request an id and writes one line to the log when it is over."""
+    """Middleware that assigns an id to every request and writes one line to the access log when the request ends."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -57,20 +58,20 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            # What the connection itself has answered, or would have answered to a client that has hung up.
+            # Set if the connection itself sent the response, or if the client disconnected before a response.
             status = scope["state"].get("closed_status", status)
             _log_request(scope, request_id, status, time.perf_counter() - began, headers)
             telemetry.request_id.reset(token)
 
 
 def _log_request(scope: Scope, request_id: str, status: int, seconds: float, headers: RawHeaders) -> None:
-    """Log the request and count it in the metrics."""
+    """Write the access log line of a request and count it in the metrics."""
     route = getattr(scope.get("route"), "path", "unknown")
     state = scope["state"]
     caller, problem = state.get("caller", "nobody"), state.get("problem")
     _count_request(scope, route, status, caller, problem)
     model, objects = (find_header(headers, name) or None for name in (b"x-stackseg-model", b"x-stackseg-objects"))
-    path = UNPRINTABLE.sub("?", scope["path"][:MAX_PATH_LETTERS])
+    path = UNPRINTABLE_PATTERN.sub("?", scope["path"][:MAX_PATH_CHARS])
     level = logging.DEBUG if "/health" in route else logging.INFO
     extras = " ".join(extra for extra in (caller, problem, model, objects) if extra is not None)
     members: dict[str, Any] = {
@@ -86,25 +87,25 @@ def _log_request(scope: Scope, request_id: str, status: int, seconds: float, hea
         "objects": int(objects) if objects else None,
         "stages": parse_server_timing(find_header(headers, b"server-timing")),
     }
-    known = {name: value for name, value in members.items() if value is not None}
+    present = {name: value for name, value in members.items() if value is not None}
     arguments = (scope["method"], path, status, seconds, request_id, extras)
-    log.log(level, "%s %s %d %.3fs %s %s", *arguments, extra=telemetry.fields(**known))
+    log.log(level, "%s %s %d %.3fs %s %s", *arguments, extra=telemetry.fields(**present))
 
 
 def _count_request(scope: Scope, route: str, status: int, caller: str, problem: str | None) -> None:
-    """Count the request in the metrics, unless the application was never reached."""
+    """Count the request in the metrics, unless it never reached the application."""
     if "app" in scope and hasattr(scope["app"].state, "runtime"):
         scope["app"].state.runtime.metrics.count_request(route, status, caller=caller, problem=problem)
 
 
 def parse_server_timing(timing: str) -> dict[str, float] | None:
-    """Return milliseconds by stage from a Server-Timing header; None without one."""
-    stages = STAGE.findall(timing)
+    """Parse a Server-Timing header into milliseconds by stage. Return None if it has no stages."""
+    stages = STAGE_PATTERN.findall(timing)
     return {name: float(duration) for name, duration in stages} or None
 
 
 class SecurityHeaders:
-    """Middleware with headers that keep browsers from guessing media types, framing answers and sending referrers."""
+    """Middleware that adds headers against MIME sniffing, framing, and leaking the referrer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -114,7 +115,7 @@ class SecurityHeaders:
         async def add(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = list(message["headers"])
-                # The page of the documentation loads its own scripts and styles; no other answer loads anything.
+                # Only HTML pages load scripts and styles. All other responses must not load anything.
                 page = find_header(headers, b"content-type").startswith("text/html")
                 present = {name for name, _ in headers}
                 more = _RAW_PAGE_HEADERS if page else _RAW_HEADERS
@@ -125,11 +126,12 @@ class SecurityHeaders:
 
 
 class DrainBody:
-    """Middleware that receives the rest of a refused body, for a while, before the refusal is sent.
+    """Middleware that receives the rest of a request body before an error response is sent, for a limited time.
 
-    Otherwise the connection would be reset under a client that is still sending, and many clients, Python's own among
-    them, then report the broken connection instead of the answer. Clients that asked first (Expect: 100-continue), and
-    were not yet told to go on, are answered at once. Where a body is not received to its end, the connection ends.
+    Without it, the connection is reset while the client is still sending. Many clients, including Python's http.client,
+    then report a broken connection instead of the error response. A client that sent `Expect: 100-continue` and has not
+    yet been allowed to send its body is answered immediately. If the body is not received completely, the connection is
+    closed.
     """
 
     def __init__(self, app: ASGIApp, seconds: float = DRAIN_SECONDS) -> None:

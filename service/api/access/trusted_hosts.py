@@ -1,4 +1,4 @@
-"""Hosts that requests may name, and what pages of other origins may send and read."""
+"""Protection against DNS rebinding by a list of trusted host names, and the CORS settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service.api.messages.headers import get_header
 from service.core.errors import Misdirected
 from service.core.sections.serving import Access
 
-# CORS: methods and headers that a page on another origin may send, and headers of an answer that it may read.
+# CORS: the methods and headers that web pages of other origins may send, and the response headers that they may read.
 CORS_METHODS = ("GET", "POST", "DELETE")
 CORS_REQUEST_HEADERS = (
     "Authorization",
@@ -31,7 +31,7 @@ CORS_RESPONSE_HEADERS = (
 
 
 class TrustedHosts:
-    """Middleware that refuses hosts other than the configured ones, against DNS rebinding."""
+    """Middleware that rejects requests for host names that are not configured, as protection against DNS rebinding."""
 
     def __init__(self, app: ASGIApp, access: Access, handle_error: ErrorHandler) -> None:
         self._app, self._handle_error = app, handle_error
@@ -45,16 +45,19 @@ class TrustedHosts:
         if any(matches_host(host, pattern) for pattern in self._hosts):
             await self._app(scope, receive, send)
             return
-        error = Misdirected("The service does not answer for this host name; its operator may add it to access.hosts.")
+        error = Misdirected(
+            "The service does not accept requests under this host name. Use the address that its operator gave you, or"
+            " ask the operator to add this name to `access.hosts`."
+        )
         await self._handle_error(Request(scope), error)(scope, receive, send)
 
 
 def parse_host(header: str) -> str:
-    """Return the host of a Host header, without its port, in lower case; an IPv6 address without its brackets."""
+    """Return the lower-case host name of a Host header, without the port and the brackets of IPv6 addresses."""
     host = header.strip().lower()
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].rstrip(".")
 
 
 def matches_host(host: str, pattern: str) -> bool:
-    """Return whether a host equals a pattern, or lies below the domain of a pattern that begins with `*.`."""
+    """Return whether a host equals a pattern. A pattern `*.DOMAIN` matches all subdomains of the domain."""
     return host.endswith(pattern[1:]) if pattern.startswith("*.") else host == pattern

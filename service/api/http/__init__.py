@@ -1,1 +1,1 @@
-"""HTTP below the routes: the protocol, the listener, forms and uploads."""
+"""The HTTP layer below the routes: listener, protocol, multipart forms and uploads."""

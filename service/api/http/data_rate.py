@@ -1,4 +1,4 @@
-"""Times and rates that clients must keep."""
+"""Minimum data rates and time limits for clients."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import math
 from typing import NamedTuple
 
 
-class Patience(NamedTuple):
-    """Limits of the time that clients are waited for.
+class SlowClientLimits(NamedTuple):
+    """Limits beyond which a client counts as too slow.
 
-    head_seconds      for a TLS handshake, and for a whole head after the connection or the previous answer
-    bytes_per_second  of a body that is awaited, and of an answer that is sent
-    window_seconds    over which these are averaged
+    head_seconds      time limit for a TLS handshake, and for a complete request head after connecting or after the
+                      previous response
+    bytes_per_second  minimum rate at which the client must send a body and receive a response
+    window_seconds    time window over which the rate is averaged
     """
 
     head_seconds: float = 20.0
@@ -20,29 +21,32 @@ class Patience(NamedTuple):
 
 
 class DataRate:
-    """Bytes that have moved since the beginning of a window of time."""
+    """The data rate of one direction of a connection, measured in consecutive time windows."""
 
     def __init__(self) -> None:
-        self._began: float | None = None
-        self._moved, self._owed = 0, math.inf
+        self._window_start: float | None = None
+        self._transferred, self._outstanding = 0, math.inf
 
     def reset(self) -> None:
-        """Begin the next window with the next look."""
-        self._began = None
+        """Start a new window at the next call of `is_too_low`."""
+        self._window_start = None
 
-    def is_too_low(self, patience: Patience, now: float, moved: int | None, owed: float = math.inf) -> bool:
-        """Return whether a window has ended in which too little has moved; the next one begins then.
+    def is_too_low(
+        self, limits: SlowClientLimits, now: float, transferred: int | None, outstanding: float = math.inf
+    ) -> bool:
+        """Return whether a window has just ended with too few transferred bytes. The next window then begins.
 
-        `moved` counts all bytes so far; None where that is not known. Who had less to move, `owed` bytes at the
-        beginning, must have moved those.
+        transferred  total number of bytes transferred so far; None if unknown, then the rate is not judged
+        outstanding  bytes still to be transferred; a window that starts with fewer bytes than the minimum rate demands
+                     only has to transfer these
         """
-        if moved is None:
+        if transferred is None:
             return False
-        if self._began is None:
-            self._began, self._moved, self._owed = now, moved, owed
-        if now - self._began < patience.window_seconds:
+        if self._window_start is None:
+            self._window_start, self._transferred, self._outstanding = now, transferred, outstanding
+        if now - self._window_start < limits.window_seconds:
             return False
-        wanted = min(patience.bytes_per_second * patience.window_seconds, self._owed)
-        slow = moved - self._moved < wanted
-        self._began, self._moved, self._owed = now, moved, owed
-        return slow
+        required_bytes = min(limits.bytes_per_second * limits.window_seconds, self._outstanding)
+        is_slow = transferred - self._transferred < required_bytes
+        self._window_start, self._transferred, self._outstanding = now, transferred, outstanding
+        return is_slow

@@ -1,4 +1,4 @@
-"""The transport of a connection as uvicorn sees it: closed once, and read only as far as a request asks for."""
+"""Transport and flow control for uvicorn: close transports once, and read bodies only as requests consume them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
-# Bytes read of a body that nobody has asked for: its request waits for its turn, or for admission.
+# Number of body bytes that are read before the request asks for its body, for example while it waits for admission.
 READ_AHEAD_BYTES = 2**16
 
 
-class ClosedOnce:
-    """A transport that may be closed twice: one of TLS could then be neither asked nor aborted."""
+class CloseOnceTransport:
+    """A transport whose `close` may be called repeatedly. A TLS transport that is closed twice cannot be aborted."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -27,21 +27,22 @@ class ClosedOnce:
             self._transport.close()
 
 
-class ReadFlow(FlowControl):
-    """Flow control that resumes reading only while few bytes wait that nobody has asked for.
+class ReadFlowControl(FlowControl):
+    """Flow control that resumes reading only while few unread body bytes are buffered.
 
-    count_unread  returns bytes of bodies that were read and not received; a weak reference to the connection's method
-    body_asked    whether a request has asked for its body
+    count_unread    weak reference to the method of the connection that returns the number of body bytes that were read
+                    from the socket but not yet received by their request
+    body_requested  whether the current request has asked for its body
     """
 
     def __init__(self, transport: asyncio.Transport, count_unread: weakref.WeakMethod[Callable[[], int]]) -> None:
         super().__init__(transport)
-        self._count_unread, self.body_asked = count_unread, False
+        self._count_unread, self.body_requested = count_unread, False
 
     def resume_reading(self) -> None:
-        """Resume reading, unless too many bytes wait already."""
+        """Resume reading, unless too many bytes are buffered already."""
         count_unread = self._count_unread()
         unread = 0 if count_unread is None else count_unread()
         if unread < READ_AHEAD_BYTES:
-            self.body_asked = not unread
+            self.body_requested = not unread
             super().resume_reading()

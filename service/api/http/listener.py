@@ -1,4 +1,4 @@
-"""A listening socket that limits the number of connections, by closing those that wait for their clients."""
+"""A listening socket that limits the descriptor of connections by closing those that are waiting for their clients."""
 
 from __future__ import annotations
 
@@ -18,137 +18,145 @@ from service.api.http.sockets import count_unread
 
 log = logging.getLogger(__name__)
 
-# More descriptors than this are not asked for: some libraries walk through all that there may be.
+# Upper limit for raising the limit of open files. Some libraries iterate over all possible descriptors.
 MAX_DESCRIPTORS = 2**16
-# The most connections, and an eighth of all, that make room at a time: not every new one shall look at all.
-MAX_BATCH = 32
-# Seconds in which a connection that waits for its client is closed last.
-FRESH_SECONDS = 1.0
-# Seconds between two lines in the log about connections that had to be closed.
-LOG_SECONDS = 60.0
-# What asyncio waits for until it accepts again, where the system has no descriptor or memory left.
+# Number of connections closed at a time: at most this many, and at most an eighth of all connections. Closing several
+# at a time avoids a scan of all connections for every new one.
+MAX_EVICTED_CONNECTIONS = 32
+# Waiting connections younger than this are closed last.
+NEW_CONNECTION_SECONDS = 1.0
+# Minimum interval between log messages about closed connections.
+LOG_INTERVAL_SECONDS = 60.0
+# Delay before asyncio accepts connections again after the system ran out of descriptors or memory.
 ACCEPT_RETRY_SECONDS = 1.0
-_OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_RESOURCE_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
-class _Accepted(NamedTuple):
-    """A connection from its acceptance on, before a TLS handshake too."""
+class _AcceptedConnection(NamedTuple):
+    """An accepted connection, possibly still in its TLS handshake."""
 
     socket: socket.socket
     address: str
-    since: float
+    accepted_at: float
 
     def close(self) -> None:
-        """End both sides; whoever reads or writes finds out, and closes the socket."""
+        """Shut down both directions. The owner of the socket notices and closes it."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
 
 class Listener(socket.socket):
-    """A listening socket whose connections are counted as asyncio accepts them.
+    """A listening socket that limits the descriptor of open connections as asyncio accepts them.
 
-    At the limit, connections that wait for their clients are closed for new ones, those of the address that has the
-    most first, and of these the one that waits longest. Where none waits, the new one is closed. Who has sent something
-    that was not read yet is not waited for.
+    If a new connection exceeds the limit, connections that are waiting for their clients are closed. The address with
+    the most connections loses connections first, starting with the one that has been waiting longest. If no connection
+    is waiting, the new one is closed. A connection with received but unread bytes is not waiting for its client.
 
-    listening    the socket, which this takes over
-    limit        of connections
-    connections  of the server, those that have begun to speak HTTP
+    listening    listening socket, whose descriptor this object takes over
+    limit        maximum descriptor of connections
+    connections  connections of the server that have reached the HTTP protocol (after any TLS handshake)
     """
 
     def __init__(self, listening: socket.socket, limit: int, connections: Collection[Any] = ()) -> None:
         super().__init__(fileno=listening.detach())
         self._limit, self.connections = limit, connections
-        # By file descriptor, so that a closed connection goes at the latest when its number is given again.
-        self._accepted: dict[int, _Accepted] = {}
-        self._made_room = False
-        # Since the last line in the log; when that was, and when the system had no resources last.
-        self._closed, self._logged, self._out_of_resources = 0, -LOG_SECONDS, -ACCEPT_RETRY_SECONDS
+        # By file descriptor: a closed connection is replaced, at the latest, when its descriptor is reused.
+        self._accepted: dict[int, _AcceptedConnection] = {}
+        self._has_evicted = False
+        # Number of connections closed since the last log message, the time of that message, and the last time that the
+        # system ran out of resources.
+        self._closed_count, self._logged_at, self._exhausted_at = 0, -LOG_INTERVAL_SECONDS, -ACCEPT_RETRY_SECONDS
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. Raises BlockingIOError and OSError to have asyncio try again later."""
-        if self._made_room:
-            # asyncio accepts until there is nothing more. First it shall close what was aborted.
-            self._made_room = False
+        """Accept a connection. Raises BlockingIOError or OSError to make asyncio try again later."""
+        if self._has_evicted:
+            # asyncio accepts in a loop until this error. Interrupt it so that it closes the aborted connections first.
+            self._has_evicted = False
             raise BlockingIOError
         try:
             accepted, address = super().accept()
         except OSError as error:
-            if error.errno in _OUT_OF_RESOURCES:
+            if error.errno in _RESOURCE_ERRORS:
                 self._wait_for_resources()
             raise
-        if len(self._accepted) >= self._limit and len(self._open()) >= self._limit:
-            self._made_room = self._make_room()
-            if not self._made_room:
+        if len(self._accepted) >= self._limit and len(self._prune_closed()) >= self._limit:
+            self._has_evicted = self._evict_connections()
+            if not self._has_evicted:
                 accepted.close()
-                # Newer versions of asyncio would accept again at once after ConnectionAbortedError.
+                # After ConnectionAbortedError, newer versions of asyncio would accept again immediately.
                 raise BlockingIOError
-        self._accepted[accepted.fileno()] = _Accepted(accepted, str(address[0]), time.monotonic())
+        self._accepted[accepted.fileno()] = _AcceptedConnection(accepted, str(address[0]), time.monotonic())
         return accepted, address
 
-    def close_silent(self, seconds: float) -> None:
-        """Close connections that have been in a TLS handshake for so long."""
-        spoken = {connection.fileno() for connection in self.connections}
-        for descriptor, accepted in self._open().items():
-            if descriptor not in spoken and time.monotonic() - accepted.since >= seconds:
+    def close_stalled_handshakes(self, seconds: float) -> None:
+        """Close connections whose TLS handshake has taken at least `seconds`."""
+        with_http = {connection.fileno() for connection in self.connections}
+        for descriptor, accepted in self._prune_closed().items():
+            if descriptor not in with_http and time.monotonic() - accepted.accepted_at >= seconds:
                 accepted.close()
 
-    def _open(self) -> dict[int, _Accepted]:
-        """Forget connections that were closed, and return the others."""
-        opened = self._accepted.items()
-        self._accepted = {number: accepted for number, accepted in opened if accepted.socket.fileno() == number}
+    def _prune_closed(self) -> dict[int, _AcceptedConnection]:
+        """Remove closed connections. Return the open ones by descriptor."""
+        connections = self._accepted.items()
+        self._accepted = {
+            descriptor: accepted for descriptor, accepted in connections if accepted.socket.fileno() == descriptor
+        }
         return self._accepted
 
     def _wait_for_resources(self) -> None:
-        """Make room where files, not connections, have taken all descriptors; return where asyncio shall wait instead.
+        """Close connections when the process has run out of descriptors or memory.
 
-        asyncio goes on accepting after such an error, with an entry in the log for each, and then waits. Raises
-        BlockingIOError to end that.
+        asyncio logs such an error, continues accepting, and then waits before the next round. Raises BlockingIOError to
+        stop it from accepting. Returns normally at most once per `ACCEPT_RETRY_SECONDS`, to let asyncio wait.
         """
         now = time.monotonic()
-        self._open()
-        if self._make_room() or now - self._out_of_resources < ACCEPT_RETRY_SECONDS:
+        self._prune_closed()
+        if self._evict_connections() or now - self._exhausted_at < ACCEPT_RETRY_SECONDS:
             raise BlockingIOError
-        self._out_of_resources = now
+        self._exhausted_at = now
 
-    def _make_room(self) -> bool:
-        """Abort connections that wait for their clients; return whether there were any."""
-        spoken = {connection.fileno(): connection for connection in self.connections}
-        number = len(self._accepted)
-        victims = heapq.nsmallest(min(MAX_BATCH, number // 8 or 1), self._waiting(spoken))
-        for *_, descriptor in victims:
+    def _evict_connections(self) -> bool:
+        """Close connections that are waiting for their clients. Return whether there were any."""
+        with_http = {connection.fileno(): connection for connection in self.connections}
+        count = len(self._accepted)
+        evicted = heapq.nsmallest(min(MAX_EVICTED_CONNECTIONS, count // 8 or 1), self._rank_evictable(with_http))
+        for *_, descriptor in evicted:
             accepted = self._accepted.pop(descriptor)
-            if descriptor in spoken:
-                spoken[descriptor].transport.abort()
+            if descriptor in with_http:
+                with_http[descriptor].transport.abort()
             else:
                 accepted.close()
-        self._closed += max(1, len(victims))
-        if time.monotonic() - self._logged >= LOG_SECONDS:
+        self._closed_count += max(1, len(evicted))
+        if time.monotonic() - self._logged_at >= LOG_INTERVAL_SECONDS:
             limits = "server.connections, or the limit of open files"
-            log.warning("%d connections are all that may be (%s): %d were closed", number, limits, self._closed)
-            self._closed, self._logged = 0, time.monotonic()
-        return bool(victims)
+            log.warning(
+                "Limit of %d connections reached (%s); %d connections closed", count, limits, self._closed_count
+            )
+            self._closed_count, self._logged_at = 0, time.monotonic()
+        return bool(evicted)
 
-    def _waiting(self, spoken: Mapping[int, Connection]) -> Iterator[tuple[int, int, float, int]]:
-        """Yield connections that may be closed: what decides about their order, and the descriptor."""
-        numbers = Counter(accepted.address for accepted in self._accepted.values())
+    def _rank_evictable(self, with_http: Mapping[int, Connection]) -> Iterator[tuple[int, int, float, int]]:
+        """Yield a sort key and the descriptor of each connection that may be closed."""
+        counts = Counter(accepted.address for accepted in self._accepted.values())
         for descriptor, accepted in self._accepted.items():
-            state = spoken[descriptor].dispensable if descriptor in spoken else (False, accepted.since)
+            state = with_http[descriptor].eviction_state if descriptor in with_http else (False, accepted.accepted_at)
             if state is not None and not count_unread(accepted.socket):
-                cuts_answer, since = state
-                # A new connection shall come to speak, however many stream answers.
-                rank = 1 if cuts_answer else 2 * (time.monotonic() - since < FRESH_SECONDS)
-                yield rank, -numbers[accepted.address], since, descriptor
+                interrupts_response, waiting_since = state
+                # Protect new connections more than running responses, so that they can send their first request.
+                rank = 1 if interrupts_response else 2 * (time.monotonic() - waiting_since < NEW_CONNECTION_SECONDS)
+                yield rank, -counts[accepted.address], waiting_since, descriptor
 
 
-def limit_connections(wanted: int) -> int:
-    """Raise the limit of open files, and return how many of `wanted` connections may be open: half of it at most."""
+def limit_connections(requested: int) -> int:
+    """Raise the limit of open files. Return the descriptor of connections to allow, at most half of that limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        soft = most
-    limit = wanted if soft == resource.RLIM_INFINITY else min(wanted, soft // 2)
-    if limit < wanted:
-        log.warning("At most %d connections: the limit of open files is %d, of which requests need some", limit, soft)
+    target = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+        soft = target
+    limit = requested if soft == resource.RLIM_INFINITY else min(requested, soft // 2)
+    if limit < requested:
+        log.warning(
+            "Only %d connections are allowed: the limit of open files is %d, and requests need some", limit, soft
+        )
     return limit

@@ -1,4 +1,4 @@
-"""The media types of bodies that are accepted."""
+"""The media types that request bodies may have."""
 
 from __future__ import annotations
 
@@ -15,30 +15,33 @@ RAW_TYPES = frozenset(
         "application/octet-stream",
         "application/zip",
         "application/x-zip-compressed",
-        # What curl sends for --data-binary when no header is given.
+        # The default of curl for --data-binary.
         "application/x-www-form-urlencoded",
     }
 )
 
 
-# Of a form.
-STACK_PART = "file"
+# Form field for the stack.
+STACK_FIELD = "file"
 
 
-class BodyKinds(NamedTuple):
-    """Media types and content encodings of a body that is the file itself, and what such a file is called.
+class BodyFormat(NamedTuple):
+    """Accepted formats of a request body that contains one file, either as a raw body or as a field of a form.
 
-    part  of a form that has the file
+    media_types  accepted media types of a raw body
+    encodings    accepted content encodings of a raw body
+    name         description of the file for error messages
+    form_field   form field for the file
     """
 
     media_types: frozenset[str] = RAW_TYPES
     encodings: frozenset[str] = frozenset({"identity"})
     name: str = "the TIFF itself"
-    part: str = STACK_PART
+    form_field: str = STACK_FIELD
 
 
-STACKS = BodyKinds()
-LABELS = BodyKinds(
+STACK_BODY = BodyFormat()
+LABELS_BODY = BodyFormat(
     RAW_TYPES | {"application/x-npy", "application/gzip", "application/x-gzip"},
     frozenset({"identity", "gzip"}),
     "labels as TIFF or .npy",

@@ -1,4 +1,4 @@
-"""Parse a multipart form while it arrives: files, passed on piece by piece, and short text fields."""
+"""A streaming parser for multipart forms with files, which are passed on piece by piece, and short text fields."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from service.core.errors import BadParameter
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
+# Limit of the value of a text field.
 MAX_FIELD_BYTES = 4096
 MAX_FIELDS = 32
-# What boundaries, part headers and fields may add to the file.
+# Allowance for boundaries, part headers and text fields in addition to the files.
 MAX_FORM_BYTES = 2 * MAX_FIELDS * MAX_FIELD_BYTES
 
 
 class FormFile(Protocol):
-    """Takes a file of a form as it arrives; its bytes are not copied."""
+    """Receiver of one file of a form."""
 
     def set_name(self, name: str) -> None:
-        """Take the name that the client gives the file."""
+        """Set the file name that the client sent."""
 
     def add_data(self, data: memoryview) -> None:
-        """Take the next bytes."""
+        """Add the next bytes, which are a view of the parsed chunk."""
 
 
 class FormParser:
-    """Parser of a form in chunks of any size. All methods raise BadParameter for a body that is not such a form.
+    """Parser of a multipart form that arrives in chunks of any size. All methods raise BadParameter for invalid forms.
 
-    files   what takes the file of a part, by the name of the part
-    fields  where the text of every other part is put, by name
+    files   receivers of files by form field
+    fields  dictionary to which the values of all other fields are added
     """
 
     def __init__(
@@ -45,26 +46,28 @@ class FormParser:
         self._files, self._fields = files, fields
         self._header, self._value, self._text = bytearray(), bytearray(), bytearray()
         self._name = ""
-        self._seen = set[str]()
+        self._received_fields = set[str]()
         self._ended = False
         if not boundary:
-            raise BadParameter("The multipart form states no boundary.")
+            raise BadParameter(
+                "The Content-Type of the multipart form has no boundary. Let your HTTP library set this header."
+            )
         try:
             self._parser = MultipartParser(boundary, self._callbacks())
         except FormParserError as error:
-            raise BadParameter(f"The multipart form cannot be read: {error}.") from error
+            raise BadParameter(f"The boundary of the multipart form is invalid: {error}.") from error
 
     def feed(self, chunk: bytes) -> None:
         """Parse the next bytes of the body."""
         try:
             self._parser.write(chunk)
         except FormParserError as error:
-            raise BadParameter(f"The multipart form is broken: {error}.") from error
+            raise BadParameter(f"The multipart form is malformed: {error}.") from error
 
     def finish(self) -> None:
         """Check that the body has ended with the closing boundary."""
         if not self._ended:
-            raise BadParameter("The multipart form is cut short: its closing boundary is missing.")
+            raise BadParameter("The multipart form is truncated: its closing boundary is missing. Send it again.")
 
     def _callbacks(self) -> MultipartCallbacks:
         return {
@@ -91,9 +94,11 @@ class FormParser:
         self._value.clear()
 
     def _begin_file(self, name: str) -> None:
-        if self._name in self._seen:
-            raise BadParameter(f"The form carries more than one file {self._name!r}; post one stack per request.")
-        self._seen.add(self._name)
+        if self._name in self._received_fields:
+            raise BadParameter(
+                f"The form has more than one file in the field {self._name!r}. Send one file per request."
+            )
+        self._received_fields.add(self._name)
         self._files[self._name].set_name(name)
 
     def _add_part_data(self, data: bytes, start: int, end: int) -> None:
@@ -102,10 +107,12 @@ class FormParser:
             return
         self._text += data[start:end]
         if len(self._text) > MAX_FIELD_BYTES:
-            raise BadParameter(f"The form field {self._name[:40]!r} is too long; files go into {self._expected}.")
+            raise BadParameter(
+                f"The value of the form field {self._name[:40]!r} is too long. Send files in {self._file_fields}."
+            )
 
     @property
-    def _expected(self) -> str:
+    def _file_fields(self) -> str:
         names = " and ".join(repr(name) for name in self._files)
         return f"the field{'s' if len(self._files) > 1 else ''} {names}"
 
@@ -113,10 +120,10 @@ class FormParser:
         if self._name in self._files:
             return
         if self._name in self._fields:
-            raise BadParameter(f"The form carries the field {self._name[:40]!r} twice.")
+            raise BadParameter(f"The form has the field {self._name[:40]!r} twice. Send it once.")
         self._fields[self._name] = self._text.decode("utf-8", "replace")
         if len(self._fields) > MAX_FIELDS:
-            raise BadParameter(f"The form has more than {MAX_FIELDS} fields.")
+            raise BadParameter(f"The form has more than {MAX_FIELDS} fields. Send only the parameters of the request.")
 
     def _end_form(self) -> None:
         self._ended = True

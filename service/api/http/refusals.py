@@ -1,4 +1,4 @@
-"""Heads that the application shall not see, and answers that a connection gives without it."""
+"""Checks of request heads, and error responses that the connection sends without calling the application."""
 
 from __future__ import annotations
 
@@ -10,68 +10,72 @@ from typing import NamedTuple
 from service.api.messages.headers import SECURITY_HEADERS
 from service.api.messages.problems import PROBLEM_TYPE, problem_document
 
-# Limit of a request line with headers, and of chunk headers and trailers.
+# Limit of the request line with all headers, and of chunk headers and trailers.
 MAX_HEAD_BYTES = 2**16
-# Headers of a request, each of which is an object that all middleware looks at.
+# Each header is an object that every middleware has to search.
 MAX_HEADERS = 100
-# Parameters in the address of a request, which FastAPI parses before any route does.
+# Query parameters, which FastAPI parses before it calls a route.
 MAX_PARAMETERS = 100
-# Digits of a Content-Length: leading zeros could be as many as fit into a head.
+# Digits of a Content-Length. Without a limit, leading zeros could fill the head.
 MAX_LENGTH_DIGITS = 19
 
 Headers = Sequence[tuple[bytes, bytes]]
 
 
-class Refused(ValueError):
-    """Request head that the application shall not see; the message goes to the client."""
+class HeadError(ValueError):
+    """Error for a request head that must not reach the application. Its message is sent to the client."""
 
 
 def check_head(version: str, method: bytes, url: bytes, headers: Headers) -> None:
-    """Raise Refused for a head that is too large, or that of another protocol than this service speaks."""
+    """Raise HeadError if a request head is too large or uses an unsupported protocol."""
     if version not in {"1.0", "1.1"}:
-        raise Refused("This service speaks HTTP/1.1 and HTTP/1.0.")
+        raise HeadError("Unsupported HTTP version. This service supports HTTP/1.1 and HTTP/1.0.")
     if method == b"CONNECT":
-        raise Refused("This service is no proxy.")
+        raise HeadError("CONNECT is not supported: this service is not a proxy.")
     if len(headers) > MAX_HEADERS:
-        raise Refused(f"The request has more than {MAX_HEADERS} headers.")
+        raise HeadError(f"The request has more than {MAX_HEADERS} headers.")
     if url.count(b"&") >= MAX_PARAMETERS:
-        raise Refused(f"The address has more than {MAX_PARAMETERS} parameters.")
+        raise HeadError(f"The URL has more than {MAX_PARAMETERS} parameters.")
     if len(url) + sum(len(name) + len(value) for name, value in headers) > MAX_HEAD_BYTES:
-        raise Refused("The head of the request is too long.")
+        raise HeadError(f"The URL and the headers are too long: more than {MAX_HEAD_BYTES:,} bytes.")
 
 
 def check_headers(version: str, headers: Headers) -> None:
-    """Raise Refused for headers whose meaning another server might read differently."""
-    modern, hosts = version == "1.1", len(_find_all(headers, b"host"))
-    if hosts > 1 or (not hosts and modern):
-        # RFC 9112, 3.2: a proxy before this service might go by another host than the service does.
-        raise Refused("The request must name one host.")
+    """Raise HeadError for headers that a proxy in front of this service might interpret differently."""
+    is_http_1_1, hosts = version == "1.1", len(_find_all(headers, b"host"))
+    if hosts > 1 or (not hosts and is_http_1_1):
+        # RFC 9112, 3.2: a proxy might use a different one of several Host headers.
+        raise HeadError("The request must have exactly one host, in one Host header.")
     if any(len(value) > MAX_LENGTH_DIGITS for value in _find_all(headers, b"content-length")):
-        raise Refused(f"A Content-Length has {MAX_LENGTH_DIGITS} digits at most.")
+        raise HeadError(f"Content-Length has more than {MAX_LENGTH_DIGITS} digits.")
     codings = [value.lower() for value in _find_all(headers, b"transfer-encoding")]
-    if codings and (codings != [b"chunked"] or not modern):
-        # The content of the chunks would be taken for the file. RFC 9112, 6.1: HTTP/1.0 has no chunks.
-        raise Refused("A body comes as it is or, in HTTP/1.1, in chunks: no other Transfer-Encoding is read.")
+    if codings and (codings != [b"chunked"] or not is_http_1_1):
+        # With another coding, the encoded bytes would be stored as the file. RFC 9112, 6.1: HTTP/1.0 has no chunks.
+        raise HeadError("Unsupported Transfer-Encoding. Send the body with Content-Length or, in HTTP/1.1, in chunks.")
 
 
 def _find_all(headers: Headers, name: bytes) -> list[bytes]:
-    return [value for known, value in headers if known == name]
+    return [value for header, value in headers if header == name]
 
 
-class Refusal(NamedTuple):
-    """The last answer on a connection: a problem document as the application sends it, with `more` headers."""
+class RefusalResponse(NamedTuple):
+    """The last response on a connection: a problem document like those of the application.
+
+    reason         detail of the problem document
+    extra_headers  headers in addition to the standard ones
+    """
 
     status: HTTPStatus
     slug: str
     reason: str
-    more: Mapping[str, str] = {}
+    extra_headers: Mapping[str, str] = {}
 
     def encode(self, request_id: str, default_headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-        """Return the bytes of the answer to the request with this id."""
+        """Return the bytes of the response to the request with this id."""
         content = json.dumps(problem_document(self.slug, self.status, self.reason, request_id)).encode()
         headers = {
             **SECURITY_HEADERS,
-            **self.more,
+            **self.extra_headers,
             "Content-Type": PROBLEM_TYPE,
             "X-Request-ID": request_id,
             "Connection": "close",

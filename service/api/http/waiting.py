@@ -1,4 +1,4 @@
-"""How long a request is worked on: until its time limit, or until its client disconnects."""
+"""Limits on the duration of a request: its time limit, and the disconnection of its client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @asynccontextmanager
 async def time_limit(seconds: float, explain: Callable[[], str | None] = lambda: None) -> AsyncIterator[None]:
-    """Cancel the block after `seconds` and raise TimedOut, with what `explain` then knows of the cause."""
+    """Cancel the block after `seconds` and raise TimedOut. Its message includes the text from `explain`, if any."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -27,16 +27,16 @@ async def time_limit(seconds: float, explain: Callable[[], str | None] = lambda:
 
 
 async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` returns; cancel it and raise Cancelled when the client disconnects.
+    """Await `work` and return its result. If the client disconnects, cancel `work` and raise Cancelled.
 
-    The body must have been received. Never returns before `work` has ended.
+    The request body must have been received before. The function never returns before `work` has ended.
     """
     task = cast("asyncio.Task[Any]", asyncio.current_task())
     listening = asyncio.ensure_future(_wait_for_disconnect(request))
     ended = cancelled = False
 
     def cancel(_listening: asyncio.Future[None]) -> None:
-        # Called one turn of the loop after the client disconnected: the work may have ended since.
+        # Called one iteration of the event loop after the client disconnected. The work may have ended since.
         nonlocal cancelled
         if not ended:
             cancelled = task.cancel()
@@ -50,7 +50,7 @@ async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) ->
     finally:
         ended = True
         listening.cancel()
-    raise Cancelled("The client hung up.")
+    raise Cancelled("The client disconnected.")
 
 
 async def _wait_for_disconnect(request: Request) -> None:

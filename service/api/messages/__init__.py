@@ -1,1 +1,1 @@
-"""What requests and answers say: headers, problem documents, results, and the JSON of each resource."""
+"""Messages of the HTTP API: headers, problem documents, results, and the JSON schemas of each resource."""

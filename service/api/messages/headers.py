@@ -1,4 +1,4 @@
-"""Headers of requests and answers, read from ASGI's list of byte pairs without building an object around it."""
+"""Headers of requests and responses, read directly from ASGI's list of byte pairs without a wrapper object."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Iterable
 
 from starlette.types import Scope
 
-# Names, in lower case as ASGI requires, and values.
+# Pairs of name and value. Names are in lower case, as ASGI requires.
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
-# Ids that a client may give its request: none can forge a line of the log, or fill it.
+# Request ids that clients may choose. The pattern prevents forged or very long log lines.
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-# Name of every caller where no API keys are configured.
+# Name of all callers if no API keys are configured.
 ANONYMOUS = "anonymous"
 
-# For all answers but pages.
+# Headers of all responses except HTML pages.
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -27,21 +27,21 @@ SECURITY_HEADERS = {
 
 
 def get_header(scope: Scope, name: bytes) -> str:
-    """Return the first header of a request by this name, given in lower case; "" without one."""
+    """Return the first request header with this lower-case name, or "" if there is none."""
     return find_header(scope["headers"], name)
 
 
 def find_header(headers: RawHeaders, name: bytes) -> str:
-    """Return the first of these headers by this name, given in lower case; "" without one."""
-    for known, value in headers:
-        if known == name:
+    """Return the first header with this lower-case name, or "" if there is none."""
+    for header, value in headers:
+        if header == name:
             return value.decode("latin-1")
     return ""
 
 
 def choose_request_id(proposed: str) -> str:
-    """Return the id that the client proposes where it is harmless in a log, else a new one."""
+    """Return the request id that the client proposes if it is safe to log, else a new one."""
     if REQUEST_ID.fullmatch(proposed):
         return proposed
-    # It need not be hard to guess, which saves a system call.
+    # The id may be guessable. Avoiding secure random numbers saves a system call.
     return str(uuid.UUID(int=random.getrandbits(128), version=4))

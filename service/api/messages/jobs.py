@@ -1,4 +1,4 @@
-"""Answers about jobs."""
+"""Responses about jobs."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from service.serving.jobs.record import JobRecord, JobState
 
 
 class JobProgress(BaseModel):
-    """Progress in windows, done and all: decoding counts as many as are computed in the time that it takes."""
+    """Progress in windows: `done` of `total`. Decoding counts as the number of windows that take the same time."""
 
     done: int
     total: int
 
 
 class JobProblem(BaseModel):
-    """The reason why a job failed, as the problem document of its result says it."""
+    """Why a job failed: `type` and `detail` of the problem document of its result."""
 
     type: str
     detail: Text
 
 
 class JobReport(BaseModel):
-    """A job.
+    """A segmentation job.
 
-    state         waiting, loading while it waits for its model to be loaded, running, done, failed, cancelled, or
-                  expired once its result had to make room
-    stage         that a job which runs is at: prepare, windows, decode, write
-    position      1 for the job whose turn is next, only while it waits
-    seconds_left  until the result is there, those before it included; null where that cannot be told yet
-    seconds       by stage, as far as the job has come
-    time_points   those that are done, of a series. The result of one that failed has them
-    stacks        those that are done, of a folder; so is `progress` then. At the end those that have results
-    confidence    in the result, 0 to 1, where the model knows; `doubt` says why it is low and what to try
-    warnings      what a user should know about the result
-    diameter      of the objects, and whether it was stated or estimated
-    skipped       windows that were not computed because nothing is in them, where such were looked for
-    expires       when the job and its result are deleted
+    - `state`: `waiting`, `loading` (waiting for its model to load), `running`, `done`, `failed`, `cancelled`, or
+      `expired` (the result was deleted to free disk space).
+    - `stage`: current stage of a running job: `prepare`, `windows`, `decode` or `write`.
+    - `position`: position in the queue while the job is waiting; 1 is next.
+    - `seconds_left`: estimated time until the result is ready, including the queue; null if unknown.
+    - `seconds`: time per stage so far.
+    - `time_points`: progress of a time series. If the job fails, its result has the completed time points.
+    - `stacks`: progress of a job on a folder, in stacks, as is `progress`. At the end, the stacks that have results.
+    - `confidence`: confidence in the result from 0 to 1, if the model supports it.
+    - `doubt`: why confidence is low and what to try; null otherwise.
+    - `warnings`: notes about the result for the user.
+    - `diameter`: the object diameter that was used, and whether it was given or estimated.
+    - `skipped`: number of windows that were skipped as empty, if skipping was enabled.
+    - `expires`: when the job and its result are deleted.
     """
 
     model_config = ConfigDict(
@@ -109,21 +110,21 @@ class JobList(BaseModel):
 
 
 def report_job(view: JobView, keep_seconds: float) -> JobReport:
-    """Return a job as JSON shows it; its result is kept for `keep_seconds`."""
+    """Return the report of a job. Finished jobs are kept for `keep_seconds`."""
     record = view.record
     return JobReport(
         id=record.id,
         state=_name_state(view),
         name=record.request.name,
         parameters=record.request.parameters,
-        created=_utc(record.created),
-        started=_utc_or_none(record.started),
-        ended=_utc_or_none(record.ended),
-        expires=None if record.ended is None else _utc(record.ended + keep_seconds),
+        created=_to_utc(record.created),
+        started=_to_utc_or_none(record.started),
+        ended=_to_utc_or_none(record.ended),
+        expires=None if record.ended is None else _to_utc(record.ended + keep_seconds),
         stage=view.stage,
         position=view.position,
         progress=JobProgress(done=view.progress.done, total=view.progress.total),
-        **_report_parts(view),
+        **_report_part_progress(view),
         seconds_left=None if view.seconds_left is None or record.ended is not None else round(view.seconds_left, 1),
         seconds={stage: round(seconds, 3) for stage, seconds in view.seconds.items()},
         result=f"/jobs/{record.id}/result" if record.state == "done" else None,
@@ -133,22 +134,22 @@ def report_job(view: JobView, keep_seconds: float) -> JobReport:
 
 
 def _name_state(view: JobView) -> JobState | Literal["loading"]:
-    """Return the state that the owner is told: a job of which a part is done has failed, with a result."""
+    """Return the state to report. A job with a partial result is reported as failed."""
     state = view.record.state
     if state == "waiting" and view.loading:
         return "loading"
     return "failed" if state == "done" and view.record.failure is not None else state
 
 
-def _report_parts(view: JobView) -> dict[str, Any]:
-    """Return how far a series or a folder has come, as members of a `JobReport`."""
+def _report_part_progress(view: JobView) -> dict[str, Any]:
+    """Return the progress of a time series or a folder as members of a `JobReport`."""
     parts = JobProgress(done=view.points.done, total=view.points.total) if view.points.total else None
     is_folder = view.record.request.is_folder
     return {"time_points": None if is_folder else parts, "stacks": parts if is_folder else None}
 
 
 def _report_result(record: JobRecord) -> dict[str, Any]:
-    """Return the members of a `JobReport` that are known of a result; the model is named before there is one."""
+    """Return the members of a `JobReport` that describe the result. Without a result, only the model is known."""
     metadata = record.answer
     if metadata is None:
         return {"model": record.request.model, "warnings": []}
@@ -169,10 +170,10 @@ def _report_problem(failure: StackSegError | None) -> JobProblem | None:
     return JobProblem(type=f"urn:stackseg:problem:{failure.slug}", detail=str(failure))
 
 
-def _utc(seconds: float) -> datetime:
-    """Return seconds since 1970 as a time in UTC."""
+def _to_utc(seconds: float) -> datetime:
+    """Convert a POSIX timestamp to a datetime in UTC."""
     return datetime.fromtimestamp(seconds, UTC)
 
 
-def _utc_or_none(seconds: float | None) -> datetime | None:
-    return None if seconds is None else _utc(seconds)
+def _to_utc_or_none(seconds: float | None) -> datetime | None:
+    return None if seconds is None else _to_utc(seconds)

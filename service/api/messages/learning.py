@@ -1,4 +1,4 @@
-"""Requests and answers about annotated stacks and trainings."""
+"""Requests and responses for annotated stacks and trainings."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _CORRECTION_FORM = {
 }
 CORRECTION_BODY: dict[str, Any] = {
     "requestBody": {
-        "description": "Labels of the whole stack: a TIFF, or .npy [Z, Y, X], which may be within gzip; or a form with"
-        " `labels` and the stack itself, `file`.",
+        "description": "The corrected labels of the whole stack as a TIFF or a .npy file with axes Z, Y, X, optionally"
+        " compressed with gzip. Alternatively a form with the field `labels` and the stack itself in the field `file`.",
         "required": True,
         "content": {
             "image/tiff": _BINARY,
@@ -35,42 +35,58 @@ CORRECTION_BODY: dict[str, Any] = {
         },
     }
 }
-ANNOTATION_FILE: dict[int | str, dict[str, Any]] = {
-    200: {"description": "An OME-TIFF ZYX.", "content": {"image/tiff": _BINARY}}
+ANNOTATION_FILE_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "An OME-TIFF with axes Z, Y, X.", "content": {"image/tiff": _BINARY}}
 }
 
 
 class CorrectionQuery(BaseModel):
-    """Parameters of POST /annotations."""
+    """Query parameters of `POST /annotations`."""
 
-    stack: Annotated[str | None, Field(pattern=ID_PATTERN, description="The stack, of POST /stacks; the job's.")] = None
-    job: Annotated[str | None, Field(pattern=ID_PATTERN, description="The job whose labels were corrected.")] = None
-    name: Annotated[str, Field(max_length=200, description="The name of the stack if not given.")] = ""
-    region: Annotated[
-        str | None, Field(max_length=80, description="The corrected part, z0:z1,y0:y1,x0:x1; all if not given.")
+    stack: Annotated[
+        str | None,
+        Field(pattern=ID_PATTERN, description="Id of a stack uploaded with POST /stacks. By default, that of the job."),
     ] = None
-    changes: Annotated[int | None, Field(ge=0, description="Number of corrections.")] = None
-    channel: Annotated[str | None, Field(max_length=256, description="As in /segment; the job's.")] = None
-    time: Annotated[str | None, Field(max_length=32, description="As in /segment; the job's.")] = None
-    axes: Annotated[str | None, Field(max_length=16, description="As in /segment; the job's.")] = None
-    voxel_size: Annotated[str | None, Field(max_length=64, description="As in /segment; the job's.")] = None
+    job: Annotated[str | None, Field(pattern=ID_PATTERN, description="Id of the job whose labels were corrected.")] = (
+        None
+    )
+    name: Annotated[
+        str, Field(max_length=200, description="Name of the annotated stack. By default, the name of the stack.")
+    ] = ""
+    region: Annotated[
+        str | None,
+        Field(max_length=80, description="Corrected region z0:z1,y0:y1,x0:x1. By default, the whole stack."),
+    ] = None
+    changes: Annotated[int | None, Field(ge=0, description="Number of corrections that the user made.")] = None
+    channel: Annotated[
+        str | None, Field(max_length=256, description="Channel, as in /segment. By default, that of the job.")
+    ] = None
+    time: Annotated[
+        str | None, Field(max_length=32, description="Time point, as in /segment. By default, that of the job.")
+    ] = None
+    axes: Annotated[
+        str | None, Field(max_length=16, description="Axes, as in /segment. By default, those of the job.")
+    ] = None
+    voxel_size: Annotated[
+        str | None, Field(max_length=64, description="Voxel size, as in /segment. By default, that of the job.")
+    ] = None
 
 
 class AnnotationReport(BaseModel):
-    """A stack that is kept with corrected labels, to train on.
+    """A stack with corrected labels, stored for training.
 
-    shape       planes, rows and columns
-    voxel_size  Z, Y, X in micrometres, null where it is not known
-    region      the part that was corrected, as the parameter states it; null: all of it
-    objects     in the labels, of that part
-    base_model  that made the labels which were corrected, with its version; null where that is not known
-    diameter    of the objects, as the parameter `diameter` takes it, where the labels were made with one
-    changes     how many corrections there were, where the client says
-    time        the time point of the series that it was made of, from 0; null where there is one alone
-    stack, job  that it was made of, either of which may be gone
-    overlaps    ids of those of the caller's that have labels for the same place of the same image, newest first, 32
-                at most; of such only one can be trained on at a time
-    bytes       on disk
+    - `shape`: number of planes, rows and columns.
+    - `voxel_size`: Z, Y, X in micrometers; null if unknown.
+    - `region`: the corrected region, in the format of the parameter; null for the whole stack.
+    - `objects`: number of objects in the corrected region.
+    - `base_model`: name and version of the model that made the labels before correction; null if unknown.
+    - `diameter`: object diameter used by that model, in the format of the parameter `diameter`; null if none was used.
+    - `changes`: number of corrections, if the client reported it.
+    - `time`: index of the time point in the original series, counted from 0; null without a series.
+    - `stack`, `job`: the stack and the job that it was made from. They may have been deleted.
+    - `overlaps`: ids of the caller's annotated stacks with labels for the same region of the same image, newest first,
+      at most 32. A training can use only one of them.
+    - `bytes`: size on disk.
     """
 
     id: str
@@ -92,19 +108,19 @@ class AnnotationReport(BaseModel):
 
 
 class AnnotationList(BaseModel):
-    """The caller's annotated stacks, those of all keys for an admin, newest first."""
+    """The caller's annotated stacks, newest first. Admins see those of all API keys."""
 
     annotations: list[AnnotationReport]
 
 
-class Abilities(BaseModel):
-    """Rights of the caller beyond segmenting.
+class CallerLimits(BaseModel):
+    """What the caller may do in addition to segmenting.
 
-    corrections        whether annotated stacks are kept
-    annotations_bytes  that one key's may take on disk
-    training           whether the caller may train models on them
-    training_problem   why not
-    training_minutes   longest that a training may take
+    - `corrections`: whether the service stores annotated stacks.
+    - `annotations_bytes`: disk quota for the annotated stacks of one API key.
+    - `training`: whether the caller may train models.
+    - `training_problem`: why the caller may not train models; null if it may.
+    - `training_minutes`: maximum duration of a training.
     """
 
     corrections: bool
@@ -115,7 +131,13 @@ class Abilities(BaseModel):
 
 
 class TrainingRequest(BaseModel):
-    """A training to begin. `model`: to go on from, the default model if not given; `name`: of the new one."""
+    """Parameters of a new training.
+
+    - `model`: model to start from; the default model if not given.
+    - `annotations`: ids of the annotated stacks to train on.
+    - `minutes`: duration of the training.
+    - `name`: name of the new model.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -126,18 +148,21 @@ class TrainingRequest(BaseModel):
 
 
 class TrainingReport(BaseModel):
-    """A training.
+    """A training of a model.
 
-    name          of the new model; `model` has it while it is served
-    base_model    that it goes on from, with its version
-    position      1 for the one whose turn is next, only while it waits
-    steps         planned, as many as the time allows; null before that is measured
-    stage         what it does while it runs: `scoring` measures the base model, `evaluating` the new one
-    seconds_left  while it runs, scoring included; null once it takes longer than was asked for
-    loss          [step, training loss]
-    validation    [step, loss on what is not trained on], the first before any step
-    before, after  F1 at an intersection over union of 0.5 on the held-out part of the annotated stacks
-    better        whether the new model is better there; `message` says it in words, or why the training failed
+    - `name`: name of the new model. `model` has the same name while the new model is available.
+    - `base_model`: name and version of the model that the training starts from.
+    - `position`: position in the queue while the training is waiting; 1 is next.
+    - `stage`: current stage of a running training. `scoring` evaluates the base model, `evaluating` the new model.
+    - `steps`: planned number of training steps; null until the speed has been measured.
+    - `seconds_left`: estimated remaining time of a running training, including evaluation; null if it takes longer than
+      requested.
+    - `loss`: pairs of step and training loss.
+    - `validation`: pairs of step and validation loss. The first pair is from before the training.
+    - `before`, `after`: F1 score of the base model and the new model on held-out parts of the annotated stacks, at an
+      intersection over union of 0.5.
+    - `better`: whether the new model scores higher than the base model.
+    - `message`: the outcome in words, or why the training failed.
     """
 
     id: str
@@ -165,13 +190,13 @@ class TrainingReport(BaseModel):
 
 
 class TrainingList(BaseModel):
-    """The caller's trainings, those of all keys for an admin, newest first."""
+    """The caller's trainings, newest first. Admins see those of all API keys."""
 
     trainings: list[TrainingReport]
 
 
 def describe_annotation(annotation: Annotation, overlaps: Sequence[Annotation]) -> dict[str, Any]:
-    """Return the content of an `AnnotationReport`."""
+    """Return the members of an `AnnotationReport` as a dictionary."""
     origin, size = annotation.origin, annotation.voxel_size
     return {
         "id": annotation.id,
@@ -194,7 +219,7 @@ def describe_annotation(annotation: Annotation, overlaps: Sequence[Annotation]) 
 
 
 def report_training(trainings: Trainings, record: TrainingRecord) -> TrainingReport:
-    """Report a training, with the place of its new model while that is served. Blocks while folders are read."""
+    """Report a training and, while it is available, its new model. Blocks while model folders are read."""
     left = record.seconds_left
     return TrainingReport(
         id=record.id,
@@ -205,8 +230,8 @@ def report_training(trainings: Trainings, record: TrainingRecord) -> TrainingRep
         annotations=record.annotations,
         minutes=record.minutes,
         created=datetime.fromtimestamp(record.created, UTC),
-        started=_utc(record.started),
-        ended=_utc(record.ended),
+        started=_to_utc(record.started),
+        ended=_to_utc(record.ended),
         position=trainings.queue.position(record),
         stage=record.stage if record.state == "running" else None,
         step=record.step,
@@ -222,5 +247,5 @@ def report_training(trainings: Trainings, record: TrainingRecord) -> TrainingRep
     )
 
 
-def _utc(seconds: float | None) -> datetime | None:
+def _to_utc(seconds: float | None) -> datetime | None:
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC)

@@ -1,4 +1,4 @@
-"""Answers about models."""
+"""Responses about models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.models.spec import Input, Lineage
 from service.serving.devices.models.state import ModelState
 from service.serving.runtime import Runtime
 
-# In a model's folder.
+# File name in the model folder.
 PICTURE_FILE = "example.png"
 
 
@@ -31,8 +31,8 @@ def _report_without_folders(report: EngineReport) -> EngineReport:
 Report = Annotated[EngineReport, AfterValidator(_report_without_folders)]
 
 
-class Loaded(BaseModel):
-    """A model on one device: the memory that it takes there, and when a request last began or ended to use it."""
+class LoadedModel(BaseModel):
+    """A model on one device. `bytes` is its memory there, and `used` is when a request last used it."""
 
     device: str
     bytes: int
@@ -40,12 +40,14 @@ class Loaded(BaseModel):
 
 
 class ModelInfo(BaseModel):
-    """A model as it is served. `state`: unloaded until it is asked for, loading, ready, or failed, then with `problem`.
+    """A model of the service.
 
-    removable  whether the caller may delete it: a model that was trained here, by the caller's key or for an admin
-    picture  where what it finds in its sample is drawn; None without such a picture
-    lineage  of a model that was trained here: its parent, and scores before and after
-    devices  on which it is loaded
+    - `state`: `unloaded` until the first request for it, `loading`, `ready`, or `failed` (see `problem`).
+    - `picture`: path of an image that shows the model's result for its sample; null if it has none.
+    - `lineage`: for a model trained on this service, its base model and the scores before and after training.
+    - `removable`: whether the caller may delete the model. Only models trained on this service can be deleted, by the
+      API key that trained them and by admins.
+    - `devices`: the devices on which the model is loaded.
     """
 
     name: str
@@ -63,19 +65,22 @@ class ModelInfo(BaseModel):
     removable: bool = False
     engine: Report | None = None
     loaded: bool = False
-    devices: list[Loaded] = []
+    devices: list[LoadedModel] = []
     problem: Text | None = None
 
 
 class ModelList(BaseModel):
-    """All models; `default` answers requests that name none."""
+    """All models. `default` is the model of requests without the parameter `model`."""
 
     default: str | None
     models: list[ModelInfo]
 
 
 class ModelReload(BaseModel):
-    """Names of models that are new, changed or gone. `broken`: why one is not served as its folder has it, by name."""
+    """Names of the added, changed and removed models.
+
+    `broken` has the error messages, by model name, of folders that could not be loaded.
+    """
 
     added: list[str]
     changed: list[str]
@@ -84,13 +89,13 @@ class ModelReload(BaseModel):
 
 
 def report_models(runtime: Runtime, may_remove: Callable[[ModelState], bool]) -> ModelList:
-    """Report every model of the repository, and whether the caller `may_remove` it."""
+    """Report all models of the repository. `may_remove` decides whether the caller may delete a model."""
     models = [report_model(model, removable=may_remove(model)) for model in runtime.models.states()]
     return ModelList(default=runtime.models.default, models=models)
 
 
 def report_model(model: ModelState, *, removable: bool) -> ModelInfo:
-    """Report the facts, the state and the devices of a model."""
+    """Report the metadata, state and devices of a model."""
     spec, engine = model.spec, model.device_model.report() if model.device_model else None
     if spec is None:
         return ModelInfo(name=model.name, state=model.state, removable=removable, problem=model.problem)
@@ -111,7 +116,7 @@ def report_model(model: ModelState, *, removable: bool) -> ModelInfo:
         engine=engine,
         loaded=model.device_model is not None,
         devices=[
-            Loaded(device=device, bytes=loaded_model.nbytes, used=datetime.fromtimestamp(loaded_model.used, UTC))
+            LoadedModel(device=device, bytes=loaded_model.nbytes, used=datetime.fromtimestamp(loaded_model.used, UTC))
             for device, loaded_model in model.loaded.items()
         ],
         problem=model.problem,

@@ -1,4 +1,4 @@
-"""Requests for planes of a volume, and answers with them as raw numbers, for canvases."""
+"""Requests for planes of a volume, and responses with their raw pixel values, for display in a viewer."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from starlette.types import Receive, Scope, Send
 from service.core.types import Array, Selection
 from service.serving.results.planes import MAX_BYTES, SENT_TYPES, PlaneRange
 
+# Size of the parts in which planes are sent.
 CHUNK_BYTES = 2**20
 
-PLANES: dict[int | str, dict[str, Any]] = {
+PLANES_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": f"Numbers in C order [z, y, x], little-endian, {MAX_BYTES >> 20} MiB at most.",
+        "description": "Pixel values in C order (z, y, x), little-endian. At most"
+        f" {MAX_BYTES >> 20} MiB per response; use a larger `step` or fewer planes for more.",
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
         "headers": {
             "X-StackSeg-Shape": {
-                "description": "Planes, rows and columns that are sent",
+                "description": "Number of planes, rows and columns in this response",
                 "schema": {"type": "string", "example": "16,512,512"},
             },
             "X-StackSeg-Dtype": {
-                "description": "Kind of the numbers",
+                "description": "Data type of the pixel values",
                 "schema": {"type": "string", "enum": sorted(SENT_TYPES)},
             },
             "X-StackSeg-Volume": {
-                "description": "Planes, rows and columns of the whole volume",
+                "description": "Number of planes, rows and columns of the whole volume",
                 "schema": {"type": "string", "example": "64,2048,2048"},
             },
         },
@@ -37,34 +39,42 @@ PLANES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def parse_range(
-    start: Annotated[int, Query(alias="from", ge=0, description="The first plane.")] = 0,
-    stop: Annotated[int | None, Query(alias="to", ge=1, description="One beyond the last plane.")] = None,
+def parse_plane_range(
+    start: Annotated[int, Query(alias="from", ge=0, description="Index of the first plane, counted from 0.")] = 0,
+    stop: Annotated[
+        int | None, Query(alias="to", ge=1, description="Index after the last plane; by default the end of the axis.")
+    ] = None,
     step: Annotated[
         str,
         Query(
             pattern=r"^[1-9][0-9]{0,4}(,[1-9][0-9]{0,4}){2}$",
-            description="Every n-th plane, row and column: Z,Y,X. Large stacks are looked at in coarse steps first.",
+            description="Step along Z,Y,X: return every n-th plane, row and column. Use large steps for a preview of a"
+            " large stack.",
         ),
     ] = "1,1,1",
     axis: Annotated[
-        Literal["z", "y", "x"], Query(description="The axis across the planes, along which `from` and `to` count.")
+        Literal["z", "y", "x"], Query(description="Axis perpendicular to the planes. `from` and `to` are along it.")
     ] = "z",
 ) -> PlaneRange:
-    """Return the range that a query states."""
+    """Return the range of planes that the query parameters select."""
     z, y, x = map(int, step.split(","))
     return PlaneRange(start, stop, (z, y, x), "zyx".index(axis))
 
 
-PlaneRangeQuery = Annotated[PlaneRange, Depends(parse_range)]
+PlaneRangeQuery = Annotated[PlaneRange, Depends(parse_plane_range)]
 
 
 def parse_selection(
-    channel: Annotated[int, Query(ge=0, description="Channel to look at.")] = 0,
-    time: Annotated[int | None, Query(ge=0, description="Time point; the only one if not given.")] = None,
-    axes: Annotated[str | None, Query(max_length=16, description="Overrides the axes of the file.")] = None,
+    channel: Annotated[int, Query(ge=0, description="Index of the channel, counted from 0.")] = 0,
+    time: Annotated[
+        int | None,
+        Query(ge=0, description="Index of the time point, counted from 0. Required if the stack has several."),
+    ] = None,
+    axes: Annotated[
+        str | None, Query(max_length=16, description="Axes of the file, such as TZCYX. Overrides its metadata.")
+    ] = None,
 ) -> Selection:
-    """Return the part of the file that a query states."""
+    """Return the part of the file that the query parameters select."""
     return Selection(channel, time, axes.upper() if axes else None)
 
 
@@ -72,19 +82,19 @@ SelectionQuery = Annotated[Selection, Depends(parse_selection)]
 
 
 class PlanesResponse(Response):
-    """A response with planes of a volume, which calls `release` once they are sent, or nobody takes them any more.
+    """A response with planes of a volume. It calls `release` when they have been sent or the client has disconnected.
 
-    They are sent in small parts: whatever waits for a slow client is then still here, and counted. `whole` has the
-    planes, rows and columns of the volume.
+    The planes are sent in small parts, so that data waiting for a slow client stays in `planes` and in the memory
+    budget. `volume_shape` is the number of planes, rows and columns of the volume.
     """
 
-    def __init__(self, whole: tuple[int, ...], planes: Array, release: Callable[[], None]) -> None:
+    def __init__(self, volume_shape: tuple[int, ...], planes: Array, release: Callable[[], None]) -> None:
         headers = {
             "Content-Length": str(planes.nbytes),
-            "X-StackSeg-Shape": _join(planes.shape),
+            "X-StackSeg-Shape": _format_shape(planes.shape),
             "X-StackSeg-Dtype": planes.dtype.name,
-            "X-StackSeg-Volume": _join(whole),
-            # They never change under their address.
+            "X-StackSeg-Volume": _format_shape(volume_shape),
+            # The planes at a URL never change.
             "Cache-Control": "private, max-age=3600",
             "Vary": "Authorization, X-API-Key",
         }
@@ -107,5 +117,5 @@ class PlanesResponse(Response):
             self._release()
 
 
-def _join(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return ",".join(map(str, shape))

@@ -1,4 +1,4 @@
-"""Exception handlers that answer errors with problem documents (RFC 9457), and the table of HTTP statuses."""
+"""Exception handlers that respond to errors with problem documents (RFC 9457), and the table of HTTP statuses."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from service.serving.parameters import describe_faults
 log = logging.getLogger(__name__)
 
 PROBLEM_TYPE = "application/problem+json"
-# Of a detail, which may have words of the request or of its file.
-MAX_DETAIL_LETTERS = 2000
-MAX_PATH_LETTERS = 256
+# Limit of details, which may quote text from the request or its file.
+MAX_DETAIL_CHARS = 2000
+# Limit of a URL path quoted in a detail.
+MAX_PATH_CHARS = 256
 
 
 T = TypeVar("T")
@@ -37,16 +38,20 @@ def _drop_default(schema: dict[str, Any]) -> None:
     schema.pop("default", None)
 
 
-# A member that is absent if it is unknown, and never null.
-Absent = Annotated[T | SkipJsonSchema[None], Field(json_schema_extra=_drop_default)]
+# A member that is omitted if it is unknown, never null.
+OptionalMember = Annotated[T | SkipJsonSchema[None], Field(json_schema_extra=_drop_default)]
 
 
 class Problem(BaseModel):
-    """An error as RFC 9457 has it. `type` is stable and may be matched; `detail` says what to do.
+    """A problem document (RFC 9457), the response to every error.
 
-    parameter     name of the request parameter that the problem is about, the first of several
-    suggested     values to try, by parameter, in the form in which a request states them
-    needed_bytes  memory that would be enough
+    - `type`: stable identifier of the kind of error. Programs should use this member to distinguish errors.
+    - `title`: short description of the kind of error.
+    - `detail`: what is wrong and what to do about it, for the user.
+    - `instance`: identifier of the request, which is also in the log of the service.
+    - `parameter`: the request parameter that caused the error; the first one if there are several.
+    - `suggested`: values to try, by parameter.
+    - `needed_bytes`: amount of memory that would be sufficient.
     """
 
     model_config = ConfigDict(
@@ -56,7 +61,8 @@ class Problem(BaseModel):
                 "type": "urn:stackseg:problem:ambiguous-axes",
                 "title": "Ambiguous axes",
                 "status": 422,
-                "detail": "The file has 4 axes, 7x5x167x439, and does not say what they are; state them, axes=TZYX.",
+                "detail": "The metadata of the file does not name its 4 axes (7x5x167x439). Specify them, for example"
+                " axes=TZYX.",
                 "instance": "urn:uuid:6d6c0b4e-6f0e-4c8e-9a54-1f0d0c3a7f11",
                 "parameter": "axes",
                 "suggested": {"axes": "TZYX"},
@@ -69,31 +75,49 @@ class Problem(BaseModel):
     status: int
     detail: str
     instance: str
-    parameter: Absent[str] = None
-    suggested: Absent[dict[str, str]] = None
-    needed_bytes: Absent[int] = None
+    parameter: OptionalMember[str] = None
+    suggested: OptionalMember[dict[str, str]] = None
+    needed_bytes: OptionalMember[int] = None
+
+
+# Titles of errors whose slug does not read well as a title.
+_TITLES = {
+    "configuration": "Configuration error",
+    "doubtful-result": "Labels may be wrong",
+    "interrupted": "Job interrupted",
+    "misdirected": "Unknown host name",
+    "model-kept": "Model cannot be deleted",
+    "non-finite-scores": "Invalid model output",
+    "not-finished": "Job not finished",
+    "not-ready": "Service not ready",
+    "reader-killed": "Reading the file failed",
+    "result-gone": "Result no longer available",
+    "switched-off": "Feature disabled",
+    "too-slow": "Connection too slow",
+    "unauthorized": "Not authorized",
+}
 
 
 def problem_document(slug: str, status: int, detail: str, request_id: str) -> dict[str, Any]:
-    """Return the members of a `Problem` as JSON, in the answer to a request with this id."""
+    """Return the members of a `Problem` for the request with this id."""
     return {
         "type": f"urn:stackseg:problem:{slug}",
-        "title": slug.replace("-", " ").capitalize(),
+        "title": _TITLES.get(slug, slug.replace("-", " ").capitalize()),
         "status": status,
-        "detail": detail[:MAX_DETAIL_LETTERS],
+        "detail": detail[:MAX_DETAIL_CHARS],
         "instance": _instance_urn(request_id),
     }
 
 
 def _instance_urn(request_id: str) -> str:
-    """Return the id of a request as a URI; an id that a client has chosen need not be a UUID."""
+    """Return the id of a request as a URI. Ids chosen by clients need not be UUIDs."""
     try:
         return uuid.UUID(request_id).urn
     except ValueError:
         return f"urn:stackseg:request:{request_id}"
 
 
-# Looked up along the __mro__ of a class: one without a row of its own has the status of its parent.
+# HTTP status by error class. A class that is not listed inherits the status of its parent.
 STATUS: dict[type[errors.StackSegError], int] = {
     errors.StackSegError: 500,
     errors.RequestError: 400,
@@ -122,7 +146,7 @@ STATUS: dict[type[errors.StackSegError], int] = {
     errors.OutOfStorage: 507,
     errors.TimedOut: 504,
     errors.ModelError: 500,
-    # Nobody reads this answer; proxies log this status for a client that disconnected.
+    # The client has disconnected and does not see this status. nginx logs the same status in this case.
     errors.Cancelled: 499,
 }
 ErrorHandler = Callable[[Request, Exception], Response]
@@ -135,12 +159,12 @@ KEY_SCHEMES = {
 
 
 def status_of(error_type: type[errors.StackSegError]) -> int:
-    """Return the HTTP status of an error: of its class, or of the nearest parent in the table."""
+    """Return the HTTP status of an error class or, if it is not in the table, of its nearest parent."""
     return next(STATUS[parent] for parent in error_type.__mro__ if parent in STATUS)
 
 
 def problem_response(request: Request, status: int, slug: str, detail: str, **members: Any) -> JSONResponse:
-    """Return a problem document as the answer, and note its slug for the access log."""
+    """Return the response with a problem document. Its slug is recorded for the access log."""
     state = request.scope.setdefault("state", {})
     state["problem"] = slug
     request_id = state.get("request_id") or str(uuid.uuid4())
@@ -148,13 +172,13 @@ def problem_response(request: Request, status: int, slug: str, detail: str, **me
 
 
 def handle_error(request: Request, error: Exception) -> Response:
-    """Answer an error of the service's own tree, with the headers that belong to it."""
+    """Return the response to a `StackSegError`, including headers such as Retry-After."""
     if not isinstance(error, errors.StackSegError):
         return handle_unexpected(request, error)
     status = status_of(type(error))
     if status == HTTPStatus.INTERNAL_SERVER_ERROR:
         log.error("%s: %s", type(error).__name__, error)
-    response = problem_response(request, status, error.slug, without_folders(str(error)), **_find_members(error))
+    response = problem_response(request, status, error.slug, without_folders(str(error)), **_extension_members(error))
     if (retry_after := getattr(error, "retry_after", None)) is not None:
         response.headers["Retry-After"] = str(retry_after)
     if isinstance(error, errors.Unauthorized):
@@ -162,8 +186,8 @@ def handle_error(request: Request, error: Exception) -> Response:
     return response
 
 
-def _find_members(error: errors.StackSegError) -> dict[str, Any]:
-    """Return the extension members of a problem document, those that are known."""
+def _extension_members(error: errors.StackSegError) -> dict[str, Any]:
+    """Return the extension members of a problem document that are known for this error."""
     members = {
         "needed_bytes": error.needed_bytes if isinstance(error, errors.OutOfMemory) else None,
         "parameter": error.parameter,
@@ -172,13 +196,13 @@ def _find_members(error: errors.StackSegError) -> dict[str, Any]:
     return {name: value for name, value in members.items() if value is not None}
 
 
-def _handle_foreign_error(request: Request, error: Exception) -> Response:
-    """Answer an error of exhausted memory. Any other is raised again, and is one that was not foreseen."""
-    known = translate_error(error)
-    if not isinstance(known, errors.StackSegError):
+def _handle_library_error(request: Request, error: Exception) -> Response:
+    """Return the response to an out-of-memory error. Other errors are unexpected and raised again."""
+    translated = translate_error(error)
+    if not isinstance(translated, errors.StackSegError):
         raise error
     log.warning("out of memory: %s", error)
-    return handle_error(request, known)
+    return handle_error(request, translated)
 
 
 def _handle_validation_error(request: Request, error: Exception) -> Response:
@@ -189,54 +213,57 @@ def _handle_validation_error(request: Request, error: Exception) -> Response:
 def _handle_http_exception(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     phrase = HTTPStatus(status).phrase
-    detail = f"{phrase}: {request.method} {request.scope['path'][:MAX_PATH_LETTERS]}. See /docs."
-    answer = problem_response(request, status, phrase.lower().replace(" ", "-"), detail)
+    detail = f"{phrase}: {request.method} {request.scope['path'][:MAX_PATH_CHARS]}. The API is described at /docs."
+    response = problem_response(request, status, phrase.lower().replace(" ", "-"), detail)
     if isinstance(error, HTTPException) and error.headers:
-        answer.headers.update(error.headers)
-    if status == HTTPStatus.METHOD_NOT_ALLOWED and (methods := _allowed_methods(request)):
-        answer.headers["Allow"] = ", ".join(sorted(methods))
-    return answer
+        response.headers.update(error.headers)
+    if status == HTTPStatus.METHOD_NOT_ALLOWED and (methods := _find_methods(request)):
+        response.headers["Allow"] = ", ".join(sorted(methods))
+    return response
 
 
-def _allowed_methods(request: Request) -> set[str]:
-    """Collect the methods of all routes at the request's path; the framework names those of the first alone."""
+def _find_methods(request: Request) -> set[str]:
+    """Return the methods of all routes at the request's path. Starlette returns only those of the first route."""
     endpoints: list[APIRoute] = request.app.state.endpoints
-    here = (endpoint for endpoint in endpoints if endpoint.matches(request.scope)[0] is not Match.NONE)
-    return set().union(*(endpoint.methods or () for endpoint in here))
+    matching = (endpoint for endpoint in endpoints if endpoint.matches(request.scope)[0] is not Match.NONE)
+    return set().union(*(endpoint.methods or () for endpoint in matching))
 
 
 def handle_unexpected(request: Request, _error: Exception) -> Response:
-    """Answer an error that was not foreseen, without telling what it was."""
-    detail = "Something went wrong in the service; its log tells more under the number in `instance`."
+    """Return the response to an unexpected error. It does not reveal the error."""
+    detail = (
+        "The service failed because of an internal error. Report it to the operator of the service with the id in"
+        " `instance`, under which its log has the details."
+    )
     response = problem_response(request, 500, "internal-error", detail)
-    # The server closes the connection after such an error: no client should send another request on it.
+    # The server closes the connection after such an error. Tell the client not to reuse it.
     response.headers["Connection"] = "close"
     return response
 
 
-def _on_the_loop(handle: ErrorHandler) -> AsyncErrorHandler:
-    """Return a handler that Starlette calls without a thread, for which there may be no memory any more."""
+def _as_coroutine(handle: ErrorHandler) -> AsyncErrorHandler:
+    """Wrap a handler in a coroutine. Starlette runs other handlers in a thread, which may fail without free memory."""
 
-    async def handle_there(request: Request, error: Exception) -> Response:
+    async def handle_async(request: Request, error: Exception) -> Response:
         return handle(request, error)
 
-    return handle_there
+    return handle_async
 
 
 EXCEPTION_HANDLERS: dict[type[Exception], AsyncErrorHandler] = {
-    errors.StackSegError: _on_the_loop(handle_error),
-    RequestValidationError: _on_the_loop(_handle_validation_error),
-    HTTPException: _on_the_loop(_handle_http_exception),
-    **dict.fromkeys((MemoryError, OSError, RuntimeError), _on_the_loop(_handle_foreign_error)),
+    errors.StackSegError: _as_coroutine(handle_error),
+    RequestValidationError: _as_coroutine(_handle_validation_error),
+    HTTPException: _as_coroutine(_handle_http_exception),
+    **dict.fromkeys((MemoryError, OSError, RuntimeError), _as_coroutine(_handle_library_error)),
 }
-UNEXPECTED_HANDLER = _on_the_loop(handle_unexpected)
+UNEXPECTED_HANDLER = _as_coroutine(handle_unexpected)
 
 
 def problem_responses() -> dict[int | str, dict[str, Any]]:
-    """Return every error status with an example of each of its problems, for the OpenAPI document."""
+    """Return the OpenAPI description of all error responses: per status, an example of each kind of error."""
     types_by_status: dict[int, list[type[errors.StackSegError]]] = {}
-    for error_type in (*STATUS, *_WITHOUT_ROW):
-        if error_type not in _ABSTRACT:
+    for error_type in (*STATUS, *_INHERITED_STATUS_TYPES):
+        if error_type not in _UNREPORTED_TYPES:
             types_by_status.setdefault(status_of(error_type), []).append(error_type)
     return {
         status: {
@@ -252,8 +279,8 @@ def problem_responses() -> dict[int | str, dict[str, Any]]:
     }
 
 
-# Errors that have the status of their parent.
-_WITHOUT_ROW = (
+# Error classes that inherit the status of their parent.
+_INHERITED_STATUS_TYPES = (
     errors.QueueFull,
     errors.NotReady,
     errors.StorageUnavailable,
@@ -264,11 +291,17 @@ _WITHOUT_ROW = (
     errors.NonFiniteScores,
     errors.InternalError,
 )
-# Parents that are never raised themselves, and the one error that is never answered.
-_ABSTRACT = (errors.StackSegError, errors.RequestError, errors.CapacityError, errors.ModelError, errors.Cancelled)
+# Base classes that are never raised themselves, and the error that is never sent to a client.
+_UNREPORTED_TYPES = (
+    errors.StackSegError,
+    errors.RequestError,
+    errors.CapacityError,
+    errors.ModelError,
+    errors.Cancelled,
+)
 
 
 def _example(error_type: type[errors.StackSegError], status: int) -> dict[str, Any]:
-    """Return a problem document with the first line of the docstring as its detail."""
-    meaning = (error_type.__doc__ or "").partition("\n")[0]
-    return problem_document(error_type.slug, status, meaning, "6d6c0b4e-6f0e-4c8e-9a54-1f0d0c3a7f11")
+    """Return an example of a problem document, whose detail is the first line of the error's docstring."""
+    summary = (error_type.__doc__ or "").partition("\n")[0]
+    return problem_document(error_type.slug, status, summary, "6d6c0b4e-6f0e-4c8e-9a54-1f0d0c3a7f11")

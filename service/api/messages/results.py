@@ -1,4 +1,4 @@
-"""Answer with a result: its OpenAPI document, its headers, and a response that releases what the request held."""
+"""Responses with a result: their OpenAPI description, their headers, and a response that releases its resources."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from starlette.types import Receive, Scope, Send
 from service.serving.results.answers import Saved
 from service.serving.results.metadata import AnswerMetadata
 
-MAX_NOTE_LETTERS = 2000
+# Notes beyond this length are truncated in the header `X-StackSeg-Note`.
+MAX_NOTE_CHARS = 2000
 
 
-def _document_header(meaning: str, **schema: Any) -> dict[str, Any]:
-    return {"description": meaning, "schema": {"type": "string", **schema}}
+def _describe_header(description: str, **schema: Any) -> dict[str, Any]:
+    return {"description": description, "schema": {"type": "string", **schema}}
 
 
-ANSWER: dict[int | str, dict[str, Any]] = {
+RESULT_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "An OME-TIFF on the grid and with the voxel size of the input: labels or classes ZYX, "
-        "probabilities CZYX, of several time points with a first axis T. With measurements=csv a table of the objects "
-        "instead, with measurements=zip both. With output_to only what was written on the service's host. Labels and "
-        "classes of one time point come as .npy, NIfTI or OME-Zarr (.ozx) where Accept says so.",
+        "description": "An OME-TIFF with the grid and voxel size of the input. Labels and classes have the axes ZYX, "
+        "probabilities CZYX; several time points add a first axis T. With `measurements=csv`, a table of the objects "
+        "instead; with `measurements=zip`, an archive with both. With `output_to`, the result is written on the "
+        "service's host, and the response only describes the written file. For labels and classes of one time point, "
+        "`Accept` can select .npy, NIfTI or OME-Zarr (.ozx) instead.",
         "content": {
             "image/tiff": {"schema": {"type": "string", "format": "binary"}},
             "text/csv": {"schema": {"type": "string"}},
@@ -40,41 +42,47 @@ ANSWER: dict[int | str, dict[str, Any]] = {
             "application/x-ozx": {"schema": {"type": "string", "format": "binary"}},
         },
         "headers": {
-            "X-StackSeg-Model": _document_header("Name and version of the model", example="nuclei/1"),
-            "X-StackSeg-Objects": _document_header(
-                "Number of objects; only with output=labels", type="integer", example=87
+            "X-StackSeg-Model": _describe_header("Name and version of the model.", example="nuclei/1"),
+            "X-StackSeg-Objects": _describe_header(
+                "Number of objects. Only with `output=labels`.", type="integer", example=87
             ),
-            "X-StackSeg-Voxel-Size": _document_header(
-                "Z,Y,X in micrometres; only where it is known", example="0.5,0.2,0.2"
+            "X-StackSeg-Voxel-Size": _describe_header(
+                "Voxel size along Z,Y,X in micrometers, if it is known.", example="0.5,0.2,0.2"
             ),
-            "X-StackSeg-Diameter": _document_header(
-                "Width of the objects, and whether it was stated or estimated; only where there is one",
+            "X-StackSeg-Diameter": _describe_header(
+                "Object diameter that was used (one value, or values along Z,Y,X), and whether it was given (`stated`) "
+                "or `estimated`. Absent if the model did not use one.",
                 example="7,15,15px; estimated",
             ),
-            "X-StackSeg-Skipped": _document_header(
-                "Windows not computed as no voxel in them exceeds a grey value; only with skip_below",
+            "X-StackSeg-Skipped": _describe_header(
+                "Number of windows skipped as background, and the gray value up to which voxels count as background. "
+                "Only with `skip_below`.",
                 example="312 of 480 windows; up to 120",
             ),
-            "X-StackSeg-Confidence": _document_header(
-                "How far the labels can be trusted, 0 to 1; only where the model knows", type="number", example=0.97
+            "X-StackSeg-Confidence": _describe_header(
+                "Confidence in the labels from 0 to 1, if the model supports it.", type="number", example=0.97
             ),
-            "X-StackSeg-Warning": _document_header(
-                "Why the labels are not to be trusted and what to try, as JSON; only where that is so",
-                example='{"type": "urn:stackseg:warning:doubtful-result", "title": "Doubtful result", "detail": "This '
-                'result is doubtful (confidence 0.04): objects seem to be 4px wide; try diameter=4px.", '
-                '"confidence": 0.04, "try": "diameter=4px"}',
+            "X-StackSeg-Warning": _describe_header(
+                "Sent if the labels may be wrong. JSON with the likely reason (`detail`) and a parameter to try next "
+                "(`try`).",
+                example='{"type": "urn:stackseg:warning:doubtful-result", "title": "Doubtful result", "detail": "The '
+                'labels may be wrong: the objects seem to be 4px wide. Try diameter=4px.", "confidence": 0.044, '
+                '"try": "diameter=4px"}',
             ),
-            "X-StackSeg-Note": _document_header("What a user should know about this result"),
-            "ETag": _document_header(
-                "The same for the same file, model, parameters, settings and engine; for sent files",
+            "X-StackSeg-Note": _describe_header(
+                "Notes about this result for the user, such as assumptions about the file."
+            ),
+            "ETag": _describe_header(
+                "Identifier of the result. It is the same for the same file, model, parameters, settings and engine. "
+                "Only for uploaded files.",
                 example='"d1f0c3a7f11e4c8e9a541f0d0c3a7f11"',
             ),
-            "X-Cache": _document_header(
-                "Whether an earlier result was sent again; only from /segment, where results are kept",
+            "X-Cache": _describe_header(
+                "Whether the result came from the cache. Only for `/segment`, if the service caches results.",
                 enum=["hit", "miss"],
             ),
-            "Server-Timing": _document_header(
-                "Milliseconds per stage", example="receive;dur=12.1, read;dur=8.0, queue;dur=0.1"
+            "Server-Timing": _describe_header(
+                "Milliseconds per stage.", example="receive;dur=12.1, read;dur=8.0, queue;dur=0.1"
             ),
         },
     }
@@ -82,10 +90,10 @@ ANSWER: dict[int | str, dict[str, Any]] = {
 
 
 class ResultResponse(FileResponse):
-    """A response that sends a result and then, however that ended, closes `resources`.
+    """A response that sends a result and finally closes `resources`, even after an error.
 
-    Content that is at hand is sent at once, which saves a small answer four trips to a thread and back. Such an answer
-    ignores ranges: it is for POST, where no client can ask for one.
+    If the content is already in memory, it is sent directly, which saves four thread switches for a small result. Range
+    requests are then ignored, which is fine because such responses are only sent for POST.
     """
 
     chunk_size = 2**20
@@ -106,7 +114,7 @@ class ResultResponse(FileResponse):
         self.resources = AsyncExitStack()
 
     def open(self) -> BinaryIO:
-        """Open the file, which is written first where its content is at hand. Blocks. Raises OSError."""
+        """Open the result file. Content that is only in memory is written to it first. Blocks. Raises OSError."""
         path = Path(self.path)
         if self._content is not None:
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -125,25 +133,31 @@ class ResultResponse(FileResponse):
 def build_response(
     path: Path, metadata: AnswerMetadata, content: bytes | None = None, status: os.stat_result | None = None
 ) -> ResultResponse:
-    """Return the response with a file and its metadata; for answers to POST, with its content and status if known."""
+    """Build the response with a result file and its metadata.
+
+    path      path of the file
+    metadata  metadata to send as headers
+    content   content of the file if it is in memory (only for POST)
+    status    result of `os.stat` for the file, if known
+    """
     headers = build_headers(metadata) | {"Content-Disposition": describe_attachment(metadata.file_name)}
     return ResultResponse(path, metadata, content, status, headers)
 
 
 def describe_attachment(name: str) -> str:
-    """Return a `Content-Disposition` under which any client saves an answer by a name (RFC 6266).
+    """Return a `Content-Disposition` header with which all clients save a response under `name` (RFC 6266).
 
-    `curl -J` and wget know the quoted form alone, so a name that is not plain ASCII is stated twice: without accents
-    and with underscores for what a quoted name cannot hold, and as it is, percent-encoded (RFC 8187).
+    `curl -J` and wget support only the quoted form. Therefore, a name that is not plain ASCII is included twice:
+    without accents and with underscores in place of unsupported characters, and percent-encoded in full (RFC 8187).
     """
-    letters = (letter for letter in unicodedata.normalize("NFKD", name) if not unicodedata.combining(letter))
-    plain = re.sub(r'[^ -~]|["\\%]', "_", "".join(letters))
+    characters = (char for char in unicodedata.normalize("NFKD", name) if not unicodedata.combining(char))
+    plain = re.sub(r'[^ -~]|["\\%]', "_", "".join(characters))
     header = f'attachment; filename="{plain}"'
     return header if plain == name else f"{header}; filename*=UTF-8''{quote(name, safe='')}"
 
 
 def build_headers(metadata: AnswerMetadata) -> dict[str, str]:
-    """Return the headers with the metadata of a result."""
+    """Build the response headers with the metadata of a result."""
     headers = {
         "Cache-Control": "no-store",
         "X-StackSeg-Model": metadata.model,
@@ -152,7 +166,7 @@ def build_headers(metadata: AnswerMetadata) -> dict[str, str]:
     if metadata.objects is not None:
         headers["X-StackSeg-Objects"] = str(metadata.objects)
     if metadata.voxel_size is not None:
-        # In the form of the parameter `voxel_size`.
+        # In the format of the parameter `voxel_size`.
         headers["X-StackSeg-Voxel-Size"] = ",".join(f"{edge:.10g}" for edge in metadata.voxel_size)
     if metadata.diameter is not None:
         headers["X-StackSeg-Diameter"] = metadata.diameter
@@ -163,11 +177,11 @@ def build_headers(metadata: AnswerMetadata) -> dict[str, str]:
     if metadata.doubt is not None:
         headers["X-StackSeg-Warning"] = json.dumps(metadata.doubt)
     if metadata.notes:
-        headers["X-StackSeg-Note"] = to_ascii(" ".join(metadata.notes))[:MAX_NOTE_LETTERS]
+        headers["X-StackSeg-Note"] = to_ascii(" ".join(metadata.notes))[:MAX_NOTE_CHARS]
     return headers
 
 
 def to_ascii(text: str) -> str:
-    """Replace what a header cannot carry: control characters, and letters beyond ASCII."""
-    printable = "".join(letter if letter.isprintable() else " " for letter in text.replace("µ", "u"))
+    """Replace characters that a header cannot contain: control characters and non-ASCII characters."""
+    printable = "".join(char if char.isprintable() else " " for char in text.replace("µ", "u"))
     return printable.encode("ascii", "replace").decode()

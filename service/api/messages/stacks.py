@@ -1,4 +1,4 @@
-"""Answers about stacks: what was found in a file, and what is kept."""
+"""Responses about stacks: inspected files and stored stacks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from service.inference.types import Estimate
 
 
 class Inspection(BaseModel):
-    """Facts about a file, and what segmenting it would take. `problem`: why it would be refused.
+    """Metadata of a file, and an estimate of the work to segment it.
 
-    diameter  of the objects: as stated, none, or auto where it is estimated once pixels are read; `estimate` then is
-              that of the stack as it is sampled
-    seconds   until the labels would be there, by the pace of earlier requests and with those before it; null before the
-              model has segmented anything
+    - `diameter`: the object diameter that would be used, `none`, or `auto` if it is estimated from the pixels. With
+      `auto`, `estimate` is for the stack at its original resolution.
+    - `seconds`: estimated time until the labels are ready, including the queue. It is based on earlier requests and is
+      null until the model has segmented a stack.
+    - `problem`: why the file cannot be segmented, and what to do; null if it can.
     """
 
     file: Description
@@ -31,7 +32,7 @@ class Inspection(BaseModel):
 
 
 class StackReport(BaseModel):
-    """A stack that is kept for later requests; `bytes` of its file."""
+    """A stack stored for later requests. `bytes` is the size of its file."""
 
     id: str
     name: str

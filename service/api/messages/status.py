@@ -1,4 +1,4 @@
-"""Answers about the service itself: health, hardware, and what it does at the moment."""
+"""Responses about the service itself: health, hardware, and current activity."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ from service.serving.runtime import Runtime
 
 
 class Health(BaseModel):
-    """`status`: ok, unavailable with the `reasons`, or degraded: ready, though models or protection are missing."""
+    """Health of the service and the state of each model.
+
+    - `status`: `ok`; `degraded` if the service is ready but has the problems in `degraded`, such as a broken model or
+      missing sandboxing; or `unavailable` for the `reasons` listed.
+    - `waiting`: number of waiting requests.
+    """
 
     status: str
     version: str
@@ -35,17 +40,20 @@ class Health(BaseModel):
 
 
 class Liveness(BaseModel):
-    """The process answers."""
+    """Result of a liveness or readiness probe."""
 
     status: str = "alive"
 
 
 class DeviceReport(BaseModel):
-    """A device in use: requests that wait and run there, what is loaded, and the `problem` where it is unusable.
+    """A device that the service uses.
 
-    host        of a device of a cluster, that it was seen on last; null for one of this host
-    given_back  whether the cluster has it again, until there is work for it
-    starting    whether the cluster was asked for it, and it has not answered yet
+    - `host`: for a device in a cluster, the host on which it was last seen; null for a device of this host.
+    - `waiting`, `running`: number of requests.
+    - `models`: names of the loaded models. `loaded_bytes` is their memory.
+    - `problem`: why the device is unusable; null if it is usable.
+    - `given_back`: whether the idle device was returned to the cluster. It is requested again when there is work.
+    - `starting`: whether the device was requested from the cluster and has not responded yet.
     """
 
     name: str
@@ -60,7 +68,7 @@ class DeviceReport(BaseModel):
 
 
 class HostReport(BaseModel):
-    """Another host with devices of a cluster: its GPUs and its processor."""
+    """GPUs and CPU of another host that has devices of the cluster."""
 
     host: str
     gpus: list[GpuStatus]
@@ -68,9 +76,11 @@ class HostReport(BaseModel):
 
 
 class GpuReport(BaseModel):
-    """The GPUs of the host (none is no error), its processor, the devices in use, and how each loaded model runs.
+    """Hardware of this host and the devices in use.
 
-    hosts  the other hosts that have some of these devices
+    - `gpus`: GPUs of this host. The list is empty without a GPU.
+    - `hosts`: other hosts that have some of the devices.
+    - `models`: how each loaded model runs (engine, precision and memory format).
     """
 
     message: str
@@ -82,10 +92,11 @@ class GpuReport(BaseModel):
 
 
 class RequestReport(BaseModel):
-    """A request at a device. `state`: waiting, its file being read or its model loaded included, or running.
+    """A request in the queue of a device.
 
-    seconds       that it has been in this state
-    seconds_left  until it is done, those before it included; null where that cannot be told yet
+    - `state`: `running`, or `waiting`, which includes reading its file and loading its model.
+    - `seconds`: time in this state.
+    - `seconds_left`: estimated time until the request is finished, including the queue; null if unknown.
     """
 
     device: str
@@ -97,7 +108,7 @@ class RequestReport(BaseModel):
 
 
 class SegmentedReport(BaseModel):
-    """A segmentation that has ended; `seconds` by stage, in their order."""
+    """A finished segmentation. `seconds` is the time per stage, in order."""
 
     ended: datetime
     model: str
@@ -107,7 +118,7 @@ class SegmentedReport(BaseModel):
 
 
 class TrainingProgress(BaseModel):
-    """A training that runs or waits. `name`: of the new model; `steps`: planned, null before that is measured."""
+    """A running or waiting training. `name` is the new model's name, and `steps` the planned steps, null if unknown."""
 
     name: str
     base_model: str
@@ -119,12 +130,12 @@ class TrainingProgress(BaseModel):
 
 
 class LearningReport(BaseModel):
-    """Annotated stacks, trainings and trained models of all keys.
+    """Annotated stacks, trainings and trained models of all API keys.
 
-    problem       why nobody can train here; null: those may who have the right
-    trainings     the one that runs, then those that wait, in their turn
-    annotations   number of annotated stacks
-    models        number of trained models, of which there may be `models_limit`
+    - `problem`: why training is not available on this service; null if it is available.
+    - `trainings`: the running training, then the waiting ones in queue order.
+    - `annotations`: number of annotated stacks.
+    - `models`: number of trained models. `models_limit` is the maximum.
     """
 
     problem: str | None
@@ -135,9 +146,11 @@ class LearningReport(BaseModel):
 
 
 class DiskReport(BaseModel):
-    """Bytes that files of one kind take, may take (null: no limit for all keys together), and that the disk has free.
+    """Disk usage of one kind of files, in bytes.
 
-    files  requests, results (kept for who asks again), jobs, stacks, annotations or trained-models
+    - `files`: `requests`, `results` (cached results), `jobs`, `stacks`, `annotations` or `trained-models`.
+    - `used`, `limit`: disk space used and allowed; `limit` is null if there is no common limit for all API keys.
+    - `free`, `total`: free space and size of the disk.
     """
 
     files: str
@@ -148,12 +161,12 @@ class DiskReport(BaseModel):
 
 
 class Status(BaseModel):
-    """The service at this moment: what `/health`, `/gpu` and `/models` say, the requests, and the last results.
+    """The current state of the service. Includes the content of `/health`, `/gpu` and `/models`.
 
-    cpu_seconds  of the processor that the service has taken, without the processes that read files
-    requests     by device: those that run, then those that wait, in their turn
-    recent       the last segmentations, newest first
-    disk         by kind of files
+    - `cpu_seconds`: CPU time of the service process, without the processes that read files.
+    - `requests`: requests by device: running ones first, then waiting ones in queue order.
+    - `recent`: the most recent segmentations, newest first.
+    - `disk`: disk usage by kind of files.
     """
 
     health: Health
@@ -167,7 +180,7 @@ class Status(BaseModel):
 
 
 def report_health(runtime: Runtime) -> Health:
-    """Report whether the service is ready, and the state of every model."""
+    """Report the health of the service and the state of each model."""
     reasons, degraded = list(runtime.unready_reasons()), list(runtime.degradations())
     return Health(
         status="unavailable" if reasons else "degraded" if degraded else "ok",
@@ -181,11 +194,11 @@ def report_health(runtime: Runtime) -> Health:
 
 
 def report_hardware(runtime: Runtime, gpus: Sequence[GpuStatus]) -> GpuReport:
-    """Report the GPUs of this host, which `gpus.query_gpus` returns, its processor, devices, and loaded models."""
+    """Report the hardware and loaded models. `gpus` are the GPUs of this host, from `gpus.query_gpus`."""
     states = runtime.models.states()
     models = {state.name: state.device_model.report() for state in states if state.device_model is not None}
     message = (
-        f"{len(gpus)} NVIDIA GPU{'s' if len(gpus) > 1 else ''}." if gpus else "No NVIDIA GPU; models run on the CPU."
+        f"{len(gpus)} NVIDIA GPU{'s' if len(gpus) > 1 else ''}." if gpus else "No NVIDIA GPU. Models run on the CPU."
     )
     hosts = [HostReport(host=host.host, gpus=list(host.gpus), cpu=host.cpu) for host in runtime.devices.hosts]
     devices = [_report_device(device) for device in runtime.devices.all]
@@ -210,12 +223,12 @@ def _report_device(device: Device) -> DeviceReport:
 
 
 def report_requests(runtime: Runtime) -> Iterator[RequestReport]:
-    """Report the requests at every device: those that run, then those that wait."""
+    """Report the requests of every device: running ones first, then waiting ones."""
     for device in runtime.devices.all:
         queue = device.scheduler.queue
         for job in queue.jobs:
             state, progress = job.state, queue.progress(job)
-            # Others have ended meanwhile.
+            # The job may have ended in the meantime.
             if state in {"waiting", "running"}:
                 yield RequestReport(
                     device=device.name,
@@ -228,7 +241,7 @@ def report_requests(runtime: Runtime) -> Iterator[RequestReport]:
 
 
 def report_recent(runtime: Runtime) -> list[SegmentedReport]:
-    """Report the last segmentations, newest first."""
+    """Report the most recent segmentations, newest first."""
     return [
         SegmentedReport(**segmented._asdict() | {"ended": datetime.fromtimestamp(segmented.ended, UTC)})
         for segmented in runtime.metrics.recent
@@ -266,5 +279,5 @@ def _report_progress(record: TrainingRecord) -> TrainingProgress:
 
 
 def report_disks(runtime: Runtime) -> list[DiskReport]:
-    """Report the disk space that files of each kind take. Blocks while folders are read."""
+    """Report the disk usage of each kind of files. Blocks while folders are read."""
     return [DiskReport(files=kind, **usage._asdict()) for kind, usage in runtime.measure_disks().items()]

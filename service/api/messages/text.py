@@ -1,4 +1,4 @@
-"""Text for callers."""
+"""Text in responses."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from pydantic import AfterValidator
 
 from service.core.errors import without_folders
 
-# What may quote an error with paths of the host.
+# Text that may contain an error message. Folders of the host are removed from paths in it.
 Text = Annotated[str, AfterValidator(without_folders)]

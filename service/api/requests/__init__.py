@@ -1,1 +1,1 @@
-"""Requests with a stack: admission, the body, jobs, and what is sent back."""
+"""Steps shared by the routes that accept a stack: admission, receiving the body, jobs, and sending results."""

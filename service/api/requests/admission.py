@@ -1,6 +1,6 @@
 """Admit a request with a stack before its body is received: check parameters, queue, model and host files.
 
-What is wrong already is answered at once, and the client need not upload a stack first.
+Errors that can be detected this early are reported immediately, before the client uploads a stack.
 """
 
 from __future__ import annotations
@@ -23,31 +23,33 @@ from service.serving.results.answers import check_host_files
 from service.serving.runtime import Runtime
 from service.serving.storage.threads import HOST_FILE_THREADS, run_in_thread
 
-# Query strings whose parsed parameters are kept.
-CACHED_QUERIES = 64
-# A query string has each parameter once, the longest with a thousand letters, each of up to twelve bytes.
+# Number of query strings whose parsed parameters are cached.
+MAX_CACHED_QUERIES = 64
+# Each parameter may occur once. The longest values have a thousand characters of up to twelve percent-encoded bytes.
 MAX_PARAMETERS = 32
 MAX_QUERY_BYTES = 40_000
 
 RESPOND_ASYNC = "respond-async"
 
 
-# The parameters as the schemas of a query string, and as properties of a form, a field of which cannot be null.
-_SCHEMAS = {
+# Schemas of the parameters in a query string, and in a form, whose fields cannot be null.
+_PARAMETER_SCHEMAS = {
     name: {key: value for key, value in schema.items() if key != "default"}
     for name, schema in Query.model_json_schema()["properties"].items()
 }
-_FORM_FIELDS = {name: {**it["anyOf"][0], "description": it["description"]} for name, it in _SCHEMAS.items()}
+_FORM_FIELDS = {
+    name: {**schema["anyOf"][0], "description": schema["description"]} for name, schema in _PARAMETER_SCHEMAS.items()
+}
 
-# OpenAPI's description of a request with a stack. FastAPI would derive the parameters from a model, but would then also
-# parse them at every request, which takes longer than all other work before the body.
-REQUEST: dict[str, Any] = {
+# OpenAPI description of a request with a stack. FastAPI could derive the parameters from a model, but would then also
+# parse them for every request, which takes longer than all other work before the body.
+STACK_REQUEST: dict[str, Any] = {
     "parameters": [
         {"name": name, "in": "query", "required": False, "schema": schema, "description": schema["description"]}
-        for name, schema in _SCHEMAS.items()
+        for name, schema in _PARAMETER_SCHEMAS.items()
     ],
     "requestBody": {
-        "description": "The stack, unless input names one on the service's host.",
+        "description": "The stack. Not needed if `input` or `stack` selects a stack that the service already has.",
         "required": False,
         "content": {
             "image/tiff": {"schema": {"type": "string", "format": "binary"}},
@@ -61,30 +63,31 @@ REQUEST: dict[str, Any] = {
         },
     },
 }
-PREFER = {
+PREFER_HEADER = {
     "name": "prefer",
     "in": "header",
     "required": False,
     "schema": {"anyOf": [{"type": "string"}, {"type": "null"}], "examples": [RESPOND_ASYNC]},
-    "description": f"{RESPOND_ASYNC}: answer with a job instead of waiting (RFC 7240).",
+    "description": f"`{RESPOND_ASYNC}`: create a job and return it immediately, instead of waiting for the result"
+    " (RFC 7240).",
 }
 
 
 def prefers_async(request: Request) -> bool:
-    """Return whether the client prefers a job to waiting for its answer (RFC 7240)."""
+    """Return whether the client prefers a job over waiting for the result (RFC 7240)."""
     preferences = get_header(request.scope, b"prefer").split(",")
     return RESPOND_ASYNC in (preference.partition(";")[0].strip().lower() for preference in preferences)
 
 
 class Admission(NamedTuple):
-    """Parameters, and the model that they select; None where a form may still bring another name."""
+    """The parameters of an admitted request, and the selected model. None if form fields may still select another."""
 
     query: Query
     spec: ModelSpec | None
 
 
 async def admit(request: Request, runtime: Runtime) -> Admission:
-    """Check all that is known before the body of a request.
+    """Check everything that is known before the body of a request is received.
 
     Raises BadParameter, UnknownModel, BrokenModel, NotReady, QueueFull and OutputExists.
     """
@@ -98,7 +101,7 @@ async def admit(request: Request, runtime: Runtime) -> Admission:
 
 
 async def admit_query(request: Request, runtime: RuntimeDependency) -> Query:
-    """Return the parameters of a request that `admit` lets in."""
+    """Admit a request. Return its parameters. Raises the errors of `admit`."""
     return (await admit(request, runtime)).query
 
 
@@ -106,7 +109,7 @@ AdmittedQuery = Annotated[Query, Depends(admit_query)]
 
 
 async def admit_form(request: Request, runtime: Runtime, query: Query, fields: Mapping[str, str]) -> Query:
-    """Return the parameters of the query string and of a form that was received; check the host files they name.
+    """Merge the parameters of the query string and of a received form, and check the host files in them.
 
     Raises BadParameter and OutputExists.
     """
@@ -116,19 +119,20 @@ async def admit_form(request: Request, runtime: Runtime, query: Query, fields: M
 
 
 def merge_fields(query: Query, fields: Mapping[str, str]) -> Query:
-    """Return the parameters of the query string together with those of a form. Raises BadParameter."""
+    """Merge the parameters of the query string and the fields of a form. Raises BadParameter for duplicates."""
     if not fields:
         return query
-    given = query.model_dump(exclude_unset=True)
-    if twice := sorted(given.keys() & fields.keys()):
+    values = query.model_dump(exclude_unset=True)
+    if duplicates := sorted(values.keys() & fields.keys()):
         raise BadParameter(
-            f"The parameter {twice[0]} is given twice, in the address and in the form.", parameter=twice[0]
+            f"The parameter {duplicates[0]} is given twice, in the URL and in the form. Remove one of them.",
+            parameter=duplicates[0],
         )
-    return _validate({**fields, **given})
+    return _validate({**fields, **values})
 
 
 def select_model(runtime: Runtime, query: Query) -> ModelSpec:
-    """Return the model, if it has the output that is asked for.
+    """Return the selected model after checking that it supports the requested output.
 
     Raises UnknownModel, BrokenModel, NotReady and BadParameter.
     """
@@ -136,42 +140,48 @@ def select_model(runtime: Runtime, query: Query) -> ModelSpec:
     kind = runtime.estimator(spec).output(query.options)
     if query.measurements is not None and kind != "labels":
         raise BadParameter(
-            f"measurements: only labels have objects to measure, and the answer would be {kind}.",
+            f"measurements: only labels can be measured, but this request returns {kind}. Choose output=labels or a"
+            " model that finds objects.",
             parameter="measurements",
         )
     if query.link is not None and kind != "labels":
-        raise BadParameter(f"link: only labels have objects to link, and the answer would be {kind}.", parameter="link")
+        raise BadParameter(
+            f"link: only labels can be linked through time, but this request returns {kind}. Choose output=labels or"
+            " a model that finds objects.",
+            parameter="link",
+        )
     return spec
 
 
-@lru_cache(maxsize=CACHED_QUERIES)
+@lru_cache(maxsize=MAX_CACHED_QUERIES)
 def _parse_query_string(query_string: bytes) -> Query:
-    """Return the parameters of a query string. Raises BadParameter."""
+    """Parse and validate the parameters of a query string. Raises BadParameter."""
     if len(query_string) > MAX_QUERY_BYTES or query_string.count(b"&") >= MAX_PARAMETERS:
         raise BadParameter(
-            f"The address has more than {MAX_PARAMETERS} parameters, or {MAX_QUERY_BYTES} bytes of them."
+            f"The URL has more than {MAX_PARAMETERS} parameters, or more than {MAX_QUERY_BYTES:,} bytes of parameters."
         )
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     for name, value in QueryParams(query_string).multi_items():
-        if name in given:
+        if name in values:
             raise BadParameter(
-                f"The parameter {name[:MAX_NAME_LETTERS]} is given twice.", parameter=name[:MAX_NAME_LETTERS]
+                f"The parameter {name[:MAX_NAME_LETTERS]} is given twice. Remove one of them.",
+                parameter=name[:MAX_NAME_LETTERS],
             )
-        given[name] = value
-    return _validate(given)
+        values[name] = value
+    return _validate(values)
 
 
-def _validate(given: Mapping[str, Any]) -> Query:
-    """Return parameters by name as a `Query`. Raises BadParameter."""
+def _validate(values: Mapping[str, Any]) -> Query:
+    """Validate parameters given by name. Raises BadParameter."""
     try:
-        return Query.model_validate(given)
+        return Query.model_validate(values)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
         raise describe_faults(faults) from error
 
 
 async def _check_host_files(request: Request, runtime: Runtime, query: Query) -> None:
-    """Check the host files that a query names, in a thread: a folder may lie on a server that is slow to answer."""
+    """Check the host files in a query. This runs in a thread, because a folder may be on a slow file server."""
     if {"input", "glob", "format", "output_to", "overwrite"} & query.model_fields_set:
         await run_in_thread(
             partial(check_host_files, runtime.host_files, query, get_caller(request)), HOST_FILE_THREADS

@@ -1,4 +1,4 @@
-"""Send a result: as it is kept, or the part or form of it that the request prefers."""
+"""Build the response with a result: as stored, or the part or file format of it that the request prefers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from service.serving.storage.threads import run_in_thread
 
 
 async def send_segmented(request: Request, runtime: Runtime, stack: SegmentedStack) -> ResultResponse:
-    """Answer with a stack that was segmented, in the form that the request prefers."""
+    """Return the response with a segmented stack in the format that the `Accept` header prefers."""
     response = build_response(stack.path, stack.metadata, stack.content, stack.status)
     if stack.file is not None:
         response.resources.callback(stack.file.close)
@@ -41,20 +41,23 @@ async def send_segmented(request: Request, runtime: Runtime, stack: SegmentedSta
 async def send_part(
     request: Request, runtime: Runtime, file: BinaryIO, metadata: AnswerMetadata, media_type: str
 ) -> ResultResponse:
-    """Answer with a part of a result, or with its labels in another form, from a file of its own."""
+    """Return the response with one file of a result archive, or with the labels converted to another format.
+
+    The requested content is written to a temporary file, which is deleted after the response. Closes `file`.
+    """
     with translate_disk_faults(), ExitStack() as opened:
         opened.callback(file.close)
         space = opened.enter_context(runtime.scratch_space.hold(get_client(request)))
         folder = runtime.scratch.make_request_folder()
         opened.callback(partial(shutil.rmtree, folder, ignore_errors=True))
-        making = partial(extract, runtime.reader, file, metadata, media_type, folder)
-        path, described = await run_in_thread(making, runtime.decode_threads.of(space.client))
+        extract_part = partial(extract, runtime.reader, file, metadata, media_type, folder)
+        path, part_metadata = await run_in_thread(extract_part, runtime.decode_threads.of(space.client))
         space.reserve(path.stat().st_size)
-        response = build_response(path, described)
+        response = build_response(path, part_metadata)
         response.resources.callback(opened.pop_all().close)
         return response
 
 
 def make_etag(key: str) -> str:
-    """Return a strong validator: equal keys mean equal labels, though not equal times in the headers."""
+    """Return a strong ETag: equal keys mean equal labels, although the times in the headers may differ."""
     return f'"{key[:32]}"'

@@ -1,4 +1,4 @@
-"""Accept a request that is answered later, and report on its job."""
+"""Accept a request as a job, and respond with the report of this job."""
 
 from __future__ import annotations
 
@@ -18,32 +18,36 @@ from service.serving.parameters import Query as Parameters
 from service.serving.runtime import Runtime
 from service.serving.storage.threads import HOST_FILE_THREADS, run_in_thread
 
-LOCATION: dict[str, Any] = {
+LOCATION_HEADER: dict[str, Any] = {
     "Location": {
-        "description": "Where the job is found",
+        "description": "Path of the job.",
         "schema": {"type": "string", "example": "/jobs/0f3c1d2ab4e94c1f8f0e6a7d5b9c3e21"},
     }
 }
-ACCEPTED: dict[int | str, dict[str, Any]] = {
-    202: {"description": "The job was accepted and outlives a restart.", "model": JobReport, "headers": LOCATION}
+ACCEPTED_RESPONSES: dict[int | str, dict[str, Any]] = {
+    202: {
+        "description": "The job was accepted. It continues after a restart of the service.",
+        "model": JobReport,
+        "headers": LOCATION_HEADER,
+    }
 }
 
 
 async def accept_job(request: Request, runtime: Runtime, async_jobs: AsyncJobs, query: Parameters) -> Response:
-    """Receive the file into the jobs folder, and answer with the job."""
-    async with receive_file(request, query, incoming_folder(async_jobs), folders=True) as file:
+    """Receive the file into the jobs folder, and return a response with the job's report."""
+    async with receive_file(request, query, incoming_folder(async_jobs), allow_folders=True) as file:
         select_model(runtime, file.received.query)
 
         async def inspect_and_submit() -> JobView:
             seconds = file.stages.seconds["receive"]
-            place, host_files = file.received.query.input, runtime.host_files
-            is_folder = partial(host_files.is_folder, place or "", file.received.caller)
-            if place is not None and await run_in_thread(is_folder, HOST_FILE_THREADS):
+            input_path, host_files = file.received.query.input, runtime.host_files
+            is_folder = partial(host_files.is_folder, input_path or "", file.received.caller)
+            if input_path is not None and await run_in_thread(is_folder, HOST_FILE_THREADS):
                 await run_in_thread(file.complete)
                 submit = partial(async_jobs.submit_folder, file.received, file.name, seconds)
                 return await run_in_thread(submit, HOST_FILE_THREADS)
             description = await inspect_file(runtime, file)
-            # A thread for disk work: syncing a large file to disk takes a while.
+            # In a thread, because syncing a large file to disk takes a while.
             return await run_in_thread(partial(async_jobs.submit, file.received, file.name, description, seconds))
 
         view = await run_while_connected(request, inspect_and_submit())

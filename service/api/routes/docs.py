@@ -1,6 +1,6 @@
-"""GET /docs: Swagger UI, served from files of this host.
+"""GET /docs: Swagger UI, served from local files.
 
-A browser without Internet access shows the page too, and no other host's scripts see what is entered there.
+The page works without Internet access, and no scripts of other hosts can see what users enter on it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 
 router = APIRouter(include_in_schema=False)
 
-RESOURCES = Path(fastapi_swagger.__file__).parent / "resources"
+RESOURCE_FOLDER = Path(fastapi_swagger.__file__).parent / "resources"
+# Names of the resource files by their names in URLs.
 FILES = {"page.js": "swagger-ui-bundle.js", "page.css": "swagger-ui.css", "icon.png": "favicon-32x32.png"}
 
-# Addresses are relative, so that a proxy may put the service below a path of its own.
+# URLs are relative, so that the page works behind a proxy that adds a path prefix.
 PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -29,7 +30,7 @@ PAGE = """<!DOCTYPE html>
 </head>
 <body>
 <main id="page"></main>
-<noscript>This page needs JavaScript; the same is in <a href="openapi.json">openapi.json</a>.</noscript>
+<noscript>This page requires JavaScript. The same content is in <a href="openapi.json">openapi.json</a>.</noscript>
 <script src="docs/page.js"></script>
 <script src="docs/start.js"></script>
 </body>
@@ -53,10 +54,10 @@ async def docs() -> HTMLResponse:
 
 
 @router.get("/docs/{name}")
-async def part(name: str) -> Response:
-    """Return a script, style or picture of the page. Raises HTTPException 404."""
+async def page_file(name: str) -> Response:
+    """Return a script, style sheet or image of the page. Raises HTTPException 404."""
     if name == "start.js":
         return Response(START, media_type="text/javascript", headers=CACHE_HEADERS)
     if name not in FILES:
         raise HTTPException(404)
-    return FileResponse(RESOURCES / FILES[name], headers=CACHE_HEADERS)
+    return FileResponse(RESOURCE_FOLDER / FILES[name], headers=CACHE_HEADERS)

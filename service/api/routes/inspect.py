@@ -1,4 +1,4 @@
-"""POST /inspect: describe a file, and estimate what segmenting it would take."""
+"""POST /inspect: describe a file, and estimate the work to segment it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from service.api.dependencies import RuntimeDependency, get_caller
 from service.api.http.waiting import run_while_connected
 from service.api.messages.stacks import Inspection
-from service.api.requests.admission import REQUEST, AdmittedQuery, select_model
+from service.api.requests.admission import STACK_REQUEST, AdmittedQuery, select_model
 from service.api.requests.body import inspect_file, receive_file
 from service.core.errors import OutOfMemory, RequestError
 from service.core.hardware import host
@@ -16,27 +16,28 @@ from service.inference.runner.memory_errors import check_memory
 router = APIRouter(tags=["segmentation"])
 
 
-@router.post("/inspect", openapi_extra=REQUEST)
+@router.post("/inspect", openapi_extra=STACK_REQUEST)
 async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQuery) -> Inspection:
-    """Say what was understood of a file (axes, voxel size, channels), what segmenting it would do and take.
+    """Inspect a stack without segmenting it.
 
-    The same body and parameters as `/segment`; no pixel is decoded and the device is not used.
+    Reports the axes, voxel size and channels of the file, and estimates the time and memory that its segmentation would
+    take. Accepts the same body and parameters as `/segment`. No pixels are decoded, and the device is not used.
     """
-    async with receive_file(request, query) as received:
-        query = received.received.query
+    async with receive_file(request, query) as file:
+        query = file.received.query
         spec = select_model(runtime, query)
-        file = await run_while_connected(request, inspect_file(runtime, received))
+        description = await run_while_connected(request, inspect_file(runtime, file))
     estimator = runtime.estimator(spec)
-    estimate, seconds, problems = None, None, [file.problem]
+    estimate, seconds, problems = None, None, [description.problem]
     try:
-        estimate = runtime.estimate(spec, file, query.options)
-        windows = file.volumes * estimate.windows
+        estimate = runtime.estimate(spec, description, query.options)
+        windows = description.volumes * estimate.windows
         seconds = runtime.estimate_seconds(spec.name, windows, get_caller(request))
         check_memory(estimate, host.available_memory())
     except (RequestError, OutOfMemory) as error:
         problems.append(str(error))
     return Inspection(
-        file=file,
+        file=description,
         model=spec.identifier,
         output=estimator.output(query.options),
         normalisation=spec.input.normalisation.model_dump(),

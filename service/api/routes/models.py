@@ -1,4 +1,4 @@
-"""/models: facts and state of the models that are served, and reading their folders again."""
+"""/models: list, inspect, delete and reload the models of the service."""
 
 from __future__ import annotations
 
@@ -17,20 +17,28 @@ from service.serving.storage.threads import run_in_thread
 router = APIRouter(tags=["models"])
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
-SAMPLE: dict[int | str, dict[str, Any]] = {200: {"description": "A TIFF.", "content": {"image/tiff": _BINARY}}}
-PICTURE: dict[int | str, dict[str, Any]] = {200: {"description": "A PNG.", "content": {"image/png": _BINARY}}}
+SAMPLE_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "A TIFF.", "content": {"image/tiff": _BINARY}}
+}
+PICTURE_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"description": "A PNG.", "content": {"image/png": _BINARY}}}
 
 
 @router.get("/models")
 async def list_models(request: Request, runtime: RuntimeDependency) -> ModelList:
-    """Every model of the repository with its state; those that are not loaded are when they are first asked for."""
+    """List all models with their state.
+
+    A model that is not loaded yet is loaded by the first request that uses it.
+    """
     caller = identify(request, runtime.settings.access)
     return report_models(runtime, partial(get_trainings(request).trained_models.may_remove, **caller._asdict()))
 
 
 @router.get("/models/{name}")
 async def show_model(request: Request, name: str, runtime: RuntimeDependency) -> ModelInfo:
-    """One model: its facts, and the engine, precision and memory format in use, with warnings."""
+    """Get a model.
+
+    Returns its metadata, the engine, precision and memory format that it runs with, and warnings.
+    """
     caller, model = identify(request, runtime.settings.access), runtime.models.state(name)
     return report_model(
         model, removable=get_trainings(request).trained_models.may_remove(model, caller.owner, everyone=caller.everyone)
@@ -39,9 +47,10 @@ async def show_model(request: Request, name: str, runtime: RuntimeDependency) ->
 
 @router.delete("/models/{name}", status_code=204)
 async def remove(request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, name: str) -> None:
-    """Delete a model that a training has made, for the key that has trained it and for admins.
+    """Delete a model that was trained on this service.
 
-    Requests that compute with it finish. A model that a job, a training or the configuration needs is kept.
+    Only the API key that trained the model and admins may delete it. Running requests finish. A model that is still
+    used by a job, a training or the configuration cannot be deleted.
     """
     access = runtime.settings.access
     if not access.keys:
@@ -51,18 +60,24 @@ async def remove(request: Request, runtime: RuntimeDependency, async_jobs: Async
     await run_in_thread(partial(remove_model, name, owner, everyone=everyone, has_jobs=async_jobs.uses))
 
 
-@router.get("/models/{name}/sample", response_class=FileResponse, responses=SAMPLE)
+@router.get("/models/{name}/sample", response_class=FileResponse, responses=SAMPLE_RESPONSES)
 async def sample(runtime: RuntimeDependency, name: str) -> FileResponse:
-    """The stack that the model is tried with, as a TIFF. Models without one answer 404."""
+    """Download the sample stack of a model as a TIFF.
+
+    Returns 404 if the model has none.
+    """
     spec = runtime.models.spec(name)
     if spec.sample is None:
         raise HTTPException(404)
     return FileResponse(spec.folder / spec.sample.input, media_type="image/tiff", filename=f"{name}-sample.tif")
 
 
-@router.get("/models/{name}/picture", response_class=FileResponse, responses=PICTURE)
+@router.get("/models/{name}/picture", response_class=FileResponse, responses=PICTURE_RESPONSES)
 async def picture(runtime: RuntimeDependency, name: str) -> FileResponse:
-    """A picture of what the model finds in its sample, as a PNG. Models without one answer 404."""
+    """Download an image of a model's result for its sample as a PNG.
+
+    Returns 404 if the model has none.
+    """
     file = runtime.models.spec(name).folder / PICTURE_FILE
     if not file.is_file():
         raise HTTPException(404)
@@ -71,10 +86,11 @@ async def picture(runtime: RuntimeDependency, name: str) -> FileResponse:
 
 @router.post("/models/reload")
 async def reload_models(request: Request, runtime: RuntimeDependency) -> ModelReload:
-    """Read the model folders again, for an admin: add, replace and remove models without a restart.
+    """Reload the model folders.
 
-    The answer comes once models that were loaded and have changed are loaded anew. Requests that run keep the model
-    that they have; where a new one is broken, the earlier one stays.
+    Adds, replaces and removes models without a restart. Only for admins. The response is sent when all loaded models
+    that have changed are loaded again. Running requests continue with their current model. If a new version cannot be
+    loaded, the previous version stays in use.
     """
     check_admin(request, runtime.settings.access)
     return ModelReload(**(await run_in_thread(runtime.models.reload))._asdict())

@@ -1,4 +1,4 @@
-"""GET /stacks/{stack}/planes and GET /jobs/{job}/planes: planes of a stack or of labels, to be drawn."""
+"""GET /stacks/{stack}/planes and GET /jobs/{job}/planes: pixel values of a stack or of labels, for display."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from service.api.dependencies import RuntimeDependency, get_async_jobs, get_caller, get_client, get_stacks
 from service.api.http.waiting import run_while_connected
-from service.api.messages.planes import PLANES, PlaneRangeQuery, PlanesResponse, SelectionQuery
+from service.api.messages.planes import PLANES_RESPONSES, PlaneRangeQuery, PlanesResponse, SelectionQuery
 from service.core.errors import RateLimited
 from service.core.types import Cancelling, Volume
 from service.serving.results.media_types import read_labels
@@ -27,6 +27,7 @@ from service.serving.storage.threads import run_in_thread
 
 router = APIRouter()
 
+# Retry-After of requests that are refused because the memory for planes is in use.
 RETRY_SECONDS = 1
 
 StackId = Annotated[str, PathParameter(pattern="^[0-9a-f]{32}$", description="The id of the stack.")]
@@ -34,28 +35,38 @@ JobId = Annotated[str, PathParameter(description="The id of the job.", examples=
 
 
 JobTime = Annotated[
-    int | None, Query(ge=0, description="Of several time points the one, counted from the first of them.")
+    int | None,
+    Query(ge=0, description="Index of the time point in the result, counted from 0. Only for several time points."),
 ]
 
 
-@router.get("/stacks/{stack}/planes", name="planes", tags=["stacks"], response_class=Response, responses=PLANES)
+@router.get(
+    "/stacks/{stack}/planes", name="planes", tags=["stacks"], response_class=Response, responses=PLANES_RESPONSES
+)
 async def stack_planes(
-    request: Request, runtime: RuntimeDependency, stack: StackId, selection: SelectionQuery, wanted: PlaneRangeQuery
+    request: Request,
+    runtime: RuntimeDependency,
+    stack: StackId,
+    selection: SelectionQuery,
+    plane_range: PlaneRangeQuery,
 ) -> Response:
-    """Planes of a kept stack as raw numbers, to be drawn."""
+    """Get planes of an uploaded stack as raw pixel values, for display."""
     stored = await run_in_thread(partial(get_stacks(request).find, stack, get_caller(request)))
 
     def read(folder: Path, cancelled: Cancelling) -> Volume:
         return runtime.reader.read(stored.path, selection, folder, cancelled=cancelled)
 
-    return await answer_planes(await _open_volume(request, runtime, (stack, selection), read), wanted)
+    return await answer_planes(await _open_volume(request, runtime, (stack, selection), read), plane_range)
 
 
-@router.get("/jobs/{job}/planes", name="planes", tags=["jobs"], response_class=Response, responses=PLANES)
+@router.get("/jobs/{job}/planes", name="planes", tags=["jobs"], response_class=Response, responses=PLANES_RESPONSES)
 async def label_planes(
-    request: Request, runtime: RuntimeDependency, job: JobId, wanted: PlaneRangeQuery, time: JobTime = None
+    request: Request, runtime: RuntimeDependency, job: JobId, plane_range: PlaneRangeQuery, time: JobTime = None
 ) -> Response:
-    """Planes of the labels of a job that is done, as raw numbers, to be drawn. Those of its input: `/stacks`."""
+    """Get planes of a finished job's labels as raw pixel values, for display.
+
+    For planes of its input, use `GET /stacks/{stack}/planes`.
+    """
     async_jobs = await get_async_jobs(request)
     file, metadata = await run_in_thread(partial(async_jobs.result, job, get_caller(request)))
 
@@ -64,15 +75,15 @@ async def label_planes(
 
     with file:
         volume = await _open_volume(request, runtime, (job, time), read)
-    return await answer_planes(volume, wanted)
+    return await answer_planes(volume, plane_range)
 
 
 async def _open_volume(
     request: Request, runtime: Runtime, key: Hashable, read: Callable[[Path, Cancelling], Volume]
 ) -> Volume:
-    """Return the volume under a key, else the one that `read` decodes to an empty folder, in a thread that decodes.
+    """Return the cached volume for a key, or decode it with `read`, which gets an empty folder, in a decoder thread.
 
-    Raises the errors of `read` and of `VolumeCache.open`, and Cancelled when the client disconnects.
+    Raises the errors of `read` and `VolumeCache.open`, and Cancelled if the client disconnects.
     """
     if (volume := runtime.volumes.find(key)) is not None:
         return volume
@@ -91,18 +102,18 @@ async def _open_volume(
         return await run_while_connected(request, run_in_thread(opening, threads, cancelled))
 
 
-async def answer_planes(volume: Volume, wanted: PlaneRange, memory: MemoryBudget = MEMORY) -> Response:
+async def answer_planes(volume: Volume, plane_range: PlaneRange, memory: MemoryBudget = MEMORY) -> Response:
     """Read planes of the first channel in a thread, and return the response with them.
 
-    Raises what `Planes.select` raises, and RateLimited where planes for others leave no memory for these.
+    Raises the errors of `Planes.select`, and RateLimited if other responses with planes use up the memory budget.
     """
-    planes = Planes.select(volume, wanted)
+    planes = Planes.select(volume, plane_range)
     if not memory.reserve(planes.nbytes):
-        raise RateLimited("Too many planes are on their way already; ask for these again.", RETRY_SECONDS)
+        raise RateLimited("Too many image planes are being sent at the moment. Try again in a second.", RETRY_SECONDS)
     release = partial(memory.release, planes.nbytes)
     try:
-        numbers = await run_in_thread(planes.read)
+        pixels = await run_in_thread(planes.read)
     except BaseException:
         release()
         raise
-    return PlanesResponse(volume.shape[1:], numbers, release)
+    return PlanesResponse(volume.shape[1:], pixels, release)

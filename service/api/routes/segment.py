@@ -1,4 +1,4 @@
-"""POST /segment: a TIFF in, a label TIFF out."""
+"""POST /segment: segment a stack and return its labels."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ from starlette.responses import FileResponse
 
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency
 from service.api.http.waiting import run_while_connected
-from service.api.messages.results import ANSWER, ResultResponse
-from service.api.requests.admission import PREFER, REQUEST, RESPOND_ASYNC, admit, prefers_async, select_model
+from service.api.messages.results import RESULT_RESPONSES, ResultResponse
+from service.api.requests.admission import (
+    PREFER_HEADER,
+    RESPOND_ASYNC,
+    STACK_REQUEST,
+    admit,
+    prefers_async,
+    select_model,
+)
 from service.api.requests.answers import send_segmented
 from service.api.requests.body import receive_file
-from service.api.requests.jobs import ACCEPTED, accept_job
+from service.api.requests.jobs import ACCEPTED_RESPONSES, accept_job
 from service.core.errors import Cancelled, NotReady
 from service.serving.runtime import Runtime
 from service.serving.segmentation import SegmentationTask
@@ -22,17 +29,18 @@ router = APIRouter(tags=["segmentation"])
 @router.post(
     "/segment",
     response_class=FileResponse,
-    responses=ANSWER | ACCEPTED,
-    openapi_extra=REQUEST | {"parameters": [*REQUEST["parameters"], PREFER]},
+    responses=RESULT_RESPONSES | ACCEPTED_RESPONSES,
+    openapi_extra=STACK_REQUEST | {"parameters": [*STACK_REQUEST["parameters"], PREFER_HEADER]},
 )
 async def segment(request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency) -> Response:
     """Segment a 3D stack.
 
-    Post the TIFF itself (`curl --data-binary @stack.tif`), or a form with the field `file`, or name a file of the
-    service's host with `input`. Axes and voxel size are taken from the file; what it does not say can be stated, and
-    what is ambiguous is refused rather than guessed.
-    `Accept` chooses the form of the labels as at `GET /jobs/{id}/result`.
-    With `Prefer: respond-async` the answer is that of `POST /jobs`.
+    Send a TIFF as the body (`curl --data-binary @stack.tif`) or in the form field `file`, or select a file on the
+    service's host with `input`. Axes and voxel size are read from the file. If the file does not contain them, set them
+    with parameters. Ambiguous files are rejected instead of guessing.
+
+    `Accept` selects the file format of the labels, as for `GET /jobs/{job}/result`. With `Prefer: respond-async`, the
+    response is the same as from `POST /jobs`.
     """
     query, spec = await admit(request, runtime)
     if prefers_async(request):
@@ -42,14 +50,14 @@ async def segment(request: Request, runtime: RuntimeDependency, async_jobs: Asyn
     async with receive_file(request, query) as stack:
         spec = spec or select_model(runtime, stack.received.query)
         task = SegmentationTask(runtime, stack, spec, stack.stages)
-        answer = await run_while_connected(request, _answer(request, runtime, task))
-        answer.resources.push_async_callback(stack.resources.pop_all().aclose)
-        return answer
+        result = await run_while_connected(request, _run_task(request, runtime, task))
+        result.resources.push_async_callback(stack.resources.pop_all().aclose)
+        return result
 
 
-async def _answer(request: Request, runtime: Runtime, task: SegmentationTask) -> ResultResponse:
+async def _run_task(request: Request, runtime: Runtime, task: SegmentationTask) -> ResultResponse:
     try:
         segmented = await task.run()
     except Cancelled:
-        raise NotReady("The service stopped before the request was finished; send it again.") from None
+        raise NotReady("The service stopped before the request was finished. Send it again in a moment.") from None
     return await send_segmented(request, runtime, segmented)

@@ -1,4 +1,4 @@
-"""/stacks: upload a stack once, look at its planes, and segment it as often as wanted."""
+"""/stacks: upload a stack once to view and segment it several times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path, Request
 
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_stacks
 from service.api.messages.stacks import StackReport
-from service.api.requests.admission import REQUEST
+from service.api.requests.admission import STACK_REQUEST
 from service.api.requests.body import incoming_folder, receive_file
 from service.core.errors import BadParameter
 from service.serving.parameters import Query as Parameters
@@ -19,14 +19,15 @@ from service.serving.storage.threads import run_in_thread
 router = APIRouter(tags=["stacks"])
 
 StackId = Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="The id of the stack.")]
-BODY = {"requestBody": REQUEST["requestBody"]}
+BODY = {"requestBody": STACK_REQUEST["requestBody"]}
 
 
 @router.post("/stacks", status_code=201, openapi_extra=BODY)
 async def upload(request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency) -> StackReport:
-    """Keep a stack for later requests, which name it with `stack` instead of bringing a body.
+    """Upload a stack for later requests.
 
-    The same body as `/segment`. Nothing of the file is read. It is kept as long as it is used now and then.
+    Later requests select it with the parameter `stack` instead of sending a body. Accepts the same body as `/segment`.
+    The file is stored without being read. Stacks that have not been used for a while may be deleted.
     """
     runtime.check_admission(get_caller(request))
     if request.query_params:
@@ -46,18 +47,21 @@ async def upload(request: Request, runtime: RuntimeDependency, async_jobs: Async
 
 @router.get("/stacks/{stack}")
 async def show(request: Request, stack: StackId) -> StackReport:
-    """Name and size of a kept stack."""
+    """Get the name and size of an uploaded stack."""
     return _report(await run_in_thread(partial(get_stacks(request).find, stack, get_caller(request))))
 
 
 @router.delete("/stacks/{stack}", status_code=204)
 async def delete(request: Request, stack: StackId) -> None:
-    """Forget a stack. Jobs that were made of it go on."""
+    """Delete an uploaded stack.
+
+    Jobs that use it continue.
+    """
     await run_in_thread(partial(get_stacks(request).delete, stack, get_caller(request)))
 
 
 def _no_parameters() -> BadParameter:
-    return BadParameter("A stack is kept without parameters; state them in the requests that name it.")
+    return BadParameter("POST /stacks has no parameters. Set them in the requests that use the stack.")
 
 
 def _report(stack: StoredStack) -> StackReport:

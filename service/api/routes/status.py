@@ -1,4 +1,4 @@
-"""GET /health, /gpu, /metrics, /limits and /status: how the service is, and what it allows."""
+"""GET /health, /gpu, /metrics, /limits and /status: the state of the service, and what the caller may do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from service.api.access.authentication import check_admin, check_trainer, identify
 from service.api.dependencies import RuntimeDependency, get_annotations, get_trainings
-from service.api.messages.learning import Abilities
+from service.api.messages.learning import CallerLimits
 from service.api.messages.models import report_models
 from service.api.messages.status import (
     GpuReport,
@@ -31,13 +31,16 @@ from service.serving.storage.threads import run_in_thread
 
 router = APIRouter()
 
-# Paths of other inference servers too, so that existing probes work unchanged.
-PREFIXES = ("", "/v1", "/v2")
+# Includes the paths of other inference servers, so that existing probes work without changes.
+HEALTH_PREFIXES = ("", "/v1", "/v2")
 
 
 @router.get("/limits", tags=["operation"])
-async def limits(request: Request, runtime: RuntimeDependency) -> Abilities:
-    """Whether corrected labels are kept, how much of them, and whether the caller may train on them, else why not."""
+async def limits(request: Request, runtime: RuntimeDependency) -> CallerLimits:
+    """Get what the caller may do in addition to segmenting.
+
+    Reports the quota for annotated stacks, and whether the caller may train models.
+    """
     quota = runtime.settings.annotations.quota_bytes
     problem: str | None = None
     try:
@@ -45,7 +48,7 @@ async def limits(request: Request, runtime: RuntimeDependency) -> Abilities:
         check_trainer(request, runtime.settings.access)
     except (SwitchedOff, Unauthorized) as error:
         problem = str(error)
-    return Abilities(
+    return CallerLimits(
         corrections=quota > 0,
         annotations_bytes=quota,
         training=problem is None,
@@ -56,7 +59,10 @@ async def limits(request: Request, runtime: RuntimeDependency) -> Abilities:
 
 @router.get("/health", tags=["health"])
 async def health(runtime: RuntimeDependency, response: Response) -> Health:
-    """State of the service and of every model; 503 while it is not ready."""
+    """Get the health of the service and the state of each model.
+
+    Returns 503 while the service is not ready.
+    """
     report = report_health(runtime)
     if report.reasons:
         response.status_code = 503
@@ -64,14 +70,18 @@ async def health(runtime: RuntimeDependency, response: Response) -> Health:
 
 
 async def live() -> Liveness:
-    """200 as long as the process answers."""
+    """Check that the process responds.
+
+    Always returns 200.
+    """
     return Liveness()
 
 
 async def ready(runtime: RuntimeDependency) -> Liveness:
-    """200 once the models that are loaded at start are warm; 503 with the reasons before that and while stopping.
+    """Check that the service is ready for requests.
 
-    The status is `degraded` instead of `ready` where `/health` tells of something that is wrong nevertheless.
+    Returns 200 when the models that are loaded at startup are ready, and 503 with the reasons before that and during
+    shutdown. The status is `degraded` instead of `ready` if `/health` reports problems.
     """
     reasons = runtime.unready_reasons()
     if reasons:
@@ -79,34 +89,38 @@ async def ready(runtime: RuntimeDependency) -> Liveness:
     return Liveness(status="degraded" if runtime.degradations() else "ready")
 
 
-for _prefix in PREFIXES:
+for _prefix in HEALTH_PREFIXES:
     for _name, _endpoint in (("live", live), ("ready", ready)):
         _path = f"{_prefix}/health/{_name}"
         router.add_api_route(_path, _endpoint, include_in_schema=_prefix == "", tags=["health"])
         router.add_api_route(_path, _endpoint, methods=["HEAD"], include_in_schema=False)
 
-# Many load balancers and `wget --spider` send HEAD and look at the status alone.
+# Many load balancers and `wget --spider` send HEAD requests and use only the status.
 router.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)
 
 
 @router.get("/gpu", tags=["operation"])
 async def gpu(runtime: RuntimeDependency) -> GpuReport:
-    """Every GPU with its memory, load and temperature, the processor, the devices in use, and each loaded model."""
+    """Get the hardware and the devices in use.
+
+    Reports the memory, load and temperature of each GPU, the CPU, the devices, and how each loaded model runs.
+    """
     return report_hardware(runtime, await asyncio.to_thread(gpus.query_gpus))
 
 
 @router.get("/metrics", tags=["operation"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(runtime: RuntimeDependency) -> Response:
-    """Counters and stage times in Prometheus's text format."""
+    """Get metrics in the Prometheus text format."""
     return Response(await asyncio.to_thread(runtime.metrics.exposition), media_type=CONTENT_TYPE)
 
 
 @router.get("/status", tags=["operation"])
 async def status(request: Request, runtime: RuntimeDependency) -> Status:
-    """Everything about the service's state in one answer, for an admin: `/health`, `/gpu`, `/models` and more.
+    """Get the complete state of the service.
 
-    That is the requests that run and wait, and the stages of the last 50 segmentations since the service was started,
-    without names of files or keys, the trainings, and what is kept on disk.
+    Only for admins. Includes `/health`, `/gpu` and `/models`, running and waiting requests, the most recent 50
+    segmentations since the start of the service with their stage times, trainings, and disk usage. File names and key
+    names are not included.
     """
     access = runtime.settings.access
     check_admin(request, access)

@@ -1,4 +1,4 @@
-"""/trainings: make models better by training them on annotated stacks, in the background."""
+"""/trainings: improve models by training them on annotated stacks in the background."""
 
 from __future__ import annotations
 
@@ -19,37 +19,42 @@ from service.serving.storage.threads import run_in_thread
 
 router = APIRouter(tags=["learning"])
 
+# Limit of the JSON body.
 MAX_BODY_BYTES = 2**16
 TrainingId = Annotated[str, Path(pattern=ID_PATTERN, description="The id of the training.")]
 
 BODY = {
     "requestBody": {"required": True, "content": {"application/json": {"schema": TrainingRequest.model_json_schema()}}}
 }
-ACCEPTED: dict[int | str, dict[str, Any]] = {
-    202: {"description": "The training waits for its turn.", "model": TrainingReport}
+ACCEPTED_RESPONSES: dict[int | str, dict[str, Any]] = {
+    202: {"description": "The training was accepted and waits in the queue.", "model": TrainingReport}
 }
 
 
-@router.post("/trainings", status_code=202, responses=ACCEPTED, openapi_extra=BODY)
+@router.post("/trainings", status_code=202, responses=ACCEPTED_RESPONSES, openapi_extra=BODY)
 async def submit(request: Request, runtime: RuntimeDependency) -> Response:
-    """Train a model on annotated stacks; it is served under its own name once it is done.
+    """Train a model on annotated stacks.
 
-    One training runs at a time, with little priority, in a process of its own; requests go on meanwhile.
+    The new model is available under its own name when the training has ended. One training runs at a time, in a
+    separate process with low priority. Requests continue meanwhile.
     """
     trainings, access = get_trainings(request), runtime.settings.access
     trainings.check_enabled()
     check_trainer(request, access)
-    given = await _read_body(request)
-    asked = NewTraining(**given.model_dump())
-    work = partial(trainings.submit, asked, get_caller(request), admin=is_admin(request, access))
-    record = await run_in_thread(work)
+    body = await _read_body(request)
+    new_training = NewTraining(**body.model_dump())
+    submit_training = partial(trainings.submit, new_training, get_caller(request), admin=is_admin(request, access))
+    record = await run_in_thread(submit_training)
     report = await run_in_thread(partial(report_training, trainings, record))
     return JSONResponse(report.model_dump(mode="json"), 202, headers={"Location": f"/trainings/{report.id}"})
 
 
 @router.get("/trainings")
 async def list_trainings(request: Request, runtime: RuntimeDependency) -> TrainingList:
-    """The caller's trainings, those of all keys for an admin, newest first."""
+    """List the caller's trainings, newest first.
+
+    Admins see the trainings of all API keys.
+    """
     trainings, everyone = get_trainings(request), is_admin(request, runtime.settings.access)
     caller = get_caller(request)
 
@@ -61,7 +66,10 @@ async def list_trainings(request: Request, runtime: RuntimeDependency) -> Traini
 
 @router.get("/trainings/{training}")
 async def show(request: Request, runtime: RuntimeDependency, training: TrainingId) -> TrainingReport:
-    """State and progress of a training, its curves, and whether the new model is better."""
+    """Get the state and progress of a training.
+
+    Includes the loss curves, and whether the new model is better than the base model.
+    """
     trainings, everyone = get_trainings(request), is_admin(request, runtime.settings.access)
     record = trainings.queue.find(training, get_caller(request), everyone=everyone)
     return await run_in_thread(partial(report_training, trainings, record))
@@ -69,25 +77,28 @@ async def show(request: Request, runtime: RuntimeDependency, training: TrainingI
 
 @router.delete("/trainings/{training}", status_code=204)
 async def cancel(request: Request, runtime: RuntimeDependency, training: TrainingId) -> None:
-    """Cancel a training that waits or runs; forget one that is over. The model that it made stays."""
+    """Cancel or delete a training.
+
+    A waiting or running training is cancelled. A training that has ended is deleted, but its model is kept.
+    """
     everyone = is_admin(request, runtime.settings.access)
     await run_in_thread(partial(get_trainings(request).cancel, training, get_caller(request), everyone=everyone))
 
 
 async def _read_body(request: Request) -> TrainingRequest:
-    """Read the JSON body. Raises UnsupportedMedia, TooLarge, BadParameter, and Cancelled when the client hangs up."""
-    # Other types need no leave of the service when a page of another host sends them.
+    """Read the JSON body. Raises UnsupportedMedia, TooLarge, BadParameter, and Cancelled if the client disconnects."""
+    # Browsers send some other media types to other origins without a CORS preflight request.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise UnsupportedMedia("A training is asked for as JSON, with Content-Type: application/json.")
+        raise UnsupportedMedia("Send the parameters of the training as JSON, with Content-Type: application/json.")
     body, more = bytearray(), True
     while more:
         message = await request.receive()
         if message["type"] == "http.disconnect":
-            raise Cancelled("The client went away while sending.")
+            raise Cancelled("The client disconnected while sending the request.")
         body += message.get("body", b"")
         more = message.get("more_body", False)
         if len(body) > MAX_BODY_BYTES:
-            raise TooLarge(f"The request has more than {MAX_BODY_BYTES:,} bytes; train on fewer annotated stacks.")
+            raise TooLarge(f"The request has more than {MAX_BODY_BYTES:,} bytes. Select fewer annotated stacks.")
     try:
         return TrainingRequest.model_validate_json(bytes(body))
     except ValidationError as error:

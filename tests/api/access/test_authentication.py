@@ -1,4 +1,4 @@
-"""The way in, with a fake segmenter behind it: keys, limits, hosts, CORS, and what every answer carries."""
+"""Tests of API keys, rate limits, trusted hosts, CORS and response headers, with a fake segmenter."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def segment(service: Service, key: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def guarded(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def protected_service(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     hosts, origins = ["testserver", "*.example.org", "::1"], ["https://viewer.example.org"]
     access = {"keys": KEYS, "hosts": hosts, "origins": origins}
     with start(bands_repository, tmp_path_factory.mktemp("service"), access=access) as running:
@@ -39,8 +39,8 @@ def guarded(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture
-def locked(guarded: Service) -> TestClient:
-    return guarded.client
+def protected_client(protected_service: Service) -> TestClient:
+    return protected_service.client
 
 
 def problem_of(response: Any) -> tuple[int, str]:
@@ -49,14 +49,14 @@ def problem_of(response: Any) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("headers", [bearer(ADA), {"Authorization": f"bearer  {ADA} "}, {"X-API-Key": ADA}])
-def test_known_key_is_let_in(guarded: Service, headers: dict[str, str]) -> None:
-    assert guarded.segment(headers=TIFF | headers).status_code == 200
+def test_valid_key_is_accepted(protected_service: Service, headers: dict[str, str]) -> None:
+    assert protected_service.segment(headers=TIFF | headers).status_code == 200
 
 
-def test_bearer_goes_before_the_other_header(locked: TestClient) -> None:
-    other = {"X-API-Key": BOB}
-    assert locked.get("/models", headers=bearer("stackseg_eve") | other).status_code == 401
-    assert locked.get("/models", headers={"Authorization": "Basic a"} | other).status_code == 200
+def test_bearer_token_takes_precedence_over_x_api_key(protected_client: TestClient) -> None:
+    api_key = {"X-API-Key": BOB}
+    assert protected_client.get("/models", headers=bearer("stackseg_eve") | api_key).status_code == 401
+    assert protected_client.get("/models", headers={"Authorization": "Basic a"} | api_key).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -73,57 +73,57 @@ def test_bearer_goes_before_the_other_header(locked: TestClient) -> None:
     ],
 )
 @pytest.mark.parametrize("method_and_path", ["POST /segment", "GET /models", "GET /metrics", "GET /nowhere"])
-def test_whoever_shows_no_known_key_stays_outside(
-    locked: TestClient, headers: dict[str, str], method_and_path: str
+def test_request_without_a_valid_key_is_rejected(
+    protected_client: TestClient, headers: dict[str, str], method_and_path: str
 ) -> None:
     method, path = method_and_path.split()
     encoded = {name: value.encode() for name, value in headers.items()}
-    response = locked.request(method, path, headers=encoded)
+    response = protected_client.request(method, path, headers=encoded)
     assert problem_of(response) == (401, "unauthorized")
     assert response.headers["www-authenticate"] == 'Bearer realm="stackseg"'
 
 
-def test_health_and_documentation_stay_open(locked: TestClient) -> None:
+def test_health_and_documentation_need_no_key(protected_client: TestClient) -> None:
     for prefix in ("", "/v1", "/v2"):
-        assert locked.get(f"{prefix}/health/live").status_code == 200
-        assert locked.get(f"{prefix}/health/ready").status_code == 200
-    assert locked.get("/health").status_code == 200
+        assert protected_client.get(f"{prefix}/health/live").status_code == 200
+        assert protected_client.get(f"{prefix}/health/ready").status_code == 200
+    assert protected_client.get("/health").status_code == 200
     for path in ("/docs", "/docs/page.js", "/openapi.json", "/page/main.js", "/page/core/base.css"):
-        assert locked.get(path).status_code == 200
-    assert locked.get("/").status_code == 200
+        assert protected_client.get(path).status_code == 200
+    assert protected_client.get("/").status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/healthy", "/health/live/x", "/v3/health", "/models%2f..%2fhealth", "/health%0a"])
-def test_what_only_looks_like_health_is_closed(locked: TestClient, path: str) -> None:
-    assert locked.get(path).status_code == 401
+def test_paths_similar_to_health_need_a_key(protected_client: TestClient, path: str) -> None:
+    assert protected_client.get(path).status_code == 401
 
 
-def test_openapi_says_how_to_show_a_key_and_where_none_is_needed(locked: TestClient) -> None:
-    document = locked.get("/openapi.json").json()
+def test_openapi_describes_how_to_send_a_key_and_which_paths_need_none(protected_client: TestClient) -> None:
+    document = protected_client.get("/openapi.json").json()
     assert document["components"]["securitySchemes"]["header"]["name"] == "X-API-Key"
     assert document["security"] == [{"bearer": []}, {"header": []}]
     assert document["paths"]["/health/live"]["get"]["security"] == []
     assert "security" not in document["paths"]["/segment"]["post"]
 
 
-def test_callers_are_named_in_metrics_and_log_and_their_keys_never(
-    guarded: Service, locked: TestClient, caplog: pytest.LogCaptureFixture
+def test_metrics_and_log_contain_names_of_callers_but_not_their_keys(
+    protected_service: Service, protected_client: TestClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "service.access"):
-        segment(guarded, BOB)
-        locked.get("/models", headers=bearer("stackseg_eve"))
-    told, refused = (json.loads(telemetry.JsonFormatter().format(record)) for record in caplog.records)
-    assert (told["caller"], told["model"], told["status"], told["route"]) == ("bob", "bands/1", 200, "/segment")
-    assert told["stages"].keys() == {"receive", "read", "queue", "windows", "write", "total"}
+        segment(protected_service, BOB)
+        protected_client.get("/models", headers=bearer("stackseg_eve"))
+    entry, refused = (json.loads(telemetry.JsonFormatter().format(record)) for record in caplog.records)
+    assert (entry["caller"], entry["model"], entry["status"], entry["route"]) == ("bob", "bands/1", 200, "/segment")
+    assert entry["stages"].keys() == {"receive", "read", "queue", "windows", "write", "total"}
     assert (refused["caller"], refused["problem"]) == ("nobody", "unauthorized")
-    text = locked.get("/metrics", headers=bearer(BOB)).text
+    text = protected_client.get("/metrics", headers=bearer(BOB)).text
     assert 'stackseg_caller_requests_total{caller="bob"}' in text
     assert 'stackseg_errors_total{type="unauthorized"}' in text
     assert "stackseg_eve" not in text + caplog.text
     assert BOB not in text + caplog.text
 
 
-def test_rate_is_that_of_a_key(bands_repository: Path, tmp_path: Path) -> None:
+def test_rate_limit_applies_to_each_key_separately(bands_repository: Path, tmp_path: Path) -> None:
     with start(bands_repository, tmp_path, access={"keys": KEYS, "requests_per_minute": 3}) as service:
         client = service.client
         assert [client.get("/models", headers=bearer(ADA)).status_code for _ in range(3)] == [200] * 3
@@ -134,7 +134,7 @@ def test_rate_is_that_of_a_key(bands_repository: Path, tmp_path: Path) -> None:
         assert client.get("/health").status_code == 200
 
 
-def test_requests_at_once_are_those_of_a_key_and_end_with_the_answer(bands_repository: Path, tmp_path: Path) -> None:
+def test_concurrency_limit_applies_to_each_key_until_the_response(bands_repository: Path, tmp_path: Path) -> None:
     access = {"keys": KEYS, "requests_at_once": 1}
     with start(bands_repository, tmp_path, access=access) as service, ThreadPoolExecutor(2) as pool:
         service.fake.gate.clear()
@@ -166,61 +166,65 @@ def test_requests_at_once_are_those_of_a_key_and_end_with_the_answer(bands_repos
         ("", 421),
     ],
 )
-def test_only_configured_hosts_are_answered_for(locked: TestClient, host: str, status: int) -> None:
-    response = locked.get("/models", headers={"Host": host} | bearer(ADA))
+def test_requests_for_other_hosts_than_the_configured_ones_are_rejected(
+    protected_client: TestClient, host: str, status: int
+) -> None:
+    response = protected_client.get("/models", headers={"Host": host} | bearer(ADA))
     assert response.status_code == status
     if status == 421:
         assert problem_of(response) == (421, "misdirected")
-    assert locked.get("/health/live", headers={"Host": host}).status_code == 200
+    assert protected_client.get("/health/live", headers={"Host": host}).status_code == 200
 
 
-def test_pages_of_a_configured_origin_may_call(locked: TestClient) -> None:
-    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-filename"}
-    here = locked.options("/segment", headers={"Origin": "https://viewer.example.org"} | asked)
-    assert (here.status_code, here.headers["access-control-allow-origin"]) == (200, "https://viewer.example.org")
-    answered = locked.get("/models", headers={"Origin": "https://viewer.example.org"} | bearer(ADA))
-    readable = set(answered.headers["access-control-expose-headers"].split(", "))
-    operations = [it for methods in locked.get("/openapi.json").json()["paths"].values() for it in methods.values()]
-    answers = [answer for operation in operations for answer in operation["responses"].values()]
-    documented = {name for answer in answers for name in answer.get("headers", {})}
+def test_cors_allows_configured_origins_to_read_all_documented_headers(protected_client: TestClient) -> None:
+    preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-filename"}
+    allowed = protected_client.options("/segment", headers={"Origin": "https://viewer.example.org"} | preflight)
+    assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, "https://viewer.example.org")
+    response = protected_client.get("/models", headers={"Origin": "https://viewer.example.org"} | bearer(ADA))
+    readable = set(response.headers["access-control-expose-headers"].split(", "))
+    paths = protected_client.get("/openapi.json").json()["paths"]
+    operations = [operation for methods in paths.values() for operation in methods.values()]
+    responses = [response for operation in operations for response in operation["responses"].values()]
+    documented = {name for response in responses for name in response.get("headers", {})}
     assert {"X-StackSeg-Objects", "X-StackSeg-Shape"} <= documented <= readable
-    refused = locked.get("/models", headers={"Origin": "https://viewer.example.org"})
+    refused = protected_client.get("/models", headers={"Origin": "https://viewer.example.org"})
     assert (refused.status_code, "access-control-allow-origin" in refused.headers) == (401, True)
-    elsewhere = locked.options("/segment", headers={"Origin": "https://evil.org"} | asked)
-    assert elsewhere.status_code == 400
-    assert "access-control-allow-origin" not in elsewhere.headers
+    other = protected_client.options("/segment", headers={"Origin": "https://evil.org"} | preflight)
+    assert other.status_code == 400
+    assert "access-control-allow-origin" not in other.headers
 
 
-def test_pages_of_other_origins_may_not_call_unless_configured(service: Service) -> None:
+def test_cors_is_disabled_by_default(service: Service) -> None:
     response = service.client.get("/models", headers={"Origin": "https://viewer.example.org"})
     assert not [name for name in response.headers if name.startswith("access-control")]
 
 
-ADMINS_ALONE = [("GET", "/status", 200), ("POST", "/models/reload", 200)]
+# Method, path, and status of a successful request.
+ADMIN_REQUESTS = [("GET", "/status", 200), ("POST", "/models/reload", 200)]
 
 
-def test_only_admins_do_what_concerns_all(bands_repository: Path, tmp_path: Path) -> None:
+def test_admin_requests_need_the_key_of_an_admin(bands_repository: Path, tmp_path: Path) -> None:
     with start(bands_repository, tmp_path, access={"keys": KEYS, "admins": ["ada"]}) as service:
-        for method, path, done in ADMINS_ALONE:
+        for method, path, success in ADMIN_REQUESTS:
             for headers in (bearer(BOB), bearer("stackseg_eve"), {}):
                 assert problem_of(service.client.request(method, path, headers=headers)) == (401, "unauthorized")
-            answer = service.client.request(method, path, headers=bearer(ADA))
-            assert (answer.status_code, "ada" in answer.text) == (done, False)
+            response = service.client.request(method, path, headers=bearer(ADA))
+            assert (response.status_code, "ada" in response.text) == (success, False)
 
 
-def test_without_keys_only_the_services_own_host_does_what_concerns_all(service: Service) -> None:
-    own, other = (TestClient(service.app, client=(host, 1)) for host in ("127.0.0.1", "192.0.2.7"))
-    for method, path, done in (*ADMINS_ALONE, ("DELETE", "/models/bands", 409)):
-        assert own.request(method, path).status_code == done
-        assert problem_of(other.request(method, path)) == (401, "unauthorized")
+def test_without_keys_admin_requests_are_accepted_only_from_the_same_host(service: Service) -> None:
+    local, remote = (TestClient(service.app, client=(host, 1)) for host in ("127.0.0.1", "192.0.2.7"))
+    for method, path, status in (*ADMIN_REQUESTS, ("DELETE", "/models/bands", 409)):
+        assert local.request(method, path).status_code == status
+        assert problem_of(remote.request(method, path)) == (401, "unauthorized")
 
 
-def test_without_keys_no_key_is_asked_for_or_documented(service: Service) -> None:
+def test_without_configured_keys_none_is_required_or_documented(service: Service) -> None:
     assert service.client.get("/models", headers={"Host": "any.where"} | bearer("whatever")).status_code == 200
     assert "security" not in service.client.get("/openapi.json").json()
 
 
-def test_every_answer_carries_headers_for_browsers(service: Service) -> None:
+def test_every_response_has_security_headers(service: Service) -> None:
     service.fake.error = KeyError("unforeseen")
     crashed = service.segment()
     assert problem_of(crashed) == (500, "internal-error")
@@ -237,15 +241,15 @@ def test_every_answer_carries_headers_for_browsers(service: Service) -> None:
     assert "default-src 'self'" in service.client.get("/docs").headers["content-security-policy"]
 
 
-@pytest.mark.parametrize("number", ["trace-1.b_C", "0af7651916cd43dd8448eb211c80319c", "x" * 128])
-def test_sane_number_of_a_request_is_kept(service: Service, number: str) -> None:
-    response = service.client.get("/nowhere", headers={"X-Request-ID": number})
-    assert response.headers["x-request-id"] == number
+@pytest.mark.parametrize("request_id", ["trace-1.b_C", "0af7651916cd43dd8448eb211c80319c", "x" * 128])
+def test_valid_request_id_of_the_client_is_used(service: Service, request_id: str) -> None:
+    response = service.client.get("/nowhere", headers={"X-Request-ID": request_id})
+    assert response.headers["x-request-id"] == request_id
     assert response.json()["instance"].startswith("urn:")
 
 
-@pytest.mark.parametrize("number", ["", "a b", "x" * 129, "a\tb", "é", "<script>", 'a"b'])
-def test_other_numbers_are_replaced(service: Service, number: str) -> None:
-    response = service.client.get("/nowhere", headers={"X-Request-ID": number.encode()})
-    assert response.headers["x-request-id"] != number
+@pytest.mark.parametrize("request_id", ["", "a b", "x" * 129, "a\tb", "é", "<script>", 'a"b'])
+def test_invalid_request_id_of_the_client_is_replaced(service: Service, request_id: str) -> None:
+    response = service.client.get("/nowhere", headers={"X-Request-ID": request_id.encode()})
+    assert response.headers["x-request-id"] != request_id
     assert response.json()["instance"] == f"urn:uuid:{response.headers['x-request-id']}"

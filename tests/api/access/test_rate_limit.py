@@ -10,15 +10,15 @@ from service.api.access.rate_limit import RateLimit
 from service.core.errors import RateLimited
 
 
-def test_key_is_new_every_time_and_not_to_be_read_from_its_hash() -> None:
-    one, other = generate_key(), generate_key()
-    assert one != other
-    assert re.fullmatch(r"stackseg_[A-Za-z0-9_-]{43}", one)
-    assert re.fullmatch(r"sha256:[0-9a-f]{64}", hash_key(one))
-    assert hash_key(one) == hash_key(one) != hash_key(other)
+def test_generated_keys_are_unique_and_hashed_with_sha256() -> None:
+    key, other_key = generate_key(), generate_key()
+    assert key != other_key
+    assert re.fullmatch(r"stackseg_[A-Za-z0-9_-]{43}", key)
+    assert re.fullmatch(r"sha256:[0-9a-f]{64}", hash_key(key))
+    assert hash_key(key) == hash_key(key) != hash_key(other_key)
 
 
-def test_rate_allows_a_burst_and_then_its_pace() -> None:
+def test_rate_limit_allows_a_burst_and_then_the_configured_rate() -> None:
     clock = Clock()
     rate_limit = RateLimit(6, 0, clock)
     for _ in range(6):
@@ -39,7 +39,7 @@ def test_rate_allows_a_burst_and_then_its_pace() -> None:
         rate_limit.count_request()
 
 
-def test_who_waits_as_long_as_told_is_let_in() -> None:
+def test_request_is_accepted_after_waiting_for_retry_after() -> None:
     clock = Clock()
     rate_limit = RateLimit(7, 0, clock)
     refused = 0
@@ -53,7 +53,7 @@ def test_who_waits_as_long_as_told_is_let_in() -> None:
     assert refused > 20
 
 
-def test_only_so_many_are_worked_on_at_once() -> None:
+def test_number_of_concurrent_requests_is_limited() -> None:
     rate_limit = RateLimit(0, 2)
     with rate_limit.hold_slot():
         with rate_limit.hold_slot(), pytest.raises(RateLimited), rate_limit.hold_slot():

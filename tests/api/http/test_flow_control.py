@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import asyncio
 
-from service.api.http.flow_control import ClosedOnce
+from service.api.http.flow_control import CloseOnceTransport
 
 
 class Transport(asyncio.Transport):
-    """A transport that counts how often it is closed."""
+    """A transport that counts calls of `close`."""
 
     closes = 0
 
@@ -17,11 +17,11 @@ class Transport(asyncio.Transport):
         return self.closes > 0
 
 
-def test_a_transport_is_closed_once() -> None:
+def test_transport_is_closed_only_once() -> None:
     transport = Transport()
-    guarded = ClosedOnce(transport)
-    assert not guarded.is_closing()
-    guarded.close()
-    guarded.close()
+    close_once = CloseOnceTransport(transport)
+    assert not close_once.is_closing()
+    close_once.close()
+    close_once.close()
     assert transport.closes == 1
-    assert guarded.is_closing()
+    assert close_once.is_closing()

@@ -44,22 +44,22 @@ from service.api.messages.problems import Problem
 from service.api.server import build_config
 
 
-def taken(client: socket.socket, line: bytes, most: int) -> int:
-    """Bytes that can be sent before the server stops reading or hangs up."""
+def send_until_blocked(client: socket.socket, line: bytes, max_bytes: int) -> int:
+    """Send repeated lines until the server stops reading or closes the connection. Return the number of bytes sent."""
     sent = 0
     with suppress(OSError):
-        while sent < most:
+        while sent < max_bytes:
             sent += client.send(line)
     return sent
 
 
-def narrow(client: socket.socket) -> socket.socket:
-    """The same, of which the system keeps little that the server has not read, however long that takes."""
+def limit_send_buffer(client: socket.socket) -> socket.socket:
+    """Make the send buffer of a socket small, so that the system buffers few unread bytes. Return the socket."""
     client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
     return client
 
 
-def test_bodies_arrive_whole_in_large_pieces_one_after_the_other() -> None:
+def test_consecutive_bodies_arrive_complete_and_in_large_pieces() -> None:
     echo, body = Echo(), random.Random(0).randbytes(3 * READ_BYTES + 12345)
     with served(echo) as address, socket.create_connection(address, SECONDS) as client:
         for part in (body, b"", body[:1000], body):
@@ -69,8 +69,8 @@ def test_bodies_arrive_whole_in_large_pieces_one_after_the_other() -> None:
 
 
 @needs_openssl
-def test_bodies_arrive_whole_over_tls(tmp_path: Path) -> None:
-    """What decrypts asks for a place once, and fills it record by record."""
+def test_bodies_arrive_complete_over_tls(tmp_path: Path) -> None:
+    """The TLS transport requests the buffer once and fills it record by record."""
     files = key_and_certificate(tmp_path)
     body = random.Random(2).randbytes(2 * READ_BYTES + 12345)
     with served(Echo(), **files) as address:
@@ -84,7 +84,7 @@ def test_bodies_arrive_whole_over_tls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("size", "number"), [(1, 100_000), (999, 2000), (70_000, 200)])
-def test_bodies_in_chunks_of_any_size_arrive_whole(size: int, number: int) -> None:
+def test_bodies_in_chunks_of_any_size_arrive_complete(size: int, number: int) -> None:
     body = random.Random(1).randbytes(number * size)
     chunks = (body[start : start + size] for start in range(0, len(body), size))
     sent = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
@@ -95,23 +95,23 @@ def test_bodies_in_chunks_of_any_size_arrive_whole(size: int, number: int) -> No
         assert answer(client) == body
 
 
-def test_pieces_that_wait_are_added_in_place() -> None:
-    """Bodies in chunks of one byte would otherwise be copied as often as they have bytes."""
+def test_buffered_pieces_of_a_body_are_extended_in_place() -> None:
+    """Otherwise, a body in chunks of one byte would be copied once per byte."""
     connection = Connection.__new__(Connection)
     cycle: Any = SimpleNamespace(body=bytearray(), response_complete=False, message_event=threading.Event())
     connection.cycle = cycle
     connection.on_body(b"a")
     connection.on_body(b"b")
-    waiting = cycle.body
+    buffered = cycle.body
     connection.on_body(b"c")
-    assert cycle.body is waiting
-    assert (bytes(waiting), cycle.message_event.is_set()) == (b"abc", True)
+    assert cycle.body is buffered
+    assert (bytes(buffered), cycle.message_event.is_set()) == (b"abc", True)
 
 
-def test_connection_whose_tls_has_lost_its_socket_has_no_descriptor() -> None:
-    """An error there would end the server, which asks all connections every second."""
+def test_tls_connection_without_a_socket_has_no_descriptor() -> None:
+    """An error here would stop the server, which checks all connections every second."""
     connection = Connection.__new__(Connection)
-    # What `ssl.SSLObject` runs over, as it is after the end.
+    # The transport after the connection is lost.
     loop = asyncio.new_event_loop()
     lost = SSLProtocol(loop, connection, ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), None, server_side=True)
     connection.transport = lost._get_app_transport()
@@ -120,14 +120,14 @@ def test_connection_whose_tls_has_lost_its_socket_has_no_descriptor() -> None:
     assert connection.fileno() == -1
 
 
-class ShortOfMemory(Connection):
+class OutOfMemoryConnection(Connection):
     def on_body(self, body: bytes) -> None:
         raise MemoryError
 
 
-def test_body_that_memory_does_not_hold_is_not_called_malformed() -> None:
+def test_body_that_does_not_fit_in_memory_is_rejected_with_507() -> None:
     config = build_config(Echo(), host="127.0.0.1", port=0, lifespan="off")
-    config.http = ShortOfMemory
+    config.http = OutOfMemoryConnection
     with running(uvicorn.Server(config)) as address, socket.create_connection(address, SECONDS) as client:
         client.sendall(head("Content-Length: 5") + b"12345")
         answered = client.makefile("rb").read()
@@ -135,7 +135,7 @@ def test_body_that_memory_does_not_hold_is_not_called_malformed() -> None:
     assert b"urn:stackseg:problem:out-of-memory" in answered
 
 
-def test_connections_that_send_at_the_same_time_do_not_get_each_others_bytes() -> None:
+def test_concurrent_uploads_do_not_mix_their_bytes() -> None:
     bodies = [random.Random(seed).randbytes(2 * READ_BYTES) for seed in range(4)]
     with served(Echo()) as address:
         clients = [socket.create_connection(address, SECONDS) for _ in bodies]
@@ -156,94 +156,97 @@ def test_connections_that_send_at_the_same_time_do_not_get_each_others_bytes() -
     assert [answers[index] for index in range(len(bodies))] == bodies
 
 
-def test_body_that_nobody_receives_is_not_read() -> None:
+def test_body_is_not_read_until_the_application_receives_it() -> None:
     ended = threading.Event()
 
-    async def deaf(_scope: Scope, receive: Receive, send: Send) -> None:
+    async def wait_before_receiving(_scope: Scope, receive: Receive, send: Send) -> None:
         while not ended.is_set():
             await asyncio.sleep(0.01)
         await Echo()(_scope, receive, send)
 
-    with served(deaf) as address, socket.create_connection(address, 0.5) as client:
+    with served(wait_before_receiving) as address, socket.create_connection(address, 0.5) as client:
         client.sendall(head(f"Content-Length: {64 * 2**20}"))
-        sent = taken(client, bytes(2**16), most=64 * 2**20)
+        sent = send_until_blocked(client, bytes(2**16), max_bytes=64 * 2**20)
         ended.set()
-    # The system's own buffers take a few megabytes on either side.
+    # The buffers of the operating system hold a few megabytes on either side.
     assert sent < 16 * 2**20 + READ_BYTES
 
 
 @pytest.mark.parametrize("ahead", [b"", head(), head() * (MAX_UNANSWERED - 2)], ids=["the first", "next", "last"])
-def test_little_is_read_of_bodies_that_nobody_has_asked_for(ahead: bytes) -> None:
-    """Many connections would otherwise hold many times the memory that there is for uploads."""
-    ended, busy, deaf, number, body = threading.Event(), threading.Event(), 0, 20, bytes(READ_BYTES)
+def test_few_bytes_are_read_of_bodies_that_the_application_does_not_receive(ahead: bytes) -> None:
+    """Otherwise, many connections would need much more memory than the limit for uploads."""
+    ended, busy, not_receiving, number, body = threading.Event(), threading.Event(), 0, 20, bytes(READ_BYTES)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        nonlocal deaf
+        nonlocal not_receiving
         match scope["path"]:
             case "/busy":
                 busy.wait(SECONDS)
-            case "/deaf":
-                deaf += 1
+            case "/wait":
+                not_receiving += 1
                 while not ended.is_set():
                     await asyncio.sleep(0.01)
         await Echo()(scope, receive, send)
 
     server = uvicorn.Server(build_config(app, host="127.0.0.1", port=0, lifespan="off"))
-    with running(server) as address, ExitStack() as held:
-        held.callback(ended.set)
-        other, *clients = (held.enter_context(socket.create_connection(address, SECONDS)) for _ in range(1 + number))
+    with running(server) as address, ExitStack() as exit_stack:
+        exit_stack.callback(ended.set)
+        other, *clients = (
+            exit_stack.enter_context(socket.create_connection(address, SECONDS)) for _ in range(1 + number)
+        )
         for client in clients:
-            # The system makes room for more where much was received.
+            # The system enlarges its buffers after receiving large bodies.
             client.sendall(head(f"Content-Length: {4 * len(body)}") + 4 * body)
             assert len(answer(client)) == 4 * len(body)
             client.settimeout(0.05)
         other.sendall(head().replace(b" / ", b" /busy "))
         for client in clients:
-            taken(client, (ahead + head(f"Content-Length: {len(body)}")).replace(b" / ", b" /deaf ") + body, len(body))
+            heads = (ahead + head(f"Content-Length: {len(body)}")).replace(b" / ", b" /wait ")
+            send_until_blocked(client, heads + body, len(body))
         busy.set()
-        until(lambda: deaf == number, SECONDS)
+        until(lambda: not_receiving == number, SECONDS)
         bodies = [len(connection.cycle.body) for connection in server.server_state.connections if connection.cycle]
         assert 0 < sum(bodies) < number * 2 * READ_AHEAD_BYTES
 
 
-def test_little_is_read_of_the_next_body_while_the_first_request_listens() -> None:
-    """Who waits for a client to hang up asks for more, but not of the request behind."""
+def test_few_bytes_are_read_of_the_next_body_while_the_first_request_waits_for_a_disconnect() -> None:
+    """Waiting for a disconnect calls `receive`, but this must not read the body of the next request."""
     ended, listening, body = threading.Event(), threading.Event(), bytes(2 * READ_BYTES)
 
     async def app(_scope: Scope, receive: Receive, send: Send) -> None:
         while (await receive()).get("more_body"):
             pass
-        leaving = asyncio.ensure_future(receive())
+        disconnect = asyncio.ensure_future(receive())
         await asyncio.sleep(0.2)
         listening.set()
-        # Much comes meanwhile.
+        # Block the event loop while many bytes arrive.
         time.sleep(0.5)
         while not ended.is_set():
             await asyncio.sleep(0.01)
-        leaving.cancel()
+        disconnect.cancel()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})
 
     server = uvicorn.Server(build_config(app, host="127.0.0.1", port=0, lifespan="off"))
-    with running(server) as address, socket.create_connection(address, SECONDS) as client, ExitStack() as held:
-        held.callback(ended.set)
+    with running(server) as address, socket.create_connection(address, SECONDS) as client, ExitStack() as exit_stack:
+        exit_stack.callback(ended.set)
         first = head(f"Content-Length: {len(body)}")
         client.sendall(first + body + first)
         assert listening.wait(SECONDS)
         client.settimeout(1)
-        taken(client, body, len(body))
+        send_until_blocked(client, body, len(body))
         (connection,) = server.server_state.connections
         until(lambda: connection.cycle.body, SECONDS)
         time.sleep(0.2)
         assert len(connection.cycle.body) < 2 * READ_AHEAD_BYTES
 
 
-def test_rest_of_a_body_that_nobody_wanted_does_not_hold_up_the_next_request() -> None:
-    async def hasty(scope: Scope, receive: Receive, send: Send) -> None:
+def test_unread_body_does_not_block_the_next_request() -> None:
+    async def respond_immediately(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
 
-    with served(hasty) as address, socket.create_connection(address, SECONDS) as client:
+    with served(respond_immediately) as address, socket.create_connection(address, SECONDS) as client:
         client.sendall(head(f"Content-Length: {READ_BYTES}") + bytes(READ_BYTES) + head())
         content = b""
         while content.count(b"\r\n\r\nok") < 2:
@@ -255,33 +258,36 @@ def test_rest_of_a_body_that_nobody_wanted_does_not_hold_up_the_next_request() -
     ("begin", "line"),
     [(b"GET /", b"a" * 1000), (head()[:-2] + b"X-Long: ", b"a" * 1000), (head()[:-2], b"X-Many: 1\r\n" * 100)],
 )
-def test_head_without_end_is_refused(begin: bytes, line: bytes) -> None:
+def test_endless_head_is_rejected(begin: bytes, line: bytes) -> None:
     with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
         client.sendall(begin)
-        assert taken(narrow(client), line, most=100 * MAX_HEAD_BYTES) < 32 * MAX_HEAD_BYTES
+        assert send_until_blocked(limit_send_buffer(client), line, max_bytes=100 * MAX_HEAD_BYTES) < 32 * MAX_HEAD_BYTES
 
 
-def test_trailers_without_end_end_the_connection() -> None:
+def test_endless_trailers_close_the_connection() -> None:
     with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
         client.sendall(head("Transfer-Encoding: chunked") + b"3\r\nabc\r\n0\r\n")
-        assert taken(narrow(client), b"X-Many: 1\r\n" * 100, most=100 * MAX_HEAD_BYTES) < 32 * MAX_HEAD_BYTES
+        assert (
+            send_until_blocked(limit_send_buffer(client), b"X-Many: 1\r\n" * 100, max_bytes=100 * MAX_HEAD_BYTES)
+            < 32 * MAX_HEAD_BYTES
+        )
 
 
-def test_head_of_some_length_is_read() -> None:
+def test_long_head_within_the_limit_is_accepted() -> None:
     with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
         client.sendall(head("X-Long: " + "a" * (MAX_HEAD_BYTES // 2), "Content-Length: 3"))
         client.sendall(b"abc")
         assert answer(client) == b"abc"
 
 
-def test_what_was_answered_or_closed_is_gone_at_once() -> None:
+def test_answered_requests_and_closed_connections_leave_memory_without_garbage_collection() -> None:
     async def app(_scope: Scope, receive: Receive, send: Send) -> None:
-        requests.append(weakref.ref(receive.__self__))  # type: ignore[attr-defined] # uvicorn's, which has the body
+        requests.append(weakref.ref(receive.__self__))  # type: ignore[attr-defined] # uvicorn's cycle, with the body
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
 
-    def gone(every: list[weakref.ref[Any]]) -> bool:
-        return all(one() is None for one in every)
+    def are_dead(references: list[weakref.ref[Any]]) -> bool:
+        return all(reference() is None for reference in references)
 
     requests: list[weakref.ref[Any]] = []
     gc.collect()
@@ -291,17 +297,17 @@ def test_what_was_answered_or_closed_is_gone_at_once() -> None:
             for _ in range(3):
                 client.sendall(head("Content-Length: 5") + b"12345")
                 assert answer(client) == b"ok"
-            # The connection has the latest.
-            until(lambda: gone(requests[:-1]), SECONDS)
-            connections = [weakref.ref(one) for one in gc.get_objects() if issubclass(type(one), Connection)]
+            # The connection refers to the latest request.
+            until(lambda: are_dead(requests[:-1]), SECONDS)
+            connections = [weakref.ref(item) for item in gc.get_objects() if issubclass(type(item), Connection)]
             assert connections
             client.close()
-            until(lambda: gone(requests) and gone(connections), SECONDS)
+            until(lambda: are_dead(requests) and are_dead(connections), SECONDS)
     finally:
         gc.enable()
 
 
-def test_requests_sent_ahead_are_answered_one_after_the_other() -> None:
+def test_pipelined_requests_are_answered_one_after_the_other() -> None:
     gated = Gated()
     with served(gated) as address, socket.create_connection(address, SECONDS) as client:
         client.sendall(head() * MAX_UNANSWERED)
@@ -315,43 +321,45 @@ def test_requests_sent_ahead_are_answered_one_after_the_other() -> None:
         assert answer(client) == b"ok"
 
 
-def drain(client: socket.socket) -> bytes:
-    """All that comes until the server ends the connection."""
+def read_all(client: socket.socket) -> bytes:
+    """Read until the server closes the connection."""
     content = b""
     while piece := client.recv(2**16):
         content += piece
     return content
 
 
-def bodies(content: bytes) -> list[bytes]:
-    """The bodies of answers that came one after the other and have no empty line in them."""
-    return [answer.partition(b"\r\n\r\n")[2] for answer in content.split(b"HTTP/1.1 200 OK\r\n")[1:]]
+def split_bodies(content: bytes) -> list[bytes]:
+    """Return the bodies of consecutive responses. The bodies must not contain empty lines."""
+    return [response.partition(b"\r\n\r\n")[2] for response in content.split(b"HTTP/1.1 200 OK\r\n")[1:]]
 
 
-class Numbered:
-    """Answers with the path after a while."""
+class EchoPath:
+    """Application that responds with the path of the request after a short delay."""
 
     async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
         await asyncio.sleep(0.01)
         await Pieces(scope["path"].encode())(scope, _receive, send)
 
 
-def numbered(number: int, *headers: str) -> bytes:
+def numbered_head(number: int, *headers: str) -> bytes:
+    """Return the head of a request for the path `/NUMBER`."""
     return head(*headers).replace(b" / ", b" /%d " % number)
 
 
-def test_of_requests_sent_ahead_without_end_those_accepted_are_answered_in_order() -> None:
-    """Each would take memory, and a few bytes are enough for one."""
-    with served(Numbered()) as address, socket.create_connection(address, SECONDS) as client:
-        client.sendall(b"".join(numbered(number) for number in range(40)))
-        answers = drain(client)
-        # Not even a refusal follows, which would be taken for the answer to the next.
-        assert [body.split(b"\r\n")[1] for body in bodies(answers)] == [b"/%d" % n for n in range(MAX_UNANSWERED)]
-        assert answers.count(b"connection: close") == answers.count(b"HTTP/1.1 ") - MAX_UNANSWERED + 1 == 1
+def test_only_a_limited_number_of_pipelined_requests_is_answered() -> None:
+    """Each request takes memory, although it has only a few bytes."""
+    with served(EchoPath()) as address, socket.create_connection(address, SECONDS) as client:
+        client.sendall(b"".join(numbered_head(number) for number in range(40)))
+        responses = read_all(client)
+        # The last response is not followed by an error, which the client would take for the next response.
+        paths = [b"/%d" % number for number in range(MAX_UNANSWERED)]
+        assert [body.split(b"\r\n")[1] for body in split_bodies(responses)] == paths
+        assert responses.count(b"connection: close") == responses.count(b"HTTP/1.1 ") - MAX_UNANSWERED + 1 == 1
 
 
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
-def test_client_that_ends_its_side_gets_its_answer(version: bytes) -> None:
+def test_client_that_shuts_down_its_sending_side_gets_its_response(version: bytes) -> None:
     gated = Gated()
     with served(gated) as address, socket.create_connection(address, SECONDS) as client:
         client.sendall(head("Content-Length: 2").replace(b"1.1", version) + b"ab")
@@ -359,22 +367,23 @@ def test_client_that_ends_its_side_gets_its_answer(version: bytes) -> None:
         until(lambda: gated.asked == 1, SECONDS)
         time.sleep(3 * PROBE_SECONDS)
         gated.opened.set()
-        answered = drain(client)
-        assert answered.endswith(b"\r\n\r\nok")
+        content = read_all(client)
+        assert content.endswith(b"\r\n\r\nok")
         assert gated.left == 0
-        # An interim answer, which only HTTP/1.1 knows, tells it from a client that has hung up.
-        assert answered.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 ") == (version == b"1.1")
-        assert answered.count(b"HTTP/1.1") == (2 if version == b"1.1" else 1)
+        # Only HTTP/1.1 has interim responses, which distinguish this client from a disconnected one.
+        assert content.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 ") == (version == b"1.1")
+        assert content.count(b"HTTP/1.1") == (2 if version == b"1.1" else 1)
 
 
-def test_client_that_ends_its_side_after_several_requests_gets_the_answers_to_the_whole_ones() -> None:
-    with served(Numbered()) as address, socket.create_connection(address, SECONDS) as client:
-        client.sendall(b"".join(numbered(number) for number in range(3)) + numbered(3, "Content-Length: 5") + b"half")
+def test_client_that_shuts_down_its_sending_side_gets_responses_to_all_complete_requests() -> None:
+    with served(EchoPath()) as address, socket.create_connection(address, SECONDS) as client:
+        incomplete = numbered_head(3, "Content-Length: 5") + b"half"
+        client.sendall(b"".join(numbered_head(number) for number in range(3)) + incomplete)
         client.shutdown(socket.SHUT_WR)
-        assert [body.split(b"\r\n")[1] for body in bodies(drain(client))] == [b"/0", b"/1", b"/2"]
+        assert [body.split(b"\r\n")[1] for body in split_bodies(read_all(client))] == [b"/0", b"/1", b"/2"]
 
 
-def test_client_that_ends_its_side_in_the_midst_of_a_body_has_hung_up() -> None:
+def test_client_that_shuts_down_its_sending_side_during_a_body_counts_as_disconnected() -> None:
     gated = Gated()
     with served(gated) as address, socket.create_connection(address, SECONDS) as client:
         client.sendall(head("Content-Length: 5") + b"half")
@@ -384,7 +393,7 @@ def test_client_that_ends_its_side_in_the_midst_of_a_body_has_hung_up() -> None:
         until(lambda: gated.left == 1, SECONDS)
 
 
-def test_client_of_http_1_0_is_not_told_to_go_on() -> None:
+def test_http_1_0_client_is_not_sent_100_continue() -> None:
     sent = head("Content-Length: 2", "Expect: 100-continue")
     with served(Echo()) as address:
         for version, interim in ((b"1.1", True), (b"1.0", False)):
@@ -398,33 +407,33 @@ def test_client_of_http_1_0_is_not_told_to_go_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "ended"),
+    ("sent", "half_closed"),
     [(head(), False), (head(), True), (head() * 2, False), (head().replace(b"1.1", b"1.0"), True)],
-    ids=["at once", "after its own side", "after it sent more", "after its own side, HTTP/1.0"],
+    ids=["closed", "half-closed first", "pipelined", "half-closed first, HTTP/1.0"],
 )
-def test_client_that_hangs_up_is_noticed(sent: bytes, *, ended: bool) -> None:
+def test_disconnected_client_is_noticed(sent: bytes, *, half_closed: bool) -> None:
     gated = Gated()
     with served(gated) as address:
         with socket.create_connection(address, SECONDS) as client:
             client.sendall(sent)
             until(lambda: gated.asked == 1, SECONDS)
-            if ended:
+            if half_closed:
                 client.shutdown(socket.SHUT_WR)
                 time.sleep(3 * PROBE_SECONDS)
                 assert gated.left == 0
-                # Closed with a reset: the system of a client of HTTP/1.0, which is sent nothing, answers to probes
-                # for another minute.
+                # Close with a reset: an HTTP/1.0 client is sent nothing, and its system answers keepalive probes for
+                # another minute.
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         until(lambda: gated.left == 1, SECONDS)
     assert gated.asked == 1
 
 
-def test_nonsense_does_not_cut_an_answer() -> None:
+def test_invalid_input_does_not_interrupt_a_response() -> None:
     gated = Gated()
     with served(gated) as address, socket.create_connection(address, SECONDS) as client:
         client.sendall(head() + b"nonsense\r\n\r\n")
         gated.opened.set()
-        assert bodies(drain(client)) == [b"ok"]
+        assert split_bodies(read_all(client)) == [b"ok"]
 
 
 @pytest.mark.parametrize(
@@ -459,7 +468,9 @@ def test_nonsense_does_not_cut_an_answer() -> None:
         (b"CONNECT there:80 HTTP/1.1\r\nHost: there:80\r\n\r\n", "proxy"),
     ],
 )
-def test_refusals_are_problem_documents(sent: bytes, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_requests_are_rejected_with_problem_documents(
+    sent: bytes, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with (
         caplog.at_level("INFO", "service.access"),
         served(Echo()) as address,
@@ -475,16 +486,16 @@ def test_refusals_are_problem_documents(sent: bytes, reason: str, caplog: pytest
     assert any(headers["x-request-id"] in record.getMessage() for record in caplog.records)
 
 
-def test_refusal_carries_the_number_of_its_own_request() -> None:
-    named, other = "X-Request-ID: the-first", "X-Request-ID: the-second"
+def test_rejection_has_the_id_of_its_own_request() -> None:
+    first, second = "X-Request-ID: the-first", "X-Request-ID: the-second"
     with served(RequestLog(Echo())) as address:
         with socket.create_connection(address, SECONDS) as client:
-            client.sendall(head(named))
+            client.sendall(head(first))
             assert answer(client) == b""
-            client.sendall(head(other, "Host: there"))
+            client.sendall(head(second, "Host: there"))
             assert refusal(client)[0]["x-request-id"] == "the-second"
         with socket.create_connection(address, SECONDS) as client:
-            client.sendall(head(named, "Transfer-Encoding: chunked") + b"nonsense\r\n")
+            client.sendall(head(first, "Transfer-Encoding: chunked") + b"nonsense\r\n")
             assert refusal(client)[1]["instance"] == "urn:stackseg:request:the-first"
         with socket.create_connection(address, SECONDS) as client:
             client.sendall(head("X-Request-ID: for; ged", "Host: there"))
@@ -492,10 +503,10 @@ def test_refusal_carries_the_number_of_its_own_request() -> None:
 
 
 @pytest.mark.parametrize("protocol", ["h2c", "websocket"])
-def test_offer_of_another_protocol_is_ignored(protocol: str) -> None:
+def test_upgrade_header_is_ignored(protocol: str) -> None:
     body = random.Random(3).randbytes(READ_BYTES + 12345)
-    offer = ("Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}", "HTTP2-Settings: AAEAAEAA")
-    plain, chunked = head(*offer, f"Content-Length: {len(body)}"), head(*offer, "Transfer-Encoding: chunked")
+    upgrade = ("Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}", "HTTP2-Settings: AAEAAEAA")
+    plain, chunked = head(*upgrade, f"Content-Length: {len(body)}"), head(*upgrade, "Transfer-Encoding: chunked")
     chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
     with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
         for sent in (plain + body, chunked + chunks):
@@ -512,48 +523,48 @@ def test_offer_of_another_protocol_is_ignored(protocol: str) -> None:
     ("version", "hosts", "status"),
     [("1.1", 1, 200), ("1.1", 0, 400), ("1.1", 2, 400), ("1.0", 0, 200), ("1.0", 1, 200), ("1.0", 2, 400)],
 )
-def test_request_names_one_host(version: str, hosts: int, status: int) -> None:
+def test_request_must_have_one_host(version: str, hosts: int, status: int) -> None:
     lines = [f"GET / HTTP/{version}", *(f"Host: host{number}" for number in range(hosts)), "", ""]
     with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
         client.sendall("\r\n".join(lines).encode())
         assert client.recv(100).startswith(f"HTTP/1.1 {status} ".encode())
 
 
-def test_who_stops_waits_for_answers_that_are_owed_and_for_bodies_that_come() -> None:
+def test_shutdown_waits_for_pending_responses_and_active_uploads() -> None:
     gated, echo = Gated(), Echo()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await (gated if scope["path"] == "/gated" else echo)(scope, receive, send)
 
     server = stopping(app, drain_seconds=10 * SECONDS, stalled_seconds=3)
-    with running(server) as address, ExitStack() as held:
-        silent, idle, half, owed, coming, stalled = (
-            held.enter_context(socket.create_connection(address, SECONDS)) for _ in range(6)
+    with running(server) as address, ExitStack() as exit_stack:
+        silent, idle, partial_head, pending, uploading, stalled = (
+            exit_stack.enter_context(socket.create_connection(address, SECONDS)) for _ in range(6)
         )
         idle.sendall(head())
         assert answer(idle) == b""
-        half.sendall(b"POST / HT")
-        owed.sendall(head().replace(b" / ", b" /gated "))
-        coming.sendall(head("Content-Length: 12"))
+        partial_head.sendall(b"POST / HT")
+        pending.sendall(head().replace(b" / ", b" /gated "))
+        uploading.sendall(head("Content-Length: 12"))
         stalled.sendall(head("Content-Length: 12") + b"half")
         until(lambda: gated.asked == 1 and 4 in echo.pieces, SECONDS)
         server.should_exit = True
-        for client in (silent, idle, half):
+        for client in (silent, idle, partial_head):
             assert client.recv(1) == b""
-        # For longer than one may stall, and seldom enough to tell that each of them counts.
+        # Upload for longer than an upload may stall, so that every byte must restart the timeout.
         for _ in range(12):
             time.sleep(0.3)
-            coming.sendall(b"a")
-        assert answer(coming) == 12 * b"a"
+            uploading.sendall(b"a")
+        assert answer(uploading) == 12 * b"a"
         headers, document = refusal(stalled, 503)
         assert document["type"] == "urn:stackseg:problem:not-ready"
         assert int(headers["retry-after"]) > 0
         assert not gated.opened.is_set()
         gated.opened.set()
-        assert answer(owed) == b"ok"
+        assert answer(pending) == b"ok"
 
 
-def test_who_stops_does_not_wait_for_slow_bodies_for_ever() -> None:
+def test_shutdown_does_not_wait_for_slow_uploads() -> None:
     server = stopping(echo := Echo(), drain_seconds=1, stalled_seconds=SECONDS)
     with running(server) as address, socket.create_connection(address, SECONDS) as client:
         client.sendall(head("Content-Length: 12") + b"half")
@@ -563,12 +574,12 @@ def test_who_stops_does_not_wait_for_slow_bodies_for_ever() -> None:
 
 
 @needs_openssl
-def test_who_stops_does_not_wait_for_who_has_not_even_begun_to_speak_tls(tmp_path: Path) -> None:
+def test_shutdown_does_not_wait_for_unfinished_tls_handshakes(tmp_path: Path) -> None:
     server = stopping(Echo(), SECONDS, SECONDS, timeout_graceful_shutdown=SECONDS, **key_and_certificate(tmp_path))
-    with ExitStack() as held:
+    with ExitStack() as exit_stack:
         with running(server) as address:
-            held.enter_context(socket.create_connection(address, SECONDS))
-            # Until it was accepted.
+            exit_stack.enter_context(socket.create_connection(address, SECONDS))
+            # Wait until the connection is accepted.
             time.sleep(0.5)
             began = time.monotonic()
         assert time.monotonic() - began < SECONDS / 2
@@ -582,14 +593,14 @@ def test_who_stops_does_not_wait_for_who_has_not_even_begun_to_speak_tls(tmp_pat
         (head("Connection: close", "Content-Length: 2") + b"ab", True),
         (head("Content-Length: 1000") + b"ab", False),
     ],
-    ids=["idle", "answered for the last time", "stalled"],
+    ids=["idle", "last response sent", "stalled"],
 )
-def test_who_stops_does_not_wait_for_clients_to_end_tls(tmp_path: Path, sent: bytes, *, answered: bool) -> None:
+def test_shutdown_does_not_wait_for_clients_to_end_tls(tmp_path: Path, sent: bytes, *, answered: bool) -> None:
     echo, files = Echo(), key_and_certificate(tmp_path)
     server = stopping(echo, 2 * SECONDS, stalled_seconds=1, timeout_graceful_shutdown=2 * SECONDS, **files)
-    with ExitStack() as held:
+    with ExitStack() as exit_stack:
         with running(server) as address:
-            client = held.enter_context(secured(address, files))
+            client = exit_stack.enter_context(secured(address, files))
             client.sendall(sent)
             until(lambda: echo.pieces, SECONDS)
             assert not answered or answer(client) == b"ab"
@@ -600,7 +611,7 @@ def test_who_stops_does_not_wait_for_clients_to_end_tls(tmp_path: Path, sent: by
 
 @needs_openssl
 @pytest.mark.parametrize("drain_seconds", [0.1, 6 * SECONDS], ids=["drained", "draining"])
-def test_who_stops_sends_whole_answers_to_slow_readers_over_tls(tmp_path: Path, drain_seconds: float) -> None:
+def test_shutdown_sends_complete_responses_to_slow_clients_over_tls(tmp_path: Path, drain_seconds: float) -> None:
     echo, files, body = Echo(), key_and_certificate(tmp_path), random.Random(4).randbytes(12 * 2**20)
     server = stopping(echo, drain_seconds, stalled_seconds=0.5, timeout_graceful_shutdown=6 * SECONDS, **files)
     content = bytearray()
@@ -610,9 +621,9 @@ def test_who_stops_sends_whole_answers_to_slow_readers_over_tls(tmp_path: Path, 
             content.extend(piece)
             time.sleep(0.002)
 
-    with ExitStack() as held:
+    with ExitStack() as exit_stack:
         with running(server) as address:
-            client = held.enter_context(secured(address, files, SO_RCVBUF=2**16))
+            client = exit_stack.enter_context(secured(address, files, SO_RCVBUF=2**16))
             client.sendall(head(f"Content-Length: {len(body)}") + body)
             until(lambda: sum(echo.pieces) == len(body), SECONDS)
             reader = threading.Timer(2, read, [client])
@@ -624,8 +635,8 @@ def test_who_stops_sends_whole_answers_to_slow_readers_over_tls(tmp_path: Path, 
     assert 2 < stopped < 4 * SECONDS
 
 
-def test_what_the_system_has_not_sent_is_not_cut() -> None:
-    """Where nothing waits in the transport of TLS itself, some may in the one beneath it."""
+def test_connection_is_not_aborted_while_the_system_has_unsent_bytes() -> None:
+    """The buffer of the TLS transport may be empty while the underlying transport still has data."""
     clock, aborted = SimpleNamespace(now=0.0), []
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
@@ -633,7 +644,7 @@ def test_what_the_system_has_not_sent_is_not_cut() -> None:
         listener.accept()[0] as end,
     ):
         end.settimeout(0.5)
-        sent = taken(end, bytes(2**16), most=2**30)
+        sent = send_until_blocked(end, bytes(2**16), max_bytes=2**30)
         connection: Any = Connection.__new__(Connection)
         connection.loop = SimpleNamespace(time=lambda: clock.now)
         connection.transport = SimpleNamespace(
@@ -646,7 +657,7 @@ def test_what_the_system_has_not_sent_is_not_cut() -> None:
             connection.close_if_stalled(5)
         while sent:
             sent -= len(client.recv(2**20))
-        # Until the system has heard that all of it came.
+        # Wait until the system has received all acknowledgments.
         time.sleep(0.5)
         for clock.now in (100.0, 104.0, 105.0):
             connection.close_if_stalled(5)

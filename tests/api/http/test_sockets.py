@@ -8,7 +8,7 @@ from typing import Any
 from service.api.http.sockets import count_acknowledged, count_unsent
 
 
-def test_system_tells_what_has_reached_the_client() -> None:
+def test_acknowledged_and_unsent_bytes_are_counted() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as client,
@@ -23,9 +23,9 @@ def test_system_tells_what_has_reached_the_client() -> None:
                 sent += end.send(bytes(2**16))
         except TimeoutError:
             pass
-        taken = count_acknowledged(transport)
-        assert taken is not None
-        assert count_unsent(transport) == sent - taken + 7
+        acknowledged = count_acknowledged(transport)
+        assert acknowledged is not None
+        assert count_unsent(transport) == sent - acknowledged + 7
         while sent:
             sent -= len(client.recv(2**20))
         time.sleep(0.5)

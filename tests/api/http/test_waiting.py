@@ -14,31 +14,31 @@ from service.serving.storage.threads import run_in_thread
 pytestmark = pytest.mark.anyio
 
 
-def connected(gone: asyncio.Event) -> Request:
-    """A request whose client hangs up when `gone` is set."""
+def connected(disconnected: asyncio.Event) -> Request:
+    """Return a request whose client disconnects when `disconnected` is set."""
 
     async def receive() -> Any:
-        await gone.wait()
+        await disconnected.wait()
         return {"type": "http.disconnect"}
 
     return Request({"type": "http", "method": "POST", "headers": []}, receive)
 
 
-async def test_result_and_error_of_the_work_pass_through() -> None:
-    async def fine() -> int:
+async def test_result_and_error_of_the_work_are_passed_on() -> None:
+    async def succeed() -> int:
         await asyncio.sleep(0)
         return 7
 
-    async def broken() -> int:
+    async def fail() -> int:
         raise BadParameter("odd")
 
     request = connected(asyncio.Event())
-    assert await run_while_connected(request, fine()) == 7
+    assert await run_while_connected(request, succeed()) == 7
     with pytest.raises(BadParameter, match="odd"):
-        await run_while_connected(request, broken())
+        await run_while_connected(request, fail())
 
 
-async def test_work_ends_when_the_client_hangs_up_and_its_thread_is_waited_for() -> None:
+async def test_disconnect_cancels_the_work_after_its_thread_has_ended() -> None:
     events: list[str] = []
     begun, release = threading.Event(), threading.Event()
 
@@ -47,41 +47,41 @@ async def test_work_ends_when_the_client_hangs_up_and_its_thread_is_waited_for()
         release.wait(20)
         events.append("thread ended")
 
-    async def leave(gone: asyncio.Event) -> None:
+    async def disconnect(disconnected: asyncio.Event) -> None:
         await asyncio.to_thread(begun.wait, 20)
-        gone.set()
-        # Long enough to be given up meanwhile, if nobody waited for the thread.
+        disconnected.set()
+        # Long enough for the work to be abandoned, if the thread were not awaited.
         await asyncio.sleep(0.2)
         release.set()
 
-    gone = asyncio.Event()
-    leaving = asyncio.ensure_future(leave(gone))
+    disconnected = asyncio.Event()
+    disconnecting = asyncio.ensure_future(disconnect(disconnected))
     with pytest.raises(Cancelled):
-        await run_while_connected(connected(gone), run_in_thread(slow))
-    events.append("given up")
-    await leaving
-    assert events == ["thread ended", "given up"]
+        await run_while_connected(connected(disconnected), run_in_thread(slow))
+    events.append("work cancelled")
+    await disconnecting
+    assert events == ["thread ended", "work cancelled"]
 
 
-async def test_client_that_hangs_up_as_the_work_ends_disturbs_nothing_that_follows() -> None:
-    gone = asyncio.Event()
+async def test_disconnect_at_the_end_of_the_work_does_not_affect_later_work() -> None:
+    disconnected = asyncio.Event()
 
     async def work() -> int:
-        gone.set()
-        # Until the listener has heard of it, but not until it has acted.
+        disconnected.set()
+        # Let the listener notice the disconnect, but not act on it yet.
         await asyncio.sleep(0)
         return 7
 
     async def finish() -> int:
-        result = await run_while_connected(connected(gone), work())
+        result = await run_while_connected(connected(disconnected), work())
         await asyncio.sleep(0.01)
         return result
 
     for _ in range(3):
-        gone.clear()
-        following = asyncio.ensure_future(finish())
-        assert await following == 7
-        assert following.cancelling() == 0
+        disconnected.clear()
+        task = asyncio.ensure_future(finish())
+        assert await task == 7
+        assert task.cancelling() == 0
 
 
 async def test_cancelling_the_caller_cancels_the_work() -> None:
@@ -101,7 +101,7 @@ async def test_cancelling_the_caller_cancels_the_work() -> None:
     assert ended.is_set()
 
 
-async def test_time_limit_cancels_what_takes_too_long() -> None:
+async def test_time_limit_cancels_slow_work() -> None:
     async with time_limit(10):
         await asyncio.sleep(0)
     with pytest.raises(TimedOut, match=r"0\.01 s"):

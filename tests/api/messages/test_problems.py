@@ -20,23 +20,25 @@ from service.core import errors
 from service.formats.sandbox.reader import Reader
 
 
-def concrete(kind: type[errors.StackSegError]) -> errors.StackSegError:
-    match kind:
+def make_error(error_type: type[errors.StackSegError]) -> errors.StackSegError:
+    """Create an error of any class of the tree."""
+    match error_type:
         case errors.QueueFull | errors.NotReady | errors.RateLimited:
-            return kind("try later", 7)
+            return error_type("try later", 7)
         case errors.OutOfMemory:
-            return kind("too much", 123)
+            return error_type("too much", 123)
         case errors.MissingKeys:
-            return kind("what to do", {"input.channels": "how many"})
-    return kind("what to do")
+            return error_type("what to do", {"input.channels": "how many"})
+    return error_type("what to do")
 
 
-def tree(kind: type[errors.StackSegError]) -> list[type[errors.StackSegError]]:
-    return [kind, *(below for child in kind.__subclasses__() for below in tree(child))]
+def list_tree(error_type: type[errors.StackSegError]) -> list[type[errors.StackSegError]]:
+    """Return an error class and all its subclasses."""
+    return [error_type, *(descendant for child in error_type.__subclasses__() for descendant in list_tree(child))]
 
 
 @pytest.mark.parametrize(
-    ("status", "kinds"),
+    ("status", "error_types"),
     [
         (401, [errors.Unauthorized]),
         (404, [errors.UnknownModel]),
@@ -53,36 +55,40 @@ def tree(kind: type[errors.StackSegError]) -> list[type[errors.StackSegError]]:
         (507, [errors.OutOfMemory, errors.OutOfStorage]),
     ],
 )
-def test_every_error_has_its_status(status: int, kinds: list[type[errors.StackSegError]]) -> None:
-    assert {status_of(kind) for kind in kinds} == {status}
+def test_error_classes_have_the_expected_status(status: int, error_types: list[type[errors.StackSegError]]) -> None:
+    assert {status_of(error_type) for error_type in error_types} == {status}
 
 
-def test_class_without_a_row_has_its_parents_status() -> None:
-    class Cracked(errors.UnsupportedMedia):
+def test_unlisted_error_class_inherits_the_status_of_its_parent() -> None:
+    class UnlistedError(errors.UnsupportedMedia):
         pass
 
-    assert Cracked not in STATUS
-    assert status_of(Cracked) == 415
+    assert UnlistedError not in STATUS
+    assert status_of(UnlistedError) == 415
 
 
-# Never answered, and never answered by a service that goes on.
-ELSEWHERE = (errors.Cancelled, errors.DeviceLost)
+# Cancelled is never sent to a client, and DeviceLost makes the service unready.
+EXCLUDED = (errors.Cancelled, errors.DeviceLost)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in tree(errors.StackSegError) if kind not in ELSEWHERE])
-def test_error_of_the_device_becomes_its_problem_document(service: Service, kind: type[errors.StackSegError]) -> None:
-    error = service.fake.error = concrete(kind)
+@pytest.mark.parametrize(
+    "error_type", [error_type for error_type in list_tree(errors.StackSegError) if error_type not in EXCLUDED]
+)
+def test_device_error_is_reported_as_a_problem_document(
+    service: Service, error_type: type[errors.StackSegError]
+) -> None:
+    error = service.fake.error = make_error(error_type)
     response = service.segment()
     document = response.json()
-    assert problem(response) == (document["status"], kind.slug) == (status_of(kind), kind.slug)
+    assert problem(response) == (document["status"], error_type.slug) == (status_of(error_type), error_type.slug)
     assert document["detail"] == str(error)
     assert document["instance"] == f"urn:uuid:{response.headers['x-request-id']}"
-    assert document.get("needed_bytes") == (123 if kind is errors.OutOfMemory else None)
+    assert document.get("needed_bytes") == (123 if error_type is errors.OutOfMemory else None)
     assert response.headers.get("retry-after") == (str(error.retry_after) if hasattr(error, "retry_after") else None)
     assert service.leftovers() == []
 
 
-def test_lost_device_ends_readiness_and_asks_to_come_again(bands_repository: Path, tmp_path: Path) -> None:
+def test_lost_device_makes_the_service_unready_and_sets_retry_after(bands_repository: Path, tmp_path: Path) -> None:
     with start(bands_repository, tmp_path) as service:
         service.fake.error = errors.DeviceLost("cuda:0 has failed.")
         response = service.segment()
@@ -92,12 +98,12 @@ def test_lost_device_ends_readiness_and_asks_to_come_again(bands_repository: Pat
         assert service.client.get("/health/live").status_code == 200
 
 
-def test_work_given_up_by_the_service_is_answered_not_dropped(service: Service) -> None:
-    service.fake.error = errors.Cancelled("given up")
+def test_work_cancelled_by_the_service_is_reported_as_not_ready(service: Service) -> None:
+    service.fake.error = errors.Cancelled("cancelled")
     assert problem(service.segment()) == (503, "not-ready")
 
 
-def test_unforeseen_error_tells_a_number_and_no_secrets(service: Service) -> None:
+def test_unexpected_error_is_reported_with_a_request_id_and_without_details(service: Service) -> None:
     service.fake.error = KeyError("the password")
     response = service.segment()
     assert problem(response) == (500, "internal-error")
@@ -107,7 +113,7 @@ def test_unforeseen_error_tells_a_number_and_no_secrets(service: Service) -> Non
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "no"), RuntimeError("can't start new thread")])
-def test_exhausted_memory_is_told_wherever_it_shows(
+def test_out_of_memory_errors_of_all_kinds_are_reported_as_such(
     service: Service, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     service.fake.error = error
@@ -117,16 +123,16 @@ def test_exhausted_memory_is_told_wherever_it_shows(
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_wrong_path_and_method_are_problem_documents(service: Service) -> None:
-    missing, wrong = service.client.get("/nowhere"), service.client.get("/segment")
-    assert problem(missing) == (404, "not-found")
-    assert problem(wrong) == (405, "method-not-allowed")
-    assert wrong.headers["allow"] == "POST"
+def test_wrong_path_and_method_are_reported_as_problem_documents(service: Service) -> None:
+    wrong_path, wrong_method = service.client.get("/nowhere"), service.client.get("/segment")
+    assert problem(wrong_path) == (404, "not-found")
+    assert problem(wrong_method) == (405, "method-not-allowed")
+    assert wrong_method.headers["allow"] == "POST"
     assert service.client.put("/jobs").headers["allow"] == "GET, POST"
 
 
 @pytest.mark.parametrize(
-    ("address", "parameter", "suggested"),
+    ("url", "parameter", "suggested"),
     [
         ("/segment?overlap=2", "overlap", None),
         ("/segment?zoom=2", "zoom", None),
@@ -136,29 +142,29 @@ def test_wrong_path_and_method_are_problem_documents(service: Service) -> None:
         ("/segment?output_to=a.tif", "output_to", None),
     ],
 )
-def test_problem_names_its_parameter(
-    service: Service, address: str, parameter: str, suggested: dict[str, str] | None
+def test_problem_document_has_the_parameter_and_suggested_values(
+    service: Service, url: str, parameter: str, suggested: dict[str, str] | None
 ) -> None:
-    document = service.post(address, STACK).json()
+    document = service.post(url, STACK).json()
     assert (document["parameter"], document.get("suggested")) == (parameter, suggested)
 
 
-def test_members_are_there_where_something_is_known(service: Service) -> None:
+def test_extension_members_are_absent_if_unknown(service: Service) -> None:
     assert service.client.get("/jobs?limit=0").json()["parameter"] == "limit"
     assert {"parameter", "suggested", "needed_bytes"}.isdisjoint(service.segment(b"no TIFF").json())
 
 
-def test_documented_errors_are_those_that_occur(service: Service) -> None:
+def test_documented_statuses_match_the_error_classes(service: Service) -> None:
     document = service.client.get("/openapi.json").json()
     responses = document["paths"]["/segment"]["post"]["responses"]
-    possible = {str(status_of(kind)) for kind in tree(errors.StackSegError)} - {"400", "499"}
+    possible = {str(status_of(error_type)) for error_type in list_tree(errors.StackSegError)} - {"400", "499"}
     assert possible | {"200", "202"} == set(responses)
     for status in possible:
         (media,) = responses[status]["content"]
         assert media == "application/problem+json"
 
 
-def test_what_became_of_the_process_that_reads_files_is_told(
+def test_killed_reader_process_is_reported(
     bands_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(doomed_reader.__file__).parent))
@@ -182,7 +188,7 @@ def test_what_became_of_the_process_that_reads_files_is_told(
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "expected"),
     [
         ("/srv/models/nuclei/model.yaml: cannot be read", "model.yaml: cannot be read"),
         ("[Errno 2] No such file or directory: '/srv/a b/c'", "[Errno 2] No such file or directory: 'a b/c'"),
@@ -191,11 +197,11 @@ def test_what_became_of_the_process_that_reads_files_is_told(
         ("see https://example.org/a/b or GET /models", "see https://example.org/a/b or GET /models"),
     ],
 )
-def test_messages_tell_names_of_files_and_not_where_they_lie(message: str, told: str) -> None:
-    assert errors.without_folders(message) == told
+def test_folders_are_removed_from_paths_in_messages(message: str, expected: str) -> None:
+    assert errors.without_folders(message) == expected
 
 
-def test_no_answer_tells_where_the_host_has_its_files(bands_repository: Path, tmp_path: Path) -> None:
+def test_responses_do_not_reveal_folders_of_the_host(bands_repository: Path, tmp_path: Path) -> None:
     models = tmp_path / "models"
     for name in ("bands", "mute", "strange", "light", "failing"):
         copy_model(bands_repository / "bands", models / name)
@@ -205,34 +211,34 @@ def test_no_answer_tells_where_the_host_has_its_files(bands_repository: Path, tm
     with start(models, tmp_path, models={"folder": models, "default": "bands"}) as service:
         client = service.client
         service.fake.error = OSError(2, "No such file", str(models / "bands" / "weights.safetensors"))
-        answers = [
+        responses = [
             client.get(path)
             for path in ("/models", "/models/strange", "/models/failing", "/health", "/health/ready", "/gpu", "/jobs")
         ]
         for name in ("bands", "mute", "strange", "light", "failing"):
             for path in ("/segment", "/inspect", "/jobs"):
-                answers.append(service.post(path, STACK, model=name))
-        for answer in [answer for answer in answers if answer.status_code == 202]:
-            url = answer.headers["Location"]
-            service.wait(answer.json(), "done", "failed")
-            answers += [client.get(url), client.get(f"{url}/events"), client.get(f"{url}/result")]
+                responses.append(service.post(path, STACK, model=name))
+        for response in [response for response in responses if response.status_code == 202]:
+            url = response.headers["Location"]
+            service.wait(response.json(), "done", "failed")
+            responses += [client.get(url), client.get(f"{url}/events"), client.get(f"{url}/result")]
         assert {"failed", "cannot be read"} <= {
-            word for word in ("failed", "cannot be read") for answer in answers if word in answer.text
+            word for word in ("failed", "cannot be read") for response in responses if word in response.text
         }
-        for answer in answers:
-            assert str(tmp_path) not in answer.text, answer.url
-            for said in strings(json.loads(answer.text)) if answer.text.startswith("{") else ():
-                assert said in {"/health", "/docs"} or said.startswith("/jobs/") or errors.without_folders(said) == said
+        for response in responses:
+            assert str(tmp_path) not in response.text, response.url
+            for text in list_strings(json.loads(response.text)) if response.text.startswith("{") else ():
+                assert text in {"/health", "/docs"} or text.startswith("/jobs/") or errors.without_folders(text) == text
 
 
-def strings(value: object) -> list[str]:
-    """All strings in a JSON document."""
+def list_strings(value: object) -> list[str]:
+    """Return all strings in a JSON document."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
-        return [text for item in value for text in strings(item)]
+        return [text for item in value for text in list_strings(item)]
     return [value] if isinstance(value, str) else []
 
 
-def test_errors_are_answered_without_a_thread_that_memory_may_not_hold(service: Service) -> None:
+def test_exception_handlers_are_coroutines_and_need_no_thread(service: Service) -> None:
     assert all(inspect.iscoroutinefunction(handler) for handler in service.app.exception_handlers.values())

@@ -24,7 +24,7 @@ from service.serving.parameters import Query
         "&" * 30_000,
     ],
 )
-def test_faulty_addresses_are_refused_at_once_in_a_few_words(service: Service, query: str) -> None:
+def test_invalid_query_strings_are_rejected_quickly_with_short_messages(service: Service, query: str) -> None:
     service.client.post("/segment?warm=up")
     for path in ("/segment", "/inspect", "/jobs"):
         began = time.process_time()
@@ -34,7 +34,7 @@ def test_faulty_addresses_are_refused_at_once_in_a_few_words(service: Service, q
         assert len(response.content) < 2500
 
 
-def test_form_with_faulty_fields_is_refused_in_a_few_words(service: Service) -> None:
+def test_form_with_invalid_fields_is_rejected_with_a_short_message(service: Service) -> None:
     for number in (20, 5000):
         fields = {f"{index}{'n' * 2000}": (None, "1") for index in range(number)}
         response = service.client.post("/segment", files={"file": b"II*", **fields})
@@ -42,10 +42,10 @@ def test_form_with_faulty_fields_is_refused_in_a_few_words(service: Service) -> 
         assert len(response.content) < 2500
 
 
-def test_all_parameters_may_be_given_at_their_longest() -> None:
-    longest = {
+def test_limits_allow_all_parameters_at_their_maximum_length() -> None:
+    max_lengths = {
         name: next((limit.max_length for limit in field.metadata if hasattr(limit, "max_length")), 20)
         for name, field in Query.model_fields.items()
     }
-    assert len(longest) <= MAX_PARAMETERS
-    assert sum(len(name) + 2 + length * len(quote("😀")) for name, length in longest.items()) <= MAX_QUERY_BYTES
+    assert len(max_lengths) <= MAX_PARAMETERS
+    assert sum(len(name) + 2 + length * len(quote("😀")) for name, length in max_lengths.items()) <= MAX_QUERY_BYTES

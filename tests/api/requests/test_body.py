@@ -12,9 +12,9 @@ from service.core.errors import Cancelled, OutOfStorage
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("error", "told"), [(Cancelled("gone"), Cancelled), (OSError(errno.ENOSPC, "full"), OutOfStorage)]
+    ("error", "expected"), [(Cancelled("gone"), Cancelled), (OSError(errno.ENOSPC, "full"), OutOfStorage)]
 )
-async def test_work_folder_goes_in_the_end_whatever_happens(tmp_path: Any, error: Exception, told: Any) -> None:
+async def test_work_folder_is_deleted_after_an_error(tmp_path: Any, error: Exception, expected: Any) -> None:
     scratch: Any = SimpleNamespace(next_request_folder=lambda: tmp_path / "request")
 
     async def use() -> None:
@@ -23,6 +23,6 @@ async def test_work_folder_goes_in_the_end_whatever_happens(tmp_path: Any, error
             (folder / "upload.tif").touch()
             raise error
 
-    with pytest.raises(told):
+    with pytest.raises(expected):
         await use()
     assert list(tmp_path.iterdir()) == []

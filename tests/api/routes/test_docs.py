@@ -6,14 +6,14 @@ from urllib.parse import urljoin
 from job_service import Service
 
 
-def test_the_documentation_loads_nothing_from_elsewhere(service: Service) -> None:
+def test_documentation_loads_nothing_from_other_hosts(service: Service) -> None:
     page = service.client.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
-    addresses = re.findall(r'(?:src|href)="([^"]+)"', page.text)
-    assert len(addresses) == 5
-    for address in addresses:
-        assert "//" not in address
-        part = service.client.get(urljoin("/docs", address))
+    urls = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    assert len(urls) == 5
+    for url in urls:
+        assert "//" not in url
+        part = service.client.get(urljoin("/docs", url))
         assert part.status_code == 200
         assert part.content
     start = service.client.get("/docs/start.js").text

@@ -37,7 +37,7 @@ def pixels(answer: Any) -> Any:
     return tifffile.imread(io.BytesIO(answer.content))
 
 
-def test_job_is_accepted_at_once_and_its_result_fetched_later(service: Service) -> None:
+def test_job_is_accepted_immediately_and_its_result_is_fetched_later(service: Service) -> None:
     service.fake.gate.clear()
     service.fake.notes = ("a note",)
     response = service.client.post("/jobs?overlap=0.5", content=STACK, headers=TIFF | {"X-Filename": "cells.tif"})
@@ -65,24 +65,24 @@ def test_job_is_accepted_at_once_and_its_result_fetched_later(service: Service) 
     assert service.leftovers() == []
 
 
-def test_seconds_are_estimated_by_the_pace_of_earlier_work(service: Service) -> None:
+def test_time_is_estimated_from_earlier_requests(service: Service) -> None:
     service.run()
     assert 0 <= service.post("/inspect", STACK).json()["seconds"] < 60
 
 
-def test_result_is_what_segment_answers(service: Service) -> None:
-    at_once, later = service.segment(), service.result(service.run())
-    assert np.array_equal(pixels(at_once), pixels(later))
-    own = {"server-timing", "x-request-id", "content-length", "last-modified", "etag", "x-cache"}
-    assert {k: v for k, v in later.headers.items() if k not in own} == {
-        k: v for k, v in at_once.headers.items() if k not in own
+def test_result_equals_the_response_of_segment(service: Service) -> None:
+    direct, from_job = service.segment(), service.result(service.run())
+    assert np.array_equal(pixels(direct), pixels(from_job))
+    ignored = {"server-timing", "x-request-id", "content-length", "last-modified", "etag", "x-cache"}
+    assert {k: v for k, v in from_job.headers.items() if k not in ignored} == {
+        k: v for k, v in direct.headers.items() if k not in ignored
     }
 
 
 @pytest.mark.parametrize(
     ("prefer", "status"), [("respond-async", 202), ("wait=10, Respond-Async;x=1", 202), ("handling=strict", 200)]
 )
-def test_segment_answers_with_a_job_where_that_is_preferred(service: Service, prefer: str, status: int) -> None:
+def test_segment_returns_a_job_if_the_client_prefers_it(service: Service, prefer: str, status: int) -> None:
     response = service.segment(headers=TIFF | {"Prefer": prefer})
     assert response.status_code == status
     if status == 202:
@@ -91,7 +91,7 @@ def test_segment_answers_with_a_job_where_that_is_preferred(service: Service, pr
         assert service.wait(job, "done")["id"] == response.json()["id"]
 
 
-def test_form_is_taken_with_its_fields(service: Service) -> None:
+def test_form_fields_are_parameters_of_the_job(service: Service) -> None:
     files = {"file": ("a.tif", STACK, "image/tiff")}
     response = service.client.post("/jobs", files=files, data={"voxel_size": "3,2,1"})
     assert response.status_code == 202
@@ -112,7 +112,7 @@ def test_form_is_taken_with_its_fields(service: Service) -> None:
         ("channel=7", STACK, 422, "bad-parameter"),
     ],
 )
-def test_what_is_wrong_is_said_before_a_job_is_made(
+def test_invalid_request_is_rejected_before_a_job_is_created(
     service: Service, path: str, query: str, body: bytes, status: int, slug: str
 ) -> None:
     before = service.client.get("/jobs?limit=1000").json()
@@ -121,7 +121,7 @@ def test_what_is_wrong_is_said_before_a_job_is_made(
     assert service.leftovers() == list(service.async_jobs._store._incoming.iterdir()) == []
 
 
-def test_job_that_fails_says_why_as_segment_would(service: Service) -> None:
+def test_failed_job_reports_the_same_problem_as_segment(service: Service) -> None:
     service.fake.error = OutOfMemory("too much", 123)
     job = service.wait(service.submit(), "failed")
     assert job["problem"] == {"type": "urn:stackseg:problem:out-of-memory", "detail": "too much"}
@@ -129,7 +129,7 @@ def test_job_that_fails_says_why_as_segment_would(service: Service) -> None:
     assert (result.status_code, result.json()["needed_bytes"]) == (507, 123)
 
 
-def test_cancelling_what_runs_frees_the_device_and_cancelling_what_waits_the_place(service: Service) -> None:
+def test_cancelling_jobs_frees_the_device_and_the_queue(service: Service) -> None:
     running = service.hold()
     waiting = service.submit()
     until(lambda: service.show(waiting)["position"] == 1)
@@ -144,7 +144,7 @@ def test_cancelling_what_runs_frees_the_device_and_cancelling_what_waits_the_pla
     assert service.run()
 
 
-def test_deleting_what_is_over_forgets_it(service: Service) -> None:
+def test_finished_job_is_deleted(service: Service) -> None:
     job = service.run()
     assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
     for response in (
@@ -159,9 +159,9 @@ def test_deleting_what_is_over_forgets_it(service: Service) -> None:
 def test_caller_sees_only_own_jobs(service: Service) -> None:
     service.caller = "ada"
     job = service.run()
-    assert [one["id"] for one in service.client.get("/jobs").json()["jobs"]] == [job["id"]]
-    for stranger in ("bob", None):
-        service.caller = stranger
+    assert [listed["id"] for listed in service.client.get("/jobs").json()["jobs"]] == [job["id"]]
+    for other_caller in ("bob", None):
+        service.caller = other_caller
         assert job["id"] not in service.client.get("/jobs?limit=1000").text
         for path in ("", "/result", "/events"):
             assert service.client.get(f"/jobs/{job['id']}{path}").status_code == 404
@@ -170,7 +170,7 @@ def test_caller_sees_only_own_jobs(service: Service) -> None:
     assert service.result(job).status_code == 200
 
 
-def test_events_tell_the_way_to_the_end(service: Service) -> None:
+def test_events_report_the_job_until_its_end(service: Service) -> None:
     service.fake.gate.clear()
     job = service.submit()
     threading.Timer(1.0, service.fake.gate.set).start()
@@ -185,8 +185,8 @@ def test_events_tell_the_way_to_the_end(service: Service) -> None:
 
 
 @pytest.fixture
-def shared(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
-    """A service for the keys ada and bob, in which `caller` says who asks; 8 places in its queue."""
+def keyed_service(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
+    """A service with the keys ada and bob and a queue for 7 waiting requests. `caller` selects the caller."""
     access = {"keys": {name: hash_key(name) for name in ("ada", "bob")}}
     jobs = {"folder": tmp_path / "jobs", "quota_bytes": 100 * len(STACK)}
     with start(bands_repository, tmp_path, limits={"waiting": 7}, access=access, jobs=jobs) as service:
@@ -194,25 +194,25 @@ def shared(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
         yield service
 
 
-def test_key_with_many_jobs_leaves_places_and_the_next_turn_to_others(shared: Service) -> None:
-    shared.caller = "ada"
-    shared.hold()
-    hers = [shared.submit() for _ in range(3)]
+def test_queue_is_shared_fairly_between_keys(keyed_service: Service) -> None:
+    keyed_service.caller = "ada"
+    keyed_service.hold()
+    jobs_of_ada = [keyed_service.submit() for _ in range(3)]
     for path in ("/jobs", "/segment"):
-        refused = shared.post(path, STACK)
+        refused = keyed_service.post(path, STACK)
         assert problem(refused) == (503, "queue-full")
         assert int(refused.headers["retry-after"]) >= 1
-    shared.caller = "bob"
-    his = [shared.submit() for _ in range(2)]
-    until(lambda: [shared.show(job)["position"] for job in his] == [1, 3])
-    shared.caller = "ada"
-    assert shared.show(hers[0])["position"] == 2
-    shared.fake.gate.set()
-    for job in hers:
-        shared.wait(job, "done")
+    keyed_service.caller = "bob"
+    jobs_of_bob = [keyed_service.submit() for _ in range(2)]
+    until(lambda: [keyed_service.show(job)["position"] for job in jobs_of_bob] == [1, 3])
+    keyed_service.caller = "ada"
+    assert keyed_service.show(jobs_of_ada[0])["position"] == 2
+    keyed_service.fake.gate.set()
+    for job in jobs_of_ada:
+        keyed_service.wait(job, "done")
 
 
-def test_jobs_that_were_not_done_are_done_after_a_restart(bands_repository: Path, tmp_path: Path) -> None:
+def test_unfinished_jobs_continue_after_a_restart(bands_repository: Path, tmp_path: Path) -> None:
     with start(bands_repository, tmp_path) as service:
         done = service.run()
         running = service.hold(voxel_size="3,2,1")
@@ -227,9 +227,9 @@ def test_jobs_that_were_not_done_are_done_after_a_restart(bands_repository: Path
         assert service.show(cancelled)["state"] == "cancelled"
 
 
-def test_running_job_may_finish_while_the_service_drains(bands_repository: Path, tmp_path: Path) -> None:
-    slow = {"scratch_folder": tmp_path / "scratch", "drain_seconds": 30}
-    with start(bands_repository, tmp_path, server=slow) as service:
+def test_running_job_finishes_during_shutdown(bands_repository: Path, tmp_path: Path) -> None:
+    server = {"scratch_folder": tmp_path / "scratch", "drain_seconds": 30}
+    with start(bands_repository, tmp_path, server=server) as service:
         running = service.hold()
         waiting = service.submit()
         fake = service.fake
@@ -239,11 +239,11 @@ def test_running_job_may_finish_while_the_service_drains(bands_repository: Path,
     stopped = datetime.now(UTC).replace(microsecond=0)
     with start(bands_repository, tmp_path) as service:
         assert service.show(running)["state"] == "done"
-        # Only the service that followed has begun it.
+        # The waiting job started only after the restart.
         assert datetime.fromisoformat(service.wait(waiting, "done")["started"]) >= stopped
 
 
-def test_without_a_folder_jobs_end_with_the_service_and_leave_nothing(bands_repository: Path, tmp_path: Path) -> None:
+def test_without_a_jobs_folder_jobs_are_deleted_at_shutdown(bands_repository: Path, tmp_path: Path) -> None:
     with start(bands_repository, tmp_path, jobs={}) as service:
         job = service.run()
         assert service.result(job).status_code == 200
@@ -251,7 +251,7 @@ def test_without_a_folder_jobs_end_with_the_service_and_leave_nothing(bands_repo
     assert not (tmp_path / "jobs").exists()
 
 
-def test_result_is_sent_whole_though_it_has_to_make_room(service: Service) -> None:
+def test_result_is_sent_completely_even_if_it_is_deleted_meanwhile(service: Service) -> None:
     job = service.run()
     file, _ = service.async_jobs.result(job["id"], ANONYMOUS)
     with file:
@@ -259,7 +259,7 @@ def test_result_is_sent_whole_though_it_has_to_make_room(service: Service) -> No
         assert np.array_equal(tifffile.imread(io.BytesIO(file.read())), ONES)
 
 
-def test_result_larger_than_any_client_may_hold_can_be_taken(bands_repository: Path, tmp_path: Path) -> None:
+def test_result_larger_than_the_scratch_quota_can_be_downloaded(bands_repository: Path, tmp_path: Path) -> None:
     limits = {"limits": {"scratch_bytes": 2 * len(STACK)}}
     with start(bands_repository, tmp_path, **limits) as service:
         job = service.run()
@@ -269,7 +269,7 @@ def test_result_larger_than_any_client_may_hold_can_be_taken(bands_repository: P
         assert service.runtime.scratch_space.used == 0
 
 
-def test_documented_headers_and_members_are_those_that_come(service: Service) -> None:
+def test_job_response_has_the_documented_headers_and_members(service: Service) -> None:
     paths = service.client.get("/openapi.json").json()
     answer = paths["paths"]["/jobs"]["post"]["responses"]["202"]
     assert answer["headers"].keys() == {"Location"}
@@ -284,7 +284,7 @@ def test_documented_headers_and_members_are_those_that_come(service: Service) ->
 
 @pytest.fixture
 def roots(tmp_path: Path) -> dict[str, dict[str, str]]:
-    """Places of the host that jobs may read and write: `scans`, with a stack, and `results`."""
+    """Settings for host folders that jobs may read and write: `scans`, which has a stack, and `results`."""
     for name in ("scans", "results"):
         (tmp_path / name).mkdir()
     (tmp_path / "scans" / "stack.tif").write_bytes(STACK)
@@ -292,68 +292,71 @@ def roots(tmp_path: Path) -> dict[str, dict[str, str]]:
     return {"inputs": {"scans": str(tmp_path / "scans")} | results, "outputs": results}
 
 
-def test_job_reads_and_writes_files_of_the_host_also_after_a_restart(
+def test_job_reads_and_writes_host_files_even_after_a_restart(
     bands_repository: Path, tmp_path: Path, roots: Any
 ) -> None:
-    places = {"input": "scans/stack.tif", "output_to": "results/labels.tif"}
+    parameters = {"input": "scans/stack.tif", "output_to": "results/labels.tif"}
     with start(bands_repository, tmp_path, references=roots) as service:
-        job = service.hold(b"", **places)
-        assert (job["name"], job["parameters"]) == ("stack.tif", places)
+        job = service.hold(b"", **parameters)
+        assert (job["name"], job["parameters"]) == ("stack.tif", parameters)
     with start(bands_repository, tmp_path, references=roots) as service:
         assert service.wait(job, "done", "failed")["state"] == "done"
-        told = service.result(job)
-        assert told.headers["content-type"] == "application/json"
-        assert told.json()["output"] == "results/labels.tif"
+        result = service.result(job)
+        assert result.headers["content-type"] == "application/json"
+        assert result.json()["output"] == "results/labels.tif"
         assert np.array_equal(tifffile.imread(tmp_path / "results" / "labels.tif"), ONES)
         assert [path.name for path in (tmp_path / "results").iterdir()] == ["labels.tif"]
 
 
 @pytest.mark.parametrize(
-    ("gone", "told"), [("model", "There is no model 'bands'; "), ("file", "input: scans/stack.tif is not there.")]
+    ("missing", "expected"),
+    [("model", "There is no model 'bands'; "), ("file", "input: scans/stack.tif is not there.")],
 )
-def test_job_whose_model_or_file_is_gone_after_a_restart_fails_with_the_reason(
-    bands_repository: Path, random_nuclei: ModelSpec, tmp_path: Path, roots: Any, gone: str, told: str
+def test_job_fails_with_a_reason_if_its_model_or_file_is_missing_after_a_restart(
+    bands_repository: Path, random_nuclei: ModelSpec, tmp_path: Path, roots: Any, missing: str, expected: str
 ) -> None:
     with start(bands_repository, tmp_path, references=roots) as service:
         job = service.hold(b"", input="scans/stack.tif")
-    if gone == "file":
+    if missing == "file":
         (tmp_path / "scans" / "stack.tif").unlink()
-    models = random_nuclei.folder.parent if gone == "model" else bands_repository
+    models = random_nuclei.folder.parent if missing == "model" else bands_repository
     with start(models, tmp_path, references=roots) as service:
-        assert service.wait(job, "failed")["problem"]["detail"].startswith(told)
+        assert service.wait(job, "failed")["problem"]["detail"].startswith(expected)
 
 
 @pytest.mark.parametrize("version", [pytest.param("0.4", marks=pytest.mark.thorough), "0.5"])
-def test_job_writes_ome_zarr_also_after_a_restart(
+def test_job_writes_ome_zarr_even_after_a_restart(
     bands_repository: Path, tmp_path: Path, roots: Any, version: str
 ) -> None:
     results = tmp_path / "results"
     image = write_zarr(results / "image.ome.zarr", tifffile.imread(io.BytesIO(STACK)), version=version)
-    places = [{"input": "results/image.ome.zarr", "output_to": f"results/image.ome.zarr/labels/{n}"} for n in "ba"]
-    places.append({"input": "results/image.ome.zarr", "output_to": "results/labels.zarr"})
+    requests = [{"input": "results/image.ome.zarr", "output_to": f"results/image.ome.zarr/labels/{n}"} for n in "ba"]
+    requests.append({"input": "results/image.ome.zarr", "output_to": "results/labels.zarr"})
     with start(bands_repository, tmp_path, references=roots) as service:
         service.fake.gate.clear()
-        jobs = [service.submit(b"", **place) for place in places]
+        jobs = [service.submit(b"", **parameters) for parameters in requests]
         service.wait(jobs[0], "running")
-        # As it is left by a process that is killed while it copies.
-        half = results / f".stackseg-{jobs[2]['id']}.part"
-        (half / "0").mkdir(parents=True)
+        # The state after a process is killed while it copies the result.
+        partial = results / f".stackseg-{jobs[2]['id']}.part"
+        (partial / "0").mkdir(parents=True)
         (service.async_jobs._store.input_path(jobs[2]["id"]).parent / "image.zarr" / "labels.zarr").mkdir(parents=True)
     with start(bands_repository, tmp_path, references=roots) as service:
-        for job, place in zip(jobs, places, strict=True):
+        for job, parameters in zip(jobs, requests, strict=True):
             assert service.wait(job, "done", "failed")["state"] == "done"
-            told = service.result(job).json()
-            path = tmp_path / told["output"]
-            assert (told["output"], told["media_type"]) == (place["output_to"], "application/vnd+zarr")
-            assert told["bytes"] == sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            result = service.result(job).json()
+            path = tmp_path / result["output"]
+            assert (result["output"], result["media_type"]) == (parameters["output_to"], "application/vnd+zarr")
+            assert result["bytes"] == sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
             volume = stack_reader.read(path, Selection(), 10**6)
             assert np.array_equal(volume.array()[0], ONES)
             assert volume.voxel_size == VoxelSize(0.5, 0.2, 0.2)
-        assert problem(service.post("/jobs", b"", **places[2])) == (409, "output-exists")
-        again = service.submit(b"", **places[2], overwrite="true")
+        assert problem(service.post("/jobs", b"", **requests[2])) == (409, "output-exists")
+        again = service.submit(b"", **requests[2], overwrite="true")
         assert service.wait(again, "done", "failed")["state"] == "done"
         for name in ("no.tif/labels/x", "image.ome.zarr/no/x", "image.ome.zarr/labels/x/y"):
-            assert service.client.post("/jobs", params=places[2] | {"output_to": f"results/{name}"}).status_code == 422
+            assert (
+                service.client.post("/jobs", params=requests[2] | {"output_to": f"results/{name}"}).status_code == 422
+            )
     for path in (image, results / "labels.zarr"):
         yaozarrs.validate_zarr_store(str(path))
     attributes = json.loads((image / "labels" / ("zarr.json" if version == "0.5" else ".zattrs")).read_text())
@@ -363,53 +366,53 @@ def test_job_writes_ome_zarr_also_after_a_restart(
 
 
 @pytest.mark.parametrize(("name", "writer"), [("labels.tif", tiff_writer), ("labels.zarr", zarr_writer)])
-def test_cancelling_what_is_being_written_leaves_nothing_on_the_host(
+def test_job_cancelled_while_writing_leaves_nothing_on_the_host(
     bands_repository: Path, tmp_path: Path, roots: Any, name: str, writer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, writing, go_on = writer.write, threading.Event(), threading.Event()
+    write, writing, resume = writer.write, threading.Event(), threading.Event()
 
-    def slowly(*given: Any, **options: Any) -> None:
+    def slow_call(*arguments: Any, **options: Any) -> None:
         writing.set()
-        go_on.wait(20)
-        write(*given, **options)
+        resume.wait(20)
+        write(*arguments, **options)
 
-    monkeypatch.setattr(writer, "write", slowly)
+    monkeypatch.setattr(writer, "write", slow_call)
     with start(bands_repository, tmp_path, references=roots) as service:
         job = service.submit(output_to=f"results/{name}")
         assert writing.wait(20)
         assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
-        go_on.set()
+        resume.set()
         until(lambda: service.async_jobs.runner.find(job["id"]) is None)
         assert service.show(job)["state"] == "cancelled"
         assert list((tmp_path / "results").iterdir()) == []
         assert not service.async_jobs._store.input_path(job["id"]).parent.exists()
 
 
-def test_cancelling_what_is_being_read_leaves_nothing(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    reading, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+def test_job_cancelled_while_reading_leaves_nothing(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, resume, ended = threading.Event(), threading.Event(), threading.Event()
     read = service.runtime.reader.read_small
 
-    def slowly(*given: Any, **options: Any) -> Any:
+    def slow_call(*arguments: Any, **options: Any) -> Any:
         reading.set()
-        go_on.wait(20)
-        # As `Reader.read` does for what is decoded.
+        resume.wait(20)
+        # Create the folder like `Reader.read`, which decodes into it.
         options["scratch"].mkdir(exist_ok=True)
         try:
-            return read(*given, **options)
+            return read(*arguments, **options)
         finally:
             ended.set()
 
-    monkeypatch.setattr(service.runtime.reader, "read_small", slowly)
+    monkeypatch.setattr(service.runtime.reader, "read_small", slow_call)
     job = service.submit()
     assert reading.wait(20)
     assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
     until(lambda: service.async_jobs.runner.find(job["id"]) is None)
-    go_on.set()
+    resume.set()
     assert ended.wait(20)
     until(lambda: service.leftovers() == [])
 
 
-def test_old_jobs_are_deleted_once_that_is_possible_again(
+def test_deletion_of_old_jobs_is_retried_after_an_error(
     bands_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
@@ -425,7 +428,9 @@ def test_old_jobs_are_deleted_once_that_is_possible_again(
         until(lambda: len(calls) > 2)
 
 
-def test_all_that_a_job_measures_was_read_before_its_turn(random_nuclei: ModelSpec, tmp_path: Path, roots: Any) -> None:
+def test_channels_to_measure_are_read_before_the_job_starts(
+    random_nuclei: ModelSpec, tmp_path: Path, roots: Any
+) -> None:
     file, stack = tmp_path / "scans" / "stack.tif", np.zeros((4, 2, 8, 8), np.uint16)
     stack[1:3, 0, 2:4, 3:6], stack[:, 1] = 300, 7
     file.write_bytes(as_tiff(stack, metadata={"axes": "ZCYX", "spacing": 0.5, "unit": "um"}))
@@ -453,7 +458,7 @@ def test_volume_and_labels_leave_memory_with_their_job(service: Service, end: st
         service.wait(job, end)
 
 
-def test_job_for_a_model_that_is_not_loaded_says_that_it_is_being_loaded(
+def test_job_reports_that_its_model_is_being_loaded(
     bands_content: dict[str, Any], write_model: Any, tmp_path: Path
 ) -> None:
     for name in ("alpha", "beta"):
@@ -467,10 +472,10 @@ def test_job_for_a_model_that_is_not_loaded_says_that_it_is_being_loaded(
         return FakeSegmenter(spec, settings)
 
     with start(tmp_path / "models", tmp_path / "service", load=load) as service:
-        known = {model["name"]: model for model in service.client.get("/models").json()["models"]}
-        assert (known["alpha"]["loaded"], known["beta"]["loaded"], known["beta"]["state"]) == (True, False, "unloaded")
-        look = service.post("/inspect", STACK, model="beta").json()
-        assert (look["model"], look["problem"], look["estimate"]["windows"]) == ("beta/1", None, 1)
+        found = {model["name"]: model for model in service.client.get("/models").json()["models"]}
+        assert (found["alpha"]["loaded"], found["beta"]["loaded"], found["beta"]["state"]) == (True, False, "unloaded")
+        inspection = service.post("/inspect", STACK, model="beta").json()
+        assert (inspection["model"], inspection["problem"], inspection["estimate"]["windows"]) == ("beta/1", None, 1)
         job = service.submit(model="beta")
         assert service.wait(job, "loading")["position"] == 1
         assert service.client.get("/health/ready").status_code == 200
@@ -478,5 +483,5 @@ def test_job_for_a_model_that_is_not_loaded_says_that_it_is_being_loaded(
         assert service.wait(job, "done")["model"] == "beta/1"
         beta = service.client.get("/models/beta").json()
         assert (beta["state"], beta["loaded"]) == ("ready", True)
-        assert [(one["device"], one["bytes"]) for one in beta["devices"]] == [("cpu", 1000)]
+        assert [(device["device"], device["bytes"]) for device in beta["devices"]] == [("cpu", 1000)]
         assert beta["devices"][0]["used"].startswith("20")

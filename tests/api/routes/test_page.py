@@ -7,21 +7,21 @@ from urllib.parse import urljoin
 from job_service import Service
 
 
-def test_the_page_runs_nothing_but_files_of_the_service(service: Service) -> None:
+def test_page_loads_only_files_of_the_service(service: Service) -> None:
     page = service.client.get("/")
     policy = dict(part.split(maxsplit=1) for part in page.headers["content-security-policy"].split("; "))
     assert (policy["default-src"], policy["script-src"], policy["connect-src"]) == ("'none'", "'self'", "'self'")
     assert "unsafe" not in page.headers["content-security-policy"]
-    addresses = re.findall(r'(?:src|href)="(page/[^"]+)"', page.text)
-    assert len(addresses) == 12
-    for address in addresses:
-        assert service.client.get(urljoin("/", address)).status_code == 200
+    urls = re.findall(r'(?:src|href)="(page/[^"]+)"', page.text)
+    assert len(urls) == 12
+    for url in urls:
+        assert service.client.get(urljoin("/", url)).status_code == 200
 
 
-def test_modules_import_modules_that_are_served(service: Service) -> None:
-    wanted, seen = ["main.js"], set[str]()
-    while wanted:
-        name = wanted.pop()
+def test_all_imported_modules_are_served(service: Service) -> None:
+    pending, seen = ["main.js"], set[str]()
+    while pending:
+        name = pending.pop()
         if name in seen:
             continue
         seen.add(name)
@@ -30,7 +30,7 @@ def test_modules_import_modules_that_are_served(service: Service) -> None:
         assert "http://" not in module.text
         assert "https://" not in module.text
         imported = re.findall(r'(?: from |import\()"(\.[^"]+)"', module.text)
-        wanted += [posixpath.normpath(posixpath.join(posixpath.dirname(name), path)) for path in imported]
+        pending += [posixpath.normpath(posixpath.join(posixpath.dirname(name), path)) for path in imported]
     assert {"viewer/viewer.js", "viewer/solid.js", "volumes/slices.js", "result/objects_view.js"} <= seen
     assert service.client.get("/page/page.py").json()["type"].endswith("not-found")
     assert service.client.get("/page/index.html").status_code == 404

@@ -1,4 +1,4 @@
-"""Models that are added, replaced and removed while a real service runs, and one that is broken."""
+"""Tests of reloading models while a service runs: models are added, replaced, removed or broken."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from service.serving.devices.device import loaded_bytes
 
 
 def put(models: Path, name: str, version: str) -> Path:
-    """Make `name` a copy of the only model in the folder of `bands`, with another name and version."""
+    """Write a copy of the model `bands` with another name and version. Return its model file."""
     if not (models / name).exists():
         copy_model(models / "bands", models / name)
     file = models / name / "model.yaml"
@@ -29,10 +29,11 @@ def put(models: Path, name: str, version: str) -> Path:
     return file
 
 
-class Loading:
-    """Loads fake segmenters, and remembers them by identifier; versions in `broken` do not load.
+class FakeLoader:
+    """Loader of fake segmenters, which it records by identifier.
 
-    The version `held` loads on one device, and on a second once `gate` is open.
+    broken  versions that fail to load
+    held    version that loads on a second device only when `gate` is open
     """
 
     def __init__(self) -> None:
@@ -50,10 +51,10 @@ class Loading:
 
 
 class Service:
-    """A service whose folder of models may be changed."""
+    """A service with a writable model folder."""
 
-    def __init__(self, live: Live, models: Path, loading: Loading) -> None:
-        self.live, self.models, self.loading = live, models, loading
+    def __init__(self, live: Live, models: Path, loader: FakeLoader) -> None:
+        self.live, self.models, self.loader = live, models, loader
 
     def reload(self) -> dict[str, Any]:
         response = self.live.client.post("/models/reload")
@@ -71,12 +72,12 @@ class Service:
 
 @pytest.fixture
 def service(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
-    models, loading = tmp_path / "models", Loading()
+    models, loader = tmp_path / "models", FakeLoader()
     shutil.copytree(bands_repository / "bands", models / "bands")
     put(models, "other", "1")
     settings = eager(models, models={"default": "bands"}, limits={"cache_bytes": 2**20})
-    with serve(settings, load=loading) as live:
-        yield Service(live, models, loading)
+    with serve(settings, load=loader) as live:
+        yield Service(live, models, loader)
 
 
 def test_models_are_added_replaced_and_removed_without_a_restart(service: Service) -> None:
@@ -91,8 +92,8 @@ def test_models_are_added_replaced_and_removed_without_a_restart(service: Servic
     assert service.live.client.get("/health/ready").status_code == 200
 
 
-def test_a_request_keeps_its_model_and_its_result_is_kept_for_no_other(service: Service) -> None:
-    (old,) = service.loading.fakes["bands/1"]
+def test_running_request_keeps_its_model_and_its_result_is_not_cached_for_another(service: Service) -> None:
+    (old,) = service.loader.fakes["bands/1"]
     old.gate.clear()
     answers: list[str] = []
     request = threading.Thread(target=lambda: answers.append(service.segment("bands")))
@@ -110,34 +111,34 @@ def test_a_request_keeps_its_model_and_its_result_is_kept_for_no_other(service: 
     assert loaded_bytes(memory) == old.nbytes
 
 
-def test_a_result_says_which_model_made_it_and_is_kept_for_no_other_while_devices_change(
+def test_result_names_its_model_and_is_not_cached_for_another_during_a_reload(
     bands_repository: Path, tmp_path: Path
 ) -> None:
-    models, loading = tmp_path / "models", Loading()
+    models, loader = tmp_path / "models", FakeLoader()
     shutil.copytree(bands_repository / "bands", models / "bands")
     settings = eager(models, device={"serve": ["cpu", "cpu"]}, limits={"cache_bytes": 2**20})
-    with serve(settings, load=loading) as live, ThreadPoolExecutor(1) as pool:
-        loading.held = "2"
+    with serve(settings, load=loader) as live, ThreadPoolExecutor(1) as pool:
+        loader.held = "2"
         put(models, "bands", "2")
-        reloading = pool.submit(live.client.post, "/models/reload")
+        reload = pool.submit(live.client.post, "/models/reload")
         try:
             first, _ = caches(live.runtime)
-            until(lambda: (model := first.get("bands")) and model.segmenter in loading.fakes.get("bands/2", []))
+            until(lambda: (model := first.get("bands")) and model.segmenter in loader.fakes.get("bands/2", []))
             assert live.client.get("/models").json()["models"][0]["version"] == "1"
-            # By the first device, as both have nothing to do.
+            # The first device computes this, because both devices are idle.
             answer = live.segment()
             job = live.run()
         finally:
-            loading.gate.set()
-        assert reloading.result().json()["changed"] == ["bands"]
-        told = [each.headers["X-StackSeg-Model"] for each in (answer, live.result(job))]
-        assert told == ["bands/2"] * 2
+            loader.gate.set()
+        assert reload.result().json()["changed"] == ["bands"]
+        versions = [response.headers["X-StackSeg-Model"] for response in (answer, live.result(job))]
+        assert versions == ["bands/2"] * 2
         assert "X-Cache" not in answer.headers
         assert [live.segment().headers["X-Cache"] for _ in range(2)] == ["miss", "hit"]
 
 
 @pytest.mark.parametrize("fault", ["model file", "weights", "loading"])
-def test_a_model_that_is_broken_meanwhile_is_served_as_it_was(service: Service, fault: str) -> None:
+def test_previous_version_stays_in_use_if_the_new_one_is_broken(service: Service, fault: str) -> None:
     file = put(service.models, "bands", "2")
     good = file.read_text()
     weights = (service.models / "bands" / "weights.safetensors").read_bytes()
@@ -146,7 +147,7 @@ def test_a_model_that_is_broken_meanwhile_is_served_as_it_was(service: Service, 
     elif fault == "weights":
         (service.models / "bands" / "weights.safetensors").write_bytes(b"other bytes")
     else:
-        service.loading.broken.add("2")
+        service.loader.broken.add("2")
     reloaded = service.reload()
     assert (reloaded["changed"], list(reloaded["broken"])) == ([], ["bands"])
     assert service.served()["bands"] == ("1", "ready")
@@ -156,12 +157,12 @@ def test_a_model_that_is_broken_meanwhile_is_served_as_it_was(service: Service, 
     assert any("bands is served as it was" in sentence for sentence in health.json()["degraded"])
     file.write_text(good)
     (service.models / "bands" / "weights.safetensors").write_bytes(weights)
-    service.loading.broken.clear()
+    service.loader.broken.clear()
     assert service.reload() == {"added": [], "changed": ["bands"], "removed": [], "broken": {}}
     assert service.segment("bands") == "bands/2"
 
 
-def test_a_broken_folder_degrades_the_service_and_leaves_it_ready(service: Service) -> None:
+def test_broken_model_folder_degrades_the_service_but_leaves_it_ready(service: Service) -> None:
     (service.models / "other" / "model.yaml").write_text("name: [")
     assert list(service.reload()["broken"]) == ["other"]
     ready = service.live.client.get("/health/ready")
@@ -170,7 +171,7 @@ def test_a_broken_folder_degrades_the_service_and_leaves_it_ready(service: Servi
     assert (service.segment("bands"), service.segment("other")[-12:]) == ("bands/1", "broken-model")
 
 
-def test_weights_that_were_replaced_are_not_taken_for_those_of_the_model_file(service: Service) -> None:
+def test_weights_that_do_not_match_the_model_file_are_not_loaded(service: Service) -> None:
     (service.models / "other" / "weights.safetensors").write_bytes(b"other bytes")
     assert service.segment("other").endswith("broken-model")
     assert "SHA-256" in service.live.client.get("/models/other").json()["problem"]

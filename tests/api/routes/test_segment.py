@@ -21,7 +21,7 @@ from object_server import serve_objects
 from zarr_files import pack, write_zarr
 
 from service.api.http.uploads import BLOCK_BYTES
-from service.api.messages.results import MAX_NOTE_LETTERS, build_headers
+from service.api.messages.results import MAX_NOTE_CHARS, build_headers
 from service.core.config import Settings
 from service.core.quantities import VoxelSize
 from service.models.spec import ModelSpec
@@ -39,7 +39,7 @@ def pixels(content: bytes) -> Any:
     return tifffile.imread(io.BytesIO(content))
 
 
-def test_volume_goes_to_the_model_and_its_answer_comes_back(service: Service) -> None:
+def test_stack_is_segmented_and_its_labels_are_returned(service: Service) -> None:
     response = service.segment()
     assert response.status_code == 200
     assert np.array_equal(pixels(response.content), ONES)
@@ -49,15 +49,15 @@ def test_volume_goes_to_the_model_and_its_answer_comes_back(service: Service) ->
 
 
 def block(folder: Path) -> None:
-    """Let an empty folder take no files any more, not even root's; the service makes a deleted one again."""
+    """Make an empty folder unwritable, even for root. (The service would create a deleted folder again.)"""
     folder.rmdir()
     folder.symlink_to("/proc/self")
 
 
-def test_small_request_is_never_on_a_disk(service: Service) -> None:
-    """Where nothing can be written it is answered nevertheless; large ones are not, nor those that must be decoded."""
+def test_small_request_needs_no_disk(service: Service) -> None:
+    """It succeeds with an unwritable scratch folder, whereas large requests and compressed files fail."""
     scratch = service.runtime.scratch.requests
-    # Known once a process that reads has started.
+    # Start the reader process.
     assert service.post("/inspect", STACK).status_code == 200
     block(scratch)
     try:
@@ -86,7 +86,7 @@ def test_small_request_is_never_on_a_disk(service: Service) -> None:
         ("channel=" + "x" * 300, "channel"),
     ],
 )
-def test_bad_parameter_is_refused_before_the_body_is_looked_at(service: Service, query: str, word: str) -> None:
+def test_bad_parameter_is_rejected_before_the_body_is_read(service: Service, query: str, word: str) -> None:
     response = service.post(f"/segment?{query}", b"not a TIFF")
     assert problem(response) == (422, "bad-parameter")
     assert word in response.json()["detail"]
@@ -101,14 +101,12 @@ def test_bad_parameter_is_refused_before_the_body_is_looked_at(service: Service,
         ({"model": "livers"}, "", 404, "livers"),
     ],
 )
-def test_bad_field_of_a_form_is_refused(
-    service: Service, data: dict[str, str], query: str, status: int, word: str
-) -> None:
+def test_bad_form_field_is_rejected(service: Service, data: dict[str, str], query: str, status: int, word: str) -> None:
     refused = service.client.post(f"/segment{query}", files={"file": ("a.tif", STACK)}, data=data)
     assert (refused.status_code, word in refused.json()["detail"]) == (status, True)
 
 
-def test_form_fields_are_parameters_and_blank_ones_are_not(service: Service) -> None:
+def test_form_fields_are_parameters_and_blank_fields_are_ignored(service: Service) -> None:
     data = {"voxel_size": "3,2,1", "model": "", "channel": ""}
     answer = service.client.post("/segment", files={"file": ("my cells.tif", STACK, "image/tiff")}, data=data)
     assert answer.headers["x-stackseg-voxel-size"] == "3,2,1"
@@ -116,13 +114,16 @@ def test_form_fields_are_parameters_and_blank_ones_are_not(service: Service) -> 
 
 
 @pytest.fixture(scope="module")
-def instances(random_nuclei: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def instance_service(random_nuclei: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with start(random_nuclei.folder.parent, tmp_path_factory.mktemp("service")) as running:
         yield running
 
 
 def two_channels() -> bytes:
-    """Channel 0 is above the fake segmenter's threshold in two planes of four, channel 1 counts the planes."""
+    """Return a stack whose channel 0 exceeds the fake segmenter's threshold in two of four planes.
+
+    The values of channel 1 are the indices of the planes.
+    """
     stack = np.zeros((4, 2, 8, 8), np.uint16)
     stack[1:3, 0, 2:4, 3:6] = 300
     stack[:, 1] = np.arange(4)[:, None, None]
@@ -130,8 +131,8 @@ def two_channels() -> bytes:
     return as_tiff(stack, metadata=metadata)
 
 
-def test_measurements_are_of_every_channel_of_the_file(instances: Service) -> None:
-    response = instances.segment(two_channels(), measurements="csv", channel=0)
+def test_measurements_include_all_channels_of_the_file(instance_service: Service) -> None:
+    response = instance_service.segment(two_channels(), measurements="csv", channel=0)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/csv")
     assert "stack_measurements.csv" in response.headers["content-disposition"]
@@ -143,35 +144,35 @@ def test_measurements_are_of_every_channel_of_the_file(instances: Service) -> No
     assert (row["intensity_mean-0"], row["intensity_mean-1"], row["intensity_max-1"]) == ("300", "1.5", "2")
 
 
-def test_both_files_come_in_an_archive(instances: Service) -> None:
-    response = instances.segment(two_channels(), measurements="zip", channel=0)
+def test_archive_contains_labels_and_measurements(instance_service: Service) -> None:
+    response = instance_service.segment(two_channels(), measurements="zip", channel=0)
     assert response.headers["content-type"] == "application/zip"
     with zipfile.ZipFile(io.BytesIO(response.content)) as archive:
         assert archive.namelist() == ["labels.ome.tif", "measurements.csv"]
         labels = pixels(archive.read("labels.ome.tif"))
         table = archive.read("measurements.csv").decode()
     assert np.count_nonzero(labels) == 12
-    assert table == instances.segment(two_channels(), measurements="csv", channel=0).text
-    assert instances.leftovers() == []
+    assert table == instance_service.segment(two_channels(), measurements="csv", channel=0).text
+    assert instance_service.leftovers() == []
 
 
 @pytest.fixture
-def caching(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
-    """A service of the test's own that keeps results."""
+def caching_service(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
+    """A service with a result cache, for a single test."""
     with start(bands_repository, tmp_path, limits={"cache_bytes": 100_000, "request_seconds": 10}) as running:
         yield running
 
 
-def test_same_request_is_answered_again_without_the_device(caching: Service) -> None:
+def test_repeated_request_is_answered_from_the_cache(caching_service: Service) -> None:
     def post(stack: bytes = STACK, query: str = "", name: str = "a.tif") -> Any:
-        response = caching.post(f"/segment{query}", stack, TIFF | {"X-Filename": name})
+        response = caching_service.post(f"/segment{query}", stack, TIFF | {"X-Filename": name})
         assert response.status_code == 200
         return response
 
     first = post()
-    caching.fake.gate.clear()
+    caching_service.fake.gate.clear()
     again = post(name="b.tif")
-    caching.fake.gate.set()
+    caching_service.fake.gate.set()
     assert (first.headers["x-cache"], again.headers["x-cache"]) == ("miss", "hit")
     assert (first.content, first.headers["etag"]) == (again.content, again.headers["etag"])
     assert "b_classes.ome.tif" in again.headers["content-disposition"]
@@ -180,37 +181,39 @@ def test_same_request_is_answered_again_without_the_device(caching: Service) -> 
     others = post(as_tiff(np.full((3, 8, 8), 201, np.uint8))), post(query="?overlap=0.5")
     assert {other.headers["x-cache"] for other in others} == {"miss"}
     assert len({first.headers["etag"], *(other.headers["etag"] for other in others)}) == 3
-    metrics = caching.client.get("/metrics").text
+    metrics = caching_service.client.get("/metrics").text
     assert 'stackseg_cache_total{outcome="hit"} 1.0' in metrics
     assert 'stackseg_cache_total{outcome="miss"} 3.0' in metrics
-    assert caching.leftovers() == []
+    assert caching_service.leftovers() == []
 
 
-def test_answer_that_cannot_be_kept_is_given(caching: Service, caplog: pytest.LogCaptureFixture) -> None:
-    block(caching.runtime.scratch.path / "cache")
+def test_result_that_cannot_be_cached_is_still_returned(
+    caching_service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    block(caching_service.runtime.scratch.path / "cache")
     for _ in range(2):
-        response = caching.segment()
+        response = caching_service.segment()
         assert (response.status_code, response.headers["x-cache"]) == (200, "miss")
     assert caplog.text.count("A result is not kept") == 2
 
 
-def test_failure_is_not_kept(caching: Service) -> None:
-    caching.fake.error = RuntimeError("once")
-    assert caching.segment().status_code == 500
-    caching.fake.error = None
-    assert caching.segment().headers["x-cache"] == "miss"
+def test_failure_is_not_cached(caching_service: Service) -> None:
+    caching_service.fake.error = RuntimeError("once")
+    assert caching_service.segment().status_code == 500
+    caching_service.fake.error = None
+    assert caching_service.segment().headers["x-cache"] == "miss"
 
 
-def test_what_is_kept_need_not_wait_for_files_that_are_decoded(caching: Service) -> None:
-    threads, gate = caching.runtime.read_threads, threading.Event()
-    assert caching.segment().headers["x-cache"] == "miss"
+def test_cached_result_does_not_wait_for_busy_reader_threads(caching_service: Service) -> None:
+    threads, gate = caching_service.runtime.read_threads, threading.Event()
+    assert caching_service.segment().headers["x-cache"] == "miss"
     stuck = [threads.of(str(number)).submit(gate.wait, 60) for number in range(SMALL_READERS)]
     assert threads.busy("testclient")
     try:
-        again = caching.segment()
+        again = caching_service.segment()
         assert (again.status_code, again.headers.get("x-cache")) == (200, "hit")
         with ThreadPoolExecutor(1) as pool:
-            posted = pool.submit(caching.segment, as_tiff(np.full((3, 8, 8), 201, np.uint8)))
+            posted = pool.submit(caching_service.segment, as_tiff(np.full((3, 8, 8), 201, np.uint8)))
             until(lambda: threads.waiting == 1)
             time.sleep(0.1)
             gate.set()
@@ -224,7 +227,7 @@ def test_what_is_kept_need_not_wait_for_files_that_are_decoded(caching: Service)
     until(lambda: not threads.busy("testclient"))
 
 
-def test_nothing_is_computed_for_a_client_that_left_while_its_file_was_read(
+def test_nothing_is_computed_if_the_request_times_out_while_its_file_is_read(
     bands_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with start(bands_repository, tmp_path, limits={"request_seconds": 0.2}) as service:
@@ -236,12 +239,12 @@ def test_nothing_is_computed_for_a_client_that_left_while_its_file_was_read(
             time.sleep(0.4)
             return volume
 
-        def noting(*arguments: Any) -> Any:
+        def record_reservation(*arguments: Any) -> Any:
             submitted.append(arguments)
             return reserve(*arguments)
 
         monkeypatch.setattr(runtime.reader, "read_small", slow)
-        monkeypatch.setattr(runtime, "reserve", noting)
+        monkeypatch.setattr(runtime, "reserve", record_reservation)
         assert service.segment().status_code == 504
         assert submitted == []
         assert service.leftovers() == []
@@ -253,32 +256,31 @@ def test_volume_and_labels_leave_memory_with_their_request(service: Service) -> 
         assert len(seen) == 2
 
 
-def key(caller: str | None, spec: ModelSpec, query: Query, **manner: Any) -> str:
-    return fingerprint(caller, "0" * 64, spec.model_dump_json(), query, manner)
+def key(caller: str | None, spec: ModelSpec, query: Query, **execution: Any) -> str:
+    """Return the cache key of a request."""
+    return fingerprint(caller, "0" * 64, spec.model_dump_json(), query, execution)
 
 
-def test_one_caller_is_not_told_what_another_has_sent(bands: ModelSpec) -> None:
+def test_cache_key_depends_on_the_caller(bands: ModelSpec) -> None:
     assert len({key(caller, bands, Query()) for caller in ("ada", "bob", None)}) == 3
     assert key("ada", bands, Query()) == key("ada", bands, Query(model="bands"))
 
 
-def test_whatever_decides_about_labels_is_in_the_validator(bands: ModelSpec) -> None:
-    later = bands.model_copy(update={"version": "2"})
-    whole = bands.model_copy(update={"activation": "none"})
-    keys = {key(None, spec, Query()) for spec in (bands, later, whole)}
+def test_cache_key_depends_on_everything_that_affects_labels(bands: ModelSpec) -> None:
+    new_version = bands.model_copy(update={"version": "2"})
+    other_activation = bands.model_copy(update={"activation": "none"})
+    keys = {key(None, spec, Query()) for spec in (bands, new_version, other_activation)}
     keys |= {key(None, bands, Query(overlap=0.5)), key(None, bands, Query(), windows={"overlap": 0.5})}
     keys |= {key(None, bands, Query(diameter=text)) for text in ("auto", "none", "15px")}
     keys |= {key(None, bands, Query(skip_below=text)) for text in ("auto", "none", "15")}
     keys.add(key(None, bands, Query(quality="best")))
-    steered = {"threshold": 0.4, "minimum_size": "9", "border": "drop", "fill_holes": True, "min_confidence": 0.4}
-    keys |= {key(None, bands, Query.model_validate({name: value})) for name, value in steered.items()}
+    options = {"threshold": 0.4, "minimum_size": "9", "border": "drop", "fill_holes": True, "min_confidence": 0.4}
+    keys |= {key(None, bands, Query.model_validate({name: value})) for name, value in options.items()}
     assert len(keys) == 17
 
 
-def test_validator_changes_with_what_the_operator_chose_and_with_how_the_model_runs(
-    bands_repository: Path, tmp_path: Path
-) -> None:
-    tags = []
+def test_etag_depends_on_settings_and_precision(bands_repository: Path, tmp_path: Path) -> None:
+    etags = []
     for overlap, precision in ((0.25, "fp32"), (0.25, "fp32"), (0.5, "fp32"), (0.25, "bf16")):
 
         def load(spec: Any, settings: Settings, _driver: Any, precision: str = precision) -> FakeSegmenter:
@@ -287,12 +289,12 @@ def test_validator_changes_with_what_the_operator_chose_and_with_how_the_model_r
             return fake
 
         with start(bands_repository, tmp_path, load, windows={"overlap": overlap}) as service:
-            tags.append(service.segment().headers["etag"])
-    assert tags[0] == tags[1]
-    assert len(set(tags)) == 3
+            etags.append(service.segment().headers["etag"])
+    assert etags[0] == etags[1]
+    assert len(set(etags)) == 3
 
 
-def test_request_that_takes_too_long_is_given_up(bands_repository: Path, tmp_path: Path) -> None:
+def test_request_that_takes_too_long_is_cancelled(bands_repository: Path, tmp_path: Path) -> None:
     with start(bands_repository, tmp_path, limits={"request_seconds": 0.5}) as service:
         service.fake.gate.clear()
         assert problem(service.segment()) == (504, "timed-out")
@@ -302,12 +304,12 @@ def test_request_that_takes_too_long_is_given_up(bands_repository: Path, tmp_pat
         assert service.segment().status_code == 200
 
 
-def test_request_that_waits_when_the_service_stops_is_told_so(service: Service) -> None:
+def test_waiting_request_is_rejected_at_shutdown(service: Service) -> None:
     devices = service.runtime.devices
     service.fake.gate.clear()
     with ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(service.segment) for _ in range(2)]
-        # The first of the two waits as well, until the worker has noticed it.
+        # The first request is also waiting until the worker takes it.
         until(lambda: devices.running and devices.waiting == 1)
         devices.all[0].scheduler.queue.cancel_all()
         assert [problem(answer.result(20)) for answer in answers] == [(503, "not-ready")] * 2
@@ -315,7 +317,7 @@ def test_request_that_waits_when_the_service_stops_is_told_so(service: Service) 
 
 @pytest.fixture(scope="module")
 def host(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service that may read `scans/stack.tif` and write below `results`, both in its folder."""
+    """A service that may read `scans/stack.tif` and write to `results`, both in its folder."""
     folder = tmp_path_factory.mktemp("host")
     for name in ("scans", "results"):
         (folder / name).mkdir()
@@ -328,7 +330,7 @@ def host(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> It
             yield service
 
 
-def test_file_of_the_host_is_segmented_without_being_sent(host: Service) -> None:
+def test_host_file_is_segmented_without_an_upload(host: Service) -> None:
     assert problem(host.segment()) == (413, "too-large")
     response = host.segment(b"", input="scans/stack.tif")
     assert response.status_code == 200, response.text
@@ -340,38 +342,38 @@ def test_file_of_the_host_is_segmented_without_being_sent(host: Service) -> None
 
 
 @pytest.mark.parametrize("version", ["0.4", "0.5"])
-def test_ome_zarr_is_segmented_from_a_folder_of_the_host_and_from_an_archive(
+def test_ome_zarr_is_segmented_from_host_folder_remote_store_and_archive(
     host: Service, service: Service, version: str
 ) -> None:
     store = host.folder / "scans" / f"{version}.ome.zarr"
     write_zarr(store, pixels(STACK), version=version, chunks=(2, 5, 5))
     packed = pack(store).read_bytes()
     url = host.runtime.settings.references.stores["far"].url
-    places = [f"scans/{store.name}", f"far/{store.name}"]
-    answers = [host.segment(b"", input=place) for place in (*places, f"{url}/{store.name}")]
-    answers.append(service.segment(packed, headers={"Content-Type": "application/zip", "X-Filename": "a.ozx"}))
-    for response in answers:
+    paths = [f"scans/{store.name}", f"far/{store.name}"]
+    responses = [host.segment(b"", input=path) for path in (*paths, f"{url}/{store.name}")]
+    responses.append(service.segment(packed, headers={"Content-Type": "application/zip", "X-Filename": "a.ozx"}))
+    for response in responses:
         assert response.status_code == 200, response.text
         assert np.array_equal(pixels(response.content), ONES)
         assert response.headers["x-stackseg-voxel-size"].startswith("0.5,")
     assert 'filename="a_classes.ome.tif"' in response.headers["content-disposition"]
-    for place in places:
-        facts = host.post("/inspect", b"", input=place).json()["file"]
-        assert (facts["container"], facts["shape"]) == (f"OME-Zarr {version}", [1, 3, 8, 8])
+    for path in paths:
+        description = host.post("/inspect", b"", input=path).json()["file"]
+        assert (description["container"], description["shape"]) == (f"OME-Zarr {version}", [1, 3, 8, 8])
     (store / "zarr.json").unlink(missing_ok=True)
     (store / ".zattrs").unlink(missing_ok=True)
-    assert {host.segment(b"", input=place).status_code for place in places} <= {400, 422}
+    assert {host.segment(b"", input=path).status_code for path in paths} <= {400, 422}
     assert host.leftovers() == []
 
 
-def test_form_without_a_file_may_name_one(host: Service) -> None:
+def test_form_may_select_a_host_file(host: Service) -> None:
     response = host.client.post("/segment", data={"input": "scans/stack.tif"}, files={"overlap": (None, "0.5")})
     assert response.status_code == 200, response.text
 
 
-def test_result_is_written_on_the_host_and_the_answer_says_so(host: Service) -> None:
-    places = {"input": "scans/stack.tif", "output_to": "results/labels.tif"}
-    response = host.segment(b"", **places)
+def test_result_is_written_on_the_host_and_described_in_the_response(host: Service) -> None:
+    parameters = {"input": "scans/stack.tif", "output_to": "results/labels.tif"}
+    response = host.segment(b"", **parameters)
     written = host.folder / "results" / "labels.tif"
     assert response.json() == {
         "output": "results/labels.tif",
@@ -382,8 +384,8 @@ def test_result_is_written_on_the_host_and_the_answer_says_so(host: Service) -> 
     }
     assert np.array_equal(tifffile.imread(written), ONES)
     assert response.headers["x-stackseg-voxel-size"] == "0.5,0.2,0.2"
-    assert problem(host.segment(b"", **places)) == (409, "output-exists")
-    assert host.segment(b"", **places, overwrite="true").status_code == 200
+    assert problem(host.segment(b"", **parameters)) == (409, "output-exists")
+    assert host.segment(b"", **parameters, overwrite="true").status_code == 200
     assert [path.name for path in written.parent.iterdir()] == ["labels.tif"]
     assert host.leftovers() == []
 
@@ -392,7 +394,7 @@ def test_result_is_written_on_the_host_and_the_answer_says_so(host: Service) -> 
     ("query", "sent", "status", "word"),
     [
         ("", [b""], 422, "no file"),
-        ("input=scans/stack.tif", [b"II*"], 422, "leave one of them out"),
+        ("input=scans/stack.tif", [b"II*"], 422, "Send only one of them"),
         ("input=secrets/stack.tif", [b""], 422, "scans"),
         ("input=scans/stack.tif&output_to=results/labels.png", [b""], 422, "tif"),
         ("input=scans/stack.tif&output_to=results/folder.tif", [b""], 422, "is a folder"),
@@ -405,51 +407,55 @@ def test_result_is_written_on_the_host_and_the_answer_says_so(host: Service) -> 
         ("output_to=results/there.tif", [b"II*", FORM], 409, "there already"),
     ],
 )
-def test_reference_that_cannot_be_used_is_refused(
+def test_invalid_host_file_parameters_are_rejected(
     host: Service, query: str, sent: list[Any], status: int, word: str
 ) -> None:
-    there = host.folder / "results" / "there.tif"
-    there.write_text("precious")
-    (there.parent / "folder.tif").mkdir(exist_ok=True)
+    existing = host.folder / "results" / "there.tif"
+    existing.write_text("precious")
+    (existing.parent / "folder.tif").mkdir(exist_ok=True)
     for endpoint, body in itertools.product(("/segment", "/jobs", "/inspect"), sent):
-        given = {"files": body} if body is FORM else {"content": body, "headers": TIFF}
-        refused = host.client.post(f"{endpoint}?{query}", **given)
+        options = {"files": body} if body is FORM else {"content": body, "headers": TIFF}
+        refused = host.client.post(f"{endpoint}?{query}", **options)
         assert (refused.status_code, word in refused.json()["detail"]) == (status, True), refused.text
         assert str(host.folder) not in refused.text
-    assert there.read_text() == "precious"
+    assert existing.read_text() == "precious"
     assert host.leftovers() == []
 
 
-def test_file_of_the_host_that_is_no_stack_is_refused(host: Service) -> None:
+def test_host_file_that_is_not_a_stack_is_rejected(host: Service) -> None:
     (host.folder / "scans" / "notes.txt").write_text("nothing to see")
     assert problem(host.segment(b"", input="scans/notes.txt")) == (415, "unsupported-media")
 
 
-def outcome(**facts: Any) -> AnswerMetadata:
-    return AnswerMetadata("nuclei/1", "image/tiff", "stack_labels.ome.tif", "labels", facts.pop("seconds", {}), **facts)
+def make_metadata(**members: Any) -> AnswerMetadata:
+    seconds = members.pop("seconds", {})
+    return AnswerMetadata("nuclei/1", "image/tiff", "stack_labels.ome.tif", "labels", seconds, **members)
 
 
-def test_notes_reach_the_client_as_plain_text() -> None:
+def test_notes_are_sent_as_printable_ascii() -> None:
     notes = ("0.2 µm per voxel.", "Channel 'ß\r\nX-Evil: 1\x7f'.")
-    header = build_headers(outcome(notes=notes))["X-StackSeg-Note"]
+    header = build_headers(make_metadata(notes=notes))["X-StackSeg-Note"]
     assert header == "0.2 um per voxel. Channel '?  X-Evil: 1 '."
     assert header.isascii()
     assert header.isprintable()
-    assert len(build_headers(outcome(notes=("x" * 10_000,)))["X-StackSeg-Note"]) == MAX_NOTE_LETTERS
+    assert len(build_headers(make_metadata(notes=("x" * 10_000,)))["X-StackSeg-Note"]) == MAX_NOTE_CHARS
 
 
-def test_headers_say_only_what_is_known() -> None:
-    assert build_headers(outcome()).keys() == {"Cache-Control", "X-StackSeg-Model", "Server-Timing"}
-    known = build_headers(outcome(objects=3, voxel_size=VoxelSize(0.5, 0.1, 1e-5)))
-    assert (known["X-StackSeg-Objects"], known["X-StackSeg-Voxel-Size"]) == ("3", "0.5,0.1,1e-05")
-    timing = build_headers(outcome(seconds={"windows": 1.2345, "total": 2}))["Server-Timing"]
+def test_headers_for_unknown_metadata_are_omitted() -> None:
+    assert build_headers(make_metadata()).keys() == {"Cache-Control", "X-StackSeg-Model", "Server-Timing"}
+    headers = build_headers(make_metadata(objects=3, voxel_size=VoxelSize(0.5, 0.1, 1e-5)))
+    assert (headers["X-StackSeg-Objects"], headers["X-StackSeg-Voxel-Size"]) == ("3", "0.5,0.1,1e-05")
+    timing = build_headers(make_metadata(seconds={"windows": 1.2345, "total": 2}))["Server-Timing"]
     assert timing == "windows;dur=1234.5, total;dur=2000.0"
-    assert build_headers(outcome(diameter="15px; stated"))["X-StackSeg-Diameter"] == "15px; stated"
-    assert build_headers(outcome(skipped="3 of 9 windows; up to 7"))["X-StackSeg-Skipped"] == "3 of 9 windows; up to 7"
+    assert build_headers(make_metadata(diameter="15px; stated"))["X-StackSeg-Diameter"] == "15px; stated"
+    assert (
+        build_headers(make_metadata(skipped="3 of 9 windows; up to 7"))["X-StackSeg-Skipped"]
+        == "3 of 9 windows; up to 7"
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "answer"),
+    ("name", "expected"),
     [
         ("embryo.tif", "embryo_labels.ome.tif"),
         ("embryo.ome.TIFF", "embryo_labels.ome.tif"),
@@ -459,12 +465,12 @@ def test_headers_say_only_what_is_known() -> None:
         ("", "stack_labels.ome.tif"),
     ],
 )
-def test_answer_is_named_after_the_input(name: str, answer: str) -> None:
-    assert answer_name(name, "_labels.ome.tif") == answer
+def test_result_is_named_after_the_input(name: str, expected: str) -> None:
+    assert answer_name(name, "_labels.ome.tif") == expected
 
 
-def test_files_that_nobody_can_read_keep_no_others_from_being_looked_at(service: Service) -> None:
-    """Decoding waits for its turn, and so do folders on a server that does not answer."""
+def test_blocked_threads_do_not_block_inspections_and_new_jobs(service: Service) -> None:
+    """Decoding may be slow, and folders may be on a file server that does not respond."""
     gate, runtime = threading.Event(), service.runtime
     others = runtime.read_threads.of("others"), runtime.decode_threads.of("testclient")
     stuck = [pool.submit(gate.wait, 60) for pool in (*others, HOST_FILE_THREADS) for _ in range(16)]
@@ -477,12 +483,12 @@ def test_files_that_nobody_can_read_keep_no_others_from_being_looked_at(service:
     assert service.segment().status_code == 200
 
 
-def test_channels_that_are_too_large_to_measure_are_refused_before_anything_is_computed(
+def test_channels_too_large_to_measure_are_rejected_before_the_computation(
     random_nuclei: ModelSpec, tmp_path: Path
 ) -> None:
-    """One channel of the file has 512 bytes, and both have 1024."""
+    """One channel of the file has 512 bytes, both channels have 1024 bytes."""
     with start(random_nuclei.folder.parent, tmp_path, limits={"decoded_bytes": 600}) as service:
-        service.fake.error = AssertionError("nothing is to be computed")
+        service.fake.error = AssertionError("nothing must be computed")
         assert problem(service.segment(two_channels(), measurements="csv", channel=0)) == (413, "too-large")
         service.fake.error = None
         assert service.segment(two_channels(), channel=0).status_code == 200

@@ -23,7 +23,7 @@ from service.serving.storage.memory_budget import MemoryBudget
 
 PIXELS = np.arange(6 * 8 * 10, dtype=np.uint16).reshape(6, 8, 10)
 STACK = as_tiff(PIXELS)
-FORMS = ("application/x-npy", "application/x-nifti", "application/gzip", "application/x-ozx")
+MEDIA_TYPES = ("application/x-npy", "application/x-nifti", "application/gzip", "application/x-ozx")
 
 
 @pytest.fixture
@@ -43,11 +43,12 @@ def get_planes(service: Service, stack: str, **query: Any) -> Any:
     return service.client.get(f"/stacks/{stack}/planes", params=query)
 
 
-def keep(service: Service, content: bytes) -> str:
+def upload(service: Service, content: bytes) -> str:
+    """Upload a stack and return its id."""
     return str(service.post("/stacks", content).json()["id"])
 
 
-def test_a_kept_stack_stands_for_a_body(service: Service, stack: str) -> None:
+def test_uploaded_stack_replaces_a_body(service: Service, stack: str) -> None:
     answers = service.segment(STACK), service.segment(b"", stack=stack)
     labels = [tifffile.imread(io.BytesIO(answer.content)) for answer in answers]
     assert np.array_equal(*labels)
@@ -58,7 +59,7 @@ def test_a_kept_stack_stands_for_a_body(service: Service, stack: str) -> None:
     assert np.array_equal(tifffile.imread(io.BytesIO(service.result(job).content)), labels[0])
 
 
-def test_a_job_outlives_its_stack(service: Service, stack: str) -> None:
+def test_job_continues_after_its_stack_is_deleted(service: Service, stack: str) -> None:
     service.fake.gate.clear()
     job = service.submit(b"", stack=stack)
     assert service.client.delete(f"/stacks/{stack}").status_code == 204
@@ -67,7 +68,7 @@ def test_a_job_outlives_its_stack(service: Service, stack: str) -> None:
     assert problem(service.post("/jobs", b"", stack=stack)) == (404, "unknown-stack")
 
 
-def test_a_request_that_waits_to_read_keeps_its_stack(service: Service, stack: str) -> None:
+def test_waiting_request_keeps_its_stack_after_deletion(service: Service, stack: str) -> None:
     free, threads = threading.Event(), service.runtime.read_threads
     for client in "abc":
         threads.submit(client, free.wait)
@@ -91,13 +92,13 @@ def test_a_request_that_waits_to_read_keeps_its_stack(service: Service, stack: s
         ({"axis": "x", "from": 1, "to": 10, "step": "2,3,4"}, PIXELS[::2, ::3, 1:10:4]),
     ],
 )
-def test_planes_are_the_pixels_in_steps(service: Service, stack: str, query: dict[str, Any], expected: Any) -> None:
+def test_planes_have_the_selected_pixels(service: Service, stack: str, query: dict[str, Any], expected: Any) -> None:
     answer = get_planes(service, stack, **query)
     assert answer.headers["x-stackseg-volume"] == "6,8,10"
     assert np.array_equal(planes(answer), expected)
 
 
-def test_planes_that_no_file_has_are_refused(service: Service, stack: str) -> None:
+def test_nonexistent_planes_are_rejected(service: Service, stack: str) -> None:
     queries: list[dict[str, Any]] = [
         *({"from": 6}, {"to": 7}, {"from": 3, "to": 3}, {"channel": 1}, {"step": "0,1,1"}, {"axes": "YX"}),
         *({"axis": "t"}, {"axis": "y", "to": 9}, {"axis": "x", "from": 10}),
@@ -108,7 +109,7 @@ def test_planes_that_no_file_has_are_refused(service: Service, stack: str) -> No
 
 
 @pytest.mark.anyio
-async def test_planes_on_their_way_have_one_budget_of_memory() -> None:
+async def test_planes_being_sent_share_a_memory_budget() -> None:
     volume = Volume.from_array(PIXELS[np.newaxis])
     memory = MemoryBudget(PIXELS.nbytes + 1)
     first = await answer_planes(volume, PlaneRange(0, None, (1, 1, 1)), memory)
@@ -133,18 +134,18 @@ async def no_messages() -> Any:
     raise AssertionError
 
 
-def test_planes_of_a_large_volume_do_not_travel_whole(service: Service) -> None:
+def test_too_large_planes_are_rejected(service: Service) -> None:
     large = as_tiff(np.zeros((5, 2048, 2048), np.uint16), compression="zlib")
-    stack = keep(service, large)
+    stack = upload(service, large)
     assert problem(get_planes(service, stack)) == (422, "bad-parameter")
     assert planes(get_planes(service, stack, step="1,4,4")).shape == (5, 512, 512)
 
 
 @pytest.mark.parametrize(("dtype", "sent"), [("float64", "float32"), ("int16", "int16"), (">u2", "uint16")])
-def test_planes_have_numbers_that_browsers_know(service: Service, dtype: str, sent: str) -> None:
+def test_planes_are_converted_to_data_types_of_browsers(service: Service, dtype: str, sent: str) -> None:
     file = io.BytesIO()
     tifffile.imwrite(file, (PIXELS - 100.0).clip(0).astype(dtype), photometric="minisblack", metadata={"axes": "ZYX"})
-    answer = get_planes(service, keep(service, file.getvalue()))
+    answer = get_planes(service, upload(service, file.getvalue()))
     assert answer.headers["x-stackseg-dtype"] == sent
     assert np.array_equal(planes(answer), (PIXELS - 100.0).clip(0))
 
@@ -157,9 +158,7 @@ def test_stacks_of_others_are_hidden(service: Service, stack: str) -> None:
     assert problem(service.post("/inspect", b"", stack=stack)) == (404, "unknown-stack")
 
 
-def test_a_stack_and_a_body_exclude_each_other_and_parameters_are_for_those_who_name_it(
-    service: Service, stack: str
-) -> None:
+def test_stack_excludes_a_body_and_its_upload_accepts_no_parameters(service: Service, stack: str) -> None:
     for refused in (
         service.segment(STACK, stack=stack),
         service.segment(b"", stack="../jobs"),
@@ -169,23 +168,23 @@ def test_a_stack_and_a_body_exclude_each_other_and_parameters_are_for_those_who_
         assert problem(refused) == (422, "bad-parameter")
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_labels_come_in_other_forms(service: Service, at_once: bool) -> None:
+@pytest.mark.parametrize("direct", [True, False])
+def test_accept_header_selects_the_file_format_of_labels(service: Service, direct: bool) -> None:
     job = service.run()
 
-    def ask(accept: str) -> Any:
-        answer = service.segment(headers=TIFF | {"Accept": accept}) if at_once else service.result(job, Accept=accept)
-        assert (answer.status_code, answer.headers["x-stackseg-model"]) == (200, "bands/1")
-        return answer
+    def request(accept: str) -> Any:
+        response = service.segment(headers=TIFF | {"Accept": accept}) if direct else service.result(job, Accept=accept)
+        assert (response.status_code, response.headers["x-stackseg-model"]) == (200, "bands/1")
+        return response
 
-    for accepted in ("*/*", "text/html, */*", f"image/tiff;q=0.5, {FORMS[0]};q=0.4"):
-        plain = ask(accepted)
-        assert plain.headers["content-type"] == "image/tiff"
-    labels = tifffile.imread(io.BytesIO(plain.content))
+    for accepted in ("*/*", "text/html, */*", f"image/tiff;q=0.5, {MEDIA_TYPES[0]};q=0.4"):
+        tiff = request(accepted)
+        assert tiff.headers["content-type"] == "image/tiff"
+    labels = tifffile.imread(io.BytesIO(tiff.content))
     assert np.array_equal(planes(service.client.get(f"/jobs/{job['id']}/planes")), labels)
-    for form in FORMS:
-        assert ask(f"{form}, */*;q=0.1").headers["content-type"] == form
-    assert np.array_equal(np.load(io.BytesIO(ask(FORMS[0]).content)), labels)
+    for media_type in MEDIA_TYPES:
+        assert request(f"{media_type}, */*;q=0.1").headers["content-type"] == media_type
+    assert np.array_equal(np.load(io.BytesIO(request(MEDIA_TYPES[0]).content)), labels)
     assert service.leftovers() == []
 
 
@@ -204,24 +203,24 @@ def test_labels_come_in_other_forms(service: Service, at_once: bool) -> None:
         ("application/x-npy;q=nan, text/csv;q=0.1", "text/csv"),
     ],
 )
-def test_the_form_that_is_preferred_most_is_chosen(accepted: str, chosen: str) -> None:
+def test_preferred_media_type_is_chosen(accepted: str, chosen: str) -> None:
     assert choose_media_type(accepted, AnswerMetadata("bands/1", "application/zip", "a.zip", "labels", {})) == chosen
 
 
-def test_probabilities_have_no_form_that_would_drop_some() -> None:
+def test_probabilities_and_time_series_are_always_tiff() -> None:
     metadata = AnswerMetadata("bands/1", "image/tiff", "a.ome.tif", "labels", {})
-    for form in FORMS:
-        assert choose_media_type(form, metadata) == form
-        assert choose_media_type(form, replace(metadata, kind="probabilities")) == "image/tiff"
-        assert choose_media_type(form, replace(metadata, time_points=(2, 2))) == "image/tiff"
+    for media_type in MEDIA_TYPES:
+        assert choose_media_type(media_type, metadata) == media_type
+        assert choose_media_type(media_type, replace(metadata, kind="probabilities")) == "image/tiff"
+        assert choose_media_type(media_type, replace(metadata, time_points=(2, 2))) == "image/tiff"
 
 
-def test_a_stack_too_long_for_nifti_says_so(service: Service) -> None:
+def test_stack_too_large_for_nifti_is_rejected(service: Service) -> None:
     long = as_tiff(np.zeros((1, 2, 2**15), np.uint8), compression="zlib")
     assert problem(service.result(service.run(long), Accept="application/x-nifti")) == (422, "bad-parameter")
 
 
-def test_another_form_waits_for_a_scratch_folder_that_is_gone(service: Service) -> None:
+def test_conversion_without_a_scratch_folder_is_reported_as_unavailable(service: Service) -> None:
     job = service.run()
     requests = service.runtime.scratch.requests
     requests.rename(requests.with_name("moved"))

@@ -1,4 +1,4 @@
-"""What an admin is told of a service that works."""
+"""Tests of GET /status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def live(bands_repository: Path) -> Iterator[Live]:
         yield live
 
 
-def test_requests_are_seen_running_waiting_and_with_their_stages_once_they_have_ended(live: Live) -> None:
+def test_status_lists_running_waiting_and_finished_requests(live: Live) -> None:
     def status() -> dict[str, Any]:
         return dict(live.client.get("/status").json())
 
@@ -29,7 +29,7 @@ def test_requests_are_seen_running_waiting_and_with_their_stages_once_they_have_
     with ThreadPoolExecutor(2) as pool:
         requests = [pool.submit(live.segment) for _ in range(2)]
         try:
-            until(lambda: [one["state"] for one in status()["requests"]] == ["running", "waiting"])
+            until(lambda: [request["state"] for request in status()["requests"]] == ["running", "waiting"])
             running, waiting = status()["requests"]
         finally:
             live.fake.gate.set()
@@ -38,30 +38,30 @@ def test_requests_are_seen_running_waiting_and_with_their_stages_once_they_have_
     assert running["device"] == live.runtime.devices.all[0].name
     assert running["progress"]["total"] >= waiting["progress"]["total"] > 0
     assert running["seconds"] > 0
-    seen = status()
-    assert seen["requests"] == []
-    assert len(seen["recent"]) == 2
-    newest, before = seen["recent"]
+    report = status()
+    assert report["requests"] == []
+    assert len(report["recent"]) == 2
+    newest, before = report["recent"]
     assert newest["ended"] >= before["ended"]
     assert (newest["model"], newest["voxels"]) == ("bands", 3 * 8 * 8)
     assert list(newest["seconds"])[:3] == ["receive", "read", "queue"]
     assert newest["seconds"]["windows"] == 0.5
 
 
-def test_what_other_addresses_tell_is_the_same_here(live: Live) -> None:
-    seen = live.client.get("/status").json()
-    assert seen["models"] == live.client.get("/models").json()
-    assert seen["hardware"]["devices"] == live.client.get("/gpu").json()["devices"]
-    assert seen["health"]["status"] == live.client.get("/health").json()["status"]
-    assert seen["cpu_seconds"] > 0
+def test_status_includes_the_content_of_health_gpu_and_models(live: Live) -> None:
+    report = live.client.get("/status").json()
+    assert report["models"] == live.client.get("/models").json()
+    assert report["hardware"]["devices"] == live.client.get("/gpu").json()["devices"]
+    assert report["health"]["status"] == live.client.get("/health").json()["status"]
+    assert report["cpu_seconds"] > 0
 
 
-def test_only_the_last_segmentations_are_kept(live: Live) -> None:
+def test_number_of_recent_segmentations_is_limited(live: Live) -> None:
     for voxels in range(RECENT + 5):
         live.runtime.metrics.count_segmentation("bands", voxels, None, {})
     recent = live.client.get("/status").json()["recent"]
-    assert [one["voxels"] for one in recent] == list(range(RECENT + 4, 4, -1))
+    assert [segmentation["voxels"] for segmentation in recent] == list(range(RECENT + 4, 4, -1))
 
 
-def test_hosts_that_a_proxy_speaks_for_are_told_from_our_own(live: Live) -> None:
+def test_forwarded_requests_do_not_count_as_local(live: Live) -> None:
     assert problem(live.client.get("/status", headers={"X-Forwarded-For": "192.0.2.7"})) == (401, "unauthorized")
