@@ -330,7 +330,7 @@ def test_public_address_without_keys_is_warned_of(
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (["--ssl-keyfile", "key.pem"], "ssl_keyfile and ssl_certfile belong together"),
+        (["--ssl-keyfile", "key.pem"], "ssl_keyfile and ssl_certfile must be set together"),
         (["--ssl-keyfile", "nowhere.pem", "--ssl-certfile", "nowhere.pem"], "server.ssl_keyfile"),
     ],
 )

@@ -148,5 +148,5 @@ def test_as_many_are_wanted_as_do_the_work_in_time_and_no_more_than_there_are_re
 
 
 def test_more_workers_at_least_than_at_most_are_refused(bands_repository: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="least_workers is more than workers"):
+    with pytest.raises(ValueError, match="least_workers must not exceed workers"):
         remote(bands_repository, tmp_path, cluster={"workers": 1, "least_workers": 2})
