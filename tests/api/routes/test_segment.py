@@ -191,7 +191,7 @@ def test_answer_that_cannot_be_kept_is_given(caching: Service, caplog: pytest.Lo
     for _ in range(2):
         response = caching.segment()
         assert (response.status_code, response.headers["x-cache"]) == (200, "miss")
-    assert caplog.text.count("A result is not kept") == 2
+    assert caplog.text.count("a result could not be cached") == 2
 
 
 def test_failure_is_not_kept(caching: Service) -> None:
