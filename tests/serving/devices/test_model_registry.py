@@ -36,7 +36,7 @@ def test_default_model_that_cannot_be_loaded_makes_the_service_unready(
     with running(settings(bands_repository, tmp_path), load) as runtime:
         until(lambda: runtime.models.states()[0].state == "failed")
         assert str(error) in (runtime.models.states()[0].problem or "")
-        assert runtime.unready_reasons() == ("bands cannot be served; GET /models and the log say why.",)
+        assert runtime.unready_reasons() == ("bands cannot be used. GET /models and the log show the reason.",)
         with pytest.raises(BrokenModel, match="bands"):
             loaded_segmenter(runtime.models, None)
 
@@ -48,7 +48,7 @@ def test_models_with_the_same_name_are_not_served(bands_repository: Path, tmp_pa
     with running(settings(models, tmp_path)) as runtime:
         (state,) = runtime.models.states()
         assert (state.name, state.state) == ("bands", "failed")
-        assert "second: the name 'bands' is taken" in (state.problem or "")
+        assert "second: another folder contains a model named 'bands'" in (state.problem or "")
 
 
 def test_model_of_the_operator_takes_precedence_over_a_trained_model(bands_repository: Path, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_without_work_there_need_be_no_worker(bands_repository: Path, tmp_path: 
         until(lambda: [device["starting"] for device in live.client.get("/gpu").json()["devices"]] == [True, False])
         answer = request.result()
         assert answer.status_code == 504
-        assert "No worker of the cluster is there." in answer.json()["detail"]
+        assert "No worker of the cluster is available." in answer.json()["detail"]
         assert live.client.get("/health/ready").json() == {"status": "ready"}
 
 

@@ -23,7 +23,7 @@ from service.core.types import Options
 from service.serving.devices.cluster.block_workers import ActorWorkers, BlockActor
 from service.serving.devices.cluster.exchange import MARKER
 from service.serving.devices.cluster.ray_cluster import make_actors
-from service.serving.devices.cluster.remote_actor import SILENT_SECONDS
+from service.serving.devices.cluster.remote_actor import RESPONSE_TIMEOUT_SECONDS
 from service.serving.devices.queue.job import Progress
 from tests.block_runs import begin, segment_blocks, segment_whole
 from tests.segmenters import settings_of
@@ -135,7 +135,7 @@ def test_requests_of_a_host_that_falls_silent_are_answered_by_another(
         asked = [pool.submit(live.segment, stack) for _ in workers]
         until(lambda: all(any(task.done for task in worker.status.progress.values()) for worker in workers), STARTING)
         with stopped(silent):
-            until(lambda: sum(worker.problem is not None for worker in workers) == 1, SILENT_SECONDS + 5)
+            until(lambda: sum(worker.problem is not None for worker in workers) == 1, RESPONSE_TIMEOUT_SECONDS + 5)
             answers = [request.result() for request in asked]
             assert all(np.array_equal(classes(answer.content), expected) for answer in answers)
     # Ray may have given the silent node up, and then wants another one.

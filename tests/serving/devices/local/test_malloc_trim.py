@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from fakes import until
 
-from service.serving.devices.local.malloc_trim import WORK_SECONDS, MallocTrimmer
+from service.serving.devices.local.malloc_trim import MIN_CPU_SECONDS, MallocTrimmer
 
 
 class Process:
@@ -20,10 +20,10 @@ def test_memory_is_given_back_after_work_and_not_again_before_there_was_more() -
     process.trimmer.check()
     process.trimmer.check()
     assert process.given_back == [5.0]
-    process.worked += WORK_SECONDS / 2
+    process.worked += MIN_CPU_SECONDS / 2
     process.trimmer.check()
     assert process.given_back == [5.0]
-    process.worked += WORK_SECONDS / 2
+    process.worked += MIN_CPU_SECONDS / 2
     process.trimmer.check()
     assert process.given_back == [5.0, 6.0]
 
@@ -35,5 +35,5 @@ def test_a_thread_looks_until_it_is_stopped() -> None:
     until(lambda: process.given_back == [5.0])
     process.trimmer.stop()
     process.trimmer.stop()
-    process.worked += WORK_SECONDS
+    process.worked += MIN_CPU_SECONDS
     assert process.given_back == [5.0]
