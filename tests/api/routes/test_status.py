@@ -11,7 +11,7 @@ import pytest
 from fakes import FakeSegmenter, until
 from live import Live, eager, problem, serve
 
-from service.serving.metrics import RECENT
+from service.serving.metrics import MAX_RECENT_SEGMENTATIONS
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +57,10 @@ def test_what_other_addresses_tell_is_the_same_here(live: Live) -> None:
 
 
 def test_only_the_last_segmentations_are_kept(live: Live) -> None:
-    for voxels in range(RECENT + 5):
+    for voxels in range(MAX_RECENT_SEGMENTATIONS + 5):
         live.runtime.metrics.count_segmentation("bands", voxels, None, {})
     recent = live.client.get("/status").json()["recent"]
-    assert [one["voxels"] for one in recent] == list(range(RECENT + 4, 4, -1))
+    assert [one["voxels"] for one in recent] == list(range(MAX_RECENT_SEGMENTATIONS + 4, 4, -1))
 
 
 def test_hosts_that_a_proxy_speaks_for_are_told_from_our_own(live: Live) -> None:

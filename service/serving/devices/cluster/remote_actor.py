@@ -158,7 +158,7 @@ class RemoteActor:
                     log.warning("%s", self._mark_lost(str(error)))
 
     def _query_status(self) -> None:
-        """Query the status of the actor, waiting for the response without a time limit. Raises the errors of the call."""
+        """Query the status of the actor. Wait for the response without a time limit. Raises the errors of the call."""
         actor = self._actor
         if actor is None:
             return
