@@ -14,7 +14,7 @@ from service.serving.devices.cluster.cluster_devices import ConnectCluster, open
 from service.serving.devices.cluster.ray_cluster import connect_cluster
 from service.serving.devices.device import loaded_bytes
 from service.serving.devices.local.device import LocalDevice, LocalParts
-from service.serving.devices.local.model import MakeSegmenter, Segmenter, load_model
+from service.serving.devices.local.model import Segmenter, SegmenterFactory, load_model
 from service.serving.devices.local.settings import split_settings
 from service.serving.devices.model_registry import ModelRegistry
 from service.serving.devices.pool import DevicePool
@@ -40,7 +40,7 @@ class Parts(NamedTuple):
     connect        connects to the cluster and returns a function that requests an actor
     """
 
-    load: MakeSegmenter = Segmenter
+    load: SegmenterFactory = Segmenter
     choose_driver: Callable[[str | None], Driver] = lambda _name: devices
     connect: ConnectCluster = partial(connect_cluster, load=partial(load_model, Segmenter))
 
@@ -70,7 +70,7 @@ def build(settings: Settings, parts: Parts = DEFAULT_PARTS) -> Service:
         "annotations": lambda: measure_disk(annotations.folder, annotations.measure().nbytes, None),
         "trained-models": lambda: measure_disk(trained, count_bytes(trained), None),
     }
-    runtime.metrics.watch_each("stackseg_trainings", trainings.queue.count)
+    runtime.metrics.register_labeled_gauge("stackseg_trainings", trainings.queue.count)
     return Service(runtime, async_jobs, annotations, trainings)
 
 
@@ -114,9 +114,9 @@ def _register_gauges(runtime: Runtime, loading_lock: torch_compile.LoadingLock) 
         "stackseg_gpu_memory_total_bytes": lambda: _gpu_bytes(devices, "memory_total"),
     }
     for name, value in values.items():
-        metrics.watch(name, value)
+        metrics.register_gauge(name, value)
     for name, each in labeled_values.items():
-        metrics.watch_each(name, each)
+        metrics.register_labeled_gauge(name, each)
 
 
 def _disk_bytes(runtime: Runtime, field: str) -> dict[str, float]:

@@ -36,7 +36,7 @@ GAUGES = {
     "stackseg_reader_kills": "Processes killed while they read a file, usually because the host ran out of memory.",
 }
 # Label name and description of each gauge.
-LABELLED_GAUGES = {
+LABELED_GAUGES = {
     "stackseg_trainings": ("state", "Trainings by state."),
     "stackseg_disk_used_bytes": ("files", "Disk space used by each kind of files."),
     "stackseg_disk_free_bytes": ("files", "Free space on the disk of each kind of files."),
@@ -48,7 +48,7 @@ LABELLED_GAUGES = {
 }
 
 
-class Segmented(NamedTuple):
+class SegmentationRecord(NamedTuple):
     """A completed segmentation.
 
     ended    end time in seconds since 1970
@@ -65,12 +65,13 @@ class Segmented(NamedTuple):
 class Metrics:
     """Metrics of one process. Dashboards depend on the names and labels, so they must not change.
 
-    Public attributes are counters, which are called with the values of their labels: `metrics.loads("nuclei").inc()`.
+    Public attributes are counters, which are called with the values of their labels, such as
+    `metrics.model_loads("nuclei").inc()`.
     """
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._recent: deque[Segmented] = deque(maxlen=MAX_RECENT_SEGMENTATIONS)
+        self._recent: deque[SegmentationRecord] = deque(maxlen=MAX_RECENT_SEGMENTATIONS)
         self._requests = self._counter("stackseg_requests", "Requests by route and status.", "route", "status")
         self._errors = self._counter("stackseg_errors", "Requests that failed, by problem type.", "type")
         self._callers = self._counter("stackseg_caller_requests", "Requests by name of the API key.", "caller")
@@ -92,17 +93,17 @@ class Metrics:
         self._device_seconds = self._counter(
             "stackseg_device_seconds", "Seconds in which a device computed windows.", "device"
         )
-        self.fallbacks = self._counter(
+        self.memory_fallbacks = self._counter(
             "stackseg_memory_fallbacks", "Batches that were made smaller because memory was exhausted.", "model"
         )
-        self.skipped = self._counter(
+        self.skipped_windows = self._counter(
             "stackseg_skipped_windows", "Windows skipped because they contain only background.", "model"
         )
-        self.recomputed = self._counter(
+        self.recomputed_volumes = self._counter(
             "stackseg_recomputed", "Volumes recomputed in float32 because their scores were not finite.", "model"
         )
-        self.loads = self._counter("stackseg_model_loads", "Number of times a model was loaded.", "model")
-        self.unloads = self._counter(
+        self.model_loads = self._counter("stackseg_model_loads", "Number of times a model was loaded.", "model")
+        self.model_unloads = self._counter(
             "stackseg_model_unloads", "Number of times a model was unloaded to free memory for another.", "model"
         )
         ProcessCollector(registry=self._registry)
@@ -111,17 +112,17 @@ class Metrics:
         """Register a counter and return its `labels` method, cached because the library locks for each lookup."""
         return cache(Counter(name, description, labels, registry=self._registry).labels)
 
-    def watch(self, name: str, value: Callable[[], float]) -> None:
+    def register_gauge(self, name: str, value: Callable[[], float]) -> None:
         """Register a gauge of `GAUGES`. `value` is called whenever metrics are exposed."""
         Gauge(name, GAUGES[name], registry=self._registry).set_function(value)
 
-    def watch_each(self, name: str, values: Callable[[], Mapping[str, float]]) -> None:
-        """Register a gauge of `LABELLED_GAUGES`. `values` is called whenever metrics are exposed.
+    def register_labeled_gauge(self, name: str, values: Callable[[], Mapping[str, float]]) -> None:
+        """Register a gauge of `LABELED_GAUGES`. `values` is called whenever metrics are exposed.
 
         values  returns the value of the gauge for each label
         """
-        label, description = LABELLED_GAUGES[name]
-        self._registry.register(_LabelledGauge(name, description, label, values))
+        label, description = LABELED_GAUGES[name]
+        self._registry.register(_LabeledGauge(name, description, label, values))
 
     def count_request(self, route: str, status: int, *, caller: str = "anonymous", problem: str | None = None) -> None:
         """Count a request and, if it failed, its problem type.
@@ -140,10 +141,10 @@ class Metrics:
             self._objects(model).inc(objects)
         for stage, value in seconds.items():
             self._stages(stage).observe(value)
-        self._recent.appendleft(Segmented(time.time(), model, voxels, objects, dict(seconds)))
+        self._recent.appendleft(SegmentationRecord(time.time(), model, voxels, objects, dict(seconds)))
 
     @property
-    def recent(self) -> tuple[Segmented, ...]:
+    def recent(self) -> tuple[SegmentationRecord, ...]:
         """The most recent segmentations, newest first."""
         # Copying is atomic, while other threads may add segmentations during an iteration.
         return tuple(self._recent.copy())
@@ -160,7 +161,7 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _LabelledGauge(Collector):
+class _LabeledGauge(Collector):
     """A gauge with one label. Its values are computed whenever metrics are exposed."""
 
     def __init__(self, name: str, description: str, label: str, values: Callable[[], Mapping[str, float]]) -> None:

@@ -24,7 +24,7 @@ from service.core.quantities import (
 from service.core.types import Cancelling, Linking, Options, OutputKind, Quality, Selection, Steering, never
 
 # Number of validation errors in an error message. A request may have thousands.
-MAX_FAULTS = 3
+MAX_REPORTED_ERRORS = 3
 # Length of a parameter name in an error message.
 MAX_NAME_LETTERS = 40
 
@@ -282,14 +282,14 @@ def describe_faults(
     spell   formats the name of a parameter in the way in which the client specifies it
     """
     sentences = []
-    for fault in faults[:MAX_FAULTS]:
+    for fault in faults[:MAX_REPORTED_ERRORS]:
         name = str(fault["loc"][-1])[:MAX_NAME_LETTERS] if fault["loc"] else "parameters"
         if fault["type"] == "extra_forbidden":
             sentences.append(f"Unknown parameter {name!r}. The parameters are {', '.join(known.model_fields)}.")
         else:
             sentences.append(f"{spell(name)}: {validation_message(fault)}.")
-    if len(faults) > MAX_FAULTS:
-        sentences.append(f"There are {len(faults) - MAX_FAULTS} more errors.")
+    if len(faults) > MAX_REPORTED_ERRORS:
+        sentences.append(f"There are {len(faults) - MAX_REPORTED_ERRORS} more errors.")
     return BadParameter(" ".join(sentences), parameter=_find_parameter(faults[0]["loc"]) if faults else None)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from runtimes import FAKE_PARTS, settings
 
 from service.serving.build import build
-from service.serving.metrics import GAUGES, LABELLED_GAUGES
+from service.serving.metrics import GAUGES, LABELED_GAUGES
 
 
 def test_all_gauges_are_exposed(bands_repository: Path, tmp_path: Path) -> None:
@@ -13,7 +13,7 @@ def test_all_gauges_are_exposed(bands_repository: Path, tmp_path: Path) -> None:
     service.runtime.start()
     try:
         metrics = service.runtime.metrics.exposition().decode()
-        assert all(f"# TYPE {name} gauge" in metrics for name in GAUGES | LABELLED_GAUGES)
+        assert all(f"# TYPE {name} gauge" in metrics for name in GAUGES | LABELED_GAUGES)
         assert 'stackseg_trainings{state="waiting"} 0.0' in metrics
         assert {"requests", "results", "annotations", "trained-models"} <= service.runtime.measure_disks().keys()
     finally:

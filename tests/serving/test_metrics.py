@@ -20,10 +20,10 @@ def test_stages_accumulate_in_order_including_failed_stages() -> None:
 def test_exposition_contains_all_counters() -> None:
     metrics = Metrics()
     waiting = 3
-    metrics.watch("stackseg_waiting", lambda: waiting)
+    metrics.register_gauge("stackseg_waiting", lambda: waiting)
     metrics.count_request("/segment", 200, caller="ada")
     metrics.count_request("/segment", 422, caller="ada", problem="bad-file")
-    metrics.fallbacks("nuclei").inc(2)
+    metrics.memory_fallbacks("nuclei").inc(2)
     metrics.count_segmentation("nuclei", 1000, 12, {"windows": 0.7})
     metrics.count_segmentation("tissue", 10, None, {"windows": 0.7})
     lines = metrics.exposition().decode().splitlines()
@@ -53,7 +53,7 @@ def test_windows_are_counted_with_the_slots_of_their_batches() -> None:
 
 def test_labeled_gauge_is_evaluated_at_every_exposition() -> None:
     metrics, values = Metrics(), {"0": 5.0}
-    metrics.watch_each("stackseg_gpu_memory_used_bytes", lambda: values)
+    metrics.register_labeled_gauge("stackseg_gpu_memory_used_bytes", lambda: values)
     assert 'stackseg_gpu_memory_used_bytes{gpu="0"} 5.0' in metrics.exposition().decode()
     values["1"] = 7.0
     assert 'stackseg_gpu_memory_used_bytes{gpu="1"} 7.0' in metrics.exposition().decode()

@@ -87,7 +87,7 @@ def _warn_of_unused_gpus() -> None:
         log.warning("%s is not used: %s", found[0].name, explain_no_cuda())
 
 
-def gpu_names() -> tuple[str, ...]:
+def list_gpus() -> tuple[str, ...]:
     """List the CUDA devices of this process as `cuda:N`. Raises ConfigError if there are none."""
     names = tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))
     if not names:

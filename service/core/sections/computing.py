@@ -99,12 +99,12 @@ class Cluster(Section):
 
     @model_validator(mode="after")
     def _check_worker_limits(self) -> Self:
-        if self.least > self.workers:
+        if self.min_workers > self.workers:
             raise ValueError("least_workers must not exceed workers, the maximum number of workers")
         return self
 
     @property
-    def least(self) -> int:
+    def min_workers(self) -> int:
         """Minimum number of workers."""
         return self.workers if self.least_workers is None else self.least_workers
 

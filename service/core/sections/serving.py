@@ -63,7 +63,7 @@ class Root(Section):
         return {"folder": given} if isinstance(given, str | Path) else given
 
 
-class Prefix(Section):
+class ReferenceStore(Section):
     """A URL prefix of remote stores, and the names of the API keys that may use it (empty: all clients)."""
 
     url: Annotated[str, Field(pattern=r"^(s3|gs|az|https?)://[^@?#]+$")]
@@ -87,7 +87,7 @@ class References(Section):
 
     inputs: dict[RootName, Root] = Field(default_factory=dict)
     outputs: dict[RootName, Root] = Field(default_factory=dict)
-    stores: dict[RootName, Prefix] = Field(default_factory=dict)
+    stores: dict[RootName, ReferenceStore] = Field(default_factory=dict)
     decoded_bytes: PositiveInt | None = None
 
     @model_validator(mode="after")

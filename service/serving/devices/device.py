@@ -65,15 +65,17 @@ class Scheduler:
         startup, and the estimated seconds for earlier requests and for loading the model.
         """
         cache = self.models.cache
-        is_busy = self.queue.full(caller) or bool(cache.starting)
+        is_busy = self.queue.is_full(caller) or bool(cache.starting)
         return model in cache.problems, is_busy, self.queue.expected_seconds + self.models.load_seconds(model)
 
 
-def make_queue(settings: Settings, memory: JobMemory | None = None, always: int = 1) -> JobQueue:
-    """Create the queue of one device. Up to `always` jobs may run regardless of how busy the device is."""
+def make_queue(settings: Settings, memory: JobMemory | None = None, guaranteed_jobs: int = 1) -> JobQueue:
+    """Create the queue of one device, in which `guaranteed_jobs` jobs may run regardless of how busy the device is."""
     limits = settings.limits
     at_once = min(limits.at_once, limits.waiting + 1)
-    return JobQueue(limits.waiting, at_once, memory, shared=len(settings.access.keys) > 1, always=always)
+    return JobQueue(
+        limits.waiting, at_once, memory, shared=len(settings.access.keys) > 1, guaranteed_jobs=guaranteed_jobs
+    )
 
 
 class DeviceState(StrEnum):
@@ -113,7 +115,7 @@ class Device(Protocol):
         """Reason why the device is starting or lost, one sentence; None in other states."""
 
     @property
-    def serves(self) -> bool:
+    def is_serving(self) -> bool:
         """Whether requests in the queue are computed, by this device or by a substitute."""
 
     @property

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Reloaded(NamedTuple):
+class ReloadResult(NamedTuple):
     """Result of reloading the repository: the names of added, changed, removed and broken models.
 
     broken  why the present content of a model folder is not served, by model name
@@ -62,7 +62,7 @@ class ModelRegistry:
         for name in sorted(startup_names - self._states.keys()):
             log.error("%s", self._explain(name))
 
-    def reload(self) -> Reloaded:
+    def reload(self) -> ReloadResult:
         """Read the repository again, and wait until changed models that were loaded have been reloaded.
 
         Running requests continue with the previous version of their model. If a folder is broken or its model cannot be
@@ -100,7 +100,7 @@ class ModelRegistry:
         finally:
             self._reloading.release()
 
-    def _reload(self, found: Mapping[str, ModelState]) -> Reloaded:
+    def _reload(self, found: Mapping[str, ModelState]) -> ReloadResult:
         before, at_start = self._states, self._names_at_start(found)
         served: dict[str, ModelState] = {}
         for name, state in found.items():
@@ -111,7 +111,7 @@ class ModelRegistry:
         removed = sorted(before.keys() - served.keys())
         for name in removed:
             self._forget(name)
-        reloaded = Reloaded(
+        reloaded = ReloadResult(
             added=sorted(served.keys() - before.keys()),
             changed=[name for name in served if name in before and served[name].spec is not before[name].spec],
             removed=removed,

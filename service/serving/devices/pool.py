@@ -89,14 +89,14 @@ class DevicePool:
     def check_admission(self, caller: str | None) -> None:
         """Raise QueueFull or NotReady if no queue accepts a request from this caller."""
         queues = [device.scheduler.queue for device in self.all]
-        next((queue for queue in queues if not queue.full(caller)), queues[0]).check(caller)
+        next((queue for queue in queues if not queue.is_full(caller)), queues[0]).check(caller)
 
     def choose(self, model: str, caller: str | None) -> Device:
         """Return the device that is expected to complete a request for this model first."""
 
         def cost(device: Device) -> tuple[bool, bool, float]:
             has_failed, is_busy, seconds = device.scheduler.routing_cost(model, caller)
-            return has_failed or not device.serves, is_busy, seconds
+            return has_failed or not device.is_serving, is_busy, seconds
 
         return min(self.all, key=cost)
 
@@ -117,7 +117,7 @@ class DevicePool:
 
     def missing_workers(self) -> str | None:
         """Return a sentence if requests wait because no worker of the cluster is available, else None."""
-        if self._cluster is None or any(device.serves for device in self.all):
+        if self._cluster is None or any(device.is_serving for device in self.all):
             return None
         return "No worker of the cluster is available."
 
@@ -125,7 +125,7 @@ class DevicePool:
     def _can_serve(self) -> bool:
         """Whether a device computes requests, or will be started for the next request."""
         waits = self._cluster is not None and self._cluster.waits_for_work
-        return waits or any(device.serves for device in self.all)
+        return waits or any(device.is_serving for device in self.all)
 
     def _measure_backlog(self) -> Backlog:
         queues = [device.scheduler.queue for device in self.all]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from service.core.types import Extent, Options, Volume
 from service.inference.series.time_points import PointSegmenter, segment_series
 from service.inference.types import Series
-from service.serving.devices.models.model import DeviceModel, ReportProgress, needs_of
+from service.serving.devices.models.model import DeviceModel, ProgressCallback, needs_from_estimate
 from service.serving.devices.queue.job import Job, Needs, Progress
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Reservation:
         if self._needs is None:
             try:
                 self._request = self.model.estimator.plan_request(volume, options)
-                self._needs = needs_of(self._request.estimate)
+                self._needs = needs_from_estimate(self._request.estimate)
             except Exception:  # noqa: BLE001 - segmenting raises the error again, which makes the job fail
                 self._needs = Needs()
         return self._needs
@@ -89,9 +89,9 @@ class Reservation:
         """Segment the time points of a series in one job, which shares the device like the job of a single volume."""
         model = self.model
 
-        def segment(volume: Volume, options: Options, progress: ReportProgress) -> Result:
+        def segment(volume: Volume, options: Options, progress: ProgressCallback) -> Result:
             request = model.estimator.plan_request(volume, options)
-            job.revise(needs_of(request.estimate))
+            job.update_needs(needs_from_estimate(request.estimate))
             return model.segment(job, volume, options, request, progress)
 
         def begin(point: int) -> None:

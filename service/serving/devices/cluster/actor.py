@@ -6,10 +6,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-Advance = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """Called with the number of completed windows and their total number."""
 
-MakeActor = Callable[[], "Actor"]
+ActorFactory = Callable[[], "Actor"]
 """Requests an actor from the cluster. The actor may not have started when the handle is returned."""
 
 

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from service.core.errors import Cancelled, DeviceLost, Interrupted
 from service.core.sections.computing import Cluster
-from service.serving.devices.cluster.actor import Advance, MakeActor, WorkerLost
+from service.serving.devices.cluster.actor import ActorFactory, ProgressCallback, WorkerLost
 from service.serving.devices.cluster.remote_actor import POLL_SECONDS, ModelInUse, RemoteActor
 from service.serving.devices.queue.job import Progress
 
@@ -29,7 +29,7 @@ class Attempt(NamedTuple):
     method: str
     task: Task
     cancelled: Callable[[], bool]
-    advance: Advance
+    advance: ProgressCallback
 
 
 class _MovedToIdleActor(Exception):
@@ -42,34 +42,34 @@ class _MovedToIdleActor(Exception):
 class ActorPool:
     """All actors that this service may use, and the folder through which they exchange pixels.
 
-    make_actor  requests an actor from the cluster, which may start later
-    attempts    maximum number of actors on which a task is started if they are lost
-    unfinished  number of tasks that are running or waiting for an actor
+    make_actor        requests an actor from the cluster, which may start later
+    attempts          maximum number of actors on which a task is started if they are lost
+    unfinished_tasks  number of tasks that are running or waiting for an actor
     """
 
-    def __init__(self, exchange: Exchange, make_actor: MakeActor, cluster: Cluster, attempts: int) -> None:
+    def __init__(self, exchange: Exchange, make_actor: ActorFactory, cluster: Cluster, attempts: int) -> None:
         self.exchange, self._attempts = exchange, attempts
-        self._min_workers, self._idle_seconds = cluster.least, cluster.idle_seconds
+        self._min_workers, self._idle_seconds = cluster.min_workers, cluster.idle_seconds
         self._lock = threading.Lock()
         self._models: WeakSet[ModelInUse] = WeakSet()
         self.actors = [
             RemoteActor(f"ray-{number}", make_actor, exchange, self._lock, self._models)
             for number in range(1, cluster.workers + 1)
         ]
-        self.unfinished = 0
-        self.adjust(0)
+        self.unfinished_tasks = 0
+        self.scale(0)
 
-    def adjust(self, wanted: int) -> None:
+    def scale(self, wanted: int) -> None:
         """Request `wanted` actors from the cluster, and release further actors that were not needed for a while.
 
         Actors that are up are preferred over actors that are starting, and these over actors that were released.
         """
         now = time.monotonic()
-        order = sorted(self.actors, key=lambda actor: (not actor.up, actor.given_back))
+        order = sorted(self.actors, key=lambda actor: (not actor.is_up, actor.given_back))
         for number, actor in enumerate(order, 1):
             if number <= max(wanted, self._min_workers):
-                actor.ask_for(now)
-            elif now - actor.wanted > self._idle_seconds:
+                actor.request(now)
+            elif now - actor.last_needed > self._idle_seconds:
                 actor.give_back()
 
     def add(self, model: ModelInUse) -> None:
@@ -77,7 +77,7 @@ class ActorPool:
         with self._lock:
             self._models.add(model)
 
-    def take(self, preferred: RemoteActor, lost: Collection[RemoteActor]) -> RemoteActor | None:
+    def acquire(self, preferred: RemoteActor, lost: Collection[RemoteActor]) -> RemoteActor | None:
         """Choose an actor for a task and count the task there; return None if no actor is up.
 
         Prefer actors that are not being released, then actors on which the task was not lost before, then the preferred
@@ -85,21 +85,21 @@ class ActorPool:
         """
 
         def rank(actor: RemoteActor) -> tuple[bool, bool, bool, int]:
-            return actor.leaving, actor in lost, actor is not preferred, actor.tasks
+            return actor.is_leaving, actor in lost, actor is not preferred, actor.tasks
 
         with self._lock:
-            actor = min((actor for actor in self.actors if actor.up), key=rank, default=None)
+            actor = min((actor for actor in self.actors if actor.is_up), key=rank, default=None)
             if actor is not None:
                 actor.tasks += 1
             return actor
 
-    def take_idle(self, busy: RemoteActor) -> RemoteActor | None:
+    def acquire_idle(self, busy: RemoteActor) -> RemoteActor | None:
         """Choose an idle actor for a task of a busy actor that has further tasks, and count the task there.
 
         Return None if there is no idle actor or if the task is the only one of its actor.
         """
         with self._lock:
-            idle = (actor for actor in self.actors if actor.up and not actor.leaving and not actor.tasks)
+            idle = (actor for actor in self.actors if actor.is_up and not actor.is_leaving and not actor.tasks)
             actor = next(idle, None) if busy.tasks > 1 else None
             if actor is not None:
                 actor.tasks += 1
@@ -118,13 +118,13 @@ class ActorPool:
 
     def _add_unfinished(self, change: int) -> None:
         with self._lock:
-            self.unfinished += change
+            self.unfinished_tasks += change
 
     def _run(self, preferred: RemoteActor, attempt: Attempt) -> Outcome:
         lost: list[RemoteActor] = []
         chosen: RemoteActor | None = None
         while len(lost) < self._attempts:
-            if (actor := chosen or self.take(preferred, lost)) is None:
+            if (actor := chosen or self.acquire(preferred, lost)) is None:
                 if attempt.cancelled():
                     raise Cancelled("cancelled before a worker of the cluster was available")
                 time.sleep(POLL_SECONDS)
@@ -152,7 +152,7 @@ class ActorPool:
             return self._wait(actor, future, attempt)
         except (Cancelled, WorkerLost, _MovedToIdleActor) as error:
             if isinstance(error, WorkerLost):
-                actor.up = False
+                actor.is_up = False
             actor.give_up(future, attempt.task)
             raise
 
@@ -161,13 +161,13 @@ class ActorPool:
         while not wait([future], POLL_SECONDS).done:
             if attempt.cancelled():
                 raise Cancelled("cancelled while it ran in the cluster")
-            if not actor.up:
+            if not actor.is_up:
                 raise WorkerLost(f"{actor.name} does not respond")
             done = actor.progress(task)
             if done.total and done != reported:
                 reported = done
                 attempt.advance(*done)
-            if task.volume and not done.total and (idle := self.take_idle(actor)):
+            if task.volume and not done.total and (idle := self.acquire_idle(actor)):
                 raise _MovedToIdleActor(idle)
         outcome: Outcome = future.result()
         if isinstance(outcome.error, DeviceLost):

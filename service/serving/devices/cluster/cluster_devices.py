@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from service.core.config import Settings
-from service.serving.devices.cluster.actor import MakeActor
+from service.serving.devices.cluster.actor import ActorFactory
 from service.serving.devices.cluster.actor_pool import ActorPool
 from service.serving.devices.cluster.exchange import Exchange, Status
 from service.serving.devices.cluster.remote_actor import STATUS_SECONDS
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 JOIN_SECONDS = 4.0
 
-ConnectCluster = Callable[[Settings], MakeActor]
+ConnectCluster = Callable[[Settings], ActorFactory]
 
 
 class ClusterDevices:
@@ -34,7 +34,7 @@ class ClusterDevices:
     make_actor  requests an actor from the cluster
     """
 
-    def __init__(self, settings: Settings, exchange: Exchange, make_actor: MakeActor, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, exchange: Exchange, make_actor: ActorFactory, metrics: Metrics) -> None:
         self._cluster, self._exchange = settings.cluster, exchange
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -42,14 +42,14 @@ class ClusterDevices:
         self.devices = tuple(RemoteDevice(actor, self._pool, settings, metrics) for actor in self._pool.actors)
 
     @property
-    def is_sized(self) -> bool:
+    def is_autoscaled(self) -> bool:
         """Whether the number of workers is scaled with the work."""
-        return self._cluster.least < len(self.devices)
+        return self._cluster.min_workers < len(self.devices)
 
     @property
     def waits_for_work(self) -> bool:
         """Whether the minimum number of workers is 0, so that the first request has to wait for a worker."""
-        return bool(self.devices) and not self._cluster.least
+        return bool(self.devices) and not self._cluster.min_workers
 
     @property
     def states(self) -> dict[str, float]:
@@ -72,7 +72,7 @@ class ClusterDevices:
         backlog  returns the work of all devices
         here     number of devices of this host
         """
-        if self.is_sized:
+        if self.is_autoscaled:
             self._thread = threading.Thread(target=self._loop, args=(backlog, here), name="cluster-size", daemon=True)
             self._thread.start()
 
@@ -88,7 +88,7 @@ class ClusterDevices:
 
         Workers that are starting are omitted if the minimum number of workers is up.
         """
-        has_minimum = self.states["up"] >= self._cluster.least
+        has_minimum = self.states["up"] >= self._cluster.min_workers
         return tuple(
             device.problem
             for device in self.devices
@@ -102,7 +102,7 @@ class ClusterDevices:
     def _loop(self, backlog: Callable[[], Backlog], here: int) -> None:
         while not self._stopped.wait(STATUS_SECONDS):
             try:
-                self._pool.adjust(self._count_needed_workers(backlog(), here))
+                self._pool.scale(self._count_needed_workers(backlog(), here))
             except Exception:
                 log.exception("the number of workers could not be adjusted")
 
@@ -110,7 +110,7 @@ class ClusterDevices:
         # A request runs on a single device, so more workers than jobs are useless. Loading a model is not a job, but
         # needs a worker as well.
         needed = min(backlog.jobs, math.ceil(backlog.seconds / self._cluster.backlog_seconds))
-        return max(needed - here, min(self._pool.unfinished, 1))
+        return max(needed - here, min(self._pool.unfinished_tasks, 1))
 
 
 def open_cluster(settings: Settings, connect: ConnectCluster, metrics: Metrics) -> ClusterDevices | None:

@@ -20,15 +20,15 @@ from service.core.telemetry import configure_logging
 from service.engine.compile import torch_compile
 from service.inference.windows.batching.window_request import Share
 from service.serving.devices.cluster.exchange import (
-    Loaded,
+    LoadedModelReport,
     Outcome,
-    Segmented,
     Status,
+    StoredResult,
     StoredVolume,
     Task,
     store_result,
 )
-from service.serving.devices.local.device import LoadModel, LocalDevice, LocalParts
+from service.serving.devices.local.device import LoadFunction, LocalDevice, LocalParts
 from service.serving.devices.queue.job import Job, Needs
 from service.serving.devices.reservation import Reservation
 from service.serving.metrics import Metrics
@@ -65,7 +65,7 @@ class DeviceActor:
     load      loads a model onto the device
     """
 
-    def __init__(self, settings: Settings, load: LoadModel) -> None:
+    def __init__(self, settings: Settings, load: LoadFunction) -> None:
         configure_logging(settings.logging.level, settings.logging.format)
         self._device = LocalDevice(None, settings, LocalParts(load, Metrics(), torch_compile.LoadingLock()))
         self._device.start({}, ())
@@ -79,9 +79,9 @@ class DeviceActor:
     def load(self, task: Task) -> Outcome:
         """Load the model of a task."""
 
-        def describe(_job: Job[Any], reservation: Reservation) -> Loaded:
+        def describe(_job: Job[Any], reservation: Reservation) -> LoadedModelReport:
             model = reservation.model
-            return Loaded(model.estimator, model.report(), model.nbytes)
+            return LoadedModelReport(model.estimator, model.report(), model.nbytes)
 
         return self._run(task, describe)
 
@@ -89,7 +89,7 @@ class DeviceActor:
         """Segment the volume of a task. The labels are written to a new file in the folder of the pixels."""
         stored = _require_volume(task)
 
-        def segment(job: Job[Any], reservation: Reservation) -> Segmented:
+        def segment(job: Job[Any], reservation: Reservation) -> StoredResult:
             result = reservation.segment(job, stored.open(), task.options)
             return store_result(result, stored.path.with_name(f"labels-{uuid.uuid4().hex[:12]}"))
 

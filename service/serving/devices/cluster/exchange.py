@@ -91,7 +91,7 @@ class Task(NamedTuple):
     windows: int = 0
 
 
-class Loaded(NamedTuple):
+class LoadedModelReport(NamedTuple):
     """A model that an actor has loaded."""
 
     estimator: Estimator
@@ -99,7 +99,7 @@ class Loaded(NamedTuple):
     nbytes: int
 
 
-class Segmented(NamedTuple):
+class StoredResult(NamedTuple):
     """A segmentation result whose pixels are stored in C order in the file `path`; `result` contains no pixels."""
 
     result: Result
@@ -121,7 +121,7 @@ class Outcome(NamedTuple):
     Errors of the task are returned as values, to distinguish them from errors of the cluster, which are raised.
     """
 
-    value: Loaded | Segmented | Sizing | None = None
+    value: LoadedModelReport | StoredResult | Sizing | None = None
     error: StackSegError | None = None
     share: Share = Share(0, 0.0, 0.0)
 
@@ -171,7 +171,7 @@ class Exchange:
         shutil.rmtree(self.path, ignore_errors=True)
 
     @contextmanager
-    def lend(self, volume: Volume) -> Iterator[StoredVolume]:
+    def share_volume(self, volume: Volume) -> Iterator[StoredVolume]:
         """Write the pixels of a volume to a folder that is deleted after the block.
 
         Raises OutOfStorage and StorageUnavailable, also if the block raises OSError.
@@ -206,14 +206,14 @@ def store_volume(volume: Volume, path: Path) -> StoredVolume:
     return StoredVolume(path, volume.shape, volume.dtype.str, volume.voxel_size, volume.channels, volume.notes)
 
 
-def store_result(result: Result, path: Path) -> Segmented:
+def store_result(result: Result, path: Path) -> StoredResult:
     """Write the pixels of a segmentation to a new file."""
     segmentation = result.segmentation
     with path.open("xb") as file:
         for part in segmentation.pixels:
             file.write(np.ascontiguousarray(part).data)
     without_pixels = replace(segmentation, pixels=np.empty(0, segmentation.pixels.dtype))
-    return Segmented(result._replace(segmentation=without_pixels), path, segmentation.pixels.shape)
+    return StoredResult(result._replace(segmentation=without_pixels), path, segmentation.pixels.shape)
 
 
 def _read_into(file: BufferedReader, pixels: Array) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 from service.core.config import Settings
 from service.core.errors import ConfigError
 from service.core.sections.computing import Cluster
-from service.serving.devices.cluster.actor import Actor, MakeActor, WorkerLost
+from service.serving.devices.cluster.actor import Actor, ActorFactory, WorkerLost
 from service.serving.devices.cluster.device_actor import DeviceActor, actor_settings
-from service.serving.devices.local.device import LoadModel
+from service.serving.devices.local.device import LoadFunction
 
 # Methods that can take as long as a request. Other methods run in separate control threads.
 LONG_CALLS = frozenset({"load", "segment", "estimate_diameter", "run_block"})
@@ -28,7 +28,7 @@ CONTROL_THREADS = 2
 log = logging.getLogger(__name__)
 
 
-def connect_cluster(settings: Settings, load: LoadModel) -> MakeActor:
+def connect_cluster(settings: Settings, load: LoadFunction) -> ActorFactory:
     """Connect to the cluster, and return a function that requests an actor. Ray starts it when resources are available.
 
     load  loads a model onto the actor's device

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from service.serving.devices.cluster.actor import Actor, MakeActor, WorkerLost
+from service.serving.devices.cluster.actor import Actor, ActorFactory, WorkerLost
 from service.serving.devices.cluster.exchange import Exchange, Status, Task
 from service.serving.devices.queue.job import Progress
 
@@ -51,18 +51,18 @@ class RemoteActor:
 
     A thread queries its status, from `start` until `close`.
 
-    lock     held while tasks are counted and actors are released
-    models   models that actors keep loaded
-    status   latest status; None before the actor is up
-    tasks    number of tasks that run on the actor
-    wanted   when the actor was last needed, on the clock of `time.monotonic`
-    leaving  whether the actor is released as soon as no task runs on it
+    lock         held while tasks are counted and actors are released
+    models       models that actors keep loaded
+    status       latest status; None before the actor is up
+    tasks        number of tasks that run on the actor
+    last_needed  when the actor was last needed, on the clock of `time.monotonic`
+    is_leaving   whether the actor is released as soon as no task runs on it
     """
 
     def __init__(
         self,
         name: str,
-        make_actor: MakeActor,
+        make_actor: ActorFactory,
         exchange: Exchange,
         lock: threading.Lock,
         models: WeakSet[ModelInUse],
@@ -71,9 +71,9 @@ class RemoteActor:
         self._lock, self._models = lock, models
         self._actor: Actor | None = None
         self.status: Status | None = None
-        self.up = self.leaving = False
+        self.is_up = self.is_leaving = False
         self.tasks = 0
-        self.wanted = -math.inf
+        self.last_needed = -math.inf
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="cluster", daemon=True)
 
@@ -100,9 +100,9 @@ class RemoteActor:
         """Whether the actor is not requested from the cluster, because it is not needed."""
         return self._actor is None
 
-    def ask_for(self, now: float) -> None:
+    def request(self, now: float) -> None:
         """Request the actor from the cluster, unless it has already been requested."""
-        self.wanted, self.leaving = now, False
+        self.last_needed, self.is_leaving = now, False
         if self._actor is None and not self._closed.is_set():
             log.info("requesting the worker %s from the cluster", self.name)
             self._actor = self._make_actor()
@@ -110,18 +110,18 @@ class RemoteActor:
     def give_back(self) -> None:
         """Release the actor now, or as soon as no task runs on it."""
         with self._lock:
-            self.leaving = self._actor is not None
+            self.is_leaving = self._actor is not None
             if self._actor is None or self.tasks:
                 return
             actor, self._actor = self._actor, None
-            self.up, self.leaving, self.status = False, False, None
+            self.is_up, self.is_leaving, self.status = False, False, None
         log.info("releasing the worker %s", self.name)
         actor.kill()
 
     @property
     def problem(self) -> str | None:
         """Reason why the actor is unavailable, one sentence; None if it is available or was released."""
-        if self.up or self.given_back:
+        if self.is_up or self.given_back:
             return None
         if self.status is None:
             return f"The worker {self.name} of the cluster has not started. Ray may lack the resources for it."
@@ -154,7 +154,7 @@ class RemoteActor:
             try:
                 self._query_status()
             except Exception as error:  # noqa: BLE001 - the thread continues and queries the status again
-                if self.up or not isinstance(error, WorkerLost):
+                if self.is_up or not isinstance(error, WorkerLost):
                     log.warning("%s", self._mark_lost(str(error)))
 
     def _query_status(self) -> None:
@@ -166,7 +166,7 @@ class RemoteActor:
         if not self._wait_for_response(future, actor):
             return
         status: Status = future.result()
-        if status.problem is None and not self.up:
+        if status.problem is None and not self.is_up:
             log.info("the worker %s of the cluster is up on %s", self.name, status.host)
             # A restarted actor has no loaded models.
             for model in self._list_models():
@@ -175,7 +175,7 @@ class RemoteActor:
         with self._lock:
             # Ignore the response if the actor has been released in the meantime.
             if actor is self._actor:
-                self.status, self.up = status, status.problem is None
+                self.status, self.is_up = status, status.problem is None
 
     def _wait_for_response(self, future: Future[Any], actor: Actor) -> bool:
         """Wait for a response; return False if the actor is released or closed in the meantime."""
@@ -184,7 +184,7 @@ class RemoteActor:
             if self._closed.is_set() or actor is not self._actor:
                 return False
             self._exchange.renew()
-            if self.up and time.monotonic() > deadline:
+            if self.is_up and time.monotonic() > deadline:
                 log.warning("%s", self._mark_lost("it does not respond"))
         return True
 
@@ -193,5 +193,5 @@ class RemoteActor:
             return list(self._models)
 
     def _mark_lost(self, reason: str) -> str:
-        self.up = False
+        self.is_up = False
         return f"the worker {self.name} of the cluster is lost: {reason}"

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from service.core.buffers import make_allocator
 from service.core.config import Settings
-from service.serving.devices.cluster.remote_model import RemoteModel, RemotePlace
+from service.serving.devices.cluster.remote_model import RemoteContext, RemoteModel
 from service.serving.devices.device import DeviceState, Scheduler, make_queue
-from service.serving.devices.models.guess import HOST_WEIGHT_COPIES, guess_estimator
+from service.serving.devices.models.default_estimator import HOST_WEIGHT_COPIES, make_default_estimator
 from service.serving.devices.models.model import JobCounters
 from service.serving.devices.models.served import ServedModels
 
@@ -29,7 +29,7 @@ class RemoteLoader:
 
     weight_copies = HOST_WEIGHT_COPIES
 
-    def __init__(self, settings: Settings, place: RemotePlace) -> None:
+    def __init__(self, settings: Settings, place: RemoteContext) -> None:
         self._settings, self._place = settings, place
 
     def load(self, spec: ModelSpec) -> RemoteModel:
@@ -40,9 +40,9 @@ class RemoteLoader:
         """Free reference cycles, because the actor keeps a model loaded while this process refers to it."""
         gc.collect()
 
-    def guess_estimator(self, spec: ModelSpec) -> Estimator:
+    def make_default_estimator(self, spec: ModelSpec) -> Estimator:
         """Return the estimator of a model that was never loaded."""
-        return guess_estimator(spec, self._settings)
+        return make_default_estimator(spec, self._settings)
 
 
 class RemoteDevice:
@@ -58,7 +58,7 @@ class RemoteDevice:
         self.name = actor.name
         self._actor, self._pool = actor, pool
         allocate = make_allocator(settings.server.scratch_folder)
-        loader = RemoteLoader(cpu_settings, RemotePlace(actor, pool, JobCounters(metrics, actor.name), allocate))
+        loader = RemoteLoader(cpu_settings, RemoteContext(actor, pool, JobCounters(metrics, actor.name), allocate))
         # This queue has no memory limit, because the queue in the actor manages the memory there.
         self.scheduler = Scheduler(
             make_queue(cpu_settings), ServedModels(actor.name, settings.models.memory_bytes, loader, metrics)
@@ -89,7 +89,7 @@ class RemoteDevice:
             return DeviceState.GIVEN_BACK
         if self.status is None:
             return DeviceState.STARTING
-        return DeviceState.UP if self._actor.up else DeviceState.LOST
+        return DeviceState.UP if self._actor.is_up else DeviceState.LOST
 
     @property
     def problem(self) -> str | None:
@@ -97,9 +97,9 @@ class RemoteDevice:
         return self._actor.problem
 
     @property
-    def serves(self) -> bool:
+    def is_serving(self) -> bool:
         """Whether requests in the queue are computed, on this actor or another one."""
-        return any(actor.up for actor in self._pool.actors)
+        return any(actor.is_up for actor in self._pool.actors)
 
     @property
     def host(self) -> str | None:

@@ -17,13 +17,12 @@ if TYPE_CHECKING:
     from service.inference.types import EngineReport, PlannedRequest, Result, Sizing
     from service.inference.windows.batching.window_request import Share
     from service.models.spec import ModelSpec
-    from service.serving.devices.cluster.actor import Advance
-    from service.serving.devices.cluster.exchange import Loaded, Segmented, Task
-    from service.serving.devices.models.model import JobCounters, ReportProgress
+    from service.serving.devices.cluster.exchange import LoadedModelReport, StoredResult, Task
+    from service.serving.devices.models.model import JobCounters, ProgressCallback
     from service.serving.devices.queue.job import Job
 
 
-class RemotePlace(NamedTuple):
+class RemoteContext(NamedTuple):
     """The actor in which a model is loaded, the pool of its substitutes, and an allocator for results."""
 
     actor: RemoteActor
@@ -38,14 +37,14 @@ class RemoteModel:
     If the actor is restarted, the model is loaded there again, as long as this object exists.
     """
 
-    def __init__(self, spec: ModelSpec, place: RemotePlace) -> None:
+    def __init__(self, spec: ModelSpec, place: RemoteContext) -> None:
         self.spec, self._place = spec, place
         version = f"{spec.model_dump_json()} {spec.folder}"
         identity = f"{spec.name}-{hashlib.sha256(version.encode()).hexdigest()[:12]}"
         self._in_use = ModelInUse(place.actor.name, identity, spec)
         # Register the model before loading it, because actors forget models that are not in use.
         place.pool.add(self._in_use)
-        self._loaded: Loaded = self._run("load", self._in_use.load_task(), lambda: False, _ignore_progress)
+        self._loaded: LoadedModelReport = self._run("load", self._in_use.load_task(), lambda: False, _ignore_progress)
 
     @property
     def estimator(self) -> Estimator:
@@ -59,15 +58,20 @@ class RemoteModel:
         return self._loaded.report
 
     def segment(
-        self, job: Job[Any], volume: Volume, options: Options, request: PlannedRequest | None, progress: ReportProgress
+        self,
+        job: Job[Any],
+        volume: Volume,
+        options: Options,
+        request: PlannedRequest | None,
+        progress: ProgressCallback,
     ) -> Result:
         """Segment a volume [C, Z, Y, X] for a job. The queue in the actor manages the memory and the order of tasks."""
         place = self._place
         planned = request or self.estimator.plan_request(volume, options)
         count = partial(place.counters.count_share, job, self.spec.name)
-        with place.pool.exchange.lend(volume) as stored:
+        with place.pool.exchange.share_volume(volume) as stored:
             task = self._in_use.load_task()._replace(volume=stored, options=options, windows=planned.estimate.windows)
-            segmented: Segmented = self._run("segment", task, job.cancelled, progress, count)
+            segmented: StoredResult = self._run("segment", task, job.cancelled, progress, count)
             # Replace the spec, because the returned spec is a copy and callers compare specs by identity.
             result = segmented.open(place.allocate)._replace(spec=self.spec)
         place.counters.count_result(self.spec.name, result)
@@ -76,7 +80,7 @@ class RemoteModel:
     def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> Sizing | None:
         """Estimate the object diameter in a volume [C, Z, Y, X] for a job."""
         count = partial(self._place.counters.count_share, job, self.spec.name)
-        with self._place.pool.exchange.lend(volume) as stored:
+        with self._place.pool.exchange.share_volume(volume) as stored:
             task = self._in_use.load_task()._replace(volume=stored, options=options)
             sizing: Sizing | None = self._run("estimate_diameter", task, job.cancelled, _ignore_progress, count)
             return sizing
@@ -86,7 +90,7 @@ class RemoteModel:
         method: str,
         task: Task,
         cancelled: Callable[[], bool],
-        progress: Advance,
+        progress: ProgressCallback,
         count: Callable[[Share], None] = lambda _share: None,
     ) -> Any:
         """Run a task on the actor, or on another one while the actor is not up, and return its value.

@@ -16,10 +16,10 @@ from service.inference.runner.estimator import Estimator
 from service.inference.windows.batching.batcher import make_batcher
 from service.models.spec import ModelSpec
 from service.serving.devices.device import DeviceState, Scheduler, make_queue
-from service.serving.devices.local.torch_device import ModelPlace, TorchDevice
+from service.serving.devices.local.torch_device import DeviceContext, TorchDevice
 from service.serving.devices.local.watchdog import Watchdog
+from service.serving.devices.models.default_estimator import HOST_WEIGHT_COPIES, make_default_estimator
 from service.serving.devices.models.eviction import LoadedModel
-from service.serving.devices.models.guess import HOST_WEIGHT_COPIES, guess_estimator
 from service.serving.devices.models.model import JobCounters
 from service.serving.devices.models.served import ServedModels
 from service.serving.devices.queue.memory import JobMemory
@@ -35,7 +35,7 @@ MAX_GPU_JOBS = 4
 FREE_MEMORY_MAX_AGE_SECONDS = 0.02
 
 
-LoadModel = Callable[[ModelSpec, Settings, ModelPlace], "LocalModel"]
+LoadFunction = Callable[[ModelSpec, Settings, DeviceContext], "LocalModel"]
 
 
 class LocalParts(NamedTuple):
@@ -45,7 +45,7 @@ class LocalParts(NamedTuple):
     loading_lock  held while a model is loaded
     """
 
-    load: LoadModel
+    load: LoadFunction
     metrics: Metrics
     loading_lock: torch_compile.LoadingLock
 
@@ -57,7 +57,9 @@ class LocalLoader:
     may_tune  returns whether a model may be tuned after loading, which takes minutes
     """
 
-    def __init__(self, settings: Settings, load: LoadModel, place: ModelPlace, may_tune: Callable[[str], bool]) -> None:
+    def __init__(
+        self, settings: Settings, load: LoadFunction, place: DeviceContext, may_tune: Callable[[str], bool]
+    ) -> None:
         self._settings, self._load, self._place, self._may_tune = settings, load, place, may_tune
 
     @property
@@ -84,9 +86,9 @@ class LocalLoader:
         gc.collect()
         self._place.device.release_memory()
 
-    def guess_estimator(self, spec: ModelSpec) -> Estimator:
+    def make_default_estimator(self, spec: ModelSpec) -> Estimator:
         """Return the estimator of a model that was never loaded, which assumes the defaults of the device."""
-        return guess_estimator(spec, self._settings, self._place.device.total_bytes)
+        return make_default_estimator(spec, self._settings, self._place.device.total_bytes)
 
 
 class LocalDevice:
@@ -106,11 +108,11 @@ class LocalDevice:
         self._batcher = make_batcher(settings, device.device, on_host=device.on_host)
         subject = "the device" if name is None else f"the device {name}"
         self.watchdog = Watchdog(self._batcher, settings.watchdog, device=subject)
-        place = ModelPlace(device, self._batcher, JobCounters(parts.metrics, self.name))
+        place = DeviceContext(device, self._batcher, JobCounters(parts.metrics, self.name))
         loader = LocalLoader(settings, parts.load, place, self._is_starting)
         memory = JobMemory(device.free_memory, FREE_MEMORY_MAX_AGE_SECONDS)
         self.scheduler = Scheduler(
-            make_queue(settings, memory, always=1 if device.on_host else MAX_GPU_JOBS),
+            make_queue(settings, memory, guaranteed_jobs=1 if device.on_host else MAX_GPU_JOBS),
             ServedModels(self.name, settings.models.memory_bytes, loader, parts.metrics, parts.loading_lock),
         )
 
@@ -147,7 +149,7 @@ class LocalDevice:
         return self.watchdog.problem
 
     @property
-    def serves(self) -> bool:
+    def is_serving(self) -> bool:
         """Whether requests in the queue are computed."""
         return self.problem is None
 

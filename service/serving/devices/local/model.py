@@ -13,14 +13,14 @@ from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import estimate_diameter, segment
 from service.models.spec import ModelSpec
-from service.serving.devices.models.model import ReportProgress, needs_of
+from service.serving.devices.models.model import ProgressCallback, needs_from_estimate
 from service.serving.devices.queue.job import Job
 
 if TYPE_CHECKING:
     from service.inference.runner.callbacks import RunWindows
     from service.inference.runner.estimator import Estimator
     from service.inference.types import EngineReport, Estimate, PlannedRequest, Result, Sizing
-    from service.serving.devices.local.torch_device import ModelPlace
+    from service.serving.devices.local.torch_device import DeviceContext
 
 
 class Segmenter(ModelRunner):
@@ -38,7 +38,7 @@ class Segmenter(ModelRunner):
 class LocalModel:
     """`DeviceModel` for a segmenter on a device of this host. The segmenter must be warmed up before it is used."""
 
-    def __init__(self, segmenter: Segmenter, place: ModelPlace) -> None:
+    def __init__(self, segmenter: Segmenter, place: DeviceContext) -> None:
         self.segmenter, self._place = segmenter, place
 
     @property
@@ -57,15 +57,20 @@ class LocalModel:
         return self.segmenter.report()
 
     def segment(
-        self, job: Job[Any], volume: Volume, options: Options, request: PlannedRequest | None, progress: ReportProgress
+        self,
+        job: Job[Any],
+        volume: Volume,
+        options: Options,
+        request: PlannedRequest | None,
+        progress: ProgressCallback,
     ) -> Result:
         """Segment a volume [C, Z, Y, X] for a job, and count the result in the metrics."""
 
-        def revise(needed: Estimate) -> None:
-            job.revise(needs_of(needed))
+        def update_needs(needed: Estimate) -> None:
+            job.update_needs(needs_from_estimate(needed))
 
         with self._place.device.report_loss():
-            callbacks = Callbacks(self._run_windows(job), job.cancelled, progress, revise)
+            callbacks = Callbacks(self._run_windows(job), job.cancelled, progress, update_needs)
             result = self.segmenter.segment(volume, options, request, callbacks)
         self._place.counters.count_result(self.spec.name, result)
         return result
@@ -81,9 +86,9 @@ class LocalModel:
         return partial(self._place.batcher.run, due=job.due, share=count)
 
 
-MakeSegmenter = Callable[[ModelSpec, Settings, Driver], Segmenter]
+SegmenterFactory = Callable[[ModelSpec, Settings, Driver], Segmenter]
 
 
-def load_model(make: MakeSegmenter, spec: ModelSpec, settings: Settings, place: ModelPlace) -> LocalModel:
+def load_model(make: SegmenterFactory, spec: ModelSpec, settings: Settings, place: DeviceContext) -> LocalModel:
     """Load a model onto a device, with a segmenter created by `make`. Raises the errors of `ModelRunner`."""
     return LocalModel(make(spec, settings, place.device.driver), place)

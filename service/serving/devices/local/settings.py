@@ -11,7 +11,7 @@ def split_settings(settings: Settings) -> list[tuple[str | None, Settings]]:
 
     The name is None if there is only one device. With a cluster, only the devices listed in `device.serve` are used.
     """
-    names = devices.gpu_names() if settings.device.serve == "all" else settings.device.serve
+    names = devices.list_gpus() if settings.device.serve == "all" else settings.device.serve
     if not names:
         return [] if settings.cluster.address else [(None, settings)]
     shares = max(names.count("cpu"), 1)

@@ -72,7 +72,7 @@ class TorchDevice:
             raise error
 
 
-class ModelPlace(NamedTuple):
+class DeviceContext(NamedTuple):
     """The device on which a model is loaded, and the batcher that computes the windows of all requests there."""
 
     device: TorchDevice

@@ -219,7 +219,7 @@ class ModelCache(Generic[T]):
         if self._first:
             return []
         entries = self._memory.entries.items()
-        usable = {name: entry for name, entry in entries if name in self._waiting and not entry.leaving}
+        usable = {name: entry for name, entry in entries if name in self._waiting and not entry.must_evict}
         granted = []
         for name, entry in usable.items():
             leases = self._pop_waiting((name,))

@@ -39,7 +39,7 @@ class Entry(Generic[T]):
     used: float
     users: int = 0
     # Whether the model has to be evicted. It gets no new users, because they could keep it loaded forever.
-    leaving: bool = False
+    must_evict: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +78,7 @@ class ModelMemory(Generic[T]):
     @property
     def is_making_room(self) -> bool:
         """Whether a model has to be evicted before another one can be loaded."""
-        return any(entry.leaving for entry in self.entries.values())
+        return any(entry.must_evict for entry in self.entries.values())
 
     def measure(self) -> dict[str, LoadedModel]:
         """Return the memory and use of each loaded model, by name."""
@@ -89,12 +89,12 @@ class ModelMemory(Generic[T]):
         excess = 0 if name is None else self._used_bytes() + self._size_of(name) - self.limit_bytes
         # Evict unused models first, and the least recently used models first among these.
         for entry in sorted(self.entries.values(), key=lambda other: (other.users > 0, other.used)):
-            entry.leaving = excess > 0
+            entry.must_evict = excess > 0
             excess -= entry.nbytes
 
     def drop_unused(self) -> list[str]:
         """Remove all unused models that have to be evicted or were replaced, and return their names."""
-        dropped = [name for name, entry in self.entries.items() if entry.leaving and not entry.users]
+        dropped = [name for name, entry in self.entries.items() if entry.must_evict and not entry.users]
         for name in dropped:
             del self.entries[name]
         dropped += [name for name, entry in self._replaced if not entry.users]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ReportProgress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """Called with the number of completed windows and their total number."""
 
 
@@ -39,7 +39,12 @@ class DeviceModel(Protocol):
         """Report the engine in use."""
 
     def segment(
-        self, job: Job[Any], volume: Volume, options: Options, request: PlannedRequest | None, progress: ReportProgress
+        self,
+        job: Job[Any],
+        volume: Volume,
+        options: Options,
+        request: PlannedRequest | None,
+        progress: ProgressCallback,
     ) -> Result:
         """Segment a volume [C, Z, Y, X] for a job, in a thread of the queue.
 
@@ -57,7 +62,7 @@ class DeviceModel(Protocol):
         """
 
 
-def needs_of(estimate: Estimate) -> Needs:
+def needs_from_estimate(estimate: Estimate) -> Needs:
     """Return the resources of a job with this estimate."""
     return Needs(estimate.host_bytes, estimate.device_bytes, estimate.sw_batch_size)
 
@@ -76,8 +81,8 @@ class JobCounters(NamedTuple):
 
     def count_result(self, model: str, result: Result) -> None:
         """Count the skipped windows and the recomputations of a result."""
-        self.metrics.fallbacks(model).inc(result.fallbacks)
-        self.metrics.recomputed(model).inc(int(result.recomputed))
+        self.metrics.memory_fallbacks(model).inc(result.fallbacks)
+        self.metrics.recomputed_volumes(model).inc(int(result.recomputed))
         if result.skipped is not None:
-            self.metrics.skipped(model).inc(result.skipped.windows)
+            self.metrics.skipped_windows(model).inc(result.skipped.windows)
             log.info("%s skipped %s", model, result.skipped)

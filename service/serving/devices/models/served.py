@@ -39,7 +39,7 @@ class ModelLoader(Protocol):
     def free_memory(self) -> None:
         """Free reference cycles of an unloaded model, and memory that is cached for the device."""
 
-    def guess_estimator(self, spec: ModelSpec) -> Estimator:
+    def make_default_estimator(self, spec: ModelSpec) -> Estimator:
         """Return the estimator of a model that was never loaded, which assumes the defaults of the device."""
 
 
@@ -103,7 +103,7 @@ class ServedModels:
 
     def estimator(self, spec: ModelSpec) -> Estimator:
         """Return the estimator of the model as last loaded on this device, or else one that assumes the defaults."""
-        return self._estimators.get(spec.name) or self._loader.guess_estimator(spec)
+        return self._estimators.get(spec.name) or self._loader.make_default_estimator(spec)
 
     def load_seconds(self, name: str) -> float:
         """Estimate the seconds to load a model; 0 if it is loaded or is being loaded."""
@@ -160,8 +160,8 @@ class ServedModels:
         self.engines[name] = f"{report.engine} ({report.compile_mode}) {layout} on {report.device_name}"
         how = f"{report.engine}, {report.precision}, {self._device}, warm-up {report.warm_up_seconds:.1f} s"
         log.info("%s is ready: %s, %.0f MiB", model.spec.identifier, how, model.nbytes / 2**20)
-        self._metrics.loads(name).inc()
+        self._metrics.model_loads(name).inc()
 
     def _unloaded(self, name: str) -> None:
-        self._metrics.unloads(name).inc()
+        self._metrics.model_unloads(name).inc()
         self._loader.free_memory()

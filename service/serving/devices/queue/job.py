@@ -78,7 +78,7 @@ class Job(Generic[T]):
         self.device_seconds = self.device_slots = 0.0
         # Set by the queue, which may start another job when this one progresses.
         self.on_advance: Callable[[], None] = lambda: None
-        self.on_revise: Callable[[Job[T], Needs], None] = lambda _job, _needs: None
+        self.on_needs_changed: Callable[[Job[T], Needs], None] = lambda _job, _needs: None
         self.future: Future[T] = Future()
         self.progress = Progress()
         # Number of completed and of all time points of a series.
@@ -138,9 +138,9 @@ class Job(Generic[T]):
         self.progress = Progress(done, total)
         self.on_advance()
 
-    def revise(self, needs: Needs) -> None:
+    def update_needs(self, needs: Needs) -> None:
         """Tell the queue that the resources of the running work have changed."""
-        self.on_revise(self, needs)
+        self.on_needs_changed(self, needs)
 
     def run(self) -> None:
         """Run the work, unless the job was cancelled while it was waiting. The caller passes exceptions to `fail`."""

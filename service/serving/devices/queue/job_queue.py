@@ -27,19 +27,19 @@ class JobQueue:
     overtakes a large one that was queued shortly before. A large job can be overtaken only by jobs that are created
     within its own duration, which bounds its waiting time.
 
-    Start: A job begins if fewer than `always` jobs are running, if the running jobs would soon leave the device idle,
-    or if it will be done long before them. Enough memory must be free, unless no other job is running. A job that waits
-    for memory can be overtaken by jobs that fit.
+    Start: A job begins if fewer than `guaranteed_jobs` jobs are running, if the running jobs would soon leave the
+    device idle, or if it will be done long before them. Enough memory must be free, unless no other job is running. A
+    job that waits for memory can be overtaken by jobs that fit.
 
     Capacity: If owners share the queue, an owner may use at most as many places as it leaves free (dynamic thresholds,
     Choudhury and Hahne 1998). A single owner gets up to half of the places, two owners a third each, and there is
     always a place for another owner.
 
-    limit    maximum number of waiting jobs, in addition to one that runs
-    at_once  maximum number of running jobs
-    memory   decides whether a job fits into memory
-    shared   whether several owners share the queue
-    always   number of jobs that may run regardless of the work that is left for the device
+    limit            maximum number of waiting jobs, in addition to one that runs
+    at_once          maximum number of running jobs
+    memory           decides whether a job fits into memory
+    shared           whether several owners share the queue
+    guaranteed_jobs  number of jobs that may run regardless of the work that is left for the device
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class JobQueue:
         memory: JobMemory | None = None,
         *,
         shared: bool = False,
-        always: int = 1,
+        guaranteed_jobs: int = 1,
     ) -> None:
         self._limit, self._shared = limit, shared
-        self.at_once, self._always = at_once, always
+        self.at_once, self._guaranteed_jobs = at_once, guaranteed_jobs
         self._memory = memory or JobMemory()
         self._durations = JobDurations()
         self._waiting: list[Job[Any]] = []
@@ -79,7 +79,7 @@ class JobQueue:
         with self._changed:
             return (*self._running, *self._waiting)
 
-    def full(self, owner: str | None = None) -> bool:
+    def is_full(self, owner: str | None = None) -> bool:
         """Return whether the queue rejects further jobs of this owner."""
         with self._changed:
             jobs = self.jobs
@@ -97,7 +97,7 @@ class JobQueue:
         with self._changed:
             if self._closed:
                 raise NotReady("The service is stopping. Send the request again after it has restarted.")
-            if self.full(owner):
+            if self.is_full(owner):
                 for_key = " for requests with this API key" if self._shared else ""
                 message = f"The queue is full{for_key}: {len(self._waiting)} requests are waiting. Try again later."
                 raise QueueFull(message, self._durations.retry_after(self._running))
@@ -113,7 +113,7 @@ class JobQueue:
         """Add a job even if the queue is full, such as a job that an earlier process accepted."""
         with self._changed:
             job.due = job.created + self._durations.device_seconds(job)
-            job.on_advance, job.on_revise = self._on_advance, self.revise
+            job.on_advance, job.on_needs_changed = self._on_advance, self.update_needs
             self._waiting.append(job)
             self._sort()
             self._notify()
@@ -140,7 +140,7 @@ class JobQueue:
                 self._changed.wait()
             return None
 
-    def revise(self, job: Job[Any], needs: Needs) -> None:
+    def update_needs(self, job: Job[Any], needs: Needs) -> None:
         """Change the resources of a running job; do nothing for other jobs."""
         with self._changed:
             if job in self._running:
@@ -222,7 +222,7 @@ class JobQueue:
 
     def _is_useful(self, job: Job[Any], needs: Needs) -> bool:
         """Return whether windows of the job would be part of the next batches, after running jobs with less work."""
-        if len(self._running) < self._always:
+        if len(self._running) < self._guaranteed_jobs:
             return True
         durations = self._durations
         longest = REMAINING_WORK_FACTOR * durations.device_seconds(job)
@@ -246,7 +246,7 @@ class JobQueue:
 
     def _remove(self, job: Job[Any]) -> None:
         with self._changed:
-            self._memory.expire()
+            self._memory.invalidate()
             if self._running.pop(job, None) is None and job in self._waiting:
                 self._waiting.remove(job)
             self._durations.learn(job)

@@ -43,7 +43,7 @@ class JobMemory:
                 return False
         return True
 
-    def expire(self) -> None:
+    def invalidate(self) -> None:
         """Measure the free memory again at the next decision, because a job has ended."""
         self._measured = -math.inf
 

@@ -24,7 +24,7 @@ from service.core.sections.serving import Access, References
 from service.core.types import Volume
 from service.models.repository import read_spec
 from service.serving.build import build_runtime
-from service.serving.devices.cluster.actor import Actor, MakeActor
+from service.serving.devices.cluster.actor import Actor, ActorFactory
 from service.serving.devices.cluster.actor_pool import ActorPool
 from service.serving.devices.cluster.device_actor import actor_settings
 from service.serving.devices.cluster.exchange import ABANDONED_SECONDS, MARKER, Exchange, Task
@@ -38,7 +38,7 @@ Service = tuple[Live, list[ThreadActor]]
 def two_workers(settings: Settings, load: Any = Segmenter) -> Iterator[Service]:
     actors: list[ThreadActor] = []
 
-    def connect(actor_config: Settings) -> MakeActor:
+    def connect(actor_config: Settings) -> ActorFactory:
         def make_actor() -> Actor:
             actors.append(make_device_actor(actor_config, load))
             return actors[-1]
@@ -200,7 +200,7 @@ def test_exchange_folders_are_private_and_actors_get_no_keys(tmp_path: Path) -> 
     umask = os.umask(0)
     try:
         exchange = Exchange(tmp_path)
-        with exchange.lend(Volume.from_array(np.zeros((1, 2, 3, 4), np.uint8))) as stored:
+        with exchange.share_volume(Volume.from_array(np.zeros((1, 2, 3, 4), np.uint8))) as stored:
             folders = [exchange.path, stored.path.parent]
             assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700, 0o700]
     finally:

@@ -55,8 +55,8 @@ def run_timed_job(queue: JobQueue, name: str, windows: int, seconds: float) -> N
     job.run()
 
 
-def test_always_is_the_number_of_jobs_that_run_regardless_of_remaining_work() -> None:
-    queue = JobQueue(limit=30, always=3)
+def test_guaranteed_jobs_run_regardless_of_remaining_work() -> None:
+    queue = JobQueue(limit=30, guaranteed_jobs=3)
     jobs = [make_job(10_000) for _ in range(5)]
     offer(queue, *jobs)
     assert takes(queue, *jobs[:3])
@@ -141,10 +141,10 @@ def test_revised_needs_affect_other_jobs() -> None:
     jobs = [Job("nuclei", lambda _job: None, windows=1, needs=lambda: Needs(40, 0, 8)) for _ in range(3)]
     offer(queue, *jobs)
     assert queue.take() is jobs[0]
-    queue.revise(jobs[0], Needs(70, 0, 8))
-    queue.revise(jobs[1], Needs(1, 0, 8))
+    queue.update_needs(jobs[0], Needs(70, 0, 8))
+    queue.update_needs(jobs[1], Needs(1, 0, 8))
     assert queue._next() is None
-    queue.revise(jobs[0], Needs(20, 0, 8))
+    queue.update_needs(jobs[0], Needs(20, 0, 8))
     assert queue.take() is jobs[1]
     assert queue.take() is jobs[2]
 
@@ -354,7 +354,7 @@ def test_no_owner_takes_more_places_than_it_leaves_free(owners: list[str], limit
     queue, accepted = JobQueue(limit, shared=True), Counter[str]()
     for owner in owners:
         left = limit + 1 - accepted.total()
-        assert queue.full(owner) == (accepted[owner] >= left)
+        assert queue.is_full(owner) == (accepted[owner] >= left)
         try:
             queue.offer(make_owned_job(owner))
         except QueueFull:

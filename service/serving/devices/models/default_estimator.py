@@ -12,7 +12,7 @@ from service.models.spec import ModelSpec
 HOST_WEIGHT_COPIES = 3
 
 
-def guess_estimator(spec: ModelSpec, settings: Settings, device_memory: int | None = None) -> Estimator:
+def make_default_estimator(spec: ModelSpec, settings: Settings, device_memory: int | None = None) -> Estimator:
     """Return the estimator of a model, which assumes the defaults for the device of these settings.
 
     device_memory  memory of the device in bytes; None: the device shares the memory of the host
