@@ -64,8 +64,8 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _check_limits(self) -> Self:
-        chosen = self.windows.sw_batch_size
-        if chosen != "auto" and chosen > self.limits.sw_batch_size:
+        batch_size = self.windows.sw_batch_size
+        if batch_size != "auto" and batch_size > self.limits.sw_batch_size:
             raise ValueError("windows.sw_batch_size must not exceed limits.sw_batch_size")
         if self.windows.overlap > self.limits.overlap:
             raise ValueError("windows.overlap must not exceed limits.overlap")

@@ -36,8 +36,8 @@ class VoxelSize:
     def __post_init__(self) -> None:
         for axis, size in zip("zyx", self, strict=True):
             if not PLAUSIBLE_LENGTHS[0] <= size <= PLAUSIBLE_LENGTHS[1]:
-                least, most = PLAUSIBLE_LENGTHS
-                text = f"must be between {least:g} and {most:g} micrometers, not {size}"
+                shortest, longest = PLAUSIBLE_LENGTHS
+                text = f"must be between {shortest:g} and {longest:g} micrometers, not {size}"
                 raise BadParameter(f"The voxel size along {axis} {text}.")
 
     def __iter__(self) -> Iterator[float]:
@@ -77,12 +77,12 @@ def is_index(text: str) -> bool:
 
 def parse_time(text: str) -> int | TimeRange:
     """Parse an index that starts at 0, `all`, or a range such as `2:5` that excludes its end. Raises BadParameter."""
-    given = text.strip().lower()
-    if given == "all":
+    normalized = text.strip().lower()
+    if normalized == "all":
         return TimeRange()
-    if is_index(given):
-        return int(given)
-    times = _parse_range(given)
+    if is_index(normalized):
+        return int(normalized)
+    times = _parse_range(normalized)
     if times is None or (times.stop is not None and times.first >= times.stop):
         raise BadParameter(
             f"Expected a time point such as 0, a range such as 2:5 (time points 2, 3 and 4), or all, not {text!r}"
@@ -93,8 +93,8 @@ def parse_time(text: str) -> int | TimeRange:
 def _parse_range(text: str) -> TimeRange | None:
     """Parse a range with at least one index; return None for any other text."""
     first, colon, stop = text.partition(":")
-    given = [part for part in (first, stop) if part]
-    if not colon or not given or not all(map(is_index, given)):
+    parts = [part for part in (first, stop) if part]
+    if not colon or not parts or not all(map(is_index, parts)):
         return None
     return TimeRange(int(first or 0), int(stop) if stop else None)
 
@@ -112,15 +112,15 @@ class Diameter:
 
     def __post_init__(self) -> None:
         if not all(PLAUSIBLE_LENGTHS[0] <= length <= PLAUSIBLE_LENGTHS[1] for length in self.lengths):
-            least, most = PLAUSIBLE_LENGTHS
-            raise BadParameter(f"A diameter must be between {least:g} and {most:g}, not {self.lengths}.")
+            shortest, longest = PLAUSIBLE_LENGTHS
+            raise BadParameter(f"A diameter must be between {shortest:g} and {longest:g}, not {self.lengths}.")
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parse text such as `15px`, `7,15,15px` or `6.5um`. Raises BadParameter."""
-        given = text.strip().lower()
+        normalized = text.strip().lower()
         try:
-            match [float(length) for length in given[:-2].split(",")], given[-2:]:
+            match [float(length) for length in normalized[:-2].split(",")], normalized[-2:]:
                 case [width], ("px" | "um") as unit:
                     return cls((width,), unit)
                 case [z, y, x], ("px" | "um") as unit:
@@ -160,8 +160,8 @@ def parse_diameter(text: str) -> DiameterSetting:
     match text.strip().lower():
         case "auto" | "none" as word:
             return word
-        case given:
-            return Diameter.parse(given)
+        case normalized:
+            return Diameter.parse(normalized)
 
 
 def parse_roi_size(text: str) -> Size:
@@ -208,9 +208,9 @@ class ObjectVolume:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parse text such as `60` (voxels) or `12.5um3`. Raises BadParameter."""
-        given = text.strip().lower()
+        normalized = text.strip().lower()
         try:
-            return cls(float(given.removesuffix("um3")), "um3" if given.endswith("um3") else "px")
+            return cls(float(normalized.removesuffix("um3")), "um3" if normalized.endswith("um3") else "px")
         except (ValueError, BadParameter):
             pass
         raise BadParameter(

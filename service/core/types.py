@@ -142,9 +142,9 @@ class Objects:
         sums = self.voxels[order].cumsum()
         return float(self.confidence[order[np.searchsorted(sums, sums[-1] / 2)]])
 
-    def select(self, kept: NDArray[np.bool_]) -> Self:
-        """Return the objects for which the mask `kept` [N] is True."""
-        return type(self)(self.voxels[kept], self.confidence[kept], self.peaks[kept])
+    def select(self, mask: NDArray[np.bool_]) -> Self:
+        """Return the objects for which `mask` [N] is True."""
+        return type(self)(self.voxels[mask], self.confidence[mask], self.peaks[mask])
 
 
 @dataclass(frozen=True)

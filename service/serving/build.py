@@ -78,7 +78,10 @@ def build_runtime(settings: Settings, parts: Parts = DEFAULT_PARTS) -> Runtime:
     """Create the runtime, without jobs and trainings. Raises ConfigError."""
     host_files, metrics, loading_lock = HostFiles(settings.references), Metrics(), torch_compile.LoadingLock()
     shared = LocalParts(partial(load_model, parts.load), metrics, loading_lock)
-    local = [LocalDevice(name, own, shared, parts.choose_driver(name)) for name, own in split_settings(settings)]
+    local = [
+        LocalDevice(name, device_settings, shared, parts.choose_driver(name))
+        for name, device_settings in split_settings(settings)
+    ]
     cluster = open_cluster(settings, parts.connect, metrics)
     devices = DevicePool(local, [device.watchdog for device in local], cluster)
     models = ModelRegistry(settings.models, devices.all, settings.trained_folder)

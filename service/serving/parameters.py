@@ -198,9 +198,9 @@ class Query(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_empty_fields(cls, given: Any) -> Any:
+    def _drop_empty_fields(cls, values: Any) -> Any:
         """Drop empty form fields, which browsers send."""
-        return {name: value for name, value in given.items() if value != ""} if isinstance(given, Mapping) else given
+        return {name: value for name, value in values.items() if value != ""} if isinstance(values, Mapping) else values
 
     @field_validator("time", mode="before")
     @classmethod
@@ -273,19 +273,21 @@ class SegmentationRequest(NamedTuple):
 
 
 def describe_faults(
-    faults: Sequence[Mapping[str, Any]], known: type[BaseModel] = Query, spell: Callable[[str], str] = str
+    faults: Sequence[Mapping[str, Any]], parameters_model: type[BaseModel] = Query, spell: Callable[[str], str] = str
 ) -> BadParameter:
     """Convert validation errors of parameters to one error, whose message describes the first few of them.
 
-    faults  entries of `ValidationError.errors()` of pydantic
-    known   model that defines all parameters
-    spell   formats the name of a parameter in the way in which the client specifies it
+    faults            entries of `ValidationError.errors()` of pydantic
+    parameters_model  model that defines all parameters
+    spell             formats the name of a parameter in the way in which the client specifies it
     """
     sentences = []
     for fault in faults[:MAX_REPORTED_ERRORS]:
         name = str(fault["loc"][-1])[:MAX_NAME_LETTERS] if fault["loc"] else "parameters"
         if fault["type"] == "extra_forbidden":
-            sentences.append(f"Unknown parameter {name!r}. The parameters are {', '.join(known.model_fields)}.")
+            sentences.append(
+                f"Unknown parameter {name!r}. The parameters are {', '.join(parameters_model.model_fields)}."
+            )
         else:
             sentences.append(f"{spell(name)}: {validation_message(fault)}.")
     if len(faults) > MAX_REPORTED_ERRORS:

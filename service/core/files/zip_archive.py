@@ -121,8 +121,8 @@ def _find_directory(file: IO[bytes], limits: ZipLimits) -> int:
     end = size - END_BYTES
     if tail[-END_BYTES - LOCATOR_BYTES :][:4] == b"PK\6\7":
         end -= LOCATOR_BYTES + END64_BYTES
-        (place,) = struct.unpack("<Q", tail[-34:-26])
-        if tail[:4] != b"PK\6\6" or place != end:
+        (offset,) = struct.unpack("<Q", tail[-34:-26])
+        if tail[:4] != b"PK\6\6" or offset != end:
             raise zipfile.BadZipFile("its directory is ambiguous.")
         length, start = struct.unpack("<QQ", tail[40:56])
     if start + length != end:
@@ -136,8 +136,8 @@ def _measure_comment(file: IO[bytes], size: int) -> int:
     """Return the size of the archive comment: the bytes after the last end-of-directory record, or 0 without one."""
     file.seek(max(0, size - END_BYTES - _MAX_COMMENT_BYTES))
     tail = file.read()
-    place = tail.rfind(b"PK\5\6")
-    return max(0, len(tail) - place - END_BYTES) if place >= 0 else 0
+    offset = tail.rfind(b"PK\5\6")
+    return max(0, len(tail) - offset - END_BYTES) if offset >= 0 else 0
 
 
 def _check_entry(entry: zipfile.ZipInfo) -> None:

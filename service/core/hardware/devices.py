@@ -83,8 +83,8 @@ def choose_device(name: str) -> torch.device:
 @cache
 def _warn_of_unused_gpus() -> None:
     """Log once that torch cannot use the GPUs of this host, so that the CPU is used instead."""
-    if found := query_gpus():
-        log.warning("%s is not used: %s", found[0].name, explain_no_cuda())
+    if unused := query_gpus():
+        log.warning("%s is not used: %s", unused[0].name, explain_no_cuda())
 
 
 def list_gpus() -> tuple[str, ...]:

@@ -92,8 +92,8 @@ def read_cpuinfo(key: str) -> str:
 
 def read_meminfo(name: str) -> int | None:
     """Return a field of /proc/meminfo in bytes; None if it is missing."""
-    found = re.search(rb"^%b: *([0-9]+) kB$" % name.encode(), _read_through_open_descriptor(MEMINFO), re.MULTILINE)
-    return None if found is None else int(found[1]) * 1024
+    match = re.search(rb"^%b: *([0-9]+) kB$" % name.encode(), _read_through_open_descriptor(MEMINFO), re.MULTILINE)
+    return None if match is None else int(match[1]) * 1024
 
 
 @cache
@@ -143,17 +143,17 @@ def _read(path: Path) -> str:
 CORES = usable_cores()
 
 
-def run_in_threads(process: Callable[[T], None], parts: Sequence[T], nbytes: int, most: int = CORES) -> None:
+def run_in_threads(process: Callable[[T], None], parts: Sequence[T], nbytes: int, max_threads: int = CORES) -> None:
     """Process the parts of a volume in threads, one per core.
 
-    nbytes  size of the volume; small volumes are processed in the calling thread
-    most    maximum number of threads
+    nbytes       size of the volume; small volumes are processed in the calling thread
+    max_threads  maximum number of threads
     """
-    if min(len(parts), most) == 1 or nbytes <= SINGLE_THREAD_BYTES:
+    if min(len(parts), max_threads) == 1 or nbytes <= SINGLE_THREAD_BYTES:
         # Switching threads takes longer than processing such small parts.
         for part in parts:
             process(part)
         return
-    with ThreadPoolExecutor(min(CORES, most)) as pool:
+    with ThreadPoolExecutor(min(CORES, max_threads)) as pool:
         for _ in pool.map(process, parts):
             pass

@@ -59,8 +59,8 @@ class Root(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _wrap_folder(cls, given: Any) -> Any:
-        return {"folder": given} if isinstance(given, str | Path) else given
+    def _wrap_folder(cls, value: Any) -> Any:
+        return {"folder": value} if isinstance(value, str | Path) else value
 
 
 class ReferenceStore(Section):
@@ -71,8 +71,8 @@ class ReferenceStore(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _wrap_url(cls, given: Any) -> Any:
-        return {"url": given} if isinstance(given, str) else given
+    def _wrap_url(cls, value: Any) -> Any:
+        return {"url": value} if isinstance(value, str) else value
 
 
 class References(Section):

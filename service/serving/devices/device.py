@@ -34,9 +34,9 @@ class Scheduler:
         # Each thread uses one torch thread. More would busy-wait on cores that the network needs.
         self._threads = JobThreads("request", queue.take, queue.at_once, partial(devices.use_threads, 1))
 
-    def start(self, specs: Mapping[str, ModelSpec], first: Iterable[str]) -> None:
-        """Start serving models. No request runs until the models in `first` have been loaded."""
-        self.models.start(specs, first)
+    def start(self, specs: Mapping[str, ModelSpec], startup_models: Iterable[str]) -> None:
+        """Start serving models. No request runs until the models in `startup_models` have been loaded."""
+        self.models.start(specs, startup_models)
         self._threads.start()
 
     def cancel_requests(self) -> None:
@@ -130,8 +130,8 @@ class Device(Protocol):
     def ended(self) -> bool:
         """Whether all threads have ended."""
 
-    def start(self, specs: Mapping[str, ModelSpec], first: Iterable[str]) -> None:
-        """Start serving models. No request runs until the models in `first` have been loaded."""
+    def start(self, specs: Mapping[str, ModelSpec], startup_models: Iterable[str]) -> None:
+        """Start serving models. No request runs until the models in `startup_models` have been loaded."""
 
     def stop(self, seconds: float) -> bool:
         """Stop the threads, after a call of `Scheduler.cancel_requests`; return whether they have ended.

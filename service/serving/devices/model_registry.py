@@ -100,10 +100,10 @@ class ModelRegistry:
         finally:
             self._reloading.release()
 
-    def _reload(self, found: Mapping[str, ModelState]) -> ReloadResult:
-        before, at_start = self._states, self._names_at_start(found)
+    def _reload(self, new_states: Mapping[str, ModelState]) -> ReloadResult:
+        before, at_start = self._states, self._names_at_start(new_states)
         served: dict[str, ModelState] = {}
-        for name, state in found.items():
+        for name, state in new_states.items():
             renewed = self._renew(name, state, load=name in at_start)
             served[renewed.name] = renewed
             self._serve({**self._states, renewed.name: renewed})
@@ -125,21 +125,21 @@ class ModelRegistry:
         self.spec_json = {name: spec.model_dump_json() for name, spec in self.specs.items()}
         self._states = states
 
-    def _renew(self, name: str, found: ModelState, *, load: bool) -> ModelState:
+    def _renew(self, name: str, new_state: ModelState, *, load: bool) -> ModelState:
         """Return the state of the model to serve after its folder was read again."""
-        if found.spec is None:
-            known = self._find_by_folder(name)
-            return found if known is None else self._keep(known, found.problem)
-        known = self._states.get(name)
+        if new_state.spec is None:
+            previous = self._find_by_folder(name)
+            return new_state if previous is None else self._keep(previous, new_state.problem)
+        previous = self._states.get(name)
         failed = any(name in cache.problems for cache in self._caches)
-        if known is not None and known.spec == found.spec and not failed:
-            return known._replace(problem=None)
+        if previous is not None and previous.spec == new_state.spec and not failed:
+            return previous._replace(problem=None)
         try:
-            self._renew_on_devices(found.spec, load=load)
+            self._renew_on_devices(new_state.spec, load=load)
         except StackSegError as error:
-            if known is not None:
-                return self._keep(known, str(error))
-        return found
+            if previous is not None:
+                return self._keep(previous, str(error))
+        return new_state
 
     def _find_by_folder(self, name: str) -> ModelState | None:
         """Return the model that was read from the folder `name`; the folder and the model may have different names."""

@@ -56,9 +56,9 @@ class DevicePool:
         """Whether all threads of all devices have ended."""
         return all(device.ended for device in self.all)
 
-    def start(self, specs: Mapping[str, ModelSpec], first: Iterable[str]) -> None:
-        """Start all devices. No request runs until the models in `first` have been loaded."""
-        names = tuple(first)
+    def start(self, specs: Mapping[str, ModelSpec], startup_models: Iterable[str]) -> None:
+        """Start all devices. No request runs until the models in `startup_models` have been loaded."""
+        names = tuple(startup_models)
         for device in self.all:
             device.start(specs, names)
         if self._cluster:
@@ -103,7 +103,7 @@ class DevicePool:
     def engines(self, model: str) -> list[str]:
         """Return sorted descriptions of the engines of a model on all devices that have loaded it so far."""
         engines = (device.scheduler.models.engines for device in self.all)
-        return sorted({known[model] for known in engines if model in known})
+        return sorted({by_model[model] for by_model in engines if model in by_model})
 
     def unready_reasons(self) -> Iterator[str]:
         """Yield a sentence for each device that makes the service unready."""

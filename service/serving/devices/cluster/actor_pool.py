@@ -59,15 +59,15 @@ class ActorPool:
         self.unfinished_tasks = 0
         self.scale(0)
 
-    def scale(self, wanted: int) -> None:
-        """Request `wanted` actors from the cluster, and release further actors that were not needed for a while.
+    def scale(self, count: int) -> None:
+        """Request `count` actors from the cluster, and release further actors that were not needed for a while.
 
         Actors that are up are preferred over actors that are starting, and these over actors that were released.
         """
         now = time.monotonic()
         order = sorted(self.actors, key=lambda actor: (not actor.is_up, actor.given_back))
         for number, actor in enumerate(order, 1):
-            if number <= max(wanted, self._min_workers):
+            if number <= max(count, self._min_workers):
                 actor.request(now)
             elif now - actor.last_needed > self._idle_seconds:
                 actor.give_back()
@@ -122,19 +122,19 @@ class ActorPool:
 
     def _run(self, preferred: RemoteActor, attempt: Attempt) -> Outcome:
         lost: list[RemoteActor] = []
-        chosen: RemoteActor | None = None
+        idle_actor: RemoteActor | None = None
         while len(lost) < self._attempts:
-            if (actor := chosen or self.acquire(preferred, lost)) is None:
+            if (actor := idle_actor or self.acquire(preferred, lost)) is None:
                 if attempt.cancelled():
                     raise Cancelled("cancelled before a worker of the cluster was available")
                 time.sleep(POLL_SECONDS)
                 continue
-            chosen = None
+            idle_actor = None
             try:
                 # A new id, because the actor rejects cancelled tasks, and a lost task is cancelled on its actor.
                 return self._attempt(actor, attempt._replace(task=attempt.task._replace(id=uuid.uuid4().hex)))
             except _MovedToIdleActor as error:
-                chosen = error.actor
+                idle_actor = error.actor
             except WorkerLost as error:
                 log.warning("%s was lost while it ran a request, which is restarted: %s", actor.name, error)
                 lost.append(actor)

@@ -66,14 +66,16 @@ class ClusterDevices:
         """Latest status of the hosts with devices, by host name."""
         return {device.status.host: device.status for device in self.devices if device.status}
 
-    def start(self, backlog: Callable[[], Backlog], here: int = 0) -> None:
+    def start(self, backlog: Callable[[], Backlog], local_devices: int = 0) -> None:
         """Start to scale the number of workers with the work of all devices.
 
-        backlog  returns the work of all devices
-        here     number of devices of this host
+        backlog        returns the work of all devices
+        local_devices  number of devices of this host
         """
         if self.is_autoscaled:
-            self._thread = threading.Thread(target=self._loop, args=(backlog, here), name="cluster-size", daemon=True)
+            self._thread = threading.Thread(
+                target=self._loop, args=(backlog, local_devices), name="cluster-size", daemon=True
+            )
             self._thread.start()
 
     def stop(self) -> None:
@@ -99,18 +101,18 @@ class ClusterDevices:
         """Delete the exchange folder. Call this after the devices have stopped."""
         self._exchange.delete()
 
-    def _loop(self, backlog: Callable[[], Backlog], here: int) -> None:
+    def _loop(self, backlog: Callable[[], Backlog], local_devices: int) -> None:
         while not self._stopped.wait(STATUS_SECONDS):
             try:
-                self._pool.scale(self._count_needed_workers(backlog(), here))
+                self._pool.scale(self._count_needed_workers(backlog(), local_devices))
             except Exception:
                 log.exception("the number of workers could not be adjusted")
 
-    def _count_needed_workers(self, backlog: Backlog, here: int) -> int:
+    def _count_needed_workers(self, backlog: Backlog, local_devices: int) -> int:
         # A request runs on a single device, so more workers than jobs are useless. Loading a model is not a job, but
         # needs a worker as well.
         needed = min(backlog.jobs, math.ceil(backlog.seconds / self._cluster.backlog_seconds))
-        return max(needed - here, min(self._pool.unfinished_tasks, 1))
+        return max(needed - local_devices, min(self._pool.unfinished_tasks, 1))
 
 
 def open_cluster(settings: Settings, connect: ConnectCluster, metrics: Metrics) -> ClusterDevices | None:

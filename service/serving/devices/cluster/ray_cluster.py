@@ -71,15 +71,15 @@ def describe_shortage(resources: Mapping[str, float], cluster: Cluster, count: i
     resources  resources of the cluster, by Ray's names
     """
     needed = {"GPU": cluster.gpus * count, "CPU": cluster.cpus * count}
-    short = [
-        f"{resources.get(name, 0):g} of {most:g} {name}s"
-        for name, most in needed.items()
-        if resources.get(name, 0) < most
+    shortages = [
+        f"{resources.get(name, 0):g} of {required:g} {name}s"
+        for name, required in needed.items()
+        if resources.get(name, 0) < required
     ]
-    if not short:
+    if not shortages:
         return None
     return (
-        f"The cluster has only {' and '.join(short)} that {count} workers need. The other workers wait for more hosts."
+        f"The cluster has only {' and '.join(shortages)} that {count} workers need. The others wait for more hosts."
         " cluster.gpus and cluster.cpus set the resources of each worker; with cluster.gpus 0, workers use CPUs."
     )
 

@@ -29,12 +29,12 @@ class RemoteLoader:
 
     weight_copies = HOST_WEIGHT_COPIES
 
-    def __init__(self, settings: Settings, place: RemoteContext) -> None:
-        self._settings, self._place = settings, place
+    def __init__(self, settings: Settings, context: RemoteContext) -> None:
+        self._settings, self._context = settings, context
 
     def load(self, spec: ModelSpec) -> RemoteModel:
         """Load a model in the actor. Raises the error of loading it there, and the errors of `ActorPool.run`."""
-        return RemoteModel(spec, self._place)
+        return RemoteModel(spec, self._context)
 
     def free_memory(self) -> None:
         """Free reference cycles, because the actor keeps a model loaded while this process refers to it."""
@@ -64,10 +64,10 @@ class RemoteDevice:
             make_queue(cpu_settings), ServedModels(actor.name, settings.models.memory_bytes, loader, metrics)
         )
 
-    def start(self, specs: Mapping[str, ModelSpec], first: Iterable[str]) -> None:
-        """Start serving models. No request runs until the models in `first` have been loaded."""
+    def start(self, specs: Mapping[str, ModelSpec], startup_models: Iterable[str]) -> None:
+        """Start serving models. No request runs until the models in `startup_models` have been loaded."""
         self._actor.start()
-        self.scheduler.start(specs, first)
+        self.scheduler.start(specs, startup_models)
 
     def stop(self, seconds: float) -> bool:
         """Stop the threads, after a call of `Scheduler.cancel_requests`; return whether they have ended.

@@ -37,13 +37,13 @@ class RemoteModel:
     If the actor is restarted, the model is loaded there again, as long as this object exists.
     """
 
-    def __init__(self, spec: ModelSpec, place: RemoteContext) -> None:
-        self.spec, self._place = spec, place
+    def __init__(self, spec: ModelSpec, context: RemoteContext) -> None:
+        self.spec, self._context = spec, context
         version = f"{spec.model_dump_json()} {spec.folder}"
         identity = f"{spec.name}-{hashlib.sha256(version.encode()).hexdigest()[:12]}"
-        self._in_use = ModelInUse(place.actor.name, identity, spec)
+        self._in_use = ModelInUse(context.actor.name, identity, spec)
         # Register the model before loading it, because actors forget models that are not in use.
-        place.pool.add(self._in_use)
+        context.pool.add(self._in_use)
         self._loaded: LoadedModelReport = self._run("load", self._in_use.load_task(), lambda: False, _ignore_progress)
 
     @property
@@ -66,21 +66,21 @@ class RemoteModel:
         progress: ProgressCallback,
     ) -> Result:
         """Segment a volume [C, Z, Y, X] for a job. The queue in the actor manages the memory and the order of tasks."""
-        place = self._place
+        context = self._context
         planned = request or self.estimator.plan_request(volume, options)
-        count = partial(place.counters.count_share, job, self.spec.name)
-        with place.pool.exchange.share_volume(volume) as stored:
+        count = partial(context.counters.count_share, job, self.spec.name)
+        with context.pool.exchange.share_volume(volume) as stored:
             task = self._in_use.load_task()._replace(volume=stored, options=options, windows=planned.estimate.windows)
             segmented: StoredResult = self._run("segment", task, job.cancelled, progress, count)
             # Replace the spec, because the returned spec is a copy and callers compare specs by identity.
-            result = segmented.open(place.allocate)._replace(spec=self.spec)
-        place.counters.count_result(self.spec.name, result)
+            result = segmented.open(context.allocate)._replace(spec=self.spec)
+        context.counters.count_result(self.spec.name, result)
         return result
 
     def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> Sizing | None:
         """Estimate the object diameter in a volume [C, Z, Y, X] for a job."""
-        count = partial(self._place.counters.count_share, job, self.spec.name)
-        with self._place.pool.exchange.share_volume(volume) as stored:
+        count = partial(self._context.counters.count_share, job, self.spec.name)
+        with self._context.pool.exchange.share_volume(volume) as stored:
             task = self._in_use.load_task()._replace(volume=stored, options=options)
             sizing: Sizing | None = self._run("estimate_diameter", task, job.cancelled, _ignore_progress, count)
             return sizing
@@ -97,9 +97,9 @@ class RemoteModel:
 
         Raises the error of the task, and the errors of `ActorPool.run`.
         """
-        actor = self._place.actor
+        actor = self._context.actor
         attempt = Attempt(method, task, lambda: cancelled() or actor.closed, progress)
-        outcome = self._place.pool.run(actor, attempt)
+        outcome = self._context.pool.run(actor, attempt)
         if outcome.error is not None:
             raise outcome.error
         if outcome.share.seconds:

@@ -58,37 +58,37 @@ class LocalLoader:
     """
 
     def __init__(
-        self, settings: Settings, load: LoadFunction, place: DeviceContext, may_tune: Callable[[str], bool]
+        self, settings: Settings, load: LoadFunction, context: DeviceContext, may_tune: Callable[[str], bool]
     ) -> None:
-        self._settings, self._load, self._place, self._may_tune = settings, load, place, may_tune
+        self._settings, self._load, self._context, self._may_tune = settings, load, context, may_tune
 
     @property
     def weight_copies(self) -> int:
         """Number of copies of a model's weights in the device's memory."""
-        return HOST_WEIGHT_COPIES if self._place.device.on_host else 1
+        return HOST_WEIGHT_COPIES if self._context.device.on_host else 1
 
     def load(self, spec: ModelSpec) -> LocalModel:
         """Load a model and warm it up. Raises DeviceLost and the errors of `ModelRunner`."""
-        device = self._place.device
+        device = self._context.device
         with device.report_loss():
-            model = self._load(spec, self._settings, self._place)
+            model = self._load(spec, self._settings, self._context)
             warm_up = partial(model.segmenter.warm_up, tune=self._may_tune(spec.name))
             if device.on_host:
                 warm_up()
             else:
                 # CUDA graphs must be replayed in the thread that recorded them.
-                self._place.batcher.call(partial(contextvars.copy_context().run, warm_up))
+                self._context.batcher.call(partial(contextvars.copy_context().run, warm_up))
         return model
 
     def free_memory(self) -> None:
         """Free reference cycles of an unloaded model, and memory that torch caches."""
         torch_compile.drop_generated_code()
         gc.collect()
-        self._place.device.release_memory()
+        self._context.device.release_memory()
 
     def make_default_estimator(self, spec: ModelSpec) -> Estimator:
         """Return the estimator of a model that was never loaded, which assumes the defaults of the device."""
-        return make_default_estimator(spec, self._settings, self._place.device.total_bytes)
+        return make_default_estimator(spec, self._settings, self._context.device.total_bytes)
 
 
 class LocalDevice:
@@ -108,18 +108,18 @@ class LocalDevice:
         self._batcher = make_batcher(settings, device.device, on_host=device.on_host)
         subject = "the device" if name is None else f"the device {name}"
         self.watchdog = Watchdog(self._batcher, settings.watchdog, device=subject)
-        place = DeviceContext(device, self._batcher, JobCounters(parts.metrics, self.name))
-        loader = LocalLoader(settings, parts.load, place, self._is_starting)
+        context = DeviceContext(device, self._batcher, JobCounters(parts.metrics, self.name))
+        loader = LocalLoader(settings, parts.load, context, self._is_starting)
         memory = JobMemory(device.free_memory, FREE_MEMORY_MAX_AGE_SECONDS)
         self.scheduler = Scheduler(
             make_queue(settings, memory, guaranteed_jobs=1 if device.on_host else MAX_GPU_JOBS),
             ServedModels(self.name, settings.models.memory_bytes, loader, parts.metrics, parts.loading_lock),
         )
 
-    def start(self, specs: Mapping[str, ModelSpec], first: Iterable[str]) -> None:
-        """Start serving models. No request runs until the models in `first` have been loaded."""
+    def start(self, specs: Mapping[str, ModelSpec], startup_models: Iterable[str]) -> None:
+        """Start serving models. No request runs until the models in `startup_models` have been loaded."""
         self._batcher.start()
-        self.scheduler.start(specs, first)
+        self.scheduler.start(specs, startup_models)
         self.watchdog.start()
 
     def stop(self, seconds: float) -> bool:

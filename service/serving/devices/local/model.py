@@ -38,8 +38,8 @@ class Segmenter(ModelRunner):
 class LocalModel:
     """`DeviceModel` for a segmenter on a device of this host. The segmenter must be warmed up before it is used."""
 
-    def __init__(self, segmenter: Segmenter, place: DeviceContext) -> None:
-        self.segmenter, self._place = segmenter, place
+    def __init__(self, segmenter: Segmenter, context: DeviceContext) -> None:
+        self.segmenter, self._context = segmenter, context
 
     @property
     def spec(self) -> ModelSpec:
@@ -69,26 +69,26 @@ class LocalModel:
         def update_needs(needed: Estimate) -> None:
             job.update_needs(needs_from_estimate(needed))
 
-        with self._place.device.report_loss():
+        with self._context.device.report_loss():
             callbacks = Callbacks(self._run_windows(job), job.cancelled, progress, update_needs)
             result = self.segmenter.segment(volume, options, request, callbacks)
-        self._place.counters.count_result(self.spec.name, result)
+        self._context.counters.count_result(self.spec.name, result)
         return result
 
     def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> Sizing | None:
         """Estimate the object diameter in a volume [C, Z, Y, X] for a job."""
-        with self._place.device.report_loss():
+        with self._context.device.report_loss():
             return self.segmenter.estimate_diameter(volume, options, Callbacks(self._run_windows(job), job.cancelled))
 
     def _run_windows(self, job: Job[Any]) -> RunWindows:
         """Return a function that computes windows for a job, and counts them."""
-        count = partial(self._place.counters.count_share, job, self.spec.name)
-        return partial(self._place.batcher.run, due=job.due, share=count)
+        count = partial(self._context.counters.count_share, job, self.spec.name)
+        return partial(self._context.batcher.run, due=job.due, share=count)
 
 
 SegmenterFactory = Callable[[ModelSpec, Settings, Driver], Segmenter]
 
 
-def load_model(make: SegmenterFactory, spec: ModelSpec, settings: Settings, place: DeviceContext) -> LocalModel:
+def load_model(make: SegmenterFactory, spec: ModelSpec, settings: Settings, context: DeviceContext) -> LocalModel:
     """Load a model onto a device, with a segmenter created by `make`. Raises the errors of `ModelRunner`."""
-    return LocalModel(make(spec, settings, place.device.driver), place)
+    return LocalModel(make(spec, settings, context.device.driver), context)

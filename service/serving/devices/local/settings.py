@@ -14,8 +14,8 @@ def split_settings(settings: Settings) -> list[tuple[str | None, Settings]]:
     names = devices.list_gpus() if settings.device.serve == "all" else settings.device.serve
     if not names:
         return [] if settings.cluster.address else [(None, settings)]
-    shares = max(names.count("cpu"), 1)
-    threads = settings.device.threads or max(host.usable_cores() // shares, 1)
+    cpu_devices = max(names.count("cpu"), 1)
+    threads = settings.device.threads or max(host.usable_cores() // cpu_devices, 1)
     split: list[tuple[str | None, Settings]] = []
     for index, name in enumerate(names):
         before = names[:index].count(name)

@@ -61,7 +61,7 @@ class ModelCache(Generic[T]):
         self._memory: ModelMemory[T] = ModelMemory(limit_bytes, guess)
         # Waiting leases by model, in the order of the first lease for each model.
         self._waiting: dict[str, list[Lease[T]]] = {}
-        self._first: list[str] = []
+        self._startup_models: list[str] = []
         # Models to reload, with the future to complete and whether to keep the previous version if reloading fails.
         self._stale: dict[str, tuple[Future[None], bool]] = {}
         self._loading: str | None = None
@@ -74,7 +74,7 @@ class ModelCache(Generic[T]):
 
     def start(self, names: Iterable[str]) -> None:
         """Start the thread and load these models first. No lease is granted until then, because engines are timed."""
-        self._first = list(names)
+        self._startup_models = list(names)
         self._thread.start()
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class ModelCache(Generic[T]):
     def starting(self) -> tuple[str, ...]:
         """Names of the models of the startup that are not loaded yet."""
         with self._changed:
-            return tuple(self._first)
+            return tuple(self._startup_models)
 
     @property
     def problems(self) -> dict[str, str]:
@@ -123,7 +123,7 @@ class ModelCache(Generic[T]):
     def is_awaited(self, name: str) -> bool:
         """Return whether the model is being loaded or is waiting to be loaded."""
         with self._changed:
-            return name == self._loading or name in self._waiting or name in self._first
+            return name == self._loading or name in self._waiting or name in self._startup_models
 
     def lease(self, name: str) -> Lease[T]:
         """Return a lease, which gets the model as soon as it is loaded. The model stays loaded until the lease ends."""
@@ -208,7 +208,9 @@ class ModelCache(Generic[T]):
             if all(lease.model.cancelled() for lease in leases):
                 del self._waiting[waiting]
         missing = (
-            self._first or [name for name in self._waiting if name not in self._memory.entries] or list(self._stale)
+            self._startup_models
+            or [name for name in self._waiting if name not in self._memory.entries]
+            or list(self._stale)
         )
         name = missing[0] if missing else None
         self._memory.make_room(name)
@@ -216,7 +218,7 @@ class ModelCache(Generic[T]):
 
     def _grant(self) -> list[Lease[T]]:
         """Grant the waiting leases whose model is loaded: set their entry, count them as users, and return them."""
-        if self._first:
+        if self._startup_models:
             return []
         entries = self._memory.entries.items()
         usable = {name: entry for name, entry in entries if name in self._waiting and not entry.must_evict}
@@ -284,7 +286,7 @@ class ModelCache(Generic[T]):
     def _end_loading(self, name: str) -> tuple[Future[None], bool]:
         """End loading a model, and return the future of its `reload` call and whether to keep the previous version."""
         self._loading = None
-        self._first = [other for other in self._first if other != name]
+        self._startup_models = [other for other in self._startup_models if other != name]
         renewal, self._renewal = self._renewal, None
         if renewal is None or self._stale.get(name) is not renewal:
             return Future(), True

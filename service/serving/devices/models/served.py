@@ -71,10 +71,10 @@ class ServedModels:
             memory_bytes, self._load, guess=self._guess_bytes, unloaded=self._unloaded, lock=lock
         )
 
-    def start(self, specs: Mapping[str, ModelSpec], first: Iterable[str]) -> None:
-        """Start serving models. No request runs until the models in `first` have been loaded."""
+    def start(self, specs: Mapping[str, ModelSpec], startup_models: Iterable[str]) -> None:
+        """Start serving models. No request runs until the models in `startup_models` have been loaded."""
         self._specs.update(specs)
-        self.cache.start(first)
+        self.cache.start(startup_models)
 
     def renew(self, spec: ModelSpec, *, load: bool, keep: bool) -> None:
         """Replace a model by a new version.
@@ -158,8 +158,8 @@ class ServedModels:
         report = model.report()
         layout = f"{report.precision} {report.memory_format} x{report.sw_batch_size}"
         self.engines[name] = f"{report.engine} ({report.compile_mode}) {layout} on {report.device_name}"
-        how = f"{report.engine}, {report.precision}, {self._device}, warm-up {report.warm_up_seconds:.1f} s"
-        log.info("%s is ready: %s, %.0f MiB", model.spec.identifier, how, model.nbytes / 2**20)
+        summary = f"{report.engine}, {report.precision}, {self._device}, warm-up {report.warm_up_seconds:.1f} s"
+        log.info("%s is ready: %s, %.0f MiB", model.spec.identifier, summary, model.nbytes / 2**20)
         self._metrics.model_loads(name).inc()
 
     def _unloaded(self, name: str) -> None:

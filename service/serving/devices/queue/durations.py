@@ -83,9 +83,9 @@ class JobDurations:
 
     def retry_after(self, running: Collection[Job[Any]]) -> int:
         """Estimate the seconds until a running job ends, from its progress or else from the median of recent jobs."""
-        known = [left for job in running if (left := self.seconds_left(job)) is not None]
-        if known:
-            left = min(known)
+        estimates = [left for job in running if (left := self.seconds_left(job)) is not None]
+        if estimates:
+            left = min(estimates)
         elif self._recent_seconds:
             longest = max((job.seconds_run for job in running), default=0.0)
             left = statistics.median(self._recent_seconds) - longest

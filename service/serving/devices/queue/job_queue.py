@@ -83,8 +83,8 @@ class JobQueue:
         """Return whether the queue rejects further jobs of this owner."""
         with self._changed:
             jobs = self.jobs
-            left = self._limit + 1 - len(jobs)
-            return left <= (sum(job.owner == owner for job in jobs) if self._shared else 0)
+            free = self._limit + 1 - len(jobs)
+            return free <= (sum(job.owner == owner for job in jobs) if self._shared else 0)
 
     @property
     def expected_seconds(self) -> float:
