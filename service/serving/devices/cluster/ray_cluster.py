@@ -57,7 +57,9 @@ def make_actors(address: str, cluster: Cluster, count: int, kind: type) -> list[
 def check_usable() -> None:
     """Raise ConfigError if Ray is not installed, or if token authentication is not enabled."""
     if find_spec("ray") is None:
-        raise ConfigError("Ray is not installed. Install it on this and every other host: pip install 'stackseg[ray]'.")
+        raise ConfigError(
+            "A cluster requires Ray, which is not installed. Install it on all hosts: pip install 'stackseg[ray]'."
+        )
     if os.environ.get("RAY_AUTH_MODE") != "token":
         raise ConfigError(
             "Token authentication of Ray is not enabled, so anyone with network access to the cluster could run code on"
