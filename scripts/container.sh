@@ -263,9 +263,9 @@ EOF
 check_gpu_image() {
   check_requirements
   check_libraries
-  check_refusal no-driver "no CUDA device can be used: there is no NVIDIA driver here; install it"
+  check_refusal no-driver "no CUDA device is available: no NVIDIA driver was found; install it"
   make_old_driver
-  check_refusal old-driver "the NVIDIA driver 550.54 is too old: it runs CUDA up to 12.4, and this torch is built for" \
+  check_refusal old-driver "the NVIDIA driver 550.54 is too old: it supports CUDA up to 12.4, but torch was built for" \
     --env LD_LIBRARY_PATH=$driver
   check_triton
 }

@@ -126,7 +126,7 @@ def test_results_are_replaced_where_that_is_asked_for(config: Path, stack: Path,
         ((4, 40, 50), ["--axes", "TYX"], "choose one with --time 0 to --time 3."),
         ((4, 40, 50), ["--axes", "CYX"], "choose with --channel"),
         ((4, 40, 50), ["--axes", "ZYX", "--channel", "DAPI"], "--channel 'DAPI': the file has 1"),
-        ((4, 40, 50), ["--voxel-size", "1"], "--voxel-size: three positive numbers"),
+        ((4, 40, 50), ["--voxel-size", "1"], "--voxel-size: Expected three positive numbers"),
         ((4, 40, 50), ["--sw-batch-size", "0"], "--sw-batch-size: "),
         ((4, 40, 50), ["--measurements", "objects.csv"], "only labels"),
         ((4, 40, 50), ["--overlap", "2"], "overlap"),
@@ -330,7 +330,7 @@ def test_public_address_without_keys_is_warned_of(
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (["--ssl-keyfile", "key.pem"], "ssl_keyfile and ssl_certfile belong together"),
+        (["--ssl-keyfile", "key.pem"], "ssl_keyfile and ssl_certfile must be set together"),
         (["--ssl-keyfile", "nowhere.pem", "--ssl-certfile", "nowhere.pem"], "server.ssl_keyfile"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Ground floor: errors, settings, the nouns, hardware, memory, compiled C++, log."""
+"""Foundation: errors, settings, shared types, hardware, memory, the C++ library and logging."""

@@ -1,4 +1,4 @@
-"""Arrays that are too large for memory, in unnamed mapped files, and pools of memory for arrays that come and go."""
+"""Allocation of large arrays: memory-mapped temporary files, and pools of reusable buffers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from service.core.types import Array
 
 Allocate = Callable[[tuple[int, ...], DTypeLike], Array]
 
-# Arrays from this size on lie on disk, and volumes from this size on are read slab by slab.
+# Arrays of at least this size are allocated on disk, and volumes of at least this size are read slab by slab.
 LARGE_BYTES = 2**28
 
-# Size of a cache line and of the widest vector, in bytes.
+# Size of a cache line and of the widest vector register, in bytes.
 ALIGNMENT = 64
 
 
 def make_allocator(folder: Path | None) -> Allocate:
-    """Return a function that makes arrays of zeros: small ones in memory, large ones in mapped files.
+    """Return a function that allocates arrays of zeros: small ones in memory, large ones in memory-mapped files.
 
-    The files lie in `folder` (None: the system's temporary one). The function raises OutOfStorage where the disk has
-    no room for the whole array.
+    The files are created in `folder` (None: the system's temporary folder). The function raises OutOfStorage if the
+    disk has too little space for the array.
     """
 
     def allocate(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
@@ -40,28 +40,29 @@ def make_allocator(folder: Path | None) -> Allocate:
 
 
 def allocate_on_disk(shape: tuple[int, ...], dtype: DTypeLike, folder: Path | None) -> Array:
-    """Return an array of zeros in a mapped file without a name, which ends with the array. Raises OutOfStorage."""
+    """Return an array of zeros in an unnamed memory-mapped file, which is freed with the array. Raises OutOfStorage."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
-            # Writing to a mapped file on a full disk kills the process, so the room is reserved first.
+            # Writing to a mapped file on a full disk kills the process, so the space is reserved first.
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
             raise OutOfStorage(
-                f"The disk for intermediate results has no room for {size:,} bytes; send less, or try again later."
+                f"The disk for intermediate results has no space for {size:,} bytes. Send a smaller stack, or try again"
+                " later."
             ) from error
         return np.ndarray(shape, dtype, mmap.mmap(file.fileno(), size))
 
 
 class BufferPool:
-    """Aligned buffers of one size; a buffer is used again once no array refers to it.
+    """A pool of aligned buffers of one size; a buffer is reused once no array refers to it.
 
-    malloc splits large freed blocks, and torch asks it for aligned ones, which then seldom fit. Without a pool the
-    process grows by many arrays that follow each other.
+    malloc splits large freed blocks, so they are often too small for the aligned blocks that torch allocates. Without
+    a pool, allocating many arrays in succession makes the process grow.
 
     nbytes  size of each buffer
-    idle    number of unused buffers that are kept
-    cache   where buffers come from first, and where they go when the pool ends
+    idle    maximum number of unused buffers in the pool
+    cache   provides buffers before new memory is allocated, and receives the unused buffers when the pool is deleted
     """
 
     def __init__(self, nbytes: int, idle: int, cache: BufferCache | None = None) -> None:
@@ -69,36 +70,36 @@ class BufferPool:
         self._idle = list[Array]()
 
     def take(self) -> NDArray[np.uint8]:
-        """Return a buffer, uint8 [nbytes], with arbitrary content. Thread-safe, as is dropping the buffer."""
+        """Return a buffer, uint8 [nbytes], with arbitrary content. Taking and dropping buffers is thread-safe."""
         try:
             memory = self._idle.pop()
         except IndexError:
             cached = None if self._cache is None else self._cache.take(self._nbytes)
             memory = _allocate_aligned(self._nbytes) if cached is None else cached
-        return np.asarray(_Loan(memory, self))
+        return np.asarray(_BufferView(memory, self))
 
     def __del__(self) -> None:
-        # Each buffer leaves the pool before the cache gets it, so that no two owners ever hold the same one.
+        # Remove each buffer from the pool before passing it to the cache, so that it never has two owners.
         while self._cache is not None and self._idle:
             self._cache.keep(self._idle.pop())
 
     def give_back(self, memory: Array) -> None:
-        """Keep a buffer that no array refers to."""
+        """Put a buffer back into the pool; no array may refer to it."""
         if len(self._idle) < self._max_idle:
             self._idle.append(memory)
 
 
 class BufferCache:
-    """Buffers of ended pools, for new pools of the same size: a request is often like the one before it.
+    """A cache of buffers from deleted pools, for new pools with the same buffer size.
 
-    Fresh memory is slower, as the system fills its pages with zeros first.
+    Consecutive requests often have the same size. New memory is slower, because the system fills its pages with zeros.
 
-    nbytes  size of all buffers together; the oldest are dropped first
+    nbytes  maximum total size of the buffers; the oldest are dropped first
     """
 
     def __init__(self, nbytes: int) -> None:
         self._max_bytes = nbytes
-        # There is no lock, as a pool may end wherever Python collects garbage; `pop` gives a buffer to one caller only.
+        # No lock, because a pool may be deleted wherever Python collects garbage. `pop` is atomic.
         self._idle = dict[int, Array]()
         self._numbers = itertools.count()
 
@@ -110,21 +111,21 @@ class BufferCache:
         return None
 
     def keep(self, memory: Array) -> None:
-        """Keep a buffer that no array refers to, and drop the oldest ones beyond the limit."""
+        """Add a buffer that no array refers to, and drop the oldest buffers if the cache exceeds its limit."""
         if not 0 < memory.nbytes <= self._max_bytes:
             return
         self._idle[next(self._numbers)] = memory
         idle = self._idle.copy()
-        held = sum(buffer.nbytes for buffer in idle.values())
+        total_bytes = sum(buffer.nbytes for buffer in idle.values())
         for number, oldest in idle.items():
-            if held <= self._max_bytes:
+            if total_bytes <= self._max_bytes:
                 return
             self._idle.pop(number, None)
-            held -= oldest.nbytes
+            total_bytes -= oldest.nbytes
 
 
-class _Loan:
-    """Base object of the arrays made from one buffer; it is collected after the last of their views."""
+class _BufferView:
+    """Base object of all views of one buffer; it returns the buffer to the pool after the last view is deleted."""
 
     def __init__(self, memory: Array, pool: BufferPool) -> None:
         self._memory, self._pool = memory, pool
@@ -141,7 +142,7 @@ def _allocate_aligned(nbytes: int) -> Array:
 
 
 def release_pages(array: Array) -> None:
-    """Drop the pages of a mapped array from memory; they stay on disk. Arrays in memory are left alone."""
+    """Evict the pages of a memory-mapped array from memory; they stay on disk. Does nothing for arrays in memory."""
     base: object = array
     while isinstance(base, np.ndarray):
         base = base.base

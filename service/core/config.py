@@ -1,4 +1,4 @@
-"""Settings of the operator: a YAML file, overridden by environment variables `STACKSEG_SECTION__KEY`."""
+"""Settings of the service: a YAML file, overridden by environment variables `STACKSEG_SECTION__KEY`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PREFIX = "STACKSEG_"
 
 
 class Settings(Section):
-    """All sections of settings, with defaults for a laptop as well as a GPU host."""
+    """All sections of the settings. The defaults suit both a laptop and a GPU host."""
 
     models: Models = Models()
     device: Device = Device()
@@ -54,7 +54,7 @@ class Settings(Section):
 
     @property
     def trained_folder(self) -> Path:
-        """The folder of models that requests have trained."""
+        """The folder of models that were trained on request."""
         return self.models.trained_folder or self._data_folder("trained-models")
 
     def _data_folder(self, name: str) -> Path:
@@ -63,25 +63,28 @@ class Settings(Section):
         return _find_user_data() / "stackseg" / name
 
     @model_validator(mode="after")
-    def _within_own_limits(self) -> Self:
-        chosen = self.windows.sw_batch_size
-        if chosen != "auto" and chosen > self.limits.sw_batch_size:
-            raise ValueError("windows.sw_batch_size exceeds limits.sw_batch_size")
+    def _check_limits(self) -> Self:
+        batch_size = self.windows.sw_batch_size
+        if batch_size != "auto" and batch_size > self.limits.sw_batch_size:
+            raise ValueError("windows.sw_batch_size must not exceed limits.sw_batch_size")
         if self.windows.overlap > self.limits.overlap:
-            raise ValueError("windows.overlap exceeds limits.overlap")
+            raise ValueError("windows.overlap must not exceed limits.overlap")
         return self
 
     @model_validator(mode="after")
-    def _roots_have_known_keys(self) -> Self:
+    def _check_reference_keys(self) -> Self:
         for roots in (self.references.inputs, self.references.outputs):
             for name, root in roots.items():
                 if unknown := sorted(set(root.keys) - self.access.keys.keys()):
-                    raise ValueError(f"references: {name} is for the key {unknown[0]}, which is not in access.keys")
+                    raise ValueError(f"references: {name} lists the API key {unknown[0]}, which is not in access.keys")
         return self
 
 
 def _find_user_data() -> Path:
-    """Return the user's own data folder; users without a home have one in the working directory."""
+    """Return the data folder of the user: `XDG_DATA_HOME` or `~/.local/share`.
+
+    For a user without a home directory, return a relative path.
+    """
     if configured := os.environ.get("XDG_DATA_HOME"):
         return Path(configured)
     data = Path("~/.local/share")
@@ -92,9 +95,9 @@ def _find_user_data() -> Path:
 
 
 def read_settings(path: Path | None = None, environment: Mapping[str, str] | None = None) -> Settings:
-    """Read a configuration file or bundled preset, and override single keys by `STACKSEG_SECTION__KEY` variables.
+    """Read a configuration file or a bundled preset, and apply overrides from `STACKSEG_SECTION__KEY` variables.
 
-    Raises ConfigError for a file that cannot be read, and for an unknown or invalid key, variable or value, by name.
+    Raises ConfigError if the file cannot be read, or if a key, variable or value is unknown or invalid.
     """
     values = _read_file(path) if path is not None else {}
     _override(values, os.environ if environment is None else environment)
@@ -102,7 +105,7 @@ def read_settings(path: Path | None = None, environment: Mapping[str, str] | Non
 
 
 def override_settings(settings: Settings, section: str, values: Mapping[str, Any]) -> Settings:
-    """Return settings with some keys of one section changed. Raises ConfigError for an unknown key or value."""
+    """Return a copy of the settings with some keys of one section changed. Raises ConfigError for invalid values."""
     sections = settings.model_dump()
     return _validate({**sections, section: {**sections[section], **values}})
 
@@ -111,20 +114,22 @@ def _validate(values: Mapping[str, Any]) -> Settings:
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, fault['loc'][:2])) or 'settings'}: {validation_message(fault)}"
-            for fault in error.errors()
+        problems = "; ".join(
+            f"{'.'.join(map(str, problem['loc'][:2])) or 'settings'}: {validation_message(problem)}"
+            for problem in error.errors()
         )
-        raise ConfigError(f"The configuration is not understood: {faults}") from error
+        raise ConfigError(f"The configuration is invalid: {problems}") from error
 
 
 def _find_file(path: Path) -> Path:
-    """Return the file itself where there is one, else the bundled preset of that name. Raises ConfigError."""
+    """Return `path` if the file exists, otherwise the bundled preset of that name. Raises ConfigError."""
     presets = {file.stem: file for file in sorted(bundled_folder("configs").glob("*.yaml"))}
     if path.exists() and not path.is_dir():
         return path
     if str(path) not in presets:
-        raise ConfigError(f"{path}: there is no such file, and no bundled preset of that name: {', '.join(presets)}.")
+        raise ConfigError(
+            f"{path} is neither a file nor a bundled preset. The bundled presets are {', '.join(presets)}."
+        )
     return presets[str(path)]
 
 
@@ -133,11 +138,11 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+        raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(section, dict | None) for section in content.values()):
-        raise ConfigError(f"{path}: expected sections with keys below them")
+        raise ConfigError(f"{path} must contain sections, each a mapping of keys to values.")
     return {name: dict(section or {}) for name, section in content.items()}
 
 
@@ -148,9 +153,9 @@ def _override(values: dict[str, Any], environment: Mapping[str, str]) -> None:
         section, separator, key = variable.removeprefix(PREFIX).lower().partition("__")
         field = Settings.model_fields.get(section)
         if not separator or field is None or key not in type(field.default).model_fields:
-            all_of_them = bundled_folder("configs") / "default.yaml"
-            raise ConfigError(f"{variable}: there is no such setting; see {all_of_them} for all of them.")
+            reference = bundled_folder("configs") / "default.yaml"
+            raise ConfigError(f"{variable} does not match a setting. {reference} lists all settings.")
         try:
             values.setdefault(section, {})[key] = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ConfigError(f"{variable}: the value is not valid YAML: {error}") from error
+            raise ConfigError(f"The value of {variable} is not valid YAML: {error}") from error

@@ -1,49 +1,49 @@
-"""Every error that StackSeg raises on purpose.
+"""All errors that StackSeg raises on purpose.
 
 StackSegError
-|-- RequestError            the caller's fault: change the request
-|   |-- BadFile             unreadable, truncated or inconsistent file
-|   |-- AmbiguousAxes       the file does not say which axis is which
-|   |-- BadParameter        a parameter out of range, or at odds with the file or the model
-|   |-- DoubtfulResult      labels that the model is not sure of, where the caller asked to refuse them
-|   |-- UnsupportedMedia    not a TIFF at all
-|   |-- TooLarge            more bytes than the operator allows, encoded or decoded
-|   |-- TooSlow             a body that comes too slowly
-|   |-- OutputExists        a file that was named for the result is there already
-|   |-- UnknownModel        no model of that name
-|   |-- Unauthorized        no API key, one that is not known, or one that may not do this
-|   |-- Misdirected         meant for a host that this service is not
-|   |-- UnknownJob          no job of that id, or not this caller's
-|   |-- UnknownStack        no kept stack of that id, or not this caller's
-|   |-- UnknownAnnotation   no annotated stack of that id, or not this caller's
-|   |-- UnknownTraining     no training of that id, or not this caller's
-|   |-- SwitchedOff         something that the operator has switched off, or not installed
-|   |-- ModelKept           a model that is in use and cannot be deleted now, or that no training has made
-|   |-- NotFinished         the result of a job that still waits or runs
-|   `-- ResultGone          the result of a job that was cancelled, or whose result had to make room
-|-- CapacityError           nobody's fault: the same request may succeed later
+|-- RequestError            client error: the client has to change the request
+|   |-- BadFile             an unreadable, truncated or inconsistent file
+|   |-- AmbiguousAxes       the file does not specify the meaning of its axes
+|   |-- BadParameter        an invalid parameter, or one that does not fit the file or the model
+|   |-- DoubtfulResult      labels of low confidence, with `strict=true`
+|   |-- UnsupportedMedia    a file in an unsupported format
+|   |-- TooLarge            the file or its decoded pixels exceed a limit
+|   |-- TooSlow             the client sends its request too slowly
+|   |-- OutputExists        the output file exists already
+|   |-- UnknownModel        no model has this name
+|   |-- Unauthorized        a missing or unknown API key, or one without the required permission
+|   |-- Misdirected         the Host header names a host that this service does not serve
+|   |-- UnknownJob          no job has this id, or it belongs to another key
+|   |-- UnknownStack        no uploaded stack has this id, or it belongs to another key
+|   |-- UnknownAnnotation   no annotated stack has this id, or it belongs to another key
+|   |-- UnknownTraining     no training has this id, or it belongs to another key
+|   |-- SwitchedOff         the feature is disabled by the operator, or its dependency is not installed
+|   |-- ModelKept           the model cannot be deleted
+|   |-- NotFinished         the job has no result yet
+|   `-- ResultGone          the job was cancelled, or its result was deleted
+|-- CapacityError           temporary error: the same request may succeed later
 |   |-- QueueFull           too many requests are waiting
-|   |-- RateLimited         the caller's key has been used too often, or for too much at a time
-|   |-- NotReady            a model is still being loaded or warmed up, or the service is stopping
-|   |-- StorageUnavailable  the folder of jobs, its database, the scratch folder or a store elsewhere cannot be used
-|   |-- DeviceLost          the device has failed for good; a new process may find it well
-|   |-- TimedOut            not finished within the time that the operator allows for a request
-|   |-- OutOfStorage        the folder for uploads or jobs is full
-|   |-- OutOfMemory         the volume does not fit after every fallback
-|   |-- ReaderKilled        the process that read the file was killed, mostly for lack of memory
-|   `-- Interrupted         the process died too often while a job ran
-|-- ModelError              the operator's fault
-|   |-- BrokenModel         model folder incomplete, inconsistent, or weights that do not match
+|   |-- RateLimited         the API key exceeds its rate limit
+|   |-- NotReady            a model is being loaded, or the service is starting or stopping
+|   |-- StorageUnavailable  the job folder, its database, the scratch folder or a remote store is unavailable
+|   |-- DeviceLost          the device failed permanently; a new process may be able to use it
+|   |-- TimedOut            the request exceeds the time limit
+|   |-- OutOfStorage        the disk, or the quota for uploads or jobs, is full
+|   |-- OutOfMemory         there is not enough memory, even with all fallbacks
+|   |-- ReaderKilled        the process that read the file was killed, usually because memory ran out
+|   `-- Interrupted         the process died too often while it ran this job
+|-- ModelError              error for the operator: the model has to be fixed
+|   |-- BrokenModel         an incomplete or inconsistent model folder, or weights that do not match
 |   |-- NonFiniteScores     the network returned NaN or infinity
-|   `-- UnsupportedPackage  a model from elsewhere that cannot be imported as it is; raised at the command line only
-|       `-- MissingKeys     one that does not say all that a model file needs
-|-- InternalError           a fault of the service itself that ended a job
-|-- ConfigError             a configuration key or value that is not understood; raised at start-up only
-`-- Cancelled               the caller went away; never answered, only logged
+|   `-- UnsupportedPackage  a model package that cannot be imported; raised by the command line only
+|       `-- MissingKeys     a model package without some of the required information
+|-- InternalError           a bug in the service made a job fail
+|-- ConfigError             an unknown or invalid setting; raised at startup only
+`-- Cancelled               the client disconnected; logged, but never sent as a response
 
-A message is one or two sentences for the person who can act on it: what was found, and what to do.
-`slug` is the stable last part of the problem type that clients may match on.
-HTTP status codes are not known here; `service.api.messages.problems` has the one table.
+A message has one or two sentences for the person who can solve the problem: what is wrong, and what to do.
+`slug` is the stable last part of the problem type, which clients may rely on.
+This module does not contain HTTP statuses: `service.api.messages.problems` maps errors to statuses.
 """
 
 import re
@@ -52,10 +52,10 @@ from typing import Any, ClassVar, Self
 
 
 class StackSegError(Exception):
-    """Root of the tree, never raised itself.
+    """Base class of all errors of StackSeg; never raised itself.
 
-    parameter  name of the request parameter that the error is about, the first of several; None if it is about none
-    suggested  values to try, by parameter, in the form in which a request states them.
+    parameter  name of the first request parameter that caused the error; None if no parameter did
+    suggested  values to try, as text, by parameter name.
     """
 
     slug: ClassVar[str] = "error"
@@ -68,138 +68,138 @@ class StackSegError(Exception):
 
 
 class RequestError(StackSegError):
-    """The caller can correct the request."""
+    """Client error: the client can correct the request."""
 
     slug = "bad-request"
 
     @classmethod
     def about(cls, parameter: str, problem: str, suggested: Mapping[str, str] | None = None) -> Self:
-        """Return an error about a request parameter, whose name its message begins with."""
+        """Return an error about a request parameter; the message begins with the name of the parameter."""
         return cls(f"{parameter}: {problem}", parameter=parameter, suggested=suggested)
 
 
 class BadFile(RequestError):
-    """The file cannot be read, is cut short, or contradicts itself."""
+    """The file cannot be read, is truncated, or is inconsistent."""
 
     slug = "bad-file"
 
 
 class AmbiguousAxes(RequestError):
-    """The meaning of the file's axes is not stated and is not guessed."""
+    """The file does not specify the meaning of its axes, and the service does not guess it."""
 
     slug = "ambiguous-axes"
 
 
 class BadParameter(RequestError):
-    """A parameter is malformed, out of its limits, or does not fit the file or the model."""
+    """A parameter is malformed, out of range, or does not fit the file or the model."""
 
     slug = "bad-parameter"
 
 
 class DoubtfulResult(RequestError):
-    """The labels look wrong, and the caller asked to have no doubtful ones."""
+    """The confidence in the labels is low, and the client requested `strict=true`."""
 
     slug = "doubtful-result"
 
 
 class UnsupportedMedia(RequestError):
-    """The body is not a kind of file that this service reads."""
+    """The service does not support the format of the file in the body."""
 
     slug = "unsupported-media"
 
 
 class TooLarge(RequestError):
-    """The upload or the decoded volume exceeds what the operator allows."""
+    """The upload or the decoded volume exceeds a limit of the service."""
 
     slug = "too-large"
 
 
 class TooSlow(RequestError):
-    """The head or the body of the request comes more slowly than the operator allows."""
+    """The client sends the head or the body of the request more slowly than the service allows."""
 
     slug = "too-slow"
 
 
 class OutputExists(RequestError):
-    """The file that was named for the result exists, and the request does not say that it may be replaced."""
+    """The output file exists, and the request does not allow the service to replace it."""
 
     slug = "output-exists"
 
 
 class UnknownModel(RequestError):
-    """No model of that name is served."""
+    """The service has no model of this name."""
 
     slug = "unknown-model"
 
 
 class Unauthorized(RequestError):
-    """The request shows no API key that is known here and may do this."""
+    """The request has no API key, an unknown one, or one without the required permission."""
 
     slug = "unauthorized"
 
 
 class Misdirected(RequestError):
-    """The Host header names a host that this service does not answer for."""
+    """The Host header names a host that this service does not serve."""
 
     slug = "misdirected"
 
 
 class UnknownJob(RequestError):
-    """No job of that id, or it is somebody else's."""
+    """No job has this id, or it belongs to another API key."""
 
     slug = "unknown-job"
 
 
 class UnknownStack(RequestError):
-    """No stack of that id is kept, or it is somebody else's."""
+    """No uploaded stack has this id, or it belongs to another API key."""
 
     slug = "unknown-stack"
 
 
 class UnknownAnnotation(RequestError):
-    """No annotated stack of that id is kept, or it is somebody else's."""
+    """No annotated stack has this id, or it belongs to another API key."""
 
     slug = "unknown-annotation"
 
 
 class UnknownTraining(RequestError):
-    """No training of that id, or it is somebody else's."""
+    """No training has this id, or it belongs to another API key."""
 
     slug = "unknown-training"
 
 
 class SwitchedOff(RequestError):
-    """The operator has switched this off, or has not installed what it needs."""
+    """The operator has disabled this feature, or has not installed its dependency."""
 
     slug = "switched-off"
 
 
 class ModelKept(RequestError):
-    """The model cannot be deleted: a job or a training needs it, it is the default one, or no training has made it."""
+    """The model cannot be deleted: it is in use, it is the default, or it was not created by a training."""
 
     slug = "model-kept"
 
 
 class NotFinished(RequestError):
-    """The job still waits or runs; its result can be had once its state is done."""
+    """The job is waiting or running; its result is available once its state is `done`."""
 
     slug = "not-finished"
 
 
 class ResultGone(RequestError):
-    """The job was cancelled, or its result was deleted to make room for newer ones."""
+    """The job was cancelled, or its result was deleted to free space for newer results."""
 
     slug = "result-gone"
 
 
 class CapacityError(StackSegError):
-    """The service cannot answer the request now."""
+    """Temporary error: the service cannot process the request now."""
 
     slug = "capacity"
 
 
 class QueueFull(CapacityError):
-    """More requests wait than the operator allows; try again after `retry_after` seconds."""
+    """Too many requests are waiting; try again after `retry_after` seconds."""
 
     slug = "queue-full"
 
@@ -209,7 +209,7 @@ class QueueFull(CapacityError):
 
 
 class RateLimited(CapacityError):
-    """The API key has been used as much as the operator allows; try again after `retry_after` seconds."""
+    """The API key exceeds its rate limit; try again after `retry_after` seconds."""
 
     slug = "rate-limited"
 
@@ -229,7 +229,7 @@ class NotReady(CapacityError):
 
 
 class StorageUnavailable(CapacityError):
-    """A folder of the service, the database of jobs or a store elsewhere cannot be used now.
+    """A folder of the service, the job database or a remote store is unavailable.
 
     Try again after `retry_after` seconds.
     """
@@ -239,26 +239,26 @@ class StorageUnavailable(CapacityError):
 
 
 class DeviceLost(CapacityError):
-    """The device has failed; try again after `retry_after` seconds, when the service has been started anew."""
+    """The device failed; try again after `retry_after` seconds, when the service has restarted."""
 
     slug = "device-lost"
     retry_after = 60
 
 
 class TimedOut(CapacityError):
-    """The request took longer than the operator allows, waiting included."""
+    """The request took longer than the service allows, including the time in the queue."""
 
     slug = "timed-out"
 
 
 class OutOfStorage(CapacityError):
-    """The disk that holds uploads, decoded pixels and jobs is full, or the jobs' share of it."""
+    """The disk for uploads, decoded pixels and jobs is full, or the quota for jobs is used up."""
 
     slug = "out-of-storage"
 
 
 class OutOfMemory(CapacityError):
-    """Not enough memory, with every fallback tried; `needed_bytes` would have been enough, None: not known."""
+    """There is not enough memory, even with all fallbacks; `needed_bytes` would suffice (None: unknown)."""
 
     slug = "out-of-memory"
 
@@ -268,25 +268,25 @@ class OutOfMemory(CapacityError):
 
 
 class ReaderKilled(CapacityError):
-    """The process that read the file was killed, and so was the one that tried again; memory is the likely reason."""
+    """The process that read the file was killed, and so was its retry; usually because memory ran out."""
 
     slug = "reader-killed"
 
 
 class Interrupted(CapacityError):
-    """The process died more often than the operator allows while this job ran; memory is the likely reason."""
+    """The process died more often than allowed while it ran this job; usually because memory ran out."""
 
     slug = "interrupted"
 
 
 class ModelError(StackSegError):
-    """The operator must look at the model."""
+    """Error for the operator: the model has to be fixed."""
 
     slug = "model-error"
 
 
 class BrokenModel(ModelError):
-    """The model folder is incomplete or contradicts itself, or its weights do not match."""
+    """The model folder is incomplete or inconsistent, or its weights do not match."""
 
     slug = "broken-model"
 
@@ -298,53 +298,53 @@ class NonFiniteScores(ModelError):
 
 
 class UnsupportedPackage(ModelError):
-    """A model package asks for what cannot be honoured, or is damaged; the message names the field."""
+    """A model package is damaged, or uses an unsupported feature; the message names the field."""
 
     slug = "unsupported-package"
 
 
 class MissingKeys(UnsupportedPackage):
-    """A package does not say everything that a model file needs.
+    """A model package lacks information that `model.yaml` requires.
 
-    what      what the package is, in words
-    problems  for every key of the model file that the operator has to state, why.
+    what      description of the package
+    problems  why each key of `model.yaml` is missing, by key.
     """
 
     slug = "missing-keys"
 
     def __init__(self, what: str, problems: Mapping[str, str]) -> None:
         reasons = "; ".join(f"{key}: {problem}" for key, problem in problems.items())
-        super().__init__(f"The package cannot be honoured as it is. State these keys of model.yaml: {reasons}")
+        super().__init__(f"The package does not specify everything. Set these keys of model.yaml: {reasons}")
         self.what, self.problems = what, problems
 
 
 class InternalError(StackSegError):
-    """A fault of the service ended the job; the log tells more."""
+    """A bug in the service made the job fail; the log has the details."""
 
     slug = "internal-error"
 
 
 class ConfigError(StackSegError):
-    """A configuration file or environment variable is not understood."""
+    """A setting in the configuration file or an environment variable is unknown or invalid."""
 
     slug = "configuration"
 
 
 class Cancelled(StackSegError):
-    """The work was given up because nobody waits for its result."""
+    """The work was cancelled because the client disconnected."""
 
     slug = "cancelled"
 
 
-# Folders of an absolute path, up to its last name; none in an address or in a relative path.
+# The folders of an absolute path, without its last component. URLs and relative paths do not match.
 _FOLDERS = re.compile(r"(?<![\w.:/~-])/(?:[^\s/'\"]+/)+")
 
 
 def without_folders(message: str) -> str:
-    """Return a message for callers: absolute paths of this host, which tell how it is set up, become file names."""
+    """Shorten absolute paths in a message to file names, so that clients do not learn how this host is set up."""
     return _FOLDERS.sub("", message)
 
 
 def validation_message(fault: Mapping[str, Any]) -> str:
-    """Return the message of one of the `errors()` of pydantic's ValidationError, without a Python exception's name."""
+    """Return the message of one entry of `ValidationError.errors()` of pydantic, without its prefix."""
     return str(fault["msg"]).removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""Quantities of a request and the text they are parsed from: lengths, diameters, volumes, times, grey values."""
+"""Quantities in requests and parsers for them: lengths, diameters, volumes, time points and gray values."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from typing import Literal, Self
 from service.core.errors import BadParameter
 
 Size = tuple[int, int, int]
-"""Voxels along (Z, Y, X)."""
+"""Number of voxels along (Z, Y, X)."""
 
 
-# Shortest and longest length, a tenth of an atom to a metre in micrometres: beyond, TIFF tags and quotients overflow.
+# Shortest and longest length in micrometers, from a tenth of an atom to a meter. TIFF tags and quotients of lengths
+# outside this range overflow.
 PLAUSIBLE_LENGTHS = (1e-5, 1e6)
-# Largest volume, a metre cubed in cubic micrometres.
-MOST_VOLUME = 1e18
-# Planes further apart than this, compared to pixels, have a wrong voxel size, or show parts of objects only.
-MOST_ANISOTROPY = 6.0
-# Of a window; more voxels than any memory holds.
-MOST_EDGE_DIGITS = 5
+# Largest volume in cubic micrometers, which is one cubic meter.
+MAX_VOLUME = 1e18
+# Largest ratio of plane spacing to pixel size. If the ratio is larger, the voxel size is wrong, or the planes are too
+# far apart to show whole objects.
+MAX_ANISOTROPY = 6.0
+# Digits of the edge length of a window in voxels. Windows with longer edges do not fit into any memory.
+MAX_EDGE_DIGITS = 5
 
 
 @dataclass(frozen=True)
 class VoxelSize:
-    """Edge lengths of one voxel in micrometres. Raises BadParameter beyond `PLAUSIBLE_LENGTHS`."""
+    """Edge lengths of a voxel in micrometers. Raises BadParameter for lengths outside `PLAUSIBLE_LENGTHS`."""
 
     z: float
     y: float
@@ -34,8 +36,8 @@ class VoxelSize:
     def __post_init__(self) -> None:
         for axis, size in zip("zyx", self, strict=True):
             if not PLAUSIBLE_LENGTHS[0] <= size <= PLAUSIBLE_LENGTHS[1]:
-                least, most = PLAUSIBLE_LENGTHS
-                text = f"must be a number of micrometres from {least:g} to {most:g}, not {size}"
+                shortest, longest = PLAUSIBLE_LENGTHS
+                text = f"must be between {shortest:g} and {longest:g} micrometers, not {size}"
                 raise BadParameter(f"The voxel size along {axis} {text}.")
 
     def __iter__(self) -> Iterator[float]:
@@ -43,18 +45,18 @@ class VoxelSize:
 
     @property
     def pixel(self) -> float:
-        """Edge length of a pixel in the plane, the geometric mean of both."""
+        """Edge length of a pixel in micrometers: the geometric mean of the lengths along Y and X."""
         return math.sqrt(self.y * self.x)
 
     @property
     def anisotropy(self) -> float:
-        """Spacing of planes over that of pixels, at most `MOST_ANISOTROPY`."""
-        return min(self.z / self.pixel, MOST_ANISOTROPY)
+        """Ratio of plane spacing to pixel size, at most `MAX_ANISOTROPY`."""
+        return min(self.z / self.pixel, MAX_ANISOTROPY)
 
 
 @dataclass(frozen=True)
 class TimeInterval:
-    """Time from one time point to the next, in a unit of OME's UnitsTime, such as s, ms or min."""
+    """Time between consecutive time points, in a unit of OME's UnitsTime such as s, ms or min."""
 
     length: float
     unit: str
@@ -62,46 +64,47 @@ class TimeInterval:
 
 @dataclass(frozen=True)
 class TimeRange:
-    """Time points from `first` up to, but without, `stop`; None: to the end."""
+    """Half-open range of time points, from `first` up to but excluding `stop`. None: up to the last time point."""
 
     first: int = 0
     stop: int | None = None
 
 
 def is_index(text: str) -> bool:
-    """Return whether a text has plain digits alone: those of other scripts may be names."""
+    """Return whether a text consists of ASCII digits. Digits of other scripts may be part of a channel name."""
     return text.isascii() and text.isdecimal()
 
 
 def parse_time(text: str) -> int | TimeRange:
-    """Parse an index from 0, all, or a range such as 2:5, without its end as in Python. Raises BadParameter."""
-    given = text.strip().lower()
-    if given == "all":
+    """Parse an index that starts at 0, `all`, or a range such as `2:5` that excludes its end. Raises BadParameter."""
+    normalized = text.strip().lower()
+    if normalized == "all":
         return TimeRange()
-    if is_index(given):
-        return int(given)
-    times = _parse_range(given)
+    if is_index(normalized):
+        return int(normalized)
+    times = _parse_range(normalized)
     if times is None or (times.stop is not None and times.first >= times.stop):
         raise BadParameter(
-            f"An index from 0, all, or a range without its end is expected, as 2:5 for 2, 3 and 4, not {text!r}"
+            f"Expected a time point such as 0, a range such as 2:5 (time points 2, 3 and 4), or all, not {text!r}"
         )
     return times
 
 
 def _parse_range(text: str) -> TimeRange | None:
-    """Return a range with one index at least, None for any other text."""
+    """Parse a range with at least one index; return None for any other text."""
     first, colon, stop = text.partition(":")
-    given = [part for part in (first, stop) if part]
-    if not colon or not given or not all(map(is_index, given)):
+    parts = [part for part in (first, stop) if part]
+    if not colon or not parts or not all(map(is_index, parts)):
         return None
     return TimeRange(int(first or 0), int(stop) if stop else None)
 
 
 @dataclass(frozen=True)
 class Diameter:
-    """Diameter of the objects in the plane, or along (z, y, x). Raises BadParameter beyond `PLAUSIBLE_LENGTHS`.
+    """Diameter of the objects in the plane, or along (z, y, x).
 
-    Objects of which only the diameter in the plane is told are as deep as wide, in micrometres.
+    If only the diameter in the plane is given, objects are assumed to have the same size in micrometers along z.
+    Raises BadParameter for lengths outside `PLAUSIBLE_LENGTHS`.
     """
 
     lengths: tuple[float] | tuple[float, float, float]
@@ -109,15 +112,15 @@ class Diameter:
 
     def __post_init__(self) -> None:
         if not all(PLAUSIBLE_LENGTHS[0] <= length <= PLAUSIBLE_LENGTHS[1] for length in self.lengths):
-            least, most = PLAUSIBLE_LENGTHS
-            raise BadParameter(f"A diameter must be from {least:g} to {most:g}, not {self.lengths}.")
+            shortest, longest = PLAUSIBLE_LENGTHS
+            raise BadParameter(f"A diameter must be between {shortest:g} and {longest:g}, not {self.lengths}.")
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse text such as 15px, 7,15,15px or 6.5um. Raises BadParameter."""
-        given = text.strip().lower()
+        """Parse text such as `15px`, `7,15,15px` or `6.5um`. Raises BadParameter."""
+        normalized = text.strip().lower()
         try:
-            match [float(length) for length in given[:-2].split(",")], given[-2:]:
+            match [float(length) for length in normalized[:-2].split(",")], normalized[-2:]:
                 case [width], ("px" | "um") as unit:
                     return cls((width,), unit)
                 case [z, y, x], ("px" | "um") as unit:
@@ -125,18 +128,18 @@ class Diameter:
         except (ValueError, BadParameter):
             pass
         raise BadParameter(
-            "A positive length or three (Z,Y,X) and a unit, auto or none are expected, as in 15px, 7,15,15px or 6.5um, "
+            "Expected a diameter with its unit, such as 15px, 6.5um or 7,15,15px (along Z,Y,X), or auto or none, "
             f"not {text!r}"
         )
 
     def __str__(self) -> str:
-        """Return text that `parse` understands."""
+        """Format the diameter as text that `parse` accepts."""
         return ",".join(f"{length:.3g}" for length in self.lengths) + self.unit
 
     def in_voxels(self, voxel_size: VoxelSize | None) -> tuple[float, float, float] | None:
-        """Return the diameters along (z, y, x) in voxels, None for micrometres without a voxel size.
+        """Return the diameters along (z, y, x) in voxels; None for micrometers without a voxel size.
 
-        Without a voxel size planes are taken to be as far apart as pixels.
+        Without a voxel size, voxels are assumed to be cubes.
         """
         if self.unit == "um" and voxel_size is None:
             return None
@@ -149,33 +152,33 @@ class Diameter:
 
 
 DiameterSetting = Diameter | Literal["auto", "none"]
-"""Stated, estimated from the stack (auto), or none: the stack is used as it is sampled."""
+"""A diameter, `auto` (estimated from the stack), or `none` (the stack is used at its original resolution)."""
 
 
 def parse_diameter(text: str) -> DiameterSetting:
-    """Parse auto, none, or text for `Diameter.parse`. Raises BadParameter."""
+    """Parse `auto`, `none`, or a diameter as `Diameter.parse` does. Raises BadParameter."""
     match text.strip().lower():
         case "auto" | "none" as word:
             return word
-        case given:
-            return Diameter.parse(given)
+        case normalized:
+            return Diameter.parse(normalized)
 
 
 def parse_roi_size(text: str) -> Size:
-    """Parse the edges of a window, as in 64,64,64. Raises BadParameter."""
-    edges = [int(part) for part in text.split(",") if is_index(part.strip()) and len(part) <= MOST_EDGE_DIGITS]
+    """Parse the size of a window, such as `64,64,64`. Raises BadParameter."""
+    edges = [int(part) for part in text.split(",") if is_index(part.strip()) and len(part) <= MAX_EDGE_DIGITS]
     match edges:
         case [z, y, x] if min(edges) > 0 and text.count(",") == 2:
             return z, y, x
-    raise BadParameter(f"Three positive numbers Z,Y,X of voxels are expected, as in 64,64,64, not {text!r}")
+    raise BadParameter(f"Expected three positive numbers of voxels Z,Y,X, such as 64,64,64, not {text!r}")
 
 
 SkipBelow = float | Literal["auto", "none"]
-"""Grey value of empty voxels, whose windows are skipped: stated, found from the stack (auto), or none."""
+"""Gray value up to which voxels count as empty, `auto` (determined from the stack), or `none` (nothing is skipped)."""
 
 
 def parse_skip_below(text: str) -> SkipBelow:
-    """Parse auto, none, or a finite number. Raises BadParameter."""
+    """Parse `auto`, `none`, or a finite number. Raises BadParameter."""
     match text.strip().lower():
         case "auto" | "none" as word:
             return word
@@ -184,33 +187,38 @@ def parse_skip_below(text: str) -> SkipBelow:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise BadParameter(f"A grey value of the stack, auto or none are expected, as in 120, not {text!r}")
+        raise BadParameter(f"Expected a gray value of the stack, such as 120, or auto or none, not {text!r}")
     return value
 
 
 @dataclass(frozen=True)
 class ObjectVolume:
-    """Volume of an object in voxels of the stack (px) or in cubic micrometres. Raises BadParameter beyond 0 to 1e18."""
+    """Volume of an object in voxels of the stack (px) or in cubic micrometers (um3).
+
+    Raises BadParameter if the amount is not between 0 and `MAX_VOLUME`.
+    """
 
     amount: float
     unit: Literal["px", "um3"]
 
     def __post_init__(self) -> None:
-        if not 0 <= self.amount <= MOST_VOLUME:
-            raise BadParameter(f"A volume must be from 0 to {MOST_VOLUME:g}, not {self.amount}.")
+        if not 0 <= self.amount <= MAX_VOLUME:
+            raise BadParameter(f"A volume must be between 0 and {MAX_VOLUME:g}, not {self.amount}.")
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse text such as 60 or 12.5um3. Raises BadParameter."""
-        given = text.strip().lower()
+        """Parse text such as `60` (voxels) or `12.5um3`. Raises BadParameter."""
+        normalized = text.strip().lower()
         try:
-            return cls(float(given.removesuffix("um3")), "um3" if given.endswith("um3") else "px")
+            return cls(float(normalized.removesuffix("um3")), "um3" if normalized.endswith("um3") else "px")
         except (ValueError, BadParameter):
             pass
-        raise BadParameter(f"A number of voxels, or of cubic micrometres as in 12.5um3, is expected, not {text!r}")
+        raise BadParameter(
+            f"Expected a number of voxels such as 60, or of cubic micrometers such as 12.5um3, not {text!r}"
+        )
 
     def in_voxels(self, voxel_size: VoxelSize | None) -> float | None:
-        """Return the number of voxels, None for micrometres without a voxel size."""
+        """Return the volume in voxels; None for cubic micrometers without a voxel size."""
         if self.unit == "px":
             return self.amount
         return None if voxel_size is None else self.amount / math.prod(voxel_size)

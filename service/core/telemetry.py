@@ -1,4 +1,4 @@
-"""What the process reports of its work: the log, the progress of long steps, and the seconds of each stage."""
+"""Logging, the progress of long-running steps, and the duration of each stage of a request."""
 
 from __future__ import annotations
 
@@ -14,30 +14,38 @@ from datetime import UTC, datetime
 from typing import IO, Any
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""Id of the request that the running task answers; "" outside of requests, and in threads."""
+"""Id of the current request; "" outside requests, and in threads."""
 
-TEXT = "%(asctime)s %(levelname)s %(message)s"
-# A step that takes longer is logged, and again whenever its time has doubled.
-LONG_SECONDS = 5.0
+TEXT_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+# A step that takes longer is logged, and again each time its duration has doubled.
+SLOW_STEP_SECONDS = 5.0
 
 log = logging.getLogger(__name__)
 
 
 def configure_logging(level: str, form: str, stream: IO[str] | None = None) -> None:
-    """Write the log, and the warnings of libraries, to `stream` (None: standard error), as `text` or `json`."""
+    """Configure logging, including the warnings of libraries.
+
+    level   name of the lowest level to log, such as "info"
+    form    "text", or "json" for one JSON object per line
+    stream  None: standard error
+    """
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(TEXT))
+    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(TEXT_FORMAT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(capture=True)
 
 
 def fields(**values: Any) -> dict[str, Any]:
-    """Return the `extra=` of a logging call that adds members to the JSON object of its line."""
+    """Return the `extra` argument for a logging call that adds members to the JSON object of its line."""
     return {"fields": values}
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats time (UTC), level, logger, message, the request's id, the members from `fields`, and the exception."""
+    """A formatter that writes each record as a JSON object.
+
+    Its members are time (UTC), level, logger, message, request id, the values from `fields`, and the exception.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -55,30 +63,33 @@ class JsonFormatter(logging.Formatter):
 
 
 class Progress:
-    """Steps of one piece of work, called `title` in the log. Any thread may ask for the step that is in progress."""
+    """Steps of one operation, which the log calls `title`. Any thread may query the current step."""
 
     def __init__(self, title: str = "") -> None:
         self._title = title
         self._steps: list[tuple[str, float]] = []
 
     def __str__(self) -> str:
-        """Return the steps and the seconds of the innermost: `way 2 of 9: building (for 12 s)`; "" between steps."""
+        """Format the current steps, such as `candidate 2 of 9: building (for 12 s)`; "" between steps.
+
+        The duration is that of the innermost step.
+        """
         steps = list(self._steps)
         names = ": ".join(name for name, _began in steps)
         return f"{names} (for {time.monotonic() - steps[-1][1]:.0f} s)" if steps else ""
 
     @contextmanager
     def follow(self) -> Iterator[None]:
-        """Collect every `step` within the block; other threads take part where they run in a copy of its context."""
-        token = _followed.set(self)
+        """Record every `step` within the block, also in threads that run in a copy of the block's context."""
+        token = _current_progress.set(self)
         try:
             yield
         finally:
-            _followed.reset(token)
+            _current_progress.reset(token)
 
     @contextmanager
-    def step(self, name: str, long_seconds: float = LONG_SECONDS) -> Iterator[None]:
-        """Name what the block does."""
+    def step(self, name: str, long_seconds: float = SLOW_STEP_SECONDS) -> Iterator[None]:
+        """Record the block as a step. If it takes longer than `long_seconds`, log it."""
         entry, ended = (name, time.monotonic()), threading.Event()
         self._steps.append(entry)
         threading.Thread(target=self._log_while, args=(entry, ended, long_seconds), daemon=True).start()
@@ -90,24 +101,24 @@ class Progress:
 
     def _log_while(self, entry: tuple[str, float], ended: threading.Event, seconds: float) -> None:
         while not ended.wait(seconds):
-            # A step within this one tells more.
+            # Log only the innermost step, which is the most specific.
             if self._steps[-1:] == [entry]:
                 log.info("%s", ": ".join(filter(None, (self._title, str(self)))))
             seconds = time.monotonic() - entry[1]
 
 
-_followed: ContextVar[Progress | None] = ContextVar("progress", default=None)
+_current_progress: ContextVar[Progress | None] = ContextVar("progress", default=None)
 
 
 @contextmanager
 def step(name: str) -> Iterator[None]:
-    """Name what the block does, for the log once that takes long, and for the `Progress` that is followed."""
-    with (_followed.get() or Progress()).step(name):
+    """Record the block as a step of the current `Progress`. If it takes long, log it."""
+    with (_current_progress.get() or Progress()).step(name):
         yield
 
 
 class Stages:
-    """Seconds that each stage of one request took, in the order in which they happened."""
+    """Duration of each stage of one request in seconds, in the order of the stages."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -115,12 +126,12 @@ class Stages:
 
     @property
     def total(self) -> float:
-        """Seconds since the request began."""
+        """Seconds since the start of the request."""
         return time.perf_counter() - self._began
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Time the block as stage `name`."""
+        """Measure the duration of the block as stage `name`."""
         began = time.perf_counter()
         try:
             yield
@@ -128,10 +139,10 @@ class Stages:
             self.add(name, time.perf_counter() - began)
 
     def add(self, name: str, seconds: float) -> None:
-        """Add seconds to stage `name`."""
+        """Add to the duration of stage `name`."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def update(self, seconds: Mapping[str, float]) -> None:
-        """Add the seconds of several stages."""
+        """Add to the durations of several stages."""
         for name, value in seconds.items():
             self.add(name, value)

@@ -1,4 +1,4 @@
-"""The nouns of a request: the volume, the part of a file to read, the options, and the segmentation."""
+"""Shared types of a request: the volume, the selected part of a file, the options and the segmentation."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from service.core.quantities import DiameterSetting, ObjectVolume, Size, SkipBel
 
 Array = NDArray[Any]
 StackShape = tuple[int, int, int, int]
-"""Channels, and voxels along (Z, Y, X)."""
+"""Number of channels, and of voxels along (Z, Y, X)."""
 OutputKind = Literal["labels", "classes", "probabilities"]
 Quality = Literal["fast", "best"]
-"""fast scores windows once; best lets them overlap more, and averages the scores of several views."""
+"""fast: compute each window once; best: use more overlap, and average the scores of several views."""
 Views = tuple[tuple[int, ...], ...]
-"""For each view the axes, of 2 to 4 (z, y, x), along which a window is mirrored."""
+"""For each view, the axes of [N, C, z, y, x] along which a window is mirrored, from 2 (z) to 4 (x)."""
 Linking = Literal["overlap", "laptrack"]
-"""The rule by which objects get one number through time: the overlap of their labels at neighbouring time points."""
+"""Method that links the objects of consecutive time points: overlap of their labels, or LapTrack."""
 
 
 Cancelling = Callable[[], bool]
-"""Whether nobody waits for the answer any more."""
+"""Returns whether the request was cancelled."""
 
 
 def never() -> bool:
-    """Return False: the work is not cancelled."""
+    """Return False, for work that cannot be cancelled."""
     return False
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Part of a file to read, and facts that the caller states instead of the file.
+    """Part of a file to read, and metadata that overrides the file.
 
-    channel     index or name; None: the only channel, or as many as the model takes
-    time        index; None: the only time point. A range can be described, and is read point by point
-    axes        one letter of TZCYXS per dimension of the stored array, overriding the file
-    voxel_size  overrides the file
+    channel     index or name; None: the only channel, or all channels that the model requires
+    time        index or range; None: the only time point. The time points of a range are read one at a time
+    axes        one letter of TZCYXS per dimension of the stored array; overrides the metadata of the file
+    voxel_size  overrides the metadata of the file
     """
 
     channel: int | str | None = None
@@ -50,7 +50,7 @@ class Selection:
 
 
 class Extent(Protocol):
-    """Shape and sampling of a stack without its pixels; `Volume` and `Description` are extents."""
+    """Shape and voxel size of a stack, without its pixels. `Volume` and `Description` implement this protocol."""
 
     @property
     def shape(self) -> StackShape:
@@ -58,17 +58,17 @@ class Extent(Protocol):
 
     @property
     def voxel_size(self) -> VoxelSize | None:
-        """Micrometres, or None where the file does not say."""
+        """Voxel size in micrometers; None if unknown."""
 
 
 @dataclass(frozen=True)
 class Volume:
-    """One stack [C, Z, Y, X], dtype as stored, whose planes are read in ranges.
+    """A stack [C, Z, Y, X] of the stored dtype, whose planes are read in ranges.
 
-    read        read(z0, z1) -> [C, z1 - z0, Y, X] in native byte order; the pixels may live in a file
-    voxel_size  micrometres, or None where the file does not say
-    channels    one name per channel, "" where the file gives none
-    notes       what a user should know of how the file was understood
+    read        read(z0, z1) returns planes [C, z1 - z0, Y, X] in native byte order; the pixels may be in a file
+    voxel_size  in micrometers; None if unknown
+    channels    one name per channel; "" for a channel without a name
+    notes       assumptions about the metadata that the user should know, one sentence each
     """
 
     shape: StackShape
@@ -82,33 +82,33 @@ class Volume:
     def from_array(
         cls, pixels: Array, voxel_size: VoxelSize | None = None, channels: tuple[str, ...] | None = None
     ) -> Volume:
-        """Wrap an array [C, Z, Y, X] (memory-mapped arrays stay on disk until a slab is read)."""
+        """Wrap an array [C, Z, Y, X]. A memory-mapped array stays on disk until a slab is read."""
         c, z, y, x = pixels.shape
         names = channels if channels is not None else ("",) * c
         return cls((c, z, y, x), pixels.dtype, lambda z0, z1: pixels[:, z0:z1], voxel_size, names)
 
     @property
     def voxels(self) -> int:
-        """Voxels of one channel."""
+        """Number of voxels of one channel."""
         return math.prod(self.shape[1:])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pixels."""
+        """Size of all pixels in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def array(self) -> Array:
-        """Read all pixels, [C, Z, Y, X]."""
+        """Read all pixels as an array [C, Z, Y, X]."""
         return self.read(0, self.shape[1])
 
 
 @dataclass(frozen=True, eq=False)
 class Objects:
-    """Objects of a label volume in the order of their numbers, as they were decoded; arrays [N].
+    """Statistics of the N decoded objects of a label volume, in the order of their labels; arrays [N].
 
-    voxels      int64, on the grid of the network
-    confidence  float32, the mean probability over its voxels that they are foreground
-    peaks       float32, the highest distance that the network gave inside the object, 0 to 1 where it is normalised
+    voxels      int64, number of voxels on the grid of the network
+    confidence  float32, mean foreground probability of the voxels of the object
+    peaks       float32, highest distance that the network predicted inside the object; 0 to 1 if it is normalized
     """
 
     voxels: NDArray[np.int64]
@@ -117,13 +117,13 @@ class Objects:
 
     @classmethod
     def from_sums(cls, voxels: Array, foreground: Array, peaks: Array) -> Self:
-        """Make objects from their voxels, the sums of the probabilities of these, and their peaks."""
+        """Create objects from their numbers of voxels, the sums of their foreground probabilities, and their peaks."""
         confidence = foreground / np.maximum(voxels, 1)
         return cls(voxels.astype(np.int64), confidence.astype(np.float32), peaks.astype(np.float32))
 
     @classmethod
     def concatenate(cls, parts: Sequence[Self]) -> Self:
-        """Return the objects of at least one part after each other."""
+        """Concatenate the objects of one or more parts."""
         return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     def __len__(self) -> int:
@@ -131,36 +131,33 @@ class Objects:
 
     @property
     def typical_size(self) -> int:
-        """Voxels of the object that the median voxel belongs to. There has to be an object."""
+        """Volume-weighted median of the object sizes in voxels. Requires at least one object."""
         sizes = np.sort(self.voxels)
         return int(sizes[np.searchsorted(sizes.cumsum(), sizes.sum() / 2)])
 
     @property
     def typical_confidence(self) -> float:
-        """Confidence of the object that the median voxel belongs to, from the least to the most certain object.
-
-        There has to be an object.
-        """
+        """Volume-weighted median of the confidence of the objects. Requires at least one object."""
         order = np.argsort(self.confidence, kind="stable")
         sums = self.voxels[order].cumsum()
         return float(self.confidence[order[np.searchsorted(sums, sums[-1] / 2)]])
 
-    def select(self, kept: NDArray[np.bool_]) -> Self:
-        """Return the objects for which `kept` [N] is true."""
-        return type(self)(self.voxels[kept], self.confidence[kept], self.peaks[kept])
+    def select(self, mask: NDArray[np.bool_]) -> Self:
+        """Return the objects for which `mask` [N] is True."""
+        return type(self)(self.voxels[mask], self.confidence[mask], self.peaks[mask])
 
 
 @dataclass(frozen=True)
 class Segmentation:
-    """Output of a model, on the grid of the volume; of a series of volumes with a first axis T.
+    """Result of a segmentation, on the grid of the volume. For a time series, pixels have a leading axis T.
 
     pixels         labels and classes: [Z, Y, X] uint8, uint16 or uint32; probabilities: [K, Z, Y, X] float32
     kind           meaning of the pixels
-    voxel_size     of the volume
-    count          number of objects (labels), else None
-    names          the K names of the classes or probabilities, empty for labels
-    objects        what decoding knows of the objects (labels), else None
-    time_interval  of a series, or None where the file does not say
+    voxel_size     voxel size of the volume; None if unknown
+    count          number of objects if the pixels are labels, else None
+    names          names of the classes or of the K probabilities; empty for labels
+    objects        statistics of the objects if the pixels are labels, else None
+    time_interval  time interval of a series; None if unknown
     """
 
     pixels: Array
@@ -173,31 +170,34 @@ class Segmentation:
 
     @property
     def axes(self) -> str:
-        """One letter of TCZYX per dimension of the pixels."""
+        """Axes of the pixels, one letter of TCZYX per dimension."""
         volume = "CZYX" if self.kind == "probabilities" else "ZYX"
         return "T" * (self.pixels.ndim - len(volume)) + volume
 
 
 def label_dtype(count: int) -> np.dtype[Any]:
-    """Return the smallest of uint16 and uint32 that numbers `count` objects."""
+    """Return the smaller of uint16 and uint32 that can represent `count` labels."""
     return np.dtype(np.uint16 if count < 2**16 else np.uint32)
 
 
 @dataclass(frozen=True)
 class Description:
-    """Facts about a file and the selected part, found without reading pixels.
+    """Metadata of a file and of the selected part, determined without reading pixels.
 
-    container           "OME-TIFF", "ImageJ TIFF", "TIFF", ...
-    axes, stored_shape  one letter of TZCYXS per stored dimension after an override, and the lengths
-    shape               (C, Z, Y, X) of the selected part
-    dtype               as stored, for example "uint16"
-    voxel_size          micrometres, or None; `voxel_size_from` names its source
-    channels, times     names of all stored channels; number of time points
-    colours             of all stored channels as #rrggbb, "" where the file gives none
-    notes               assumptions and doubts, one sentence each
-    time_interval       or None where the file does not say
-    time_points         [first, stop) of a selected range, else None
-    problem             why no volume can be read: a time point has yet to be chosen; "" where one can
+    container        format of the file, such as "OME-TIFF", "ImageJ TIFF" or "TIFF"
+    axes             one letter of TZCYXS per stored dimension, including overrides
+    stored_shape     length of each stored dimension
+    shape            (C, Z, Y, X) of the selected part
+    dtype            stored dtype, such as "uint16"
+    voxel_size       in micrometers; None if unknown
+    voxel_size_from  source of the voxel size
+    channels         names of all stored channels
+    times            number of stored time points
+    colours          colors of all stored channels as #rrggbb; "" for a channel without a color
+    notes            assumptions and ambiguities of the metadata, one sentence each
+    time_interval    None if unknown
+    time_points      (first, stop) of the selected range, which excludes `stop`; None without a range
+    problem          why the selected part cannot be read, for example because no time point is selected; "" if it can
     """
 
     container: str
@@ -217,20 +217,20 @@ class Description:
 
     @property
     def volumes(self) -> int:
-        """Number of volumes that are selected: time points of a range, else one."""
+        """Number of selected volumes: the time points of a range, else 1."""
         first, stop = self.time_points or (0, 1)
         return stop - first
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one selected volume once it is decoded."""
+        """Size of one selected volume after decoding, in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 class Steering(NamedTuple):
-    """Changes by the caller in how scores become objects, of the same meaning as in a model file's `decoding`.
+    """Options of a request that override keys under `decoding` in `model.yaml`.
 
-    None leaves a choice to the model file. `minimum_size` is in the stack, whatever it is resampled to.
+    None uses the value of the model. `minimum_size` refers to the voxels of the stack, before resampling.
     """
 
     threshold: float | None = None
@@ -241,19 +241,19 @@ class Steering(NamedTuple):
 
     @property
     def given(self) -> tuple[str, ...]:
-        """Names of the choices that were made."""
+        """Names of the options that override the model."""
         return tuple(name for name, value in self._asdict().items() if value is not None)
 
 
 @dataclass(frozen=True)
 class Options:
-    """Choices of the caller for one request; None leaves a choice to the operator or the model.
+    """Segmentation options of a request. None uses the setting of the operator or the value of the model.
 
-    diameter    of the objects; the volume is resampled so that they have the size that the model works best at
-    skip_below  windows whose voxels are all up to this grey value are not computed
-    steering    how scores become objects
-    roi_size    window (z, y, x) in voxels of the network's grid, where the model takes others than its own
-    strict      whether a doubtful result is an error
+    diameter    diameter of the objects; the volume is resampled to the object diameter that suits the model
+    skip_below  skip windows in which no voxel is above this gray value
+    steering    post-processing options, which control how scores become objects
+    roi_size    window size (z, y, x) in voxels of the network's grid, if the model supports other sizes than its own
+    strict      whether low confidence in the labels is an error
     quality     None: fast
     """
 

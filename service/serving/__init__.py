@@ -1,1 +1,1 @@
-"""Requests wait, run and are kept: queue, devices, loaded models, jobs on disk."""
+"""Request processing: queues, devices, loaded models, jobs, result files and storage."""

@@ -1,4 +1,4 @@
-"""The one place that creates what lives as long as the process: devices, stores, readers, jobs and trainings."""
+"""The composition root: creates the devices, stores, readers, jobs and trainings of the service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.serving.devices.cluster.cluster_devices import ConnectCluster, open
 from service.serving.devices.cluster.ray_cluster import connect_cluster
 from service.serving.devices.device import loaded_bytes
 from service.serving.devices.local.device import LocalDevice, LocalParts
-from service.serving.devices.local.model import MakeSegmenter, Segmenter, load_model
+from service.serving.devices.local.model import Segmenter, SegmenterFactory, load_model
 from service.serving.devices.local.settings import split_settings
 from service.serving.devices.model_registry import ModelRegistry
 from service.serving.devices.pool import DevicePool
@@ -33,14 +33,14 @@ from service.serving.storage.volume_cache import VolumeCache
 
 
 class Parts(NamedTuple):
-    """Parts of the service that simulations replace.
+    """Parts of the service that tests and simulations replace.
 
-    load           makes a segmenter of a model
-    choose_driver  returns what tells about a device by its name; None: the only one
-    connect        returns what asks the cluster for an actor
+    load           creates a segmenter for a model
+    choose_driver  returns the driver of a device by its name; the name is None if there is only one device
+    connect        connects to the cluster and returns a function that requests an actor
     """
 
-    load: MakeSegmenter = Segmenter
+    load: SegmenterFactory = Segmenter
     choose_driver: Callable[[str | None], Driver] = lambda _name: devices
     connect: ConnectCluster = partial(connect_cluster, load=partial(load_model, Segmenter))
 
@@ -49,7 +49,7 @@ DEFAULT_PARTS = Parts()
 
 
 class Service(NamedTuple):
-    """All objects of the service that requests use."""
+    """The long-lived objects of the service that requests use."""
 
     runtime: Runtime
     async_jobs: AsyncJobs
@@ -58,7 +58,7 @@ class Service(NamedTuple):
 
 
 def build(settings: Settings, parts: Parts = DEFAULT_PARTS) -> Service:
-    """Create the service; nothing runs yet. Raises ConfigError for a device or a folder that does not exist."""
+    """Create the service without starting it. Raises ConfigError if a device or folder does not exist."""
     runtime = build_runtime(settings, parts)
     annotations = AnnotationStore(settings.annotations_folder, quota_bytes=settings.annotations.quota_bytes)
     trainings = Trainings(settings, annotations, runtime.models, lambda: runtime.draining)
@@ -70,15 +70,18 @@ def build(settings: Settings, parts: Parts = DEFAULT_PARTS) -> Service:
         "annotations": lambda: measure_disk(annotations.folder, annotations.measure().nbytes, None),
         "trained-models": lambda: measure_disk(trained, count_bytes(trained), None),
     }
-    runtime.metrics.watch_each("stackseg_trainings", trainings.queue.count)
+    runtime.metrics.register_labeled_gauge("stackseg_trainings", trainings.queue.count)
     return Service(runtime, async_jobs, annotations, trainings)
 
 
 def build_runtime(settings: Settings, parts: Parts = DEFAULT_PARTS) -> Runtime:
-    """Create what requests use, without jobs and trainings. Raises ConfigError."""
+    """Create the runtime, without jobs and trainings. Raises ConfigError."""
     host_files, metrics, loading_lock = HostFiles(settings.references), Metrics(), torch_compile.LoadingLock()
     shared = LocalParts(partial(load_model, parts.load), metrics, loading_lock)
-    local = [LocalDevice(name, own, shared, parts.choose_driver(name)) for name, own in split_settings(settings)]
+    local = [
+        LocalDevice(name, device_settings, shared, parts.choose_driver(name))
+        for name, device_settings in split_settings(settings)
+    ]
     cluster = open_cluster(settings, parts.connect, metrics)
     devices = DevicePool(local, [device.watchdog for device in local], cluster)
     models = ModelRegistry(settings.models, devices.all, settings.trained_folder)
@@ -87,12 +90,12 @@ def build_runtime(settings: Settings, parts: Parts = DEFAULT_PARTS) -> Runtime:
     runtime = Runtime(
         settings, devices, models, metrics, Files(host_files, scratch, cache, VolumeCache(), FileReaders(settings))
     )
-    _watch(runtime, loading_lock)
+    _register_gauges(runtime, loading_lock)
     return runtime
 
 
-def _watch(runtime: Runtime, loading_lock: torch_compile.LoadingLock) -> None:
-    """Have the metrics show the state of the runtime."""
+def _register_gauges(runtime: Runtime, loading_lock: torch_compile.LoadingLock) -> None:
+    """Register the gauges that show the state of the runtime."""
     devices, metrics = runtime.devices, runtime.metrics
     values: Mapping[str, Callable[[], float]] = {
         "stackseg_waiting": lambda: devices.waiting,
@@ -104,7 +107,7 @@ def _watch(runtime: Runtime, loading_lock: torch_compile.LoadingLock) -> None:
         "stackseg_recompilations": lambda: loading_lock.recompilations,
         "stackseg_reader_kills": lambda: float(runtime.reader.kills),
     }
-    labelled: Mapping[str, Callable[[], Mapping[str, float]]] = {
+    labeled_values: Mapping[str, Callable[[], Mapping[str, float]]] = {
         "stackseg_disk_used_bytes": lambda: _disk_bytes(runtime, "used"),
         "stackseg_disk_free_bytes": lambda: _disk_bytes(runtime, "free"),
         "stackseg_loaded_models": lambda: {device.name: float(len(device.loaded_models)) for device in devices.all},
@@ -114,18 +117,21 @@ def _watch(runtime: Runtime, loading_lock: torch_compile.LoadingLock) -> None:
         "stackseg_gpu_memory_total_bytes": lambda: _gpu_bytes(devices, "memory_total"),
     }
     for name, value in values.items():
-        metrics.watch(name, value)
-    for name, each in labelled.items():
-        metrics.watch_each(name, each)
+        metrics.register_gauge(name, value)
+    for name, each in labeled_values.items():
+        metrics.register_labeled_gauge(name, each)
 
 
 def _disk_bytes(runtime: Runtime, field: str) -> dict[str, float]:
-    """Return the bytes in this field of the disk usage, by kind of files."""
+    """Return a field of the disk usage in bytes, by kind of files."""
     return {kind: float(getattr(usage, field)) for kind, usage in runtime.measure_disks().items()}
 
 
 def _gpu_bytes(devices: DevicePool, field: str) -> dict[str, float]:
-    """Return the bytes in this field of every GPU that reports it, by index, on other hosts after their name."""
+    """Return a field of `GpuStatus` in bytes for every GPU that reports it.
+
+    Keys are GPU indices, with the prefix `HOST:` for GPUs of other hosts.
+    """
     values = {str(gpu.index): getattr(gpu, field) for gpu in gpus.query_gpus()}
     for other in devices.hosts:
         values |= {f"{other.host}:{gpu.index}": getattr(gpu, field) for gpu in other.gpus}

@@ -1,4 +1,4 @@
-"""Counters, timers and gauges of the process, in Prometheus's text format."""
+"""Metrics of the process in Prometheus's text format."""
 
 from __future__ import annotations
 
@@ -22,35 +22,38 @@ from prometheus_client.registry import Collector
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 STAGE_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 1800.0)
-RECENT = 50
+# Number of segmentations that `Metrics.recent` returns.
+MAX_RECENT_SEGMENTATIONS = 50
 
 GAUGES = {
-    "stackseg_waiting": "Requests that wait for the device.",
-    "stackseg_running": "Requests that are worked on.",
-    "stackseg_scratch_bytes": "Bytes on disk that requests hold.",
-    "stackseg_cache_bytes": "Bytes of earlier results.",
-    "stackseg_ready": "1 once the models that are loaded at start are warm.",
-    "stackseg_compiled_graphs": "Graphs compiled so far; only loading a model adds some.",
-    "stackseg_recompilations": "Graphs that were compiled while no model was loaded; there should be none.",
-    "stackseg_reader_kills": (
-        "Processes that were killed while they read a file, most likely for lack of memory on the host."
-    ),
+    "stackseg_waiting": "Requests in the queues of all devices.",
+    "stackseg_running": "Requests that are being processed.",
+    "stackseg_scratch_bytes": "Disk space used by requests.",
+    "stackseg_cache_bytes": "Size of the result cache.",
+    "stackseg_ready": "1 if the service is ready for requests, else 0.",
+    "stackseg_compiled_graphs": "Graphs compiled so far. Only loading a model should compile graphs.",
+    "stackseg_recompilations": "Graphs compiled while no model was being loaded. Should be 0.",
+    "stackseg_reader_kills": "Processes killed while they read a file, usually because the host ran out of memory.",
 }
-# The label and the meaning of each.
-LABELLED_GAUGES = {
-    "stackseg_trainings": ("state", "Trainings that run and wait."),
-    "stackseg_disk_used_bytes": ("files", "Bytes of files of each kind."),
-    "stackseg_disk_free_bytes": ("files", "Free bytes of the disk that they lie on."),
-    "stackseg_loaded_models": ("device", "Models that are loaded, by device."),
-    "stackseg_loaded_bytes": ("device", "Memory that they take."),
-    "stackseg_workers": ("state", "Workers of the cluster."),
-    "stackseg_gpu_memory_used_bytes": ("gpu", "Of each GPU, by all processes."),
-    "stackseg_gpu_memory_total_bytes": ("gpu", "Of each GPU."),
+# Label name and description of each gauge.
+LABELED_GAUGES = {
+    "stackseg_trainings": ("state", "Trainings by state."),
+    "stackseg_disk_used_bytes": ("files", "Disk space used by each kind of files."),
+    "stackseg_disk_free_bytes": ("files", "Free space on the disk of each kind of files."),
+    "stackseg_loaded_models": ("device", "Loaded models by device."),
+    "stackseg_loaded_bytes": ("device", "Memory used by the loaded models of each device."),
+    "stackseg_workers": ("state", "Workers of the cluster by state."),
+    "stackseg_gpu_memory_used_bytes": ("gpu", "Memory of each GPU used by all processes."),
+    "stackseg_gpu_memory_total_bytes": ("gpu", "Total memory of each GPU."),
 }
 
 
-class Segmented(NamedTuple):
-    """A segmentation that has ended, at `ended` seconds since 1970; `seconds` by stage, in their order."""
+class SegmentationRecord(NamedTuple):
+    """A completed segmentation.
+
+    ended    end time in seconds since 1970
+    seconds  duration of each stage, in the order of the stages
+    """
 
     ended: float
     model: str
@@ -60,65 +63,72 @@ class Segmented(NamedTuple):
 
 
 class Metrics:
-    """Counters of one process. Names and labels are part of the interface: dashboards depend on them.
+    """Metrics of one process. Dashboards depend on the names and labels, so they must not change.
 
-    What counts by itself is an attribute, called with the values of its labels: `metrics.loads("nuclei").inc()`.
+    Public attributes are counters, which are called with the values of their labels, such as
+    `metrics.model_loads("nuclei").inc()`.
     """
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._recent: deque[Segmented] = deque(maxlen=RECENT)
-        self._requests = self._counter("stackseg_requests", "Requests answered.", "route", "status")
-        self._errors = self._counter("stackseg_errors", "Requests answered with a problem document.", "type")
-        self._callers = self._counter("stackseg_caller_requests", "Requests by the name of their API key.", "caller")
-        about = "Seconds per stage of a segmentation."
-        stages = Histogram("stackseg_stage_seconds", about, ["stage"], registry=self._registry, buckets=STAGE_BUCKETS)
+        self._recent: deque[SegmentationRecord] = deque(maxlen=MAX_RECENT_SEGMENTATIONS)
+        self._requests = self._counter("stackseg_requests", "Requests by route and status.", "route", "status")
+        self._errors = self._counter("stackseg_errors", "Requests that failed, by problem type.", "type")
+        self._callers = self._counter("stackseg_caller_requests", "Requests by name of the API key.", "caller")
+        description = "Duration of each stage of a segmentation."
+        stages = Histogram(
+            "stackseg_stage_seconds", description, ["stage"], registry=self._registry, buckets=STAGE_BUCKETS
+        )
         self._stages = cache(stages.labels)
-        self.cache_lookups = self._counter("stackseg_cache", "Requests looked up among earlier results.", "outcome")
+        self.cache_lookups = self._counter("stackseg_cache", "Lookups in the result cache.", "outcome")
         self._voxels = self._counter("stackseg_voxels", "Voxels segmented.", "model")
         self._objects = self._counter("stackseg_objects", "Objects found.", "model")
         self._windows = self._counter("stackseg_windows", "Windows computed.", "model")
         self._slots = self._counter(
             "stackseg_batch_slots",
-            "Windows that the computed batches had room for; windows per slot tells how full they are.",
+            "Window slots of the computed batches. Windows per slot is the fill level of the batches.",
             "model",
         )
         self._device_windows = self._counter("stackseg_device_windows", "Windows computed, by device.", "device")
         self._device_seconds = self._counter(
-            "stackseg_device_seconds", "Seconds in which a device was busy with windows.", "device"
+            "stackseg_device_seconds", "Seconds in which a device computed windows.", "device"
         )
-        self.fallbacks = self._counter(
-            "stackseg_memory_fallbacks", "How often memory did not hold a batch, and a smaller one was taken.", "model"
+        self.memory_fallbacks = self._counter(
+            "stackseg_memory_fallbacks", "Batches that were made smaller because memory was exhausted.", "model"
         )
-        self.skipped = self._counter(
-            "stackseg_skipped_windows", "Windows not computed because nothing is in them.", "model"
+        self.skipped_windows = self._counter(
+            "stackseg_skipped_windows", "Windows skipped because they contain only background.", "model"
         )
-        self.recomputed = self._counter(
-            "stackseg_recomputed", "Volumes whose scores were not finite, and were computed again in float32.", "model"
+        self.recomputed_volumes = self._counter(
+            "stackseg_recomputed", "Volumes recomputed in float32 because their scores were not finite.", "model"
         )
-        self.loads = self._counter("stackseg_model_loads", "How often a model was loaded.", "model")
-        self.unloads = self._counter(
-            "stackseg_model_unloads", "How often a model was unloaded, to make room for another.", "model"
+        self.model_loads = self._counter("stackseg_model_loads", "Number of times a model was loaded.", "model")
+        self.model_unloads = self._counter(
+            "stackseg_model_unloads", "Number of times a model was unloaded to free memory for another.", "model"
         )
         ProcessCollector(registry=self._registry)
 
-    def _counter(self, name: str, meaning: str, *labels: str) -> Callable[..., Counter]:
-        """Register a counter and return its `labels`, cached: the library looks each label up under a lock."""
-        return cache(Counter(name, meaning, labels, registry=self._registry).labels)
+    def _counter(self, name: str, description: str, *labels: str) -> Callable[..., Counter]:
+        """Register a counter and return its `labels` method, cached because the library locks for each lookup."""
+        return cache(Counter(name, description, labels, registry=self._registry).labels)
 
-    def watch(self, name: str, value: Callable[[], float]) -> None:
-        """Register one of `GAUGES`, which calls `value` at every exposition."""
+    def register_gauge(self, name: str, value: Callable[[], float]) -> None:
+        """Register a gauge of `GAUGES`. `value` is called whenever metrics are exposed."""
         Gauge(name, GAUGES[name], registry=self._registry).set_function(value)
 
-    def watch_each(self, name: str, values: Callable[[], Mapping[str, float]]) -> None:
-        """Register one of `LABELLED_GAUGES`, which calls `values` at every exposition, for the value of each label."""
-        label, meaning = LABELLED_GAUGES[name]
-        self._registry.register(_LabelledGauge(name, meaning, label, values))
+    def register_labeled_gauge(self, name: str, values: Callable[[], Mapping[str, float]]) -> None:
+        """Register a gauge of `LABELED_GAUGES`. `values` is called whenever metrics are exposed.
+
+        values  returns the value of the gauge for each label
+        """
+        label, description = LABELED_GAUGES[name]
+        self._registry.register(_LabeledGauge(name, description, label, values))
 
     def count_request(self, route: str, status: int, *, caller: str = "anonymous", problem: str | None = None) -> None:
-        """Count a request that was answered, with the type of its problem document, if any.
+        """Count a request and, if it failed, its problem type.
 
-        `route` is a path template and `caller` the name of a key, never text of a client: every value is kept.
+        Every value of a label is stored, so labels must not contain text from clients: `route` is a path template, and
+        `caller` is the name of an API key.
         """
         self._requests(route, str(status)).inc()
         self._callers(caller).inc()
@@ -131,31 +141,31 @@ class Metrics:
             self._objects(model).inc(objects)
         for stage, value in seconds.items():
             self._stages(stage).observe(value)
-        self._recent.appendleft(Segmented(time.time(), model, voxels, objects, dict(seconds)))
+        self._recent.appendleft(SegmentationRecord(time.time(), model, voxels, objects, dict(seconds)))
 
     @property
-    def recent(self) -> tuple[Segmented, ...]:
-        """The last segmentations, newest first."""
-        # Other threads may add one meanwhile: the copy is made in one step.
+    def recent(self) -> tuple[SegmentationRecord, ...]:
+        """The most recent segmentations, newest first."""
+        # Copying is atomic, while other threads may add segmentations during an iteration.
         return tuple(self._recent.copy())
 
     def count_batch(self, model: str, device: str, windows: int, slots: float, seconds: float) -> None:
-        """Count the share of one request in a batch: windows, slots of the batch, seconds of the device."""
+        """Count the share of one request in a batch: its windows, slots and seconds of the device."""
         self._windows(model).inc(windows)
         self._device_windows(device).inc(windows)
         self._device_seconds(device).inc(seconds)
         self._slots(model).inc(slots)
 
     def exposition(self) -> bytes:
-        """Return all metrics in the format of `CONTENT_TYPE`."""
+        """Return all metrics as text of type `CONTENT_TYPE`."""
         return generate_latest(self._registry)
 
 
-class _LabelledGauge(Collector):
-    """A gauge with one label, whose values are looked up at every exposition."""
+class _LabeledGauge(Collector):
+    """A gauge with one label. Its values are computed whenever metrics are exposed."""
 
-    def __init__(self, name: str, meaning: str, label: str, values: Callable[[], Mapping[str, float]]) -> None:
-        self._family = (name, meaning, label)
+    def __init__(self, name: str, description: str, label: str, values: Callable[[], Mapping[str, float]]) -> None:
+        self._family = (name, description, label)
         self._values = values
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
@@ -165,6 +175,6 @@ class _LabelledGauge(Collector):
             yield family
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the gauge without values: registering would otherwise look them up."""
-        name, meaning, label = self._family
-        yield GaugeMetricFamily(name, meaning, labels=[label])
+        """Yield the gauge without values. Without this method, registering the gauge would compute them."""
+        name, description, label = self._family
+        yield GaugeMetricFamily(name, description, labels=[label])

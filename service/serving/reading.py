@@ -1,4 +1,4 @@
-"""Read the pixels of a request: one volume or several time points, and the channels to measure objects in."""
+"""Reading of the pixels of a request: one volume or several time points, and the channels for measurements."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from service.formats.sandbox.reader import Reader, Source
     from service.serving.parameters import SegmentationRequest
 
-# Of one voxel of a series, as far as objects are numbered by 16 bits.
+# Bytes per voxel for the labels of a series, assuming 16-bit labels.
 _LABEL_BYTES = 2
 
 V = TypeVar("V", Volume, Volume | Description)
 
 
 class Pixels(NamedTuple):
-    """The volumes that are read from a file.
+    """The volumes of a request.
 
-    segmented  the selected part, [C, Z, Y, X], or the time points of a series
-    measured   the same part with all channels, if objects are measured; None for a series, which measures them itself
+    segmented  the volume to segment [C, Z, Y, X], or the time points of a series
+    measured   the same volume with all channels, if objects are measured; None for a series, which reads its own
     """
 
     segmented: Volume | Series
@@ -34,10 +34,10 @@ class Pixels(NamedTuple):
 
 
 class LargePixels(NamedTuple):
-    """A file of which not much is decoded yet.
+    """A file that is too large to be decoded at once.
 
-    segmented  the selected part
-    nbytes     of all that is to be decoded
+    segmented  shape and voxel size of the volume to segment
+    nbytes     bytes of all pixels that have to be decoded
     """
 
     segmented: Extent
@@ -46,14 +46,14 @@ class LargePixels(NamedTuple):
 
 @dataclass(frozen=True)
 class PixelSource:
-    """One file, and the part of it that a request asks for.
+    """A file and the part of it that a request selects.
 
     read        reads a selection
-    read_small  reads a selection if little has to be decoded, else describes it
+    read_small  reads a selection if it is small, else describes it
     inspect     describes a selection
-    link        how objects of several time points get one number; None: they do not
+    link        how objects are linked across time points; None: they are not linked
     measured    whether objects are measured, in every channel of the file
-    drop        deletes decoded pixels once the request was cancelled
+    drop        deletes decoded pixels if the request was cancelled
     """
 
     read: Callable[[Selection], Volume]
@@ -66,12 +66,15 @@ class PixelSource:
 
     @classmethod
     def sandboxed(cls, reader: Reader, request: SegmentationRequest, source: Source) -> PixelSource:
-        """Return a file of unknown origin, which confined processes read. Decoded pixels go to the request's folder."""
+        """Return a source that reads an untrusted file in sandboxed processes.
+
+        Decoded pixels are stored in the folder of the request.
+        """
         query, folder, cancelled = request.query, request.folder, request.cancelled
         shared = query.input is not None
 
         def drop() -> None:
-            # Whoever gave up may have deleted the folder before the reader has made it again.
+            # The folder may have been deleted when the request was cancelled, and then created again by the reader.
             if cancelled():
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -86,10 +89,10 @@ class PixelSource:
         )
 
     def read_pixels(self) -> Pixels:
-        """Read all that is needed before anything is computed: later the file may be gone, or another one.
+        """Read all pixels that the request needs, because the file may be deleted or replaced later.
 
-        Of several time points nothing is decoded before their turn: the file has to be there until the series is over.
-        Raises what `Reader.read` raises.
+        Time points of a series are decoded when they are segmented, so the file must exist until the series is done.
+        Raises the errors of `Reader.read`.
         """
         if isinstance(self.selection.time, TimeRange):
             return Pixels(Series.of(self.inspect(self.selection), self._read_point, self.link), None)
@@ -97,7 +100,7 @@ class PixelSource:
         return Pixels(segmented, measured if self.measured else None)
 
     def read_small_pixels(self) -> Pixels | LargePixels:
-        """Read like `read_pixels` if little has to be decoded, else say how many bytes that takes."""
+        """Read the pixels as `read_pixels` does if they are small, else return their size."""
         if isinstance(self.selection.time, TimeRange):
             description = self.inspect(self.selection)
             channels = len(description.channels) if self.measured else 1
@@ -109,7 +112,7 @@ class PixelSource:
         return LargePixels(segmented, measured.nbytes + (0 if measured is segmented else segmented.nbytes))
 
     def _read_both(self, read: Callable[[Selection], V], selection: Selection) -> tuple[V, V]:
-        """Return the part that is segmented, and the one that objects would be measured in."""
+        """Return the volume to segment, and the volume in which objects are measured."""
         segmented = read(selection)
         if not self.measured or selection.channel is None:
             return segmented, segmented

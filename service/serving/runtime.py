@@ -1,4 +1,4 @@
-"""What requests use: settings, models, devices with their queues, readers of files, and space on disk."""
+"""The runtime that all requests share: settings, models, devices and their queues, file readers and storage."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ if TYPE_CHECKING:
     from service.serving.storage.readers import FileReaders
     from service.serving.storage.volume_cache import VolumeCache
 
-# A segmentation stops before its next batch of windows. A compilation cannot be stopped, and is left behind.
+# How long to wait for each group of threads at shutdown. A cancelled segmentation stops before its next batch of
+# windows, but a compilation cannot be interrupted, so shutdown continues without it.
 JOIN_SECONDS = 4.0
 
 log = logging.getLogger(__name__)
 
 
 class Files(NamedTuple):
-    """Where requests get their stacks from, and where they keep files."""
+    """Storage and readers: where requests read stacks from, and where they store files."""
 
     host_files: HostFiles
     scratch: ScratchFolder
@@ -50,12 +51,12 @@ class Files(NamedTuple):
 
 
 class Runtime:
-    """The owner of all threads and child processes. Models become ready one after the other after `start` returned.
+    """Owner of all threads and child processes. Models become ready one after another after `start` has returned.
 
-    draining     whether the service was told to stop
-    checks       each returns why the service is not ready, in one sentence, or None
-    unfinished   each returns whether something is being done that may still finish once the service was told to stop
-    disk_usages  each measures the files of one kind, whose name is that of a label of the metrics
+    draining     whether the service is shutting down
+    checks       readiness checks; each returns a sentence that explains why the service is not ready, or None
+    unfinished   activity checks; each returns whether there is running work that may finish during shutdown
+    disk_usages  functions that measure the disk usage of one kind of files, by the label of that kind in the metrics
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Runtime:
         self.host_files, self.scratch, self.result_cache, self.volumes, self._readers = files
         self.read_threads, self.decode_threads = files.readers.read_threads, files.readers.decode_threads
         self.scratch_space: ScratchSpace
-        # Looking the version up takes a millisecond.
+        # Cached, because determining the version takes a millisecond.
         self._version = software_version()
         self._window_settings = settings.windows.model_dump(mode="json")
         self._started = time.monotonic()
@@ -81,7 +82,7 @@ class Runtime:
 
     @property
     def reader(self) -> Reader:
-        """The reader of stacks in child processes, once the runtime has started."""
+        """The reader that decodes stacks in child processes. Available after `start`."""
         return self._readers.reader
 
     @property
@@ -90,11 +91,11 @@ class Runtime:
 
     @property
     def busy(self) -> bool:
-        """Whether something is computed or written."""
+        """Whether any request or job is being processed or written."""
         return any(check() for check in self.unfinished)
 
     def start(self) -> None:
-        """Read the model repository, and begin to load the models that are wanted at start."""
+        """Start the threads and readers, read the model repository, and begin to load the models of the startup."""
         self.scratch.create()
         free_bytes = shutil.disk_usage(self.scratch.path).free
         self.scratch_space = ScratchSpace(min(self.settings.limits.scratch_bytes, free_bytes))
@@ -104,7 +105,7 @@ class Runtime:
         self.devices.start(self.models.specs, self.models.load_first)
 
     def drain(self) -> None:
-        """Refuse requests from now on. Those that were accepted may finish within server.drain_seconds."""
+        """Reject new requests. Requests that were accepted may finish within `server.drain_seconds`."""
         if self.draining:
             return
         self.draining = True
@@ -114,7 +115,7 @@ class Runtime:
         self._drain_timer.start()
 
     def stop(self) -> None:
-        """Cancel all requests, end threads and child processes, delete the scratch folder."""
+        """Cancel all requests, stop threads and child processes, and delete the scratch folder."""
         self.draining = True
         self.devices.drain()
         if self._drain_timer is not None:
@@ -125,25 +126,25 @@ class Runtime:
         self.scratch.delete()
 
     def check_admission(self, caller: str | None = None) -> None:
-        """Raise NotReady or QueueFull if a request of this caller would be refused after its upload."""
+        """Raise NotReady or QueueFull if a request of this caller would be rejected after its upload."""
         if self.draining:
-            raise NotReady("The service is stopping; send the request again when it is back.")
+            raise NotReady("The service is stopping. Send the request again after it has restarted.")
         self.devices.check_admission(caller)
 
     def unready_reasons(self) -> tuple[str, ...]:
-        """Return why the service is not ready, one sentence each; empty when it is ready."""
+        """Return the reasons why the service is not ready, one sentence each; empty if it is ready."""
         reasons = [reason for check in self.checks if (reason := check()) is not None]
         if self.draining:
             reasons.append("The service is stopping.")
         return (*reasons, *self.devices.unready_reasons(), *self.models.unready_reasons())
 
     def degradations(self) -> tuple[str, ...]:
-        """Return what is wrong though the service is ready, one sentence each."""
+        """Return problems that do not keep the service from being ready, one sentence each."""
         missing = (f"Files are read without {layer}: {reason}." for layer, reason in self.reader.missing.items())
         return (*self.models.degradations(), *self.devices.degradations(), *missing)
 
     def measure_disks(self) -> dict[str, DiskUsage]:
-        """Return what is kept on disk, by its kind; what cannot be measured now is left out."""
+        """Return the disk usage by kind of files. Kinds that cannot be measured are omitted."""
         usages = {}
         for kind, measure in self.disk_usages.items():
             with suppress(StackSegError, OSError):
@@ -151,29 +152,32 @@ class Runtime:
         return usages
 
     def estimator(self, spec: ModelSpec) -> Estimator:
-        """Return the estimator of a model. It guesses the memory of one that was never loaded."""
+        """Return the estimator of a model. If the model was never loaded, its memory is a guess."""
         loaded = self.models.loaded(spec.name)
         return loaded.estimator if loaded else self.devices.all[0].scheduler.models.estimator(spec)
 
     def estimate(self, spec: ModelSpec, volume: Extent, options: Options) -> Estimate:
-        """Estimate windows and memory of a segmentation. Raises BadParameter and TooLarge."""
+        """Estimate the number of windows and the memory of a segmentation. Raises BadParameter and TooLarge."""
         return self.estimator(spec).estimate(volume, options)
 
     def estimate_seconds(self, model: str, windows: int, caller: str | None = None) -> float | None:
-        """Estimate the seconds until so many windows of a model would be done; None before any of it were timed."""
+        """Estimate the seconds until a new request of this size would be complete.
+
+        Return None if no windows of the model have been timed yet.
+        """
         queue = self.devices.choose(model, caller).scheduler.queue
         seconds = queue.expect(model, windows)
         return None if seconds is None else queue.expected_seconds + seconds
 
     def execution_settings(self, model: str) -> dict[str, Any]:
-        """Return what decides about labels beside the model and the request: version, windows, engines in use.
+        """Return the settings that affect labels, apart from the model and the request: version, windows and engines.
 
-        Another process that runs the model with the same settings returns an equal value. The engines of a model that
-        was never loaded are not known yet.
+        Processes that run the model with the same settings return equal values. The engines are unknown until the model
+        has been loaded once.
         """
         return {"version": self._version, "windows": self._window_settings, "engines": self.devices.engines(model)}
 
     def reserve(self, model: str, caller: str | None = None) -> Reservation:
-        """Choose the device that should answer a caller's request for this model first."""
+        """Choose the device that is expected to complete a request for this model first."""
         scheduler = self.devices.choose(model, caller).scheduler
         return Reservation(scheduler, model, self.settings.server.scratch_folder)

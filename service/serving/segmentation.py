@@ -1,7 +1,8 @@
-"""The path of one stack from its source to its answer: read, plan, admit, run, write, cache.
+"""The steps from a stack to its result: read, plan, queue, segment, write and cache.
 
-`SegmentationTask` takes a posted stack all the way. Jobs and folders, which do more between the steps, call the same
-functions: `PixelSource` reads, `queue_work` plans and admits, `Reservation.segment` runs, `write_answer` writes.
+`SegmentationTask` performs all steps for a stack that was sent with a request. Jobs and folders, which do more between
+the steps, call the same functions: `PixelSource` reads, `queue_work` plans and queues, `Reservation.segment` segments,
+and `write_answer` writes.
 """
 
 from __future__ import annotations
@@ -52,16 +53,16 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# The largest answer that is kept in memory while it is sent.
+# Maximum size of a response that is kept in memory while it is sent.
 SMALL_ANSWER_BYTES = 2**20
 
 
 class ReceivedStack(Protocol):
-    """A stack that came with a request or is named by it.
+    """A stack that was sent with a request, or that the request refers to.
 
-    received  the request; its `source` and `digest` are known once the file is complete
-    name      of the file
-    space     disk space that the request holds
+    received  the request; its `source` and `digest` are known after `complete`
+    name      file name of the stack
+    space     disk space that is reserved for the request
     """
 
     received: SegmentationRequest
@@ -70,17 +71,17 @@ class ReceivedStack(Protocol):
 
     @property
     def source(self) -> Source:
-        """What the stack is read from, once it is complete."""
+        """The source from which the stack is read. Available after `complete`."""
 
     def complete(self) -> str | None:
-        """Write what is not on disk yet; return the digest, None for a file that others may change. Blocks."""
+        """Write content that is not on disk yet; return the digest, or None for a file that may change. Blocks."""
 
     def drop_content(self) -> None:
-        """Forget content in memory that was read."""
+        """Free content in memory that has been read."""
 
 
 class DeviceRequest(NamedTuple):
-    """A segmentation to queue: the model, the pixels, the options and the caller."""
+    """A segmentation to queue: the model, the pixels, the options and the name of the API key."""
 
     spec: ModelSpec
     pixels: Volume | Series
@@ -91,12 +92,12 @@ class DeviceRequest(NamedTuple):
 def queue_work(
     runtime: Runtime, request: DeviceRequest, work: Callable[[Reservation, Job[T]], T], *, wait: bool = False
 ) -> Job[T]:
-    """Queue work for the device that answers a request first. It begins once the model is loaded.
+    """Queue work on the device that is expected to complete it first. The work begins once the model is loaded.
 
-    work  runs in a thread of the device's queue
-    wait  whether the job waits for a place in a full queue instead of being refused
+    work  function that runs in a thread of the device's queue
+    wait  whether to add the job even if the queue is full, instead of rejecting it
 
-    Raises BadParameter, TooLarge, and unless it waits QueueFull and NotReady.
+    Raises BadParameter and TooLarge; without `wait` also QueueFull and NotReady.
     """
     spec, pixels, options, caller = request
     points = len(pixels.times) if isinstance(pixels, Series) else 1
@@ -114,14 +115,14 @@ def queue_work(
 
 
 class SegmentedStack(NamedTuple):
-    """The answer to a request, ready to be sent.
+    """The result of a request, ready to be sent.
 
-    path      its file
-    content   of the file if that is small, which then need not exist; None: it is large
-    status    of the file if it exists and was written for this request
-    key       identifies everything that decided about it; None if that is not known
-    cache     whether it comes from the cache, or was not there; None without a cache
-    file      the open file of a cached answer, to be closed once it is sent
+    path      path of the result file
+    content   content of a small result, whose file need not exist; None for a large result
+    status    file status, if the file exists and was written for this request
+    key       cache key, which covers everything that affects the result; None if unknown
+    cache     whether the result was found in the cache; None without a cache
+    file      open file of a cached result, which must be closed after it was sent
     """
 
     path: Path
@@ -134,10 +135,10 @@ class SegmentedStack(NamedTuple):
 
 
 class SegmentationTask:
-    """One posted stack on its way from its file to its answer.
+    """The segmentation of one stack that was sent with a request.
 
-    stack      the file, which has been received
-    cancelled  set once the client has disconnected
+    stack      the stack, which has been received completely
+    cancelled  event that is set when the client has disconnected
     """
 
     def __init__(self, runtime: Runtime, stack: ReceivedStack, spec: ModelSpec, stages: Stages) -> None:
@@ -147,9 +148,9 @@ class SegmentationTask:
         self._decoded_bytes = 0
 
     async def run(self) -> SegmentedStack:
-        """Find the answer in the cache, or read the stack, segment it on a device, and write the answer.
+        """Return the result from the cache, or read the stack, segment it on a device, and write the result.
 
-        Raises what reading, `queue_work`, `Reservation.segment` and writing raise, and Cancelled if the service stops.
+        Raises the errors of reading, `queue_work`, `Reservation.segment` and writing; Cancelled if the service stops.
         """
         if (cached := await self._run(self._find_cached, FILE_THREADS)) is not None:
             return cached
@@ -162,11 +163,11 @@ class SegmentationTask:
         return await self._run(partial(self._answer, pixels, result), threads)
 
     def _run(self, work: Callable[[], T], executor: Executor) -> Awaitable[T]:
-        """Run a step in a thread; it can poll `cancelled`."""
+        """Run a step in a thread. The step can poll `cancelled`."""
         return run_in_thread(work, executor, self.cancelled)
 
     def _find_cached(self) -> SegmentedStack | None:
-        """Complete the file, and return the cached answer for it."""
+        """Complete the file, and return its cached result; None if there is none."""
         runtime, stack, stages = self._runtime, self._stack, self._stages
         with stages.measure("receive"):
             self._request = self._request._replace(digest=stack.complete())
@@ -177,7 +178,7 @@ class SegmentationTask:
         if cached is None:
             return None
         stack.drop_content()
-        # It may have to make room for others in the cache while it is sent.
+        # The cache may evict the file while it is sent, so the request accounts for its disk space.
         stack.space.add(os.fstat(cached.file.fileno()).st_size)
         metadata, suffix = cached.metadata
         seconds = {**stages.seconds, "total": stages.total}
@@ -186,7 +187,7 @@ class SegmentationTask:
         return SegmentedStack(path, metadata, key=key, cache="hit", file=cached.file)
 
     async def _read(self) -> Pixels:
-        """Read the file in this client's turn. A large one has another turn, once it is known that there is space."""
+        """Read the file when it is this client's turn. A large file is queued again once disk space is reserved."""
         client, runtime = self._stack.space.client, self._runtime
         pixels = await self._run(self._timed(PixelSource.read_small_pixels), runtime.read_threads.of(client))
         if isinstance(pixels, Pixels):
@@ -195,20 +196,20 @@ class SegmentationTask:
         return await self._run(self._timed(PixelSource.read_pixels), runtime.decode_threads.of(client))
 
     def _timed(self, read: Callable[[PixelSource], T]) -> Callable[[], T]:
-        """Return a call that reads, and counts the time until its turn and that of reading."""
-        asked = time.perf_counter()
+        """Return a function that reads the pixels, and adds the time in the queue and of reading to the stages."""
+        queued = time.perf_counter()
 
         def read_in_turn() -> T:
             self._check_cancelled()
             try:
                 return read(PixelSource.sandboxed(self._runtime.reader, self._request, self._stack.source))
             finally:
-                self._stages.add("read", time.perf_counter() - asked)
+                self._stages.add("read", time.perf_counter() - queued)
 
         return read_in_turn
 
     def _reserve(self, pixels: LargePixels) -> None:
-        """Reserve space for decoded pixels, if they may be segmented."""
+        """Reserve disk space for decoded pixels, after checking that the volume can be segmented."""
         self._runtime.estimate(self._spec, pixels.segmented, self._request.query.options)
         self._stack.space.reserve(pixels.nbytes)
         self._decoded_bytes = pixels.nbytes
@@ -217,7 +218,7 @@ class SegmentationTask:
         """Queue the segmentation."""
         self._stack.drop_content()
         self._check_cancelled()
-        # While the file came and was read, the model may have been replaced.
+        # The model may have been replaced while the file was received and read.
         self._spec = self._runtime.models.servable_spec(self._spec.name)
         options, caller = self._request.query.options, self._request.caller
 
@@ -227,7 +228,7 @@ class SegmentationTask:
         return queue_work(self._runtime, DeviceRequest(self._spec, pixels.segmented, options, caller), segment)
 
     async def _wait(self, job: Job[Result]) -> Result:
-        """Wait for the job. A job whose client has gone is cancelled and left behind: its device may hang."""
+        """Wait for the job. If the client disconnects, cancel the job without waiting, because its device may hang."""
         try:
             return await wait_for(job.future)
         except asyncio.CancelledError:
@@ -235,7 +236,7 @@ class SegmentationTask:
             raise
 
     def _answer(self, pixels: Pixels, result: Result) -> SegmentedStack:
-        """Write, describe, count and cache the answer."""
+        """Write, describe, count and cache the result."""
         if result.series is not None and result.series.fault is not None:
             raise result.series.fault
         runtime, stages = self._runtime, self._stages
@@ -243,15 +244,15 @@ class SegmentationTask:
         if answer is None:
             answer, status = self._write(pixels, result)
         nbytes = status.st_size if status is not None else len(answer.content or b"")
-        # Nothing refers to decoded pixels once this returns; the answer stays until the client has taken it.
+        # The decoded pixels are freed when this method returns; the result is stored until the client has received it.
         self._stack.space.add(nbytes - self._decoded_bytes)
-        # A device may have loaded another model of this name by the time the job began.
+        # When the job began, the device may have loaded a newer version of the model.
         self._spec = result.spec or self._spec
         stages.update(answer.seconds)
         objects = result.segmentation.count
         runtime.metrics.count_segmentation(self._spec.name, pixels.segmented.voxels, objects, stages.seconds)
         metadata = describe_answer(self._stack.name, answer, result, {**stages.seconds, "total": stages.total})
-        # The key depends on how the model runs, which is known only once it is loaded.
+        # The key depends on the engine of the model, which is known only after the model is loaded.
         key = self._cache_key()
         stack = SegmentedStack(answer.path, metadata, answer.content, status, key)
         if key is None or not runtime.result_cache.enabled:
@@ -259,9 +260,9 @@ class SegmentationTask:
         return self._cache(stack._replace(cache="miss"), key, answer.suffix)
 
     def _write(self, pixels: Pixels, result: Result) -> tuple[Answer, os.stat_result]:
-        """Write the answer, and read it back if it is small.
+        """Write the result, and read it back if it is small.
 
-        One call does both, so that a client that disconnects meanwhile leaves nothing on the host but its result.
+        Both steps run in one call, so that a client that disconnects leaves no file except its result on the host.
         """
         self._check_cancelled()
         try:
@@ -271,24 +272,25 @@ class SegmentationTask:
             if status.st_size <= SMALL_ANSWER_BYTES:
                 answer = answer._replace(content=answer.path.read_bytes())
         finally:
-            # The request may have deleted its folder before the answer was written.
+            # The folder of the request may have been deleted before the result was written to it.
             if self.cancelled.is_set():
                 shutil.rmtree(self._request.folder, ignore_errors=True)
         return answer, status
 
     def _cache(self, stack: SegmentedStack, key: str, suffix: str) -> SegmentedStack:
-        """Cache the answer; on a full disk this caller gets it nevertheless."""
+        """Cache the result. An error such as a full disk is only logged."""
         content = stack.path if stack.content is None else stack.content
         try:
             self._runtime.result_cache.put(key, self._request.caller, content, (stack.metadata, suffix))
         except OSError as error:
-            log.warning("A result is not kept: %s", error)
+            log.warning("a result could not be cached: %s", error)
         return stack
 
     def _cache_key(self) -> str | None:
-        """Return a key of all that decides about the answer.
+        """Return a cache key that covers everything that affects the result.
 
-        None for a file that others may read or change, and where the model was replaced meanwhile.
+        Return None if the file or the result is outside the scratch folder, so that others may change it, or if the
+        model has been replaced.
         """
         request, model, models = self._request, self._spec.name, self._runtime.models
         if request.digest is None or request.query.output_to is not None or models.specs.get(model) is not self._spec:
@@ -298,4 +300,4 @@ class SegmentationTask:
 
     def _check_cancelled(self) -> None:
         if self.cancelled.is_set():
-            raise Cancelled("Nobody waits for the answer any more.")
+            raise Cancelled("The client disconnected.")

@@ -1,4 +1,4 @@
-"""Settings: the file, the environment above it, and what is refused."""
+"""Settings from files and environment variables, and their validation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_limits_are_documented_with_their_defaults() -> None:
     assert {key for section, key, *_ in rows if section == "limits"} == defaults["limits"].keys()
 
 
-def test_environment_of_the_process_counts_unless_another_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_environment_is_used_unless_an_environment_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STACKSEG_SERVER__PORT", "8123")
     assert read_settings().server.port == 8123
     assert read_settings(None, {}).server.port == Settings().server.port
@@ -72,39 +72,39 @@ def test_variables_are_read_as_yaml(text: str, section: str, key: str, value: An
     assert getattr(getattr(settings, section), key) == value
 
 
-def test_variable_overrides_one_key_and_leaves_its_neighbours(tmp_path: Path) -> None:
+def test_variable_overrides_only_its_own_key(tmp_path: Path) -> None:
     path = write(tmp_path, {"windows": {"overlap": 0.5, "sw_batch_size": 8}, "server": {"port": 9000}})
     settings = read_settings(path, {"STACKSEG_WINDOWS__OVERLAP": "0.125"})
     assert (settings.windows.overlap, settings.windows.sw_batch_size, settings.server.port) == (0.125, 8, 9000)
 
 
-def test_other_variables_are_none_of_our_business() -> None:
+def test_other_environment_variables_are_ignored() -> None:
     assert read_settings(None, {}) == Settings()
     assert read_settings(None, {"WINDOWS__OVERLAP": "2", "PATH": "/bin", "MYSTACKSEG_DEVICE__NAME": "?"}) == Settings()
 
 
 @given(st.text("ABCDEFGHIJKLMNOPQRSTUVWXYZ_", max_size=30))
-def test_misspelt_variable_is_refused_by_name(rest: str) -> None:
+def test_misspelled_variable_is_rejected_with_its_name(rest: str) -> None:
     name = PREFIX + rest
     if name in {variable(*key) for key in KEYS}:
         return
-    with pytest.raises(ConfigError, match=f"^{name}: there is no such setting"):
+    with pytest.raises(ConfigError, match=f"^{name} does not match a setting"):
         read_settings(None, {name: "1"})
 
 
 @pytest.mark.parametrize(("section", "key"), KEYS)
-def test_misspelt_key_is_refused_by_name(section: str, key: str, tmp_path: Path) -> None:
+def test_misspelled_key_is_rejected_with_its_name(section: str, key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"{section}\.{key}x: "):
         read_settings(write(tmp_path, {section: {key + "x": 1}}), {})
 
 
 @pytest.mark.parametrize("content", [{"windos": {}}, {1: {}}, {"windows": {2: 3}}, {True: {"overlap": 0.5}}])
-def test_unknown_sections_and_keys_that_are_no_words_are_refused(content: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="The configuration is not understood: "):
+def test_unknown_sections_and_non_string_keys_are_rejected(content: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="The configuration is invalid: "):
         read_settings(write(tmp_path, content), {})
 
 
-IMPOSSIBLE = {
+INVALID_VALUES = {
     "windows.overlap": ["1.0", "-0.1", ".nan"],
     "windows.sigma": ["0"],
     "windows.skip_below": ["dark", ".inf"],
@@ -119,38 +119,38 @@ IMPOSSIBLE = {
     "logging.level": ["loud"],
     "logging.format": ["xml"],
     "access.requests_per_minute": ["-1"],
-    # They could never match.
+    # These values could never match.
     "access.keys": ["{ada: secret}", f"{{'two words': {HASH}}}"],
     "access.hosts": ["[https://example.org]", "['example.org:8000']", "['*']"],
     "access.origins": ["[example.org]", "[https://example.org/page]"],
 }
 
 
-@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in IMPOSSIBLE.items() for text in texts])
-def test_impossible_value_is_refused_with_its_key(name: str, text: str) -> None:
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in INVALID_VALUES.items() for text in texts])
+def test_invalid_value_is_rejected_with_its_key(name: str, text: str) -> None:
     section, key = name.split(".")
-    with pytest.raises(ConfigError, match=rf"not understood: {section}\.{key}: "):
+    with pytest.raises(ConfigError, match=rf"is invalid: {section}\.{key}: "):
         read_settings(None, {variable(section, key): text})
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "fault"),
+    ("name", "text", "problem"),
     [
         ("device.serve", "[cuda:0, cuda:0]", "device: .*a GPU twice"),
-        ("access.requests_per_minute", "60", "access: .*there are no keys"),
-        ("windows.sw_batch_size", "33", "settings: windows.sw_batch_size exceeds limits.sw_batch_size"),
-        ("windows.overlap", "0.8", "settings: windows.overlap exceeds limits.overlap"),
+        ("access.requests_per_minute", "60", "access: .*keys is empty"),
+        ("windows.sw_batch_size", "33", "settings: windows.sw_batch_size must not exceed limits.sw_batch_size"),
+        ("windows.overlap", "0.8", "settings: windows.overlap must not exceed limits.overlap"),
     ],
 )
-def test_value_that_contradicts_others_is_refused(name: str, text: str, fault: str) -> None:
+def test_value_that_conflicts_with_another_setting_is_rejected(name: str, text: str, problem: str) -> None:
     section, key = name.split(".")
-    with pytest.raises(ConfigError, match=f"understood: {fault}"):
+    with pytest.raises(ConfigError, match=f"invalid: {problem}"):
         read_settings(None, {variable(section, key): text})
     if section == "windows":
         assert read_settings(None, {variable("windows", key): text, variable("limits", key): text})
 
 
-def test_every_fault_is_told_at_once() -> None:
+def test_error_lists_all_invalid_settings() -> None:
     environment = {"STACKSEG_WINDOWS__OVERLAP": "7", "STACKSEG_SERVER__PORT": "-1", "STACKSEG_DEVICE__NAME": "tpu"}
     with pytest.raises(ConfigError) as caught:
         read_settings(None, environment)
@@ -158,7 +158,7 @@ def test_every_fault_is_told_at_once() -> None:
         assert name in str(caught.value)
 
 
-def test_one_section_is_overruled_and_checked_again() -> None:
+def test_overridden_section_is_validated() -> None:
     settings = override_settings(Settings(), "server", {"port": 9})
     assert (settings.server.port, settings.server.host) == (9, Settings().server.host)
     with pytest.raises(ConfigError, match=r"server\.port"):
@@ -168,33 +168,31 @@ def test_one_section_is_overruled_and_checked_again() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("windows: [1, 2]", "expected sections"),
-        ("- windows", "expected sections"),
-        ("just words", "expected sections"),
+        ("windows: [1, 2]", "must contain sections"),
+        ("- windows", "must contain sections"),
+        ("just words", "must contain sections"),
         ("windows: {overlap: 0.5", "cannot be read as YAML"),
         ("windows: !!python/object:os.system {}", "cannot be read as YAML"),
     ],
 )
-def test_file_that_holds_no_sections_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+def test_file_without_sections_is_rejected(text: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=rf"settings\.yaml: {reason}"):
+    with pytest.raises(ConfigError, match=rf"settings\.yaml {reason}"):
         read_settings(path, {})
 
 
-def test_missing_and_undecodable_files_are_refused(tmp_path: Path) -> None:
+def test_missing_and_undecodable_files_are_rejected(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere.yaml", tmp_path):
-        with pytest.raises(
-            ConfigError, match=rf"^{path}: there is no such file, and no .*: cluster, cpu, default, gpu\.$"
-        ):
+        with pytest.raises(ConfigError, match=rf"^{path} is neither a file nor .* are cluster, cpu, default, gpu\.$"):
             read_settings(path, {})
     latin = tmp_path / "latin.yaml"
     latin.write_bytes("logging: {level: caf\xe9}".encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"latin\.yaml: cannot be read"):
+    with pytest.raises(ConfigError, match=r"latin\.yaml cannot be read"):
         read_settings(latin, {})
 
 
-def test_preset_is_found_by_name_from_anywhere_unless_a_file_has_the_name(
+def test_preset_is_found_by_name_unless_a_file_of_that_name_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -208,6 +206,6 @@ def test_empty_files_and_sections_change_nothing(content: Any, tmp_path: Path) -
     assert read_settings(write(tmp_path, content), {}) == Settings()
 
 
-def test_unreadable_variable_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"^STACKSEG_MODELS__SERVE: the value is not valid YAML"):
+def test_unparsable_variable_is_rejected_with_its_name() -> None:
+    with pytest.raises(ConfigError, match=r"^The value of STACKSEG_MODELS__SERVE is not valid YAML"):
         read_settings(None, {"STACKSEG_MODELS__SERVE": "[nuclei"})

@@ -26,7 +26,7 @@ def as_json(record: logging.LogRecord) -> dict[str, Any]:
     return fields
 
 
-def test_every_line_is_an_object_with_what_was_added(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_log_line_is_a_json_object_with_the_extra_fields(caplog: pytest.LogCaptureFixture) -> None:
     log.warning("%d windows\nof %s", 3, "nuclei", extra=telemetry.fields(model="nuclei", stages={"read": 1.5}))
     log.warning("plain")
     first, second = map(as_json, caplog.records)
@@ -36,7 +36,7 @@ def test_every_line_is_an_object_with_what_was_added(caplog: pytest.LogCaptureFi
     assert second.keys() == {"time", "level", "logger", "message"}
 
 
-def test_line_has_the_number_of_its_request_and_its_exception(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_line_contains_request_id_and_exception(caplog: pytest.LogCaptureFixture) -> None:
     token = telemetry.request_id.set("abc")
     try:
         int("broken")
@@ -49,20 +49,20 @@ def test_line_has_the_number_of_its_request_and_its_exception(caplog: pytest.Log
     assert "Traceback" in line["exception"]
 
 
-def test_warning_of_a_library_is_a_line_as_well() -> None:
+def test_library_warnings_are_logged() -> None:
     code = """
 import warnings
 from service.core.telemetry import configure_logging
 configure_logging("info", "json")
 warnings.warn("an option is deprecated", FutureWarning)
 """
-    ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    line = json.loads(ended.stderr)
+    completed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    line = json.loads(completed.stderr)
     assert (line["level"], line["logger"]) == ("warning", "py.warnings")
     assert "FutureWarning: an option is deprecated" in line["message"]
 
 
-def test_whoever_asks_is_told_the_steps_and_the_seconds_of_the_innermost():
+def test_progress_shows_nested_steps_and_the_duration_of_the_innermost():
     progress = Progress()
     assert not str(progress)
     with progress.follow():
@@ -75,12 +75,12 @@ def test_whoever_asks_is_told_the_steps_and_the_seconds_of_the_innermost():
         assert not str(progress)
 
 
-def test_steps_of_another_thread_are_told_where_it_runs_in_a_copy_of_the_context():
-    progress, told = Progress(), []
+def test_progress_shows_steps_of_threads_that_run_in_a_copy_of_the_context():
+    progress, reported = Progress(), []
 
     def work():
         with step("elsewhere"):
-            told.append(str(progress))
+            reported.append(str(progress))
 
     with progress.follow():
         for run in (partial(work), partial(contextvars.copy_context().run, work)):
@@ -89,17 +89,17 @@ def test_steps_of_another_thread_are_told_where_it_runs_in_a_copy_of_the_context
             thread.join()
     with step("not followed"):
         assert not str(progress)
-    assert told == ["", "elsewhere (for 0 s)"]
+    assert reported == ["", "elsewhere (for 0 s)"]
 
 
-def test_a_long_step_is_logged_while_it_is_the_innermost_and_a_short_one_is_not(caplog):
+def test_only_long_innermost_steps_are_logged(caplog):
     caplog.set_level("INFO", "service.core.telemetry")
     with step("short"):
         pass
-    progress, both = Progress("loading nuclei"), "loading nuclei: outer: inner (for "
+    progress, prefix = Progress("loading nuclei"), "loading nuclei: outer: inner (for "
     with progress.step("outer", 0.01), progress.step("inner", 0.01):
-        until(lambda: sum(message.startswith(both) for message in caplog.messages) > 2)
-    # On a busy host the outer one may be long before the inner one begins.
-    begun = [message.startswith(both) for message in caplog.messages].index(True)
-    assert all(message.startswith(both) for message in caplog.messages[begun:])
+        until(lambda: sum(message.startswith(prefix) for message in caplog.messages) > 2)
+    # On a busy host, the outer step may be logged before the inner step begins.
+    first = [message.startswith(prefix) for message in caplog.messages].index(True)
+    assert all(message.startswith(prefix) for message in caplog.messages[first:])
     assert not any("short" in message for message in caplog.messages)

@@ -15,55 +15,55 @@ from service.core.types import Volume, label_dtype
 
 PIXELS = np.arange(2 * 5 * 3 * 4, dtype=np.uint16).reshape(2, 5, 3, 4)
 
-impossible = st.one_of(st.floats(max_value=9e-6), st.floats(min_value=1.1e6), st.just(math.nan))
+IMPLAUSIBLE_LENGTHS = st.one_of(st.floats(max_value=9e-6), st.floats(min_value=1.1e6), st.just(math.nan))
 
 
 @pytest.mark.parametrize("text", ["15px", "7,15.5,15px", "6.5um"])
-def test_a_diameter_is_written_as_it_is_read(text: str) -> None:
+def test_diameter_is_formatted_as_it_is_parsed(text: str) -> None:
     assert str(Diameter.parse(text)) == text
 
 
-def test_a_diameter_in_voxels() -> None:
+def test_diameter_is_converted_to_voxels() -> None:
     size = VoxelSize(2, 0.5, 0.25)
     assert Diameter((15,), "px").in_voxels(None) == Diameter((15, 15, 15), "px").in_voxels(size) == (15, 15, 15)
     assert Diameter((4, 3, 2), "um").in_voxels(size) == (2, 6, 8)
     assert Diameter((4,), "um").in_voxels(None) is None
 
 
-def test_objects_of_one_width_are_as_deep_as_wide() -> None:
+def test_diameter_in_the_plane_also_applies_along_z() -> None:
     assert Diameter((4,), "um").in_voxels(VoxelSize(2, 0.5, 0.5)) == (2, 8, 8)
     assert Diameter((8,), "px").in_voxels(VoxelSize(2, 0.5, 0.5)) == (2, 8, 8)
     assert Diameter((8,), "px").in_voxels(VoxelSize(0.25, 0.5, 0.5)) == (16, 8, 8)
-    # A voxel size that cannot be meant, or planes that show another object each.
+    # The anisotropy is limited, because such a voxel size is wrong or every plane shows different objects.
     assert Diameter((12,), "px").in_voxels(VoxelSize(100, 0.5, 0.5)) == (2, 12, 12)
 
 
 @pytest.mark.parametrize("length", [0, -1, 1e-9, 1e9, math.nan, math.inf])
-def test_a_diameter_is_plausible(length: float) -> None:
-    with pytest.raises(BadParameter, match="from 1e-05 to 1e"):
+def test_implausible_diameter_is_rejected(length: float) -> None:
+    with pytest.raises(BadParameter, match="between 1e-05 and 1e"):
         Diameter((5, length, 5), "px")
 
 
-@given(impossible, st.sampled_from("zyx"))
-def test_impossible_voxel_size_is_refused_with_its_axis(size: float, axis: str) -> None:
-    with pytest.raises(BadParameter, match=rf"along {axis} must be a number of micrometres from"):
+@given(IMPLAUSIBLE_LENGTHS, st.sampled_from("zyx"))
+def test_implausible_voxel_size_is_rejected_with_its_axis(size: float, axis: str) -> None:
+    with pytest.raises(BadParameter, match=rf"along {axis} must be between 1e-05 and 1e\+06 micrometers"):
         VoxelSize(**({"z": 1.0, "y": 1.0, "x": 1.0} | {axis: size}))
 
 
 @given(st.integers(0, 5), st.integers(0, 5))
-def test_slab_is_the_plane_range_of_every_channel(z0: int, z1: int) -> None:
+def test_slab_contains_the_planes_of_every_channel(z0: int, z1: int) -> None:
     slab = Volume.from_array(PIXELS).read(z0, z1)
     np.testing.assert_array_equal(slab, PIXELS[:, z0:z1])
     assert slab.dtype == PIXELS.dtype
 
 
-def test_volume_knows_its_size_without_reading() -> None:
+def test_volume_size_is_known_without_reading_pixels() -> None:
     volume = Volume((2, 300, 4000, 5000), np.dtype(np.uint16), lambda _z0, _z1: pytest.fail("it was read"))
     assert volume.voxels == 300 * 4000 * 5000
     assert volume.nbytes == 2 * 300 * 4000 * 5000 * 2
 
 
-def test_volume_from_array_copies_nothing() -> None:
+def test_volume_from_array_shares_memory() -> None:
     volume = Volume.from_array(PIXELS, VoxelSize(2.0, 0.5, 0.5), ("nuclei", "membranes"))
     assert volume.shape == PIXELS.shape
     assert volume.channels == ("nuclei", "membranes")
@@ -72,5 +72,5 @@ def test_volume_from_array_copies_nothing() -> None:
 
 
 @pytest.mark.parametrize(("count", "expected"), [(0, np.uint16), (65_535, np.uint16), (65_536, np.uint32)])
-def test_label_dtype_at_the_border(count: int, expected: type[np.unsignedinteger]) -> None:
+def test_label_dtype_changes_at_65536_labels(count: int, expected: type[np.unsignedinteger]) -> None:
     assert label_dtype(count) == expected

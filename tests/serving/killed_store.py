@@ -1,9 +1,9 @@
-"""Kill a process that uses a `JobStore` between any two of its lines, and check what the next process finds.
+"""Kill a process at any line of `JobStore`, and check that the next process finds consistent jobs.
 
 python tests/serving/killed_store.py FOLDER [EVERY]
 
-Lines of `store.py` and `database.py` are counted as they run, and the process is killed at the first, at the
-next of `EVERY` lines, and so on to the last. What it had been told by then must hold for whoever opens the folder next.
+The executed lines of `store.py` and `database.py` are counted. In each run, the process is killed `EVERY` lines later
+than in the previous run. All events that the process has reported must hold when the store is opened again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from service.serving.results.metadata import AnswerMetadata
 FILES = {job_store.__file__, job_database.__file__}
 REQUEST = JobRequest("nuclei", {}, "embryo.tif", windows=8)
 ANSWER = AnswerMetadata("nuclei/1", "image/tiff", "embryo_labels.ome.tif", "labels", {})
-# What a job may be found as after it was last heard of.
-FOUND = {
+# Allowed states of a job after the last event that was reported for it.
+ALLOWED_STATES = {
     "accepted": {"waiting", "failed", "done", "cancelled"},
     "begun": {"waiting", "done"},
     "done": {"done", "deleted", "expired"},
@@ -42,74 +42,75 @@ def open_store(folder: Path) -> JobStore:
     return JobStore(folder, quota_bytes=1000, keep_seconds=3600, attempts=2)
 
 
-def work(folder: Path, tell: int) -> None:
-    """Do all that happens to jobs, and tell what has happened so far."""
+def work(folder: Path, pipe: int) -> None:
+    """Perform all operations on jobs, and report each completed operation through a pipe."""
 
     def accept() -> str:
         upload = store.make_incoming() / INPUT
         upload.write_bytes(bytes(300))
         store.accept(upload, "ada", REQUEST)
-        say(upload.parent.name, "accepted")
+        report(upload.parent.name, "accepted")
         return upload.parent.name
 
-    def say(job: str, event: str) -> None:
-        os.write(tell, f"{job} {event}\n".encode())
+    def report(job: str, event: str) -> None:
+        os.write(pipe, f"{job} {event}\n".encode())
 
     def finish(job: str) -> None:
         store.begin(job)
-        say(job, "begun")
+        report(job, "begun")
         written = store.input_path(job).with_name("labels.ome.tif")
         written.write_bytes(bytes(400))
         store.finish(job, written, ANSWER)
-        say(job, "done")
+        report(job, "done")
 
     with closing(open_store(folder)) as store:
         finish(accept())
         failed, cancelled = accept(), accept()
         store.fail(failed, BadFile("cut short"))
-        say(failed, "failed")
+        report(failed, "failed")
         store.delete_unneeded_files(failed)
         store.cancel(cancelled)
-        say(cancelled, "cancelled")
+        report(cancelled, "cancelled")
         store.delete(cancelled)
-        say(cancelled, "deleted")
-        # Makes the first result make room.
+        report(cancelled, "deleted")
+        # Exceed the quota, so that the first result is deleted.
         accept()
         finish(accept())
 
 
 def kill_at(number: int) -> Any:
-    """Return a trace function that kills the process at so many lines of the store."""
-    left = number
+    """Return a trace function that kills the process at line `number` of the executed lines of the store."""
+    remaining = number
 
     def trace(frame: FrameType, event: str, _value: Any) -> Any:
-        nonlocal left
+        nonlocal remaining
         if frame.f_code.co_filename not in FILES:
             return None
-        left -= event == "line"
-        if left == 0:
+        remaining -= event == "line"
+        if remaining == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return trace
 
     return trace
 
 
-def check(folder: Path, heard: dict[str, str]) -> None:
+def check(folder: Path, last_events: dict[str, str]) -> None:
+    """Check the jobs and files in the store against the last reported event of each job."""
     with closing(open_store(folder)) as store:
         pending = {record.id for record in store.recover()}
         files = set[str]()
         known = {record.id: record for record in store.newest("ada", 1000)}
-        for job, event in heard.items():
+        for job, event in last_events.items():
             state = known[job].state if job in known else "deleted"
-            assert state in FOUND[event], f"{job} was {event} and is {state}"
+            assert state in ALLOWED_STATES[event], f"{job} was {event}, but its state is {state}"
         for job, record in known.items():
             assert (job in pending) == (record.state == "waiting"), record
             if record.state in {"waiting", "done"}:
-                kept, size = (INPUT, record.input_bytes) if job in pending else (RESULT, record.result_bytes)
-                assert (store._jobs / job / kept).stat().st_size == size
-                files |= {job, f"{job}/{kept}"}
+                name, size = (INPUT, record.input_bytes) if job in pending else (RESULT, record.result_bytes)
+                assert (store._jobs / job / name).stat().st_size == size
+                files |= {job, f"{job}/{name}"}
         found = {str(path.relative_to(store._jobs)) for path in store._jobs.rglob("*")}
-        assert found == files, f"files are left or lost: {found ^ files}"
+        assert found == files, f"unexpected or missing files: {found ^ files}"
         assert not list(store._incoming.iterdir())
 
 
@@ -118,19 +119,19 @@ def main() -> None:
     number, status, killed = 1, -1, 0
     while status != 0:
         folder = root / "jobs"
-        told, tell = os.pipe()
+        read_end, write_end = os.pipe()
         child = os.fork()
         if child == 0:
-            os.close(told)
+            os.close(read_end)
             sys.settrace(kill_at(number))
-            work(folder, tell)
+            work(folder, write_end)
             os._exit(0)
-        os.close(tell)
-        with os.fdopen(told) as lines:
-            heard = dict(line.split() for line in lines)
+        os.close(write_end)
+        with os.fdopen(read_end) as lines:
+            last_events = dict(line.split() for line in lines)
         _, status = os.waitpid(child, 0)
         assert status in {0, signal.SIGKILL}, f"the process failed at line {number}"
-        check(folder, heard)
+        check(folder, last_events)
         shutil.rmtree(folder)
         number += every
         killed += status != 0

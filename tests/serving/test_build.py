@@ -5,16 +5,16 @@ from pathlib import Path
 from runtimes import FAKE_PARTS, settings
 
 from service.serving.build import build
-from service.serving.metrics import GAUGES, LABELLED_GAUGES
+from service.serving.metrics import GAUGES, LABELED_GAUGES
 
 
-def test_every_gauge_of_the_table_is_exposed(bands_repository: Path, tmp_path: Path) -> None:
+def test_all_gauges_are_exposed(bands_repository: Path, tmp_path: Path) -> None:
     service = build(settings(bands_repository, tmp_path), FAKE_PARTS)
     service.runtime.start()
     try:
-        exposed = service.runtime.metrics.exposition().decode()
-        assert all(f"# TYPE {name} gauge" in exposed for name in GAUGES | LABELLED_GAUGES)
-        assert 'stackseg_trainings{state="waiting"} 0.0' in exposed
+        metrics = service.runtime.metrics.exposition().decode()
+        assert all(f"# TYPE {name} gauge" in metrics for name in GAUGES | LABELED_GAUGES)
+        assert 'stackseg_trainings{state="waiting"} 0.0' in metrics
         assert {"requests", "results", "annotations", "trained-models"} <= service.runtime.measure_disks().keys()
     finally:
         service.runtime.stop()

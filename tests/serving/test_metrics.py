@@ -6,7 +6,7 @@ from service.core.telemetry import Stages
 from service.serving.metrics import Metrics
 
 
-def test_stages_add_up_in_the_order_in_which_they_happened_failed_ones_too() -> None:
+def test_stages_accumulate_in_order_including_failed_stages() -> None:
     stages = Stages()
     with pytest.raises(ValueError, match="broken"), stages.measure("read"):
         raise ValueError("broken")
@@ -17,13 +17,13 @@ def test_stages_add_up_in_the_order_in_which_they_happened_failed_ones_too() -> 
     assert 0 < stages.seconds["read"] <= stages.total
 
 
-def test_exposition_tells_what_was_counted() -> None:
+def test_exposition_contains_all_counters() -> None:
     metrics = Metrics()
     waiting = 3
-    metrics.watch("stackseg_waiting", lambda: waiting)
+    metrics.register_gauge("stackseg_waiting", lambda: waiting)
     metrics.count_request("/segment", 200, caller="ada")
     metrics.count_request("/segment", 422, caller="ada", problem="bad-file")
-    metrics.fallbacks("nuclei").inc(2)
+    metrics.memory_fallbacks("nuclei").inc(2)
     metrics.count_segmentation("nuclei", 1000, 12, {"windows": 0.7})
     metrics.count_segmentation("tissue", 10, None, {"windows": 0.7})
     lines = metrics.exposition().decode().splitlines()
@@ -39,9 +39,9 @@ def test_exposition_tells_what_was_counted() -> None:
     assert 'stackseg_memory_fallbacks_total{model="nuclei"} 2.0' in lines
 
 
-def test_windows_are_counted_with_the_room_that_their_batches_had() -> None:
+def test_windows_are_counted_with_the_slots_of_their_batches() -> None:
     metrics = Metrics()
-    # Two requests share a batch of four, of which one slot stays empty; then one has a batch for itself.
+    # Two requests share a batch of four with an empty slot. Then one request has a batch of its own.
     metrics.count_batch("nuclei", "cpu", 1, 4 / 3, 0.25)
     metrics.count_batch("nuclei", "cpu", 2, 8 / 3, 0.5)
     metrics.count_batch("nuclei", "cpu", 4, 4, 0.5)
@@ -51,9 +51,9 @@ def test_windows_are_counted_with_the_room_that_their_batches_had() -> None:
     assert 'stackseg_device_seconds_total{device="cpu"} 1.25' in lines
 
 
-def test_each_of_a_kind_is_looked_up_when_asked_for() -> None:
-    metrics, there = Metrics(), {"0": 5.0}
-    metrics.watch_each("stackseg_gpu_memory_used_bytes", lambda: there)
+def test_labeled_gauge_is_evaluated_at_every_exposition() -> None:
+    metrics, values = Metrics(), {"0": 5.0}
+    metrics.register_labeled_gauge("stackseg_gpu_memory_used_bytes", lambda: values)
     assert 'stackseg_gpu_memory_used_bytes{gpu="0"} 5.0' in metrics.exposition().decode()
-    there["1"] = 7.0
+    values["1"] = 7.0
     assert 'stackseg_gpu_memory_used_bytes{gpu="1"} 7.0' in metrics.exposition().decode()

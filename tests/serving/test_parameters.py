@@ -31,7 +31,7 @@ from service.serving.parameters import Query, describe_faults
         ({"time": ":5"}, Selection(time=TimeRange(0, 5))),
     ],
 )
-def test_a_part_of_the_file_is_selected(given: dict[str, Any], expected: Selection) -> None:
+def test_query_is_parsed_to_a_selection(given: dict[str, Any], expected: Selection) -> None:
     assert Query.model_validate(given).selection == expected
 
 
@@ -63,12 +63,12 @@ def test_a_part_of_the_file_is_selected(given: dict[str, Any], expected: Selecti
         ({"threshold": "", "minimum_size": ""}, Options()),
     ],
 )
-def test_text_becomes_options(given: dict[str, Any], expected: Options) -> None:
+def test_query_is_parsed_to_options(given: dict[str, Any], expected: Options) -> None:
     assert Query.model_validate(given).options == expected
 
 
-FAULTY = {
-    "time": ("all, or a range", ["-1", "5:2", "2:2", ":", "1:2:3", "1-3", "first", "²", "1.5"]),
+INVALID_TEXT = {
+    "time": ("or all", ["-1", "5:2", "2:2", ":", "1:2:3", "1-3", "first", "²", "1.5"]),
     "voxel_size": (
         "0.5,0.2,0.2",
         ["1", "1,2", "1,2,3,4", "a,b,c", "0,1,1", "-1,1,1", "nan,1,1", "inf,1,1", "1,1,1e-12", "1e200,1,1", ",,"],
@@ -77,28 +77,29 @@ FAULTY = {
         "15px",
         ["15", "px", "automatic", "15 mm", "1,2px", "1,2,3,4um", "0px", "-3um", "nanpx", "infum", "1,a,3px", "15pxum"],
     ),
-    "skip_below": (": A grey value", ["dark", "nan", "inf", "-inf", "12px", "1,2"]),
+    "skip_below": (": Expected a gray value", ["dark", "nan", "inf", "-inf", "12px", "1,2"]),
     "roi_size": (
-        ": Three positive numbers",
+        ": Expected three positive numbers",
         ["64", "64,64", "64,64,0", "64,64,-1", "64,,64", "64,64,64,64", "1e1,2,3", "9999999,1,1"],
     ),
-    "minimum_size": (": A number of voxels", ["many", "60px", "12um", "um3", "-1", "nan", "infum3", "1e30"]),
+    "minimum_size": (": Expected a number of voxels", ["many", "60px", "12um", "um3", "-1", "nan", "infum3", "1e30"]),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "expected"), [(name, text, words) for name, (words, texts) in FAULTY.items() for text in texts]
+    ("name", "text", "expected"),
+    [(name, text, fragment) for name, (fragment, texts) in INVALID_TEXT.items() for text in texts],
 )
-def test_text_of_another_form_is_refused_with_what_is_expected(name: str, text: str, expected: str) -> None:
+def test_invalid_text_is_rejected_with_the_expected_format(name: str, text: str, expected: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Query.model_validate({name: text})
-    sentence = str(describe_faults(caught.value.errors()))
-    assert sentence.startswith(f"{name}: ")
-    assert expected in sentence
+    message = str(describe_faults(caught.value.errors()))
+    assert message.startswith(f"{name}: ")
+    assert expected in message
 
 
 @given(st.dictionaries(st.sampled_from([*Query.model_fields, "zoom"]), st.text(max_size=20)))
-def test_any_text_is_understood_or_refused_by_name(given: dict[str, str]) -> None:
+def test_any_text_is_parsed_or_rejected_with_its_parameter(given: dict[str, str]) -> None:
     try:
         outcome = str(Query.model_validate(given).selection)
     except ValidationError as error:
@@ -109,26 +110,26 @@ def test_any_text_is_understood_or_refused_by_name(given: dict[str, str]) -> Non
 @pytest.mark.parametrize(
     "given", [{"zoom": 1}, {"overlap": 1}, {"time": -1}, {"output": "cells"}, {"threshold": 1}, {"border": "cut"}]
 )
-def test_explanation_is_sentences(given: dict[str, Any]) -> None:
+def test_error_message_names_the_parameter_and_is_a_sentence(given: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as caught:
         Query.model_validate(given)
-    sentence = str(describe_faults(caught.value.errors()))
-    assert next(iter(given)) in sentence
-    assert sentence.endswith(".")
+    message = str(describe_faults(caught.value.errors()))
+    assert next(iter(given)) in message
+    assert message.endswith(".")
 
 
 @pytest.mark.parametrize(
     ("loc", "parameter"),
     [(("overlap",), "overlap"), (("query", "limit"), "limit"), (("annotations", 3), "annotations"), ((), None)],
 )
-def test_error_names_its_parameter(loc: tuple[str | int, ...], parameter: str | None) -> None:
+def test_error_has_the_parameter_of_its_location(loc: tuple[str | int, ...], parameter: str | None) -> None:
     error = describe_faults([{"loc": loc, "type": "value_error", "msg": "Value error, wrong"}])
     assert error.parameter == parameter
 
 
-def test_names_are_spelt_as_the_client_states_them() -> None:
+def test_parameter_names_are_formatted_for_the_client() -> None:
     with pytest.raises(ValidationError) as caught:
         Query.model_validate({"overlap": 1, "sw_batch_size": 0})
-    sentences = str(describe_faults(caught.value.errors(), spell=lambda name: f"<{name}>"))
-    assert "<sw_batch_size>: " in sentences
-    assert "<overlap>: " in sentences
+    messages = str(describe_faults(caught.value.errors(), spell=lambda name: f"<{name}>"))
+    assert "<sw_batch_size>: " in messages
+    assert "<overlap>: " in messages

@@ -1,4 +1,4 @@
-"""Tests of reading, with files that are read in this process instead of the sandbox."""
+"""Reading of pixels, with files that are read in this process instead of the sandbox."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from service.serving.reading import PixelSource
 
 
 class SlowReader:
-    """Makes the folder for decoded pixels after whoever waited has given up."""
+    """A reader that creates the folder for decoded pixels after the request was cancelled."""
 
-    given_up = False
+    is_cancelled = False
 
-    def inspect(self, source: Path, selection: Any, **_more: Any) -> Any:
+    def inspect(self, source: Path, selection: Any, **_options: Any) -> Any:
         return stack_reader.inspect(source, selection, 2**20)
 
-    def read_small(self, *_file: Any, **_more: Any) -> Any:
-        raise AssertionError("a series is read point by point")
+    def read_small(self, *_arguments: Any, **_options: Any) -> Any:
+        raise AssertionError("the time points of a series must be read one at a time")
 
-    def read(self, _source: Path, _selection: Any, *, scratch: Path, **_more: Any) -> Any:
-        self.given_up = True
+    def read(self, _source: Path, _selection: Any, *, scratch: Path, **_options: Any) -> Any:
+        self.is_cancelled = True
         scratch.mkdir()
-        raise Cancelled("given up")
+        raise Cancelled("cancelled")
 
 
-def test_a_series_that_is_given_up_leaves_no_folder(tmp_path: Path) -> None:
+def test_cancelled_series_leaves_no_folder(tmp_path: Path) -> None:
     stack, folder, reader = tmp_path / "series.tif", tmp_path / "request", SlowReader()
     stack.write_bytes(as_tiff(np.zeros((2, 3, 8, 8), np.uint8), metadata={"axes": "TZYX"}))
-    request = SegmentationRequest(Query(time="all"), stack, folder, cancelled=lambda: reader.given_up)
+    request = SegmentationRequest(Query(time="all"), stack, folder, cancelled=lambda: reader.is_cancelled)
     pixels = PixelSource.sandboxed(cast(Reader, reader), request, stack).read_pixels()
     assert isinstance(pixels.segmented, Series)
     with pytest.raises(Cancelled):

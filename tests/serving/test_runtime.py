@@ -39,7 +39,7 @@ def submit(runtime: Runtime, stack: Volume, model: str | None = None) -> Job[Res
     return submitted(runtime, runtime.models.spec(model), stack, Options())
 
 
-def test_what_does_not_take_long_is_done_by_the_thread_that_segmented(
+def test_work_after_segmentation_runs_in_the_thread_of_the_queue(
     bands_repository: Path, tmp_path: Path, stack: Volume
 ) -> None:
     with ready(settings(bands_repository, tmp_path)) as runtime:
@@ -49,35 +49,35 @@ def test_what_does_not_take_long_is_done_by_the_thread_that_segmented(
             return reservation.segment(job, stack, Options()), threading.current_thread().name
 
         request = DeviceRequest(spec, stack, Options(), None)
-        made = queue_work(runtime, request, name_thread)
-        result, thread = made.future.result(10)
+        fake_segmenters = queue_work(runtime, request, name_thread)
+        result, thread = fake_segmenters.future.result(10)
         assert (result.segmentation.pixels.shape, thread) == ((4, 5, 6), "request")
         failed = queue_work(runtime, request, lambda _reservation, _job: runtime.models.spec("nobody"))
         with pytest.raises(UnknownModel):
             failed.future.result(10)
 
 
-def test_planning_that_fails_unforeseen_ends_no_thread_and_leaves_no_request_waiting(
+def test_unexpected_planning_error_does_not_block_the_queue(
     bands_repository: Path, tmp_path: Path, stack: Volume
 ) -> None:
-    class Unplanned(FakeEstimator):
+    class FailingEstimator(FakeEstimator):
         def plan_request(self, volume: Any, options: Any) -> Any:
-            raise RuntimeError("unforeseen")
+            raise RuntimeError("unexpected")
 
         def estimate(self, volume: Any, options: Any) -> Any:
             return super().plan_request(volume, options).estimate
 
-    class Unplannable(FakeSegmenter):
+    class FailingSegmenter(FakeSegmenter):
         @property
         def estimator(self) -> FakeEstimator:
-            return Unplanned(self.spec, self.settings)
+            return FailingEstimator(self.spec, self.settings)
 
-    with ready(settings(bands_repository, tmp_path), Unplannable) as runtime:
+    with ready(settings(bands_repository, tmp_path), FailingSegmenter) as runtime:
         for _ in range(40):
             assert submit(runtime, stack).future.result(10) is not None
 
 
-def test_draining_is_not_ready_at_once_and_gives_up_in_the_end(
+def test_draining_makes_the_service_unready_and_cancels_requests_after_a_while(
     bands_repository: Path, tmp_path: Path, stack: Volume
 ) -> None:
     with ready(settings(bands_repository, tmp_path)) as runtime:
@@ -95,7 +95,7 @@ def test_draining_is_not_ready_at_once_and_gives_up_in_the_end(
     assert runtime.devices.ended
 
 
-def test_a_model_that_is_still_being_loaded_is_left_behind(bands_repository: Path, tmp_path: Path) -> None:
+def test_stop_does_not_wait_for_a_model_that_is_being_loaded(bands_repository: Path, tmp_path: Path) -> None:
     fakes = Fakes(closed)
     with running(settings(bands_repository, tmp_path), fakes) as runtime:
         until(lambda: fakes)
@@ -104,9 +104,11 @@ def test_a_model_that_is_still_being_loaded_is_left_behind(bands_repository: Pat
     until(lambda: runtime.devices.ended)
 
 
-def test_two_services_share_a_scratch_folder_and_leave_nothing_there(bands_repository: Path, tmp_path: Path) -> None:
-    chosen = settings(bands_repository, tmp_path)
-    with running(chosen) as one, running(chosen) as other:
+def test_services_with_one_scratch_folder_use_separate_folders_and_delete_them(
+    bands_repository: Path, tmp_path: Path
+) -> None:
+    config = settings(bands_repository, tmp_path)
+    with running(config) as one, running(config) as other:
         for runtime in (one, other):
             (runtime.scratch.make_request_folder() / "upload.tif").write_bytes(b"II*")
             assert runtime.scratch.path.stat().st_mode & 0o077 == 0
@@ -114,7 +116,7 @@ def test_two_services_share_a_scratch_folder_and_leave_nothing_there(bands_repos
     assert list(tmp_path.iterdir()) == []
 
 
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="requires a host without GPU")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
         pytest.param("device", {"serve": ["cuda:0", "cuda:1"]}, "no CUDA device", marks=NO_GPU),
     ],
 )
-def test_folder_or_device_that_is_not_there_is_refused_before_anything_starts(
+def test_missing_folder_or_device_is_rejected_when_the_runtime_is_built(
     bands_repository: Path, tmp_path: Path, section: str, values: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
@@ -134,8 +136,8 @@ def test_folder_or_device_that_is_not_there_is_refused_before_anything_starts(
 
 
 @pytest.fixture
-def three(bands_content: dict[str, Any], write_model: Any, tmp_path: Path) -> Path:
-    """A repository of the models alpha, beta and gamma."""
+def three_models(bands_content: dict[str, Any], write_model: Any, tmp_path: Path) -> Path:
+    """Return a repository with the models alpha, beta and gamma."""
     for name in ("alpha", "beta", "gamma"):
         write_model(bands_content | {"name": name})
     return tmp_path / "models"
@@ -145,30 +147,32 @@ def states(runtime: Runtime) -> dict[str, str]:
     return {model.name: model.state for model in runtime.models.states()}
 
 
-def test_models_that_nobody_asked_for_are_not_loaded(three: Path, tmp_path: Path, stack: Volume) -> None:
-    chosen = settings(three, tmp_path, models={"folder": three, "default": "beta", "load": ["gamma"]})
-    with ready(chosen) as runtime:
+def test_models_are_loaded_at_startup_or_on_their_first_request(
+    three_models: Path, tmp_path: Path, stack: Volume
+) -> None:
+    config = settings(three_models, tmp_path, models={"folder": three_models, "default": "beta", "load": ["gamma"]})
+    with ready(config) as runtime:
         assert states(runtime) == {"alpha": "unloaded", "beta": "ready", "gamma": "ready"}
         with pytest.raises(NotReady, match="not loaded"):
             loaded_segmenter(runtime.models, "alpha")
         job = submit(runtime, stack, "alpha")
         assert job.future.result(10).segmentation.pixels.all()
         assert states(runtime)["alpha"] == "ready"
-        made: Any = [loaded_segmenter(runtime.models, name) for name in ("alpha", "beta", "gamma")]
-        assert [fake.tuned for fake in made] == [False, True, True], "only at start there is time for a race"
-    with ready(settings(three, tmp_path, models={"folder": three, "load": "all"})) as runtime:
+        fake_segmenters: Any = [loaded_segmenter(runtime.models, name) for name in ("alpha", "beta", "gamma")]
+        assert [fake.tuned for fake in fake_segmenters] == [False, True, True], "models are tuned only at startup"
+    with ready(settings(three_models, tmp_path, models={"folder": three_models, "load": "all"})) as runtime:
         assert set(states(runtime).values()) == {"ready"}
 
 
-def test_requests_to_a_model_that_is_not_loaded_are_expected_to_run_as_they_then_do(
-    three: Path, tmp_path: Path, stack: Volume
+def test_estimator_of_a_model_that_was_never_loaded_matches_the_loaded_model(
+    three_models: Path, tmp_path: Path, stack: Volume
 ) -> None:
     sections: dict[str, Any] = {
-        "models": {"folder": three, "serve": ["alpha", "beta"]},
+        "models": {"folder": three_models, "serve": ["alpha", "beta"]},
         "device": {"name": "cpu", "threads": 2},
         "engine": {"kind": "eager", "streams": 2, "cache_folder": tmp_path / "plans"},
     }
-    with ready(settings(three, tmp_path, **sections), Segmenter) as runtime:
+    with ready(settings(three_models, tmp_path, **sections), Segmenter) as runtime:
         spec, models = runtime.models.spec("beta"), runtime.devices.all[0].scheduler.models
         expected = models.estimator(spec)
         assert (expected.streams, expected.window_bytes) == (2, None)
@@ -179,18 +183,18 @@ def test_requests_to_a_model_that_is_not_loaded_are_expected_to_run_as_they_then
 
 
 @pytest.mark.parametrize(("models", "ready"), [({"load": ["delta"]}, True), ({"default": "delta"}, False)])
-def test_a_model_that_is_to_be_loaded_and_is_not_there_is_told_and_the_default_one_has_to_be(
-    three: Path, tmp_path: Path, models: dict[str, Any], *, ready: bool
+def test_missing_model_is_reported_and_the_default_model_is_required(
+    three_models: Path, tmp_path: Path, models: dict[str, Any], *, ready: bool
 ) -> None:
-    with running(settings(three, tmp_path, models={"folder": three, **models})) as runtime:
+    with running(settings(three_models, tmp_path, models={"folder": three_models, **models})) as runtime:
         until(lambda: not caches(runtime)[0].starting)
         assert ["delta" in reason for reason in runtime.unready_reasons()] == ([] if ready else [True])
         assert any("delta" in sentence for sentence in runtime.degradations()) is ready
 
 
-def test_service_stays_ready_and_goes_on_while_a_model_is_loaded(three: Path, tmp_path: Path, stack: Volume) -> None:
+def test_service_stays_ready_while_another_model_is_loaded(three_models: Path, tmp_path: Path, stack: Volume) -> None:
     fakes = Fakes(lambda fake: fake.spec.name == "alpha" or fake.gate.clear())
-    with ready(settings(three, tmp_path), fakes) as runtime:
+    with ready(settings(three_models, tmp_path), fakes) as runtime:
         waiting = submit(runtime, stack, "beta")
         until(lambda: len(fakes) == 2)
         assert (states(runtime)["beta"], waiting.state, runtime.unready_reasons()) == ("loading", "waiting", ())
@@ -199,13 +203,15 @@ def test_service_stays_ready_and_goes_on_while_a_model_is_loaded(three: Path, tm
         fakes[1].gate.set()
         assert waiting.future.result(10)
         until(lambda: not caches(runtime)[0].is_awaited("gamma"))
-        assert len(fakes) == 2, "nobody waits for it any more"
+        assert len(fakes) == 2, "the only request for gamma was cancelled"
 
 
-def test_models_take_turns_where_memory_holds_one(three: Path, tmp_path: Path, stack: Volume) -> None:
-    size = max(file.stat().st_size for file in three.glob("*/weights.safetensors"))
+def test_models_are_swapped_if_memory_holds_only_one(three_models: Path, tmp_path: Path, stack: Volume) -> None:
+    size = max(file.stat().st_size for file in three_models.glob("*/weights.safetensors"))
     load = Fakes(lambda fake: setattr(fake, "nbytes", size))
-    with ready(settings(three, tmp_path, models={"folder": three, "memory_bytes": 3 * size // 2}), load) as runtime:
+    with ready(
+        settings(three_models, tmp_path, models={"folder": three_models, "memory_bytes": 3 * size // 2}), load
+    ) as runtime:
         jobs = [submit(runtime, stack, name) for name in ("beta", "alpha", "gamma", "beta")]
         assert all(job.future.result(20).segmentation.pixels.all() for job in jobs)
         until(lambda: list(states(runtime).values()).count("ready") == 1)
@@ -216,11 +222,11 @@ def test_models_take_turns_where_memory_holds_one(three: Path, tmp_path: Path, s
         assert 'stackseg_model_unloads_total{model="alpha"}' in metrics
 
 
-def test_what_is_kept_on_disk_is_measured_though_a_part_of_it_cannot_be(three: Path, tmp_path: Path) -> None:
+def test_disk_usage_omits_kinds_that_cannot_be_measured(three_models: Path, tmp_path: Path) -> None:
     def fail() -> DiskUsage:
         raise StorageUnavailable("The database is locked.")
 
-    with running(settings(three, tmp_path), FakeSegmenter) as runtime:
+    with running(settings(three_models, tmp_path), FakeSegmenter) as runtime:
         runtime.disk_usages["jobs"] = fail
         hold = runtime.scratch_space.hold("ann")
         hold.add(1000)
@@ -231,12 +237,10 @@ def test_what_is_kept_on_disk_is_measured_though_a_part_of_it_cannot_be(three: P
         hold.close()
 
 
-def test_requests_go_where_the_least_work_is_and_where_the_model_is_loaded(
-    three: Path, tmp_path: Path, stack: Volume
-) -> None:
-    chosen = settings(three, tmp_path, device={"serve": ["cpu", "cpu"], "threads": 1}, limits={"waiting": 1})
+def test_requests_are_routed_by_work_and_by_loaded_models(three_models: Path, tmp_path: Path, stack: Volume) -> None:
+    config = settings(three_models, tmp_path, device={"serve": ["cpu", "cpu"], "threads": 1}, limits={"waiting": 1})
     fakes = Fakes()
-    with ready(chosen, fakes) as runtime:
+    with ready(config, fakes) as runtime:
         one, other = (device.scheduler for device in runtime.devices.all)
         assert [device.name for device in runtime.devices.all] == ["cpu", "cpu-2"]
         for fake in fakes:
@@ -250,7 +254,7 @@ def test_requests_go_where_the_least_work_is_and_where_the_model_is_loaded(
             fake.gate.set()
         assert all(job.future.result(20) for job in jobs)
         submit(runtime, stack, "beta").future.result(20)
-        holder = next(cache for cache in caches(runtime) if cache.get("beta"))
+        owner = next(cache for cache in caches(runtime) if cache.get("beta"))
         for _ in range(3):
             submit(runtime, stack, "beta").future.result(20)
-        assert [cache for cache in caches(runtime) if cache.get("beta")] == [holder]
+        assert [cache for cache in caches(runtime) if cache.get("beta")] == [owner]

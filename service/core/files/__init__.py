@@ -1,1 +1,1 @@
-"""Files of the package, files that are written whole, and zip archives."""
+"""Files bundled with the package, atomic writes, and zip archives."""

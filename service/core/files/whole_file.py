@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and folders that are held open."""
+"""Atomic file writes, and access to folders by file descriptors."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# Opens a folder to look names up in it.
+# Flags to open a folder, so that names can be looked up relative to it. Symbolic links are not followed.
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextmanager
 def write_whole(path: Path, partial: Path | None = None, *, sync: bool = True) -> Iterator[Path]:
-    """Write a file at the path that is yielded; it gets its name after the block, and is deleted where that fails.
+    """Write a file atomically: yield a temporary path, and rename the file to `path` after the block.
+
+    If the block or renaming fails, the temporary file is deleted.
 
     Args:
-        path: its name, which takes the place of another file
-        partial: where it is written, in the same folder; `.NAME.part` if None, which one process writes at a time
-        sync: whether the content is on disk before the file has its name, so that a loss of power leaves no empty one
+        path: the final path; an existing file is replaced
+        partial: the temporary path, in the same folder. None: `.NAME.part`, which only one process may write at a time
+        sync: whether to flush the content to disk before renaming, so that a power failure leaves no empty file
 
     Raises OSError.
     """
     partial = path.with_name(f".{path.name}.part") if partial is None else partial
-    # Others may write into the folder, too: where a link has the name, what it leads to would be replaced.
+    # Other users may write to the folder. If the temporary path is a link, writing would overwrite the link's target.
     partial.unlink(missing_ok=True)
     try:
         yield partial
@@ -36,7 +38,7 @@ def write_whole(path: Path, partial: Path | None = None, *, sync: bool = True) -
 
 
 def sync_to_disk(*paths: Path) -> None:
-    """Have files, or the names in folders, written to the disk. Raises OSError."""
+    """Flush the content of files, or the entries of folders, to disk. Raises OSError."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -46,13 +48,13 @@ def sync_to_disk(*paths: Path) -> None:
 
 
 def descriptor_path(descriptor: int) -> Path:
-    """Return a path by which another process can open a file that this one has open."""
+    """Return a path through which another process can open a file that is open in this process."""
     return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
 
 
 @contextmanager
 def open_root(path: Path) -> Iterator[int]:
-    """Open a folder by its path, which may lead over links, until the end of the block. Raises OSError."""
+    """Open a folder for the duration of the block. The path may contain symbolic links. Raises OSError."""
     folder = os.open(path, OPEN_FOLDER & ~os.O_NOFOLLOW)
     try:
         yield folder
@@ -62,9 +64,13 @@ def open_root(path: Path) -> Iterator[int]:
 
 @contextmanager
 def open_below(folder: int, parts: Sequence[str], *, make: bool = False) -> Iterator[int]:
-    """Open the folder that names lead to from an open one, until the end of the block; `make` those that are missing.
+    """Open a folder below an open folder for the duration of the block.
 
-    Raises OSError, also for a name that leads out of a folder.
+    folder  file descriptor of the open folder
+    parts   names of the nested folders
+    make    whether to create missing folders
+
+    Raises OSError, also if a name is a symbolic link or `..`.
     """
     if ".." in parts:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))

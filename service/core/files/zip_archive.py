@@ -1,7 +1,7 @@
-"""Zip archives that all readers understand alike, so that what is checked is what is loaded.
+"""Strict validation of zip archives, so that every zip reader finds the same members in an accepted archive.
 
-Readers disagree about archives with two directories, with bytes before, between or behind the members, and with names
-that differ in case only. Such archives are refused.
+Readers disagree about archives with two central directories, with bytes before, between or after the members, and with
+names that differ in case only. Such archives are rejected.
 """
 
 from __future__ import annotations
@@ -16,21 +16,28 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple
 
+# Nested folders of an entry.
 MAX_DEPTH = 32
-# torch compresses code only, which is small.
+# Total size of the compressed members after decompression. torch compresses code only, which is small.
 MAX_COMPRESSED_BYTES = 2**26
 
-HEADER_BYTES, END_BYTES, LOCATOR_BYTES, END64_BYTES = 30, 22, 20, 56
-HAS_DESCRIPTOR, ENCRYPTED = 8, 1
-_MOST_COMMENT_BYTES = 2**16 - 1
+# Sizes of the records of the zip format, without names, extra fields and comments.
+HEADER_BYTES = 30
+END_BYTES = 22
+LOCATOR_BYTES = 20
+END64_BYTES = 56
+# Flag bits of an entry.
+DESCRIPTOR_FLAG = 8
+ENCRYPTION_FLAG = 1
+_MAX_COMMENT_BYTES = 2**16 - 1
 
 
 class ZipLimits(NamedTuple):
-    """Limits and demands on archives of one kind.
+    """Limits for archives of one kind.
 
-    entries          members and folders; each becomes an object of some 500 bytes
-    directory_bytes  of the list of all entries, with their names
-    comment          whether text may follow the directory
+    entries          maximum number of members and folders; each takes about 500 bytes of memory
+    directory_bytes  maximum size of the central directory, which lists all entries with their names
+    comment          whether a comment may follow the directory
     """
 
     entries: int
@@ -38,40 +45,40 @@ class ZipLimits(NamedTuple):
     comment: bool = False
 
 
-# More members than any model has; the directory has room for that many long names.
+# More entries than any model has, with long names.
 TORCH_LIMITS = ZipLimits(entries=10_000, directory_bytes=2**22)
 
 
 def open_archive(file: IO[bytes], limits: ZipLimits) -> zipfile.ZipFile:
-    """Open an archive that consists of its members, one after the other, and their directory, and of nothing else.
+    """Open an archive that consists only of contiguous members followed by the central directory.
 
-    Raise zipfile.BadZipFile, naming what is refused: another layout, more than the limits, members that are encrypted,
-    links or devices, that would be written outside of a folder, or whose names differ in case only.
+    Raises zipfile.BadZipFile, with the reason, for any other layout; for archives that exceed the limits; for members
+    that are encrypted, links, devices or outside the target folder; and for names that differ in case only.
     """
     start = _find_directory(file, limits)
     archive = zipfile.ZipFile(file)
     entries = archive.infolist()
     if len(entries) > limits.entries:
-        raise zipfile.BadZipFile(f"it has {len(entries)} entries; no more than {limits.entries} are read.")
+        raise zipfile.BadZipFile(f"it has {len(entries)} entries; the maximum is {limits.entries}.")
     for entry in entries:
         _check_entry(entry)
     if len({entry.filename.lower() for entry in entries}) < len(entries):
-        raise zipfile.BadZipFile("several of its entries have the same name.")
+        raise zipfile.BadZipFile("several entries have the same name.")
     _check_layout(file, sorted(entries, key=lambda entry: entry.header_offset), start)
     return archive
 
 
 @contextmanager
 def open_torch_archive(path: Path) -> Iterator[zipfile.ZipFile]:
-    """Open an archive of a model or its weights until the end of the block. Raise zipfile.BadZipFile."""
+    """Open an archive with a model or its weights for the duration of the block. Raises zipfile.BadZipFile."""
     with path.open("rb") as file, open_archive(file, TORCH_LIMITS) as archive:
         yield archive
 
 
 def copy_members(archive: zipfile.ZipFile) -> io.BytesIO:
-    """Return an archive of the same members, not compressed, so that torch reads the bytes that were checked.
+    """Return an uncompressed archive with the same members, so that torch reads the bytes that were validated.
 
-    Raise zipfile.BadZipFile where compressed members are larger than the code of a network.
+    Raises zipfile.BadZipFile if the compressed members exceed `MAX_COMPRESSED_BYTES`.
     """
     _check_compressed(archive)
     copy = io.BytesIO()
@@ -83,87 +90,93 @@ def copy_members(archive: zipfile.ZipFile) -> io.BytesIO:
 
 
 def _check_compressed(archive: zipfile.ZipFile) -> None:
-    """Raise zipfile.BadZipFile where compressed members are too large. No member unpacks to more than it states."""
+    """Raise zipfile.BadZipFile if compressed members are too large. No member decompresses to more than `file_size`."""
     compressed = [entry for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
     if sum(entry.file_size for entry in compressed) > MAX_COMPRESSED_BYTES:
         largest = max(compressed, key=lambda entry: entry.file_size)
-        raise zipfile.BadZipFile(f"{largest.filename} is compressed, which torch does with code only.")
+        raise zipfile.BadZipFile(
+            f"{largest.filename} is compressed and too large; torch compresses only the code of a network."
+        )
 
 
 def locate_stored(descriptor: int, entry: zipfile.ZipInfo) -> int:
-    """Return where the bytes of a member begin that is not compressed, in an archive that was opened here.
+    """Return the offset of an uncompressed member's content in a validated archive.
 
-    Other threads may read the same file meanwhile, whose position stays as it is.
+    The file position does not change, so other threads may read the same file concurrently.
     """
     name, extra = struct.unpack("<HH", os.pread(descriptor, HEADER_BYTES, entry.header_offset)[-4:])
     return int(entry.header_offset + HEADER_BYTES + name + extra)
 
 
 def _find_directory(file: IO[bytes], limits: ZipLimits) -> int:
-    """Return where the directory starts that ends the file. Raise zipfile.BadZipFile where none does."""
+    """Return the offset of the central directory at the end of the file. Raises zipfile.BadZipFile if there is none."""
     size = file.seek(0, io.SEEK_END)
     comment_bytes = _measure_comment(file, size) if limits.comment else 0
     size -= comment_bytes
     file.seek(max(0, size - END_BYTES - LOCATOR_BYTES - END64_BYTES))
     tail = file.read(min(size, END_BYTES + LOCATOR_BYTES + END64_BYTES))
     if tail[-END_BYTES:][:4] != b"PK\5\6" or tail[-2:] != struct.pack("<H", comment_bytes):
-        raise zipfile.BadZipFile("it is no zip archive that ends with its directory.")
+        raise zipfile.BadZipFile("it is not a zip archive, or has content after its directory.")
     length, start = struct.unpack("<LL", tail[-10:-2])
     end = size - END_BYTES
     if tail[-END_BYTES - LOCATOR_BYTES :][:4] == b"PK\6\7":
         end -= LOCATOR_BYTES + END64_BYTES
-        (place,) = struct.unpack("<Q", tail[-34:-26])
-        if tail[:4] != b"PK\6\6" or place != end:
+        (offset,) = struct.unpack("<Q", tail[-34:-26])
+        if tail[:4] != b"PK\6\6" or offset != end:
             raise zipfile.BadZipFile("its directory is ambiguous.")
         length, start = struct.unpack("<QQ", tail[40:56])
     if start + length != end:
-        raise zipfile.BadZipFile("something lies before or behind the archive.")
+        raise zipfile.BadZipFile("there are extra bytes before or after the archive.")
     if length > limits.directory_bytes:
         raise zipfile.BadZipFile(f"its directory is longer than {limits.directory_bytes} bytes.")
     return int(start)
 
 
 def _measure_comment(file: IO[bytes], size: int) -> int:
-    """Return the bytes behind the last record that may end a directory, 0 where there is none."""
-    file.seek(max(0, size - END_BYTES - _MOST_COMMENT_BYTES))
+    """Return the size of the archive comment: the bytes after the last end-of-directory record, or 0 without one."""
+    file.seek(max(0, size - END_BYTES - _MAX_COMMENT_BYTES))
     tail = file.read()
-    place = tail.rfind(b"PK\5\6")
-    return max(0, len(tail) - place - END_BYTES) if place >= 0 else 0
+    offset = tail.rfind(b"PK\5\6")
+    return max(0, len(tail) - offset - END_BYTES) if offset >= 0 else 0
 
 
 def _check_entry(entry: zipfile.ZipInfo) -> None:
     path = PurePosixPath(entry.filename)
-    if _escapes(entry, path):
-        raise zipfile.BadZipFile(f"{entry.orig_filename!r}: the archive wants to write outside of its own folder.")
+    if _is_unsafe(entry, path):
+        raise zipfile.BadZipFile(f"{entry.orig_filename!r} would be extracted outside the target folder.")
     if len(path.parts) > MAX_DEPTH:
-        raise zipfile.BadZipFile(f"{entry.filename[:80]!r}...: lies more than {MAX_DEPTH} folders deep.")
-    if entry.flag_bits & ENCRYPTED or entry.compress_type not in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
-        raise zipfile.BadZipFile(f"{entry.filename!r}: is encrypted, or compressed by another method than deflate.")
+        raise zipfile.BadZipFile(f"{entry.filename[:80]!r}... is nested more than {MAX_DEPTH} folders deep.")
+    if entry.flag_bits & ENCRYPTION_FLAG or entry.compress_type not in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
+        raise zipfile.BadZipFile(f"{entry.filename!r} is encrypted, or uses a compression method other than deflate.")
     if entry.compress_type == zipfile.ZIP_STORED and entry.compress_size != entry.file_size:
-        raise zipfile.BadZipFile(f"{entry.filename!r}: is not compressed, and states two sizes.")
+        raise zipfile.BadZipFile(f"{entry.filename!r} is not compressed, but specifies two different sizes.")
 
 
-def _escapes(entry: zipfile.ZipInfo, path: PurePosixPath) -> bool:
-    """Return whether an entry would be written outside of a folder, or is a link or a device."""
+def _is_unsafe(entry: zipfile.ZipInfo, path: PurePosixPath) -> bool:
+    """Return whether an entry would be extracted outside the target folder, or is a link or a device."""
     kind = stat.S_IFMT(entry.external_attr >> 16)
-    escapes = path.is_absolute() or ".." in path.parts or "\\" in entry.orig_filename or "\0" in entry.orig_filename
-    return escapes or kind not in {0, stat.S_IFREG, stat.S_IFDIR}
+    is_outside = path.is_absolute() or ".." in path.parts or "\\" in entry.orig_filename or "\0" in entry.orig_filename
+    return is_outside or kind not in {0, stat.S_IFREG, stat.S_IFDIR}
 
 
 def _check_layout(file: IO[bytes], entries: list[zipfile.ZipInfo], start: int) -> None:
-    """Raise zipfile.BadZipFile where entries, in the order of the file, overlap or leave room up to the directory."""
+    """Raise zipfile.BadZipFile if the entries, sorted by offset, overlap or leave gaps before the directory."""
     position = 0
     ends = [*(entry.header_offset for entry in entries[1:]), start]
     for entry, end in zip(entries, ends, strict=True):
         file.seek(position)
         header = file.read(HEADER_BYTES)
         if entry.header_offset != position or len(header) < HEADER_BYTES:
-            raise zipfile.BadZipFile("something lies before its first entry.")
+            raise zipfile.BadZipFile("there are extra bytes before its first entry.")
         position += HEADER_BYTES + sum(struct.unpack("<HH", header[-4:])) + entry.compress_size
         file.seek(position)
-        described = entry.flag_bits & HAS_DESCRIPTOR and end - position in {16, 24} and file.read(4) == b"PK\7\x08"
-        if position != end and not described:
-            raise zipfile.BadZipFile(f"{entry.filename!r}: overlaps with the next entry, or something lies between.")
+        has_descriptor = (
+            entry.flag_bits & DESCRIPTOR_FLAG and end - position in {16, 24} and file.read(4) == b"PK\7\x08"
+        )
+        if position != end and not has_descriptor:
+            raise zipfile.BadZipFile(
+                f"{entry.filename!r} overlaps the next entry, or there are extra bytes between them."
+            )
         position = end
     if position != start:
-        raise zipfile.BadZipFile("something lies before its directory.")
+        raise zipfile.BadZipFile("there are extra bytes before its directory.")

@@ -1,1 +1,1 @@
-"""The processor, GPUs and memory of this host, and what torch can do with them."""
+"""The processor, GPUs and memory of this host, and the capabilities of torch devices."""

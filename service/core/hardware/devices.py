@@ -1,4 +1,4 @@
-"""Devices: which one to use, what it computes natively, its threads, memory and health."""
+"""Torch devices: selection, supported precisions, threads, memory and health checks."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ from service.core.hardware.gpus import explain_no_cuda, query_gpus
 
 log = logging.getLogger(__name__)
 
-# How often a device is asked whether it works, and the seconds in between.
-PROBES, PROBE_SECONDS = 3, 0.5
+# Number of health checks before a device counts as lost.
+MAX_PROBES = 3
+# Seconds between two health checks.
+PROBE_INTERVAL_SECONDS = 0.5
 
-# Torch's number for the memory that belongs to no graph.
-SHARED_POOL = (0, 0)
+# Torch's id of the memory pool for allocations outside CUDA graphs.
+SHARED_POOL_ID = (0, 0)
 
-# Bytes of pools of graphs that are not allocated between replays, by device.
-_idle_pools: dict[torch.device, int] = {}
+# Bytes in the memory pools of CUDA graphs that are unused between replays, by device.
+_idle_pool_bytes: dict[torch.device, int] = {}
 
 # Versions of cuDNN whose 3D convolutions in BF16 are wrong on large inputs (pytorch#163539). For BF16 and FP16 in
 # contiguous memory torch replaces them by code that is several times slower (pytorch#166122) and needs more memory
 # (pytorch#166643).
 FAULTY_CUDNN = range(90800, 91500)
 
-# Of torch's CPU allocator, oneDNN (whose primitives were made before, in the warm-up), Python's threads, CUDA beyond
-# torch's allocator, and its libraries (cuDNN, cuBLAS).
-_EXHAUSTED = (
+# Fragments of error messages that mean that memory is exhausted: from torch's CPU allocator, oneDNN (its primitives
+# were created in the warm-up, so it fails only for lack of memory), Python's threads, CUDA allocations outside torch's
+# allocator, and the CUDA libraries (cuDNN, cuBLAS).
+_OUT_OF_MEMORY_MESSAGES = (
     "DefaultCPUAllocator",
     "could not create a primitive",
     "can't start new thread",
@@ -46,7 +49,7 @@ _EXHAUSTED = (
 
 
 class Driver(Protocol):
-    """Questions to a device beside what it computes. This module answers them; tests inject faults."""
+    """Health and memory queries of a device. This module implements them; tests inject faults."""
 
     def is_on_host(self, device: torch.device) -> bool: ...
 
@@ -60,7 +63,7 @@ class Driver(Protocol):
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device for `auto`, `cpu`, `cuda` or `cuda:N`. Raises ConfigError for a GPU that is not there."""
+    """Return the device for `auto`, `cpu`, `cuda` or `cuda:N`. Raises ConfigError if the GPU is not available."""
     available = torch.cuda.is_available()
     if name == "auto" and not available:
         _warn_of_unused_gpus()
@@ -68,42 +71,44 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not available:
         reason = explain_no_cuda()
-        raise ConfigError(f"device.name is {name}, but no CUDA device can be used: {reason}; or set it to cpu or auto.")
+        raise ConfigError(
+            f"device.name is {name}, but no CUDA device is available: {reason}. Or set device.name to cpu or auto."
+        )
     device = torch.device("cuda:0" if name in {"auto", "cuda"} else name)
     if device.index is not None and device.index >= torch.cuda.device_count():
-        raise ConfigError(f"device.name is {name}, but there are only {torch.cuda.device_count()} CUDA devices.")
+        raise ConfigError(f"device.name is {name}, but the number of CUDA devices is {torch.cuda.device_count()}.")
     return device
 
 
 @cache
 def _warn_of_unused_gpus() -> None:
-    """Log once that there are GPUs which torch cannot use, where the CPU takes their place."""
-    if found := query_gpus():
-        log.warning("%s is not used: %s", found[0].name, explain_no_cuda())
+    """Log once that torch cannot use the GPUs of this host, so that the CPU is used instead."""
+    if unused := query_gpus():
+        log.warning("%s is not used: %s", unused[0].name, explain_no_cuda())
 
 
-def gpu_names() -> tuple[str, ...]:
-    """List the CUDA devices of this process as `cuda:N`. Raises ConfigError where there is none."""
+def list_gpus() -> tuple[str, ...]:
+    """List the CUDA devices of this process as `cuda:N`. Raises ConfigError if there are none."""
     names = tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))
     if not names:
-        raise ConfigError("device.serve is all, but no CUDA device can be used; leave it empty.")
+        raise ConfigError("device.serve is all, but no CUDA device is available. Leave device.serve empty.")
     return names
 
 
 def native_precisions(device: torch.device) -> frozenset[torch.dtype]:
-    """Return the floating dtypes that the device computes at full rate or in matrix units, float32 included.
+    """Return the floating-point dtypes that the device computes at full speed or in matrix units, including float32.
 
-    Those that `faulty_precisions` returns are left out.
+    Dtypes in `faulty_precisions` are excluded.
     """
     if device.type == "cuda":
         return cuda_precisions(torch.cuda.get_device_capability(device)) - faulty_precisions(device).keys()
-    # torch offers no public query for these instruction sets; the private one answers False where it knows nothing.
+    # torch has no public query for these instruction sets. The private functions return False if they are unknown.
     bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return frozenset({torch.float32, torch.bfloat16} if bf16 else {torch.float32})
 
 
 def cuda_precisions(capability: tuple[int, int]) -> frozenset[torch.dtype]:
-    """Return the floating dtypes by CUDA compute capability: FP16 from 7.0 (Volta), BF16 from 8.0 (Ampere)."""
+    """Return the floating-point dtypes of a CUDA compute capability: FP16 from 7.0 (Volta), BF16 from 8.0 (Ampere)."""
     dtypes = {torch.float32}
     if capability >= (7, 0):
         dtypes.add(torch.float16)
@@ -113,7 +118,7 @@ def cuda_precisions(capability: tuple[int, int]) -> frozenset[torch.dtype]:
 
 
 def faulty_precisions(device: torch.device) -> dict[torch.dtype, str]:
-    """Return the dtypes that the device has units for, but the installed cuDNN computes wrongly or slowly, and why."""
+    """Return the dtypes that the device supports but cuDNN computes wrongly or slowly, with the reason for each."""
     if device.type != "cuda":
         return {}
     version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
@@ -121,9 +126,9 @@ def faulty_precisions(device: torch.device) -> dict[torch.dtype, str]:
 
 
 def faulty_cuda_precisions(capability: tuple[int, int], cudnn_version: int | None) -> dict[torch.dtype, str]:
-    """Return `faulty_precisions` by CUDA compute capability and version of cuDNN.
+    """Return `faulty_precisions` for a CUDA compute capability and a version of cuDNN (None: no cuDNN).
 
-    Volta keeps FP16 with any cuDNN, as there is nothing to install: cuDNN supports Volta up to 9.10 only.
+    FP16 is never excluded on Volta, because there is no better version to install: cuDNN supports Volta up to 9.10.
     """
     reason = explain_faulty_cudnn(cudnn_version)
     if reason is None or (cudnn_version is not None and capability < (7, 5)):
@@ -132,29 +137,29 @@ def faulty_cuda_precisions(capability: tuple[int, int], cudnn_version: int | Non
 
 
 def explain_faulty_cudnn(version: int | None) -> str | None:
-    """Return what is wrong with BF16 and FP16 in this version of cuDNN (None: there is no cuDNN), and what to install.
+    """Return what is wrong with BF16 and FP16 in a version of cuDNN, and what to install; None if nothing is wrong.
 
-    None if nothing is wrong.
+    version  such as 91000 for 9.10.0; None if cuDNN is not installed
     """
-    advice = "Install cuDNN 9.15 or later, which torch 2.11 and later for CUDA 13 bring (on PyPI: nvidia-cudnn-cu12)."
+    advice = "Install cuDNN 9.15 or later. torch 2.11 and later for CUDA 13 include it (on PyPI: nvidia-cudnn-cu12)."
     if version is None:
-        return f"torch finds no cuDNN, and 3D convolutions in BF16 and FP16 are slow without it. {advice}"
+        return f"torch cannot find cuDNN. Without it, 3D convolutions in BF16 and FP16 are slow. {advice}"
     if version not in FAULTY_CUDNN:
         return None
     number = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
     return (
         f"cuDNN {number} is installed. In cuDNN 9.8 to 9.14, 3D convolutions in BF16 can be wrong on large inputs, and"
-        f" those in BF16 and FP16 can be several times slower and need more memory. {advice}"
+        f" convolutions in BF16 and FP16 can be several times slower and need more memory. {advice}"
     )
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name that the maker gives the device."""
+    """Return the product name of the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else host.query_cpu().name
 
 
 def is_on_host(device: torch.device) -> bool:
-    """Whether the device's memory is the host's."""
+    """Return whether the device uses the memory of the host."""
     return device.type == "cpu"
 
 
@@ -163,14 +168,15 @@ def _compute(device: torch.device) -> bool:
 
 
 def is_working(
-    device: torch.device, compute: Callable[[torch.device], bool] = _compute, pause: float = PROBE_SECONDS
+    device: torch.device, compute: Callable[[torch.device], bool] = _compute, pause: float = PROBE_INTERVAL_SECONDS
 ) -> bool:
-    """Whether the device still computes. A CUDA context that has failed once fails for the rest of the process.
+    """Return whether the device still computes. Once a CUDA context has failed, it fails until the process ends.
 
-    An error may also be that of another thread, whose recording of a graph forbids some calls: `compute` is called up
-    to `PROBES` times, with seconds of `pause` between. A device without any free memory answers, and so works.
+    An error can also have a temporary cause: while another thread records a CUDA graph, some calls are not allowed. So
+    `compute` is called up to `MAX_PROBES` times, `pause` seconds apart. A device that is out of memory counts as
+    working.
     """
-    for probe in range(PROBES):
+    for probe in range(MAX_PROBES):
         if probe:
             time.sleep(pause)
         try:
@@ -182,81 +188,89 @@ def is_working(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out, or the room for threads; some libraries raise a plain RuntimeError for that."""
+    """Return whether an error means that memory is exhausted or no thread can be started.
+
+    Some libraries raise a plain RuntimeError in this case, so its message is searched.
+    """
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in _EXHAUSTED)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        text in str(error) for text in _OUT_OF_MEMORY_MESSAGES
+    )
 
 
 def translate_error(error: BaseException) -> BaseException:
-    """Return OutOfMemory for a foreign error of exhausted memory, any other error as it is."""
+    """Convert an out-of-memory error of a library to OutOfMemory; return any other error unchanged."""
     if isinstance(error, StackSegError) or not is_out_of_memory(error):
         return error
-    return OutOfMemory("The service is short of memory; try again later, or send a smaller part of the volume.")
+    return OutOfMemory(
+        "The service does not have enough memory. Try again later, or send a smaller part of the volume."
+    )
 
 
 def find_loss(device: torch.device, error: BaseException, driver: Driver) -> DeviceLost | None:
-    """Return DeviceLost where the device does not work any more after an `error`, None where it does."""
+    """Check the device after an error: return DeviceLost if it has stopped working, else None."""
     if isinstance(error, StackSegError) or driver.is_on_host(device) or is_out_of_memory(error):
         return error if isinstance(error, DeviceLost) else None
     if driver.is_working(device):
         return None
-    return DeviceLost(f"{device} has failed and must be started anew with the service.")
+    return DeviceLost(f"{device} has failed. The service has to be restarted to use it again.")
 
 
 def use_threads(count: int) -> None:
-    """Set how many CPU threads torch uses for the calling thread; 0: one for each usable core."""
+    """Set the number of CPU threads that torch uses in the calling thread; 0: one per usable core."""
     torch.set_num_threads(count or host.usable_cores())
-    # Asking fixes the number for this thread; one that never asked takes what any thread set last.
+    # Reading the number fixes it for this thread. Otherwise the thread would use the number that any thread set last.
     torch.get_num_threads()
 
 
 def free_bytes(device: torch.device, cuda: Any = torch.cuda) -> int | None:
-    """Return the bytes that this process may still take on the device, cached ones included; None where unknown.
+    """Return the bytes that this process can still allocate on the device, including torch's cache; None if unknown.
 
-    What graphs keep between their replays is not free.
+    Memory that CUDA graphs reserve between replays does not count as free.
     """
     if device.type != "cuda":
         return host.available_memory()
     free, _total = cuda.mem_get_info(device)
-    # Other functions take a millisecond for each number, as they collect all of them by name.
+    # Each of the functions for a single number takes a millisecond, because it collects all statistics.
     stats = cuda.memory_stats_as_nested_dict(device)
     reserved, allocated = (stats[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes"))
-    return int(free + reserved - allocated - _idle_pools.get(device, 0))
+    return int(free + reserved - allocated - _idle_pool_bytes.get(device, 0))
 
 
 def count_pools(device: torch.device, cuda: Any = torch.cuda) -> int:
-    """Return the bytes of the memory pools of all graphs on a device, 0 on a CPU, and note how much of it is idle.
+    """Return the total size of the memory pools of all CUDA graphs on a device in bytes; 0 on a CPU.
 
-    It takes milliseconds. Call it after graphs were recorded or dropped, as `free_bytes` relies on the latest count.
+    This function also records how many of the bytes are unused, which `free_bytes` needs. So call it after graphs were
+    recorded or deleted. It takes milliseconds.
     """
     if device.type != "cuda":
         return 0
     segments = [
         segment
         for segment in cuda.memory_snapshot()
-        if segment["device"] == (device.index or 0) and tuple(segment["segment_pool_id"]) != SHARED_POOL
+        if segment["device"] == (device.index or 0) and tuple(segment["segment_pool_id"]) != SHARED_POOL_ID
     ]
-    _idle_pools[device] = sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
+    _idle_pool_bytes[device] = sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
     return sum(segment["total_size"] for segment in segments)
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """Return the bytes of the device's memory; None where unknown."""
+    """Return the total memory of the device in bytes; None if unknown."""
     if device.type != "cuda":
         return host.read_meminfo("MemTotal")
     return torch.cuda.get_device_properties(device).total_memory
 
 
 def limit_memory(device: torch.device, nbytes: int) -> None:
-    """Limit what this process may take of a GPU's memory; of the host's it does nothing."""
+    """Limit the GPU memory that this process may allocate. Does nothing for the CPU."""
     total = total_bytes(device)
     if device.type == "cuda" and total is not None:
         torch.cuda.set_per_process_memory_fraction(min(nbytes / total, 1.0), device)
 
 
 def release_memory(device: torch.device) -> None:
-    """Return freed memory to the system that torch or the C library would keep for later."""
+    """Return memory that torch and the C library cache to the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         count_pools(device)
@@ -264,7 +278,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def return_pages() -> None:
-    """Let others have the host's memory that this process has freed, and the C library would keep for later."""
-    # Only glibc has it, and only glibc keeps so much.
+    """Return freed memory that the C library caches to the system."""
+    # Only glibc has `malloc_trim`, and only glibc caches enough memory for this to matter.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs of this host, as its driver (NVML) describes them."""
+"""State of the NVIDIA GPUs of this host, queried from the driver through NVML."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 @dataclass(frozen=True)
 class GpuStatus:
-    """State of one GPU, None where the driver does not tell. Memory in bytes, power in watts.
+    """State of one GPU. Memory is in bytes; values that the driver does not report are None.
 
-    reserved_bytes  held by this process, in use or cached for later
+    reserved_bytes  memory that torch holds in this process, in use or cached
     """
 
     index: int
@@ -30,14 +30,21 @@ class GpuStatus:
 
 
 def explain_no_cuda(built: str | None = torch.version.cuda, nvml: Any = pynvml) -> str:
-    """Return why torch, built for CUDA version `built` (None: for CPUs only), sees no CUDA device, and what to do."""
+    """Return why torch finds no CUDA device, and what to do.
+
+    built  CUDA version that torch was built for; None for a build without CUDA
+    nvml   the `pynvml` module; tests replace it
+    """
     if built is None:
-        return "this torch is a build for CPUs; install one for CUDA, in an image with the build argument VARIANT=gpu"
+        return (
+            "this build of torch supports only CPUs; install a build for CUDA, in an image with the build argument"
+            " VARIANT=gpu"
+        )
     try:
         nvml.nvmlInit()
     except pynvml.NVMLError:
         return (
-            "there is no NVIDIA driver here; install it, and give a container its GPU (the NVIDIA container toolkit,"
+            "no NVIDIA driver was found; install it, and give containers access to the GPU (NVIDIA Container Toolkit,"
             " --gpus all)"
         )
     try:
@@ -45,17 +52,18 @@ def explain_no_cuda(built: str | None = torch.version.cuda, nvml: Any = pynvml) 
     finally:
         nvml.nvmlShutdown()
     supported = f"{number // 1000}.{number % 1000 // 10}"
-    # A driver runs every minor version of its major one.
+    # A driver supports all minor versions of its major CUDA version.
     if number and number // 1000 < int(built.partition(".")[0]):
         return (
-            f"the NVIDIA driver {driver} is too old: it runs CUDA up to {supported}, and this torch is built for"
-            f" {built}; update the driver, or install a torch for an older CUDA (build argument CUDA of the image)"
+            f"the NVIDIA driver {driver} is too old: it supports CUDA up to {supported}, but torch was built for"
+            f" {built}; update the driver, or install a build of torch for an older CUDA version (build argument CUDA"
+            " of the image)"
         )
-    return f"the NVIDIA driver {driver} shows this process no GPU; see nvidia-smi and CUDA_VISIBLE_DEVICES"
+    return f"the NVIDIA driver {driver} shows no GPU to this process; check nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
 def query_gpus(nvml: Any = pynvml) -> tuple[GpuStatus, ...]:
-    """Query every NVIDIA GPU of the host through NVML; empty without a driver."""
+    """Query every NVIDIA GPU of this host through NVML; return an empty tuple if there is no driver."""
     try:
         nvml.nvmlInit()
     except pynvml.NVMLError:
@@ -82,7 +90,7 @@ def _query_gpu(nvml: Any, index: int, driver: str | None) -> GpuStatus:
         compute_capability=".".join(map(str, capability)) if capability else None,
         memory_total=int(memory.total) if memory else None,
         memory_used=int(memory.used) if memory else None,
-        reserved_bytes=_reserved(_query(nvml.nvmlDeviceGetUUID, handle)),
+        reserved_bytes=_count_reserved_bytes(_query(nvml.nvmlDeviceGetUUID, handle)),
         utilisation_percent=int(utilisation.gpu) if utilisation else None,
         temperature_celsius=_query(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
         power_watts=milliwatts / 1000 if milliwatts is not None else None,
@@ -90,15 +98,18 @@ def _query_gpu(nvml: Any, index: int, driver: str | None) -> GpuStatus:
 
 
 def _query(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the driver's answer, or None where this GPU does not support the query."""
+    """Return the result of an NVML query, or None if this GPU does not support the query."""
     try:
         return function(*arguments)
     except pynvml.NVMLError:
         return None
 
 
-def _reserved(uuid: str | None) -> int:
-    """Return the bytes that torch holds on the GPU with this UUID; indices of NVML ignore CUDA_VISIBLE_DEVICES."""
+def _count_reserved_bytes(uuid: str | None) -> int:
+    """Return the bytes that torch holds on the GPU with this UUID.
+
+    GPUs are matched by UUID because the indices of NVML ignore CUDA_VISIBLE_DEVICES.
+    """
     if uuid is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return 0
     for index in range(torch.cuda.device_count()):

@@ -1,4 +1,7 @@
-"""The processor, and the cores and memory that the host or its container has for this process. Needs no torch."""
+"""The processor, cores and memory that are available to this process on its host or in its container.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +18,25 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Limits of the container that this process runs in (control groups, version 2); the files are missing outside of one.
+# Folder with the resource limits of the container (control groups, version 2). Outside a container it has no limits.
 CGROUP = Path("/sys/fs/cgroup")
 
 MEMINFO = "/proc/meminfo"
-# Volumes up to this size are processed by one thread.
+# Volumes up to this size are processed in a single thread.
 SINGLE_THREAD_BYTES = 2**20
-# Larger than /proc/meminfo and the memory files of a control group.
+# Bytes to read of a system file. /proc/meminfo and the memory files of a control group are smaller.
 MAX_FILE_BYTES = 2**14
 
-# Instruction sets that decide about the speed of networks.
+# Instruction sets that determine the speed of networks.
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")
 
 
 @dataclass(frozen=True)
 class CpuStatus:
-    """State of the processor and its memory in bytes.
+    """State of the processor and the memory of the host. Memory is in bytes; unknown values are None.
 
-    cores     number that this process may use
-    features  instruction sets that decide about speed, those of `FEATURES` that it has
+    cores     number of cores that this process may use
+    features  instruction sets of `FEATURES` that the processor supports
     """
 
     name: str
@@ -44,18 +47,18 @@ class CpuStatus:
 
 
 def query_cpu() -> CpuStatus:
-    """Query the processor of this host and its memory."""
+    """Query the processor and the memory of this host."""
     return CpuStatus(
-        name=cpu_field("model name") or platform.processor() or platform.machine(),
+        name=read_cpuinfo("model name") or platform.processor() or platform.machine(),
         cores=usable_cores(),
         memory_total=read_meminfo("MemTotal"),
         memory_available=available_memory(),
-        features=tuple(flag for flag in FEATURES if flag in cpu_field("flags").split()),
+        features=tuple(flag for flag in FEATURES if flag in read_cpuinfo("flags").split()),
     )
 
 
 def usable_cores(cgroup: Path = CGROUP) -> int:
-    """Count the cores that this process may use: those of its affinity, or the container's quota if that is smaller."""
+    """Return the number of cores that this process may use: its CPU affinity, or the container's quota if smaller."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = _read(cgroup / "cpu.max").partition(" ")
     if not quota.isdigit():
@@ -64,22 +67,22 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
 
 
 def available_memory(cgroup: Path = CGROUP) -> int | None:
-    """Return the bytes that the host, or the container's limit, has left; None where neither is known."""
+    """Return the available memory of the host, or of the container if less, in bytes; None if both are unknown."""
     on_host = read_meminfo("MemAvailable")
     maximum, current, statistics = _memory_files(cgroup)
-    limit = _reread(maximum).strip()
-    used = _reread(current).strip() if limit.isdigit() else b""
+    limit = _read_through_open_descriptor(maximum).strip()
+    used = _read_through_open_descriptor(current).strip() if limit.isdigit() else b""
     if not used.isdigit():
         return on_host
-    # Cached file pages count as used, but the kernel drops them when memory is needed.
-    fields = dict(line.split(b" ", 1) for line in _reread(statistics).splitlines())
+    # Cached file pages count as used memory, but the kernel evicts them when memory is needed.
+    fields = dict(line.split(b" ", 1) for line in _read_through_open_descriptor(statistics).splitlines())
     reclaimable = int(fields.get(b"inactive_file", 0)) + int(fields.get(b"active_file", 0))
     in_container = max(0, int(limit) - int(used) + reclaimable)
     return in_container if on_host is None else min(on_host, in_container)
 
 
-def cpu_field(key: str) -> str:
-    """Return an entry of /proc/cpuinfo for the first processor; "" on systems without that file."""
+def read_cpuinfo(key: str) -> str:
+    """Return a field of the first processor in /proc/cpuinfo; "" if it is missing."""
     for line in _read(Path("/proc/cpuinfo")).splitlines():
         name, _, value = line.partition(":")
         if name.strip() == key:
@@ -88,9 +91,9 @@ def cpu_field(key: str) -> str:
 
 
 def read_meminfo(name: str) -> int | None:
-    """Return an entry of /proc/meminfo in bytes; None on systems without that file."""
-    found = re.search(rb"^%b: *([0-9]+) kB$" % name.encode(), _reread(MEMINFO), re.MULTILINE)
-    return None if found is None else int(found[1]) * 1024
+    """Return a field of /proc/meminfo in bytes; None if it is missing."""
+    match = re.search(rb"^%b: *([0-9]+) kB$" % name.encode(), _read_through_open_descriptor(MEMINFO), re.MULTILINE)
+    return None if match is None else int(match[1]) * 1024
 
 
 @cache
@@ -98,10 +101,10 @@ def _memory_files(cgroup: Path) -> tuple[str, str, str]:
     return str(cgroup / "memory.max"), str(cgroup / "memory.current"), str(cgroup / "memory.stat")
 
 
-def _reread(path: str) -> bytes:
-    """Read a system file of up to `MAX_FILE_BYTES` through a descriptor that stays open; b"" where it was missing.
+def _read_through_open_descriptor(path: str) -> bytes:
+    """Read a system file of up to `MAX_FILE_BYTES` through a descriptor that stays open; return b"" if it is missing.
 
-    Memory is checked several times per request, and opening the file, or giving up the GIL, costs more than reading.
+    Memory is checked several times per request. Opening the file or releasing the GIL would take longer than reading.
     """
     file = _open_once(path)
     if file is None:
@@ -129,24 +132,28 @@ def _pread_with_gil() -> Callable[..., int]:
 
 def _read(path: Path) -> str:
     try:
-        # Text mode would build a buffer and a decoder, which takes longer than reading so little.
+        # Text mode would create a buffer and a decoder, which takes longer than reading a small file.
         with path.open("rb", buffering=0) as file:
             return file.readall().decode("ascii", "replace")
     except OSError:
         return ""
 
 
-# Counted before any file is parsed: a process that is confined then cannot count any more.
+# Determined at import, because a sandboxed process can no longer read the limits when it parses a file.
 CORES = usable_cores()
 
 
-def run_in_threads(process: Callable[[T], None], parts: Sequence[T], nbytes: int, most: int = CORES) -> None:
-    """Process the parts of a volume of this size, in as many threads as there are cores, or at `most`."""
-    if min(len(parts), most) == 1 or nbytes <= SINGLE_THREAD_BYTES:
-        # Handing over the GIL takes longer than processing such small parts.
+def run_in_threads(process: Callable[[T], None], parts: Sequence[T], nbytes: int, max_threads: int = CORES) -> None:
+    """Process the parts of a volume in threads, one per core.
+
+    nbytes       size of the volume; small volumes are processed in the calling thread
+    max_threads  maximum number of threads
+    """
+    if min(len(parts), max_threads) == 1 or nbytes <= SINGLE_THREAD_BYTES:
+        # Switching threads takes longer than processing such small parts.
         for part in parts:
             process(part)
         return
-    with ThreadPoolExecutor(min(CORES, most)) as pool:
+    with ThreadPoolExecutor(min(CORES, max_threads)) as pool:
         for _ in pool.map(process, parts):
             pass

@@ -1,1 +1,1 @@
-"""The C++ library: its build variants, and how it is loaded."""
+"""The C++ library: build variants and loading."""

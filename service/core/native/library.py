@@ -1,4 +1,4 @@
-"""The C++ kernels that were built with the package (`hatch_build.py`), called through ctypes."""
+"""Loading of the C++ kernels, which `hatch_build.py` builds and ctypes calls."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import torch  # noqa: F401 (The kernels have no OpenMP of their own: they use the one that torch loads.)
+import torch  # noqa: F401 (The kernels use the OpenMP library that torch loads.)
 
 from service.core.native.variants import Variant, list_supported
 
 
 def load_library(supported: Sequence[Variant] | None = None) -> ctypes.CDLL:
-    """Load the first of these libraries that the package has; by default the best that this processor runs.
+    """Load the first of the `supported` variants that the package contains.
 
-    Raises OSError, which says what to do, where the package has none, or it does not load.
+    supported  variants in order of preference; None: the variants that this processor supports, fastest first
+
+    Raises OSError if the package contains none of them or the library cannot be loaded; the message has a solution.
     """
     supported = list_supported() if supported is None else supported
     if not supported:
@@ -23,14 +25,15 @@ def load_library(supported: Sequence[Variant] | None = None) -> ctypes.CDLL:
         if variant.library.exists():
             return ctypes.CDLL(str(variant.library))
     raise OSError(
-        "StackSeg has no C++ kernels for this machine; install its wheel for it, or g++ and then StackSeg again"
+        "StackSeg has no C++ kernels for this machine; install the wheel for this platform, or install g++ and then"
+        " reinstall StackSeg"
     )
 
 
 class CppFunctions:
-    """Some functions of the library.
+    """A set of functions of the C++ library.
 
-    signatures  (name, argument types, result type) of each function, types by their letters in `KINDS`
+    signatures  (name, argument types, result type) of each function; each type is a letter of `KINDS`
     load        returns the library, or raises OSError
     """
 
@@ -48,7 +51,7 @@ class CppFunctions:
     ) -> None:
         self.signatures = signatures
         self.problem: str | None = None
-        """The reason why the functions are missing; None where they are there."""
+        """The reason why the functions are unavailable; None if they are available."""
         try:
             library = load()
         except OSError as error:
@@ -57,12 +60,12 @@ class CppFunctions:
         self._functions = library
         """Functions that release the GIL."""
         self._functions_with_gil = ctypes.PyDLL(library._name, handle=library._handle)
-        """Functions that hold the GIL: taking it back would cost more than a call of less than about 30 us."""
+        """Functions that hold the GIL, for calls below about 30 us: reacquiring the GIL would take longer."""
         for name, arguments, result in signatures:
             for loaded in (self._functions, self._functions_with_gil):
                 function = getattr(loaded, name, None)
                 if function is None:
-                    self.problem = "the C++ kernels are those of another version; install StackSeg again"
+                    self.problem = "the C++ kernels belong to another version of StackSeg; reinstall StackSeg"
                     return
                 function.argtypes, function.restype = [self.KINDS[letter] for letter in arguments], self.KINDS[result]
 
@@ -72,6 +75,6 @@ class CppFunctions:
         return self.problem is None
 
     def require(self) -> None:
-        """Raise OSError, which says what to do, where the functions are missing."""
+        """Raise OSError, with a solution in its message, if the functions are unavailable."""
         if self.problem is not None:
             raise OSError(self.problem)

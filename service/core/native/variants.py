@@ -1,4 +1,7 @@
-"""Variants of the C++ kernels, by level of processor. `hatch_build.py` runs this file, which imports no other."""
+"""Build variants of the C++ kernels, by processor level.
+
+`hatch_build.py` runs this file on its own, so it must not import other modules of the package.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,16 @@ import platform
 from pathlib import Path
 from typing import NamedTuple
 
-# Where libraries are built, and looked for.
+# Folder in which the libraries are built and searched.
 FOLDER = Path(__file__).parent
 
-# Flags in /proc/cpuinfo of what the levels of x86-64 add (https://gitlab.com/x86-psABIs/x86-64-ABI).
+# Flags in /proc/cpuinfo that the levels of x86-64 require (https://gitlab.com/x86-psABIs/x86-64-ABI).
 X86_64_V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
 X86_64_V4 = X86_64_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 
 class Variant(NamedTuple):
-    """A library for processors that have the flags `needs`, compiled with `options`."""
+    """A build of the library with compiler `options`, for processors with the flags `needs`."""
 
     name: str
     options: tuple[str, ...] = ()
@@ -23,7 +26,7 @@ class Variant(NamedTuple):
 
     @property
     def library(self) -> Path:
-        """Path of the library where the package was installed with it."""
+        """Path of the library, which exists if the package was built with this variant."""
         return FOLDER / f"kernels-{self.name}.so"
 
 
@@ -35,13 +38,13 @@ X86_64 = (
 
 
 def list_variants(machine: str | None = None) -> tuple[Variant, ...]:
-    """Return all variants for one kind of machine, by default this one, the best first."""
+    """Return all variants for an architecture, fastest first. None: the architecture of this machine."""
     machine = machine or platform.machine()
     return X86_64 if machine == "x86_64" else (Variant(machine),)
 
 
 def list_supported() -> tuple[Variant, ...]:
-    """Return the variants that this processor runs, the best first."""
+    """Return the variants that this processor supports, fastest first."""
     flags = _read_flags()
     return tuple(variant for variant in list_variants() if variant.needs <= flags)
 

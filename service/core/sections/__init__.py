@@ -1,1 +1,1 @@
-"""Sections of the settings: what computes, and what serves."""
+"""Sections of the settings: computation, and the service."""

@@ -1,4 +1,4 @@
-"""Settings of models, devices, engines, windows and training."""
+"""Settings for models, devices, engines, windows and training."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ Precision = Literal["auto", "bf16", "fp16", "fp32"]
 Overlap = Annotated[float, Field(ge=0, lt=1)]
 GreyValue = Annotated[float, Field(allow_inf_nan=False)]
 DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]+)$")]
-# Largest number of batches at the same time: further callers would only wait for the GIL.
+# Maximum number of concurrent batches. Further threads would only wait for the GIL.
 MAX_STREAMS = 8
 
 
 class Section(BaseModel):
-    """Keys of one section, checked and fixed."""
+    """Base class of all sections. Sections are immutable and reject unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Models(Section):
-    """Models to serve, and when they are loaded.
+    """Models to serve, and when to load them.
 
-    folder        one subfolder per model; None: the bundled models
-    trained_folder  of models that `POST /trainings` makes, served beside the others; None: `trained-models` below
-                  jobs.folder, without that below the user's own data folder
-    serve         names of folders; none: every folder
-    default       model for requests that name none, loaded at start
-    load          further models loaded at start; the rest are loaded by their first request
-    memory_bytes  limit for the loaded models of one device; the least recently used one makes room for another
+    folder          folder with one subfolder per model; None: the bundled models
+    trained_folder  folder of the models that `POST /trainings` creates, which are served as well; None:
+                    `trained-models` below `jobs.folder` if that is set, else below the user's data folder
+    serve           names of the model folders to serve; empty: all
+    default         model for requests that do not specify one; loaded at startup
+    load            further models to load at startup; other models are loaded on their first request
+    memory_bytes    memory limit for the loaded models of one device; the least recently used models are unloaded first
     """
 
     folder: Path | None = None
@@ -51,11 +51,11 @@ class Models(Section):
 
 
 class Device(Section):
-    """Devices that models run on.
+    """Devices on which models run.
 
-    name     auto: the first CUDA GPU, else the CPU
-    serve    several devices for one service, each with a queue and models of its own, or all GPUs; none: `name`
-    threads  CPU threads of the network; 0: one for each usable core
+    name     device to use; auto: the first CUDA GPU, else the CPU
+    serve    several devices for one service, each with its own queue and loaded models; all: every GPU; empty: `name`
+    threads  number of CPU threads for the network; 0: one per usable core
     """
 
     name: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = "auto"
@@ -63,23 +63,23 @@ class Device(Section):
     threads: NonNegativeInt = 0
 
     @model_validator(mode="after")
-    def _gpus_once(self) -> Self:
+    def _check_unique_gpus(self) -> Self:
         gpus = [name for name in self.serve if name != "cpu"] if self.serve != "all" else []
         if len(gpus) != len(set(gpus)):
-            raise ValueError("serve names a GPU twice; windows of several requests share one anyway")
+            raise ValueError("serve must not list a GPU twice; several requests share the batches of one GPU anyway")
         return self
 
 
 class Cluster(Section):
-    """Devices of other hosts: actors of a Ray cluster, which needs `stackseg[ray]` on all of them.
+    """Devices of other hosts, used through actors of a Ray cluster. Requires `stackseg[ray]` on all hosts.
 
-    address        of the cluster, HOST:PORT, or auto for the one that this host belongs to; None: no other hosts
-    workers          number of actors at most; those that the cluster has no place for wait for one
-    least_workers    so many are always asked for; None: all
-    backlog_seconds  of work that waits and runs, for each of which a worker is asked for
-    idle_seconds     after which a worker that was not needed meanwhile is given back
-    gpus, cpus       that each of them takes
-    shared_folder    that all hosts mount under this path, through which pixels and labels go
+    address          address of the cluster, as HOST:PORT; auto: the cluster of this host; None: no cluster
+    workers          maximum number of workers; workers that do not fit into the cluster wait for resources
+    least_workers    minimum number of workers, which are requested even without work; None: the same as `workers`
+    backlog_seconds  one worker is requested per this many seconds of waiting and running work
+    idle_seconds     a worker that is not needed for this long is released
+    gpus, cpus       resources of each worker
+    shared_folder    folder that all hosts mount at the same path; pixels and labels are exchanged through it
     """
 
     address: str | None = None
@@ -92,41 +92,40 @@ class Cluster(Section):
     shared_folder: Path | None = None
 
     @model_validator(mode="after")
-    def _has_folder(self) -> Self:
+    def _check_shared_folder(self) -> Self:
         if self.address is not None and self.shared_folder is None:
-            raise ValueError("address needs shared_folder, a folder that all hosts mount under the same path")
+            raise ValueError("address requires shared_folder, a folder that all hosts mount at the same path")
         return self
 
     @model_validator(mode="after")
-    def _at_most(self) -> Self:
-        if self.least > self.workers:
-            raise ValueError("least_workers is more than workers, which is the most that are asked for")
+    def _check_worker_limits(self) -> Self:
+        if self.min_workers > self.workers:
+            raise ValueError("least_workers must not exceed workers, the maximum number of workers")
         return self
 
     @property
-    def least(self) -> int:
-        """The number of workers that are always asked for."""
+    def min_workers(self) -> int:
+        """Minimum number of workers."""
         return self.workers if self.least_workers is None else self.least_workers
 
 
 class Engine(Section):
-    """Execution of the network.
+    """Engine that executes the network.
 
-    kind            winograd: convolutions of fewer multiplications, on CPUs in bfloat16 or float32;
-                    auto: the fastest known for the hardware that gives the same labels, or what tuning found
-    precision       auto: BF16 where the hardware computes it, FP16 on older tensor cores, else FP32
-    channels_last   memory format channels_last_3d; auto: true, or what tuning found
-    compile_mode    auto: reduce-overhead on CUDA, default elsewhere; winograd and cudagraph are compiled only if a mode
-                    is asked for
-    freeze          CPU only: weights become constants of the compiled graph
-    streams         CPU only: batches computed at the same time, each on a share of the cores; auto: two, or what
-                    tuning found
-    matmul_precision  CUDA only: torch's name for the precision of float32 products; all but highest allow TF32
-    cudnn_benchmark   CUDA only: cuDNN tries its algorithms in the first calls
-    tune            whether all that is possible races with kind auto: never, or at the first start of `serve`
-    tune_seconds    of a race, after which no further candidate is tried
-    tolerance       share of the sample's labels that a candidate may change
-    cache_folder    plans and compiled artefacts, kept between starts
+    kind              winograd: convolutions with fewer multiplications, on CPUs in bfloat16 or float32;
+                      auto: the tuned engine, or the fastest one known for the hardware that gives the same labels
+    precision         auto: BF16 if the hardware supports it, FP16 on older tensor cores, else FP32
+    channels_last     use the memory format channels_last_3d; auto: the tuned setting, or true
+    compile_mode      mode of torch.compile; auto: reduce-overhead on CUDA, default elsewhere. The engines winograd and
+                      cudagraph are compiled only if a mode is set
+    freeze            CPU only: turn weights into constants of the compiled graph
+    streams           CPU only: number of concurrent batches, each on a share of the cores; auto: the tuned number, or 2
+    matmul_precision  CUDA only: precision of float32 products as named by torch; high and medium allow TF32
+    cudnn_benchmark   CUDA only: let cuDNN benchmark its algorithms in the first calls
+    tune              when to compare all possible engines if kind is auto: never, or at the first start of `serve`
+    tune_seconds      time limit for tuning, after which no further candidate is measured
+    tolerance         maximum share of the labels of the sample in which a candidate may differ
+    cache_folder      folder for tuning results and compiled artifacts, which are reused by later starts
     """
 
     kind: Literal["auto", "eager", "compiled", "winograd", "cudagraph", "openvino"] = "auto"
@@ -144,18 +143,18 @@ class Engine(Section):
 
 
 class Windows(Section):
-    """Sliding windows over the volume.
+    """Sliding-window inference.
 
-    sw_batch_size  windows per call of the network; auto: what suits the device, or what tuning found
-    overlap        share of a window that it has in common with the next one
-    blending       weight of a voxel inside its window
-    sigma          width of the Gaussian, as a share of the window's edge
-    skip_below     windows without a voxel above this grey value are not computed; auto: above the stack's background
-    inferer        own, or monai: `monai.inferers.sliding_window_inference`, whose arguments the following keys are
-    padding_mode   of an axis that is shorter than the window
-    cval           value that padding_mode constant pads with
-    sw_device      of windows; None: that of the network
-    device         of the scores of the whole volume; None: that of the network
+    sw_batch_size  number of windows per batch; auto: the tuned number, or a default for the device
+    overlap        fraction of overlap between adjacent windows
+    blending       how scores of overlapping windows are weighted
+    sigma          standard deviation of the Gaussian weights, as a fraction of the window's edge
+    skip_below     skip windows in which no voxel is above this gray value; auto: the background level of the stack
+    inferer        own; monai: `monai.inferers.sliding_window_inference`, to which the following keys apply
+    padding_mode   padding of axes that are shorter than the window
+    cval           value for padding_mode constant
+    sw_device      device of the windows; None: the device of the network
+    device         device of the scores of the volume; None: the device of the network
     """
 
     inferer: Literal["own", "monai"] = "own"
@@ -170,30 +169,34 @@ class Windows(Section):
     device: DeviceName | None = None
 
     @model_validator(mode="after")
-    def _keys_of_one_inferer(self) -> Self:
+    def _check_inferer_keys(self) -> Self:
         if self.inferer == "monai" and self.skip_below != "none":
-            raise ValueError("skip_below needs inferer own, as MONAI computes every window")
+            raise ValueError("skip_below requires inferer own; MONAI's inferer computes every window")
         for name in ("padding_mode", "cval", "sw_device", "device"):
             if self.inferer == "own" and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} needs inferer monai")
+                raise ValueError(f"{name} requires inferer monai")
         return self
 
 
 class Training(Section):
-    """Training by `stackseg train`, whose options take precedence over these keys.
+    """Defaults for the options of `stackseg train`.
 
-    steps, learning_rate  number of updates of the weights; highest rate
-    minutes               after which training ends before all steps are done; None: no limit
-    batch_size, edge      crops per step, cubes of `edge` voxels
-    validation            share of every stack that is held out
-    every, patience       steps between validations; validations without a lower loss until training stops
-    clip                  norm above which gradients are scaled down
-    pool                  augmented volumes in memory, from which crops are drawn
-    workers               processes that augment volumes; 0: one thread beside the training
-    channels_last         memory format channels_last_3d
-    compile               run the network through torch.compile
-    checkpointing         keep only the input of every block and recompute the rest: less memory, more time
-    seed                  of all random numbers
+    steps          number of weight updates
+    learning_rate  maximum learning rate
+    weight_decay   weight decay of the optimizer
+    minutes        time limit for training; None: no limit
+    batch_size     number of crops per step
+    edge           edge length of the cubic crops in voxels
+    validation     fraction of each stack that is held out for validation
+    every          number of steps between validations
+    patience       number of validations without improvement after which training stops
+    clip           maximum norm of the gradients; larger gradients are scaled down
+    pool           number of augmented volumes in memory from which crops are drawn
+    workers        number of processes that augment volumes; 0: one thread of the training process
+    channels_last  use the memory format channels_last_3d
+    compile        compile the network with torch.compile
+    checkpointing  store only the inputs of blocks and recompute activations, which saves memory but takes longer
+    seed           seed of all random numbers
     """
 
     steps: PositiveInt = 600
@@ -214,7 +217,9 @@ class Training(Section):
     seed: NonNegativeInt = 1
 
     @model_validator(mode="after")
-    def _one_way_to_save_memory(self) -> Self:
+    def _check_memory_options(self) -> Self:
         if self.compile and self.checkpointing:
-            raise ValueError("compile and checkpointing exclude each other: a compiled network recomputes by itself")
+            raise ValueError(
+                "compile and checkpointing cannot be combined; torch.compile decides what a network recomputes"
+            )
         return self

@@ -1,4 +1,4 @@
-"""Settings of the service: limits, folders, jobs, trainings on request, the listener and access to it."""
+"""Settings for the service: limits, folders, jobs, trainings, the HTTP server, access and logging."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from service.core.sections.computing import Overlap, Section
 
-# Names are shown in logs and metrics.
+# Names of API keys, which appear in logs and metrics.
 KEY_NAME = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}"
 KeyName = Annotated[str, Field(pattern=rf"^{KEY_NAME}$")]
 KeyHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
-# The first part of a place such as scans/2026/stack.tif.
+# First component of a path such as scans/2026/stack.tif.
 RootName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 HostPattern = Annotated[str, Field(pattern=r"^((\*\.)?[A-Za-z0-9_.-]+|[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,})$")]
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9_.:\[\]-]+)$")]
 
 
 class Limits(Section):
-    """Largest values of a request, and of the work of the service.
+    """Limits for requests and for the resources of the service.
 
-    upload_bytes     of a posted file
-    decoded_bytes    of the pixels that are read from it
-    sw_batch_size    of a request
-    overlap          of a request
-    windows          of one volume, by its size, overlap and diameter
-    cache_bytes      of results kept for equal requests; 0: none
-    scratch_bytes    on disk, of uploads, decoded pixels and results until they are taken; at most what is free at start
-    waiting          requests that wait for the device, beyond one that runs
-    at_once          requests of these in work at the same time: prepared, computed, decoded
-    read_seconds     for decoding one file
-    request_seconds  for a request as a whole, waiting included
-    bytes_per_second   that a client sends of a body, or takes of an answer, at least, averaged over 30 s
+    upload_bytes      maximum size of an uploaded file
+    decoded_bytes     maximum size of the pixels that are decoded from a file
+    sw_batch_size     maximum `sw_batch_size` of a request
+    overlap           maximum `overlap` of a request
+    windows           maximum number of windows of one volume, which depends on its size, the overlap and the diameter
+    cache_bytes       size of the result cache; 0: no cache
+    scratch_bytes     disk space for uploads, decoded pixels and results until they are sent; at most the free space at
+                      startup
+    waiting           maximum number of requests in the queue of a device, in addition to one that runs
+    at_once           maximum number of requests that a device prepares, computes or decodes concurrently
+    read_seconds      time limit for decoding one file
+    request_seconds   time limit for a request, including the time in the queue
+    bytes_per_second  minimum rate at which a client sends a request or receives a response, averaged over 30 s
     """
 
     upload_bytes: PositiveInt = 4 * 2**30
@@ -51,60 +52,61 @@ class Limits(Section):
 
 
 class Root(Section):
-    """A folder of this host, and the names of the API keys that may use it (none: every caller may)."""
+    """A folder of this host, and the names of the API keys that may use it (empty: all clients)."""
 
     folder: Path
     keys: tuple[KeyName, ...] = ()
 
     @model_validator(mode="before")
     @classmethod
-    def _folder_alone(cls, given: Any) -> Any:
-        return {"folder": given} if isinstance(given, str | Path) else given
+    def _wrap_folder(cls, value: Any) -> Any:
+        return {"folder": value} if isinstance(value, str | Path) else value
 
 
-class Prefix(Section):
-    """The URL of stores elsewhere, and the names of the API keys that may use it (none: every caller may)."""
+class ReferenceStore(Section):
+    """A URL prefix of remote stores, and the names of the API keys that may use it (empty: all clients)."""
 
     url: Annotated[str, Field(pattern=r"^(s3|gs|az|https?)://[^@?#]+$")]
     keys: tuple[KeyName, ...] = ()
 
     @model_validator(mode="before")
     @classmethod
-    def _url_alone(cls, given: Any) -> Any:
-        return {"url": given} if isinstance(given, str) else given
+    def _wrap_url(cls, value: Any) -> Any:
+        return {"url": value} if isinstance(value, str) else value
 
 
 class References(Section):
-    """Folders of this host below which requests may name files instead of sending and receiving them; none: off.
+    """Folders of this host and remote stores that requests may use instead of uploads and downloads; empty: disabled.
 
-    inputs         name -> folder, or folder and keys, that `input=NAME/...` reads from
-    outputs        name -> folder, or folder and keys, that `output_to=NAME/...` writes to
-    stores         name -> URL such as s3://BUCKET/FOLDER, or url and keys, below which `input=NAME/...`, or such a URL,
-                   reads OME-Zarr that lies elsewhere
-    decoded_bytes  of the pixels that are read from such a file; None: limits.decoded_bytes
+    inputs         name -> folder, or folder and keys, from which `input=NAME/...` reads
+    outputs        name -> folder, or folder and keys, to which `output_to=NAME/...` writes
+    stores         name -> URL such as s3://BUCKET/FOLDER, or url and keys, from which `input=NAME/...` reads remote
+                   OME-Zarr; `input` may also be a URL that begins with this one
+    decoded_bytes  maximum size of the pixels that are decoded from such a file; None: `limits.decoded_bytes`
     """
 
     inputs: dict[RootName, Root] = Field(default_factory=dict)
     outputs: dict[RootName, Root] = Field(default_factory=dict)
-    stores: dict[RootName, Prefix] = Field(default_factory=dict)
+    stores: dict[RootName, ReferenceStore] = Field(default_factory=dict)
     decoded_bytes: PositiveInt | None = None
 
     @model_validator(mode="after")
-    def _names_of_one_kind(self) -> Self:
+    def _check_unique_names(self) -> Self:
         if both := sorted(self.inputs.keys() & self.stores.keys()):
-            raise ValueError(f"{both[0]} names a folder of inputs and one of stores; give one another name")
+            raise ValueError(f"inputs and stores both contain the name {both[0]}; rename one of them")
         return self
 
 
 class Jobs(Section):
-    """Asynchronous jobs and their files.
+    """Asynchronous jobs and uploaded stacks.
 
-    folder       of inputs, states and results; None: in the scratch folder, deleted with the process
-    quota_bytes  of inputs and results together; the oldest results of the key that has most make room for new ones
-    keep_hours   for which a job and its result are kept after its end, and a stack after it was last used
-    attempts     number of starts of a job whose process dies while it runs
-    stacks_bytes  of stacks that are kept to be segmented more than once; the least recently used ones of the key that
-                 has most make room for new ones
+    folder        folder for inputs, job states and results; None: in the scratch folder, which is deleted at exit
+    quota_bytes   disk quota for inputs and results; if it is exceeded, the oldest results of the API key with the
+                  largest usage are deleted
+    keep_hours    how long a job and its result are kept after its end, and a stack after its last use
+    attempts      maximum number of times that a job is started if the process dies while the job runs
+    stacks_bytes  disk quota for uploaded stacks (`POST /stacks`); if it is exceeded, the least recently used stacks of
+                  the API key with the largest usage are deleted
     """
 
     folder: Path | None = None
@@ -115,10 +117,10 @@ class Jobs(Section):
 
 
 class Annotations(Section):
-    """Stacks that are kept with corrected labels, to train on.
+    """Annotated stacks: stacks with corrected labels, which are stored for training.
 
-    folder       None: `annotations` below jobs.folder, without that below the user's own data folder
-    quota_bytes  of all annotated stacks of one key; beyond, no other is kept. 0: none are
+    folder       None: `annotations` below `jobs.folder` if that is set, else below the user's data folder
+    quota_bytes  disk quota for the annotated stacks of one API key; 0: none can be stored
     """
 
     folder: Path | None = None
@@ -126,15 +128,17 @@ class Annotations(Section):
 
 
 class Trainings(Section):
-    """Trainings that requests start on annotated stacks; `training` has what they share with `stackseg train`.
+    """Trainings on annotated stacks that clients start. The section `training` has the hyperparameters.
 
-    enabled       whether callers may train who are named in access.trainers or access.admins, without keys those on the
-                  service's host
-    minutes       longest that a request may ask for; twice as long, reading and scoring included, a training is ended
-    waiting       that wait, beyond the one that runs; one key has half of these places at most
-    models        that have been trained and are kept in models.trained_folder; beyond, no training begins
-    memory_bytes  of the process that trains, beyond the libraries that it loads
-    niceness      of that process: 0 shares the processor evenly with requests, 19 leaves it to them
+    enabled       whether clients may train models: the API keys in `access.trainers` and `access.admins`, or without
+                  keys all clients on this host
+    minutes       maximum training time that a request may specify; a training that takes twice as long, including
+                  reading and evaluation, is stopped
+    waiting       maximum number of trainings in the queue, in addition to the one that runs; one API key may use up to
+                  half of these places
+    models        maximum number of models in `models.trained_folder`; if it is reached, no training can be started
+    memory_bytes  memory limit for the training process, not including the libraries that it loads
+    niceness      niceness of the training process; 0: same CPU priority as requests, 19: lowest priority
     """
 
     enabled: bool = True
@@ -146,10 +150,14 @@ class Trainings(Section):
 
 
 class Server(Section):
-    """Address to listen on, and the folder of uploads until they are answered (None: the system's temporary one).
+    """The HTTP server.
 
-    With `ssl_keyfile` and `ssl_certfile` (PEM) the service speaks HTTPS. Of all `connections`, those that
-    wait for their clients are closed for new ones.
+    host, port      address to listen on
+    ssl_keyfile     private key (PEM); with `ssl_certfile`, the service uses HTTPS
+    ssl_certfile    certificate (PEM)
+    scratch_folder  folder for uploads and results of requests; None: the system's temporary folder
+    drain_seconds   time for running requests to finish at shutdown
+    connections     maximum number of connections; connections that wait for their clients are closed for new ones
     """
 
     host: str = "127.0.0.1"
@@ -161,23 +169,23 @@ class Server(Section):
     connections: PositiveInt = 1000
 
     @model_validator(mode="after")
-    def _key_with_certificate(self) -> Self:
+    def _check_tls_files(self) -> Self:
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
-            raise ValueError("ssl_keyfile and ssl_certfile belong together")
+            raise ValueError("ssl_keyfile and ssl_certfile must be set together")
         return self
 
 
 class Access(Section):
-    """API keys, their limits, and allowed hosts and origins.
+    """API keys, their rate limits, and allowed hosts and origins.
 
-    keys                 name of an API key -> its hash, as `stackseg key NAME` prints it; none: no key is asked for
-    admins               names of the keys that may reload models and see the status; without keys, whoever is on the
-                         service's host may
-    trainers             names of further keys that may train models (`trainings.enabled`)
-    requests_per_minute  of one key; 0: any number
-    requests_at_once     of one key, counting those that bring work (POST); 0: any number
-    hosts                that a Host header may name, `*.example.org` for all below one; none: any
-    origins              of web pages that may call the service from a browser (CORS), `*` for all
+    keys                 name of an API key -> its hash, as printed by `stackseg key NAME`; empty: no key is required
+    admins               names of the keys that may reload models and see the status; without keys, all clients on this
+                         host may
+    trainers             names of further keys that may train models if `trainings.enabled` is true
+    requests_per_minute  maximum request rate of one key; 0: no limit
+    requests_at_once     maximum number of concurrent POST requests of one key; 0: no limit
+    hosts                host names that a Host header may contain; `*.example.org` matches all subdomains; empty: any
+    origins              origins of web pages that may call the service from a browser (CORS); `*`: all
     """
 
     keys: dict[KeyName, KeyHash] = Field(default_factory=dict)
@@ -189,20 +197,20 @@ class Access(Section):
     origins: tuple[Origin, ...] = ()
 
     @model_validator(mode="after")
-    def _names_have_keys(self) -> Self:
+    def _check_key_names(self) -> Self:
         if not self.keys and (self.requests_per_minute or self.requests_at_once):
-            raise ValueError("requests_per_minute and requests_at_once are limits of a key, and there are no keys")
+            raise ValueError("requests_per_minute and requests_at_once apply to API keys, but keys is empty")
         for role in ("admins", "trainers"):
             if unknown := sorted(set(getattr(self, role)) - self.keys.keys()):
-                raise ValueError(f"{role} names {unknown[0]}, which is not in keys")
+                raise ValueError(f"{role} lists {unknown[0]}, which is not in keys")
         return self
 
 
 class Watchdog(Section):
-    """Times after which a device counts as stuck and the process ends.
+    """Detection of a stuck device.
 
-    batch_seconds  longest time for one batch of windows; beyond, the service is not ready
-    grace_seconds  further time until the process ends, to be started again
+    batch_seconds  maximum time for one batch of windows; if it takes longer, the service becomes unready
+    grace_seconds  additional time after which the process exits, so that its supervisor can restart it
     """
 
     batch_seconds: PositiveFloat = 300.0
@@ -210,7 +218,7 @@ class Watchdog(Section):
 
 
 class Logging(Section):
-    """Level and format of the log: text for people, or one JSON object per line."""
+    """Level and format of the log. The format json writes one JSON object per line."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["text", "json"] = "text"

@@ -1,1 +1,1 @@
-"""Devices: their queues, threads and loaded models."""
+"""Devices with their queues, threads and loaded models."""

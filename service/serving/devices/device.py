@@ -1,4 +1,4 @@
-"""A device that computes requests, on this host or another one: its protocol, and what all devices have in common."""
+"""The protocol of a device that computes requests, on this host or another one, and the scheduler of a device."""
 
 from __future__ import annotations
 
@@ -20,69 +20,71 @@ if TYPE_CHECKING:
 
 
 class Backlog(NamedTuple):
-    """The requests and jobs that wait and run, and the seconds that they should still take of one device."""
+    """Number of waiting and running jobs, and the estimated seconds that one device needs for them."""
 
     jobs: int
     seconds: float
 
 
 class Scheduler:
-    """Runs the jobs of a queue in threads, and loads the models that they use. Every device has one."""
+    """The queue, threads and loaded models of one device."""
 
     def __init__(self, queue: JobQueue, models: ServedModels) -> None:
         self.queue, self.models = queue, models
-        # One thread of torch each: those of many requests would spin while they wait, on cores that the network needs.
+        # Each thread uses one torch thread. More would busy-wait on cores that the network needs.
         self._threads = JobThreads("request", queue.take, queue.at_once, partial(devices.use_threads, 1))
 
-    def start(self, specs: Mapping[str, ModelSpec], first: Iterable[str]) -> None:
-        """Serve these models. The `first` ones are loaded now, and no request runs until they are."""
-        self.models.start(specs, first)
+    def start(self, specs: Mapping[str, ModelSpec], startup_models: Iterable[str]) -> None:
+        """Start serving models. No request runs until the models in `startup_models` have been loaded."""
+        self.models.start(specs, startup_models)
         self._threads.start()
 
     def cancel_requests(self) -> None:
-        """Accept no more requests, and cancel those that wait or run."""
+        """Stop accepting requests, and cancel all waiting and running requests."""
         self.queue.close()
         self.queue.cancel_all()
 
     def close(self, seconds: float) -> None:
-        """Load no more models, and wait up to `seconds` for jobs that `cancel_requests` has cancelled."""
+        """Stop loading models, and wait up to `seconds` for the jobs that `cancel_requests` has cancelled."""
         self.models.cache.close()
         self._threads.join(seconds)
 
     def join(self, seconds: float) -> bool:
-        """Wait until all threads have ended; return False if one still runs after up to twice `seconds`."""
+        """Wait up to twice `seconds` until all threads have ended; return whether they have."""
         return self._threads.join(seconds) and self.models.cache.join(seconds)
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is computed or loaded, and nothing ever will be."""
+        """Whether all threads have ended."""
         return not self._threads.alive and self.models.cache.join(0)
 
     def routing_cost(self, model: str, caller: str | None) -> tuple[bool, bool, float]:
-        """Return a sort key, which is smaller for a device that answers a caller's request for this model sooner.
+        """Return a sort key that is smaller if this device is expected to complete a request for the model sooner.
 
-        It has whether the model has failed, whether the queue is full or models still load at start, and the seconds
-        that earlier requests and loading the model should take.
+        Its items are whether the model has failed, whether the queue is full or models are still being loaded at
+        startup, and the estimated seconds for earlier requests and for loading the model.
         """
         cache = self.models.cache
-        is_busy = self.queue.full(caller) or bool(cache.starting)
+        is_busy = self.queue.is_full(caller) or bool(cache.starting)
         return model in cache.problems, is_busy, self.queue.expected_seconds + self.models.load_seconds(model)
 
 
-def make_queue(settings: Settings, memory: JobMemory | None = None, always: int = 1) -> JobQueue:
-    """Return the queue of one device, in which `always` jobs may run however busy the device is."""
+def make_queue(settings: Settings, memory: JobMemory | None = None, guaranteed_jobs: int = 1) -> JobQueue:
+    """Create the queue of one device, in which `guaranteed_jobs` jobs may run regardless of how busy the device is."""
     limits = settings.limits
     at_once = min(limits.at_once, limits.waiting + 1)
-    return JobQueue(limits.waiting, at_once, memory, shared=len(settings.access.keys) > 1, always=always)
+    return JobQueue(
+        limits.waiting, at_once, memory, shared=len(settings.access.keys) > 1, guaranteed_jobs=guaranteed_jobs
+    )
 
 
 class DeviceState(StrEnum):
-    """Whether a device can be used.
+    """State of a device.
 
-    UP          it computes requests
-    STARTING    it was asked for and has not answered yet
-    LOST        it does not work, or does not answer any more
-    GIVEN_BACK  there is no such device until there is work for it
+    UP          the device computes requests
+    STARTING    the worker of the device was requested and has not responded yet
+    LOST        the device has failed or does not respond
+    GIVEN_BACK  the worker of the device was released, and is requested again when there is work
     """
 
     UP = "up"
@@ -92,33 +94,33 @@ class DeviceState(StrEnum):
 
 
 class Device(Protocol):
-    """The owner of one device: `LocalDevice` or `RemoteDevice`. Models become ready after `start` has returned."""
+    """Owner of one device: `LocalDevice` or `RemoteDevice`. Models become ready after `start` has returned."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def scheduler(self) -> Scheduler:
-        """The requests of the device, and its models."""
+        """The queue and the models of the device."""
 
     @property
     def is_required(self) -> bool:
-        """Whether the service is unready while this device cannot be used, even if others can."""
+        """Whether the service is unready while this device is unavailable, even if other devices are available."""
 
     @property
     def state(self) -> DeviceState: ...
 
     @property
     def problem(self) -> str | None:
-        """The reason why the device is starting or lost, one sentence; None in other states."""
+        """Reason why the device is starting or lost, one sentence; None in other states."""
 
     @property
-    def serves(self) -> bool:
-        """Whether requests in the queue are computed, by this device or one that stands in for it."""
+    def is_serving(self) -> bool:
+        """Whether requests in the queue are computed, by this device or by a substitute."""
 
     @property
     def host(self) -> str | None:
-        """The other host that the device was last seen on; None for a device of this host."""
+        """Name of the remote host on which the device was last seen; None for a device of this host."""
 
     @property
     def loaded_models(self) -> Mapping[str, LoadedModel]:
@@ -126,15 +128,18 @@ class Device(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is computed or loaded, and nothing ever will be."""
+        """Whether all threads have ended."""
 
-    def start(self, specs: Mapping[str, ModelSpec], first: Iterable[str]) -> None:
-        """Serve these models. The `first` ones are loaded now, and no request runs until they are."""
+    def start(self, specs: Mapping[str, ModelSpec], startup_models: Iterable[str]) -> None:
+        """Start serving models. No request runs until the models in `startup_models` have been loaded."""
 
     def stop(self, seconds: float) -> bool:
-        """End the threads after `Scheduler.cancel_requests`; return False if one runs after up to four times that."""
+        """Stop the threads, after a call of `Scheduler.cancel_requests`; return whether they have ended.
+
+        Wait at most four times `seconds`.
+        """
 
 
 def loaded_bytes(device: Device) -> int:
-    """Return the bytes of memory that the loaded models of a device take."""
+    """Return the memory that the loaded models of a device use, in bytes."""
     return sum(model.nbytes for model in device.loaded_models.values())

@@ -1,4 +1,4 @@
-"""The model repository as served: which models there are, which is the default, and why one cannot be used."""
+"""Registry of the served models: their specs and states, the default model, and reloading of the repository."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Reloaded(NamedTuple):
-    """The names of models that a reload of the repository has found to be new, changed or gone, and those with faults.
+class ReloadResult(NamedTuple):
+    """Result of reloading the repository: the names of added, changed, removed and broken models.
 
-    broken  why a model is not served as its folder has it, by its name
+    broken  why the present content of a model folder is not served, by model name
     """
 
     added: list[str]
@@ -36,15 +36,15 @@ class Reloaded(NamedTuple):
 
 
 class ModelRegistry:
-    """The models that are served, as the repository was when it was last read; their state is asked of the devices.
+    """The served models. Specs are those of the last time the repository was read; states come from the devices.
 
-    specs       the readable models by name
-    spec_json   the same as JSON; models whose specs are equal have equal JSON
-    load_first  names of the models that are loaded at start
+    specs       specs of the readable models, by name
+    spec_json   the specs as JSON; equal specs have equal JSON
+    load_first  names of the models to load at startup
     """
 
     def __init__(self, settings: Models, devices: Sequence[Device], trained: Path | None = None) -> None:
-        """Find the model folders, also below `trained`. Raises ConfigError for a repository that is none."""
+        """Find the model folders, including those below `trained`. Raises ConfigError if the repository is invalid."""
         self._settings, self._trained = settings, trained
         self._folders = repository.find_model_folders(settings.folder, settings.serve, trained)
         self._devices = devices
@@ -55,22 +55,22 @@ class ModelRegistry:
         self.load_first: tuple[str, ...] = ()
 
     def read_repository(self) -> None:
-        """Read every model file. A model that cannot be read has failed, and keeps no other from being served."""
+        """Read all model files. A model that cannot be read counts as failed; other models are served."""
         self._serve(read_models(self._folders, self._trained))
-        wanted = self._names_at_start(self._states)
-        self.load_first = tuple(name for name in self.specs if name in wanted)
-        for name in sorted(wanted - self._states.keys()):
+        startup_names = self._names_at_start(self._states)
+        self.load_first = tuple(name for name in self.specs if name in startup_names)
+        for name in sorted(startup_names - self._states.keys()):
             log.error("%s", self._explain(name))
 
-    def reload(self) -> Reloaded:
-        """Read the repository again, and wait until models that were loaded and have changed are loaded anew.
+    def reload(self) -> ReloadResult:
+        """Read the repository again, and wait until changed models that were loaded have been reloaded.
 
-        Requests that use a model keep the one that they have. Where a folder is broken or its model cannot be loaded,
-        the earlier one is served as before. Raises BrokenModel for a repository that is none any more, and NotReady
-        while another call is at it.
+        Running requests continue with the previous version of their model. If a folder is broken or its model cannot be
+        loaded, the previous version is still served. Raises BrokenModel if the repository has become invalid, and
+        NotReady if a reload is already running.
         """
         if not self._reloading.acquire(blocking=False):
-            raise NotReady("The models are being reloaded already; try again when that is done.")
+            raise NotReady("The models are already being reloaded. Try again when that is done.")
         try:
             folders = repository.find_model_folders(self._settings.folder, self._settings.serve, self._trained)
             return self._reload(read_models(folders, self._trained))
@@ -80,12 +80,13 @@ class ModelRegistry:
             self._reloading.release()
 
     def remove(self, name: str, delete: Callable[[], None]) -> None:
-        """Serve a model to no new request, have it deleted, and unload it where that succeeds.
+        """Stop serving a model, call `delete` to delete its files, and unload it.
 
-        Requests that compute with it finish. Raises what `delete` raises, UnknownModel, and NotReady as `reload` does.
+        Running requests finish. If `delete` fails, the model is served again. Raises the error of `delete`,
+        UnknownModel, and NotReady if a reload is running.
         """
         if not self._reloading.acquire(blocking=False):
-            raise NotReady("The models are being reloaded; try again when that is done.")
+            raise NotReady("The models are being reloaded. Try again when that is done.")
         try:
             states = self._states
             repository.select_model(states, name, None)
@@ -99,10 +100,10 @@ class ModelRegistry:
         finally:
             self._reloading.release()
 
-    def _reload(self, found: Mapping[str, ModelState]) -> Reloaded:
-        before, at_start = self._states, self._names_at_start(found)
+    def _reload(self, new_states: Mapping[str, ModelState]) -> ReloadResult:
+        before, at_start = self._states, self._names_at_start(new_states)
         served: dict[str, ModelState] = {}
-        for name, state in found.items():
+        for name, state in new_states.items():
             renewed = self._renew(name, state, load=name in at_start)
             served[renewed.name] = renewed
             self._serve({**self._states, renewed.name: renewed})
@@ -110,13 +111,13 @@ class ModelRegistry:
         removed = sorted(before.keys() - served.keys())
         for name in removed:
             self._forget(name)
-        reloaded = Reloaded(
+        reloaded = ReloadResult(
             added=sorted(served.keys() - before.keys()),
             changed=[name for name in served if name in before and served[name].spec is not before[name].spec],
             removed=removed,
             broken={state.name: state.problem for state in self.states() if state.problem is not None},
         )
-        log.info("models were reloaded: %s", reloaded)
+        log.info("reloaded the models: %s", reloaded)
         return reloaded
 
     def _serve(self, states: dict[str, ModelState]) -> None:
@@ -124,31 +125,32 @@ class ModelRegistry:
         self.spec_json = {name: spec.model_dump_json() for name, spec in self.specs.items()}
         self._states = states
 
-    def _renew(self, name: str, found: ModelState, *, load: bool) -> ModelState:
-        """Return the model that is served from now on, after its folder was read again."""
-        if found.spec is None:
-            known = self._find_by_folder(name)
-            return found if known is None else self._keep(known, found.problem)
-        known = self._states.get(name)
+    def _renew(self, name: str, new_state: ModelState, *, load: bool) -> ModelState:
+        """Return the state of the model to serve after its folder was read again."""
+        if new_state.spec is None:
+            previous = self._find_by_folder(name)
+            return new_state if previous is None else self._keep(previous, new_state.problem)
+        previous = self._states.get(name)
         failed = any(name in cache.problems for cache in self._caches)
-        if known is not None and known.spec == found.spec and not failed:
-            return known._replace(problem=None)
+        if previous is not None and previous.spec == new_state.spec and not failed:
+            return previous._replace(problem=None)
         try:
-            self._renew_on_devices(found.spec, load=load)
+            self._renew_on_devices(new_state.spec, load=load)
         except StackSegError as error:
-            if known is not None:
-                return self._keep(known, str(error))
-        return found
+            if previous is not None:
+                return self._keep(previous, str(error))
+        return new_state
 
     def _find_by_folder(self, name: str) -> ModelState | None:
-        """Return the model that was read from a folder, which may have another name than the model."""
-        held = (state for state in self._states.values() if state.spec and state.spec.folder.name == name)
-        return next(held, self._states.get(name))
+        """Return the model that was read from the folder `name`; the folder and the model may have different names."""
+        states = (state for state in self._states.values() if state.spec and state.spec.folder.name == name)
+        return next(states, self._states.get(name))
 
     def _renew_on_devices(self, spec: ModelSpec, *, load: bool) -> None:
-        """Serve a model on every device, or on none where the first cannot load it. Raises the error of loading.
+        """Serve a new version of a model on every device, or on none if the first device cannot load it.
 
-        It is loaded at once where the earlier one is, or with `load`.
+        The new version is loaded now if `load` is True, or on devices that have loaded the previous version. Raises the
+        error of loading.
         """
         keep = True
         for device in self._devices:
@@ -162,7 +164,7 @@ class ModelRegistry:
             keep = False
 
     def _keep(self, state: ModelState, problem: str | None) -> ModelState:
-        """Go on with a model as it was, if that can be: one that is not loaded has lost its files."""
+        """Continue to serve the previous version of a model if it is loaded. Otherwise its files are gone."""
         if self.loaded(state.name) is None:
             self._forget(state.name)
             return ModelState(state.name, "failed", problem=problem)
@@ -173,7 +175,7 @@ class ModelRegistry:
             device.scheduler.models.forget(name)
 
     def _names_at_start(self, names: Collection[str]) -> frozenset[str]:
-        """Return which of the models that have these names are loaded at start, and names that no model has."""
+        """Return the names of the models to load at startup, including configured names that are not in `names`."""
         if self._settings.load == "all":
             return frozenset(names)
         return frozenset({*self._settings.load, self._default_name(names)})
@@ -187,43 +189,43 @@ class ModelRegistry:
 
     @property
     def default(self) -> str:
-        """The name of the model of requests that name none."""
+        """Name of the model for requests that do not specify one."""
         return self._default_name(self._states)
 
     def states(self) -> tuple[ModelState, ...]:
-        """Return the state of every model, in the order of their names."""
+        """Return the states of all models, ordered by name."""
         return tuple(self._update(state) for state in self._states.values())
 
     def state(self, name: str | None) -> ModelState:
-        """Return the state of a model; None: the configured default, or else the first. Raises UnknownModel."""
+        """Return the state of a model. None: the configured default model, or else the first. Raises UnknownModel."""
         return self._update(repository.select_model(self._states, name, self._settings.default))
 
     def servable_spec(self, name: str | None) -> ModelSpec:
         """Return the spec of a model, which may still be loading. Raises UnknownModel and BrokenModel."""
         state = repository.select_model(self._states, name, self._settings.default)
-        # Every request asks, so that the state of a model that is loaded is not worked out.
+        # This runs for every request, so the state is determined only if the model is not loaded.
         if self.loaded(state.name) is None:
             state = self._update(state)
         if state.state == "failed" or state.spec is None:
-            raise BrokenModel(f"The model {state.name} cannot be served; its operator finds the reason in the log.")
+            raise BrokenModel(f"The model {state.name} cannot be used. The operator can find the reason in the log.")
         return state.spec
 
     def spec(self, name: str | None) -> ModelSpec:
-        """Return the spec of a model. Raises UnknownModel, BrokenModel, and NotReady while models load at start."""
+        """Return the spec of a model. Raises UnknownModel, BrokenModel, and NotReady while it is loaded at startup."""
         spec = self.servable_spec(name)
         if all(spec.name in cache.starting for cache in self._caches):
-            raise NotReady(f"The model {spec.name} is still being loaded; try again in a few seconds.")
+            raise NotReady(f"The model {spec.name} is still being loaded. Try again in a few seconds.")
         return spec
 
     def loaded(self, name: str) -> DeviceModel | None:
-        """Return the model as the first device has it loaded; None where no device has."""
+        """Return the loaded model of the first device that has loaded it; None if no device has."""
         return next(filter(None, (cache.get(name) for cache in self._caches)), None)
 
     def unready_reasons(self) -> Iterator[str]:
-        """Yield a sentence for each model that keeps the service from being ready: the default one has to be well."""
+        """Yield a sentence for each model that makes the service unready: models that are loading, or the default."""
         for name in self._states:
             starting = [device for device in self._devices if name in device.scheduler.models.cache.starting]
-            # One that is ready answers for those of other hosts that are not.
+            # A ready device can compute the requests of remote devices that are not ready.
             if len(starting) == len(self._devices) or any(device.is_required for device in starting):
                 at = "".join(str(device.scheduler.models.loading.get(name, "")) for device in self._devices)
                 yield f"{name} is being loaded{at and ': '}{at}."
@@ -231,28 +233,28 @@ class ModelRegistry:
             yield self._explain(self.default)
 
     def degradations(self) -> Iterator[str]:
-        """Yield a sentence for each model that is not served as the operator wants it; others do not suffer."""
+        """Yield a sentence for each model that cannot be used or is outdated, but does not make the service unready."""
         default = self.default
         for name in (*self._states, *sorted(self._names_at_start(self._states) - self._states.keys())):
             if name != default and self._is_faulty(name):
                 yield self._explain(name)
             elif name in self._states and self._states[name].spec is not None and self._states[name].problem:
-                yield f"{name} is served as it was before its folder changed; GET /models and the log say why."
+                yield f"{name} is served as it was before its folder changed. GET /models and the log show the reason."
 
     def _is_faulty(self, name: str) -> bool:
-        """Whether a model is not there or cannot be used on a device."""
+        """Return whether a model is missing or has failed on a device."""
         state = self._states.get(name)
         failed = any(name in cache.problems for cache in self._caches)
         return failed or state is None or state.spec is None
 
     def _explain(self, name: str) -> str:
         if name not in self._states:
-            return f"models.load or models.default names {name}, which is not served."
-        # Health is open to everybody, and the problem may tell of paths.
-        return f"{name} cannot be served; GET /models and the log say why."
+            return f"models.load or models.default contains {name}, which is not in the repository."
+        # Health checks need no API key, so they must not show the problem, which may contain paths.
+        return f"{name} cannot be used. GET /models and the log show the reason."
 
     def _update(self, state: ModelState) -> ModelState:
-        """Return the model with its present state on the devices."""
+        """Return the model with its current state on the devices."""
         if state.spec is None:
             return state
         loaded, model = self._loaded_on(state.name), self.loaded(state.name)
@@ -265,6 +267,6 @@ class ModelRegistry:
         return state if problem is None else state._replace(state="failed", problem=problem)
 
     def _loaded_on(self, name: str) -> dict[str, LoadedModel]:
-        """Return what is known of the loaded model by device."""
+        """Return the memory and use of a model on each device that has loaded it."""
         devices = {device.name: device.loaded_models.get(name) for device in self._devices}
         return {device: model for device, model in devices.items() if model is not None}

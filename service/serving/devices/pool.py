@@ -1,4 +1,4 @@
-"""All devices of the service: which of them answers a request, and whether they can be used."""
+"""All devices of the service: routing of requests, startup, shutdown and availability."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 
 class DevicePool:
-    """The devices of this host, then those of the cluster, if there is one.
+    """The devices of this host and of the cluster.
 
-    all        every device
-    watchdogs  of the devices of this host
+    all        all devices, beginning with the devices of this host
+    watchdogs  watchdogs of the devices of this host
     """
 
     def __init__(
@@ -33,99 +33,99 @@ class DevicePool:
 
     @property
     def hosts(self) -> tuple[Status, ...]:
-        """The other hosts that have devices, each as one of these knew it last."""
+        """The latest status of each remote host with devices."""
         return tuple(self._cluster.hosts.values()) if self._cluster else ()
 
     @property
     def cluster_states(self) -> dict[str, float]:
-        """The number of workers of the cluster by state; empty without a cluster."""
+        """Number of workers of the cluster by state; empty without a cluster."""
         return self._cluster.states if self._cluster else {}
 
     @property
     def waiting(self) -> int:
-        """The number of requests that wait for a device."""
+        """Number of waiting requests."""
         return sum(device.scheduler.queue.waiting for device in self.all)
 
     @property
     def running(self) -> tuple[Job[Any], ...]:
-        """The requests that run."""
+        """The running requests."""
         return tuple(job for device in self.all for job in device.scheduler.queue.running)
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is computed or loaded, and nothing ever will be."""
+        """Whether all threads of all devices have ended."""
         return all(device.ended for device in self.all)
 
-    def start(self, specs: Mapping[str, ModelSpec], first: Iterable[str]) -> None:
-        """Serve these models on every device; load the `first` ones now."""
-        names = tuple(first)
+    def start(self, specs: Mapping[str, ModelSpec], startup_models: Iterable[str]) -> None:
+        """Start all devices. No request runs until the models in `startup_models` have been loaded."""
+        names = tuple(startup_models)
         for device in self.all:
             device.start(specs, names)
         if self._cluster:
             self._cluster.start(self._measure_backlog, len(self._local))
 
     def drain(self) -> None:
-        """Let the watchdogs report nothing from now on: the threads of devices will end on purpose."""
+        """Stop the watchdogs, because the threads of the devices are going to end on purpose."""
         for watchdog in self._watchdogs:
             watchdog.stop()
 
     def cancel_requests(self) -> None:
-        """Accept no more requests, and cancel those that wait or run."""
+        """Stop accepting requests, and cancel all waiting and running requests."""
         for device in self.all:
             device.scheduler.cancel_requests()
 
     def stop(self, seconds: float) -> None:
-        """Cancel all requests and end all threads; one that runs for `seconds` is left behind."""
+        """Cancel all requests and stop all threads. Do not wait for threads that take longer than `seconds`."""
         self.drain()
         self.cancel_requests()
         if self._cluster:
             self._cluster.stop()
         for device in self.all:
             if not device.stop(seconds):
-                log.warning("%s is still busy after %s s; leaving it behind", device.name, seconds)
+                log.warning("%s is still busy after %s s; not waiting any longer", device.name, seconds)
         if self._cluster:
             self._cluster.close()
 
     def check_admission(self, caller: str | None) -> None:
-        """Raise QueueFull or NotReady if no queue accepts a request of this caller."""
+        """Raise QueueFull or NotReady if no queue accepts a request from this caller."""
         queues = [device.scheduler.queue for device in self.all]
-        next((queue for queue in queues if not queue.full(caller)), queues[0]).check(caller)
+        next((queue for queue in queues if not queue.is_full(caller)), queues[0]).check(caller)
 
     def choose(self, model: str, caller: str | None) -> Device:
-        """Return the device that should answer a caller's request for this model first."""
+        """Return the device that is expected to complete a request for this model first."""
 
         def cost(device: Device) -> tuple[bool, bool, float]:
             has_failed, is_busy, seconds = device.scheduler.routing_cost(model, caller)
-            return has_failed or not device.serves, is_busy, seconds
+            return has_failed or not device.is_serving, is_busy, seconds
 
         return min(self.all, key=cost)
 
     def engines(self, model: str) -> list[str]:
-        """Return how a model runs on the devices that have loaded it at some time, sorted."""
+        """Return sorted descriptions of the engines of a model on all devices that have loaded it so far."""
         engines = (device.scheduler.models.engines for device in self.all)
-        return sorted({known[model] for known in engines if model in known})
+        return sorted({by_model[model] for by_model in engines if model in by_model})
 
     def unready_reasons(self) -> Iterator[str]:
-        """Yield a sentence for each device that keeps the service from being ready."""
+        """Yield a sentence for each device that makes the service unready."""
         yield from (device.problem for device in self.all if device.is_required and device.problem)
-        if self._cluster and not self._answers:
+        if self._cluster and not self._can_serve:
             yield from self._cluster.problems()
 
     def degradations(self) -> tuple[str, ...]:
-        """Return a sentence for each device that cannot be used although the service is ready."""
-        return self._cluster.problems() if self._cluster and self._answers else ()
+        """Return a sentence for each device that is unavailable although the service is ready."""
+        return self._cluster.problems() if self._cluster and self._can_serve else ()
 
     def missing_workers(self) -> str | None:
-        """Return the sentence that requests wait for a worker of the cluster; None if they do not."""
-        if self._cluster is None or any(device.serves for device in self.all):
+        """Return a sentence if requests wait because no worker of the cluster is available, else None."""
+        if self._cluster is None or any(device.is_serving for device in self.all):
             return None
-        return "No worker of the cluster is there."
+        return "No worker of the cluster is available."
 
     @property
-    def _answers(self) -> bool:
-        """Whether some device answers requests, or will once there are some."""
+    def _can_serve(self) -> bool:
+        """Whether a device computes requests, or will be started for the next request."""
         waits = self._cluster is not None and self._cluster.waits_for_work
-        return waits or any(device.serves for device in self.all)
+        return waits or any(device.is_serving for device in self.all)
 
     def _measure_backlog(self) -> Backlog:
         queues = [device.scheduler.queue for device in self.all]

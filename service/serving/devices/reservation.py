@@ -1,4 +1,4 @@
-"""The place of one request on a device: its job in the queue, and its use of the model."""
+"""The reservation of a device for one request: its job in the queue, and its lease of the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from service.core.types import Extent, Options, Volume
 from service.inference.series.time_points import PointSegmenter, segment_series
 from service.inference.types import Series
-from service.serving.devices.models.model import DeviceModel, ReportProgress, needs_of
+from service.serving.devices.models.model import DeviceModel, ProgressCallback, needs_from_estimate
 from service.serving.devices.queue.job import Job, Needs, Progress
 
 if TYPE_CHECKING:
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 class Reservation:
-    """The device of a request, and its use of the model from when that is loaded until the request is over.
+    """The device of a request, and its lease of the model, which ends with the request.
 
-    scheduler  of the device
+    scheduler  scheduler of the device
     model      name of the model
-    folder     for the labels of a series; None: the system's folder for temporary files
+    folder     folder for the labels of a series; None: the system's temporary folder
     """
 
     def __init__(self, scheduler: Scheduler, model: str, folder: Path | None = None) -> None:
         self._scheduler, self._name, self._folder = scheduler, model, folder
         self._lease: Lease[DeviceModel] | None = None
-        # Set once the model is there; None where planning fails, and the work raises the error again.
+        # Set after the model is loaded. None if planning fails; segmenting then raises the same error.
         self._request: PlannedRequest | None = None
         self._needs: Needs | None = None
 
@@ -49,49 +49,49 @@ class Reservation:
 
     @property
     def model(self) -> DeviceModel:
-        """The loaded model of a job that has begun."""
+        """The loaded model. Available while the job runs."""
         if self._lease is None:
-            raise RuntimeError("the model was not asked for, or the job is over")
+            raise RuntimeError("the model was not requested, or the job has ended")
         return self._lease.model.result(timeout=0)
 
     def take(self, job: Job[Any]) -> None:
-        """Ask for the model. The job is in the device's queue; it may begin once the model is loaded, or fails."""
+        """Request the model for a queued job. The job may begin once the model is loaded, or fails if loading fails."""
         lease = self._lease = self._scheduler.models.cache.lease(self._name)
-        # Immediately if the job was cancelled meanwhile.
+        # If the job has been cancelled in the meantime, this ends the lease immediately.
         job.add_done_callback(self._end_lease)
-        # A weak reference: the job would otherwise hold itself, and its result with it.
+        # A weak reference, so that the job does not keep itself and its result alive.
         lease.model.add_done_callback(partial(self._after_loading, weakref.ref(job)))
 
     def needs(self, volume: Extent, options: Options) -> Needs:
-        """Return the resources of the request. Called when the model is loaded, and whenever the job might begin."""
+        """Return the resources of the request. The queue calls this whenever the job may begin; the model is loaded."""
         if self._needs is None:
             try:
                 self._request = self.model.estimator.plan_request(volume, options)
-                self._needs = needs_of(self._request.estimate)
-            except Exception:  # noqa: BLE001 - the work raises the error again, where the job gets it
+                self._needs = needs_from_estimate(self._request.estimate)
+            except Exception:  # noqa: BLE001 - segmenting raises the error again, which makes the job fail
                 self._needs = Needs()
         return self._needs
 
     def segment(self, job: Job[Any], volume: Volume | Series, options: Options) -> Result:
-        """Segment on the device. Raises what `DeviceModel.segment` raises, and of a series `segment_series`."""
+        """Segment on the device. Raises the errors of `DeviceModel.segment`, for a series those of `segment_series`."""
         if isinstance(volume, Series):
             return self._segment_series(job, volume, options)
         return self.model.segment(job, volume, options, self._request, job.advance)
 
     def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> Sizing | None:
-        """Estimate the diameter of the objects on the device; None where `segment` would not.
+        """Estimate the object diameter on the device; return None if `segment` would not estimate it.
 
-        Raises what `segment` raises.
+        Raises the errors of `segment`.
         """
         return self.model.estimate_diameter(job, volume, options)
 
     def _segment_series(self, job: Job[Any], series: Series, options: Options) -> Result:
-        """Segment time points while the job keeps its place on the device, which it shares as for one volume."""
+        """Segment the time points of a series in one job, which shares the device like the job of a single volume."""
         model = self.model
 
-        def segment(volume: Volume, options: Options, progress: ReportProgress) -> Result:
+        def segment(volume: Volume, options: Options, progress: ProgressCallback) -> Result:
             request = model.estimator.plan_request(volume, options)
-            job.revise(needs_of(request.estimate))
+            job.update_needs(needs_from_estimate(request.estimate))
             return model.segment(job, volume, options, request, progress)
 
         def begin(point: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 from fakes import FakeSegmenter, until
 from live import Live, eager, problem, serve
 
-from service.serving.metrics import RECENT
+from service.serving.metrics import MAX_RECENT_SEGMENTATIONS
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +57,10 @@ def test_status_includes_the_content_of_health_gpu_and_models(live: Live) -> Non
 
 
 def test_number_of_recent_segmentations_is_limited(live: Live) -> None:
-    for voxels in range(RECENT + 5):
+    for voxels in range(MAX_RECENT_SEGMENTATIONS + 5):
         live.runtime.metrics.count_segmentation("bands", voxels, None, {})
     recent = live.client.get("/status").json()["recent"]
-    assert [segmentation["voxels"] for segmentation in recent] == list(range(RECENT + 4, 4, -1))
+    assert [segmentation["voxels"] for segmentation in recent] == list(range(MAX_RECENT_SEGMENTATIONS + 4, 4, -1))
 
 
 def test_forwarded_requests_do_not_count_as_local(live: Live) -> None:

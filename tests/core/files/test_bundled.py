@@ -5,6 +5,6 @@ from paths import ROOT
 from service.core.files.bundled import software_version
 
 
-def test_a_clone_that_is_not_installed_has_the_version_that_it_states():
-    stated = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-    assert software_version("not-installed") == software_version() == stated
+def test_clone_that_is_not_installed_has_the_version_of_pyproject_toml():
+    expected = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert software_version("not-installed") == software_version() == expected

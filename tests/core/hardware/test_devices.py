@@ -17,7 +17,7 @@ NO_GPU = not torch.cuda.is_available()
 
 
 @pytest.mark.skipif(not NO_GPU, reason="describes a machine without a GPU")
-def test_without_a_gpu_the_cpu_is_chosen_and_a_gpu_refused_by_name() -> None:
+def test_without_a_gpu_auto_selects_the_cpu_and_gpu_names_are_rejected() -> None:
     assert devices.choose_device("cpu") == devices.choose_device("auto") == torch.device("cpu")
     for name in ("cuda", "cuda:0", "cuda:7"):
         with pytest.raises(ConfigError, match=f"device.name is {name}.*cpu or auto"):
@@ -53,21 +53,23 @@ def test_cuda_precisions_follow_the_compute_capability(capability: tuple[int, in
         (PASCAL, None, set()),
     ],
 )
-def test_16_bit_precisions_are_faulty_by_the_version_of_cudnn(
+def test_faulty_precisions_depend_on_the_cudnn_version(
     capability: tuple[int, int], cudnn_version: int | None, faulty: set[torch.dtype]
 ) -> None:
     assert devices.faulty_cuda_precisions(capability, cudnn_version).keys() == faulty
 
 
-@pytest.mark.parametrize(("version", "found"), [(91002, "cuDNN 9.10.2 is installed."), (None, "torch finds no cuDNN")])
-def test_a_faulty_cudnn_is_named_with_what_to_install(version: int | None, found: str) -> None:
-    told = devices.explain_faulty_cudnn(version) or ""
-    assert told.startswith(found)
-    assert "Install cuDNN 9.15 or later" in told
+@pytest.mark.parametrize(
+    ("version", "start"), [(91002, "cuDNN 9.10.2 is installed."), (None, "torch cannot find cuDNN.")]
+)
+def test_explanation_of_faulty_cudnn_says_what_to_install(version: int | None, start: str) -> None:
+    explanation = devices.explain_faulty_cudnn(version) or ""
+    assert explanation.startswith(start)
+    assert "Install cuDNN 9.15 or later" in explanation
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs Linux")
-def test_the_cpu_computes_bf16_where_its_flags_say_so() -> None:
+def test_cpu_supports_bf16_if_its_flags_say_so() -> None:
     flags = Path("/proc/cpuinfo").read_text().split()
     native = devices.native_precisions(torch.device("cpu"))
     assert devices.faulty_precisions(torch.device("cpu")) == {}
@@ -75,7 +77,7 @@ def test_the_cpu_computes_bf16_where_its_flags_say_so() -> None:
     assert (torch.bfloat16 in native) == ("avx512_bf16" in flags or "amx_tile" in flags)
 
 
-def test_cpu_describes_this_machine() -> None:
+def test_cpu_status_describes_this_machine() -> None:
     cpu = host.query_cpu()
     assert cpu.name
     assert 1 <= cpu.cores <= (os.cpu_count() or 1)
@@ -85,18 +87,18 @@ def test_cpu_describes_this_machine() -> None:
     assert devices.device_name(torch.device("cpu")) == cpu.name
 
 
-def test_memory_that_graphs_keep_between_replays_is_not_free() -> None:
+def test_memory_of_cuda_graphs_between_replays_is_not_free() -> None:
     pools = ((6, (0, 0), 50, 20), (6, (0, 1), 40, 10), (6, (3, 0), 20, 20), (7, (0, 2), 30, 0))
     segments = [
         {"device": device, "segment_pool_id": pool, "total_size": total, "allocated_size": allocated}
         for device, pool, total, allocated in pools
     ]
-    # Of GPU 6: 100 bytes are free, and 60 of those that torch has reserved are not allocated.
+    # GPU 6 has 100 free bytes, and torch has reserved 60 bytes that are not allocated.
     stats = {"reserved_bytes": {"all": {"current": 110}}, "allocated_bytes": {"all": {"current": 50}}}
     cuda, device = Mock(), torch.device("cuda", 6)
     cuda.mem_get_info.return_value, cuda.memory_stats_as_nested_dict.return_value = (100, 1000), stats
     cuda.memory_snapshot.return_value = segments
-    assert devices.free_bytes(device, cuda) == 100 + 60, "before any was recorded"
+    assert devices.free_bytes(device, cuda) == 100 + 60, "before any graph was recorded"
     assert devices.count_pools(device, cuda) == 60
     assert devices.free_bytes(device, cuda) == 100 + 30
     assert devices.count_pools(torch.device("cuda", 7), cuda) == 30
@@ -108,13 +110,13 @@ def test_memory_that_graphs_keep_between_replays_is_not_free() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(NO_GPU, reason="needs a CUDA GPU")
-def test_a_real_gpu_reports_what_this_process_holds() -> None:
-    held = torch.zeros(64 * 2**20, dtype=torch.uint8, device="cuda")
-    assert max(status.reserved_bytes for status in gpus.query_gpus()) >= held.numel()
+def test_gpu_status_includes_memory_of_this_process() -> None:
+    tensor = torch.zeros(64 * 2**20, dtype=torch.uint8, device="cuda")
+    assert max(status.reserved_bytes for status in gpus.query_gpus()) >= tensor.numel()
     assert devices.choose_device("auto").type == "cuda"
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps what was freed")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc caches freed memory")
 @pytest.mark.parametrize(
     "error",
     [
@@ -127,13 +129,13 @@ def test_a_real_gpu_reports_what_this_process_holds() -> None:
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
 )
-def test_memory_runs_out_in_many_words(error: BaseException) -> None:
+def test_out_of_memory_errors_of_libraries_are_recognized(error: BaseException) -> None:
     assert devices.is_out_of_memory(error)
     assert not devices.is_out_of_memory(RuntimeError("allocation"))
     assert not devices.is_out_of_memory(OSError(errno.EACCES, "Cannot allocate memory"))
 
 
-def test_a_device_is_lost_only_if_it_fails_again_and_again() -> None:
+def test_device_is_lost_only_if_it_fails_repeatedly() -> None:
     device, full = torch.device("cpu"), torch.OutOfMemoryError("no")
     capturing = RuntimeError("CUDA error: operation would make the legacy stream depend on a capturing stream")
     assert devices.is_working(device)
@@ -142,7 +144,7 @@ def test_a_device_is_lost_only_if_it_fails_again_and_again() -> None:
     assert devices.is_working(device, Mock(side_effect=[full] * 3), pause=0)
 
 
-def test_memory_that_was_freed_is_returned() -> None:
+def test_freed_memory_is_returned_to_the_system() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -155,7 +157,7 @@ def test_memory_that_was_freed_is_returned() -> None:
     assert len(last) == 2000
 
 
-def test_a_thread_keeps_its_number_of_threads_whatever_others_set_later():
+def test_thread_count_of_torch_is_set_per_thread():
     before = torch.get_num_threads()
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         one.submit(devices.use_threads, 2).result()

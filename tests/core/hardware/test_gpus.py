@@ -14,7 +14,7 @@ NO_GPU = not torch.cuda.is_available()
 
 
 @pytest.mark.skipif(not NO_GPU, reason="describes a machine without a GPU")
-def test_without_a_driver_there_are_no_gpus() -> None:
+def test_no_gpus_are_found_without_a_driver() -> None:
     assert gpus.query_gpus() == ()
 
 
@@ -31,7 +31,7 @@ ANSWERS: dict[str, Any] = {
 
 
 class FakeDriver:
-    """NVML with two GPUs; the questions named in `unsupported` raise what NVML raises for old or virtual GPUs."""
+    """Fake NVML with two GPUs. Queries in `unsupported` raise the error that NVML raises for old or virtual GPUs."""
 
     NVML_TEMPERATURE_GPU = 0
 
@@ -42,10 +42,10 @@ class FakeDriver:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *arguments: self._answer(name.removeprefix("nvml"), *arguments)
 
-    def _answer(self, question: str, *arguments: Any) -> Any:
-        if question in self.unsupported:
+    def _answer(self, query: str, *arguments: Any) -> Any:
+        if query in self.unsupported:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        match question:
+        match query:
             case "Init":
                 self.open += 1
             case "Shutdown":
@@ -54,10 +54,10 @@ class FakeDriver:
                 return arguments[0]
             case "DeviceGetName" | "DeviceGetUUID":
                 return f"Fake {arguments[0]}"
-        return ANSWERS.get(question)
+        return ANSWERS.get(query)
 
 
-def test_gpus_are_described_by_the_driver() -> None:
+def test_gpu_status_is_queried_from_the_driver() -> None:
     driver = FakeDriver()
     first, second = gpus.query_gpus(driver)
     assert second == gpus.GpuStatus(
@@ -76,7 +76,7 @@ def test_gpus_are_described_by_the_driver() -> None:
     assert driver.open == 0
 
 
-def test_what_a_gpu_does_not_support_is_none() -> None:
+def test_unsupported_queries_return_none() -> None:
     driver = FakeDriver("DeviceGetName", "DeviceGetUUID", *(ANSWERS.keys() - {"DeviceGetCount"}))
     assert gpus.query_gpus(driver)[0] == gpus.GpuStatus(0, "unknown", None, None, None, None, 0, None, None, None)
 
@@ -84,20 +84,20 @@ def test_what_a_gpu_does_not_support_is_none() -> None:
 @pytest.mark.parametrize(
     ("built", "driver", "reason"),
     [
-        (None, FakeDriver(), "build for CPUs"),
+        (None, FakeDriver(), "supports only CPUs"),
         ("13.0", FakeDriver("Init"), "no NVIDIA driver"),
-        ("13.0", FakeDriver(), "driver 580.65 is too old: it runs CUDA up to 12.4, and this torch is built for 13.0"),
-        ("12.6", FakeDriver(), "driver 580.65 shows this process no GPU"),
-        ("13.0", FakeDriver("SystemGetCudaDriverVersion_v2"), "driver 580.65 shows this process no GPU"),
+        ("13.0", FakeDriver(), "driver 580.65 is too old: it supports CUDA up to 12.4, but torch was built for 13.0"),
+        ("12.6", FakeDriver(), "driver 580.65 shows no GPU to this process"),
+        ("13.0", FakeDriver("SystemGetCudaDriverVersion_v2"), "driver 580.65 shows no GPU to this process"),
     ],
     ids=["no CUDA", "no driver", "old driver", "no device", "unknown"],
 )
-def test_why_there_is_no_cuda_device_says_what_to_do(built: str | None, driver: FakeDriver, reason: str) -> None:
+def test_missing_cuda_device_is_explained(built: str | None, driver: FakeDriver, reason: str) -> None:
     assert reason in gpus.explain_no_cuda(built, driver)
     assert driver.open == 0
 
 
 @pytest.mark.parametrize("driver", [FakeDriver("Init"), FakeDriver("DeviceGetCount")], ids=["start", "count"])
-def test_a_driver_that_fails_means_no_gpus(driver: FakeDriver) -> None:
+def test_no_gpus_are_found_if_the_driver_fails(driver: FakeDriver) -> None:
     assert gpus.query_gpus(driver) == ()
     assert driver.open == 0

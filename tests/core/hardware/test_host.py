@@ -9,31 +9,31 @@ from service.core.hardware import host
 
 
 @pytest.mark.parametrize(
-    ("content", "most"),
+    ("content", "limit"),
     [("150000 100000", 2), ("50000 100000", 1), ("10000000 100000", 10**6), ("max 100000", 10**6), ("", 10**6)],
 )
-def test_cores_respect_a_containers_share(tmp_path: Path, content: str, most: int) -> None:
+def test_core_count_respects_the_container_quota(tmp_path: Path, content: str, limit: int) -> None:
     (tmp_path / "cpu.max").write_text(content)
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    assert host.usable_cores(tmp_path) == min(mine, most)
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    assert host.usable_cores(tmp_path) == min(affinity, limit)
 
 
-def test_memory_respects_a_containers_limit(tmp_path: Path) -> None:
+def test_available_memory_respects_the_container_limit(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("900000\n")
     (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 200000\nactive_file 100000\n")
     assert host.available_memory(tmp_path) == 400000
-    # It is asked again and again, and may not remember.
+    # The values are read again on every call.
     (tmp_path / "memory.current").write_text("950000\n")
     assert host.available_memory(tmp_path) == 350000
 
 
-def test_without_a_limit_the_hosts_memory_counts(tmp_path: Path) -> None:
+def test_available_memory_is_that_of_the_host_without_a_limit(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("900000\n")
     missing = tmp_path / "missing"
     earlier, available, later = (host.available_memory(folder) for folder in (missing, tmp_path, missing))
     assert (available is None) == (earlier is None)
     if available is not None and earlier is not None and later is not None:
-        # Others take and give back memory meanwhile.
+        # Other processes allocate and free memory concurrently.
         assert min(earlier, later) - 2**30 < available < max(earlier, later) + 2**30

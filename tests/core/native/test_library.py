@@ -1,4 +1,4 @@
-"""The package has the library for this processor, and runs without it."""
+"""Loading of the C++ library: variants, missing libraries and incompatible versions."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ for path in {line.split()[-1] for line in open("/proc/self/maps") if "omp" in li
 
 
 @pytest.mark.parametrize("variant", list_supported(), ids=lambda variant: variant.name)
-def test_all_variants_for_this_processor_are_built_for_the_tests(variant: Variant) -> None:
+def test_all_supported_variants_are_built(variant: Variant) -> None:
     assert variant.library.exists(), "run `python hatch_build.py --all`"
     assert with_library(window_kernels, variant).ready
 
 
-def test_the_first_library_that_is_there_is_loaded() -> None:
+def test_first_existing_library_is_loaded() -> None:
     best = load_library()
     assert best._name == str(list_supported()[0].library)
     assert load_library([Variant("missing"), *list_supported()])._name == best._name
 
 
-def test_what_is_missing_is_said() -> None:
+def test_missing_library_is_explained() -> None:
     with pytest.raises(OSError, match="g\\+\\+"):
         load_library([Variant("missing")])
     functions = with_library(window_kernels)
@@ -47,19 +47,21 @@ def test_what_is_missing_is_said() -> None:
         functions.require()
 
 
-def test_a_library_of_another_version_is_not_called() -> None:
+def test_library_of_another_version_is_rejected() -> None:
     functions = CppFunctions([("stackseg_of_tomorrow", "p", "-")])
     with pytest.raises(OSError, match="another version"):
         functions.require()
 
 
-def test_the_processor_decides_about_the_variant() -> None:
+def test_variants_depend_on_the_architecture() -> None:
     names = [variant.name for variant in list_variants("x86_64")]
     assert names == ["x86-64-v4-bf16", "x86-64-v4", "x86-64-v3"]
     assert [variant.name for variant in list_variants("aarch64")] == ["aarch64"]
 
 
-def test_kernels_share_the_openmp_runtime_of_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", CALL_KERNELS], cwd=ROOT, capture_output=True, text=True, check=True)
-    (runtime,) = done.stdout.splitlines()
+def test_kernels_use_the_openmp_runtime_of_torch() -> None:
+    completed = subprocess.run(
+        [sys.executable, "-c", CALL_KERNELS], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    (runtime,) = completed.stdout.splitlines()
     assert "torch" in runtime

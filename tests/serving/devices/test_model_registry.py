@@ -12,7 +12,7 @@ from service.core.config import Settings
 from service.core.errors import BrokenModel, NotReady
 
 
-def test_models_become_ready_while_the_runtime_runs(bands_repository: Path, tmp_path: Path) -> None:
+def test_models_become_ready_after_startup(bands_repository: Path, tmp_path: Path) -> None:
     fakes = Fakes(closed)
     with running(settings(bands_repository, tmp_path), fakes) as runtime:
         assert [model.state for model in runtime.models.states()] == ["loading"]
@@ -26,37 +26,35 @@ def test_models_become_ready_while_the_runtime_runs(bands_repository: Path, tmp_
         assert loaded_segmenter(runtime.models, None) is fakes[0]
 
 
-@pytest.mark.parametrize("error", [BrokenModel("no weights"), RuntimeError("unforeseen"), TypeError("unforeseen")])
-def test_model_that_does_not_load_is_reported_and_keeps_the_service_unready(
+@pytest.mark.parametrize("error", [BrokenModel("no weights"), RuntimeError("unexpected"), TypeError("unexpected")])
+def test_default_model_that_cannot_be_loaded_makes_the_service_unready(
     bands_repository: Path, tmp_path: Path, error: Exception
 ) -> None:
-    def load(spec: Any, chosen: Settings, _driver: Any) -> FakeSegmenter:
+    def load(spec: Any, config: Settings, _driver: Any) -> FakeSegmenter:
         raise error
 
     with running(settings(bands_repository, tmp_path), load) as runtime:
         until(lambda: runtime.models.states()[0].state == "failed")
         assert str(error) in (runtime.models.states()[0].problem or "")
-        assert runtime.unready_reasons() == ("bands cannot be served; GET /models and the log say why.",)
+        assert runtime.unready_reasons() == ("bands cannot be used. GET /models and the log show the reason.",)
         with pytest.raises(BrokenModel, match="bands"):
             loaded_segmenter(runtime.models, None)
 
 
-def test_two_folders_with_models_of_one_name_are_not_served(bands_repository: Path, tmp_path: Path) -> None:
+def test_models_with_the_same_name_are_not_served(bands_repository: Path, tmp_path: Path) -> None:
     models = tmp_path / "models"
     for name in ("first", "second"):
         shutil.copytree(bands_repository / "bands", models / name)
     with running(settings(models, tmp_path)) as runtime:
         (state,) = runtime.models.states()
         assert (state.name, state.state) == ("bands", "failed")
-        assert "second: the name 'bands' is taken" in (state.problem or "")
+        assert "second: another folder contains a model named 'bands'" in (state.problem or "")
 
 
-def test_a_trained_model_does_not_keep_one_of_the_operators_from_being_served(
-    bands_repository: Path, tmp_path: Path
-) -> None:
-    chosen = settings(bands_repository, tmp_path, jobs={"folder": tmp_path / "jobs"})
-    shutil.copytree(bands_repository / "bands", chosen.trained_folder / "bands")
-    with running(chosen) as runtime:
+def test_model_of_the_operator_takes_precedence_over_a_trained_model(bands_repository: Path, tmp_path: Path) -> None:
+    config = settings(bands_repository, tmp_path, jobs={"folder": tmp_path / "jobs"})
+    shutil.copytree(bands_repository / "bands", config.trained_folder / "bands")
+    with running(config) as runtime:
         for _ in range(2):
             (state,) = runtime.models.states()
             assert state.problem is None

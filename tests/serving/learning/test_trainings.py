@@ -137,7 +137,7 @@ def test_a_new_model_is_served_with_its_lineage(service: Service) -> None:
     [
         ("fails", "The annotated stacks in stacks have too few objects."),
         ("crashes", "Something went wrong while the model was trained; the service's log tells more."),
-        ("broken", "cannot be served"),
+        ("broken", "cannot be used"),
     ],
 )
 def test_a_child_that_fails_leaves_nothing_and_says_why(service: Service, name: str, message: str) -> None:

@@ -307,5 +307,5 @@ def test_a_store_that_cannot_be_used_is_found_at_the_start(stores: Any, monkeypa
 
 
 def test_a_name_is_that_of_one_folder_or_store(host: Path) -> None:
-    with pytest.raises(ValueError, match="give one another name"):
+    with pytest.raises(ValueError, match="rename one of them"):
         References.model_validate({"inputs": {"lab": str(host)}, "stores": {"lab": "s3://a/b"}})

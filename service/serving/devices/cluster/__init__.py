@@ -1,1 +1,1 @@
-"""Devices of other hosts, through Ray."""
+"""Devices of other hosts, which run in actors of a Ray cluster."""

@@ -1,4 +1,4 @@
-"""A handle of an actor: a process of another host that owns a device or does blocks."""
+"""The protocol of an actor handle. An actor is a process on another host that owns a device or processes blocks."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-Advance = Callable[[int, int], None]
-"""Called with the windows that are done and their total."""
+ProgressCallback = Callable[[int, int], None]
+"""Called with the number of completed windows and their total number."""
 
-MakeActor = Callable[[], "Actor"]
-"""Asks the cluster for an actor, which need not be there yet."""
+ActorFactory = Callable[[], "Actor"]
+"""Requests an actor from the cluster. The actor may not have started when the handle is returned."""
 
 
 class WorkerLost(Exception):
-    """An actor or its host has failed; the same call may succeed there later, or elsewhere now."""
+    """An actor or its host has failed. The same call may succeed later, or on another actor."""
 
 
 class Actor(Protocol):
-    """A handle of a `DeviceActor` or `BlockActor` in another process, which the cluster restarts wherever it ends."""
+    """A handle of a `DeviceActor` or `BlockActor` in another process. If the process ends, the cluster restarts it."""
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
-        """Call a method; the future raises WorkerLost where the process is gone or starts."""
+        """Call a method. The future raises WorkerLost if the process has ended or is starting."""
 
     def give_up(self, future: Future[Any]) -> None:
-        """Let a call not begin if it has not begun."""
+        """Cancel a call that has not begun."""
 
     def kill(self) -> None:
-        """End the process for good."""
+        """End the process permanently."""

@@ -1,4 +1,4 @@
-"""All actors of a service: how many it asks for, and which of them does a task."""
+"""The pool of all actors of a service: scaling, and assignment of tasks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from service.core.errors import Cancelled, DeviceLost, Interrupted
 from service.core.sections.computing import Cluster
-from service.serving.devices.cluster.actor import Advance, MakeActor, WorkerLost
+from service.serving.devices.cluster.actor import ActorFactory, ProgressCallback, WorkerLost
 from service.serving.devices.cluster.remote_actor import POLL_SECONDS, ModelInUse, RemoteActor
 from service.serving.devices.queue.job import Progress
 
@@ -24,129 +24,135 @@ log = logging.getLogger(__name__)
 
 
 class Attempt(NamedTuple):
-    """A task on its way to an actor, with the calls of its job."""
+    """An attempt to run a task on an actor, with the callbacks of its job."""
 
     method: str
     task: Task
     cancelled: Callable[[], bool]
-    advance: Advance
+    advance: ProgressCallback
 
 
-class _MovedElsewhere(Exception):
-    """A task that has not begun goes to an actor that has nothing to do, where it has a place already."""
+class _MovedToIdleActor(Exception):
+    """Raised to move a task that has not begun to an idle actor, on which it is already counted."""
 
     def __init__(self, actor: RemoteActor) -> None:
         self.actor = actor
 
 
 class ActorPool:
-    """All actors that this service may have, with the folder through which they get pixels.
+    """All actors that this service may use, and the folder through which they exchange pixels.
 
-    make_actor  asks the cluster for an actor, which need not be there yet
-    attempts    how often a task is begun whose actors die
-    unfinished  how many tasks run, and wait for an actor
+    make_actor        requests an actor from the cluster, which may start later
+    attempts          maximum number of actors on which a task is started if they are lost
+    unfinished_tasks  number of tasks that are running or waiting for an actor
     """
 
-    def __init__(self, exchange: Exchange, make_actor: MakeActor, cluster: Cluster, attempts: int) -> None:
+    def __init__(self, exchange: Exchange, make_actor: ActorFactory, cluster: Cluster, attempts: int) -> None:
         self.exchange, self._attempts = exchange, attempts
-        self._least, self._idle_seconds = cluster.least, cluster.idle_seconds
+        self._min_workers, self._idle_seconds = cluster.min_workers, cluster.idle_seconds
         self._lock = threading.Lock()
         self._models: WeakSet[ModelInUse] = WeakSet()
         self.actors = [
             RemoteActor(f"ray-{number}", make_actor, exchange, self._lock, self._models)
             for number in range(1, cluster.workers + 1)
         ]
-        self.unfinished = 0
-        self.adjust(0)
+        self.unfinished_tasks = 0
+        self.scale(0)
 
-    def adjust(self, wanted: int) -> None:
-        """Ask the cluster for so many actors, and give back those beyond them that were not wanted for a while.
+    def scale(self, count: int) -> None:
+        """Request `count` actors from the cluster, and release further actors that were not needed for a while.
 
-        Those that are up are kept rather than those that are awaited, and these rather than others.
+        Actors that are up are preferred over actors that are starting, and these over actors that were released.
         """
         now = time.monotonic()
-        order = sorted(self.actors, key=lambda actor: (not actor.up, actor.given_back))
+        order = sorted(self.actors, key=lambda actor: (not actor.is_up, actor.given_back))
         for number, actor in enumerate(order, 1):
-            if number <= max(wanted, self._least):
-                actor.ask_for(now)
-            elif now - actor.wanted > self._idle_seconds:
+            if number <= max(count, self._min_workers):
+                actor.request(now)
+            elif now - actor.last_needed > self._idle_seconds:
                 actor.give_back()
 
     def add(self, model: ModelInUse) -> None:
-        """Have a model stay in the actors as long as something refers to it."""
+        """Keep a model loaded in the actors as long as `model` is referenced."""
         with self._lock:
             self._models.add(model)
 
-    def take(self, preferred: RemoteActor, lost: Collection[RemoteActor]) -> RemoteActor | None:
-        """Return the actor that a task runs on, if any is up, and count it there.
+    def acquire(self, preferred: RemoteActor, lost: Collection[RemoteActor]) -> RemoteActor | None:
+        """Choose an actor for a task and count the task there; return None if no actor is up.
 
-        One that stays comes first, then one where it was not lost before, the preferred one, and the least busy.
+        Prefer actors that are not being released, then actors on which the task was not lost before, then the preferred
+        actor, and then the least busy actor.
         """
 
         def rank(actor: RemoteActor) -> tuple[bool, bool, bool, int]:
-            return actor.leaving, actor in lost, actor is not preferred, actor.tasks
+            return actor.is_leaving, actor in lost, actor is not preferred, actor.tasks
 
         with self._lock:
-            actor = min((actor for actor in self.actors if actor.up), key=rank, default=None)
+            actor = min((actor for actor in self.actors if actor.is_up), key=rank, default=None)
             if actor is not None:
                 actor.tasks += 1
             return actor
 
-    def take_idle(self, busy: RemoteActor) -> RemoteActor | None:
-        """Return an actor with nothing to do for a task of one that has others, and count it there."""
+    def acquire_idle(self, busy: RemoteActor) -> RemoteActor | None:
+        """Choose an idle actor for a task of a busy actor that has further tasks, and count the task there.
+
+        Return None if there is no idle actor or if the task is the only one of its actor.
+        """
         with self._lock:
-            idle = (actor for actor in self.actors if actor.up and not actor.leaving and not actor.tasks)
+            idle = (actor for actor in self.actors if actor.is_up and not actor.is_leaving and not actor.tasks)
             actor = next(idle, None) if busy.tasks > 1 else None
             if actor is not None:
                 actor.tasks += 1
             return actor
 
     def run(self, preferred: RemoteActor, attempt: Attempt) -> Outcome:
-        """Do a task on the preferred actor, or another if that is not up or is lost.
+        """Run a task on the preferred actor, or on another one if that is not up or is lost.
 
-        Raises Cancelled, and Interrupted once as many actors were lost as are tried.
+        Raises Cancelled, and Interrupted if the task was lost with as many actors as may be tried.
         """
-        self._count(1)
+        self._add_unfinished(1)
         try:
             return self._run(preferred, attempt)
         finally:
-            self._count(-1)
+            self._add_unfinished(-1)
 
-    def _count(self, more: int) -> None:
+    def _add_unfinished(self, change: int) -> None:
         with self._lock:
-            self.unfinished += more
+            self.unfinished_tasks += change
 
     def _run(self, preferred: RemoteActor, attempt: Attempt) -> Outcome:
         lost: list[RemoteActor] = []
-        chosen: RemoteActor | None = None
+        idle_actor: RemoteActor | None = None
         while len(lost) < self._attempts:
-            if (actor := chosen or self.take(preferred, lost)) is None:
+            if (actor := idle_actor or self.acquire(preferred, lost)) is None:
                 if attempt.cancelled():
-                    raise Cancelled("given up before a worker of the cluster was there")
+                    raise Cancelled("cancelled before a worker of the cluster was available")
                 time.sleep(POLL_SECONDS)
                 continue
-            chosen = None
+            idle_actor = None
             try:
-                # An actor refuses a task that was cancelled there, as one is with which it was lost.
+                # A new id, because the actor rejects cancelled tasks, and a lost task is cancelled on its actor.
                 return self._attempt(actor, attempt._replace(task=attempt.task._replace(id=uuid.uuid4().hex)))
-            except _MovedElsewhere as error:
-                chosen = error.actor
+            except _MovedToIdleActor as error:
+                idle_actor = error.actor
             except WorkerLost as error:
-                log.warning("%s was lost with a request, which begins again: %s", actor.name, error)
+                log.warning("%s was lost while it ran a request, which is restarted: %s", actor.name, error)
                 lost.append(actor)
             finally:
                 with self._lock:
                     actor.tasks -= 1
-        raise Interrupted(f"{len(lost)} workers of the cluster have ended while they did this; memory is likely short.")
+        raise Interrupted(
+            f"{len(lost)} workers of the cluster died while they ran this request. They probably ran out of memory."
+        )
 
     def _attempt(self, actor: RemoteActor, attempt: Attempt) -> Outcome:
-        """Do a task once on an actor where it has a place. Raises WorkerLost, Cancelled and _MovedElsewhere."""
+        """Run a task once on an actor on which it is counted. Raises WorkerLost, Cancelled and _MovedToIdleActor."""
         future = actor.call(attempt.method, attempt.task)
         try:
             return self._wait(actor, future, attempt)
-        except (Cancelled, WorkerLost, _MovedElsewhere) as error:
+        except (Cancelled, WorkerLost, _MovedToIdleActor) as error:
             if isinstance(error, WorkerLost):
-                actor.up = False
+                actor.is_up = False
             actor.give_up(future, attempt.task)
             raise
 
@@ -154,15 +160,15 @@ class ActorPool:
         task, reported = attempt.task, Progress()
         while not wait([future], POLL_SECONDS).done:
             if attempt.cancelled():
-                raise Cancelled("given up while it ran in the cluster")
-            if not actor.up:
-                raise WorkerLost(f"{actor.name} does not answer")
+                raise Cancelled("cancelled while it ran in the cluster")
+            if not actor.is_up:
+                raise WorkerLost(f"{actor.name} does not respond")
             done = actor.progress(task)
             if done.total and done != reported:
                 reported = done
                 attempt.advance(*done)
-            if task.volume and not done.total and (idle := self.take_idle(actor)):
-                raise _MovedElsewhere(idle)
+            if task.volume and not done.total and (idle := self.acquire_idle(actor)):
+                raise _MovedToIdleActor(idle)
         outcome: Outcome = future.result()
         if isinstance(outcome.error, DeviceLost):
             raise WorkerLost(str(outcome.error))

@@ -1,4 +1,4 @@
-"""Actors of a cluster as workers of a block-wise run, whose folder, stack and result all hosts mount."""
+"""Workers of a block-wise run in actors of a cluster. All hosts must mount the folder, the stack and the result."""
 
 from __future__ import annotations
 
@@ -17,48 +17,49 @@ from service.serving.devices.cluster.actor import Actor, WorkerLost
 if TYPE_CHECKING:
     from service.inference.blockwise.run_folder import BlockTask
 
-# After which an actor that was lost is asked again whether it is there.
-AGAIN_SECONDS = 1.0
+# Seconds until a lost actor is called again, to check whether it has been restarted.
+RETRY_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
 
 
 class BlockActor:
-    """Actor of the cluster that does one block after the other, with a model that stays loaded."""
+    """An actor that processes one block after another, with a model that stays loaded."""
 
     def __init__(self, work: Work = run_block) -> None:
         self._work = work
 
     def ready(self) -> None:
-        """Return once the process is there."""
+        """Return None. A successful call shows that the process is running."""
 
     def run_block(self, task: BlockTask) -> dict[str, Any]:
-        """Do a block. Raises what the work raises."""
+        """Process a block. Raises the errors of the work."""
         return self._work(task)
 
 
 class ActorWorkers:
-    """Workers of a block-wise run, each an actor. A block whose actor is lost begins again on the next that is free.
+    """Workers of a block-wise run in actors. If an actor is lost, its block is restarted on the next free actor.
 
-    An actor gets blocks from when it is there: one without a place in the cluster, or whose host is gone, gets none.
+    An actor gets blocks only after it has responded. So an actor that waits for resources of the cluster, or whose host
+    is unavailable, gets none.
     """
 
     def __init__(self, actors: Sequence[Actor]) -> None:
         self.count = len(actors)
         self._actors = actors
         self._free: SimpleQueue[Actor | None] = SimpleQueue()
-        # Each thread waits for one block.
+        # Each thread waits for the block of one actor.
         self._threads = ThreadPoolExecutor(self.count, thread_name_prefix="block-worker")
         self._closed = threading.Event()
         for actor in actors:
-            self._await(actor)
+            self._add_when_available(actor)
 
     def submit(self, task: BlockTask) -> Future[dict[str, Any]]:
-        """Have a block done; return its record, or what the work raises."""
+        """Submit a block. The future returns its record, or raises the error of the work."""
         return self._threads.submit(self._run, task)
 
     def close(self) -> None:
-        """End the actors; what they were doing is given up."""
+        """End the actors and cancel their blocks."""
         self._closed.set()
         for actor in self._actors:
             actor.kill()
@@ -74,8 +75,10 @@ class ActorWorkers:
             try:
                 record: dict[str, Any] = actor.call("run_block", task).result()
             except WorkerLost as error:
-                log.warning("a worker was lost with %s %d, which begins again: %s", task.step, task.number, error)
-                self._await(actor)
+                log.warning(
+                    "a worker was lost while it ran %s %d, which is restarted: %s", task.step, task.number, error
+                )
+                self._add_when_available(actor)
             except BaseException:
                 self._free.put(actor)
                 raise
@@ -83,18 +86,18 @@ class ActorWorkers:
                 self._free.put(actor)
                 return record
         raise InternalError(
-            f"{MOST_DEATHS} workers ended one after the other over {task.step} {task.number}; with smaller windows, or"
-            " more memory for each, the run can be resumed."
+            f"{MOST_DEATHS} workers in succession died during {task.step} {task.number}. Resume the run with smaller"
+            " windows, or with more memory for each worker."
         )
 
-    def _await(self, actor: Actor) -> None:
-        """Count an actor as free once it answers."""
-        actor.call("ready").add_done_callback(partial(self._answered, actor))
+    def _add_when_available(self, actor: Actor) -> None:
+        """Add an actor to the free actors when it responds."""
+        actor.call("ready").add_done_callback(partial(self._add_if_available, actor))
 
-    def _answered(self, actor: Actor, answer: Future[Any]) -> None:
+    def _add_if_available(self, actor: Actor, answer: Future[Any]) -> None:
         if answer.exception() is None:
             self._free.put(actor)
         elif not self._closed.is_set():
-            again = threading.Timer(AGAIN_SECONDS, self._await, [actor])
-            again.daemon = True
-            again.start()
+            timer = threading.Timer(RETRY_SECONDS, self._add_when_available, [actor])
+            timer.daemon = True
+            timer.start()

@@ -1,4 +1,4 @@
-"""The devices of a cluster, whose number follows the work."""
+"""The devices of a cluster, and scaling of their number with the work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from service.core.config import Settings
-from service.serving.devices.cluster.actor import MakeActor
+from service.serving.devices.cluster.actor import ActorFactory
 from service.serving.devices.cluster.actor_pool import ActorPool
 from service.serving.devices.cluster.exchange import Exchange, Status
 from service.serving.devices.cluster.remote_actor import STATUS_SECONDS
@@ -24,17 +24,17 @@ log = logging.getLogger(__name__)
 
 JOIN_SECONDS = 4.0
 
-ConnectCluster = Callable[[Settings], MakeActor]
+ConnectCluster = Callable[[Settings], ActorFactory]
 
 
 class ClusterDevices:
-    """The devices of a service for the actors of a cluster, and the folder between them.
+    """The devices of a service that run in actors of a cluster, and the folder for exchange with them.
 
-    exchange    is deleted by `close`
-    make_actor  asks the cluster for an actor
+    exchange    folder for pixels and labels, which `close` deletes
+    make_actor  requests an actor from the cluster
     """
 
-    def __init__(self, settings: Settings, exchange: Exchange, make_actor: MakeActor, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, exchange: Exchange, make_actor: ActorFactory, metrics: Metrics) -> None:
         self._cluster, self._exchange = settings.cluster, exchange
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -42,18 +42,18 @@ class ClusterDevices:
         self.devices = tuple(RemoteDevice(actor, self._pool, settings, metrics) for actor in self._pool.actors)
 
     @property
-    def is_sized(self) -> bool:
-        """Whether the number of workers follows the work."""
-        return self._cluster.least < len(self.devices)
+    def is_autoscaled(self) -> bool:
+        """Whether the number of workers is scaled with the work."""
+        return self._cluster.min_workers < len(self.devices)
 
     @property
     def waits_for_work(self) -> bool:
-        """Whether no worker is needed without work, so that the first request waits for one."""
-        return bool(self.devices) and not self._cluster.least
+        """Whether the minimum number of workers is 0, so that the first request has to wait for a worker."""
+        return bool(self.devices) and not self._cluster.min_workers
 
     @property
     def states(self) -> dict[str, float]:
-        """The number of workers that are up, missing though the cluster was asked for them, and given back."""
+        """Number of workers that are up, missing (requested but unavailable) and given back."""
         states = Counter(device.state for device in self.devices)
         return {
             "up": states[DeviceState.UP],
@@ -63,55 +63,62 @@ class ClusterDevices:
 
     @property
     def hosts(self) -> Mapping[str, Status]:
-        """The hosts that have devices, each as one of these knew it last."""
+        """Latest status of the hosts with devices, by host name."""
         return {device.status.host: device.status for device in self.devices if device.status}
 
-    def start(self, backlog: Callable[[], Backlog], here: int = 0) -> None:
-        """Have the number of workers follow the work of all devices, `here` of which are of this host."""
-        if self.is_sized:
-            self._thread = threading.Thread(target=self._loop, args=(backlog, here), name="cluster-size", daemon=True)
+    def start(self, backlog: Callable[[], Backlog], local_devices: int = 0) -> None:
+        """Start to scale the number of workers with the work of all devices.
+
+        backlog        returns the work of all devices
+        local_devices  number of devices of this host
+        """
+        if self.is_autoscaled:
+            self._thread = threading.Thread(
+                target=self._loop, args=(backlog, local_devices), name="cluster-size", daemon=True
+            )
             self._thread.start()
 
     def stop(self) -> None:
-        """Keep the number of workers as it is from now on."""
+        """Stop scaling the number of workers."""
         self._stopped.set()
         if self._thread is not None:
-            # A cluster whose head is gone may not answer.
+            # With a timeout, because a cluster without its head node may not respond.
             self._thread.join(JOIN_SECONDS)
 
     def problems(self) -> tuple[str, ...]:
-        """Return why workers cannot be used, one sentence for each that cannot.
+        """Return a sentence for each unavailable worker.
 
-        Workers beyond the least number may be on their way.
+        Workers that are starting are omitted if the minimum number of workers is up.
         """
-        enough = self.states["up"] >= self._cluster.least
+        has_minimum = self.states["up"] >= self._cluster.min_workers
         return tuple(
             device.problem
             for device in self.devices
-            if device.problem and not (enough and device.state is DeviceState.STARTING)
+            if device.problem and not (has_minimum and device.state is DeviceState.STARTING)
         )
 
     def close(self) -> None:
-        """Delete the folder, once the devices have stopped."""
+        """Delete the exchange folder. Call this after the devices have stopped."""
         self._exchange.delete()
 
-    def _loop(self, backlog: Callable[[], Backlog], here: int) -> None:
+    def _loop(self, backlog: Callable[[], Backlog], local_devices: int) -> None:
         while not self._stopped.wait(STATUS_SECONDS):
             try:
-                self._pool.adjust(self._wanted(backlog(), here))
+                self._pool.scale(self._count_needed_workers(backlog(), local_devices))
             except Exception:
-                log.exception("the cluster cannot be asked for workers")
+                log.exception("the number of workers could not be adjusted")
 
-    def _wanted(self, backlog: Backlog, here: int) -> int:
-        # A request has one device, however long it takes. A model that is loaded is none, and needs a worker.
+    def _count_needed_workers(self, backlog: Backlog, local_devices: int) -> int:
+        # A request runs on a single device, so more workers than jobs are useless. Loading a model is not a job, but
+        # needs a worker as well.
         needed = min(backlog.jobs, math.ceil(backlog.seconds / self._cluster.backlog_seconds))
-        return max(needed - here, min(self._pool.unfinished, 1))
+        return max(needed - local_devices, min(self._pool.unfinished_tasks, 1))
 
 
 def open_cluster(settings: Settings, connect: ConnectCluster, metrics: Metrics) -> ClusterDevices | None:
-    """Return the devices of the configured cluster; None without one.
+    """Return the devices of the configured cluster; None if no cluster is configured.
 
-    Raises ConfigError for a shared folder that cannot be used, and what `connect` raises.
+    Raises ConfigError if the shared folder cannot be used, and the errors of `connect`.
     """
     folder = settings.cluster.shared_folder
     if settings.cluster.address is None or folder is None:

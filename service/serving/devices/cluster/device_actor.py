@@ -1,4 +1,4 @@
-"""Actor of the cluster: a device as any service has it, called with files instead of pixels."""
+"""The actor that owns a device of another host. Pixels and labels are exchanged through files."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from service.core.telemetry import configure_logging
 from service.engine.compile import torch_compile
 from service.inference.windows.batching.window_request import Share
 from service.serving.devices.cluster.exchange import (
-    Loaded,
+    LoadedModelReport,
     Outcome,
-    Segmented,
     Status,
+    StoredResult,
     StoredVolume,
     Task,
     store_result,
 )
-from service.serving.devices.local.device import LoadModel, LocalDevice, LocalParts
+from service.serving.devices.local.device import LoadFunction, LocalDevice, LocalParts
 from service.serving.devices.queue.job import Job, Needs
 from service.serving.devices.reservation import Reservation
 from service.serving.metrics import Metrics
 
-# Tasks that were cancelled, perhaps before they have arrived.
-REMEMBERED = 1000
-# A device that is lost needs a new process, which the cluster starts at once.
+# Number of cancelled tasks to remember, because a task may be cancelled before it arrives.
+MAX_CANCELLED_TASKS = 1000
+# Grace period of the watchdog. A lost device needs a new process, which the cluster starts immediately.
 GRACE_SECONDS = 1.0
 
 
 def actor_settings(settings: Settings) -> Settings:
-    """Return the settings of an actor: the operator's, with the device that the cluster gives it and its own disk.
+    """Return the settings for an actor, which uses the device assigned by the cluster and its own scratch folder.
 
-    Neither keys nor places of files go with them.
+    API keys and the locations of files are removed.
     """
     cluster = settings.cluster
     threads = settings.device.threads or (0 if cluster.gpus else max(int(cluster.cpus), 1))
@@ -59,19 +59,19 @@ def actor_settings(settings: Settings) -> Settings:
 
 
 class DeviceActor:
-    """The owner of one device in a process of its own. Methods are called by several threads at a time.
+    """Owner of one device in a separate process. Its methods are called concurrently by several threads.
 
-    settings  of `actor_settings`
+    settings  settings returned by `actor_settings`
     load      loads a model onto the device
     """
 
-    def __init__(self, settings: Settings, load: LoadModel) -> None:
+    def __init__(self, settings: Settings, load: LoadFunction) -> None:
         configure_logging(settings.logging.level, settings.logging.format)
         self._device = LocalDevice(None, settings, LocalParts(load, Metrics(), torch_compile.LoadingLock()))
         self._device.start({}, ())
         self._models, self._queue = self._device.scheduler.models, self._device.scheduler.queue
-        self._served: set[str] = set()
-        # Each with its model.
+        self._served_models: set[str] = set()
+        # The model and the job of each task, by task id.
         self._jobs: dict[str, tuple[str, Job[Any]]] = {}
         self._cancelled: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
@@ -79,49 +79,52 @@ class DeviceActor:
     def load(self, task: Task) -> Outcome:
         """Load the model of a task."""
 
-        def describe(_job: Job[Any], reservation: Reservation) -> Loaded:
+        def describe(_job: Job[Any], reservation: Reservation) -> LoadedModelReport:
             model = reservation.model
-            return Loaded(model.estimator, model.report(), model.nbytes)
+            return LoadedModelReport(model.estimator, model.report(), model.nbytes)
 
         return self._run(task, describe)
 
     def segment(self, task: Task) -> Outcome:
-        """Segment the volume of a task into a file beside its pixels, which no other attempt writes."""
-        stored = _volume_of(task)
+        """Segment the volume of a task. The labels are written to a new file in the folder of the pixels."""
+        stored = _require_volume(task)
 
-        def segment(job: Job[Any], reservation: Reservation) -> Segmented:
+        def segment(job: Job[Any], reservation: Reservation) -> StoredResult:
             result = reservation.segment(job, stored.open(), task.options)
             return store_result(result, stored.path.with_name(f"labels-{uuid.uuid4().hex[:12]}"))
 
         return self._run(task, segment)
 
     def estimate_diameter(self, task: Task) -> Outcome:
-        """Estimate the width of the objects in the volume of a task."""
-        stored = _volume_of(task)
+        """Estimate the object diameter in the volume of a task."""
+        stored = _require_volume(task)
         return self._run(task, lambda job, reservation: reservation.estimate_diameter(job, stored.open(), task.options))
 
     def cancel(self, identifier: str) -> None:
-        """Cancel a task that runs, or that has yet to arrive."""
+        """Cancel a running task, or one that has not arrived yet."""
         with self._lock:
             self._cancelled[identifier] = None
-            if len(self._cancelled) > REMEMBERED:
+            if len(self._cancelled) > MAX_CANCELLED_TASKS:
                 self._cancelled.popitem(last=False)
             _, job = self._jobs.get(identifier, (None, None))
         if job is not None:
             job.cancel()
 
     def status(self, models: Collection[str]) -> Status:
-        """Return the state, and forget all models but these and those of tasks: a call may overtake another one."""
+        """Return the status, and forget all models except `models` and the models of tasks.
+
+        The models of tasks are kept, because a task can arrive before the status call that lists its model.
+        """
         with self._lock:
             progress = {identifier: job.progress for identifier, (_, job) in self._jobs.items()}
-            unused = self._served.difference(models, (model for model, _ in self._jobs.values()))
-            self._served -= unused
+            unused = self._served_models.difference(models, (model for model, _ in self._jobs.values()))
+            self._served_models -= unused
             for model in unused:
                 self._models.forget(model)
         return Status(socket.gethostname(), self._device.problem, gpus.query_gpus(), host.query_cpu(), progress)
 
     def _run(self, task: Task, work: Callable[[Job[Any], Reservation], Any]) -> Outcome:
-        """Do the work of a task in its turn, once its model is loaded."""
+        """Queue the work of a task, and wait for it. The work begins after the model is loaded."""
         reservation = Reservation(self._device.scheduler, task.model)
         job: Job[Any] = Job(
             task.spec.name,
@@ -131,7 +134,7 @@ class DeviceActor:
             ready=False,
         )
         with self._lock:
-            self._served.add(task.model)
+            self._served_models.add(task.model)
             self._models.serve(task.model, task.spec)
             self._jobs[task.id] = (task.model, job)
             if task.id in self._cancelled:
@@ -142,7 +145,7 @@ class DeviceActor:
             value = job.future.result()
             return Outcome(value, share=Share(job.progress.done, job.device_slots, job.device_seconds))
         except CancelledError:
-            return Outcome(error=Cancelled("given up before it began"))
+            return Outcome(error=Cancelled("cancelled before it began"))
         except StackSegError as error:
             return Outcome(error=error)
         finally:
@@ -150,7 +153,7 @@ class DeviceActor:
                 del self._jobs[task.id]
 
 
-def _volume_of(task: Task) -> StoredVolume:
+def _require_volume(task: Task) -> StoredVolume:
     if task.volume is None:
         raise ValueError("the task has no volume")
     return task.volume

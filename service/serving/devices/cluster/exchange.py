@@ -1,7 +1,7 @@
-"""Pixels and labels on storage that all hosts mount, and the records that name them.
+"""Exchange of pixels and labels through shared storage, and the messages that refer to the files.
 
-Files are read, never mapped: one that is deleted, or whose storage is gone, is then an error and not the end of the
-process.
+Files are read instead of mapped. If a mapped file were deleted or its storage became unavailable, accessing it would
+kill the process; reading it only raises an error.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ if TYPE_CHECKING:
     from service.serving.devices.queue.job import Progress
 
 FOLDER_PREFIX = "stackseg-cluster-"
-# Its time of change tells that the service runs; beyond so many seconds another one deletes the folder. Clocks of hosts
-# may differ.
-MARKER, ABANDONED_SECONDS = ".stackseg-cluster", 3600.0
-# Written at a time.
+# File whose modification time shows that the service is still running.
+MARKER = ".stackseg-cluster"
+# Age of the marker after which other services delete the folder. Large, because the clocks of hosts may differ.
+ABANDONED_SECONDS = 3600.0
+# Number of bytes to write at a time.
 BLOCK_BYTES = 2**26
 
 
 class StoredVolume(NamedTuple):
-    """A volume whose pixels [C, Z, Y, X] lie in a file without a header, in C order. Other fields as in `Volume`."""
+    """A volume whose pixels [C, Z, Y, X] are stored in C order in a file without header. The fields match `Volume`."""
 
     path: Path
     shape: StackShape
@@ -53,7 +54,7 @@ class StoredVolume(NamedTuple):
     notes: tuple[str, ...]
 
     def open(self) -> Volume:
-        """Return the volume, which is in memory unless it is large."""
+        """Open the volume. Small volumes are read into memory."""
         volume = Volume(
             self.shape, np.dtype(self.dtype), self._read, self.voxel_size, channels=self.channels, notes=self.notes
         )
@@ -74,12 +75,12 @@ class StoredVolume(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Work for an actor.
+    """A task for an actor.
 
-    id       unique, by which it is cancelled
-    model    name of the model among all versions of all models
-    volume   None where the model is only loaded
-    windows  estimated number; 0 if unknown
+    id       unique id, which is used to cancel the task
+    model    unique name of this version of the model
+    volume   volume to process; None if the task only loads the model
+    windows  estimated number of windows; 0 if unknown
     """
 
     id: str
@@ -90,7 +91,7 @@ class Task(NamedTuple):
     windows: int = 0
 
 
-class Loaded(NamedTuple):
+class LoadedModelReport(NamedTuple):
     """A model that an actor has loaded."""
 
     estimator: Estimator
@@ -98,15 +99,15 @@ class Loaded(NamedTuple):
     nbytes: int
 
 
-class Segmented(NamedTuple):
-    """A segmentation whose pixels lie in the file `path` in C order, with this shape; `result` has none of them."""
+class StoredResult(NamedTuple):
+    """A segmentation result whose pixels are stored in C order in the file `path`; `result` contains no pixels."""
 
     result: Result
     path: Path
     shape: tuple[int, ...]
 
     def open(self, allocate: Allocate) -> Result:
-        """Return the result with its pixels. Raises OutOfStorage and OSError."""
+        """Read the pixels and return the complete result. Raises OutOfStorage and OSError."""
         segmentation = self.result.segmentation
         pixels = allocate(self.shape, segmentation.pixels.dtype)
         with self.path.open("rb") as file:
@@ -115,18 +116,25 @@ class Segmented(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Outcome of a task: a value or an error, and the windows that were computed for it.
+    """Outcome of a task: a value or an error, and its share of the computed windows.
 
-    Errors are values here, so that those of the work are told from those of the cluster.
+    Errors of the task are returned as values, to distinguish them from errors of the cluster, which are raised.
     """
 
-    value: Loaded | Segmented | Sizing | None = None
+    value: LoadedModelReport | StoredResult | Sizing | None = None
     error: StackSegError | None = None
     share: Share = Share(0, 0.0, 0.0)
 
 
 class Status(NamedTuple):
-    """State of an actor: its host with all that is there, why its device cannot be used, the progress of its tasks."""
+    """Status of an actor.
+
+    host      name of its host
+    problem   why its device is unavailable; None if it is available
+    gpus      GPUs of its host
+    cpu       processor and memory of its host
+    progress  progress of its tasks, by task id
+    """
 
     host: str
     problem: str | None
@@ -136,23 +144,24 @@ class Status(NamedTuple):
 
 
 class Exchange:
-    """A folder of this process below `parent`, with a folder for every request. Raises ConfigError."""
+    """A folder of this process below `parent`, which contains a folder per request.
+
+    Raises ConfigError if `parent` is not writable.
+    """
 
     def __init__(self, parent: Path) -> None:
         self.path = parent / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
         self._numbers = itertools.count()
         self._renewed = time.monotonic()
         try:
-            _sweep(parent)
+            _delete_abandoned_folders(parent)
             self.path.mkdir(mode=0o700)
             (self.path / MARKER).touch()
         except OSError as error:
-            raise ConfigError(
-                f"cluster.shared_folder: {parent} is not a folder that this process may write to: {error.strerror}."
-            ) from error
+            raise ConfigError(f"cluster.shared_folder: {parent} is not a writable folder: {error.strerror}.") from error
 
     def renew(self) -> None:
-        """Tell others now and then that this process still uses the folder."""
+        """Update the marker from time to time, to show that this process still uses the folder."""
         if time.monotonic() - self._renewed > ABANDONED_SECONDS / 60:
             self._renewed = time.monotonic()
             with suppress(OSError):
@@ -162,10 +171,10 @@ class Exchange:
         shutil.rmtree(self.path, ignore_errors=True)
 
     @contextmanager
-    def lend(self, volume: Volume) -> Iterator[StoredVolume]:
-        """Write the pixels of a volume into a folder that is deleted after the block.
+    def share_volume(self, volume: Volume) -> Iterator[StoredVolume]:
+        """Write the pixels of a volume to a folder that is deleted after the block.
 
-        Raises OutOfStorage and StorageUnavailable, also for OSError of the block.
+        Raises OutOfStorage and StorageUnavailable, also if the block raises OSError.
         """
         folder = self.path / str(next(self._numbers))
         try:
@@ -173,16 +182,18 @@ class Exchange:
             yield store_volume(volume, folder / "pixels")
         except OSError as error:
             if error.errno in DISK_FULL:
-                raise OutOfStorage("The storage of the cluster is full; try again later, or send less.") from error
+                raise OutOfStorage(
+                    "The shared storage of the cluster is full. Try again later, or send a smaller stack."
+                ) from error
             raise StorageUnavailable(
-                f"The storage of the cluster cannot be used ({error.strerror}); try again later."
+                f"The shared storage of the cluster is unavailable ({error.strerror}). Try again later."
             ) from error
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def store_volume(volume: Volume, path: Path) -> StoredVolume:
-    """Write the pixels of a volume into a new file, some planes at a time."""
+    """Write the pixels of a volume to a new file, several planes at a time."""
     channels, z, y, x = volume.shape
     plane = y * x * volume.dtype.itemsize
     planes = max(BLOCK_BYTES // max(plane * channels, 1), 1)
@@ -195,24 +206,24 @@ def store_volume(volume: Volume, path: Path) -> StoredVolume:
     return StoredVolume(path, volume.shape, volume.dtype.str, volume.voxel_size, volume.channels, volume.notes)
 
 
-def store_result(result: Result, path: Path) -> Segmented:
-    """Write the pixels of a segmentation into a new file."""
+def store_result(result: Result, path: Path) -> StoredResult:
+    """Write the pixels of a segmentation to a new file."""
     segmentation = result.segmentation
     with path.open("xb") as file:
         for part in segmentation.pixels:
             file.write(np.ascontiguousarray(part).data)
-    bare = replace(segmentation, pixels=np.empty(0, segmentation.pixels.dtype))
-    return Segmented(result._replace(segmentation=bare), path, segmentation.pixels.shape)
+    without_pixels = replace(segmentation, pixels=np.empty(0, segmentation.pixels.dtype))
+    return StoredResult(result._replace(segmentation=without_pixels), path, segmentation.pixels.shape)
 
 
 def _read_into(file: BufferedReader, pixels: Array) -> None:
-    """Fill a contiguous array. Raises OSError for a file that ends before."""
+    """Fill a contiguous array from a file. Raises OSError if the file is too short."""
     if file.readinto(pixels.reshape(-1).view(np.uint8).data) < pixels.nbytes:
-        raise OSError(None, "a file ends before its last voxel")
+        raise OSError(None, "a file of pixels is truncated")
 
 
-def _sweep(parent: Path) -> None:
-    """Delete the folders of services that were killed."""
+def _delete_abandoned_folders(parent: Path) -> None:
+    """Delete the abandoned folders of services that were killed."""
     for marker in parent.glob(f"{FOLDER_PREFIX}*/{MARKER}"):
         with suppress(OSError):
             if time.time() - marker.stat().st_mtime > ABANDONED_SECONDS:

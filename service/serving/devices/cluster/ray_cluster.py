@@ -1,6 +1,6 @@
-"""Actors of a Ray cluster: the only module below `api` that imports Ray.
+"""Actors of a Ray cluster. Apart from `api`, only this module imports Ray.
 
-Ray places actors, starts them anew wherever they end, and adds hosts for those that wait for a place.
+Ray schedules actors, restarts them when they end, and may add hosts for actors that wait for resources.
 """
 
 from __future__ import annotations
@@ -16,79 +16,85 @@ from typing import Any
 from service.core.config import Settings
 from service.core.errors import ConfigError
 from service.core.sections.computing import Cluster
-from service.serving.devices.cluster.actor import Actor, MakeActor, WorkerLost
+from service.serving.devices.cluster.actor import Actor, ActorFactory, WorkerLost
 from service.serving.devices.cluster.device_actor import DeviceActor, actor_settings
-from service.serving.devices.local.device import LoadModel
+from service.serving.devices.local.device import LoadFunction
 
-# Calls that last as long as a request; others have threads of their own.
+# Methods that can take as long as a request. Other methods run in separate control threads.
 LONG_CALLS = frozenset({"load", "segment", "estimate_diameter", "run_block"})
+# Number of control threads of an actor.
 CONTROL_THREADS = 2
 
 log = logging.getLogger(__name__)
 
 
-def connect_cluster(settings: Settings, load: LoadModel) -> MakeActor:
-    """Connect to the cluster, and return what asks it for an actor, which Ray starts when it has a place for it.
+def connect_cluster(settings: Settings, load: LoadFunction) -> ActorFactory:
+    """Connect to the cluster, and return a function that requests an actor. Ray starts it when resources are available.
 
     load  loads a model onto the actor's device
 
-    Raises ConfigError where Ray is not installed, the cluster does not answer, or does not ask for a token.
+    Raises ConfigError if Ray is not installed, the cluster does not respond, or token authentication is not enabled.
     """
     cluster = settings.cluster
     ray = _connect(cluster.address)
-    # Requests of an actor that is lost run in those that are up.
-    make = _maker(ray, DeviceActor, cluster, 2 * settings.limits.at_once)
+    # Twice the number of requests, because an actor also runs the requests of lost actors.
+    make = _make_factory(ray, DeviceActor, cluster, 2 * settings.limits.at_once)
     return lambda: RayActor(ray, make(actor_settings(settings), load))
 
 
 def make_actors(address: str, cluster: Cluster, count: int, kind: type) -> list[Actor]:
-    """Ask the cluster at `address` for so many actors of a class, each of which does one long call at a time.
+    """Request `count` actors of class `kind` from the cluster at `address`. Each runs one long call at a time.
 
     Raises ConfigError as `connect_cluster` does.
     """
     ray = _connect(address)
     if shortage := describe_shortage(ray.cluster_resources(), cluster, count):
         log.warning(shortage)
-    make = _maker(ray, kind, cluster, 1)
+    make = _make_factory(ray, kind, cluster, 1)
     return [RayActor(ray, make()) for _ in range(count)]
 
 
 def check_usable() -> None:
-    """Raise ConfigError where no cluster can be connected to: Ray is not installed, or there is no token for it."""
+    """Raise ConfigError if Ray is not installed, or if token authentication is not enabled."""
     if find_spec("ray") is None:
-        raise ConfigError("A cluster needs Ray; install it here and on every host: pip install 'stackseg[ray]'.")
+        raise ConfigError(
+            "A cluster requires Ray, which is not installed. Install it on all hosts: pip install 'stackseg[ray]'."
+        )
     if os.environ.get("RAY_AUTH_MODE") != "token":
         raise ConfigError(
-            "Whoever reaches a Ray cluster runs programs there. Start it, and this command, with RAY_AUTH_MODE=token"
-            " and the same RAY_AUTH_TOKEN."
+            "Token authentication of Ray is not enabled, so anyone with network access to the cluster could run code on"
+            " it. Start the cluster and this command with RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN."
         )
 
 
 def describe_shortage(resources: Mapping[str, float], cluster: Cluster, count: int) -> str | None:
-    """Return what so many actors take of a cluster and it does not have, by Ray's names; None where it has all."""
+    """Return a message if the cluster has too few resources for `count` actors; None if they suffice.
+
+    resources  resources of the cluster, by Ray's names
+    """
     needed = {"GPU": cluster.gpus * count, "CPU": cluster.cpus * count}
-    short = [
-        f"{resources.get(name, 0):g} of {most:g} {name}s"
-        for name, most in needed.items()
-        if resources.get(name, 0) < most
+    shortages = [
+        f"{resources.get(name, 0):g} of {required:g} {name}s"
+        for name, required in needed.items()
+        if resources.get(name, 0) < required
     ]
-    if not short:
+    if not shortages:
         return None
     return (
-        f"The cluster has {' and '.join(short)} that {count} workers take; those without a place wait for hosts."
-        " cluster.gpus and cluster.cpus say what each takes: with gpus: 0 they compute on CPUs."
+        f"The cluster has only {' and '.join(shortages)} that {count} workers need. The others wait for more hosts."
+        " cluster.gpus and cluster.cpus set the resources of each worker; with cluster.gpus 0, workers use CPUs."
     )
 
 
-def _maker(ray: Any, kind: type, cluster: Cluster, at_once: int) -> Callable[..., Any]:
-    """Return what makes an actor that does so many long calls at a time."""
+def _make_factory(ray: Any, kind: type, cluster: Cluster, at_once: int) -> Callable[..., Any]:
+    """Return a function that creates an actor of class `kind`, which runs up to `at_once` long calls concurrently."""
     groups = {"long": at_once, "control": CONTROL_THREADS}
-    # A call is tried again by whoever counts how often, and sends it where an actor is up.
+    # Ray must not retry calls: the callers retry them, on actors that are up, and count the attempts.
     remote = ray.remote(max_restarts=-1, max_task_retries=0, concurrency_groups=groups)(kind)
-    made: Callable[..., Any] = remote.options(
+    factory: Callable[..., Any] = remote.options(
         num_gpus=cluster.gpus, num_cpus=cluster.cpus, scheduling_strategy="SPREAD"
     ).remote
-    return made
+    return factory
 
 
 def _connect(address: str | None) -> Any:
@@ -105,50 +111,50 @@ def _connect(address: str | None) -> Any:
 
 
 class RayActor:
-    """A handle of an actor, as `Actor` has it."""
+    """`Actor` implementation for an actor of a Ray cluster."""
 
     def __init__(self, ray: Any, handle: Any) -> None:
         self._ray, self._handle = ray, handle
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
-        """Call a method; the future raises WorkerLost where the process is gone or starts."""
-        answer = _Answer()
+        """Call a method. The future raises WorkerLost if the process has ended or is starting."""
+        future = _CallFuture()
         group = "long" if method in LONG_CALLS else "control"
         try:
             reference = getattr(self._handle, method).options(concurrency_group=group).remote(*arguments)
         except self._ray.exceptions.RayError as error:
-            answer.set_exception(WorkerLost(_first_line(error)))
-            return answer
-        answer.reference = reference
-        reference.future().add_done_callback(lambda done: self._settle(answer, done))
-        return answer
+            future.set_exception(WorkerLost(_first_line(error)))
+            return future
+        future.reference = reference
+        reference.future().add_done_callback(lambda done: self._settle(future, done))
+        return future
 
     def give_up(self, future: Future[Any]) -> None:
-        """Let a call not begin if it has not begun."""
-        if isinstance(future, _Answer) and future.reference is not None:
+        """Cancel a call that has not begun."""
+        if isinstance(future, _CallFuture) and future.reference is not None:
             with suppress(self._ray.exceptions.RayError, ValueError):
                 self._ray.cancel(future.reference)
 
     def kill(self) -> None:
-        """End the process for good."""
+        """End the process permanently."""
         with suppress(self._ray.exceptions.RayError, ValueError):
             self._ray.kill(self._handle)
 
-    def _settle(self, answer: _Answer, done: Future[Any]) -> None:
+    def _settle(self, future: _CallFuture, done: Future[Any]) -> None:
         error = done.exception()
         if error is None:
-            answer.set_result(done.result())
+            future.set_result(done.result())
         elif isinstance(error, self._ray.exceptions.RayTaskError):
-            # Of a subclass of both; the other one is what was raised.
-            answer.set_exception(getattr(error, "cause", error))
+            # Ray raises a subclass of RayTaskError and of the original exception. Pass the original exception on.
+            future.set_exception(getattr(error, "cause", error))
         elif isinstance(error, self._ray.exceptions.RayError):
-            answer.set_exception(WorkerLost(_first_line(error)))
+            future.set_exception(WorkerLost(_first_line(error)))
         else:
-            answer.set_exception(error)
+            future.set_exception(error)
 
 
-class _Answer(Future[Any]):
-    """A future of a call, with Ray's reference, without which Ray forgets the result."""
+class _CallFuture(Future[Any]):
+    """The future of a call. It holds Ray's reference, because Ray deletes results without references."""
 
     reference: Any = None
 

@@ -1,4 +1,4 @@
-"""One actor as the service sees it: whether it was asked for, whether it is up, and the tasks that run there."""
+"""The state of one actor from the perspective of the service: requested or released, up or lost, and its tasks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from service.serving.devices.cluster.actor import Actor, MakeActor, WorkerLost
+from service.serving.devices.cluster.actor import Actor, ActorFactory, WorkerLost
 from service.serving.devices.cluster.exchange import Exchange, Status, Task
 from service.serving.devices.queue.job import Progress
 
 if TYPE_CHECKING:
     from service.models.spec import ModelSpec
 
-# How often an actor is asked for its state, and after how many seconds without an answer its tasks run elsewhere.
+# Interval in which the status of an actor is queried.
 STATUS_SECONDS = 0.5
-SILENT_SECONDS = 20.0
-# How often a thread that waits for an actor checks whether it still should.
+# Time without a response after which an actor counts as lost, so that its tasks run on other actors.
+RESPONSE_TIMEOUT_SECONDS = 20.0
+# Interval in which a thread that waits for an actor checks whether it should stop waiting.
 POLL_SECONDS = 0.2
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class ModelInUse:
     """A model that this service has loaded in an actor.
 
     actor     name of the actor
-    identity  name of the model among all versions of all models
+    identity  unique name of this version of the model
     """
 
     actor: str
@@ -41,27 +42,27 @@ class ModelInUse:
     spec: ModelSpec
 
     def load_task(self) -> Task:
-        """Return the task to load the model."""
+        """Return a new task that loads the model."""
         return Task(uuid.uuid4().hex, self.identity, self.spec)
 
 
 class RemoteActor:
-    """One actor, if the cluster was asked for it, and what is known of it.
+    """One actor, which may have been requested from the cluster, and its latest status.
 
-    A thread asks for its state, from `start` to `close`.
+    A thread queries its status, from `start` until `close`.
 
-    lock     held while tasks are counted and actors are given back
-    models   what actors keep, as long as something refers to it
-    status   the latest; None before it is up
-    tasks    how many run there
-    wanted   when it was last, on the clock of `time.monotonic`
-    leaving  whether it is given back once no task runs there
+    lock         held while tasks are counted and actors are released
+    models       models that actors keep loaded
+    status       latest status; None before the actor is up
+    tasks        number of tasks that run on the actor
+    last_needed  when the actor was last needed, on the clock of `time.monotonic`
+    is_leaving   whether the actor is released as soon as no task runs on it
     """
 
     def __init__(
         self,
         name: str,
-        make_actor: MakeActor,
+        make_actor: ActorFactory,
         exchange: Exchange,
         lock: threading.Lock,
         models: WeakSet[ModelInUse],
@@ -70,9 +71,9 @@ class RemoteActor:
         self._lock, self._models = lock, models
         self._actor: Actor | None = None
         self.status: Status | None = None
-        self.up = self.leaving = False
+        self.is_up = self.is_leaving = False
         self.tasks = 0
-        self.wanted = -math.inf
+        self.last_needed = -math.inf
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="cluster", daemon=True)
 
@@ -80,7 +81,7 @@ class RemoteActor:
         self._thread.start()
 
     def close(self) -> None:
-        """Give up all tasks, and end the actor."""
+        """Cancel all tasks and end the actor."""
         self._closed.set()
         if self._actor is not None:
             self._actor.kill()
@@ -96,50 +97,53 @@ class RemoteActor:
 
     @property
     def given_back(self) -> bool:
-        """Whether the cluster is not asked for the actor, as nothing is there for it to do."""
+        """Whether the actor is not requested from the cluster, because it is not needed."""
         return self._actor is None
 
-    def ask_for(self, now: float) -> None:
-        """Have an actor from now on."""
-        self.wanted, self.leaving = now, False
+    def request(self, now: float) -> None:
+        """Request the actor from the cluster, unless it has already been requested."""
+        self.last_needed, self.is_leaving = now, False
         if self._actor is None and not self._closed.is_set():
-            log.info("the cluster is asked for the worker %s", self.name)
+            log.info("requesting the worker %s from the cluster", self.name)
             self._actor = self._make_actor()
 
     def give_back(self) -> None:
-        """End the actor as soon as no task runs there."""
+        """Release the actor now, or as soon as no task runs on it."""
         with self._lock:
-            self.leaving = self._actor is not None
+            self.is_leaving = self._actor is not None
             if self._actor is None or self.tasks:
                 return
             actor, self._actor = self._actor, None
-            self.up, self.leaving, self.status = False, False, None
-        log.info("the worker %s is given back to the cluster", self.name)
+            self.is_up, self.is_leaving, self.status = False, False, None
+        log.info("releasing the worker %s", self.name)
         actor.kill()
 
     @property
     def problem(self) -> str | None:
-        """Why the actor cannot be used, one sentence; None while it can, and where it was given back."""
-        if self.up or self.given_back:
+        """Reason why the actor is unavailable, one sentence; None if it is available or was released."""
+        if self.is_up or self.given_back:
             return None
         if self.status is None:
-            return f"The worker {self.name} of the cluster has not started; Ray may have no place for it."
+            return f"The worker {self.name} of the cluster has not started. Ray may lack the resources for it."
         if self.status.problem:
-            return f"The worker {self.name} of the cluster is on {self.status.host}: {self.status.problem}"
-        return f"The worker {self.name} of the cluster does not answer; it was on {self.status.host}."
+            return f"The worker {self.name} of the cluster on host {self.status.host} has failed: {self.status.problem}"
+        return f"The worker {self.name} of the cluster on host {self.status.host} does not respond."
 
     def call(self, method: str, task: Task) -> Future[Any]:
-        """Have a task done, which has a place here. The future raises WorkerLost if the process is gone or starts."""
+        """Start a task that is counted on this actor.
+
+        The future raises WorkerLost if the process has ended or is starting.
+        """
         if self._actor is None:
-            raise WorkerLost(f"{self.name} was given back")
+            raise WorkerLost(f"{self.name} was released")
         return self._actor.call(method, task)
 
     def progress(self, task: Task) -> Progress:
-        """Return how far a task has come, as the latest status says."""
+        """Return the progress of a task in the latest status."""
         return Progress() if self.status is None else self.status.progress.get(task.id, Progress())
 
     def give_up(self, future: Future[Any], task: Task) -> None:
-        """Cancel a task, whether it has begun or not."""
+        """Cancel a task, even if it has begun."""
         if self._actor is not None:
             self._actor.give_up(future)
             self._actor.call("cancel", task.id)
@@ -148,46 +152,46 @@ class RemoteActor:
         while not self._closed.wait(STATUS_SECONDS):
             self._exchange.renew()
             try:
-                self._ask()
-            except Exception as error:  # noqa: BLE001 - the thread goes on, and asks again
-                if self.up or not isinstance(error, WorkerLost):
-                    log.warning("%s", self._lose(str(error)))
+                self._query_status()
+            except Exception as error:  # noqa: BLE001 - the thread continues and queries the status again
+                if self.is_up or not isinstance(error, WorkerLost):
+                    log.warning("%s", self._mark_lost(str(error)))
 
-    def _ask(self) -> None:
-        """Ask the actor for its state, and wait for the answer however long that takes. Raises what it raises."""
+    def _query_status(self) -> None:
+        """Query the status of the actor. Wait for the response without a time limit. Raises the errors of the call."""
         actor = self._actor
         if actor is None:
             return
         future = actor.call("status", {model.identity for model in self._list_models()})
-        if not self._await(future, actor):
+        if not self._wait_for_response(future, actor):
             return
         status: Status = future.result()
-        if status.problem is None and not self.up:
+        if status.problem is None and not self.is_up:
             log.info("the worker %s of the cluster is up on %s", self.name, status.host)
-            # An actor that has begun anew has no models.
+            # A restarted actor has no loaded models.
             for model in self._list_models():
                 if model.actor == self.name:
                     actor.call("load", model.load_task())
         with self._lock:
-            # Unless it was given back meanwhile.
+            # Ignore the response if the actor has been released in the meantime.
             if actor is self._actor:
-                self.status, self.up = status, status.problem is None
+                self.status, self.is_up = status, status.problem is None
 
-    def _await(self, future: Future[Any], actor: Actor) -> bool:
-        """Wait for an answer; False once the actor was given back or this is closed."""
-        deadline = time.monotonic() + SILENT_SECONDS
+    def _wait_for_response(self, future: Future[Any], actor: Actor) -> bool:
+        """Wait for a response; return False if the actor is released or closed in the meantime."""
+        deadline = time.monotonic() + RESPONSE_TIMEOUT_SECONDS
         while not wait([future], POLL_SECONDS).done:
             if self._closed.is_set() or actor is not self._actor:
                 return False
             self._exchange.renew()
-            if self.up and time.monotonic() > deadline:
-                log.warning("%s", self._lose("does not answer"))
+            if self.is_up and time.monotonic() > deadline:
+                log.warning("%s", self._mark_lost("it does not respond"))
         return True
 
     def _list_models(self) -> list[ModelInUse]:
         with self._lock:
             return list(self._models)
 
-    def _lose(self, reason: str) -> str:
-        self.up = False
-        return f"The worker {self.name} of the cluster is lost: {reason}"
+    def _mark_lost(self, reason: str) -> str:
+        self.is_up = False
+        return f"the worker {self.name} of the cluster is lost: {reason}"

@@ -1,4 +1,4 @@
-"""A device of another host."""
+"""A device of another host, which runs in an actor."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from service.core.buffers import make_allocator
 from service.core.config import Settings
-from service.serving.devices.cluster.remote_model import RemoteModel, RemotePlace
+from service.serving.devices.cluster.remote_model import RemoteContext, RemoteModel
 from service.serving.devices.device import DeviceState, Scheduler, make_queue
-from service.serving.devices.models.guess import HOST_WEIGHT_COPIES, guess_estimator
+from service.serving.devices.models.default_estimator import HOST_WEIGHT_COPIES, make_default_estimator
 from service.serving.devices.models.model import JobCounters
 from service.serving.devices.models.served import ServedModels
 
@@ -25,59 +25,62 @@ if TYPE_CHECKING:
 
 
 class RemoteLoader:
-    """Loads models in an actor, as `ModelLoader`. What is expected of them is what a CPU of this host would take."""
+    """`ModelLoader` for an actor. Estimates for models that were never loaded are those for a CPU of this host."""
 
     weight_copies = HOST_WEIGHT_COPIES
 
-    def __init__(self, settings: Settings, place: RemotePlace) -> None:
-        self._settings, self._place = settings, place
+    def __init__(self, settings: Settings, context: RemoteContext) -> None:
+        self._settings, self._context = settings, context
 
     def load(self, spec: ModelSpec) -> RemoteModel:
-        """Load a model in the actor. Raises the error of loading it there, and what `ActorPool.run` raises."""
-        return RemoteModel(spec, self._place)
+        """Load a model in the actor. Raises the error of loading it there, and the errors of `ActorPool.run`."""
+        return RemoteModel(spec, self._context)
 
     def free_memory(self) -> None:
-        """Free cycles of objects, so that the actor is no longer asked to keep the model."""
+        """Free reference cycles, because the actor keeps a model loaded while this process refers to it."""
         gc.collect()
 
-    def guess_estimator(self, spec: ModelSpec) -> Estimator:
+    def make_default_estimator(self, spec: ModelSpec) -> Estimator:
         """Return the estimator of a model that was never loaded."""
-        return guess_estimator(spec, self._settings)
+        return make_default_estimator(spec, self._settings)
 
 
 class RemoteDevice:
-    """The queue of an actor, and the models that are loaded there, as `Device`.
+    """A `Device` of another host: the queue of an actor, and the models that are loaded there.
 
-    Its requests run in other actors while its own is not up.
+    While its actor is not up, its requests run on other actors.
     """
 
     is_required = False
 
     def __init__(self, actor: RemoteActor, pool: ActorPool, settings: Settings, metrics: Metrics) -> None:
-        here = settings.model_copy(update={"device": settings.device.model_copy(update={"name": "cpu"})})
+        cpu_settings = settings.model_copy(update={"device": settings.device.model_copy(update={"name": "cpu"})})
         self.name = actor.name
         self._actor, self._pool = actor, pool
         allocate = make_allocator(settings.server.scratch_folder)
-        loader = RemoteLoader(here, RemotePlace(actor, pool, JobCounters(metrics, actor.name), allocate))
-        # The actor's own queue minds the memory there.
+        loader = RemoteLoader(cpu_settings, RemoteContext(actor, pool, JobCounters(metrics, actor.name), allocate))
+        # This queue has no memory limit, because the queue in the actor manages the memory there.
         self.scheduler = Scheduler(
-            make_queue(here), ServedModels(actor.name, settings.models.memory_bytes, loader, metrics)
+            make_queue(cpu_settings), ServedModels(actor.name, settings.models.memory_bytes, loader, metrics)
         )
 
-    def start(self, specs: Mapping[str, ModelSpec], first: Iterable[str]) -> None:
-        """Serve these models. The `first` ones are loaded now, and no request runs until they are."""
+    def start(self, specs: Mapping[str, ModelSpec], startup_models: Iterable[str]) -> None:
+        """Start serving models. No request runs until the models in `startup_models` have been loaded."""
         self._actor.start()
-        self.scheduler.start(specs, first)
+        self.scheduler.start(specs, startup_models)
 
     def stop(self, seconds: float) -> bool:
-        """End the threads after `Scheduler.cancel_requests`; return False if one runs after up to four times that."""
+        """Stop the threads, after a call of `Scheduler.cancel_requests`; return whether they have ended.
+
+        Wait at most four times `seconds`.
+        """
         self.scheduler.close(seconds)
         self._actor.close()
         return self._actor.join(seconds) and self.scheduler.join(seconds)
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is computed or loaded, and nothing ever will be."""
+        """Whether all threads have ended."""
         return self.scheduler.ended and self._actor.join(0)
 
     @property
@@ -86,29 +89,29 @@ class RemoteDevice:
             return DeviceState.GIVEN_BACK
         if self.status is None:
             return DeviceState.STARTING
-        return DeviceState.UP if self._actor.up else DeviceState.LOST
+        return DeviceState.UP if self._actor.is_up else DeviceState.LOST
 
     @property
     def problem(self) -> str | None:
-        """Why the actor cannot be used, one sentence; None while it can, and where it was given back."""
+        """Reason why the actor is unavailable, one sentence; None if it is available or was released."""
         return self._actor.problem
 
     @property
-    def serves(self) -> bool:
-        """Whether requests in the queue are computed, in this actor or another one."""
-        return any(actor.up for actor in self._pool.actors)
+    def is_serving(self) -> bool:
+        """Whether requests in the queue are computed, on this actor or another one."""
+        return any(actor.is_up for actor in self._pool.actors)
 
     @property
     def host(self) -> str | None:
-        """The host that the actor was last seen on; None before it is up."""
+        """Name of the host on which the actor was last seen; None before it is up."""
         return self.status and self.status.host
 
     @property
     def loaded_models(self) -> Mapping[str, LoadedModel]:
-        """The models that are loaded in the actor by name."""
+        """The models that are loaded in the actor, by name."""
         return {} if self._actor.given_back else self.scheduler.models.cache.loaded_models
 
     @property
     def status(self) -> Status | None:
-        """The latest state of the actor; None before it is up."""
+        """Latest status of the actor; None before it is up."""
         return self._actor.status

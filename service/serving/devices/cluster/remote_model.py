@@ -17,14 +17,13 @@ if TYPE_CHECKING:
     from service.inference.types import EngineReport, PlannedRequest, Result, Sizing
     from service.inference.windows.batching.window_request import Share
     from service.models.spec import ModelSpec
-    from service.serving.devices.cluster.actor import Advance
-    from service.serving.devices.cluster.exchange import Loaded, Segmented, Task
-    from service.serving.devices.models.model import JobCounters, ReportProgress
+    from service.serving.devices.cluster.exchange import LoadedModelReport, StoredResult, Task
+    from service.serving.devices.models.model import JobCounters, ProgressCallback
     from service.serving.devices.queue.job import Job
 
 
-class RemotePlace(NamedTuple):
-    """The actor that a model is loaded in, and those that stand in for it; `allocate` makes arrays for results."""
+class RemoteContext(NamedTuple):
+    """The actor in which a model is loaded, the pool of its substitutes, and an allocator for results."""
 
     actor: RemoteActor
     pool: ActorPool
@@ -33,19 +32,19 @@ class RemotePlace(NamedTuple):
 
 
 class RemoteModel:
-    """A model in an actor, as `DeviceModel`. It is loaded when this is made; raises the error of loading.
+    """`DeviceModel` for a model in an actor. The constructor loads the model, and raises the error of loading.
 
-    An actor that was started anew loads it again by itself, as long as this is in use.
+    If the actor is restarted, the model is loaded there again, as long as this object exists.
     """
 
-    def __init__(self, spec: ModelSpec, place: RemotePlace) -> None:
-        self.spec, self._place = spec, place
-        facts = f"{spec.model_dump_json()} {spec.folder}"
-        identity = f"{spec.name}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
-        self._in_use = ModelInUse(place.actor.name, identity, spec)
-        # Before it is loaded: actors forget the models that are not in use.
-        place.pool.add(self._in_use)
-        self._loaded: Loaded = self._run("load", self._in_use.load_task(), lambda: False, _ignore_progress)
+    def __init__(self, spec: ModelSpec, context: RemoteContext) -> None:
+        self.spec, self._context = spec, context
+        version = f"{spec.model_dump_json()} {spec.folder}"
+        identity = f"{spec.name}-{hashlib.sha256(version.encode()).hexdigest()[:12]}"
+        self._in_use = ModelInUse(context.actor.name, identity, spec)
+        # Register the model before loading it, because actors forget models that are not in use.
+        context.pool.add(self._in_use)
+        self._loaded: LoadedModelReport = self._run("load", self._in_use.load_task(), lambda: False, _ignore_progress)
 
     @property
     def estimator(self) -> Estimator:
@@ -59,24 +58,29 @@ class RemoteModel:
         return self._loaded.report
 
     def segment(
-        self, job: Job[Any], volume: Volume, options: Options, request: PlannedRequest | None, progress: ReportProgress
+        self,
+        job: Job[Any],
+        volume: Volume,
+        options: Options,
+        request: PlannedRequest | None,
+        progress: ProgressCallback,
     ) -> Result:
-        """Segment a volume [C, Z, Y, X] for a job. The actor's own queue minds the memory there, and orders tasks."""
-        place = self._place
+        """Segment a volume [C, Z, Y, X] for a job. The queue in the actor manages the memory and the order of tasks."""
+        context = self._context
         planned = request or self.estimator.plan_request(volume, options)
-        count = partial(place.counters.count_share, job, self.spec.name)
-        with place.pool.exchange.lend(volume) as stored:
+        count = partial(context.counters.count_share, job, self.spec.name)
+        with context.pool.exchange.share_volume(volume) as stored:
             task = self._in_use.load_task()._replace(volume=stored, options=options, windows=planned.estimate.windows)
-            segmented: Segmented = self._run("segment", task, job.cancelled, progress, count)
-            # The spec that comes back is a copy; callers compare specs by identity.
-            result = segmented.open(place.allocate)._replace(spec=self.spec)
-        place.counters.count_result(self.spec.name, result)
+            segmented: StoredResult = self._run("segment", task, job.cancelled, progress, count)
+            # Replace the spec, because the returned spec is a copy and callers compare specs by identity.
+            result = segmented.open(context.allocate)._replace(spec=self.spec)
+        context.counters.count_result(self.spec.name, result)
         return result
 
     def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> Sizing | None:
-        """Estimate the diameter of the objects of a volume [C, Z, Y, X] for a job."""
-        count = partial(self._place.counters.count_share, job, self.spec.name)
-        with self._place.pool.exchange.lend(volume) as stored:
+        """Estimate the object diameter in a volume [C, Z, Y, X] for a job."""
+        count = partial(self._context.counters.count_share, job, self.spec.name)
+        with self._context.pool.exchange.share_volume(volume) as stored:
             task = self._in_use.load_task()._replace(volume=stored, options=options)
             sizing: Sizing | None = self._run("estimate_diameter", task, job.cancelled, _ignore_progress, count)
             return sizing
@@ -86,16 +90,16 @@ class RemoteModel:
         method: str,
         task: Task,
         cancelled: Callable[[], bool],
-        progress: Advance,
+        progress: ProgressCallback,
         count: Callable[[Share], None] = lambda _share: None,
     ) -> Any:
-        """Do a task in the actor, or elsewhere while that is not up, and return its value.
+        """Run a task on the actor, or on another one while the actor is not up, and return its value.
 
-        Raises the error of the task, and what `ActorPool.run` raises.
+        Raises the error of the task, and the errors of `ActorPool.run`.
         """
-        actor = self._place.actor
+        actor = self._context.actor
         attempt = Attempt(method, task, lambda: cancelled() or actor.closed, progress)
-        outcome = self._place.pool.run(actor, attempt)
+        outcome = self._context.pool.run(actor, attempt)
         if outcome.error is not None:
             raise outcome.error
         if outcome.share.seconds:

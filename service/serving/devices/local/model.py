@@ -1,4 +1,4 @@
-"""A model that is loaded on a device of this host: the one module of serving that segments in this process."""
+"""A model that is loaded on a device of this host. Only this module of `serving` segments in this process."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import estimate_diameter, segment
 from service.models.spec import ModelSpec
-from service.serving.devices.models.model import ReportProgress, needs_of
+from service.serving.devices.models.model import ProgressCallback, needs_from_estimate
 from service.serving.devices.queue.job import Job
 
 if TYPE_CHECKING:
     from service.inference.runner.callbacks import RunWindows
     from service.inference.runner.estimator import Estimator
     from service.inference.types import EngineReport, Estimate, PlannedRequest, Result, Sizing
-    from service.serving.devices.local.torch_device import ModelPlace
+    from service.serving.devices.local.torch_device import DeviceContext
 
 
 class Segmenter(ModelRunner):
-    """A model runner with the calls of a `LocalModel`."""
+    """A model runner with the methods that `LocalModel` calls."""
 
     def segment(self, volume: Volume, options: Options, request: PlannedRequest | None, callbacks: Callbacks) -> Result:
         """Segment a volume, as `service.inference.segment.segment` does."""
         return segment(self, volume, options, request, callbacks)
 
     def estimate_diameter(self, volume: Volume, options: Options, callbacks: Callbacks) -> Sizing | None:
-        """Estimate the diameter of the objects, as `service.inference.segment.estimate_diameter` does."""
+        """Estimate the object diameter, as `service.inference.segment.estimate_diameter` does."""
         return estimate_diameter(self, volume, options, callbacks)
 
 
 class LocalModel:
-    """A segmenter on a device, as `DeviceModel`. It segments once the segmenter is warmed up."""
+    """`DeviceModel` for a segmenter on a device of this host. The segmenter must be warmed up before it is used."""
 
-    def __init__(self, segmenter: Segmenter, place: ModelPlace) -> None:
-        self.segmenter, self._place = segmenter, place
+    def __init__(self, segmenter: Segmenter, context: DeviceContext) -> None:
+        self.segmenter, self._context = segmenter, context
 
     @property
     def spec(self) -> ModelSpec:
@@ -57,33 +57,38 @@ class LocalModel:
         return self.segmenter.report()
 
     def segment(
-        self, job: Job[Any], volume: Volume, options: Options, request: PlannedRequest | None, progress: ReportProgress
+        self,
+        job: Job[Any],
+        volume: Volume,
+        options: Options,
+        request: PlannedRequest | None,
+        progress: ProgressCallback,
     ) -> Result:
-        """Segment a volume [C, Z, Y, X] for a job, and count what it took."""
+        """Segment a volume [C, Z, Y, X] for a job, and count the result in the metrics."""
 
-        def revise(needed: Estimate) -> None:
-            job.revise(needs_of(needed))
+        def update_needs(needed: Estimate) -> None:
+            job.update_needs(needs_from_estimate(needed))
 
-        with self._place.device.report_loss():
-            callbacks = Callbacks(self._run_windows(job), job.cancelled, progress, revise)
+        with self._context.device.report_loss():
+            callbacks = Callbacks(self._run_windows(job), job.cancelled, progress, update_needs)
             result = self.segmenter.segment(volume, options, request, callbacks)
-        self._place.counters.count_result(self.spec.name, result)
+        self._context.counters.count_result(self.spec.name, result)
         return result
 
     def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> Sizing | None:
-        """Estimate the diameter of the objects of a volume [C, Z, Y, X] for a job."""
-        with self._place.device.report_loss():
+        """Estimate the object diameter in a volume [C, Z, Y, X] for a job."""
+        with self._context.device.report_loss():
             return self.segmenter.estimate_diameter(volume, options, Callbacks(self._run_windows(job), job.cancelled))
 
     def _run_windows(self, job: Job[Any]) -> RunWindows:
-        """Return what computes windows for a job, and counts them."""
-        count = partial(self._place.counters.count_share, job, self.spec.name)
-        return partial(self._place.batcher.run, due=job.due, share=count)
+        """Return a function that computes windows for a job, and counts them."""
+        count = partial(self._context.counters.count_share, job, self.spec.name)
+        return partial(self._context.batcher.run, due=job.due, share=count)
 
 
-MakeSegmenter = Callable[[ModelSpec, Settings, Driver], Segmenter]
+SegmenterFactory = Callable[[ModelSpec, Settings, Driver], Segmenter]
 
 
-def load_model(make: MakeSegmenter, spec: ModelSpec, settings: Settings, place: ModelPlace) -> LocalModel:
-    """Load a model onto a device, with a segmenter that `make` makes. Raises what `ModelRunner` raises."""
-    return LocalModel(make(spec, settings, place.device.driver), place)
+def load_model(make: SegmenterFactory, spec: ModelSpec, settings: Settings, context: DeviceContext) -> LocalModel:
+    """Load a model onto a device, with a segmenter created by `make`. Raises the errors of `ModelRunner`."""
+    return LocalModel(make(spec, settings, context.device.driver), context)

@@ -1,4 +1,4 @@
-"""A device of this host, as torch and its driver know it: its memory, and whether it still works."""
+"""A torch device of this host: its memory, and detection of its loss."""
 
 from __future__ import annotations
 
@@ -17,44 +17,47 @@ if TYPE_CHECKING:
 
 
 class TorchDevice:
-    """A torch device with its driver. Raises ConfigError for one that does not exist.
+    """A torch device with its driver. Raises ConfigError if the device does not exist.
 
-    lost  called with the reason once the device has failed for good
+    lost  called with the reason if the device fails permanently
     """
 
     def __init__(self, name: str, driver: Driver, lost: Callable[[str], None]) -> None:
         self.device = devices.choose_device(name)
         self.driver, self.on_host = driver, driver.is_on_host(self.device)
         self._lost = lost
-        # Held while a thread asks the device whether it works.
+        # Held while a thread probes whether the device still works.
         self._probing = threading.Lock()
 
     @property
     def total_bytes(self) -> int | None:
-        """Bytes of the device's own memory; None if it shares that of the host."""
+        """Total memory of the device in bytes; None if it shares the memory of the host."""
         return None if self.on_host else self.driver.total_bytes(self.device)
 
     def free_memory(self) -> FreeMemory:
-        """Return the free memory; that of the device is unknown if it fails. Does not raise."""
+        """Return the free memory of the host and the device. Does not raise: the latter is None if the device fails."""
         try:
             device = None if self.on_host else self.driver.free_bytes(self.device)
         except RuntimeError as error:
-            # The queue starts its jobs, which fail by themselves. It holds its lock, and must not wait here for a
-            # device that may not answer at all.
+            # The queue calls this with its lock, so do not wait here for a device that may never respond. Jobs on a
+            # lost device fail by themselves.
             if not self._probing.locked():
-                with suppress(RuntimeError):  # of a thread for which there is no room
+                with suppress(RuntimeError):  # raised if no thread can be started
                     threading.Thread(target=self._find_loss, args=(error,), name="probe", daemon=True).start()
             device = None
         return FreeMemory(host.available_memory(), device)
 
     def release_memory(self) -> None:
-        """Return memory that torch keeps for later. Raises DeviceLost."""
+        """Return memory that torch caches to the system. Raises DeviceLost."""
         with self.report_loss():
             self.driver.release_memory(self.device)
 
     @contextmanager
     def report_loss(self) -> Iterator[None]:
-        """Let the process end after an error that the device does not survive, which becomes DeviceLost."""
+        """Convert an error of the block to DeviceLost if the device has failed, and report the loss.
+
+        After the loss is reported, the watchdog ends the process.
+        """
         try:
             yield
         except Exception as error:
@@ -69,8 +72,8 @@ class TorchDevice:
             raise error
 
 
-class ModelPlace(NamedTuple):
-    """The device that a model is loaded on; `batcher` computes the windows of all requests together."""
+class DeviceContext(NamedTuple):
+    """The device on which a model is loaded, and the batcher that computes the windows of all requests there."""
 
     device: TorchDevice
     batcher: WindowBatcher

@@ -1,1 +1,1 @@
-"""Models as they are loaded on a device, and the memory that they take."""
+"""Loaded models of a device: loading, caching and eviction."""

@@ -1,4 +1,4 @@
-"""The models that are loaded on one device, within a memory limit: the least recently used make room for others."""
+"""The cache of loaded models on one device, which evicts the least recently used models."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ log = logging.getLogger(__name__)
 
 
 class Lease(Generic[T]):
-    """The use of a model until `end`. The future `model` has the loaded model, or the error of loading it."""
+    """A lease of a model, until `end` is called. The future `model` returns the loaded model or the loading error."""
 
     def __init__(self, give_back: Callable[[Entry[T]], None]) -> None:
         self.model: Future[T] = Future()
-        # Set before the model is.
+        # Set before `model` gets its result.
         self.entry: Entry[T]
         self._give_back = give_back
         self._ended = threading.Lock()
 
     def end(self) -> None:
-        """Let others unload the model, or stop waiting for it. May be called twice."""
+        """Release the model so that it may be unloaded, or stop waiting for it. May be called repeatedly."""
         if not self._ended.acquire(blocking=False) or self.model.cancel():
             return
         if self.model.exception() is None:
@@ -34,17 +34,17 @@ class Lease(Generic[T]):
 
 
 class ModelCache(Generic[T]):
-    """A thread that loads models by name, one at a time, in the order of the requests for them.
+    """A thread that loads models by name, one at a time, in the order in which they were requested.
 
-    A model is never unloaded while a request uses it. A model that is in use and has to make room gets no more users,
-    so that requests for the other model have their turn; later requests wait until it is loaded again. A model that is
-    loaded anew replaces the earlier one, which stays loaded for those who use it.
+    A model is never unloaded while a request uses it. If a model in use has to be evicted, it gets no new leases, so
+    that requests for the other model are not starved. Later requests for the evicted model wait until it is loaded
+    again. A reloaded model replaces the previous version, which stays loaded until its leases end.
 
-    limit_bytes  of all loaded models together
-    load         makes a model ready to run; runs in the thread, without a lock of this object
-    guess        returns the bytes that a model may take, until it has been loaded once
-    unloaded     runs in the thread after a model was dropped, to free what it leaves behind
-    lock         held while a model is loaded; several devices share one
+    limit_bytes  memory limit for all loaded models
+    load         loads a model and makes it ready to run; called in the thread, without the lock of this object
+    guess        estimates the memory of a model in bytes; used until the model has been loaded once
+    unloaded     called in the thread after a model was unloaded, to free the memory that it leaves behind
+    lock         held while a model is loaded; may be shared by several devices
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class ModelCache(Generic[T]):
         self._load, self._unloaded = load, unloaded
         self._load_lock = lock or threading.Lock()
         self._memory: ModelMemory[T] = ModelMemory(limit_bytes, guess)
-        # Leases that wait for a model, by its name, in the order of the first one for each.
-        self._wanted: dict[str, list[Lease[T]]] = {}
-        self._first: list[str] = []
-        # Models to be loaded anew, and whether the earlier one is kept where that fails.
+        # Waiting leases by model, in the order of the first lease for each model.
+        self._waiting: dict[str, list[Lease[T]]] = {}
+        self._startup_models: list[str] = []
+        # Models to reload, with the future to complete and whether to keep the previous version if reloading fails.
         self._stale: dict[str, tuple[Future[None], bool]] = {}
         self._loading: str | None = None
-        # What was asked for when loading began.
+        # The entry of `_stale` for the model that is being loaded.
         self._renewal: tuple[Future[None], bool] | None = None
         self._problems: dict[str, str] = {}
         self._closed = False
@@ -73,15 +73,15 @@ class ModelCache(Generic[T]):
         self._thread = threading.Thread(target=self._loop, name="load", daemon=True)
 
     def start(self, names: Iterable[str]) -> None:
-        """Load these first. No lease gets a model until then, because engines are timed meanwhile."""
-        self._first = list(names)
+        """Start the thread and load these models first. No lease is granted until then, because engines are timed."""
+        self._startup_models = list(names)
         self._thread.start()
 
     def close(self) -> None:
-        """Load no more; leases that wait get Cancelled."""
+        """Stop loading models. Waiting leases get the error Cancelled."""
         with self._changed:
             self._closed = True
-            waiting = self._pop_waiting(tuple(self._wanted))
+            waiting = self._pop_waiting(tuple(self._waiting))
             stale = [done for done, _ in self._stale.values()]
             self._stale.clear()
             self._changed.notify_all()
@@ -91,20 +91,20 @@ class ModelCache(Generic[T]):
             _refuse_stopping(done)
 
     def join(self, seconds: float) -> bool:
-        """Wait until the thread has ended; return False if it has not after `seconds`."""
+        """Wait up to `seconds` until the thread has ended; return whether it has."""
         if self._thread.ident is not None:
             self._thread.join(seconds)
         return not self._thread.is_alive()
 
     @property
     def starting(self) -> tuple[str, ...]:
-        """The models to be loaded at start that are not loaded yet."""
+        """Names of the models of the startup that are not loaded yet."""
         with self._changed:
-            return tuple(self._first)
+            return tuple(self._startup_models)
 
     @property
     def problems(self) -> dict[str, str]:
-        """The reasons why models cannot be loaded, by name."""
+        """Reasons why models cannot be loaded, by model."""
         with self._changed:
             return dict(self._problems)
 
@@ -115,35 +115,35 @@ class ModelCache(Generic[T]):
             return self._memory.measure()
 
     def get(self, name: str) -> T | None:
-        """Return the model if it is loaded, without a lease."""
+        """Return the model without a lease; None if it is not loaded."""
         with self._changed:
             entry = self._memory.entries.get(name)
             return None if entry is None else entry.model
 
     def is_awaited(self, name: str) -> bool:
-        """Return whether the model is being loaded, or waits for that."""
+        """Return whether the model is being loaded or is waiting to be loaded."""
         with self._changed:
-            return name == self._loading or name in self._wanted or name in self._first
+            return name == self._loading or name in self._waiting or name in self._startup_models
 
     def lease(self, name: str) -> Lease[T]:
-        """Return a lease, which gets the model once it is loaded. The model stays loaded until the lease ends."""
+        """Return a lease, which gets the model as soon as it is loaded. The model stays loaded until the lease ends."""
         lease: Lease[T] = Lease(self._end_use)
         with self._changed:
             if self._closed or name in self._problems:
                 error = BrokenModel(self._problems[name]) if name in self._problems else Cancelled("stopping")
                 lease.model.set_exception(error)
                 return lease
-            self._wanted.setdefault(name, []).append(lease)
+            self._waiting.setdefault(name, []).append(lease)
             self._choose_next()
             granted = self._grant()
             self._wake()
-        _hand_out(granted)
+        _complete_leases(granted)
         return lease
 
     def reload(self, name: str, *, keep: bool = True) -> Future[None]:
-        """Load a model anew; the future is done once new leases get that one, or has the error.
+        """Reload a model. The returned future completes when new leases get the new version, or with the loading error.
 
-        Where that fails, the earlier one stays if it is to be kept; otherwise the model cannot be used.
+        keep  if loading fails, continue with the previous version; otherwise the model cannot be used
         """
         done: Future[None] = Future()
         with self._changed:
@@ -155,7 +155,7 @@ class ModelCache(Generic[T]):
         return done
 
     def forget(self, name: str) -> None:
-        """Unload a model once nobody uses it, and forget why it could not be loaded."""
+        """Unload a model after its last lease has ended, and forget why it could not be loaded."""
         with self._changed:
             self._problems.pop(name, None)
             self._memory.forget(name)
@@ -167,8 +167,8 @@ class ModelCache(Generic[T]):
             self._wake()
 
     def _wake(self) -> None:
-        """Wake the thread if there may be something to load, to make room for, or to unload."""
-        if self._wanted or self._stale or self._memory.has_replaced:
+        """Wake the thread if there may be models to load, evict or unload."""
+        if self._waiting or self._stale or self._memory.has_replaced:
             self._changed.notify_all()
 
     def _loop(self) -> None:
@@ -180,7 +180,7 @@ class ModelCache(Generic[T]):
                 self._load_model(step.name)
 
     def _wait_for_step(self) -> _Step | None:
-        """Wait for the next step; None once closed."""
+        """Wait for the next step; return None when the cache is closed."""
         while True:
             with self._changed:
                 if self._closed:
@@ -189,12 +189,12 @@ class ModelCache(Generic[T]):
                 granted = self._grant()
                 if step is None and not granted:
                     self._changed.wait()
-            _hand_out(granted)
+            _complete_leases(granted)
             if step is not None:
                 return step
 
     def _step(self) -> _Step | None:
-        """Drop models that have to make room and are not in use; return a model to load once there is room."""
+        """Drop unused models that have to be evicted, and return the model to load if there is enough memory."""
         name = self._choose_next()
         dropped = self._memory.drop_unused()
         if name is None or self._memory.is_making_room:
@@ -203,21 +203,25 @@ class ModelCache(Generic[T]):
         return _Step(dropped, name)
 
     def _choose_next(self) -> str | None:
-        """Return the model to load next, and mark those that have to make room for it."""
-        for wanted, leases in list(self._wanted.items()):
+        """Return the model to load next, and mark the models to evict for it."""
+        for waiting, leases in list(self._waiting.items()):
             if all(lease.model.cancelled() for lease in leases):
-                del self._wanted[wanted]
-        absent = self._first or [name for name in self._wanted if name not in self._memory.entries] or list(self._stale)
-        name = absent[0] if absent else None
+                del self._waiting[waiting]
+        missing = (
+            self._startup_models
+            or [name for name in self._waiting if name not in self._memory.entries]
+            or list(self._stale)
+        )
+        name = missing[0] if missing else None
         self._memory.make_room(name)
         return name
 
     def _grant(self) -> list[Lease[T]]:
-        """Return the waiting leases whose model is loaded, with its entry, and count them as users."""
-        if self._first:
+        """Grant the waiting leases whose model is loaded: set their entry, count them as users, and return them."""
+        if self._startup_models:
             return []
         entries = self._memory.entries.items()
-        usable = {name: entry for name, entry in entries if name in self._wanted and not entry.leaving}
+        usable = {name: entry for name, entry in entries if name in self._waiting and not entry.must_evict}
         granted = []
         for name, entry in usable.items():
             leases = self._pop_waiting((name,))
@@ -228,16 +232,16 @@ class ModelCache(Generic[T]):
         return granted
 
     def _pop_waiting(self, names: Iterable[str]) -> list[Lease[T]]:
-        """Remove and return the leases that wait for one of these models and have not ended."""
-        leases = [lease for name in names for lease in self._wanted.pop(name, ())]
+        """Remove the leases that wait for these models, and return those that have not ended."""
+        leases = [lease for name in names for lease in self._waiting.pop(name, ())]
         return [lease for lease in leases if lease.model.set_running_or_notify_cancel()]
 
     def _load_model(self, name: str) -> None:
-        """Load a model for which there is room, by the bytes that are known or guessed."""
+        """Load a model. Its known or estimated size fits into the memory limit."""
         try:
             with self._load_lock:
                 model = self._load(name)
-        except Exception as error:  # noqa: BLE001 - the leases get it
+        except Exception as error:  # noqa: BLE001 - the leases get the error
             self._refuse(name, error)
             return
         nbytes = model.nbytes
@@ -246,43 +250,43 @@ class ModelCache(Generic[T]):
             if self._memory.put(name, model, nbytes):
                 self._problems.pop(name, None)
                 renewed, _ = self._end_loading(name)
-                # Before the model might have to make room for others.
+                # Grant the leases before the model might be evicted.
                 granted = self._grant()
         if granted is not None:
-            _hand_out(granted)
+            _complete_leases(granted)
             renewed.set_result(None)
             return
         del model
         self._free(name)
         if nbytes > (limit := self._memory.limit_bytes):
             self._refuse(name, BrokenModel(too_large_message(name, nbytes, limit)))
-        # Otherwise it is larger than the guess, and is loaded again once there is room.
+        # Otherwise the model is larger than estimated, and is loaded again when there is enough memory.
 
     def _free(self, name: str) -> None:
-        """Free the memory of an unloaded model; where that fails, the thread goes on to load others."""
+        """Free the memory of an unloaded model. If this fails, log the error and continue."""
         try:
             self._unloaded(name)
         except Exception:
-            log.exception("memory of %s cannot be freed", name)
+            log.exception("the memory of %s could not be freed", name)
 
     def _refuse(self, name: str, error: Exception) -> None:
         with self._changed:
             renewed, keep = self._end_loading(name)
-            kept = keep and name in self._memory.entries
+            is_kept = keep and name in self._memory.entries
             problem = str(error) if isinstance(error, StackSegError) else f"{type(error).__name__}: {error}"
-            if not kept and not isinstance(error, CapacityError | RequestError | Cancelled):
+            if not is_kept and not isinstance(error, CapacityError | RequestError | Cancelled):
                 self._memory.replace(name)
                 self._problems[name] = problem
-            log.error("%s cannot be served%s: %s", name, " as it is now" if kept else "", problem)
-            waiting = [] if kept else self._pop_waiting((name,))
+            log.error("%s cannot be %s: %s", name, "reloaded" if is_kept else "loaded", problem)
+            waiting = [] if is_kept else self._pop_waiting((name,))
         for lease in waiting:
             lease.model.set_exception(error)
         renewed.set_exception(error if isinstance(error, StackSegError) else BrokenModel(problem))
 
     def _end_loading(self, name: str) -> tuple[Future[None], bool]:
-        """Return the future of whoever has asked for loading the model anew, and whether to keep the earlier one."""
+        """End loading a model, and return the future of its `reload` call and whether to keep the previous version."""
         self._loading = None
-        self._first = [other for other in self._first if other != name]
+        self._startup_models = [other for other in self._startup_models if other != name]
         renewal, self._renewal = self._renewal, None
         if renewal is None or self._stale.get(name) is not renewal:
             return Future(), True
@@ -291,7 +295,7 @@ class ModelCache(Generic[T]):
 
 
 class _Step(NamedTuple):
-    """Models that were dropped, and the model to load next, if any."""
+    """A step of the thread: models that were dropped, and the model to load next, if any."""
 
     dropped: list[str]
     name: str | None
@@ -301,14 +305,14 @@ def _refuse_stopping(future: Future[Any]) -> None:
     future.set_exception(Cancelled("the service is stopping"))
 
 
-def _hand_out(granted: list[Lease[T]]) -> None:
+def _complete_leases(granted: list[Lease[T]]) -> None:
     for lease in granted:
         lease.model.set_result(lease.entry.model)
 
 
 def too_large_message(name: str, nbytes: int, limit: int) -> str:
-    """Return the message for a model that exceeds the limit of all models."""
+    """Return the error message for a model that exceeds the memory limit for all models."""
     return (
-        f"The model {name} takes {nbytes / 2**20:.0f} MiB when loaded, and models.memory_bytes allows "
-        f"{limit / 2**20:.0f} MiB for all; raise it."
+        f"The model {name} takes {nbytes / 2**20:.0f} MiB when loaded, but models.memory_bytes allows only "
+        f"{limit / 2**20:.0f} MiB for all models. Increase models.memory_bytes."
     )

@@ -1,4 +1,4 @@
-"""The memory that the loaded models of one device take, and which of them make room for others."""
+"""Memory accounting and eviction of the loaded models of one device."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 
 class Loadable(Protocol):
-    """A model that takes memory."""
+    """An object with a known memory size."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the device's memory."""
+        """Size in the memory of the device, in bytes."""
 
 
 T = TypeVar("T", bound=Loadable)
@@ -22,8 +22,8 @@ T = TypeVar("T", bound=Loadable)
 class LoadedModel(NamedTuple):
     """Memory and use of a loaded model.
 
-    users  how many requests use the model
-    used   when the last one began or ended, in seconds since 1970
+    users  number of requests that use the model
+    used   when a request last began or ended to use the model, in seconds since 1970
     """
 
     nbytes: int
@@ -38,12 +38,12 @@ class Entry(Generic[T]):
     model: T
     used: float
     users: int = 0
-    # Has to make room, and gets no more users: they would keep it loaded for ever.
-    leaving: bool = False
+    # Whether the model has to be evicted. It gets no new users, because they could keep it loaded forever.
+    must_evict: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the model takes by now: some keep what latest requests have asked for."""
+        """Current size of the model in bytes, which may include buffers that recent requests needed."""
         return self.model.nbytes
 
     def begin_use(self, users: int) -> None:
@@ -56,10 +56,10 @@ class Entry(Generic[T]):
 
 
 class ModelMemory(Generic[T]):
-    """The loaded models by name, within a limit. Not thread-safe: `ModelCache` calls it with its lock.
+    """The loaded models of a device within a memory limit. Not thread-safe: `ModelCache` calls it with its lock held.
 
-    limit_bytes  of all loaded models together
-    guess        returns the bytes that a model may take, until it has been loaded once
+    limit_bytes  memory limit for all loaded models
+    guess        estimates the memory of a model in bytes; used until the model has been loaded once
     entries      the loaded models that serve requests, by name
     """
 
@@ -67,34 +67,34 @@ class ModelMemory(Generic[T]):
         self.limit_bytes, self._guess = limit_bytes, guess
         self.entries: dict[str, Entry[T]] = {}
         self._sizes: dict[str, int] = {}
-        # Entries that others have replaced, as long as they are in use, with the names of their models.
+        # Replaced entries that are still in use, with the names of their models.
         self._replaced: list[tuple[str, Entry[T]]] = []
 
     @property
     def has_replaced(self) -> bool:
-        """Whether models that others have replaced are still loaded."""
+        """Whether replaced models are still loaded."""
         return bool(self._replaced)
 
     @property
     def is_making_room(self) -> bool:
-        """Whether a model has to be unloaded before another one is loaded."""
-        return any(entry.leaving for entry in self.entries.values())
+        """Whether a model has to be evicted before another one can be loaded."""
+        return any(entry.must_evict for entry in self.entries.values())
 
     def measure(self) -> dict[str, LoadedModel]:
-        """Return memory and use of every loaded model by name."""
+        """Return the memory and use of each loaded model, by name."""
         return {name: LoadedModel(entry.nbytes, entry.users, entry.used) for name, entry in self.entries.items()}
 
     def make_room(self, name: str | None) -> None:
-        """Mark the models that have to make room for one that is to be loaded; None: no model is."""
+        """Mark the models that have to be evicted to load the model `name`; None: unmark all models."""
         excess = 0 if name is None else self._used_bytes() + self._size_of(name) - self.limit_bytes
-        # Models in use make room last, then the least recently used first.
+        # Evict unused models first, and the least recently used models first among these.
         for entry in sorted(self.entries.values(), key=lambda other: (other.users > 0, other.used)):
-            entry.leaving = excess > 0
+            entry.must_evict = excess > 0
             excess -= entry.nbytes
 
     def drop_unused(self) -> list[str]:
-        """Remove the models that have to make room or were replaced, and are not in use; return their names."""
-        dropped = [name for name, entry in self.entries.items() if entry.leaving and not entry.users]
+        """Remove all unused models that have to be evicted or were replaced, and return their names."""
+        dropped = [name for name, entry in self.entries.items() if entry.must_evict and not entry.users]
         for name in dropped:
             del self.entries[name]
         dropped += [name for name, entry in self._replaced if not entry.users]
@@ -102,7 +102,7 @@ class ModelMemory(Generic[T]):
         return dropped
 
     def put(self, name: str, model: T, nbytes: int) -> bool:
-        """Add a model in place of the earlier one of its name; return False if there is no room for `nbytes` more."""
+        """Add a model of size `nbytes`, replacing the previous version; return False if it exceeds the memory limit."""
         self._sizes[name] = nbytes
         if nbytes + self._used_bytes() > self.limit_bytes:
             return False
@@ -111,17 +111,17 @@ class ModelMemory(Generic[T]):
         return True
 
     def replace(self, name: str) -> None:
-        """Let no new request use a model, which is dropped once it is not in use."""
+        """Remove a model from `entries`, so that no new request uses it. It is dropped when its last use ends."""
         if (entry := self.entries.pop(name, None)) is not None:
             self._replaced.append((name, entry))
 
     def forget(self, name: str) -> None:
-        """Replace a model, and forget how much memory it took."""
+        """Remove a model from `entries`, and forget its size."""
         self._sizes.pop(name, None)
         self.replace(name)
 
     def _size_of(self, name: str) -> int:
-        """Return the bytes that a model took when it was last loaded, else a guess."""
+        """Return the size of a model when it was last loaded, or else an estimate, in bytes."""
         return self._sizes.get(name) or self._guess(name)
 
     def _used_bytes(self) -> int:

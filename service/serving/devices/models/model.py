@@ -1,4 +1,4 @@
-"""A model that is loaded on a device, as requests use it."""
+"""The protocol of a model that is loaded on a device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ReportProgress = Callable[[int, int], None]
-"""Called with the windows that are done and their total."""
+ProgressCallback = Callable[[int, int], None]
+"""Called with the number of completed windows and their total number."""
 
 
 class DeviceModel(Protocol):
@@ -33,34 +33,42 @@ class DeviceModel(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the device's memory."""
+        """Size in the memory of the device, in bytes."""
 
     def report(self) -> EngineReport:
         """Report the engine in use."""
 
     def segment(
-        self, job: Job[Any], volume: Volume, options: Options, request: PlannedRequest | None, progress: ReportProgress
+        self,
+        job: Job[Any],
+        volume: Volume,
+        options: Options,
+        request: PlannedRequest | None,
+        progress: ProgressCallback,
     ) -> Result:
         """Segment a volume [C, Z, Y, X] for a job, in a thread of the queue.
 
-        request   as `estimator` has planned it; None: it is planned now
-        progress  called with the windows that are done, from 0 on
+        request   the request as planned by `estimator`; None: it is planned now
+        progress  called with the number of completed windows, starting at 0, and their total number
 
         Raises BadParameter, TooLarge, Cancelled, OutOfMemory, NonFiniteScores, DeviceLost and DoubtfulResult; for a
         device of another host also OutOfStorage, StorageUnavailable and Interrupted.
         """
 
     def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> Sizing | None:
-        """Estimate the diameter of the objects for a job; None where `segment` would not. Raises what that raises."""
+        """Estimate the object diameter for a job; None if `segment` would not estimate it.
+
+        Raises the errors of `segment`.
+        """
 
 
-def needs_of(estimate: Estimate) -> Needs:
-    """Return the resources of a job whose segmentation takes what was estimated."""
+def needs_from_estimate(estimate: Estimate) -> Needs:
+    """Return the resources of a job with this estimate."""
     return Needs(estimate.host_bytes, estimate.device_bytes, estimate.sw_batch_size)
 
 
 class JobCounters(NamedTuple):
-    """Counts the windows and results of one device's jobs; `device` is its name in metrics."""
+    """Counters for the windows and results of the jobs of one device. `device` is its name in the metrics."""
 
     metrics: Metrics
     device: str
@@ -72,9 +80,9 @@ class JobCounters(NamedTuple):
         job.device_slots += share.slots
 
     def count_result(self, model: str, result: Result) -> None:
-        """Count what was skipped and what had to be computed again."""
-        self.metrics.fallbacks(model).inc(result.fallbacks)
-        self.metrics.recomputed(model).inc(int(result.recomputed))
+        """Count the skipped windows and the recomputations of a result."""
+        self.metrics.memory_fallbacks(model).inc(result.fallbacks)
+        self.metrics.recomputed_volumes(model).inc(int(result.recomputed))
         if result.skipped is not None:
-            self.metrics.skipped(model).inc(result.skipped.windows)
+            self.metrics.skipped_windows(model).inc(result.skipped.windows)
             log.info("%s skipped %s", model, result.skipped)

@@ -1,4 +1,4 @@
-"""The models that one device serves, and what is known of how each runs there."""
+"""The models that one device serves, with their engines, estimators and load times."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from service.serving.metrics import Metrics
 if TYPE_CHECKING:
     from service.inference.runner.estimator import Estimator
 
-# Seconds to load a model that was never loaded.
+# Estimated load time of a model that was never loaded.
 ASSUMED_LOAD_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
 
 
 class ModelLoader(Protocol):
-    """How a device loads models, and what it knows of them before."""
+    """Loads models on a device, and provides estimates before they are loaded."""
 
     @property
     def weight_copies(self) -> int:
-        """Copies of a model's weights that the device's memory has to hold."""
+        """Number of copies of a model's weights in the device's memory."""
 
     def load(self, spec: ModelSpec) -> DeviceModel:
         """Load a model and make it ready to run."""
 
     def free_memory(self) -> None:
-        """Free cycles of objects that an unloaded model has left behind, and memory that the device keeps for later."""
+        """Free reference cycles of an unloaded model, and memory that is cached for the device."""
 
-    def guess_estimator(self, spec: ModelSpec) -> Estimator:
-        """Return the estimator of a model that was never loaded, as most models run on the device."""
+    def make_default_estimator(self, spec: ModelSpec) -> Estimator:
+        """Return the estimator of a model that was never loaded, which assumes the defaults of the device."""
 
 
 class ServedModels:
-    """The models of one device by name, of which `cache` loads those that requests ask for.
+    """The models that one device serves. `cache` loads them when requests need them.
 
     device   name of the device, for metrics and the log
-    engines  how each model runs here that was loaded at some time, by its name
-    loading  progress of each model that is being loaded here, by its name
+    engines  description of the engine of each model that has been loaded so far, by model
+    loading  progress of the models that are being loaded, by model
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ServedModels:
     ) -> None:
         self._device, self._memory_bytes, self._loader, self._metrics = device, memory_bytes, loader, metrics
         self._specs: dict[str, ModelSpec] = {}
-        # Models that take the place of those in `_specs` once they are loaded.
+        # New versions of models, which replace those in `_specs` after they have been loaded.
         self._renewed: dict[str, ModelSpec] = {}
         self._load_seconds: dict[str, float] = {}
         self._estimators: dict[str, Estimator] = {}
@@ -71,18 +71,21 @@ class ServedModels:
             memory_bytes, self._load, guess=self._guess_bytes, unloaded=self._unloaded, lock=lock
         )
 
-    def start(self, specs: Mapping[str, ModelSpec], first: Iterable[str]) -> None:
-        """Serve these models. The `first` ones are loaded now, and no request runs until they are."""
+    def start(self, specs: Mapping[str, ModelSpec], startup_models: Iterable[str]) -> None:
+        """Start serving models. No request runs until the models in `startup_models` have been loaded."""
         self._specs.update(specs)
-        self.cache.start(first)
+        self.cache.start(startup_models)
 
     def renew(self, spec: ModelSpec, *, load: bool, keep: bool) -> None:
-        """Serve a model in place of the earlier one of its name, if there is one; wait until it is loaded if `load`.
+        """Replace a model by a new version.
 
-        If the earlier one is kept and the new one cannot be loaded, nothing changes. Raises the error of loading.
+        load  load the new version now, and wait for it
+        keep  if the new version cannot be loaded, continue to serve the previous version
+
+        Raises the error of loading.
         """
         if not load:
-            # Never without one of them: a request in between would find that the model is gone.
+            # Replace the spec before dropping the model, so that concurrent requests always find a spec.
             self._specs[spec.name] = spec
             self._drop(spec.name)
             return
@@ -90,20 +93,20 @@ class ServedModels:
         self.cache.reload(spec.name, keep=keep).result()
 
     def serve(self, name: str, spec: ModelSpec) -> None:
-        """Serve one more model by this name; one that is served by it stays loaded as it is."""
+        """Serve a model under this name. If a model of this name is loaded, it stays loaded."""
         self._specs[name] = spec
 
     def forget(self, name: str) -> None:
-        """Stop serving a model. Requests that use it keep it."""
+        """Stop serving a model. Running requests continue to use it."""
         self._specs.pop(name, None)
         self._drop(name)
 
     def estimator(self, spec: ModelSpec) -> Estimator:
-        """Return the estimator of a model as it runs here or last did, or else as most do."""
-        return self._estimators.get(spec.name) or self._loader.guess_estimator(spec)
+        """Return the estimator of the model as last loaded on this device, or else one that assumes the defaults."""
+        return self._estimators.get(spec.name) or self._loader.make_default_estimator(spec)
 
     def load_seconds(self, name: str) -> float:
-        """Estimate the seconds until a request may use a model; 0 if it is loaded, or is being loaded."""
+        """Estimate the seconds to load a model; 0 if it is loaded or is being loaded."""
         if self.cache.get(name) is not None or self.cache.is_awaited(name):
             return 0.0
         return self._load_seconds.get(name, ASSUMED_LOAD_SECONDS)
@@ -114,7 +117,10 @@ class ServedModels:
         self.engines.pop(name, None)
 
     def _guess_bytes(self, name: str) -> int:
-        """Return the bytes that a model may take; 0 if it or its file is gone, which loading it then reports."""
+        """Estimate the memory of a model in bytes from the size of its file.
+
+        Return 0 if the model or its file is missing, which is reported when the model is loaded.
+        """
         try:
             return self._specs[name].weights_path.stat().st_size * self._loader.weight_copies
         except (OSError, KeyError):
@@ -124,8 +130,8 @@ class ServedModels:
         """Load a model and make it ready to run."""
         spec = self._renewed.pop(name, None) or self._specs.get(name)
         if spec is None:
-            raise UnknownModel(f"The model {name} is served no longer.")
-        # The files may have changed since the service has read the model file.
+            raise UnknownModel(f"The model {name} is no longer served.")
+        # The files may have changed since the repository was read.
         check_weights(spec)
         weights = spec.weights_path.stat().st_size
         if weights > self._memory_bytes:
@@ -139,7 +145,7 @@ class ServedModels:
             if not is_out_of_memory(error):
                 raise
             needed = self._guess_bytes(name)
-            raise OutOfMemory(f"There is not enough memory to load {name}; try again later.", needed) from error
+            raise OutOfMemory(f"There is not enough memory to load {name}. Try again later.", needed) from error
         finally:
             del self.loading[name]
         self._specs[name] = spec
@@ -152,10 +158,10 @@ class ServedModels:
         report = model.report()
         layout = f"{report.precision} {report.memory_format} x{report.sw_batch_size}"
         self.engines[name] = f"{report.engine} ({report.compile_mode}) {layout} on {report.device_name}"
-        how = f"{report.engine}, {report.precision}, {self._device}, warm-up {report.warm_up_seconds:.1f} s"
-        log.info("%s is ready: %s, %.0f MiB", model.spec.identifier, how, model.nbytes / 2**20)
-        self._metrics.loads(name).inc()
+        summary = f"{report.engine}, {report.precision}, {self._device}, warm-up {report.warm_up_seconds:.1f} s"
+        log.info("%s is ready: %s, %.0f MiB", model.spec.identifier, summary, model.nbytes / 2**20)
+        self._metrics.model_loads(name).inc()
 
     def _unloaded(self, name: str) -> None:
-        self._metrics.unloads(name).inc()
+        self._metrics.model_unloads(name).inc()
         self._loader.free_memory()

@@ -1,4 +1,4 @@
-"""What a model of the repository is, and what it is on the devices."""
+"""The state of a model in the repository and on the devices."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 
 
 class ModelState(NamedTuple):
-    """A model of the repository and its present state.
+    """A model of the repository and its current state.
 
-    state         unloaded until the first request for it
-    spec          None for a folder that cannot be read
-    device_model  the loaded model, on the first device that has it
-    problem       why it failed, or why it is not served as its folder has it
-    loaded        memory and use on each device that has it loaded, by the device's name
+    state         "unloaded" until the model is requested for the first time
+    spec          None if the folder cannot be read
+    device_model  the loaded model on the first device that has loaded it
+    problem       why the model has failed, or why the present content of its folder is not served
+    loaded        memory and use of the model on each device that has loaded it, by device
     """
 
     name: str
@@ -37,18 +37,18 @@ class ModelState(NamedTuple):
 
 
 def read_models(folders: Sequence[Path], trained: Path | None) -> dict[str, ModelState]:
-    """Return the model of each folder by its name; one that cannot be read has failed, under the folder's name.
+    """Read the models in `folders` and return their states by name. A folder that cannot be read counts as failed.
 
-    Of two with one name none is served, but for one below `trained`, which the other takes the place of.
+    If two models have the same name, neither is served. But if one of them is below `trained`, the other is served.
     """
     states: dict[str, ModelState] = {}
     for folder in folders:
         state = _read_model(folder)
         if state.name in states and folder.parent == trained:
-            log.error("%s is not served: %r is the name of a model of another folder.", folder, state.name)
+            log.error("%s is not served, because another folder contains a model named %r.", folder, state.name)
             continue
         if state.name in states:
-            problem = f"{folder}: the name {state.name!r} is taken by another folder; give one of them another."
+            problem = f"{folder}: another folder contains a model named {state.name!r}. Rename one of the models."
             log.error("%s", problem)
             state = ModelState(state.name, "failed", problem=problem)
         states[state.name] = state
@@ -59,6 +59,6 @@ def _read_model(folder: Path) -> ModelState:
     try:
         spec = repository.read_spec(folder)
     except BrokenModel as error:
-        log.error("%s", error)  # noqa: TRY400 - the message says it all
+        log.error("%s", error)  # noqa: TRY400 - the message is sufficient
         return ModelState(folder.name, "failed", problem=str(error))
     return ModelState(spec.name, "unloaded", spec)

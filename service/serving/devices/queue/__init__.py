@@ -1,1 +1,1 @@
-"""Jobs of a device: their order, the threads that run them, and how long they take."""
+"""The job queue of a device: scheduling, threads and duration estimates."""

@@ -1,4 +1,4 @@
-"""How long jobs take: learned from those that have ended, by the name of their model."""
+"""Estimates of job durations, learned from completed jobs of the same model."""
 
 from __future__ import annotations
 
@@ -10,39 +10,44 @@ from typing import Any
 
 from service.serving.devices.queue.job import Job, Progress
 
+# Number of recent jobs whose median duration is used for `retry_after`.
 RECENT_JOBS = 16
+# Upper limit of `retry_after` in seconds.
 MAX_RETRY_AFTER = 120
-# Only orders jobs until the first one of a model has been timed; callers never see it.
+# Assumed until a job of the model has been timed. Used only to order jobs, and never shown to clients.
 ASSUMED_SECONDS_PER_WINDOW = 0.1
-# Time for decoding after the last window, as a share of the time for windows, until a job of the model was timed.
+# Assumed until a job of the model has been timed: time after the last window, relative to the time for windows.
 ASSUMED_FINISHING_SHARE = 0.1
-# Decoding that takes less than this is too short to be timed.
+# Shorter finishing times are too inaccurate to learn from.
 MIN_TIMED_FINISHING_SECONDS = 0.1
 
 
 class JobDurations:
-    """Estimates of how long jobs take. Not thread-safe: `JobQueue` calls it with its lock.
+    """Estimates of job durations. Not thread-safe: `JobQueue` calls all methods with its lock held.
 
-    A job computes windows, and then finishes: it decodes scores and writes labels.
+    A job first computes windows. Then it is finishing: it decodes the remaining scores and writes labels.
     """
 
     def __init__(self) -> None:
         self._recent_seconds: deque[float] = deque(maxlen=RECENT_JOBS)
         self._seconds_per_window: dict[str, float] = {}
-        # Seconds after the last window per second for windows.
+        # Seconds for finishing per second for windows, by model.
         self._finishing_shares: dict[str, float] = {}
 
     def window_seconds(self, job: Job[Any]) -> float:
-        """Return the seconds of the device for one window of a job."""
+        """Estimate the device time for one window of a job in seconds."""
         return self._seconds_per_window.get(job.name, ASSUMED_SECONDS_PER_WINDOW)
 
     def device_seconds(self, job: Job[Any]) -> float:
-        """Estimate the seconds of the device that a job still takes."""
+        """Estimate the remaining device time of a job in seconds."""
         done, total = job.progress
         return (total - done if total else job.windows) * self.window_seconds(job)
 
     def seconds_left(self, job: Job[Any]) -> float | None:
-        """Estimate the seconds of one job, from its own progress or else from earlier jobs with its model."""
+        """Estimate the seconds until the last window of a job; None if unknown.
+
+        The estimate is based on the progress of the job, or else on earlier jobs of its model.
+        """
         done, total = job.progress
         if done > 0:
             return job.seconds_run * (total - done) / done
@@ -51,7 +56,7 @@ class JobDurations:
         return None
 
     def finishing_left(self, job: Job[Any]) -> float | None:
-        """Estimate the seconds of one job after its last window; None if it is finishing and takes unusually long."""
+        """Estimate the remaining seconds for finishing a job; None if finishing takes longer than expected."""
         share, elapsed = self._finishing_shares.get(job.name), job.seconds_finishing
         if elapsed > 0:
             left = (share or 0.0) * (job.seconds_run - elapsed) - elapsed
@@ -61,13 +66,13 @@ class JobDurations:
         return (share or 0.0) * windows
 
     def expect(self, name: str, windows: int) -> float | None:
-        """Estimate the seconds that windows of a model take, with decoding; None before one was timed."""
+        """Estimate the seconds for a job with this number of windows; None if no job of the model has been timed."""
         if name not in self._seconds_per_window:
             return None
         return windows * self._seconds_per_window[name] * (1 + self._finishing_shares.get(name, 0.0))
 
     def progress(self, job: Job[Any]) -> Progress:
-        """Return the progress of a job in windows: decoding counts as many as are computed in its time."""
+        """Return the progress of a job in windows, where finishing counts as the equivalent number of windows."""
         done, total = job.progress if job.progress.total else Progress(0, job.windows)
         share = self._finishing_shares.get(job.name, ASSUMED_FINISHING_SHARE)
         finishing = max(math.ceil(share * total), 1)
@@ -77,10 +82,10 @@ class JobDurations:
         return Progress(done, total + finishing)
 
     def retry_after(self, running: Collection[Job[Any]]) -> int:
-        """Estimate the whole seconds until a job ends, from its progress or else from the median of recent jobs."""
-        known = [left for job in running if (left := self.seconds_left(job)) is not None]
-        if known:
-            left = min(known)
+        """Estimate the seconds until a running job ends, from its progress or else from the median of recent jobs."""
+        estimates = [left for job in running if (left := self.seconds_left(job)) is not None]
+        if estimates:
+            left = min(estimates)
         elif self._recent_seconds:
             longest = max((job.seconds_run for job in running), default=0.0)
             left = statistics.median(self._recent_seconds) - longest
@@ -89,18 +94,18 @@ class JobDurations:
         return min(max(math.ceil(left), 1), MAX_RETRY_AFTER)
 
     def learn(self, job: Job[Any]) -> None:
-        """Learn from a job that is over how long its windows and its decoding took."""
+        """Learn the time for windows and for finishing from a job that has ended."""
         if job.state != "done":
             return
         if job.progress.total:
             measured = (job.device_seconds or job.seconds_run) / job.progress.total
             self._seconds_per_window[job.name] = (self._seconds_per_window.get(job.name, measured) + measured) / 2
-        # The finishing time of a series is that of its last time point alone.
+        # A series is skipped, because its finishing time covers only the last time point.
         if not job.points.total and job.seconds_finishing > MIN_TIMED_FINISHING_SECONDS:
             share = job.seconds_finishing / (job.seconds_run - job.seconds_finishing)
             self._finishing_shares[job.name] = (self._finishing_shares.get(job.name, share) + share) / 2
 
     def record_duration(self, job: Job[Any]) -> None:
-        """Record how long a job took, for `retry_after`."""
+        """Record the duration of a job, for `retry_after`."""
         if job.state == "done":
             self._recent_seconds.append(job.seconds_run)

@@ -1,4 +1,4 @@
-"""A piece of work for a device, its state and its result."""
+"""A job: work for a device with its state, progress and result."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ State = Literal["waiting", "running", "done", "failed", "cancelled"]
 
 
 class Progress(NamedTuple):
-    """The number of windows that are done, and of all; 0 of 0 before that is known."""
+    """Number of completed and of all windows; both are 0 until the number is known."""
 
     done: int = 0
     total: int = 0
 
 
 class Needs(NamedTuple):
-    """The resources of a job: peak bytes of host and device memory, and windows per batch."""
+    """Resources that a job needs: peak host and device memory in bytes, and windows per batch."""
 
     host: int = 0
     device: int = 0
@@ -32,26 +32,27 @@ class Needs(NamedTuple):
 
 
 class FreeMemory(NamedTuple):
-    """Free bytes of host and device memory; None if unknown."""
+    """Free host and device memory in bytes; None if unknown."""
 
     host: int | None = None
     device: int | None = None
 
 
 class Job(Generic[T]):
-    """A piece of work for a device, and its one result.
+    """Work for a device, which runs once, and its result.
 
-    Work, result and error hold volumes and labels. A job does not refer to itself, so that they are freed with the last
-    reference to it: Python seldom searches the many objects of torch for cycles.
+    Work, results and errors refer to volumes and labels. A job has no reference cycles, so these are freed with the
+    last reference to the job. Python's cycle collector would free them much later, because it seldom searches the many
+    objects of torch.
 
-    name     of the model; jobs of one name are expected to take equally long per window
-    work     runs in a thread of the queue with the job as its argument. It asks `job.cancelled()` now and then, calls
-             `job.advance(done, total)`, and returns the result of `future` or raises its exception
-    windows  estimated number; 0 if unknown, which counts as short
-    needs    returns the resources, and is called when the work could begin
-    ready    whether the work can begin; a job that is not ready keeps its place until `JobQueue.release`
-    owner    name of the API key, among which `JobQueue` is fair; None where nobody in particular asked
-    clock    returns seconds, as `time.monotonic` does
+    name     name of the model; jobs of one model are expected to take equally long per window
+    work     function that runs in a thread of the queue, with the job as its argument. It polls `job.cancelled()`,
+             calls `job.advance(done, total)`, and returns the result or raises the exception for `future`
+    windows  estimated number of windows; 0 if unknown, which the queue treats as a short job
+    needs    returns the required resources; called whenever the work could begin
+    ready    whether the work can begin; a job that is not ready keeps its place in the queue until `JobQueue.release`
+    owner    name of the API key, for fair scheduling; None for anonymous jobs
+    clock    returns the time in seconds, like `time.monotonic`
     """
 
     def __init__(  # noqa: PLR0913
@@ -71,16 +72,16 @@ class Job(Generic[T]):
         self.windows = windows
         self.needs = needs
         self.ready = ready
-        # When `JobQueue` should have run it, by its clock.
+        # Deadline that `JobQueue` assigns, on the clock of the job.
         self.due = 0.0
-        # How long the device was busy with it, and its share of the windows that batches had room for; 0 if unknown.
+        # Device time of the job in seconds, and its share of the slots of batches; 0 if unknown.
         self.device_seconds = self.device_slots = 0.0
-        # Set by the queue, which decides anew which job begins next.
+        # Set by the queue, which may start another job when this one progresses.
         self.on_advance: Callable[[], None] = lambda: None
-        self.on_revise: Callable[[Job[T], Needs], None] = lambda _job, _needs: None
+        self.on_needs_changed: Callable[[Job[T], Needs], None] = lambda _job, _needs: None
         self.future: Future[T] = Future()
         self.progress = Progress()
-        # Time points that are done, of a series.
+        # Number of completed and of all time points of a series.
         self.points = Progress()
         self.created = self._clock()
         self._work = work
@@ -91,7 +92,7 @@ class Job(Generic[T]):
 
     @property
     def state(self) -> State:
-        """The state: waiting or running, or how the job ended."""
+        """Current state of the job."""
         if self.future.cancelled():
             return "cancelled"
         if not self.future.done():
@@ -102,17 +103,17 @@ class Job(Generic[T]):
 
     @property
     def seconds_waited(self) -> float:
-        """Seconds between creation and the start of the work, or until now."""
+        """Seconds from creation until the start of the work; until now if it has not started."""
         return (self._started if self._started is not None else self._clock()) - self.created
 
     @property
     def seconds_run(self) -> float:
-        """Seconds between the start of the work and its end, or until now; 0 while it waits."""
+        """Seconds from the start of the work until its end; until now if it has not ended, and 0 before it starts."""
         return self._seconds_since(self._started)
 
     @property
     def seconds_finishing(self) -> float:
-        """Seconds between the last window and the end of the work, or until now; 0 while windows are left."""
+        """Seconds from the last window until the end of the work, or until now; 0 before the last window is done."""
         return self._seconds_since(self._windows_done)
 
     def _seconds_since(self, began: float | None) -> float:
@@ -121,28 +122,28 @@ class Job(Generic[T]):
         return (self._ended if self._ended is not None else self._clock()) - began
 
     def cancel(self) -> None:
-        """Cancel at once while the job waits, else as soon as its work asks."""
+        """Cancel the job: immediately if it is waiting, else when its work polls `cancelled` the next time."""
         self._cancel.set()
         if self.future.cancel():
             self._drop_work()
 
     def cancelled(self) -> bool:
-        """Return whether the job was cancelled; its work may still run."""
+        """Return whether the job was cancelled. Its work may still be running."""
         return self._cancel.is_set()
 
     def advance(self, done: int, total: int) -> None:
-        """Record how many windows are done."""
-        # The time comes first: whoever sees that all are done finds it.
+        """Record the number of completed windows."""
+        # Set the time first, so that it is available when other threads see that all windows are done.
         self._windows_done = self._clock() if done == total else None
         self.progress = Progress(done, total)
         self.on_advance()
 
-    def revise(self, needs: Needs) -> None:
-        """Tell the queue that the work takes other resources than `needs` returned."""
-        self.on_revise(self, needs)
+    def update_needs(self, needs: Needs) -> None:
+        """Tell the queue that the resources of the running work have changed."""
+        self.on_needs_changed(self, needs)
 
     def run(self) -> None:
-        """Do the work, unless the job was cancelled while it waited. The caller passes exceptions on to `fail`."""
+        """Run the work, unless the job was cancelled while it was waiting. The caller passes exceptions to `fail`."""
         if not self.future.set_running_or_notify_cancel():
             return
         self._started = self._clock()
@@ -154,43 +155,44 @@ class Job(Generic[T]):
         self.future.set_result(result)
 
     def fail(self, error: BaseException) -> None:
-        """End with an error, in the thread that called `run`."""
+        """End the job with an error, in the thread that called `run`."""
         self._ended = self._clock()
         if isinstance(error, StackSegError):
-            # The message says enough, and the traceback would keep volumes in memory.
+            # The message is sufficient, and the traceback would keep volumes in memory.
             _drop_tracebacks(error)
         self.future.set_exception(error)
 
     def refuse(self, error: BaseException) -> None:
-        """End with an error before the job was ready, unless it was cancelled."""
+        """End a job that is not ready with an error, unless it was cancelled."""
         if self.future.set_running_or_notify_cancel():
             self._drop_work()
             self.fail(error)
 
     def add_done_callback(self, call: Callable[[Job[T]], None]) -> None:
-        """Call with the job once it is over, in the thread that ended it. A weak reference avoids a cycle."""
+        """Call `call` with the job when it has ended, in the thread that ended it."""
+        # A weak reference, because the job refers to the future and so to the callback.
         reference = weakref.ref(self)
 
-        def over(_future: Future[T]) -> None:
+        def call_with_job(_future: Future[T]) -> None:
             job = reference()
             if job is not None:
                 call(job)
 
-        self.future.add_done_callback(over)
+        self.future.add_done_callback(call_with_job)
 
     def _drop_work(self) -> None:
-        """Free all that the work holds."""
-        self._work, self.needs = _run_twice, Needs
+        """Release the work and everything that it refers to."""
+        self._work, self.needs = _raise_already_run, Needs
 
 
-def _run_twice(_job: Job[Any]) -> NoReturn:
-    raise AssertionError("a job runs once")
+def _raise_already_run(_job: Job[Any]) -> NoReturn:
+    raise AssertionError("a job must not run twice")
 
 
 def _drop_tracebacks(error: BaseException) -> None:
-    """Drop the tracebacks of an error, its causes and contexts."""
-    links: list[BaseException | None] = [error]
-    while links:
-        if (link := links.pop()) is not None and link.__traceback__ is not None:
+    """Drop the tracebacks of an error and of its chained exceptions."""
+    chain: list[BaseException | None] = [error]
+    while chain:
+        if (link := chain.pop()) is not None and link.__traceback__ is not None:
             link.__traceback__ = None
-            links += [link.__cause__, link.__context__]
+            chain += [link.__cause__, link.__context__]

@@ -1,4 +1,4 @@
-"""The bounded queue in which jobs wait for a device."""
+"""The bounded job queue of a device."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from service.serving.devices.queue.durations import JobDurations
 from service.serving.devices.queue.job import Job, Needs, Progress
 from service.serving.devices.queue.memory import JobMemory
 
-# One batch is computed and the next is prepared; a third in case preparing takes longer than computing.
+# Number of batches for which windows should be available: one is computed and the next is prepared, plus one in case
+# preparation takes longer than computation.
 BATCHES_AHEAD = 3
-# A job that runs is ahead of one that waits only if its remaining work is less than this multiple of the other's.
+# A running job has priority over a waiting job only if its remaining work is less than this multiple of the other work.
 REMAINING_WORK_FACTOR = 2
 
 
 class JobQueue:
-    """A queue in which owners take turns, short jobs come first, and no job waits for ever.
+    """A queue that is fair to owners, prefers short jobs, and prevents starvation.
 
-    The first job of every owner comes before the second of any, jobs that run included (round robin, Nagle 1987). In
-    the same turn the job is taken that is due first: when it came plus the seconds that it takes by itself. So a small
-    stack passes a huge one that has just come, and only jobs that come within the time that the huge one takes may pass
-    it: this bounds its waiting, however many small ones follow. This is earliest deadline first (Liu and
-    Layland 1973) with the deadline that a job would meet on a device of its own.
+    Order: Owners take turns (round robin, Nagle 1987). The first job of every owner precedes the second job of any
+    owner, where running jobs count as well. Within a turn, the job with the earliest deadline is first (Liu and Layland
+    1973). The deadline of a job is its creation time plus its duration on an otherwise idle device. So a small job
+    overtakes a large one that was queued shortly before. A large job can be overtaken only by jobs that are created
+    within its own duration, which bounds its waiting time.
 
-    A job begins if fewer run than always may, if those that run would let the device fall idle soon, or if it will be
-    done long before them. Its memory has to be free, unless nothing else runs; a job that waits for memory is passed by
-    those that fit in.
+    Start: A job begins if fewer than `guaranteed_jobs` jobs are running, if the running jobs would soon leave the
+    device idle, or if it will be done long before them. Enough memory must be free, unless no other job is running. A
+    job that waits for memory can be overtaken by jobs that fit.
 
-    Where owners share the queue, none takes more places than it leaves free (dynamic thresholds, Choudhury and Hahne
-    1998): half of them for one owner who wants all, a third for each of two, and a place for who comes next.
+    Capacity: If owners share the queue, an owner may use at most as many places as it leaves free (dynamic thresholds,
+    Choudhury and Hahne 1998). A single owner gets up to half of the places, two owners a third each, and there is
+    always a place for another owner.
 
-    limit    how many jobs may wait beyond one that runs
-    at_once  how many jobs may run
-    memory   decides whether memory holds a job
-    shared   whether several owners share the queue
-    always   how many jobs may run regardless of the work that is left for the device
+    limit            maximum number of waiting jobs, in addition to one that runs
+    at_once          maximum number of running jobs
+    memory           decides whether a job fits into memory
+    shared           whether several owners share the queue
+    guaranteed_jobs  number of jobs that may run regardless of the work that is left for the device
     """
 
     def __init__(
@@ -47,84 +49,84 @@ class JobQueue:
         memory: JobMemory | None = None,
         *,
         shared: bool = False,
-        always: int = 1,
+        guaranteed_jobs: int = 1,
     ) -> None:
         self._limit, self._shared = limit, shared
-        self.at_once, self._always = at_once, always
+        self.at_once, self._guaranteed_jobs = at_once, guaranteed_jobs
         self._memory = memory or JobMemory()
         self._durations = JobDurations()
         self._waiting: list[Job[Any]] = []
         self._running: dict[Job[Any], Needs] = {}
         self._closed = False
         self._changed = threading.Condition()
-        # Whether a thread was notified that has not looked for a job since.
+        # Whether a thread was notified and has not searched for a job yet.
         self._notified = False
 
     @property
     def waiting(self) -> int:
-        """The number of jobs that wait."""
+        """Number of waiting jobs."""
         return len(self._waiting)
 
     @property
     def running(self) -> tuple[Job[Any], ...]:
-        """The jobs that run."""
+        """The running jobs."""
         with self._changed:
             return tuple(self._running)
 
     @property
     def jobs(self) -> tuple[Job[Any], ...]:
-        """The jobs that run, then those that wait, in their turn."""
+        """The running jobs, followed by the waiting jobs in their order."""
         with self._changed:
             return (*self._running, *self._waiting)
 
-    def full(self, owner: str | None = None) -> bool:
-        """Return whether this owner may offer no more jobs."""
+    def is_full(self, owner: str | None = None) -> bool:
+        """Return whether the queue rejects further jobs of this owner."""
         with self._changed:
             jobs = self.jobs
-            left = self._limit + 1 - len(jobs)
-            return left <= (sum(job.owner == owner for job in jobs) if self._shared else 0)
+            free = self._limit + 1 - len(jobs)
+            return free <= (sum(job.owner == owner for job in jobs) if self._shared else 0)
 
     @property
     def expected_seconds(self) -> float:
-        """Seconds of the device that the jobs that wait and run should still take."""
+        """Estimated device time of all waiting and running jobs in seconds."""
         with self._changed:
             return sum(self._durations.device_seconds(job) for job in self.jobs)
 
     def check(self, owner: str | None = None) -> None:
-        """Raise what `offer` would raise now: QueueFull with the seconds until a place is likely free, or NotReady."""
+        """Raise the error that `offer` would raise now: NotReady, or QueueFull with the seconds until a retry."""
         with self._changed:
             if self._closed:
-                raise NotReady("The service is stopping; send the request again when it is back.")
-            if self.full(owner):
-                of_key = " of this key" if self._shared else ""
-                message = f"No more requests{of_key} may wait, with {len(self._waiting)} before them; try again later."
+                raise NotReady("The service is stopping. Send the request again after it has restarted.")
+            if self.is_full(owner):
+                for_key = " for requests with this API key" if self._shared else ""
+                message = f"The queue is full{for_key}: {len(self._waiting)} requests are waiting. Try again later."
                 raise QueueFull(message, self._durations.retry_after(self._running))
 
     def offer(self, job: Job[Any]) -> None:
-        """Add a job. Raises QueueFull or NotReady, at once."""
+        """Add a job. Raises QueueFull or NotReady without blocking."""
         with self._changed:
             self.check(job.owner)
             self.put(job)
         job.add_done_callback(self._durations.record_duration)
 
     def put(self, job: Job[Any]) -> None:
-        """Add a job, however many wait: for jobs of an earlier process."""
+        """Add a job even if the queue is full, such as a job that an earlier process accepted."""
         with self._changed:
             job.due = job.created + self._durations.device_seconds(job)
-            job.on_advance, job.on_revise = self._on_advance, self.revise
+            job.on_advance, job.on_needs_changed = self._on_advance, self.update_needs
             self._waiting.append(job)
             self._sort()
             self._notify()
         job.add_done_callback(self._remove)
 
     def release(self, job: Job[Any]) -> None:
-        """Let a job begin that was not ready."""
+        """Mark a job as ready, so that it may begin."""
         with self._changed:
             job.ready = True
             self._notify()
 
     def take(self) -> Job[Any] | None:
-        """Wait for the next job that may begin; None once the queue is closed and empty."""
+        """Wait for the next job that may begin. Return None when the queue is closed and empty."""
         with self._changed:
             while not (self._closed and not self._waiting):
                 self._notified = False
@@ -132,36 +134,36 @@ class JobQueue:
                     self._waiting.remove(job)
                     self._running[job] = job.needs()
                     self._sort()
-                    # Another job may begin beside this one, in another thread.
+                    # Another job may begin in another thread, in addition to this one.
                     self._notify()
                     return job
                 self._changed.wait()
             return None
 
-    def revise(self, job: Job[Any], needs: Needs) -> None:
-        """Change the resources of a job that runs; do nothing for any other."""
+    def update_needs(self, job: Job[Any], needs: Needs) -> None:
+        """Change the resources of a running job; do nothing for other jobs."""
         with self._changed:
             if job in self._running:
                 self._running[job] = needs
 
     def close(self) -> None:
-        """Accept no more jobs; those that wait still run."""
+        """Stop accepting jobs. Waiting jobs still run."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def cancel_all(self) -> None:
-        """Cancel every job that waits or runs."""
+        """Cancel all waiting and running jobs."""
         for job in self.jobs:
             job.cancel()
 
     def position(self, job: Job[Any]) -> int | None:
-        """Return 1 for the job whose turn is next, and so on; None for a job that does not wait."""
+        """Return the position of a waiting job, starting at 1 for the next one; None for a job that is not waiting."""
         with self._changed:
             return self._waiting.index(job) + 1 if job in self._waiting else None
 
     def seconds_left(self, job: Job[Any]) -> float | None:
-        """Estimate the seconds until the job is done, those before it included; None if unknown."""
+        """Estimate the seconds until a job is done, including the jobs before it; None if unknown."""
         with self._changed:
             durations = self._durations
             finishing = durations.finishing_left(job)
@@ -171,23 +173,23 @@ class JobQueue:
             if job not in self._waiting:
                 return None
             before = [durations.seconds_left(other) for other in self._waiting[: self._waiting.index(job) + 1]]
-            # Jobs that run share the device, so that they take as long as the longest of them.
-            beside = [durations.seconds_left(other) for other in self._running]
-        if None in before or None in beside:
+            # Running jobs share the device, so all of them are done when the longest one is done.
+            running = [durations.seconds_left(other) for other in self._running]
+        if None in before or None in running:
             return None
-        return sum(filter(None, before)) + max(filter(None, beside), default=0.0) + (finishing or 0.0)
+        return sum(filter(None, before)) + max(filter(None, running), default=0.0) + (finishing or 0.0)
 
     def expect(self, name: str, windows: int) -> float | None:
-        """Estimate the seconds that windows of a model take, with decoding; None before one was timed."""
+        """Estimate the seconds for a job with this number of windows; None if no job of the model has been timed."""
         with self._changed:
             return self._durations.expect(name, windows)
 
     def progress(self, job: Job[Any]) -> Progress:
-        """Return the progress of a job in windows: decoding counts as many as are computed in its time."""
+        """Return the progress of a job in windows, where finishing counts as the equivalent number of windows."""
         return self._durations.progress(job)
 
     def _sort(self) -> None:
-        """Order the waiting jobs by turns of their owners, and those with the same turn by when they are due."""
+        """Order the waiting jobs by the turn of their owner, and within a turn by deadline."""
         if len(self._waiting) < 2:
             return
         turns = Counter(job.owner for job in self._running)
@@ -198,42 +200,45 @@ class JobQueue:
         self._waiting.sort(key=order.__getitem__)
 
     def _next(self) -> Job[Any] | None:
-        """Return the job that begins next, if one may begin now."""
+        """Return the next job if one may begin now, else None."""
         if len(self._running) >= self.at_once:
             return None
         blocked: Needs | None = None
-        to_wait = self._owners_to_wait()
+        blocked_owners = self._blocked_owners()
         for job in self._waiting:
-            if job.ready and job.owner not in to_wait and self._is_useful(job, needs := job.needs()):
+            if job.ready and job.owner not in blocked_owners and self._is_useful(job, needs := job.needs()):
                 if self._memory.fits(needs, blocked, self._running.values()):
                     return job
                 blocked = blocked or needs
         return None
 
-    def _owners_to_wait(self) -> set[str | None]:
-        """Return the owners whose jobs have to wait: the last place among running jobs is for an owner who has none."""
-        last = self._shared and len(self._running) == self.at_once - 1
-        return {job.owner for job in self._running} if last else set()
+    def _blocked_owners(self) -> set[str | None]:
+        """Return the owners whose jobs have to wait.
+
+        The last slot for running jobs is reserved for an owner without a running job.
+        """
+        is_last_slot = self._shared and len(self._running) == self.at_once - 1
+        return {job.owner for job in self._running} if is_last_slot else set()
 
     def _is_useful(self, job: Job[Any], needs: Needs) -> bool:
-        """Return whether the job's windows would be in one of the next batches, after running jobs with less work."""
-        if len(self._running) < self._always:
+        """Return whether windows of the job would be part of the next batches, after running jobs with less work."""
+        if len(self._running) < self._guaranteed_jobs:
             return True
         durations = self._durations
         longest = REMAINING_WORK_FACTOR * durations.device_seconds(job)
         ahead = sum(left for left in map(durations.device_seconds, self._running) if left < longest)
-        # Half a window less, so that rounding decides nothing.
+        # Subtract half a window, so that rounding errors do not affect the result.
         return ahead < (BATCHES_AHEAD * needs.batch - 0.5) * durations.window_seconds(job)
 
     def _on_advance(self) -> None:
-        """Notify: a job got further, so that another one may be useful now."""
+        """Notify a thread when a job progresses, because another job may be useful now."""
         with self._changed:
             self._notify()
 
     def _notify(self) -> None:
-        """Wake one thread in `take` if there is a job for it: waking it in vain costs more than to look here.
+        """Wake a thread in `take` if there is a job for it. Checking here is cheaper than waking a thread for nothing.
 
-        A thread that was notified before sees all changes since, and notifies the next one.
+        A thread that was notified earlier will see all changes since then, and will notify the next thread.
         """
         if self._waiting and not self._notified and self._next() is not None:
             self._notified = True
@@ -241,12 +246,12 @@ class JobQueue:
 
     def _remove(self, job: Job[Any]) -> None:
         with self._changed:
-            self._memory.expire()
+            self._memory.invalidate()
             if self._running.pop(job, None) is None and job in self._waiting:
                 self._waiting.remove(job)
             self._durations.learn(job)
             self._sort()
-            # A thread that takes a job notifies the next, but every thread has to see the end.
+            # When a thread takes a job, it notifies the next thread. But all threads must see that the queue is closed.
             if self._closed:
                 self._changed.notify_all()
             else:

@@ -1,4 +1,4 @@
-"""The memory that jobs of one device may take together."""
+"""Memory admission for the jobs of one device."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from service.serving.devices.queue.job import FreeMemory, Needs
 
 
 class JobMemory:
-    """Decides whether memory holds a job next to those that run. Not thread-safe: `JobQueue` calls it with its lock.
+    """Decides whether a job fits into memory with the running jobs. Not thread-safe: `JobQueue` calls it with its lock.
 
-    ask            returns the free memory; it must not raise, or jobs would wait for ever
-    fresh_seconds  how old that answer may be: every job asks several times, and memory given out since counts as used
+    ask            returns the free memory; it must not raise, or jobs would wait forever
+    fresh_seconds  how long a value is reused, as each job needs it several times; jobs that begin meanwhile are counted
     """
 
     def __init__(self, ask: Callable[[], FreeMemory] = FreeMemory, fresh_seconds: float = 0.0) -> None:
         self._ask, self._fresh_seconds = ask, fresh_seconds
-        self._free, self._asked = FreeMemory(), -math.inf
-        # Free memory when nothing ran.
+        self._free, self._measured = FreeMemory(), -math.inf
+        # Free memory while no job was running.
         self._capacity = FreeMemory()
 
     def fits(self, needs: Needs, blocked: Needs | None, running: Collection[Needs]) -> bool:
-        """Return whether memory holds a job now, and the blocked job as well once the largest running one is over."""
+        """Return whether a job fits into memory.
+
+        blocked  an earlier job that waits for memory, if any; it must still fit when the largest running job has ended
+        """
         free = self._read()
         if not running:
             self._capacity = free
@@ -31,20 +34,21 @@ class JobMemory:
         for kind, (now, capacity) in enumerate(zip(free, self._capacity, strict=True)):
             if now is None or capacity is None:
                 continue
-            need, held = needs[kind], [taken[kind] for taken in running]
-            # Running jobs may not have taken all of their memory yet, and other processes may have taken some.
-            if need > now or need + sum(held) > capacity:
+            need, reserved = needs[kind], [running_needs[kind] for running_needs in running]
+            # Check both, because running jobs may not have allocated all of their memory yet, and other processes may
+            # have allocated some.
+            if need > now or need + sum(reserved) > capacity:
                 return False
-            if blocked is not None and need + blocked[kind] + sum(held) - max(held) > capacity:
+            if blocked is not None and need + blocked[kind] + sum(reserved) - max(reserved) > capacity:
                 return False
         return True
 
-    def expire(self) -> None:
-        """Ask again at the next decision: a job is over, and its memory is free."""
-        self._asked = -math.inf
+    def invalidate(self) -> None:
+        """Measure the free memory again at the next decision, because a job has ended."""
+        self._measured = -math.inf
 
     def _read(self) -> FreeMemory:
         now = time.monotonic()
-        if now - self._asked > self._fresh_seconds:
-            self._free, self._asked = self._ask(), now
+        if now - self._measured > self._fresh_seconds:
+            self._free, self._measured = self._ask(), now
         return self._free

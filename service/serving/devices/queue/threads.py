@@ -1,4 +1,4 @@
-"""The threads in which the jobs of a queue run."""
+"""Threads that run the jobs of a queue."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 
 
 class JobThreads:
-    """Threads that run jobs, one after the other, until `take` returns None. A failed job ends no thread.
+    """Threads that run jobs one after another until `take` returns None. A failed job does not end its thread.
 
-    begin  runs first in each thread
+    begin  function that each thread calls before its first job
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class JobThreads:
 
     @property
     def alive(self) -> bool:
-        """Whether any thread runs."""
+        """Whether any thread is running."""
         return any(thread.is_alive() for thread in self._threads)
 
     def start(self) -> None:
@@ -41,7 +41,7 @@ class JobThreads:
             thread.start()
 
     def join(self, seconds: float) -> bool:
-        """Wait until every thread has ended; return False if one has not after `seconds`."""
+        """Wait up to `seconds` until all threads have ended; return whether they have."""
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             if thread.ident is not None:
@@ -56,8 +56,9 @@ class JobThreads:
             except StackSegError as error:
                 job.fail(error)
             except Exception as error:
-                known = translate_error(error)
-                if known is error:
-                    log.exception("unexpected failure of a request")
-                job.fail(known)
-            del job  # holds the volume and the labels, and the next job may be hours away
+                translated = translate_error(error)
+                if translated is error:
+                    log.exception("unexpected error in a request")
+                job.fail(translated)
+            # Free the volume and the labels of the job now, because it may be hours until the next job.
+            del job

@@ -1,4 +1,4 @@
-"""Workers of a block-wise run that are actors in threads of the test."""
+"""Workers of a block-wise run, in actors that run in threads of the test."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ def task(number: int) -> BlockTask:
     return BlockTask("/nowhere", "scores", number)
 
 
-def test_a_block_of_a_lost_actor_begins_again_on_another() -> None:
-    held, asked = threading.Event(), list[int]()
+def test_block_of_a_lost_actor_is_restarted_on_another_actor() -> None:
+    released, started = threading.Event(), list[int]()
 
     def work(block: BlockTask) -> dict[str, Any]:
-        asked.append(block.number)
-        if asked == [1]:
-            held.wait(20)
+        started.append(block.number)
+        if started == [1]:
+            released.wait(20)
         return {"number": block.number}
 
     first, second = actors = [ThreadActor(lambda: BlockActor(work)) for _ in range(2)]
     with closing(ActorWorkers(actors)) as workers:
         waiting = workers.submit(task(1))
-        while not asked:
+        while not started:
             pass
         (first if first.asked("run_block") else second).lose()
         assert waiting.result(20) == {"number": 1}
         assert [workers.submit(task(number)).result(20)["number"] for number in (2, 3)] == [2, 3]
-        held.set()
-    assert asked == [1, 1, 2, 3]
+        released.set()
+    assert started == [1, 1, 2, 3]
 
 
-def test_a_block_that_ends_every_actor_ends_the_run() -> None:
+def test_run_fails_if_a_block_kills_every_actor() -> None:
     actor = ThreadActor(lambda: BlockActor(lambda _block: {}))
     actor.lose_at = "run_block"
     with closing(ActorWorkers([actor])) as workers, pytest.raises(InternalError, match=f"{MOST_DEATHS} workers"):
         workers.submit(task(1)).result(20)
 
 
-def test_errors_of_the_work_are_handed_on() -> None:
+def test_errors_of_the_work_are_raised() -> None:
     def work(_block: BlockTask) -> dict[str, Any]:
         raise BadParameter("not so")
 

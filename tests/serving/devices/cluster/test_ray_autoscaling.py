@@ -1,4 +1,4 @@
-"""Ray's autoscaler adds pretended hosts for the work of a server, and removes them."""
+"""Ray's autoscaler adds simulated hosts for the work of a server, and removes them afterwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 
-def test_hosts_are_added_for_requests_and_jobs_and_removed_afterwards(
+def test_hosts_are_added_for_work_and_removed_afterwards(
     bands_repository: Path, tmp_path: Path, phantom_maker: Any
 ) -> None:
     stack = as_tiff(phantom_maker((64, 128, 128), seed=1).image)
@@ -42,7 +42,7 @@ def test_hosts_are_added_for_requests_and_jobs_and_removed_afterwards(
             limits={"waiting": 40, "at_once": 2},
         )
         with serve(settings, wait=False) as live:
-            # Workers of Ray have a low priority, so a busy machine lets them wait for long.
+            # Workers of Ray have a low CPU priority, so they may start late on a busy machine.
             live.client.timeout = 3 * STARTING
             wait_ready(live)
             until(lambda: alive_nodes() == 1, STARTING)
@@ -50,7 +50,7 @@ def test_hosts_are_added_for_requests_and_jobs_and_removed_afterwards(
             requests = list[Future[httpx.Response]]()
 
             def two_hosts_were_added() -> bool:
-                # Hosts take seconds to come, in which a quick machine does any fixed number of requests.
+                # A host takes seconds to start, in which a fast machine could complete any fixed number of requests.
                 while sum(not request.done() for request in requests) < 4:
                     requests.append(pool.submit(live.segment, stack))
                 return alive_nodes() == 3
@@ -64,9 +64,9 @@ def test_hosts_are_added_for_requests_and_jobs_and_removed_afterwards(
             until(lambda: alive_nodes() == 1, STARTING)
             devices = live.client.get("/gpu").json()["devices"]
             assert [(device["given_back"], device["problem"]) for device in devices] == 2 * [(True, None)]
-            # The first request after that waits for a host.
+            # The next request waits until a host has been added.
             assert np.array_equal(classes(live.segment(stack).content), expected)
-            # A host that is up when its cluster ends leaves a process of Ray behind.
+            # Wait until the host is removed. Otherwise it would leave a process of Ray behind when the cluster ends.
             until(lambda: alive_nodes() == 1, STARTING)
 
 

@@ -1,4 +1,4 @@
-"""A server in front of a real Ray cluster of two nodes on this host, one of which is killed and comes back."""
+"""A server that uses a real Ray cluster with two nodes on this host. Nodes are killed and replaced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from service.core.types import Options
 from service.serving.devices.cluster.block_workers import ActorWorkers, BlockActor
 from service.serving.devices.cluster.exchange import MARKER
 from service.serving.devices.cluster.ray_cluster import make_actors
-from service.serving.devices.cluster.remote_actor import SILENT_SECONDS
+from service.serving.devices.cluster.remote_actor import RESPONSE_TIMEOUT_SECONDS
 from service.serving.devices.queue.job import Progress
 from tests.block_runs import begin, segment_blocks, segment_whole
 from tests.segmenters import settings_of
@@ -39,10 +39,10 @@ CLIENTS = 16
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A head without a device, and two nodes with one each."""
-    with ray_environment(), ray_cluster() as made:
-        made.workers = [made.add_node(num_cpus=1, num_gpus=1) for _ in range(2)]
-        yield made
+    """A cluster of a head node without device and two nodes with one device each."""
+    with ray_environment(), ray_cluster() as ray:
+        ray.workers = [ray.add_node(num_cpus=1, num_gpus=1) for _ in range(2)]
+        yield ray
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,10 @@ def test_every_request_is_answered_once_while_a_node_is_killed_and_comes_back(
         return sum(worker.problem is not None for worker in live.runtime.devices.all)
 
     def post_until(condition: Callable[[], bool]) -> None:
-        """Keep `CLIENTS` requests unanswered: a fast machine answers any fixed number before the loss is noticed."""
+        """Keep `CLIENTS` requests running until the condition is true.
+
+        A fast machine could answer any fixed number of requests before the loss of a node is detected.
+        """
 
         def is_reached() -> bool:
             while len(requests) < answers() + CLIENTS:
@@ -103,25 +106,25 @@ def test_every_request_is_answered_once_while_a_node_is_killed_and_comes_back(
     assert live.leftovers() == []
 
 
-def test_a_hang_up_stops_remote_windows_within_two_seconds(live: Live, phantom_maker: Any) -> None:
+def test_disconnected_client_stops_remote_computation_within_two_seconds(live: Live, phantom_maker: Any) -> None:
     stack = as_tiff(phantom_maker((256, 256, 256), seed=1).image)
     workers: Any = live.runtime.devices.all
 
     def progress() -> list[Progress]:
         return [task for worker in workers for task in worker.status.progress.values()]
 
-    # An actor that has come back loads its model first.
+    # A restarted actor loads its model first.
     until(lambda: not progress(), STARTING)
     with closing(HTTPConnection(live.host, live.port)) as connection:
         connection.request("POST", "/segment", stack, {"Content-Type": "image/tiff"})
         until(lambda: any(task.done for task in progress()), STARTING)
-    hung_up = time.monotonic()
+    disconnected = time.monotonic()
     assert all(task.done < task.total / 2 for task in progress())
     until(lambda: not progress(), 10)
-    assert time.monotonic() - hung_up < 2
+    assert time.monotonic() - disconnected < 2
 
 
-def test_requests_of_a_host_that_falls_silent_are_answered_by_another(
+def test_requests_of_an_unresponsive_host_run_on_another_host(
     live: Live, cluster: Any, bands_repository: Path, phantom_maker: Any
 ) -> None:
     stack = as_tiff(phantom_maker((128, 256, 256), seed=2).image)
@@ -130,34 +133,34 @@ def test_requests_of_a_host_that_falls_silent_are_answered_by_another(
     workers: Any = live.runtime.devices.all
     until(lambda: all(worker.problem is None for worker in workers), STARTING)
     before = segmentations(live)
-    silent = cluster.workers[1]
+    unresponsive = cluster.workers[1]
     with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(live.segment, stack) for _ in workers]
+        requests = [pool.submit(live.segment, stack) for _ in workers]
         until(lambda: all(any(task.done for task in worker.status.progress.values()) for worker in workers), STARTING)
-        with stopped(silent):
-            until(lambda: sum(worker.problem is not None for worker in workers) == 1, SILENT_SECONDS + 5)
-            answers = [request.result() for request in asked]
+        with suspend(unresponsive):
+            until(lambda: sum(worker.problem is not None for worker in workers) == 1, RESPONSE_TIMEOUT_SECONDS + 5)
+            answers = [request.result() for request in requests]
             assert all(np.array_equal(classes(answer.content), expected) for answer in answers)
-    # Ray may have given the silent node up, and then wants another one.
-    spare = cluster.add_node(num_cpus=1, num_gpus=1)
+    # Ray may have removed the unresponsive node, so add a replacement.
+    replacement = cluster.add_node(num_cpus=1, num_gpus=1)
     until(lambda: all(worker.problem is None for worker in workers), STARTING)
     until(lambda: not any(worker.status.progress for worker in workers), STARTING)
     assert live.segment(stack).status_code == 200
-    # A request is counted once its answer has gone.
+    # A request is counted after its response has been sent.
     until(lambda: segmentations(live) >= before + len(workers) + 1)
     assert segmentations(live) == before + len(workers) + 1
     assert live.leftovers() == []
     assert [entry.name for entry in live.runtime._cluster._exchange.path.iterdir()] == [MARKER]
-    if is_alive(silent):
-        cluster.remove_node(spare)
+    if is_alive(unresponsive):
+        cluster.remove_node(replacement)
     else:
-        cluster.workers[1] = spare
+        cluster.workers[1] = replacement
 
 
-def test_what_runs_in_the_cluster_is_finished_when_the_service_stops(
+def test_requests_in_the_cluster_finish_when_the_service_stops(
     cluster: Any, bands_repository: Path, tmp_path: Path, phantom_maker: Any
 ) -> None:
-    """On nodes of their own, as a service that stops gives its devices back."""
+    """Use a separate node, because a service that stops releases its devices."""
     node = cluster.add_node(num_cpus=1, num_gpus=1)
     stack = as_tiff(phantom_maker((64, 128, 128), seed=1).image)
     settings = eager(
@@ -168,16 +171,16 @@ def test_what_runs_in_the_cluster_is_finished_when_the_service_stops(
     with ThreadPoolExecutor(1) as pool:
         with serve(settings, wait=False) as live:
             wait_ready(live)
-            asked = pool.submit(live.segment, stack)
+            requests = pool.submit(live.segment, stack)
             until(lambda: live.runtime.devices.running, STARTING)
             live.server.should_exit = True
-            assert asked.result().status_code == 200
+            assert requests.result().status_code == 200
         assert list(tmp_path.iterdir()) == []
     until(lambda: ray_gpus_free() >= 1, 30)
     cluster.remove_node(node)
 
 
-def test_blocks_of_a_lost_node_are_done_again_elsewhere(
+def test_blocks_of_a_lost_node_are_restarted_on_another_node(
     cluster: Any, bands: Any, tmp_path: Path, phantom_maker: Any
 ) -> None:
     source = write_zarr(tmp_path / "in.zarr", phantom_maker((48, 96, 96), seed=1).image, chunks=(16, 32, 32))
@@ -202,10 +205,10 @@ def ray_gpus_free() -> float:
 
 
 def segmentations(live: Live) -> int:
-    """How many requests were answered with labels."""
-    told = 'stackseg_requests_total{route="/segment",status="200"}'
+    """Return the number of successful segmentation requests."""
+    metric = 'stackseg_requests_total{route="/segment",status="200"}'
     lines = live.client.get("/metrics").text.splitlines()
-    return sum(int(float(line.split()[-1])) for line in lines if line.startswith(told))
+    return sum(int(float(line.split()[-1])) for line in lines if line.startswith(metric))
 
 
 def is_alive(node: Any) -> bool:
@@ -215,8 +218,8 @@ def is_alive(node: Any) -> bool:
 
 
 @contextmanager
-def stopped(node: Any) -> Iterator[None]:
-    """Stop all processes of a node, actors included, and let them go on."""
+def suspend(node: Any) -> Iterator[None]:
+    """Suspend all processes of a node, including actors, and resume them after the block."""
     pids = [info.process.pid for infos in node.all_processes.values() for info in infos]
     for pid in pids:
         pids += [

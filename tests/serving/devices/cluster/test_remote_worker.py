@@ -1,4 +1,4 @@
-"""A server whose devices are actors in threads of the test, which are lost and come back."""
+"""A server whose devices are actors in threads of the test. Actors are lost and recover."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from service.core.sections.serving import Access, References
 from service.core.types import Volume
 from service.models.repository import read_spec
 from service.serving.build import build_runtime
-from service.serving.devices.cluster.actor import Actor, MakeActor
+from service.serving.devices.cluster.actor import Actor, ActorFactory
 from service.serving.devices.cluster.actor_pool import ActorPool
 from service.serving.devices.cluster.device_actor import actor_settings
 from service.serving.devices.cluster.exchange import ABANDONED_SECONDS, MARKER, Exchange, Task
@@ -38,9 +38,9 @@ Service = tuple[Live, list[ThreadActor]]
 def two_workers(settings: Settings, load: Any = Segmenter) -> Iterator[Service]:
     actors: list[ThreadActor] = []
 
-    def connect(chosen: Settings) -> MakeActor:
+    def connect(actor_config: Settings) -> ActorFactory:
         def make_actor() -> Actor:
-            actors.append(make_device_actor(chosen, load))
+            actors.append(make_device_actor(actor_config, load))
             return actors[-1]
 
         return make_actor
@@ -65,7 +65,7 @@ def stack(phantom_maker: Any) -> bytes:
     return as_tiff(phantom_maker((16, 40, 40), seed=1).image)
 
 
-def test_labels_are_those_of_a_local_device(service: Service, bands_repository: Path, phantom_maker: Any) -> None:
+def test_labels_equal_those_of_a_local_device(service: Service, bands_repository: Path, phantom_maker: Any) -> None:
     live, _ = service
     stacks = [as_tiff(phantom_maker((16, 40, 40), seed=seed).image) for seed in range(6)]
     with serve(eager(bands_repository)) as local:
@@ -73,18 +73,18 @@ def test_labels_are_those_of_a_local_device(service: Service, bands_repository: 
     with ThreadPoolExecutor(12) as pool:
         for labels, answer in zip(expected * 2, pool.map(live.segment, stacks * 2), strict=True):
             assert np.array_equal(classes(answer.content), labels)
-            # It is known of the answer what has made it, so that it could be cached.
+            # The etag shows that the execution settings are known, so the response can be cached.
             assert "etag" in answer.headers
     metrics = live.client.get("/metrics").text
-    told = [line for line in metrics.splitlines() if line.startswith("stackseg_device_windows_total")]
-    assert {line.split('"')[1] for line in told} == {"ray-1", "ray-2"}
+    lines = [line for line in metrics.splitlines() if line.startswith("stackseg_device_windows_total")]
+    assert {line.split('"')[1] for line in lines} == {"ray-1", "ray-2"}
     devices = live.client.get("/gpu").json()["devices"]
     assert [(device["name"], device["models"]) for device in devices] == [("ray-1", ["bands"]), ("ray-2", ["bands"])]
     assert all(device["host"] for device in devices)
     assert len(live.client.get("/gpu").json()["hosts"]) == 1
 
 
-def test_requests_of_a_lost_worker_run_elsewhere_and_it_is_used_again(service: Service, phantom_maker: Any) -> None:
+def test_requests_of_a_lost_worker_run_on_another_and_it_recovers(service: Service, phantom_maker: Any) -> None:
     live, actors = service
     stack = as_tiff(phantom_maker((32, 64, 64), seed=3).image)
     expected = classes(live.segment(stack).content)
@@ -93,7 +93,7 @@ def test_requests_of_a_lost_worker_run_elsewhere_and_it_is_used_again(service: S
         until(lambda: any(actor._waiting for actor in actors))
         actors[0].lose()
         assert all(np.array_equal(classes(answer.result().content), expected) for answer in answers)
-    assert "does not answer" in live.client.get("/gpu").json()["devices"][0]["problem"]
+    assert "does not respond" in live.client.get("/gpu").json()["devices"][0]["problem"]
     assert live.client.get("/health/ready").json() == {"status": "degraded"}
     actors[1].lose()
     until(lambda: live.client.get("/health/ready").status_code == 503)
@@ -108,12 +108,14 @@ def test_requests_of_a_lost_worker_run_elsewhere_and_it_is_used_again(service: S
 @pytest.mark.parametrize(
     ("losses", "status"),
     [
-        pytest.param((1, 0), 200, id="runs on another"),
-        pytest.param((1, 1), 200, id="begins again on one of them"),
-        pytest.param((3, 3), 503, id="is given up"),
+        pytest.param((1, 0), 200, id="one-device-lost"),
+        pytest.param((1, 1), 200, id="both-devices-lost-once"),
+        pytest.param((3, 3), 503, id="too-many-losses"),
     ],
 )
-def test_a_request_whose_devices_are_lost(service: Service, stack: bytes, losses: tuple[int, int], status: int) -> None:
+def test_request_is_retried_if_its_device_is_lost(
+    service: Service, stack: bytes, losses: tuple[int, int], status: int
+) -> None:
     live, actors = service
     for actor, times in zip(actors, losses, strict=True):
         actor.lost_devices = times
@@ -127,24 +129,24 @@ def test_a_request_whose_devices_are_lost(service: Service, stack: bytes, losses
         actor.lost_devices = 0
 
 
-def test_a_cancelled_request_stops_its_actor(bands_repository: Path, tmp_path: Path, stack: bytes) -> None:
-    held = Fakes()
-    with two_workers(remote(bands_repository, tmp_path), held) as (live, actors):
-        until(lambda: len(held) == 2)
-        for fake in held:
+def test_cancelled_request_stops_the_computation_in_its_actor(
+    bands_repository: Path, tmp_path: Path, stack: bytes
+) -> None:
+    fakes = Fakes()
+    with two_workers(remote(bands_repository, tmp_path), fakes) as (live, actors):
+        until(lambda: len(fakes) == 2)
+        for fake in fakes:
             fake.gate.clear()
         job = live.client.post("/jobs", content=stack).headers["location"]
         until(lambda: any(actor.device._jobs for actor in actors))
         until(lambda: live.client.get(job).json()["progress"]["total"] > 0)
         assert live.client.delete(job).status_code == 204
         until(lambda: not any(actor.device._jobs for actor in actors), 2)
-        for fake in held:
+        for fake in fakes:
             fake.gate.set()
 
 
-def test_a_worker_whose_call_fails_is_lost_and_asked_again(
-    service: Service, monkeypatch: pytest.MonkeyPatch, stack: bytes
-) -> None:
+def test_worker_recovers_after_its_calls_fail(service: Service, monkeypatch: pytest.MonkeyPatch, stack: bytes) -> None:
     live, actors = service
     worker = live.runtime.devices.all[0]
     until(lambda: worker.problem is None)
@@ -159,9 +161,7 @@ def test_a_worker_whose_call_fails_is_lost_and_asked_again(
     assert live.segment(stack).status_code == 200
 
 
-def test_an_actor_keeps_the_model_of_a_task_that_its_service_did_not_know_of_yet(
-    bands_repository: Path, tmp_path: Path
-) -> None:
+def test_status_call_does_not_unload_models_of_tasks(bands_repository: Path, tmp_path: Path) -> None:
     fakes = Fakes(closed)
     actor = make_device_actor(remote(bands_repository, tmp_path), fakes)
     spec = read_spec(bands_repository / "bands")
@@ -175,9 +175,9 @@ def test_an_actor_keeps_the_model_of_a_task_that_its_service_did_not_know_of_yet
     assert [call.result(20).error for call in (blocking, loaded)] == [None, None]
 
 
-def test_a_service_whose_actors_are_silent_keeps_its_folder(tmp_path: Path) -> None:
-    exchange, asked = Exchange(tmp_path), SilentActor()
-    [device] = ActorPool(exchange, lambda: asked, Cluster(), 1).actors
+def test_exchange_folder_is_renewed_while_actors_do_not_respond(tmp_path: Path) -> None:
+    exchange, silent_actor = Exchange(tmp_path), SilentActor()
+    [device] = ActorPool(exchange, lambda: silent_actor, Cluster(), 1).actors
     device.start()
     time.sleep(STATUS_SECONDS + 2 * POLL_SECONDS)
     os.utime(exchange.path / MARKER, (0, 0))
@@ -187,8 +187,8 @@ def test_a_service_whose_actors_are_silent_keeps_its_folder(tmp_path: Path) -> N
     assert device.join(5)
 
 
-def test_a_folder_is_needed_and_one_of_a_killed_service_is_deleted(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not a folder that this process may write to"):
+def test_exchange_requires_a_folder_and_deletes_abandoned_folders(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a writable folder"):
         Exchange(tmp_path / "missing")
     killed, running = Exchange(tmp_path), Exchange(tmp_path)
     os.utime(killed.path / MARKER, (0, 0))
@@ -196,11 +196,11 @@ def test_a_folder_is_needed_and_one_of_a_killed_service_is_deleted(tmp_path: Pat
     assert (killed.path.exists(), running.path.exists()) == (False, True)
 
 
-def test_folders_are_for_the_user_of_the_service_alone_and_keys_stay_there(tmp_path: Path) -> None:
+def test_exchange_folders_are_private_and_actors_get_no_keys(tmp_path: Path) -> None:
     umask = os.umask(0)
     try:
         exchange = Exchange(tmp_path)
-        with exchange.lend(Volume.from_array(np.zeros((1, 2, 3, 4), np.uint8))) as stored:
+        with exchange.share_volume(Volume.from_array(np.zeros((1, 2, 3, 4), np.uint8))) as stored:
             folders = [exchange.path, stored.path.parent]
             assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700, 0o700]
     finally:
@@ -208,11 +208,11 @@ def test_folders_are_for_the_user_of_the_service_alone_and_keys_stay_there(tmp_p
     settings = Settings.model_validate(
         {"access": {"keys": {"ada": "sha256:" + 64 * "0"}}, "references": {"inputs": {"a": tmp_path}}}
     )
-    sent = actor_settings(settings)
-    assert (sent.access, sent.references) == (Access(), References())
+    remote_settings = actor_settings(settings)
+    assert (remote_settings.access, remote_settings.references) == (Access(), References())
 
 
-def test_without_ray_the_service_says_what_to_install(
+def test_missing_ray_is_reported_with_the_install_command(
     bands_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)

@@ -2,38 +2,38 @@ from __future__ import annotations
 
 from fakes import until
 
-from service.serving.devices.local.malloc_trim import WORK_SECONDS, MallocTrimmer
+from service.serving.devices.local.malloc_trim import MIN_CPU_SECONDS, MallocTrimmer
 
 
 class Process:
-    """The processor time of a process, and when memory was given back."""
+    """A fake process with its CPU time, and the CPU times at which memory was trimmed."""
 
     def __init__(self, seconds: float = 30.0) -> None:
-        self.worked = 5.0
-        self.given_back: list[float] = []
-        self.trimmer = MallocTrimmer(lambda: self.given_back.append(self.worked), lambda: self.worked, seconds)
+        self.cpu_seconds = 5.0
+        self.trims: list[float] = []
+        self.trimmer = MallocTrimmer(lambda: self.trims.append(self.cpu_seconds), lambda: self.cpu_seconds, seconds)
 
 
-def test_memory_is_given_back_after_work_and_not_again_before_there_was_more() -> None:
-    """Starting is work."""
+def test_memory_is_trimmed_after_enough_cpu_time() -> None:
+    """The first check trims, because starting the process takes CPU time."""
     process = Process()
     process.trimmer.check()
     process.trimmer.check()
-    assert process.given_back == [5.0]
-    process.worked += WORK_SECONDS / 2
+    assert process.trims == [5.0]
+    process.cpu_seconds += MIN_CPU_SECONDS / 2
     process.trimmer.check()
-    assert process.given_back == [5.0]
-    process.worked += WORK_SECONDS / 2
+    assert process.trims == [5.0]
+    process.cpu_seconds += MIN_CPU_SECONDS / 2
     process.trimmer.check()
-    assert process.given_back == [5.0, 6.0]
+    assert process.trims == [5.0, 6.0]
 
 
-def test_a_thread_looks_until_it_is_stopped() -> None:
+def test_trimmer_checks_until_it_is_stopped() -> None:
     Process().trimmer.stop()
     process = Process(seconds=0.01)
     process.trimmer.start()
-    until(lambda: process.given_back == [5.0])
+    until(lambda: process.trims == [5.0])
     process.trimmer.stop()
     process.trimmer.stop()
-    process.worked += WORK_SECONDS
-    assert process.given_back == [5.0]
+    process.cpu_seconds += MIN_CPU_SECONDS
+    assert process.trims == [5.0]

@@ -20,7 +20,7 @@ class Model:
 
 
 class RecordingCache:
-    """A ModelCache that loads models of the given sizes, as soon as `gate` is open; `loads` in their order."""
+    """A model cache that records loads and unloads. Models have the given sizes, and load when `gate` is set."""
 
     def __init__(self, limit: int, **sizes: int) -> None:
         self.gate = threading.Event()
@@ -47,7 +47,7 @@ class RecordingCache:
             raise self.unload_error
 
     def use(self, name: str) -> Lease[Model]:
-        """A lease whose model is there."""
+        """Return a lease whose model is loaded."""
         lease = self.model_cache.lease(name)
         assert lease.model.result(10).name == name
         return lease
@@ -59,170 +59,170 @@ class RecordingCache:
 
 @contextmanager
 def started_cache(limit: int, *first: str, **sizes: int) -> Iterator[RecordingCache]:
-    """A cache that loads the `first` models once the gate is opened."""
-    made = RecordingCache(limit, **sizes)
+    """Start a cache. The models in `first` are loaded when the gate is set."""
+    recording = RecordingCache(limit, **sizes)
     if first:
-        made.gate.clear()
-    made.model_cache.start(first)
-    yield made
-    made.gate.set()
-    made.model_cache.close()
-    assert made.model_cache.join(10)
+        recording.gate.clear()
+    recording.model_cache.start(first)
+    yield recording
+    recording.gate.set()
+    recording.model_cache.close()
+    assert recording.model_cache.join(10)
 
 
-def test_the_least_recently_used_makes_room() -> None:
-    with started_cache(10, a=4, b=4, c=4, d=8) as recording:
-        recording.touch("a", "b", "a", "c")
-        until(lambda: recording.unloads == ["b"])
-        assert set(recording.model_cache.loaded_models) == {"a", "c"}
-        recording.touch("d")
-        assert set(recording.model_cache.loaded_models) == {"d"}
-        recording.touch("b")
-        assert set(recording.model_cache.loaded_models) == {"b"}
+def test_least_recently_used_model_is_evicted() -> None:
+    with started_cache(10, a=4, b=4, c=4, d=8) as cache:
+        cache.touch("a", "b", "a", "c")
+        until(lambda: cache.unloads == ["b"])
+        assert set(cache.model_cache.loaded_models) == {"a", "c"}
+        cache.touch("d")
+        assert set(cache.model_cache.loaded_models) == {"d"}
+        cache.touch("b")
+        assert set(cache.model_cache.loaded_models) == {"b"}
 
 
-def test_memory_that_cannot_be_freed_keeps_no_other_model_from_being_loaded(caplog: pytest.LogCaptureFixture) -> None:
-    with started_cache(10, a=6, b=6, c=6) as recording:
-        recording.unload_error = RuntimeError("the device is lost")
-        recording.touch("a", "b", "c")
-    assert (recording.unloads, "the device is lost" in caplog.text) == (["a", "b"], True)
+def test_models_are_loaded_even_if_freeing_memory_fails(caplog: pytest.LogCaptureFixture) -> None:
+    with started_cache(10, a=6, b=6, c=6) as cache:
+        cache.unload_error = RuntimeError("the device is lost")
+        cache.touch("a", "b", "c")
+    assert (cache.unloads, "the device is lost" in caplog.text) == (["a", "b"], True)
 
 
-def test_a_model_that_has_grown_makes_room_as_it_is() -> None:
-    with started_cache(10, a=1, b=1) as recording:
-        lease = recording.use("a")
+def test_model_is_evicted_by_its_current_size() -> None:
+    with started_cache(10, a=1, b=1) as cache:
+        lease = cache.use("a")
         lease.model.result().nbytes = 10
         lease.end()
-        assert recording.model_cache.loaded_models["a"].nbytes == 10
-        recording.touch("b")
-        assert recording.unloads == ["a"]
+        assert cache.model_cache.loaded_models["a"].nbytes == 10
+        cache.touch("b")
+        assert cache.unloads == ["a"]
 
 
-def test_nobody_gets_a_model_before_the_first_ones_are_loaded() -> None:
-    with started_cache(10, "a", "b", a=3, b=3) as recording:
-        lease, told = recording.model_cache.lease("a"), list[list[str]]()
-        lease.model.add_done_callback(lambda _: told.append([*recording.loads]))
-        until(lambda: "a" in recording.loads)
-        assert recording.model_cache.starting == ("a", "b")
-        recording.gate.set()
+def test_leases_are_granted_after_all_startup_models_are_loaded() -> None:
+    with started_cache(10, "a", "b", a=3, b=3) as cache:
+        lease, loads = cache.model_cache.lease("a"), list[list[str]]()
+        lease.model.add_done_callback(lambda _: loads.append([*cache.loads]))
+        until(lambda: "a" in cache.loads)
+        assert cache.model_cache.starting == ("a", "b")
+        cache.gate.set()
         assert lease.model.result(10).name == "a"
-        until(lambda: told == [["a", "b"]])
+        until(lambda: loads == [["a", "b"]])
 
 
-def test_a_model_in_use_is_never_unloaded_and_the_one_that_waits_for_its_room_has_its_turn() -> None:
-    with started_cache(10, a=6, b=6) as recording:
-        mine, also_mine = recording.use("a"), recording.use("a")
-        other = recording.model_cache.lease("b")
-        until(lambda: recording.model_cache.is_awaited("b"))
-        late = recording.model_cache.lease("a")
-        mine.end()
+def test_model_in_use_is_not_unloaded_but_gets_no_new_leases_while_another_waits() -> None:
+    with started_cache(10, a=6, b=6) as cache:
+        first, second = cache.use("a"), cache.use("a")
+        other = cache.model_cache.lease("b")
+        until(lambda: cache.model_cache.is_awaited("b"))
+        late = cache.model_cache.lease("a")
+        first.end()
         assert not other.model.done()
-        assert not late.model.done(), "or b would wait for ever while others use a"
-        also_mine.end()
+        assert not late.model.done(), "otherwise b could wait forever while others use a"
+        second.end()
         assert other.model.result(10).name == "b"
         assert not late.model.done()
         other.end()
         assert late.model.result(10).name == "a"
         late.end()
-    assert recording.unloads == ["a", "b"]
+    assert cache.unloads == ["a", "b"]
 
 
-def test_whoever_waits_for_room_and_gives_up_lets_others_use_what_is_there() -> None:
-    with started_cache(10, a=6, b=6) as recording:
-        mine = recording.use("a")
-        other, late = recording.model_cache.lease("b"), recording.model_cache.lease("a")
+def test_cancelled_lease_stops_the_eviction_of_other_models() -> None:
+    with started_cache(10, a=6, b=6) as cache:
+        first = cache.use("a")
+        other, late = cache.model_cache.lease("b"), cache.model_cache.lease("a")
         other.end()
         assert other.model.cancelled()
-        mine.end()
+        first.end()
         assert late.model.result(10).name == "a"
         late.end()
         late.end()
-        assert recording.model_cache.loaded_models["a"].users == 0
-    assert recording.unloads == []
+        assert cache.model_cache.loaded_models["a"].users == 0
+    assert cache.unloads == []
 
 
-def test_a_model_that_is_larger_than_was_guessed_still_keeps_to_the_budget() -> None:
-    with started_cache(10, a=6, b=6) as recording:
-        recording.guesses["b"] = 1
-        recording.touch("a", "b")
-        assert recording.loads == ["a", "b", "b"], "it is known to take 6 only once it was loaded"
-        recording.touch("a")
-        assert recording.loads == ["a", "b", "b", "a"]
-        assert set(recording.model_cache.loaded_models) == {"a"}
+def test_memory_limit_holds_for_a_model_that_is_larger_than_estimated() -> None:
+    with started_cache(10, a=6, b=6) as cache:
+        cache.guesses["b"] = 1
+        cache.touch("a", "b")
+        assert cache.loads == ["a", "b", "b"], "the size of b is known only after it was loaded"
+        cache.touch("a")
+        assert cache.loads == ["a", "b", "b", "a"]
+        assert set(cache.model_cache.loaded_models) == {"a"}
 
 
-def test_a_model_larger_than_the_budget_is_refused_and_others_stay() -> None:
-    with started_cache(10, a=6, huge=11) as recording:
-        recording.guesses["huge"] = 1
-        recording.touch("a")
-        lease = recording.model_cache.lease("huge")
+def test_model_larger_than_the_limit_fails_and_other_models_stay_loaded() -> None:
+    with started_cache(10, a=6, huge=11) as cache:
+        cache.guesses["huge"] = 1
+        cache.touch("a")
+        lease = cache.model_cache.lease("huge")
         with pytest.raises(BrokenModel, match=r"huge takes .*models\.memory_bytes allows"):
             lease.model.result(10)
-        assert "huge" in recording.model_cache.problems
+        assert "huge" in cache.model_cache.problems
         with pytest.raises(BrokenModel):
-            recording.model_cache.lease("huge").model.result(10)
-        assert recording.loads == ["a", "huge"]
-        recording.touch("a")
-        assert recording.loads == ["a", "huge"]
+            cache.model_cache.lease("huge").model.result(10)
+        assert cache.loads == ["a", "huge"]
+        cache.touch("a")
+        assert cache.loads == ["a", "huge"]
 
 
-def test_while_one_is_loaded_others_are_used() -> None:
-    with started_cache(10, a=3, b=3) as recording:
-        recording.touch("a")
-        recording.gate.clear()
-        waiting = recording.model_cache.lease("b")
-        until(lambda: recording.loads == ["a", "b"])
-        recording.touch("a")
+def test_loaded_models_are_usable_while_another_is_loaded() -> None:
+    with started_cache(10, a=3, b=3) as cache:
+        cache.touch("a")
+        cache.gate.clear()
+        waiting = cache.model_cache.lease("b")
+        until(lambda: cache.loads == ["a", "b"])
+        cache.touch("a")
         assert not waiting.model.done()
-        assert recording.model_cache.is_awaited("b")
-        recording.gate.set()
+        assert cache.model_cache.is_awaited("b")
+        cache.gate.set()
         assert waiting.model.result(10).name == "b"
 
 
 @pytest.mark.parametrize(
-    ("error", "again"),
-    [(OutOfMemory("none left", 3), True), (UnknownModel("gone"), True), (RuntimeError("odd"), False)],
+    ("error", "is_retried"),
+    [(OutOfMemory("none left", 3), True), (UnknownModel("gone"), True), (RuntimeError("unexpected"), False)],
 )
-def test_a_model_that_does_not_load_is_tried_again_unless_it_is_broken(error: Exception, again: bool) -> None:
-    with started_cache(10, a=3) as recording:
-        recording.error = error
-        lease = recording.model_cache.lease("a")
+def test_loading_is_retried_after_temporary_errors_only(error: Exception, is_retried: bool) -> None:
+    with started_cache(10, a=3) as cache:
+        cache.error = error
+        lease = cache.model_cache.lease("a")
         with pytest.raises(type(error)):
             lease.model.result(10)
-        recording.error = None
-        assert bool(recording.model_cache.problems) is not again
-        second = recording.model_cache.lease("a")
-        if again:
+        cache.error = None
+        assert bool(cache.model_cache.problems) is not is_retried
+        second = cache.model_cache.lease("a")
+        if is_retried:
             assert second.model.result(10).name == "a"
         else:
-            with pytest.raises(BrokenModel, match="RuntimeError: odd"):
+            with pytest.raises(BrokenModel, match="RuntimeError: unexpected"):
                 second.model.result(10)
 
 
-def test_who_waits_when_it_closes_is_told_so() -> None:
-    with started_cache(10, a=3, b=3) as recording:
-        recording.gate.clear()
-        loading, waiting = recording.model_cache.lease("a"), recording.model_cache.lease("b")
-        until(lambda: recording.loads == ["a"])
-        recording.model_cache.close()
-        for lease in (loading, waiting, recording.model_cache.lease("a")):
+def test_waiting_leases_are_cancelled_when_the_cache_closes() -> None:
+    with started_cache(10, a=3, b=3) as cache:
+        cache.gate.clear()
+        loading, waiting = cache.model_cache.lease("a"), cache.model_cache.lease("b")
+        until(lambda: cache.loads == ["a"])
+        cache.model_cache.close()
+        for lease in (loading, waiting, cache.model_cache.lease("a")):
             with pytest.raises(Cancelled):
                 lease.model.result(10)
 
 
-def test_many_users_of_more_models_than_fit() -> None:
+def test_concurrent_use_of_more_models_than_fit() -> None:
     sizes = dict.fromkeys("abcde", 4)
-    with started_cache(10, **sizes) as recording:
+    with started_cache(10, **sizes) as cache:
         wrong: list[str] = []
 
         def use(names: str) -> None:
             for name in names:
-                lease = recording.use(name)
-                if recording.model_cache.get(name) is None or len(recording.model_cache.loaded_models) > 2:
+                lease = cache.use(name)
+                if cache.model_cache.get(name) is None or len(cache.model_cache.loaded_models) > 2:
                     wrong.append(name)
                 lease.end()
 
         with ThreadPoolExecutor(5) as threads:
-            list(threads.map(use, ["abcde"[turn:] * 4 for turn in range(5)]))
+            list(threads.map(use, ["abcde"[start:] * 4 for start in range(5)]))
         assert wrong == []
-        until(lambda: len(recording.loads) - len(recording.unloads) == len(recording.model_cache.loaded_models))
+        until(lambda: len(cache.loads) - len(cache.unloads) == len(cache.model_cache.loaded_models))

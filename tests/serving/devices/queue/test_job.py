@@ -7,7 +7,7 @@ from service.core.errors import BadFile
 from service.serving.devices.queue.job import Job, Progress
 
 
-def test_job_gives_its_result_and_its_times() -> None:
+def test_job_has_its_result_and_durations() -> None:
     clock = Clock()
 
     def work(job: Job[int]) -> int:
@@ -24,20 +24,20 @@ def test_job_gives_its_result_and_its_times() -> None:
     assert (job.seconds_waited, job.seconds_run) == (1, 2)
 
 
-def test_job_that_fails_raises_for_whoever_waits() -> None:
+def test_failed_job_raises_its_error() -> None:
     def work(_job: Job[int]) -> int:
-        raise BadFile("cut short")
+        raise BadFile("truncated")
 
     job = Job("broken", work)
     with pytest.raises(BadFile) as caught:
         job.run()
     job.fail(caught.value)
     assert job.state == "failed"
-    with pytest.raises(BadFile, match="cut short"):
+    with pytest.raises(BadFile, match="truncated"):
         job.future.result()
 
 
-def test_job_cancelled_while_it_waits_never_runs() -> None:
+def test_job_cancelled_while_waiting_never_runs() -> None:
     ran = []
     job = Job("late", ran.append)
     job.cancel()

@@ -15,16 +15,16 @@ from service.serving.devices.queue.job_queue import BATCHES_AHEAD, JobQueue
 from service.serving.devices.queue.memory import JobMemory
 
 
-def done(_job: Job[int]) -> int:
+def return_seven(_job: Job[int]) -> int:
     return 7
 
 
-def sized(windows: int, host: int = 0, batch: int = 1, owner: str | None = None) -> Job[int]:
-    return Job("m", done, windows=windows, needs=lambda: Needs(host, batch=batch), owner=owner)
+def make_job(windows: int, host: int = 0, batch: int = 1, owner: str | None = None) -> Job[int]:
+    return Job("m", return_seven, windows=windows, needs=lambda: Needs(host, batch=batch), owner=owner)
 
 
-def owned(owner: str, windows: int = 1, batch: int = 1) -> Job[int]:
-    return sized(windows, batch=batch, owner=owner)
+def make_owned_job(owner: str, windows: int = 1, batch: int = 1) -> Job[int]:
+    return make_job(windows, batch=batch, owner=owner)
 
 
 def offer(queue: JobQueue, *jobs: Job[Any]) -> None:
@@ -33,15 +33,15 @@ def offer(queue: JobQueue, *jobs: Job[Any]) -> None:
 
 
 def takes(queue: JobQueue, *jobs: Job[int]) -> bool:
-    """Whether these begin now, in this order, and then no other."""
+    """Return whether exactly these jobs begin now, in this order."""
     for job in jobs:
         if queue._next() is not job or queue.take() is not job:
             return False
     return queue._next() is None
 
 
-def timed(queue: JobQueue, name: str, windows: int, seconds: float) -> None:
-    """Let the queue see how long jobs of this name take."""
+def run_timed_job(queue: JobQueue, name: str, windows: int, seconds: float) -> None:
+    """Run a job, so that the queue learns the duration of jobs of this model."""
     clock = Clock()
 
     def work(job: Job[None]) -> None:
@@ -55,37 +55,37 @@ def timed(queue: JobQueue, name: str, windows: int, seconds: float) -> None:
     job.run()
 
 
-def test_as_many_jobs_as_always_may_run_whatever_the_device_still_has_to_do() -> None:
-    queue = JobQueue(limit=30, always=3)
-    jobs = [sized(10_000) for _ in range(5)]
+def test_guaranteed_jobs_run_regardless_of_remaining_work() -> None:
+    queue = JobQueue(limit=30, guaranteed_jobs=3)
+    jobs = [make_job(10_000) for _ in range(5)]
     offer(queue, *jobs)
     assert takes(queue, *jobs[:3])
 
 
-def test_as_many_small_jobs_run_as_the_next_batches_have_room_for() -> None:
+def test_small_jobs_fill_the_next_batches() -> None:
     queue = JobQueue(limit=30)
-    jobs = [sized(1, batch=2) for _ in range(10)]
+    jobs = [make_job(1, batch=2) for _ in range(10)]
     offer(queue, *jobs)
-    room = BATCHES_AHEAD * 2
-    assert takes(queue, *jobs[:room])
-    # Its window is computed, so that another one may come, though it still is decoded.
+    slots = BATCHES_AHEAD * 2
+    assert takes(queue, *jobs[:slots])
+    # The window of the first job is computed, so another job may begin while the first one is decoded.
     jobs[0].advance(1, 1)
-    assert takes(queue, jobs[room])
+    assert takes(queue, jobs[slots])
     jobs[1].run()
-    assert takes(queue, jobs[room + 1])
+    assert takes(queue, jobs[slots + 1])
 
 
-def test_second_large_job_waits_until_the_first_is_nearly_done_and_small_ones_do_not() -> None:
+def test_second_large_job_waits_until_the_first_is_nearly_done() -> None:
     queue = JobQueue(limit=30)
-    first, second, half, small = sized(1000), sized(1000), sized(400), sized(1)
+    first, second, half, small = make_job(1000), make_job(1000), make_job(400), make_job(1)
     queue.offer(first)
     assert takes(queue, first)
     queue.offer(second)
     assert takes(queue)
     offer(queue, small, half)
-    assert takes(queue, small, half), "what will be done long before it gets in beside it"
+    assert takes(queue, small, half), "jobs that will be done long before the first job begin"
     first.advance(1000 - BATCHES_AHEAD, 1000)
-    assert takes(queue), "the half one has work for long enough"
+    assert takes(queue), "the job `half` keeps the device busy long enough"
     half.run()
     assert takes(queue)
     first.advance(1000 - BATCHES_AHEAD + 1, 1000)
@@ -93,28 +93,28 @@ def test_second_large_job_waits_until_the_first_is_nearly_done_and_small_ones_do
     assert takes(queue, second)
 
 
-def test_job_that_does_not_fit_in_memory_waits_and_is_passed_by_those_that_fit_in_beside_it() -> None:
+def test_job_that_waits_for_memory_is_overtaken_by_jobs_that_fit() -> None:
     free = [100]
     queue = JobQueue(limit=30, memory=JobMemory(lambda: FreeMemory(free[0])))
-    large, next_large, small, beside = sized(1000, 60), sized(100, 90), sized(1, 15), sized(1, 5)
+    large, next_large, small, tiny = make_job(1000, 60), make_job(100, 90), make_job(1, 15), make_job(1, 5)
     queue.offer(large)
     assert takes(queue, large)
     next_large.created -= 100
-    offer(queue, next_large, small, beside)
+    offer(queue, next_large, small, tiny)
     assert queue.position(next_large) == 1
-    # The small one would fit in now, and then be in the way once the large one has ended: 90 + 15 > 100.
-    assert takes(queue, beside)
+    # `small` would fit now, but block `next_large` when `large` has ended: 90 + 15 > 100.
+    assert takes(queue, tiny)
     large.run()
     assert takes(queue, next_large)
-    beside.run()
+    tiny.run()
     next_large.run()
     assert takes(queue, small)
 
 
-def test_memory_that_others_have_taken_is_not_there_and_what_a_job_gives_back_counts_at_once() -> None:
+def test_free_memory_is_measured_again_when_a_job_ends() -> None:
     free = [80]
     queue = JobQueue(limit=30, memory=JobMemory(lambda: FreeMemory(free[0]), 60))
-    large, small, first, second = sized(1, 40), sized(1, 10), sized(1, 30), sized(1, 30)
+    large, small, first, second = make_job(1, 40), make_job(1, 10), make_job(1, 30), make_job(1, 30)
     offer(queue, large, small)
     assert takes(queue, large, small)
     free[0] = 20
@@ -126,39 +126,39 @@ def test_memory_that_others_have_taken_is_not_there_and_what_a_job_gives_back_co
     assert takes(queue, first, second)
 
 
-def test_job_too_large_for_the_memory_begins_when_it_is_on_its_own() -> None:
+def test_job_too_large_for_memory_runs_alone() -> None:
     queue = JobQueue(limit=30, memory=JobMemory(lambda: FreeMemory(10, 10)))
-    impossible = sized(10, 1000)
-    queue.offer(impossible)
-    assert takes(queue, impossible)
-    device = Job("m", done, windows=1, needs=lambda: Needs(0, 11))
+    oversized = make_job(10, 1000)
+    queue.offer(oversized)
+    assert takes(queue, oversized)
+    device = Job("m", return_seven, windows=1, needs=lambda: Needs(0, 11))
     queue.offer(device)
     assert takes(queue)
 
 
-def test_job_that_takes_more_than_was_thought_leaves_less_for_others() -> None:
+def test_revised_needs_affect_other_jobs() -> None:
     queue = JobQueue(8, 4, JobMemory(lambda: FreeMemory(100, None)))
     jobs = [Job("nuclei", lambda _job: None, windows=1, needs=lambda: Needs(40, 0, 8)) for _ in range(3)]
     offer(queue, *jobs)
     assert queue.take() is jobs[0]
-    queue.revise(jobs[0], Needs(70, 0, 8))
-    queue.revise(jobs[1], Needs(1, 0, 8))
+    queue.update_needs(jobs[0], Needs(70, 0, 8))
+    queue.update_needs(jobs[1], Needs(1, 0, 8))
     assert queue._next() is None
-    queue.revise(jobs[0], Needs(20, 0, 8))
+    queue.update_needs(jobs[0], Needs(20, 0, 8))
     assert queue.take() is jobs[1]
     assert queue.take() is jobs[2]
 
 
-def test_expected_work_is_time_and_not_windows() -> None:
+def test_short_jobs_are_ordered_by_time_not_by_windows() -> None:
     queue = JobQueue(limit=4)
-    timed(queue, "slow", windows=1, seconds=0.2)
-    timed(queue, "quick", windows=1000, seconds=0.01)
-    slow, quick = Job("slow", done, windows=10), Job("quick", done, windows=100)
+    run_timed_job(queue, "slow", windows=1, seconds=0.2)
+    run_timed_job(queue, "quick", windows=1000, seconds=0.01)
+    slow, quick = Job("slow", return_seven, windows=10), Job("quick", return_seven, windows=100)
     offer(queue, slow, quick)
     assert queue.take() is quick
 
 
-def test_pace_of_a_model_is_the_device_s_and_not_that_of_the_company_that_a_job_had() -> None:
+def test_seconds_per_window_are_learned_from_device_time() -> None:
     queue = JobQueue(limit=4)
 
     def work(job: Job[None]) -> None:
@@ -168,12 +168,12 @@ def test_pace_of_a_model_is_the_device_s_and_not_that_of_the_company_that_a_job_
     job = Job("m", work, windows=10)
     queue.offer(job)
     queue.take().run()
-    waiting = sized(5)
+    waiting = make_job(5)
     queue.offer(waiting)
     assert queue.seconds_left(waiting) == pytest.approx(50)
 
 
-def test_decoding_counts_and_its_time_is_learnt() -> None:
+def test_finishing_time_is_learned_and_part_of_estimates() -> None:
     queue, clock = JobQueue(limit=4), Clock()
 
     def work(job: Job[None]) -> None:
@@ -185,9 +185,9 @@ def test_decoding_counts_and_its_time_is_learnt() -> None:
     first = Job("m", work, windows=10, clock=clock)
     queue.offer(first)
     queue.take().run()
-    running = Job("m", done, windows=10, clock=clock)
+    running = Job("m", return_seven, windows=10, clock=clock)
     queue.offer(running)
-    # 40 s a window with its decoding, and decoding takes three times as long as windows.
+    # A job takes 40 s per window including decoding, and decoding takes three times as long as the windows.
     assert queue.seconds_left(running) == pytest.approx(400 * 4)
     assert queue.expect("m", 20) == pytest.approx(800 * 4)
     assert queue.take() is running
@@ -205,32 +205,32 @@ def test_decoding_counts_and_its_time_is_learnt() -> None:
     assert queue.seconds_left(running) == pytest.approx(150)
     clock.now += 300
     assert queue.progress(running) == (total - 1, total)
-    assert queue.seconds_left(running) is None, "it takes longer than ever"
+    assert queue.seconds_left(running) is None, "finishing takes longer than expected"
 
 
-def test_endless_small_jobs_do_not_starve_a_huge_one() -> None:
-    """Only those that come within the time that the huge one takes by itself may pass it."""
+def test_endless_small_jobs_do_not_starve_a_huge_job() -> None:
+    """Only jobs that are created within the duration of the huge job may overtake it."""
     queue = JobQueue(limit=4)
-    timed(queue, "m", windows=100, seconds=10)
-    huge = Job("m", done, windows=300)
+    run_timed_job(queue, "m", windows=100, seconds=10)
+    huge = Job("m", return_seven, windows=300)
     queue.offer(huge)
-    passed = 0
+    overtaken_by = 0
     while True:
-        small = Job("m", done, windows=20)
-        # As if each came when the one before it was done.
-        small.created = huge.created + passed * 2
+        small = Job("m", return_seven, windows=20)
+        # Each job is created when the previous one is done.
+        small.created = huge.created + overtaken_by * 2
         queue.offer(small)
         taken = queue.take()
         if taken is huge:
             break
-        passed += 1
+        overtaken_by += 1
         taken.run()
-    assert 14 <= passed <= 15
+    assert 14 <= overtaken_by <= 15
 
 
-def test_job_that_is_not_ready_keeps_its_place_and_lets_others_pass() -> None:
+def test_job_that_is_not_ready_keeps_its_place_and_can_be_overtaken() -> None:
     queue = JobQueue(limit=2)
-    unready, other = Job("m", done, windows=1, ready=False), Job("m", done, windows=9)
+    unready, other = Job("m", return_seven, windows=1, ready=False), Job("m", return_seven, windows=9)
     offer(queue, unready, other)
     assert queue.position(unready) == 1
     assert queue.take() is other
@@ -238,24 +238,24 @@ def test_job_that_is_not_ready_keeps_its_place_and_lets_others_pass() -> None:
     assert queue.take() is unready
 
 
-def test_job_that_cannot_become_ready_fails_and_leaves() -> None:
+def test_refused_job_fails_and_leaves_the_queue() -> None:
     queue = JobQueue(limit=2)
-    broken, given_up = Job("m", done, ready=False), Job("m", done, ready=False)
+    broken, cancelled = Job("m", return_seven, ready=False), Job("m", return_seven, ready=False)
     queue.offer(broken)
     broken.refuse(BadFile("cut short"))
     assert (queue.waiting, broken.state) == (0, "failed")
-    given_up.cancel()
-    given_up.refuse(BadFile("cut short"))
-    assert given_up.state == "cancelled"
+    cancelled.cancel()
+    cancelled.refuse(BadFile("cut short"))
+    assert cancelled.state == "cancelled"
 
 
-def test_closed_queue_refuses_gives_away_what_waits_and_ends_once_what_is_not_ready_is_given_up() -> None:
+def test_closed_queue_rejects_jobs_and_ends_after_the_last_waiting_job() -> None:
     queue, taken = JobQueue(limit=2), [object()]
-    unready, waiting = Job("m", done, ready=False), Job("m", done)
+    unready, waiting = Job("m", return_seven, ready=False), Job("m", return_seven)
     offer(queue, unready, waiting)
     queue.close()
     with pytest.raises(NotReady):
-        queue.offer(Job("late", done))
+        queue.offer(Job("late", return_seven))
     assert queue.take() is waiting
     thread = threading.Thread(target=lambda: taken.append(queue.take()))
     thread.start()
@@ -266,15 +266,15 @@ def test_closed_queue_refuses_gives_away_what_waits_and_ends_once_what_is_not_re
     assert taken[1] is None
 
 
-def test_time_left_counts_what_runs_and_what_comes_before() -> None:
+def test_seconds_left_include_running_and_earlier_jobs() -> None:
     queue = JobQueue(limit=4)
-    unknown = Job("m", done, windows=10)
+    unknown = Job("m", return_seven, windows=10)
     queue.offer(unknown)
-    assert queue.seconds_left(unknown) is None, "a model that was never timed"
+    assert queue.seconds_left(unknown) is None, "the model was never timed"
     unknown.cancel()
     clock = Clock()
-    timed(queue, "m", windows=10, seconds=10)
-    first, second = Job("m", done, windows=10, clock=clock), Job("m", done, windows=20, clock=clock)
+    run_timed_job(queue, "m", windows=10, seconds=10)
+    first, second = Job("m", return_seven, windows=10, clock=clock), Job("m", return_seven, windows=20, clock=clock)
     offer(queue, first, second)
     assert queue.seconds_left(second) == pytest.approx(30)
     assert queue.take() is first
@@ -283,43 +283,43 @@ def test_time_left_counts_what_runs_and_what_comes_before() -> None:
     clock.now += 3
     first.advance(3, 10)
     assert (queue.seconds_left(first), queue.seconds_left(second)) == pytest.approx((7, 27))
-    offer(queue, *(Job("m", done) for _ in range(3)))
+    offer(queue, *(Job("m", return_seven) for _ in range(3)))
     clock.now += 0.1
     with pytest.raises(QueueFull) as full:
         queue.check()
-    assert full.value.retry_after == 8, "what the running one needs, rounded up"
+    assert full.value.retry_after == 8, "the remaining time of the running job, rounded up"
 
 
 @pytest.mark.parametrize("limit", [0, 1, 3])
-def test_limit_counts_those_beyond_the_one_that_runs(limit: int) -> None:
+def test_limit_is_the_number_of_jobs_in_addition_to_the_running_job(limit: int) -> None:
     queue = JobQueue(limit)
-    queue.offer(Job("runs", done))
+    queue.offer(Job("runs", return_seven))
     queue.take()
-    offer(queue, *(Job("waits", done) for _ in range(limit)))
+    offer(queue, *(Job("waits", return_seven) for _ in range(limit)))
     with pytest.raises(QueueFull):
-        queue.offer(Job("too many", done))
+        queue.offer(Job("too many", return_seven))
     with pytest.raises(QueueFull):
         queue.check()
-    # Jobs of an earlier process are never refused.
-    queue.put(Job("earlier", done))
+    # Jobs that an earlier process accepted are never rejected.
+    queue.put(Job("earlier", return_seven))
     assert queue.waiting == limit + 1
 
 
-def test_finished_job_makes_room_and_a_cancelled_one_does_at_once() -> None:
+def test_finished_and_cancelled_jobs_free_their_places() -> None:
     queue = JobQueue(1)
-    running, waiting = Job("runs", done), Job("waits", done)
+    running, waiting = Job("runs", return_seven), Job("waits", return_seven)
     offer(queue, running, waiting)
     queue.take().run()
     assert queue.running == ()
-    queue.offer(Job("next", done))
+    queue.offer(Job("next", return_seven))
     waiting.cancel()
     assert queue.waiting == 1
-    queue.offer(Job("last", done))
+    queue.offer(Job("last", return_seven))
 
 
-def test_retry_after_follows_the_recent_durations() -> None:
+def test_retry_after_is_the_median_of_recent_durations() -> None:
     queue, clock = JobQueue(0), Clock()
-    # None is known, then the median of those before.
+    # No duration is known at first, then the median of the previous jobs.
     for seconds, expected in ((0, 5), (1.2, 1), (1.3, 1), (0, 2)):
 
         def work(_job: Job[None], seconds: float = seconds) -> None:
@@ -334,40 +334,44 @@ def test_retry_after_follows_the_recent_durations() -> None:
         job.run()
 
 
-def test_owners_take_turns_and_those_of_one_owner_come_as_they_are_due() -> None:
+def test_owners_take_turns_and_jobs_of_an_owner_are_ordered_by_deadline() -> None:
     queue = JobQueue(limit=30)
-    many = [owned("ada", windows) for windows in (3, 1, 2)]
-    few = [owned("bob", 100), owned("cleo", 200)]
+    many = [make_owned_job("ada", windows) for windows in (3, 1, 2)]
+    few = [make_owned_job("bob", 100), make_owned_job("cleo", 200)]
     offer(queue, *many, *few)
     assert [queue.take() for _ in range(2)] == [many[1], few[0]]
-    # Both run one; whose first it is comes before.
-    late = owned("dora", 1000)
+    # Ada and Bob have a running job, so the first jobs of Cleo and Dora precede further jobs of Ada.
+    late = make_owned_job("dora", 1000)
     queue.put(late)
     expected = [few[1], late, many[2], many[0]]
     assert [queue.position(job) for job in expected] == [1, 2, 3, 4]
     many[1].run()
-    assert queue.position(many[2]) == 1, "nothing of hers runs any more"
+    assert queue.position(many[2]) == 1, "Ada has no running job anymore"
 
 
 @given(st.lists(st.sampled_from("abcdef"), max_size=200), st.integers(0, 40))
-def test_no_owner_takes_more_places_than_are_left_for_the_others(owners: list[str], limit: int) -> None:
-    queue, held = JobQueue(limit, shared=True), Counter[str]()
+def test_no_owner_takes_more_places_than_it_leaves_free(owners: list[str], limit: int) -> None:
+    queue, accepted = JobQueue(limit, shared=True), Counter[str]()
     for owner in owners:
-        left = limit + 1 - held.total()
-        assert queue.full(owner) == (held[owner] >= left)
+        left = limit + 1 - accepted.total()
+        assert queue.is_full(owner) == (accepted[owner] >= left)
         try:
-            queue.offer(owned(owner))
+            queue.offer(make_owned_job(owner))
         except QueueFull:
-            assert held[owner] > 0 or left == 0
+            assert accepted[owner] > 0 or left == 0
         else:
-            held[owner] += 1
-    if held:
-        assert held.most_common(1)[0][1] <= limit // 2 + 1
+            accepted[owner] += 1
+    if accepted:
+        assert accepted.most_common(1)[0][1] <= limit // 2 + 1
 
 
-def test_last_place_among_those_that_run_is_for_an_owner_who_has_none() -> None:
+def test_last_running_slot_is_reserved_for_an_owner_without_running_job() -> None:
     queue = JobQueue(30, at_once=2, shared=True)
-    first, second, other = owned("ada", batch=9), owned("ada", batch=9), owned("bob", batch=9)
+    first, second, other = (
+        make_owned_job("ada", batch=9),
+        make_owned_job("ada", batch=9),
+        make_owned_job("bob", batch=9),
+    )
     offer(queue, first, second)
     assert takes(queue, first)
     queue.offer(other)
@@ -375,13 +379,13 @@ def test_last_place_among_those_that_run_is_for_an_owner_who_has_none() -> None:
     first.run()
     assert takes(queue, second)
     alone = JobQueue(30, at_once=1, shared=True)
-    alone.offer(only := owned("ada"))
+    alone.offer(only := make_owned_job("ada"))
     assert takes(alone, only)
 
 
-def test_cancel_all_reaches_those_that_wait_and_the_one_that_runs() -> None:
+def test_cancel_all_cancels_waiting_and_running_jobs() -> None:
     queue = JobQueue(4)
-    running, waiting = Job("runs", done), Job("waits", done)
+    running, waiting = Job("runs", return_seven), Job("waits", return_seven)
     offer(queue, running, waiting)
     queue.take()
     assert (queue.running, queue.position(running), queue.position(waiting)) == ((running,), None, 1)

@@ -16,25 +16,25 @@ from service.serving.devices.queue.job_queue import JobQueue
 from service.serving.devices.queue.threads import JobThreads
 
 
-class Recorded:
-    """A task that raises what it is given, and remembers its failure."""
+class FakeTask:
+    """A task that raises a given error, and records the error that it gets back."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error, self.failure = error, None
-        self.over = threading.Event()
+        self.has_ended = threading.Event()
 
     def run(self) -> None:
         if self.error is not None:
             raise self.error
-        self.over.set()
+        self.has_ended.set()
 
     def fail(self, error: Exception) -> None:
         self.failure = error
-        self.over.set()
+        self.has_ended.set()
 
 
-def run(*tasks: Recorded) -> None:
-    pending: queue.Queue[Recorded | None] = queue.Queue()
+def run(*tasks: FakeTask) -> None:
+    pending: queue.Queue[FakeTask | None] = queue.Queue()
     for task in (*tasks, None):
         pending.put(task)
     worker = JobThreads("device", pending.get)
@@ -43,55 +43,55 @@ def run(*tasks: Recorded) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "logged"), [(BadFile("cut short"), []), (RuntimeError("unforeseen"), [True]), (AssertionError(), [True])]
+    ("error", "logged"), [(BadFile("truncated"), []), (RuntimeError("unexpected"), [True]), (AssertionError(), [True])]
 )
-def test_failed_task_gets_its_error_and_the_next_one_runs(
+def test_failed_task_gets_its_error_and_the_next_task_runs(
     caplog: pytest.LogCaptureFixture, error: Exception, logged: list[bool]
 ) -> None:
-    failing, following = Recorded(error), Recorded()
+    failing, following = FakeTask(error), FakeTask()
     with caplog.at_level(logging.DEBUG):
         run(failing, following)
     assert failing.failure is error
-    assert following.over.is_set()
-    # Only the unforeseen is logged, with its traceback.
+    assert following.has_ended.is_set()
+    # Only unexpected errors are logged, with their traceback.
     assert [record.exc_info is not None for record in caplog.records] == logged
 
 
-def test_finished_task_is_not_kept_alive() -> None:
-    pending: queue.Queue[Recorded | None] = queue.Queue()
+def test_finished_task_is_freed() -> None:
+    pending: queue.Queue[FakeTask | None] = queue.Queue()
     worker = JobThreads("device", pending.get)
     worker.start()
-    task = Recorded()
-    over, known = task.over, weakref.ref(task)
+    task = FakeTask()
+    has_ended, reference = task.has_ended, weakref.ref(task)
     pending.put(task)
     del task
-    assert over.wait(10)
-    following = Recorded()
+    assert has_ended.wait(10)
+    following = FakeTask()
     pending.put(following)
-    assert following.over.wait(10)
+    assert following.has_ended.wait(10)
     gc.collect()
-    assert known() is None
+    assert reference() is None
     pending.put(None)
     assert worker.join(10)
 
 
-def test_each_thread_begins_before_it_takes_a_task() -> None:
-    told = list[str]()
-    worker = JobThreads("request", lambda: told.append("take"), 3, lambda: told.append("begin"))
+def test_each_thread_calls_begin_before_taking_a_task() -> None:
+    calls = list[str]()
+    worker = JobThreads("request", lambda: calls.append("take"), 3, lambda: calls.append("begin"))
     assert worker.join(0)
     worker.start()
     assert worker.join(10)
-    assert told.count("begin") == told.count("take") == 3
-    assert told[0] == "begin"
+    assert calls.count("begin") == calls.count("take") == 3
+    assert calls[0] == "begin"
 
 
-def sized(windows: int) -> Job[int]:
+def make_job(windows: int) -> Job[int]:
     return Job("m", lambda _job: 7, windows=windows)
 
 
-def test_thread_that_waits_notices_that_another_job_is_of_use_now() -> None:
+def test_waiting_thread_starts_a_job_when_it_becomes_useful() -> None:
     queue, taken = JobQueue(limit=30), list[object]()
-    first, second = sized(1000), sized(1000)
+    first, second = make_job(1000), make_job(1000)
     queue.offer(first)
     queue.offer(second)
     assert queue.take() is first
@@ -104,11 +104,11 @@ def test_thread_that_waits_notices_that_another_job_is_of_use_now() -> None:
     assert taken == [second]
 
 
-def test_who_was_called_is_not_called_again_before_looking() -> None:
-    queue, looked = JobQueue(limit=4), list[int]()
+def test_notified_thread_is_not_notified_again_before_it_wakes() -> None:
+    queue, checks = JobQueue(limit=4), list[int]()
 
     def needs() -> Needs:
-        looked.append(1)
+        checks.append(1)
         return Needs()
 
     taken = list[Job[Any] | None]()
@@ -119,15 +119,15 @@ def test_who_was_called_is_not_called_again_before_looking() -> None:
         queue.offer(job)
         for _ in range(5):
             queue.release(job)
-        assert len(looked) == 1
+        assert len(checks) == 1
     waiting.join(10)
     assert taken == [job]
 
 
-def test_every_thread_learns_of_the_end_and_one_of_work() -> None:
+def test_work_wakes_one_thread_and_closing_wakes_all() -> None:
     queue, taken = JobQueue(limit=30), list[object]()
     threads = [threading.Thread(target=lambda: taken.append(queue.take())) for _ in range(5)]
-    first, second, last = sized(20), sized(20), sized(1)
+    first, second, last = make_job(20), make_job(20), make_job(1)
     last.ready = False
     queue.offer(last)
     queue.offer(first)

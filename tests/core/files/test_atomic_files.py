@@ -8,7 +8,7 @@ from service.core.files.whole_file import write_whole
 
 
 @pytest.mark.parametrize("sync", [False, True])
-def test_a_file_has_its_name_once_it_is_whole(tmp_path: Path, sync: bool) -> None:
+def test_file_is_renamed_after_it_is_complete(tmp_path: Path, sync: bool) -> None:
     path = tmp_path / "a.json"
     path.write_text("old")
     with write_whole(path, sync=sync) as partial:
@@ -18,7 +18,7 @@ def test_a_file_has_its_name_once_it_is_whole(tmp_path: Path, sync: bool) -> Non
 
 
 @pytest.mark.parametrize("partial", [None, "another"])
-def test_what_fails_leaves_what_was_there(tmp_path: Path, partial: str | None) -> None:
+def test_failed_write_keeps_the_previous_file(tmp_path: Path, partial: str | None) -> None:
     path = tmp_path / "a.json"
     path.write_text("old")
 
@@ -33,10 +33,10 @@ def test_what_fails_leaves_what_was_there(tmp_path: Path, partial: str | None) -
     assert (path.read_text(), list(tmp_path.iterdir())) == ("old", [path])
 
 
-def test_nothing_is_written_where_a_link_leads(tmp_path: Path) -> None:
+def test_link_at_the_temporary_path_is_not_followed(tmp_path: Path) -> None:
     path, other = tmp_path / "a.json", tmp_path / "other"
-    other.write_text("of another")
+    other.write_text("unrelated")
     (tmp_path / ".a.json.part").symlink_to(other)
     with write_whole(path) as partial:
         partial.write_text("new")
-    assert (path.read_text(), path.is_symlink(), other.read_text()) == ("new", False, "of another")
+    assert (path.read_text(), path.is_symlink(), other.read_text()) == ("new", False, "unrelated")

@@ -1,4 +1,4 @@
-"""What is expected of a model that was never loaded on a device."""
+"""Estimators for models that were never loaded on a device."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from service.inference.runner.engine_builder import default_batch_size, default_
 from service.inference.runner.estimator import Estimator
 from service.models.spec import ModelSpec
 
-# A model on a CPU may have its weights as in the file, prepared, and packed by an engine.
+# Maximum number of copies of the weights of a model on a CPU: as stored in the file, prepared, and packed by an engine.
 HOST_WEIGHT_COPIES = 3
 
 
-def guess_estimator(spec: ModelSpec, settings: Settings, device_memory: int | None = None) -> Estimator:
-    """Return the estimator of a model as most run on the device of these settings.
+def make_default_estimator(spec: ModelSpec, settings: Settings, device_memory: int | None = None) -> Estimator:
+    """Return the estimator of a model, which assumes the defaults for the device of these settings.
 
-    device_memory  bytes of the device; None: it shares the memory of the host
+    device_memory  memory of the device in bytes; None: the device shares the memory of the host
     """
     device = devices.choose_device(settings.device.name)
     return Estimator(
