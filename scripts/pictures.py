@@ -118,7 +118,7 @@ def segment(page: Page) -> None:
     """Press the button, and wait for the table of objects."""
     page.get_by_role("button", name="Segment", exact=True).click()
     expect(page.get_by_role("heading", name="Segmenting")).to_be_visible()
-    expect(page.locator("#words")).to_contain_text("objects, median diameter")
+    expect(page.locator("#summary")).to_contain_text("objects, median diameter")
 
 
 def draw_page() -> None:

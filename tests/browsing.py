@@ -1,4 +1,4 @@
-"""Steps on the page that several tests take."""
+"""Browser settings and page actions shared by tests of the web UI."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from paths import ROOT
 from playwright.sync_api import Page
 
 CHROMIUM = shutil.which("chromium")
-ARGUMENTS = ("--no-sandbox", "--disable-quic", "--no-first-run", "--disable-background-networking",
+CHROMIUM_ARGUMENTS = ("--no-sandbox", "--disable-quic", "--no-first-run", "--disable-background-networking",
              "--disable-component-update", "--disable-sync")  # fmt: skip
 AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
-SECONDS = 60
+TIMEOUT_SECONDS = 60
 
-# Turns the wheel once, and tells the milliseconds of the drawing that it asks for.
-WHEEL = """async turn => {
+# Turns the wheel by one step, and returns the duration of the drawing in milliseconds.
+TURN_WHEEL = """async turn => {
   const stage = document.querySelector(".view[data-axis=z] .stage");
   performance.clearMeasures();
   stage.dispatchEvent(new WheelEvent("wheel", { deltaY: turn % 2 ? -1 : 1, bubbles: true, cancelable: true }));
@@ -26,30 +26,30 @@ WHEEL = """async turn => {
   return performance.getEntriesByName("draw").reduce((sum, entry) => sum + entry.duration, 0);
 }"""
 
-Open = Callable[..., Page]
+OpenPage = Callable[..., Page]
 
 
-def put(page: Page, content: bytes, name: str = "cells.tif") -> None:
+def choose_file(page: Page, content: bytes, name: str = "cells.tif") -> None:
     page.set_input_files("#file", {"name": name, "mimeType": "image/tiff", "buffer": content})
 
 
-def segment(page: Page) -> None:
+def press_segment(page: Page) -> None:
     page.get_by_role("button", name="Segment", exact=True).click()
 
 
-def middle(labels: NDArray[Any], label: int) -> tuple[int, int, int]:
-    """A voxel of an object, near its middle."""
+def central_voxel(labels: NDArray[Any], label: int) -> tuple[int, int, int]:
+    """Return the voxel of an object that is nearest to its centroid."""
     voxels = np.argwhere(labels == label)
     z, y, x = voxels[np.argmin(((voxels - voxels.mean(0)) ** 2).sum(1))]
     return int(z), int(y), int(x)
 
 
 def check_accessibility(page: Page) -> None:
-    """Let axe-core look for what keeps people out, in both themes."""
+    """Assert that axe-core reports no accessibility violations in the dark and the light theme."""
     if not AXE.exists():
         return
     page.evaluate(AXE.read_text(encoding="utf-8"))
     for scheme in ("dark", "light"):
         page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-        found = page.evaluate("axe.run().then(found => found.violations.map(v => v.id + ' ' + v.nodes[0].html))")
-        assert found == [], f"{scheme}: {found}"
+        violations = page.evaluate("axe.run().then(run => run.violations.map(v => v.id + ' ' + v.nodes[0].html))")
+        assert violations == [], f"{scheme}: {violations}"

@@ -1,4 +1,4 @@
-"""Fixtures of the page's tests: Debian's chromium, driven by playwright, and services to look at."""
+"""Fixtures for tests of the web UI: Debian's Chromium, driven by Playwright, and running services."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsing import ARGUMENTS, CHROMIUM, SECONDS, Open
+from browsing import CHROMIUM, CHROMIUM_ARGUMENTS, TIMEOUT_SECONDS, OpenPage
 from fakes import FakeSegmenter
 from live import Live, eager, serve
 from paths import ROOT
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-expect.set_options(timeout=1000 * SECONDS)
+expect.set_options(timeout=1000 * TIMEOUT_SECONDS)
 
 
-# While playwright runs, its event loop is that of this thread, and tests of other folders begin loops of their own.
+# Playwright runs an event loop in this thread. It ends after each module, because other tests start their own loops.
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
-        pytest.skip("there is no chromium: apt-get install chromium")
+        pytest.skip("Chromium is not installed. Install it with: apt-get install chromium")
     with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield running
-        running.close()
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGUMENTS)
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture(scope="package")
@@ -42,25 +42,28 @@ def fake(bands_repository: Path) -> Iterator[Live]:
 
 
 @pytest.fixture
-def open_page(browser: Browser) -> Iterator[Open]:
-    """Open the page of a service; at the end, no request has left it, and nothing was against the policy."""
-    faults: list[str] = []
+def open_page(browser: Browser) -> Iterator[OpenPage]:
+    """Return a function that opens the web UI of a service.
+
+    At the end, assert that there were no errors, no requests to other hosts and no violations of the security policy.
+    """
+    errors: list[str] = []
     contexts = []
 
     def open_at(live: Live, **options: Any) -> Page:
         origin = f"http://{live.host}:{live.port}"
         context = browser.new_context(base_url=origin, **{"viewport": {"width": 1280, "height": 720}, **options})
-        own = (origin, "blob:", "data:")
-        context.set_default_timeout(1000 * SECONDS)
+        allowed = (origin, "blob:", "data:")
+        context.set_default_timeout(1000 * TIMEOUT_SECONDS)
         contexts.append(context)
         page = context.new_page()
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("console", lambda said: faults.append(said.text) if "Content Security Policy" in said.text else None)
-        page.on("request", lambda sent: None if sent.url.startswith(own) else faults.append(sent.url))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda entry: errors.append(entry.text) if "Content Security Policy" in entry.text else None)
+        page.on("request", lambda request: None if request.url.startswith(allowed) else errors.append(request.url))
         page.goto("/")
         return page
 
     yield open_at
     for context in contexts:
         context.close()
-    assert faults == []
+    assert errors == []

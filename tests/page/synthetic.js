@@ -1,4 +1,4 @@
-// A viewer and a table of so many objects, in a stack of so many planes of that edge, without a service.
+// Shows a synthetic stack [depth, edge, edge] and its table with a number of objects, without a job on the service.
 async ([objects, depth, edge]) => {
   const { Viewer } = await import("/page/viewer/viewer.js");
   const { ObjectsView } = await import("/page/result/objects_view.js");
@@ -20,11 +20,11 @@ async ([objects, depth, edge]) => {
   document.getElementById("start").hidden = true;
   document.getElementById("work").hidden = false;
   const viewer = new Viewer(document.getElementById("viewer"));
-  viewer.open({ data: image, shape, step, whole: shape }, { z: 1, y: 1, x: 1 });
-  viewer.settle();
-  viewer.setLabels({ data: labels, shape, step, whole: shape });
+  viewer.open({ data: image, shape, step, fullShape: shape }, { z: 1, y: 1, x: 1 });
+  viewer.adjustContrast();
+  viewer.setLabels({ data: labels, shape, step, fullShape: shape });
   const { parseTable } = await import("/page/volumes/object_table.js");
   const table = new ObjectsView(parseTable(rows.join("\n")));
   document.getElementById("side").replaceChildren(table.root);
-  table.addEventListener("choose", event => viewer.select(event.detail, table.middle(event.detail)));
+  table.addEventListener("select", event => viewer.select(event.detail, table.center(event.detail)));
 }

@@ -1,4 +1,4 @@
-"""Correcting labels in a real browser, from the first click to the file."""
+"""Tests of correcting labels in the web UI, in a real browser."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import tifffile
-from browsing import Open, check_accessibility, middle
+from browsing import OpenPage, central_voxel, check_accessibility
 from live import Answer, Live, as_tiff
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
@@ -23,45 +23,52 @@ from service.core.quantities import VoxelSize
 from service.core.types import Segmentation, Volume
 from service.inference.measurements import measure
 
-PROPERTIES = (Path(__file__).parent / "label_properties.js").read_text(encoding="utf-8")
-SPEED = (Path(__file__).parent / "label_speed.js").read_text(encoding="utf-8")
-MILLISECONDS = 100
+CHECK_PROPERTIES = (Path(__file__).parent / "label_properties.js").read_text(encoding="utf-8")
+MEASURE_SPEED = (Path(__file__).parent / "label_speed.js").read_text(encoding="utf-8")
+# Limit for one correction.
+MAX_MILLISECONDS = 100
 
-# The result in steps of two, as large ones are shown: what the views show before, while and after it is corrected, and
-# what the panel says when another channel is chosen meanwhile.
-COARSE = """async ([job, stack]) => {
+# Shows the result subsampled by two, as large results are. Returns what the views show before, while and after the
+# labels are corrected, and the text of the panel after a subsampled image was opened.
+CORRECT_SUBSAMPLED = """async ([job, stack]) => {
   const { Viewer } = await import("/page/viewer/viewer.js");
   const { CorrectView } = await import("/page/correct/correct_view.js");
   const { fetchVolume } = await import("/page/volumes/planes.js");
-  const { signal } = new AbortController(), whole = [24, 80, 80], step = [1, 2, 2], nothing = () => {};
-  const fetched = (address, step) => fetchVolume({ address, parameters: {}, whole }, signal, nothing, step);
+  const { signal } = new AbortController(), fullShape = [24, 80, 80], step = [1, 2, 2], onblock = () => {};
+  const fetchStep = (address, step) => fetchVolume({ address, parameters: {}, fullShape }, signal, onblock, step);
   const viewer = new Viewer(document.getElementById("viewer"));
-  const image = await fetched(`stacks/${stack}/planes`, step);
+  const image = await fetchStep(`stacks/${stack}/planes`, step);
   viewer.open(image, { z: 0.5, y: 0.2, x: 0.2 });
-  viewer.setLabels(await fetched(`jobs/${job}/planes`, step));
-  viewer.fetchWhole = () => fetched(`stacks/${stack}/planes`, [1, 1, 1]);
-  viewer.scene.set({ at: [5, 10, 12] });
-  const shown = () => {
-    const { at, image, labels } = viewer.scene.state;
-    return { at, step: image.step, labels: labels.shape };
+  viewer.setLabels(await fetchStep(`jobs/${job}/planes`, step));
+  viewer.fetchFullVolume = () => fetchStep(`stacks/${stack}/planes`, [1, 1, 1]);
+  viewer.scene.set({ position: [5, 10, 12] });
+  const describe = () => {
+    const { position, image, labels } = viewer.scene.state;
+    return { position, step: image.step, labels: labels.shape };
   };
   const view = new CorrectView({ job: { id: job, model: "nuclei/1" }, stack, name: "" }, viewer, 0, {}, signal);
-  const before = shown();
+  const before = describe();
   await view.enter();
-  const meanwhile = shown(), edges = view.mode.editor.voxel;
+  const during = describe(), voxel = view.mode.editor.voxel;
   view.leave();
-  const after = shown();
+  const after = describe();
   await view.enter();
   viewer.open(image, { z: 0.5, y: 0.2, x: 0.2 });
   viewer.drawNow();
-  return { before, meanwhile, after, edges, paused: view.root.textContent };
+  return { before, during, after, voxel, paused: view.root.textContent };
 }"""
 
-REMEMBER = 'async entry => (await import("/page/stack/recent_jobs.js")).remember(entry)'
+REMEMBER_JOB = 'async entry => (await import("/page/stack/recent_jobs.js")).rememberJob(entry)'
 
 
 class Result(NamedTuple):
-    """A part of the sample as it is kept, a job that is done with it, its labels, [24, 80, 80], and its pixels."""
+    """A finished job on a part of the sample.
+
+    stack   id of the stack
+    job     id of the job
+    labels  [24, 80, 80]
+    volume  the image
+    """
 
     live: Live
     stack: str
@@ -79,57 +86,57 @@ def result(nuclei: Live) -> Result:
     return Result(nuclei, stack, job["id"], labels, Volume.from_array(sample[None]))
 
 
-def look_at(result: Result, open_page: Open) -> Page:
+def open_result(result: Result, open_page: OpenPage) -> Page:
     page = open_page(result.live, accept_downloads=True)
     expect(page.get_by_role("button", name="Try the sample")).to_be_visible()
     page.goto(f"/#job={result.job}")
-    expect(page.locator("#words")).to_contain_text("objects, median diameter")
+    expect(page.locator("#summary")).to_contain_text("objects, median diameter")
     return page
 
 
-def enter(page: Page) -> None:
+def open_correct_tab(page: Page) -> None:
     page.get_by_role("tab", name="Correct").click()
     expect(page.get_by_role("button", name="Merge")).to_be_visible()
 
 
-def correct(result: Result, open_page: Open) -> Page:
-    page = look_at(result, open_page)
-    enter(page)
+def correct(result: Result, open_page: OpenPage) -> Page:
+    page = open_result(result, open_page)
+    open_correct_tab(page)
     return page
 
 
 def go_to(page: Page, voxel: tuple[int, int, int]) -> None:
-    for axis, place in zip("zyx", voxel, strict=True):
-        page.get_by_label(f"Plane along {axis}").fill(str(place))
+    for axis, position in zip("zyx", voxel, strict=True):
+        page.get_by_label(f"Plane along {axis}").fill(str(position))
 
 
-def point_at(page: Page) -> tuple[float, float]:
-    """Return the place of the XY view's crosshair on the screen."""
+def crosshair_position(page: Page) -> tuple[float, float]:
+    """Return the screen position of the crosshair in the XY view."""
     view = page.locator(".view[data-axis=z]")
     vertical, horizontal = view.locator(".cross.vertical"), view.locator(".cross.horizontal")
-    # The crosshair follows with the next frame.
+    # The crosshair moves in the next frame.
     page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    across, down = vertical.bounding_box(), horizontal.bounding_box()
-    assert across is not None
-    assert down is not None
-    return across["x"] + across["width"] / 2, down["y"] + down["height"] / 2
+    column, row = vertical.bounding_box(), horizontal.bounding_box()
+    assert column is not None
+    assert row is not None
+    return column["x"] + column["width"] / 2, row["y"] + row["height"] / 2
 
 
 def click_voxel(page: Page, voxel: tuple[int, int, int]) -> None:
     go_to(page, voxel)
-    page.mouse.click(*point_at(page))
+    page.mouse.click(*crosshair_position(page))
 
 
-def drag(page: Page, way: list[tuple[float, float]]) -> None:
-    page.mouse.move(*way[0])
+def drag(page: Page, path: list[tuple[float, float]]) -> None:
+    page.mouse.move(*path[0])
     page.mouse.down()
-    for place in way[1:]:
-        page.mouse.move(*place)
+    for point in path[1:]:
+        page.mouse.move(*point)
     page.mouse.up()
 
 
-def largest(labels: NDArray[Any]) -> list[int]:
-    """All ids, those of large objects first."""
+def ids_by_size(labels: NDArray[Any]) -> list[int]:
+    """Return all ids, largest objects first."""
     return [int(label) for label in np.argsort(np.bincount(labels.ravel())[1:])[::-1] + 1]
 
 
@@ -140,47 +147,47 @@ def download(page: Page, button: str) -> bytes:
 
 
 def read_table(text: bytes) -> dict[str, NDArray[np.float64]]:
-    """Columns of a table of objects by their names; True is 1."""
+    """Return the columns of a table of objects by name, with booleans as 0 and 1."""
     rows = list(csv.DictReader(io.StringIO(text.decode())))
     assert {row.pop("unit") for row in rows} == {"um"}
     as_number = {"True": 1.0, "False": 0.0}
     return {name: np.array([float(as_number.get(row[name], row[name])) for row in rows]) for name in rows[0]}
 
 
-def corrected(page: Page) -> NDArray[Any]:
-    loaded: NDArray[Any] = np.load(io.BytesIO(download(page, "NumPy")))
-    return loaded
+def export_labels(page: Page) -> NDArray[Any]:
+    labels: NDArray[Any] = np.load(io.BytesIO(download(page, "NumPy")))
+    return labels
 
 
-def test_what_is_corrected_is_what_is_saved_and_survives_a_reload(result: Result, open_page: Open) -> None:
+def test_corrections_are_exported_and_survive_a_reload(result: Result, open_page: OpenPage) -> None:
     page, labels = correct(result, open_page), result.labels
     check_accessibility(page)
-    kept, merged, deleted, cut, *_ = largest(labels)
+    kept, merged, deleted, cut, *_ = ids_by_size(labels)
     hint = page.locator(".hint")
     page.get_by_role("button", name="Merge").click()
-    click_voxel(page, middle(labels, kept))
-    click_voxel(page, middle(labels, merged))
-    expect(hint).to_contain_text(f"Objects {kept} and {merged} are one")
+    click_voxel(page, central_voxel(labels, kept))
+    click_voxel(page, central_voxel(labels, merged))
+    expect(hint).to_contain_text(f"Merged objects {kept} and {merged}")
     page.get_by_role("button", name="Delete", exact=True).click()
-    click_voxel(page, middle(labels, deleted))
+    click_voxel(page, central_voxel(labels, deleted))
     expect(page.locator(".correct")).to_contain_text("1 merged, 1 deleted")
-    expect(page.locator("#words")).to_have_text(f"{len(largest(labels)) - 2} objects. As corrected.")
+    expect(page.locator("#summary")).to_have_text(f"{len(ids_by_size(labels)) - 2} objects. Includes corrections.")
     expected = np.where(labels == merged, kept, np.where(labels == deleted, 0, labels))
-    assert np.array_equal(corrected(page), expected)
+    assert np.array_equal(export_labels(page), expected)
 
     page.get_by_role("button", name="Undo").click()
-    expect(hint).to_contain_text("Taken back: deleted")
-    assert np.array_equal(corrected(page), np.where(labels == merged, kept, labels))
+    expect(hint).to_contain_text("Undone: deleted")
+    assert np.array_equal(export_labels(page), np.where(labels == merged, kept, labels))
     page.keyboard.press("Control+Shift+Z")
-    assert np.array_equal(corrected(page), expected)
+    assert np.array_equal(export_labels(page), expected)
 
     page.get_by_role("button", name="Cut").click()
-    z, y, x = middle(labels, cut)
+    z, y, x = central_voxel(labels, cut)
     go_to(page, (z, y, x))
-    across, down = point_at(page)
+    across, down = crosshair_position(page)
     drag(page, [(across - 40, down + 1), (across + 40, down + 1)])
-    expect(hint).to_contain_text(f"Object {cut} is cut")
-    parts = corrected(page)
+    expect(hint).to_contain_text(f"Cut object {cut}")
+    parts = export_labels(page)
     new = int(labels.max()) + 1
     assert np.array_equal(parts == new, (labels == cut) & (parts == new))
     assert np.array_equal(np.where(parts == new, cut, parts), expected)
@@ -193,19 +200,19 @@ def test_what_is_corrected_is_what_is_saved_and_survives_a_reload(result: Result
     assert measured.keys() == expected_table.keys() - {"unit"}
     page.get_by_role("tab", name="Objects").click()
     objects = int(np.count_nonzero(np.unique(parts)))
-    expect(page.locator("#words")).to_contain_text(re.compile(rf"^{objects} objects, .*As corrected\.$"))
+    expect(page.locator("#summary")).to_contain_text(re.compile(rf"^{objects} objects, .*Includes corrections\.$"))
     volume = measured["area"][measured["label"].tolist().index(new)]
     page.locator(".scroller").evaluate("scroller => { scroller.scrollTop = scroller.scrollHeight }")
     expect(page.locator(f"tr[data-label='{new}']")).to_contain_text(f"{volume:.3g}")
-    page.get_by_role("tab", name="Take").click()
-    expect(page.get_by_role("tabpanel", name="Take")).to_contain_text("Those with your corrections are under Correct")
+    page.get_by_role("tab", name="Export").click()
+    expect(page.get_by_role("tabpanel", name="Export")).to_contain_text("These files do not include your corrections")
 
     page.reload()
     expect(page.get_by_role("tab", name="Correct")).to_contain_text("3 corrections")
-    expect(page.locator("#words")).to_contain_text("As corrected.")
-    enter(page)
-    expect(hint).to_contain_text("3 corrections of earlier are back")
-    assert np.array_equal(corrected(page), parts)
+    expect(page.locator("#summary")).to_contain_text("Includes corrections.")
+    open_correct_tab(page)
+    expect(hint).to_contain_text("3 saved corrections were restored")
+    assert np.array_equal(export_labels(page), parts)
     file = Answer(download(page, "OME-TIFF"))
     assert (file.axes, file.voxel_size) == ("ZYX", (0.5, 0.2, 0.2))
     assert np.array_equal(file.pixels, parts)
@@ -214,38 +221,38 @@ def test_what_is_corrected_is_what_is_saved_and_survives_a_reload(result: Result
     other.goto(page.url)
     other.get_by_role("tab", name="Correct").click()
     expect(other.locator(".correct")).to_contain_text("being corrected in another tab")
-    other.get_by_role("button", name="Go on here").click()
-    expect(other.locator(".hint")).to_contain_text("3 corrections of earlier are back")
-    expect(page.locator(".correct")).to_contain_text("go on in another tab")
+    other.get_by_role("button", name="Continue here").click()
+    expect(other.locator(".hint")).to_contain_text("3 saved corrections were restored")
+    expect(page.locator(".correct")).to_contain_text("You are now correcting this result in another tab")
     other.get_by_role("button", name="Undo").click()
     expect(other.locator(".correct")).to_contain_text("1 merged, 1 deleted")
-    page.get_by_role("button", name="Go on here").click()
-    expect(hint).to_contain_text("2 corrections of earlier are back")
-    expect(other.locator(".correct")).to_contain_text("go on in another tab")
+    page.get_by_role("button", name="Continue here").click()
+    expect(hint).to_contain_text("2 saved corrections were restored")
+    expect(other.locator(".correct")).to_contain_text("You are now correcting this result in another tab")
     other.close()
-    assert np.array_equal(corrected(page), expected)
+    assert np.array_equal(export_labels(page), expected)
 
     page.get_by_role("button", name="Discard all corrections").click()
-    assert np.array_equal(corrected(page), labels)
+    assert np.array_equal(export_labels(page), labels)
     page.get_by_role("tab", name="Objects").click()
-    expect(page.locator("#words")).not_to_contain_text("As corrected.")
+    expect(page.locator("#summary")).not_to_contain_text("Includes corrections.")
     page.locator("tr[data-label]").first.click()
     expect(page.locator(".readout")).to_contain_text("object")
 
 
-def test_objects_are_drawn_split_and_painted(result: Result, open_page: Open) -> None:
+def test_objects_are_outlined_split_and_painted(result: Result, open_page: OpenPage) -> None:
     page, labels = correct(result, open_page), result.labels
     hint = page.locator(".hint")
     new = int(labels.max()) + 1
     page.get_by_role("button", name="Outline").click()
-    free = middle(labels == 0, 1)
+    free = central_voxel(labels == 0, 1)
     for plane in (8, 14):
         go_to(page, (plane, free[1], free[2]))
-        across, down = point_at(page)
+        across, down = crosshair_position(page)
         angles = np.linspace(0, 6.2, 40)
         drag(page, [(across + 60 * np.cos(angle), down + 60 * np.sin(angle)) for angle in angles])
         expect(hint).to_contain_text("Go to another plane")
-    drawn = corrected(page)
+    drawn = export_labels(page)
     assert np.array_equal(np.where(drawn == new, 0, drawn), labels)
     assert [bool((plane == new).any()) for plane in drawn[7:16]] == [False, *[True] * 7, False]
     within = np.zeros_like(labels[0], bool)
@@ -253,169 +260,171 @@ def test_objects_are_drawn_split_and_painted(result: Result, open_page: Open) ->
     assert ((drawn[8:15] == new) | (labels[8:15] > 0))[:, within].all()
 
     page.get_by_role("button", name="Split").click()
-    object_to_split = largest(labels)[0]
+    object_to_split = ids_by_size(labels)[0]
     voxels = np.argwhere(drawn == object_to_split)
-    plane = voxels[voxels[:, 0] == middle(drawn, object_to_split)[0]]
+    plane = voxels[voxels[:, 0] == central_voxel(drawn, object_to_split)[0]]
     for place in (plane[np.argmin(plane[:, 2])], plane[np.argmax(plane[:, 2])]):
         click_voxel(page, (int(place[0]), int(place[1]), int(place[2])))
-    expect(hint).to_contain_text("Split.")
-    split = corrected(page)
+    expect(hint).to_contain_text("Split object")
+    split = export_labels(page)
     assert np.array_equal(np.where(split == new + 1, object_to_split, split), drawn)
     assert (split == new + 1).any()
 
     page.get_by_role("button", name="Brush").click()
-    expect(page.get_by_label("Size of the brush")).to_be_visible()
-    z, y, x = middle(split, new)
+    expect(page.get_by_label("Brush size")).to_be_visible()
+    z, y, x = central_voxel(split, new)
     go_to(page, (z, y, x))
-    across, down = point_at(page)
+    across, down = crosshair_position(page)
     drag(page, [(across, down), (across + 60, down), (across + 120, down)])
     expect(page.locator(".correct")).to_contain_text("1 painted")
-    painted = corrected(page)
+    painted = export_labels(page)
     assert set(np.unique(painted[painted != split])) == {new}
     assert not (split[painted != split]).any()
-    chosen = page.locator(".chosen-object")
-    expect(chosen).to_have_text(re.compile(f"Object {new} is chosen: .* voxels, .* µm³"))
+    selected = page.locator(".selected-object")
+    expect(selected).to_have_text(re.compile(f"Object {new} selected: .* voxels, .* µm³"))
 
-    free = middle(ndimage.binary_erosion(painted == 0, np.ones((3, 9, 9))), 1)
+    free = central_voxel(ndimage.binary_erosion(painted == 0, np.ones((3, 9, 9))), 1)
     newest = int(painted.max()) + 1
     click_voxel(page, free)
-    expect(hint).to_contain_text(f"Object {newest} is new.")
-    expect(chosen).to_contain_text(f"Object {newest} is chosen")
-    free = middle(ndimage.binary_erosion(corrected(page) == 0, np.ones((3, 9, 9))), 1)
-    page.get_by_label("Add to chosen one").check()
+    expect(hint).to_contain_text(f"Created object {newest}.")
+    expect(selected).to_contain_text(f"Object {newest} selected")
+    free = central_voxel(ndimage.binary_erosion(export_labels(page) == 0, np.ones((3, 9, 9))), 1)
+    page.get_by_label("Add to selected object").check()
     click_voxel(page, free)
-    expect(hint).to_contain_text(f"Object {newest} is larger.")
-    grown = corrected(page)
+    expect(hint).to_contain_text(f"Extended object {newest}.")
+    grown = export_labels(page)
     assert set(np.unique(grown[grown != painted])) == {newest}
     assert grown[free] == newest
     check_accessibility(page)
 
 
-def test_corrected_labels_are_kept_as_an_annotated_stack(result: Result, open_page: Open) -> None:
+def test_corrected_labels_are_saved_as_an_annotated_stack(result: Result, open_page: OpenPage) -> None:
     page, labels = correct(result, open_page), result.labels
-    deleted = largest(labels)[0]
+    deleted = ids_by_size(labels)[0]
     page.get_by_role("button", name="Delete", exact=True).click()
-    click_voxel(page, middle(labels, deleted))
+    click_voxel(page, central_voxel(labels, deleted))
     dialog = page.get_by_role("dialog")
     page.get_by_role("button", name="Improve the model").click()
-    expect(dialog.get_by_role("heading")).to_have_text("Keep as annotated stack")
+    expect(dialog.get_by_role("heading")).to_have_text("Save as annotated stack")
     dialog.get_by_role("button", name="Cancel").click()
     expect(dialog).to_have_count(0)
-    page.get_by_role("button", name="Keep as annotated stack").click()
+    page.get_by_role("button", name="Save as annotated stack").click()
     check_accessibility(page)
     dialog.get_by_label("Name").fill("Zellkörper 1")
-    dialog.get_by_label("Only a part was checked").check()
+    dialog.get_by_label("I checked only a part").check()
     dialog.get_by_label("Planes, last").fill("20")
     dialog.get_by_label("Rows, first").fill("11")
-    dialog.get_by_role("button", name="Keep").click()
-    expect(page.locator(".hint")).to_contain_text("Kept as Zellkörper 1")
+    dialog.get_by_role("button", name="Save").click()
+    expect(page.locator(".hint")).to_contain_text("Saved as Zellkörper 1")
     page.get_by_role("button", name="Improve the model").click()
     expect(dialog.get_by_role("heading")).to_have_text("Improve a model")
     expect(dialog.get_by_label("Zellkörper 1")).to_be_checked()
     dialog.get_by_role("button", name="Cancel").click()
-    (kept,) = result.live.client.get("/annotations").json()["annotations"]
-    assert (kept["name"], kept["changes"], kept["job"]) == ("Zellkörper 1", 1, result.job)
-    assert kept["region"] == "0:20,10:80,0:80"
-    file = Answer(result.live.client.get(f"/annotations/{kept['id']}/labels").content)
+    (annotation,) = result.live.client.get("/annotations").json()["annotations"]
+    assert (annotation["name"], annotation["changes"], annotation["job"]) == ("Zellkörper 1", 1, result.job)
+    assert annotation["region"] == "0:20,10:80,0:80"
+    file = Answer(result.live.client.get(f"/annotations/{annotation['id']}/labels").content)
     assert np.array_equal(file.pixels, np.where(labels == deleted, 0, labels))
     page.get_by_role("button", name="New stack").click()
     annotated = page.get_by_role("region", name="Annotated stacks")
     expect(annotated).to_contain_text("1 correction")
     check_accessibility(page)
-    page.on("dialog", lambda asked: asked.accept())
+    page.on("dialog", lambda prompt: prompt.accept())
     annotated.get_by_role("button", name="Delete Zellkörper 1").click()
     expect(annotated).to_be_hidden()
     assert result.live.client.get("/annotations").json()["annotations"] == []
 
 
-def test_another_browser_is_told_of_corrected_labels_that_were_kept(result: Result, open_page: Open) -> None:
+def test_annotated_stack_from_another_browser_is_shown(result: Result, open_page: OpenPage) -> None:
     page, labels = correct(result, open_page), result.labels
     page.get_by_role("button", name="Delete", exact=True).click()
-    click_voxel(page, middle(labels, largest(labels)[0]))
-    page.get_by_role("button", name="Keep as annotated stack").click()
+    click_voxel(page, central_voxel(labels, ids_by_size(labels)[0]))
+    page.get_by_role("button", name="Save as annotated stack").click()
     page.get_by_role("dialog").get_by_label("Name").fill("by Ada")
-    page.get_by_role("dialog").get_by_role("button", name="Keep").click()
-    expect(page.locator(".correct")).to_contain_text("Kept as annotated stack by Ada")
+    page.get_by_role("dialog").get_by_role("button", name="Save").click()
+    expect(page.locator(".correct")).to_contain_text("Saved as annotated stack by Ada")
     other = correct(result, open_page)
     expect(other.locator(".correct")).to_contain_text(
-        "Corrected in another browser, and kept as annotated stack by Ada"
+        "This result was also corrected in another browser and saved as annotated stack by Ada"
     )
     check_accessibility(other)
     page.reload()
-    enter(page)
-    expect(page.locator(".correct")).to_contain_text("Kept as annotated stack by Ada")
+    open_correct_tab(page)
+    expect(page.locator(".correct")).to_contain_text("Saved as annotated stack by Ada")
     expect(page.locator(".correct")).not_to_contain_text("another browser", use_inner_text=True)
-    (kept,) = result.live.client.get("/annotations").json()["annotations"]
-    result.live.client.delete(f"/annotations/{kept['id']}")
+    (annotation,) = result.live.client.get("/annotations").json()["annotations"]
+    result.live.client.delete(f"/annotations/{annotation['id']}")
 
 
-def test_corrections_outlive_the_result_that_they_were_made_on(result: Result, open_page: Open) -> None:
+def test_corrections_remain_after_their_result_is_deleted(result: Result, open_page: OpenPage) -> None:
     job = result.live.run(b"", stack=result.stack, measurements="zip")["id"]
     page, labels = correct(result._replace(job=job), open_page), result.labels
-    deleted = largest(labels)[:2]
+    deleted = ids_by_size(labels)[:2]
     page.get_by_role("button", name="Delete", exact=True).click()
     for number, label in enumerate(deleted, 1):
-        click_voxel(page, middle(labels, label))
+        click_voxel(page, central_voxel(labels, label))
         expect(page.locator(".correct")).to_contain_text(f"{number} deleted")
     result.live.client.delete(f"/jobs/{job}")
-    page.get_by_role("button", name="Keep as annotated stack").click()
+    page.get_by_role("button", name="Save as annotated stack").click()
     dialog = page.get_by_role("dialog")
-    dialog.get_by_role("button", name="Keep").click()
+    dialog.get_by_role("button", name="Save").click()
     expect(dialog).to_contain_text("Save the corrected labels as a file instead.")
     dialog.get_by_role("button", name="Cancel").click()
     page.get_by_role("button", name="New stack").click()
     entry = page.locator(".recent-job")
-    expect(entry).to_contain_text("objects, as corrected · 2 corrections")
+    expect(entry).to_contain_text("objects, corrected · 2 corrections")
     entry.click()
-    expect(dialog).to_contain_text("The service does not keep this result")
+    expect(dialog).to_contain_text("The service no longer stores this result")
     check_accessibility(page)
-    assert np.array_equal(corrected(page), np.where(np.isin(labels, deleted), 0, labels))
+    assert np.array_equal(export_labels(page), np.where(np.isin(labels, deleted), 0, labels))
     file = Answer(download(page, "OME-TIFF"))
     assert (file.axes, file.voxel_size) == ("ZYX", (0.5, 0.2, 0.2))
-    page.on("dialog", lambda asked: asked.accept())
+    page.on("dialog", lambda prompt: prompt.accept())
     dialog.get_by_role("button", name="Discard the corrections").click()
     expect(entry).to_have_count(0)
 
 
-def test_results_are_compared_as_corrected_and_as_segmented(result: Result, open_page: Open) -> None:
-    page, labels = look_at(result, open_page), result.labels
-    plain = result.live.run(b"", stack=result.stack)["id"]
-    page.evaluate(REMEMBER, {"job": plain, "stack": result.stack, "objects": len(largest(labels))})
-    enter(page)
+def test_results_are_compared_with_and_without_corrections(result: Result, open_page: OpenPage) -> None:
+    page, labels = open_result(result, open_page), result.labels
+    other_job = result.live.run(b"", stack=result.stack)["id"]
+    page.evaluate(REMEMBER_JOB, {"job": other_job, "stack": result.stack, "objects": len(ids_by_size(labels))})
+    open_correct_tab(page)
     page.get_by_role("button", name="Delete", exact=True).click()
-    click_voxel(page, middle(labels, largest(labels)[0]))
+    click_voxel(page, central_voxel(labels, ids_by_size(labels)[0]))
     expect(page.locator(".correct")).to_contain_text("1 deleted")
     results = page.get_by_role("group", name="Results of this stack")
-    own, other = results.locator("[aria-current]"), results.locator("button:not([aria-current])")
-    expect(own).to_contain_text(f" {len(largest(labels)) - 1} objects, as corrected")
-    expect(other).to_have_text(f"{len(largest(labels))} objects")
+    current, other = results.locator("[aria-current]"), results.locator("button:not([aria-current])")
+    expect(current).to_contain_text(f" {len(ids_by_size(labels)) - 1} objects, corrected")
+    expect(other).to_have_text(f"{len(ids_by_size(labels))} objects")
     page.get_by_role("button", name="Undo").click()
-    expect(own).to_have_text(re.compile(f" {len(largest(labels))} objects$"))
+    expect(current).to_have_text(re.compile(f" {len(ids_by_size(labels))} objects$"))
     page.get_by_role("button", name="Redo").click()
-    expect(own).to_contain_text("as corrected")
-    page.goto(f"/#compare={plain},{result.job}")
+    expect(current).to_contain_text("objects, corrected")
+    page.goto(f"/#compare={other_job},{result.job}")
     left, right = page.locator(".side-by-side").first, page.locator(".side-by-side").last
     footer = page.locator("#compare footer")
-    objects = len(largest(labels))
-    expect(footer).to_contain_text(f"{objects - 1} objects in both (they share more than half), 1 on the left alone")
+    objects = len(ids_by_size(labels))
+    expect(footer).to_contain_text(f"{objects - 1} objects in both (overlap above 50 %), 1 only on the left")
     expect(right).to_contain_text(f"{objects - 1} objects")
-    tops = page.locator(".side-by-side .views").evaluate_all("all => all.map(one => one.getBoundingClientRect().top)")
+    tops = page.locator(".side-by-side .views").evaluate_all(
+        "views => views.map(view => view.getBoundingClientRect().top)"
+    )
     assert tops[0] == tops[1]
     right.get_by_label("With 1 correction").uncheck()
-    expect(footer).to_contain_text("0 on the left alone, 0 on the right alone")
+    expect(footer).to_contain_text("0 only on the left, 0 only on the right")
     for side in (left, right):
         expect(side).to_contain_text(f"{objects} objects")
     check_accessibility(page)
 
 
-def test_everything_is_done_by_keys(result: Result, open_page: Open) -> None:
-    page, labels = look_at(result, open_page), result.labels
+def test_all_tools_work_with_the_keyboard(result: Result, open_page: OpenPage) -> None:
+    page, labels = open_result(result, open_page), result.labels
     page.get_by_role("tab", name="Objects").focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     expect(page.get_by_role("button", name="Merge")).to_be_visible()
     stage = page.locator(".view[data-axis=z] .stage")
-    one, other, *_ = largest(labels)
+    first, second, *_ = ids_by_size(labels)
 
     def press_at(voxel: tuple[int, int, int], *keys: str) -> None:
         go_to(page, voxel)
@@ -424,58 +433,59 @@ def test_everything_is_done_by_keys(result: Result, open_page: Open) -> None:
             page.keyboard.press(key)
 
     hint = page.locator(".hint")
-    press_at(middle(labels, one), "m", "Enter")
-    press_at(middle(labels, other), "Enter")
-    expect(hint).to_contain_text("are one")
+    press_at(central_voxel(labels, first), "m", "Enter")
+    press_at(central_voxel(labels, second), "Enter")
+    expect(hint).to_contain_text("Merged objects")
     page.keyboard.press("Control+z")
-    press_at(middle(labels, one), "v", "Enter", "Delete")
-    expect(hint).to_contain_text(f"Object {one} is deleted")
-    assert np.array_equal(corrected(page), np.where(labels == one, 0, labels))
+    press_at(central_voxel(labels, first), "v", "Enter", "Delete")
+    expect(hint).to_contain_text(f"Deleted object {first}")
+    assert np.array_equal(export_labels(page), np.where(labels == first, 0, labels))
     page.keyboard.press("Control+z")
-    z, y, x = middle(labels, one)
+    z, y, x = central_voxel(labels, first)
     press_at((z, y, x), "x", "Shift+ArrowLeft", "Enter", "Shift+ArrowRight", "Shift+ArrowRight", "Enter")
-    expect(hint).to_contain_text(f"Object {one} is cut")
+    expect(hint).to_contain_text(f"Cut object {first}")
     page.keyboard.press("Control+z")
     empty = sliding_window_view(labels == 0, (10, 10), (1, 2)).all((3, 4))  # type: ignore[call-overload]
-    corner = tuple(int(place) for place in np.argwhere(empty)[0])
+    corner = tuple(int(index) for index in np.argwhere(empty)[0])
     press_at(corner, "n", "a", "Enter", *["Shift+ArrowRight"] * 9, "Enter", *["Shift+ArrowDown"] * 9, "Enter", "c")
     expect(page.locator(".correct")).to_contain_text("1 outlined")
     press_at((z, y, x), "e", "[", "[", "Enter")
     expect(page.locator(".correct")).to_contain_text("1 erased")
-    erased = corrected(page)
+    erased = export_labels(page)
     assert erased[z, y, x] == 0
     assert np.array_equal(
-        erased[labels != one][labels[labels != one] > 0], labels[labels != one][labels[labels != one] > 0]
+        erased[labels != first][labels[labels != first] > 0], labels[labels != first][labels[labels != first] > 0]
     )
 
 
-def test_corrections_can_be_undone_and_repeated_and_lose_no_voxel(nuclei: Live, open_page: Open) -> None:
+def test_random_corrections_can_be_undone_redone_and_restored(nuclei: Live, open_page: OpenPage) -> None:
     page = open_page(nuclei)
     for seed in range(3):
-        found = page.evaluate(PROPERTIES, [seed, 60])
-        assert found["wrong"] == [], seed
-        assert found["kinds"] == ["add", "delete", "erase", "merge", "paint", "split"], seed
+        outcome = page.evaluate(CHECK_PROPERTIES, [seed, 60])
+        assert outcome["failures"] == [], seed
+        assert outcome["kinds"] == ["add", "delete", "erase", "merge", "paint", "split"], seed
 
 
-def test_a_correction_of_a_large_stack_is_immediate(nuclei: Live, open_page: Open) -> None:
-    times = open_page(nuclei).evaluate(SPEED)
+def test_corrections_of_a_large_stack_are_immediate(nuclei: Live, open_page: OpenPage) -> None:
+    times = open_page(nuclei).evaluate(MEASURE_SPEED)
     print({name: f"{milliseconds:.1f} ms" for name, milliseconds in times.items()})
-    assert max(times.values()) < MILLISECONDS
+    assert max(times.values()) < MAX_MILLISECONDS
 
 
-def test_what_is_shown_in_coarse_steps_is_corrected_in_full_resolution(result: Result, open_page: Open) -> None:
-    told = open_page(result.live).evaluate(COARSE, [result.job, result.stack])
-    assert told["before"] == told["after"] == {"at": [5, 10, 12], "step": [1, 2, 2], "labels": [24, 40, 40]}
-    assert told["meanwhile"] == {"at": [5, 20, 24], "step": [1, 1, 1], "labels": [24, 80, 80]}
-    assert told["edges"] == [0.5, 0.2, 0.2]
-    assert told["paused"] == "The stack is shown anew. Your corrections are kept.Go on correcting"
+def test_subsampled_result_is_corrected_at_full_resolution(result: Result, open_page: OpenPage) -> None:
+    outcome = open_page(result.live).evaluate(CORRECT_SUBSAMPLED, [result.job, result.stack])
+    assert outcome["before"] == outcome["after"] == {"position": [5, 10, 12], "step": [1, 2, 2], "labels": [24, 40, 40]}
+    assert outcome["during"] == {"position": [5, 20, 24], "step": [1, 1, 1], "labels": [24, 80, 80]}
+    assert outcome["voxel"] == [0.5, 0.2, 0.2]
+    assert outcome["paused"] == "The image was reloaded. Your corrections are saved.Continue correcting"
 
 
-def test_labels_that_are_too_large_for_the_browser_say_what_to_do(nuclei: Live, open_page: Open) -> None:
+def test_labels_too_large_for_the_browser_are_explained(nuclei: Live, open_page: OpenPage) -> None:
     text = open_page(nuclei).evaluate(
         """async () => {
           const { CorrectView } = await import("/page/correct/correct_view.js");
-          const small = { data: new Uint16Array(8), shape: [2, 2, 2], step: [200, 999, 999], whole: [400, 1998, 1998] };
+          const fullShape = [400, 1998, 1998];
+          const small = { data: new Uint16Array(8), shape: [2, 2, 2], step: [200, 999, 999], fullShape };
           const viewer = { scene: { state: { image: small, labels: small } } };
           const result = { job: { id: "0" }, stack: "", name: "" };
           const view = new CorrectView(result, viewer, 0, {}, new AbortController().signal);
@@ -484,4 +494,4 @@ def test_labels_that_are_too_large_for_the_browser_say_what_to_do(nuclei: Live, 
         }"""
     )
     assert "3.19 GB" in text
-    assert "Segment a smaller part" in text
+    assert "Segment and correct a smaller part" in text

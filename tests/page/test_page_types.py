@@ -1,4 +1,4 @@
-"""The types that the page's modules are checked with."""
+"""Tests of the TypeScript types that the modules of the web UI are checked with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scripts.page_types import describe, write_types
 
 
 @pytest.mark.parametrize(
-    ("schema", "written"),
+    ("schema", "expected"),
     [
         ({"type": "integer"}, "number"),
         ({"type": "string", "enum": ["a", "b"]}, '"a" | "b"'),
@@ -24,18 +24,18 @@ from scripts.page_types import describe, write_types
         ({}, "unknown"),
     ],
 )
-def test_a_schema_is_written_as_a_type(schema: dict[str, Any], written: str) -> None:
-    assert describe(schema) == written
+def test_schema_is_converted_to_typescript_type(schema: dict[str, Any], expected: str) -> None:
+    assert describe(schema) == expected
 
 
-def test_properties_that_may_be_absent_are_optional() -> None:
+def test_properties_without_value_or_default_are_optional() -> None:
     text, null = {"type": "string"}, {"type": "null"}
     properties = {"a": text, "b": text, "c": text | {"default": ""}, "d": {"anyOf": [text, null]}}
     written = describe({"type": "object", "properties": properties, "required": ["a"]})
     assert re.findall(r"(\w\??):", written) == ["a", "b?", "c", "d"]
 
 
-def test_every_type_that_the_page_imports_is_written(tmp_path: Path) -> None:
+def test_every_type_imported_by_the_page_is_written(tmp_path: Path) -> None:
     write_types(file := tmp_path / "page" / "openapi.d.ts")
     written = set(re.findall(r"export interface (\w+) \{", file.read_text(encoding="utf-8")))
     modules = Path(__file__).parents[2] / "service" / "api" / "page"

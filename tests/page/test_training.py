@@ -1,4 +1,4 @@
-"""Training a model on annotated stacks from the page, through a real service and a real training."""
+"""Tests of training from the web UI, with a real service and a real training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from browsing import Open, check_accessibility, segment
+from browsing import OpenPage, check_accessibility, press_segment
 from live import Live, as_tiff, eager, serve
 from model_files import copy_model
 from playwright.sync_api import expect
@@ -17,15 +17,15 @@ from scripts.recipes.synthetic_nuclei import synthesise
 from service.models.spec import ModelSpec
 
 TRAINING = {"edge": 16, "batch_size": 1, "pool": 2, "learning_rate": 0.01}
-# The colour of the second line, at the square of its first value, and that of the legend.
-LINE = """() => {
+# Returns the color of the second line at the marker of its first value, and the color of the legend.
+READ_LINE_COLORS = """() => {
   const canvas = document.querySelector(".curve canvas"), { width, height } = canvas;
   const data = canvas.getContext("2d").getImageData(0, 0, width, height).data;
   const last = document.querySelector(".curve [data-line='1']");
   const legend = getComputedStyle(last, "::before").backgroundColor.match(/\\d+/g).slice(0, 3).map(Number);
-  const away = place => Math.max(...legend.map((value, channel) => Math.abs(value - data[place + channel])));
-  const solid = [...Array(width * height).keys()].map(pixel => 4 * pixel).filter(place => data[place + 3] === 255);
-  const nearest = solid.reduce((best, place) => (away(place) < away(best) ? place : best));
+  const distance = offset => Math.max(...legend.map((value, channel) => Math.abs(value - data[offset + channel])));
+  const opaque = [...Array(width * height).keys()].map(pixel => 4 * pixel).filter(offset => data[offset + 3] === 255);
+  const nearest = opaque.reduce((best, offset) => (distance(offset) < distance(best) ? offset : best));
   return [[...data.slice(nearest, nearest + 3)], legend];
 }"""
 NPY = {"Content-Type": "application/x-npy"}
@@ -33,7 +33,7 @@ NPY = {"Content-Type": "application/x-npy"}
 
 @pytest.fixture(scope="module")
 def live(trainable: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """A service with a small model that can be trained, and a stack with its labels."""
+    """Start a service with a small trainable model, and an image with labels saved as two annotated stacks."""
     models = tmp_path_factory.mktemp("models")
     for name in ("random-nuclei", "others"):
         copy_model(trainable.folder, models / name)
@@ -41,16 +41,16 @@ def live(trainable: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iter
     settings = eager(
         models, models={"default": "random-nuclei"}, jobs=jobs, training=TRAINING, trainings={"niceness": 0}
     )
-    with serve(settings) as running:
+    with serve(settings) as service:
         image, labels = synthesise(np.random.default_rng(0), (16, 32, 48))
-        stack = running.post("/stacks", as_tiff(image)).json()["id"]
+        stack = service.post("/stacks", as_tiff(image)).json()["id"]
         np.save(array := io.BytesIO(), labels)
         for name in ("first try", "nuclei by hand"):
-            assert running.post("/annotations", array.getvalue(), NPY, stack=stack, name=name).status_code == 201
-        yield running
+            assert service.post("/annotations", array.getvalue(), NPY, stack=stack, name=name).status_code == 201
+        yield service
 
 
-def test_a_model_is_improved_followed_and_used(live: Live, open_page: Open) -> None:
+def test_model_is_trained_used_and_deleted(live: Live, open_page: OpenPage) -> None:
     page = open_page(live)
     page.get_by_role("button", name="Improve a model with these").click()
     dialog = page.get_by_role("dialog")
@@ -58,7 +58,7 @@ def test_a_model_is_improved_followed_and_used(live: Live, open_page: Open) -> N
     newest, older = dialog.get_by_role("checkbox").all()
     expect(newest).to_be_checked()
     expect(older).not_to_be_checked()
-    expect(dialog).to_contain_text("same place as nuclei by hand; a training takes one of them")
+    expect(dialog).to_contain_text("same region as nuclei by hand; select only one of them")
     older.check()
     expect(newest).not_to_be_checked()
     newest.check()
@@ -78,61 +78,61 @@ def test_a_model_is_improved_followed_and_used(live: Live, open_page: Open) -> N
     after = f"{100 * report['after']:.3g} %"
     expect(training.locator(".scores dd").last).to_have_text(after)
     curve = training.get_by_role("img", name="Loss after")
-    assert f"in training {report['loss'][-1][1]:.3g}"[:15] in (curve.get_attribute("aria-label") or "")
+    assert f"training {report['loss'][-1][1]:.3g}"[:12] in (curve.get_attribute("aria-label") or "")
     for _ in range(2):
-        drawn, legend = page.evaluate(LINE)
-        assert max(abs(a - b) for a, b in zip(drawn, legend, strict=True)) <= 2
+        line, legend = page.evaluate(READ_LINE_COLORS)
+        assert max(abs(a - b) for a, b in zip(line, legend, strict=True)) <= 2
         page.get_by_role("button", name="Switch between dark and light").click()
     check_accessibility(page)
     training.get_by_role("button", name="Open the stack with mine").click()
     expect(page.locator("#settings .facts")).to_contain_text("48 × 32 × 16")
-    segment(page)
+    press_segment(page)
     expect(page.locator("#side")).to_contain_text("mine/1")
     page.get_by_role("button", name="New stack").click()
     trainings = page.get_by_role("region", name="Trainings")
     expect(trainings).to_contain_text("mine is ready")
     trainings.get_by_role("link").click()
     expect(training).to_contain_text("mine is ready")
-    page.once("dialog", lambda asked: asked.accept())
+    page.once("dialog", lambda dialog: dialog.accept())
     training.get_by_role("button", name="Delete the model").click()
-    expect(training).to_contain_text("The model mine is deleted")
+    expect(training).to_contain_text("The model mine was deleted")
     expect(training).not_to_contain_text("is ready")
     assert live.client.get("/models/mine").status_code == 404
     page.get_by_role("button", name="New stack").click()
-    expect(trainings).to_contain_text("The model mine is deleted")
+    expect(trainings).to_contain_text("The model mine was deleted")
     trainings.get_by_role("link").click()
-    expect(training).to_contain_text("The model mine is deleted")
+    expect(training).to_contain_text("The model mine was deleted")
     page.get_by_role("link", name="Status").click()
-    most = live.runtime.settings.trainings.models
-    expect(page.get_by_role("region", name="Learning")).to_contain_text(
-        f"2 annotated stacks, 0 of at most {most} trained"
+    max_models = live.runtime.settings.trainings.models
+    expect(page.get_by_role("region", name="Training")).to_contain_text(
+        f"2 annotated stacks, 0 of at most {max_models} trained"
     )
 
 
-def test_stacks_that_another_kind_of_model_has_labelled_are_not_proposed(live: Live, open_page: Open) -> None:
+def test_stacks_labeled_by_another_model_family_are_not_preselected(live: Live, open_page: OpenPage) -> None:
     stack = live.client.get("/annotations").json()["annotations"][0]["stack"]
     job = live.run(b"", stack=stack, model="others")
     labels = live.result(job, Accept="application/x-npy").content
-    kept = live.post("/annotations", labels, NPY, job=job["id"], name="other things").json()["id"]
+    annotation = live.post("/annotations", labels, NPY, job=job["id"], name="other objects").json()["id"]
     page = open_page(live)
     page.get_by_role("button", name="Improve a model with these").click()
     dialog = page.get_by_role("dialog")
-    dialog.get_by_label("Model to begin with").select_option("others")
-    other, own = (dialog.get_by_role("checkbox", name=re.compile(name)) for name in ("^other", "^nuclei by hand"))
+    dialog.get_by_label("Base model").select_option("others")
+    other, nuclei = (dialog.get_by_role("checkbox", name=re.compile(name)) for name in ("^other", "^nuclei by hand"))
     expect(other).to_be_checked()
     expect(dialog.get_by_label("Name of the new model")).to_have_value("others-2")
-    dialog.get_by_label("Model to begin with").select_option("random-nuclei")
+    dialog.get_by_label("Base model").select_option("random-nuclei")
     expect(other).not_to_be_checked()
-    expect(own).to_be_checked()
-    live.client.delete(f"/annotations/{kept}")
+    expect(nuclei).to_be_checked()
+    live.client.delete(f"/annotations/{annotation}")
 
 
-def test_a_training_is_stopped(live: Live, open_page: Open) -> None:
+def test_training_is_stopped(live: Live, open_page: OpenPage) -> None:
     page = open_page(live)
     page.get_by_role("button", name="Improve a model with these").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_label("Name of the new model").fill("stopped")
     dialog.get_by_role("button", name="Start").click()
     page.get_by_role("button", name="Stop the training").click()
-    expect(page.get_by_role("region", name="Training")).to_contain_text("Stopped")
+    expect(page.get_by_role("region", name="Training")).to_contain_text("The training was stopped")
     assert live.client.get("/models/stopped").status_code == 404

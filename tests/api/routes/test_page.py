@@ -31,7 +31,7 @@ def test_all_imported_modules_are_served(service: Service) -> None:
         assert "https://" not in module.text
         imported = re.findall(r'(?: from |import\()"(\.[^"]+)"', module.text)
         pending += [posixpath.normpath(posixpath.join(posixpath.dirname(name), path)) for path in imported]
-    assert {"viewer/viewer.js", "viewer/solid.js", "volumes/slices.js", "result/objects_view.js"} <= seen
+    assert {"viewer/viewer.js", "viewer/volume_renderer.js", "volumes/slices.js", "result/objects_view.js"} <= seen
     assert service.client.get("/page/page.py").json()["type"].endswith("not-found")
     assert service.client.get("/page/index.html").status_code == 404
     assert service.client.get("/page/core/../index.html").status_code == 404

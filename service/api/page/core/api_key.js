@@ -1,33 +1,33 @@
 /** The dialog that asks for an API key. */
 
 import { byId } from "./elements.js";
-import { hasKey, useKey, whenKeyIsWanted } from "./requests.js";
+import { hasKey, setKeyPrompt, storeKey } from "./requests.js";
 
-/** The answer that is awaited. @type {Promise<string> | null} */
-let asking = null;
+/** The open prompt, shared by all requests that wait for a key. @type {Promise<string> | null} */
+let openPrompt = null;
 
-/** Ask for a key whenever the service wants one; the button forgets it. @param {HTMLElement} button */
+/** Prompt for a key when the service requires one. @param {HTMLElement} button discards the stored key */
 export function startKeyDialog(button) {
-  whenKeyIsWanted((refused) => {
-    asking ??= askForKey(refused).finally(() => (asking = null));
-    return asking;
+  setKeyPrompt((rejected) => {
+    openPrompt ??= promptForKey(rejected).finally(() => (openPrompt = null));
+    return openPrompt;
   });
   button.addEventListener("click", () => {
-    useKey("");
+    storeKey("");
     location.reload();
   });
 }
 
-/** @param {HTMLElement} button is shown once there is a key */
+/** @param {HTMLElement} button visible if a key is stored */
 export function showKeyButton(button) {
   button.hidden = !hasKey();
 }
 
-/** @param {boolean} refused whether the service does not know the key that was sent @returns {Promise<string>} */
-function askForKey(refused) {
+/** @param {boolean} rejected whether the service rejected the stored key @returns {Promise<string>} */
+function promptForKey(rejected) {
   const dialog = /** @type {HTMLDialogElement} */ (byId("ask-key"));
   const input = /** @type {HTMLInputElement} */ (byId("key-field"));
-  byId("key-problem").textContent = refused ? "The service does not know that key." : "";
+  byId("key-problem").textContent = rejected ? "The service rejected this key. Check it and try again." : "";
   input.value = "";
   dialog.addEventListener("cancel", (event) => event.preventDefault(), { once: true });
   if (!dialog.open) dialog.showModal();

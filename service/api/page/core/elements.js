@@ -1,70 +1,72 @@
-/** Small helpers that make elements; text is always text, never markup. */
+/** Helpers that create and update elements. Strings become text nodes and are never parsed as markup. */
 
 /** @typedef {Node | string | null | undefined | false} Child */
 
 /**
+ * Create an element.
  * @template {keyof HTMLElementTagNameMap} Tag
  * @param {Tag} tag
- * @param {Record<string, unknown>} [properties] of the element; `class`, `aria-...` and `data-...` become attributes, `on...` listeners
- * @param {Child[]} children
+ * @param {Record<string, unknown>} [properties] `on...` functions become event listeners; names that are not DOM properties become attributes
+ * @param {Child[]} children empty children (null, undefined, false) are skipped
  * @returns {HTMLElementTagNameMap[Tag]}
  */
 export function element(tag, properties = {}, ...children) {
-  const made = document.createElement(tag);
+  const created = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
     if (value === undefined || value === null || value === false) continue;
     if (name.startsWith("on") && typeof value === "function") {
-      made.addEventListener(name.slice(2), /** @type {EventListener} */ (value));
-    } else if (name in made && name !== "list") {
-      Reflect.set(made, name, value);
+      created.addEventListener(name.slice(2), /** @type {EventListener} */ (value));
+    } else if (name in created && name !== "list") {
+      Reflect.set(created, name, value);
     } else {
-      made.setAttribute(name, value === true ? "" : String(value));
+      created.setAttribute(name, value === true ? "" : String(value));
     }
   }
-  made.append(...children.filter(isShown).map(asNode));
-  return made;
+  created.append(...children.filter(isPresent).map(toNode));
+  return created;
 }
 
 /** @param {Child} child */
-function isShown(child) {
+function isPresent(child) {
   return child !== null && child !== undefined && child !== false;
 }
 
 /** @param {Child} child @returns {Node} */
-function asNode(child) {
+function toNode(child) {
   return child instanceof Node ? child : document.createTextNode(String(child));
 }
 
 /**
+ * Return the element with an id. Throws an Error if there is none.
  * @param {string} id
  * @returns {HTMLElement}
  */
 export function byId(id) {
-  const found = document.getElementById(id);
-  if (found === null) throw new Error(`There is no element ${id}.`);
-  return found;
+  const match = document.getElementById(id);
+  if (match === null) throw new Error(`The document has no element with the id "${id}".`);
+  return match;
 }
 
 /**
- * A button that looks busy, and does nothing else, until its action is done.
- * @param {string} text @param {() => unknown} action @param {string} [kind]
+ * Create a button that is marked as busy and ignores clicks until its action has finished.
+ * @param {string} text @param {() => unknown} action @param {string} [kind] class names
  */
 export function button(text, action, kind = "") {
   const onclick = async () => {
-    if (made.ariaBusy === "true") return;
-    made.ariaBusy = "true";
+    if (node.ariaBusy === "true") return;
+    node.ariaBusy = "true";
     try {
       await action();
     } finally {
-      made.ariaBusy = null;
+      node.ariaBusy = null;
     }
   };
-  const made = element("button", { type: "button", class: kind, onclick }, text);
-  return made;
+  const node = element("button", { type: "button", class: kind, onclick }, text);
+  return node;
 }
 
 /**
- * A label with a control and, below it, a hint.
+ * Create a labeled control with an optional hint below it.
  * @param {string} text
  * @param {HTMLElement} control
  * @param {Child} [hint]
@@ -74,7 +76,7 @@ export function field(text, control, hint) {
 }
 
 /**
- * A dialog of the page's own, that is removed when it closes.
+ * Open a modal dialog that is removed from the document when it closes.
  * @param {string} title @param {(Node | false)[]} content
  * @returns {HTMLDialogElement}
  */
@@ -87,61 +89,66 @@ export function openDialog(title, ...content) {
   return dialog;
 }
 
-/** A list of keys, or what else can be done, with what they do. @param {string[][]} keys */
-export function keyList(keys) {
-  const parts = keys.flatMap(([key, what]) => [element("dt", {}, key), element("dd", {}, what)]);
+/** Create a list of keyboard and mouse shortcuts. @param {string[][]} shortcuts pairs of a key or gesture and its action */
+export function shortcutList(shortcuts) {
+  const parts = shortcuts.flatMap(([key, action]) => [element("dt", {}, key), element("dd", {}, action)]);
   return element("dl", { class: "keys" }, ...parts);
 }
 
-/** @param {Blob} blob @param {string} name */
-export function save(blob, name) {
+/** Save a blob as a file in the browser's download folder. @param {Blob} blob @param {string} name */
+export function downloadBlob(blob, name) {
   const address = URL.createObjectURL(blob);
   element("a", { href: address, download: name }).click();
   setTimeout(() => URL.revokeObjectURL(address), 60_000);
 }
 
-/** The control with text or a place that is not taken over yet, and the one under a pressed pointer: both stay as they are. */
-const held = { typed: /** @type {EventTarget | null} */ (null), pressed: /** @type {EventTarget | null} */ (null) };
-/** What is drawn once nobody holds anything there. @type {Map<HTMLElement, () => Child[]>} */
-const later = new Map();
+/** The control with uncommitted input and the element under a pressed pointer. `redraw` does not replace them. */
+const busyElements = {
+  edited: /** @type {EventTarget | null} */ (null),
+  pressed: /** @type {EventTarget | null} */ (null),
+};
+/** Redraws that wait until the user is done with an element. @type {Map<HTMLElement, () => Child[]>} */
+const pendingRedraws = new Map();
 const FOCUSABLE = "input, select, textarea, button, summary, a[href], [tabindex]";
 
-/** @param {keyof typeof held} how @param {EventTarget | null} what */
-function hold(how, what) {
-  held[how] = what;
-  // First whatever is clicked does its work, and whatever follows has the focus.
-  if (what === null && later.size > 0) setTimeout(drawLater);
+/** @param {keyof typeof busyElements} reason @param {EventTarget | null} target */
+function setBusy(reason, target) {
+  busyElements[reason] = target;
+  // The click handler and the change of focus have to run first.
+  if (target === null && pendingRedraws.size > 0) setTimeout(runPendingRedraws);
 }
 
-function drawLater() {
-  for (const [root, draw] of [...later]) redraw(root, draw);
+function runPendingRedraws() {
+  for (const [root, draw] of [...pendingRedraws]) redraw(root, draw);
 }
 
-document.addEventListener("input", ({ target }) => hold("typed", target));
-document.addEventListener("pointerdown", ({ target }) => hold("pressed", target), true);
-for (const over of ["change", "focusout"]) document.addEventListener(over, () => hold("typed", null));
-for (const over of ["pointerup", "pointercancel"]) document.addEventListener(over, () => hold("pressed", null), true);
+document.addEventListener("input", ({ target }) => setBusy("edited", target));
+document.addEventListener("pointerdown", ({ target }) => setBusy("pressed", target), true);
+for (const name of ["change", "focusout"]) document.addEventListener(name, () => setBusy("edited", null));
+for (const name of ["pointerup", "pointercancel"])
+  document.addEventListener(name, () => setBusy("pressed", null), true);
 
 /**
- * Draw an element's children anew. Where somebody types or presses a button among them, that is waited for; the focus stays on
- * the control that has the same id, name or words.
+ * Replace the children of an element. If the user is typing in one of them or pressing one, the redraw is postponed. The
+ * focus stays on the control with the same id, label or text.
  * @param {HTMLElement} root @param {() => Child[]} draw
  */
 export function redraw(root, draw) {
-  later.delete(root);
-  if ([held.typed, held.pressed].some((one) => one instanceof Node && one !== root && root.contains(one))) {
-    later.set(root, draw);
+  pendingRedraws.delete(root);
+  const { edited, pressed } = busyElements;
+  if ([edited, pressed].some((target) => target instanceof Node && target !== root && root.contains(target))) {
+    pendingRedraws.set(root, draw);
     return;
   }
   const focused = document.activeElement;
-  const alike = () => [...root.querySelectorAll(FOCUSABLE)].filter((one) => nameOf(one) === nameOf(focused));
-  const place = focused === null ? -1 : alike().indexOf(focused);
-  root.replaceChildren(...draw().filter(isShown).map(asNode));
-  const again = alike()[place];
-  if (again instanceof HTMLElement) again.focus({ preventScroll: true });
+  const matches = () => [...root.querySelectorAll(FOCUSABLE)].filter((node) => nameOf(node) === nameOf(focused));
+  const index = focused === null ? -1 : matches().indexOf(focused);
+  root.replaceChildren(...draw().filter(isPresent).map(toNode));
+  const replacement = matches()[index];
+  if (replacement instanceof HTMLElement) replacement.focus({ preventScroll: true });
 }
 
-/** @param {Element | null} one */
-function nameOf(one) {
-  return one && [one.tagName, one.id || one.ariaLabel || one.textContent].join(" ");
+/** @param {Element | null} node */
+function nameOf(node) {
+  return node && [node.tagName, node.id || node.ariaLabel || node.textContent].join(" ");
 }

@@ -1,25 +1,25 @@
-/** What went wrong, in a bar above the view. */
+/** The error bar above the view. */
 
 import { button, byId, element } from "./elements.js";
 import { Problem } from "./requests.js";
 
-/** @param {unknown} error @returns {boolean} whether something was given up because another view is shown */
+/** @param {unknown} error @returns {boolean} whether the work was canceled because another view opened */
 export function isAbort(error) {
   return error instanceof DOMException && error.name === "AbortError";
 }
 
-/** @param {unknown} error */
-export function report(error) {
+/** Show an error in the error bar, unless it is a cancellation. @param {unknown} error */
+export function showError(error) {
   if (isAbort(error)) return;
   const box = byId("problem");
   box.hidden = false;
   box.replaceChildren(
     element("span", {}, error instanceof Error ? error.message : String(error)),
-    button("Close", hideReport, "quiet"),
+    button("Close", hideError, "quiet"),
   );
   if (!(error instanceof Problem)) console.error(error);
 }
 
-export function hideReport() {
+export function hideError() {
   byId("problem").hidden = true;
 }

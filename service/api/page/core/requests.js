@@ -1,38 +1,38 @@
-/** Requests to the service that has served this page; no other host is ever asked. */
+/** Requests to the service that serves this page. No other host is contacted. */
 
-import { pageWords } from "./words.js";
+import { toPageTerms } from "./terminology.js";
 
 const KEY = "stackseg-key";
 
-/** What the service has said against a request: the problem document of RFC 9457. */
+/** An error response of the service: a problem document (RFC 9457). */
 export class Problem extends Error {
   /**
-   * @param {string} slug @param {string} detail @param {number} status 0: the service did not answer
-   * @param {Record<string, string>} suggested values to try, by parameter
+   * @param {string} slug problem type @param {string} detail @param {number} status HTTP status, 0 if the service did not answer
+   * @param {Record<string, string>} suggested values to try, by parameter name
    */
   constructor(slug, detail, status, suggested = {}) {
-    super(pageWords(detail));
+    super(toPageTerms(detail));
     this.slug = slug;
     this.status = status;
     this.suggested = suggested;
   }
 }
 
-/** @type {(refused: boolean) => Promise<string>} */
-let askForKey = async () => "";
+/** @type {(rejected: boolean) => Promise<string>} */
+let promptForKey = async () => "";
 
-/** @param {(refused: boolean) => Promise<string>} ask is called when the service wants a key, or refuses one */
-export function whenKeyIsWanted(ask) {
-  askForKey = ask;
+/** @param {(rejected: boolean) => Promise<string>} prompt called when the service requires a key or rejects the stored one */
+export function setKeyPrompt(prompt) {
+  promptForKey = prompt;
 }
 
-/** @returns {boolean} whether a key is sent */
+/** @returns {boolean} whether a key is stored, which every request then sends */
 export function hasKey() {
   return Boolean(sessionStorage.getItem(KEY));
 }
 
 /** @param {string} key */
-export function useKey(key) {
+export function storeKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
@@ -43,26 +43,27 @@ function keyHeaders() {
 }
 
 /**
- * @param {string} path relative to the page, so that a proxy may put the service below a path of its own
+ * Send a request. If the service requires a key, prompt for it and try again. Throws a Problem for error responses.
+ * @param {string} path relative to the page, so that a proxy can serve it below any path
  * @param {RequestInit} [options]
  * @returns {Promise<Response>}
  */
 export async function request(path, options = {}) {
   try {
-    return await requestOnce(path, options);
+    return await requestWithoutPrompt(path, options);
   } catch (error) {
     if (!(error instanceof Problem) || error.status !== 401) throw error;
   }
-  useKey(await askForKey(hasKey()));
+  storeKey(await promptForKey(hasKey()));
   return request(path, options);
 }
 
-/** As `request`, for what not every known key may do: another key is not asked for. @param {string} path @param {RequestInit} [options] */
-export async function requestOnce(path, options = {}) {
+/** Send a request without prompting for a key: not every valid key has permission for it. @param {string} path @param {RequestInit} [options] */
+export async function requestWithoutPrompt(path, options = {}) {
   const headers = { ...keyHeaders(), .../** @type {Record<string, string>} */ (options.headers) };
   const response = await fetch(path, { ...options, headers }).catch((error) => {
     if (options.signal?.aborted) throw error;
-    throw new Problem("unreachable", "The service does not answer. It may be stopped or restarting; try again.", 0);
+    throw new Problem("unreachable", "The service did not answer. It may be restarting: try again in a minute.", 0);
   });
   if (response.ok) return response;
   throw await readProblem(response);
@@ -70,7 +71,7 @@ export async function requestOnce(path, options = {}) {
 
 /** @param {Response} response */
 async function readProblem(response) {
-  const fallback = `The service answers ${response.status} ${response.statusText}.`;
+  const fallback = `The service answered with HTTP status ${response.status} ${response.statusText}.`;
   const document = await response.json().catch(() => ({}));
   const slug =
     String(document.type ?? "")
@@ -80,42 +81,44 @@ async function readProblem(response) {
 }
 
 /** @param {string} path @param {RequestInit} [options] @returns {Promise<any>} */
-export async function json(path, options) {
+export async function requestJson(path, options) {
   return (await request(path, options)).json();
 }
 
-/** @param {Record<string, unknown>} parameters those that are empty are left out */
-export function queryOf(parameters) {
-  const given = Object.entries(parameters).filter(([, value]) => value !== undefined && value !== null && value !== "");
-  return new URLSearchParams(given.map(([name, value]) => [name, String(value)])).toString();
+/** Build a query string. @param {Record<string, unknown>} parameters empty values are omitted */
+export function buildQuery(parameters) {
+  const filled = Object.entries(parameters).filter(
+    ([, value]) => value !== undefined && value !== null && value !== "",
+  );
+  return new URLSearchParams(filled.map(([name, value]) => [name, String(value)])).toString();
 }
 
 /**
- * Upload a stack, telling how far that has come: only XMLHttpRequest can.
- * @param {Blob} file @param {string} name @param {(share: number) => void} onprogress
+ * Upload a stack and report the progress, which `fetch` cannot do.
+ * @param {Blob} file @param {string} name @param {(fraction: number) => void} onprogress
  * @param {AbortSignal} [signal]
  * @returns {Promise<import("openapi").StackReport>}
  */
 export async function upload(file, name, onprogress, signal) {
   /** @type {XMLHttpRequest} */
-  const sent = await new Promise((resolve, reject) => {
-    const sending = new XMLHttpRequest();
-    sending.open("POST", "stacks");
-    sending.setRequestHeader("Content-Type", "image/tiff");
-    sending.setRequestHeader("X-Filename", encodeURIComponent(name));
-    for (const [header, value] of Object.entries(keyHeaders())) sending.setRequestHeader(header, value);
-    sending.upload.onprogress = (event) => onprogress(event.loaded / event.total);
-    sending.onload = () => resolve(sending);
-    sending.onabort = () => reject(signal?.reason);
-    signal?.addEventListener("abort", () => sending.abort());
-    sending.onerror = () => reject(new Problem("unreachable", "The upload broke off; try again.", 0));
-    sending.send(file);
+  const xhr = await new Promise((resolve, reject) => {
+    const pending = new XMLHttpRequest();
+    pending.open("POST", "stacks");
+    pending.setRequestHeader("Content-Type", "image/tiff");
+    pending.setRequestHeader("X-Filename", encodeURIComponent(name));
+    for (const [header, value] of Object.entries(keyHeaders())) pending.setRequestHeader(header, value);
+    pending.upload.onprogress = (event) => onprogress(event.loaded / event.total);
+    pending.onload = () => resolve(pending);
+    pending.onabort = () => reject(signal?.reason);
+    signal?.addEventListener("abort", () => pending.abort());
+    pending.onerror = () => reject(new Problem("unreachable", "The upload was interrupted. Try again.", 0));
+    pending.send(file);
   });
-  const answer = new Response(sent.responseText || "{}", { status: sent.status || 500 });
-  if (answer.status === 401) {
-    useKey(await askForKey(hasKey()));
+  const response = new Response(xhr.responseText || "{}", { status: xhr.status || 500 });
+  if (response.status === 401) {
+    storeKey(await promptForKey(hasKey()));
     return upload(file, name, onprogress, signal);
   }
-  if (!answer.ok) throw await readProblem(answer);
-  return answer.json();
+  if (!response.ok) throw await readProblem(response);
+  return response.json();
 }

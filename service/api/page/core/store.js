@@ -1,32 +1,32 @@
-/** State that several views show: it changes only by `set`, which tells those who have subscribed. */
+/** State shared by several views. It changes only through `set`, which notifies the subscribed listeners. */
 
 /** @template {object} State */
 export class Store {
   /** @param {State} state */
   constructor(state) {
-    /** A new object after each change. @type {Readonly<State>} */
+    /** Replaced by a new object on each change. @type {Readonly<State>} */
     this.state = state;
-    /** @type {Set<(before: Readonly<State>) => void>} */
+    /** @type {Set<(previous: Readonly<State>) => void>} */
     this.listeners = new Set();
   }
 
-  /** @param {Partial<State>} changes values that are replaced; listeners are called when one of them is another one */
+  /** Update the state, and notify the listeners if a value differs. @param {Partial<State>} changes new values */
   set(changes) {
-    const before = this.state;
-    const after = { ...before, ...changes };
-    if (!hasChanged(before, after, /** @type {(keyof State)[]} */ (Object.keys(changes)))) return;
-    this.state = after;
-    for (const listener of this.listeners) listener(before);
+    const previous = this.state;
+    const next = { ...previous, ...changes };
+    if (!hasChanged(previous, next, /** @type {(keyof State)[]} */ (Object.keys(changes)))) return;
+    this.state = next;
+    for (const listener of this.listeners) listener(previous);
   }
 
-  /** @param {(before: Readonly<State>) => void} listener is called after each change, with the state before @param {AbortSignal} [signal] */
+  /** @param {(previous: Readonly<State>) => void} listener called after each change with the previous state @param {AbortSignal} [signal] ends the subscription */
   subscribe(listener, signal) {
     this.listeners.add(listener);
     signal?.addEventListener("abort", () => this.listeners.delete(listener));
   }
 }
 
-/** @template State @param {State} before @param {State} after @param {(keyof State)[]} names @returns {boolean} whether one of these values is another one */
-export function hasChanged(before, after, names) {
-  return names.some((name) => before[name] !== after[name]);
+/** @template State @param {State} previous @param {State} current @param {(keyof State)[]} names @returns {boolean} whether any of these values differs */
+export function hasChanged(previous, current, names) {
+  return names.some((name) => previous[name] !== current[name]);
 }

@@ -1,26 +1,26 @@
-/** Dark and light: what the system prefers, until the reader chooses. */
+/** The dark and light theme: the system preference, until the user switches. */
 
 const THEME = "stackseg-theme";
 
-/** @param {HTMLElement} toggle the button that switches */
+/** @param {HTMLElement} toggle the button that switches the theme */
 export function startTheme(toggle) {
-  const chosen = localStorage.getItem(THEME);
-  if (chosen === "dark" || chosen === "light") document.documentElement.dataset.theme = chosen;
+  const saved = localStorage.getItem(THEME);
+  if (saved === "dark" || saved === "light") document.documentElement.dataset.theme = saved;
   toggle.addEventListener("click", () => {
     const next = isDark() ? "light" : "dark";
     document.documentElement.dataset.theme = next;
     localStorage.setItem(THEME, next);
-    tellCanvases();
+    redrawCanvases();
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", tellCanvases);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawCanvases);
 }
 
-/** Colours on a canvas do not follow the style sheet: each is told to draw again. */
-function tellCanvases() {
+/** Ask every canvas to redraw, because pixels do not follow the style sheet. */
+function redrawCanvases() {
   for (const canvas of document.querySelectorAll("canvas")) canvas.dispatchEvent(new Event("theme"));
 }
 
 function isDark() {
-  const chosen = document.documentElement.dataset.theme;
-  return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  const selected = document.documentElement.dataset.theme;
+  return selected ? selected === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 }

@@ -1,14 +1,15 @@
-/** The brush and the eraser: what a stroke adds to or takes from, and the voxels that it paints. */
+/** The brush and the eraser: the object that a stroke changes, and the voxels that it paints. */
 
 /** @typedef {import("../viewer/scene.js").Scene} Scene */
 /** @typedef {import("../viewer/scene.js").Triple} Triple */
 /** @typedef {import("../viewer/slice_view.js").SliceView} SliceView */
 /** @typedef {import("../volumes/label_edit.js").LabelEditor} LabelEditor */
-/** @typedef {{view: SliceView, id: number, at: Triple, fresh: boolean, erase: boolean}} Stroke fresh: its object is new */
+/** @typedef {{view: SliceView, id: number, position: Triple, isNew: boolean, erase: boolean}} Stroke isNew: whether the stroke starts a new object */
 
-const LARGEST_FACTOR = 200;
-const FIRST_VOXELS = 4;
-/** Between two stamps, as a share of the radius. */
+/** Largest radius, relative to the smallest one. */
+const MAX_RADIUS_FACTOR = 200;
+const INITIAL_RADIUS_VOXELS = 4;
+/** Distance between two stamps, relative to the radius. */
 const STAMP_DISTANCE = 1 / 6;
 
 export class Brush {
@@ -16,61 +17,60 @@ export class Brush {
   constructor(scene, editor) {
     this.scene = scene;
     this.editor = editor;
-    /** In micrometres. */
-    this.radius = FIRST_VOXELS * editor.voxel[2];
-    /** Whether it paints in the planes above and below, too. */
+    /** In micrometers. */
+    this.radius = INITIAL_RADIUS_VOXELS * editor.voxel[2];
+    /** Whether it paints a ball across planes instead of a disc in one plane. */
     this.ball = true;
     /** Whether it paints over other objects. */
-    this.over = false;
-    /** What a stroke adds to that begins on empty ground. @type {"new" | "chosen"} */
-    this.ground = "new";
+    this.overwrite = false;
+    /** The object that a stroke changes if it starts on the background. @type {"new" | "selected"} */
+    this.backgroundTarget = "new";
     /** @type {Stroke | null} */
     this.stroke = null;
   }
 
-  /** The smallest radius. */
-  get least() {
+  get minRadius() {
     return Math.min(...this.editor.voxel) / 2;
   }
 
   /** @param {number} factor */
   resize(factor) {
-    this.radius = Math.max(this.least, Math.min(LARGEST_FACTOR * this.least, this.radius * factor));
+    this.radius = Math.max(this.minRadius, Math.min(MAX_RADIUS_FACTOR * this.minRadius, this.radius * factor));
   }
 
-  /** @param {Triple} at @param {boolean} erase @returns {number | null} the object that a stroke from there adds to or takes from; 0: a new one, null: there is none */
-  targetAt(at, erase) {
-    const here = this.editor.idAt(at);
-    if (here) return here;
-    if (!erase && this.ground === "new") return 0;
+  /** @param {Triple} position @param {boolean} erase @returns {number | null} the object that a stroke from a voxel would change; 0: a new object, null: no object */
+  targetAt(position, erase) {
+    const id = this.editor.idAt(position);
+    if (id) return id;
+    if (!erase && this.backgroundTarget === "new") return 0;
     const { selected } = this.scene.state;
     return this.editor.objects.has(selected) ? selected : null;
   }
 
-  /** @param {SliceView} view @param {Triple} at @param {boolean} erase @returns {boolean} whether there is an object that the stroke is for */
-  start(view, at, erase) {
-    const target = this.targetAt(at, erase);
+  /** @param {SliceView} view @param {Triple} position @param {boolean} erase @returns {boolean} false if there is no object to change */
+  start(view, position, erase) {
+    const target = this.targetAt(position, erase);
     if (target === null) return false;
     const id = target || this.editor.startObject();
     this.scene.set({ selected: id });
-    this.stroke = { view, id, at, fresh: target === 0, erase };
-    this.paintTo(at);
+    this.stroke = { view, id, position, isNew: target === 0, erase };
+    this.paintTo(position);
     return true;
   }
 
-  /** Paint from where the stroke is to another voxel. @param {Triple} to */
+  /** Continue the stroke to another voxel. @param {Triple} to */
   paintTo(to) {
     const { stroke, editor, radius } = this;
     if (stroke === null) return;
     const { id, erase, view } = stroke;
-    const brush = { id, erase, axis: this.ball ? null : view.axis, over: this.over };
-    const way = to.map((place, axis) => place - stroke.at[axis]);
-    const length = Math.hypot(...way.map((part, axis) => part * editor.voxel[axis]));
+    const brush = { id, erase, axis: this.ball ? null : view.axis, overwrite: this.overwrite };
+    const offset = to.map((end, axis) => end - stroke.position[axis]);
+    const length = Math.hypot(...offset.map((voxels, axis) => voxels * editor.voxel[axis]));
     const stamps = Math.max(1, Math.ceil(length / Math.max(radius * STAMP_DISTANCE, Math.min(...editor.voxel))));
     for (let stamp = 1; stamp <= stamps; stamp += 1) {
-      const centre = stroke.at.map((place, axis) => place + (way[axis] * stamp) / stamps);
-      editor.stamp(/** @type {Triple} */ (centre), radius, brush);
+      const center = stroke.position.map((start, axis) => start + (offset[axis] * stamp) / stamps);
+      editor.stamp(/** @type {Triple} */ (center), radius, brush);
     }
-    stroke.at = to;
+    stroke.position = to;
   }
 }

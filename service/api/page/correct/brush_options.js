@@ -4,11 +4,11 @@ import { element } from "../core/elements.js";
 
 /** @typedef {import("./edit_tools.js").EditTools} EditTools */
 
-/** Positions of the slider for a radius that is twice as large. */
+/** Slider steps that double the radius. */
 const STEPS_PER_DOUBLING = 12;
 
 export class BrushOptions {
-  /** @param {() => EditTools | null} tools that are used */
+  /** @param {() => EditTools | null} tools returns the active tools */
   constructor(tools) {
     const setBrush = (/** @type {Partial<import("./brush.js").Brush>} */ options) =>
       Object.assign(tools()?.brush ?? {}, options);
@@ -16,12 +16,12 @@ export class BrushOptions {
       type: "range",
       min: "0",
       max: "100",
-      "aria-label": "Size of the brush",
+      "aria-label": "Brush size",
       title: "Keys [ and ]",
       oninput: () => {
         const brush = tools()?.brush;
-        const wanted = 2 ** (Number(this.radius.value) / STEPS_PER_DOUBLING);
-        if (brush) tools()?.resize(wanted / (brush.radius / brush.least));
+        const factor = 2 ** (Number(this.radius.value) / STEPS_PER_DOUBLING);
+        if (brush) tools()?.resize(factor / (brush.radius / brush.minRadius));
       },
     });
     const ball = element("input", {
@@ -29,35 +29,39 @@ export class BrushOptions {
       checked: true,
       onchange: () => setBrush({ ball: ball.checked }),
     });
-    const over = element("input", { type: "checkbox", onchange: () => setBrush({ over: over.checked }) });
-    /** @param {"new" | "chosen"} value @param {string} text */
-    const ground = (value, text) => {
-      const onchange = () => setBrush({ ground: value });
-      const input = element("input", { type: "radio", name: "ground", value, checked: value === "new", onchange });
-      return element("label", { class: "slim" }, input, text);
+    const overwrite = element("input", {
+      type: "checkbox",
+      onchange: () => setBrush({ overwrite: overwrite.checked }),
+    });
+    /** @param {"new" | "selected"} value @param {string} text */
+    const targetOption = (value, text) => {
+      const onchange = () => setBrush({ backgroundTarget: value });
+      const properties = { type: "radio", name: "background-target", value, checked: value === "new", onchange };
+      return element("label", { class: "slim" }, element("input", properties), text);
     };
-    this.ground = element(
+    this.targetOptions = element(
       "fieldset",
-      { class: "ground" },
-      element("legend", {}, "On empty ground"),
-      ground("new", "New object"),
-      ground("chosen", "Add to chosen one"),
+      { class: "background-target" },
+      element("legend", {}, "Strokes on the background"),
+      targetOption("new", "Create a new object"),
+      targetOption("selected", "Add to selected object"),
     );
     this.root = element(
       "div",
       { class: "brush" },
-      this.ground,
+      this.targetOptions,
       element("label", { class: "slim" }, "Size", this.radius),
-      element("label", { class: "slim" }, ball, "Through planes"),
-      element("label", { class: "slim" }, over, "Over other objects"),
+      element("label", { class: "slim" }, ball, "Paint across planes"),
+      element("label", { class: "slim" }, overwrite, "Paint over other objects"),
     );
   }
 
   /** @param {EditTools} tools */
   describe({ tool, brush }) {
     this.root.hidden = tool !== "paint" && tool !== "erase";
-    this.ground.hidden = tool !== "paint";
-    for (const input of this.ground.querySelectorAll("input")) input.checked = input.value === brush.ground;
-    this.radius.value = String(STEPS_PER_DOUBLING * Math.log2(brush.radius / brush.least));
+    this.targetOptions.hidden = tool !== "paint";
+    for (const input of this.targetOptions.querySelectorAll("input"))
+      input.checked = input.value === brush.backgroundTarget;
+    this.radius.value = String(STEPS_PER_DOUBLING * Math.log2(brush.radius / brush.minRadius));
   }
 }

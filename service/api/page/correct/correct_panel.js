@@ -1,8 +1,8 @@
-/** The panel beside the views in which labels are corrected: tools, options of the brush, history, and ways to take the labels. */
+/** The panel for correcting labels: tools, brush options, undo history, and export of the corrected labels. */
 
-import { button, element, keyList } from "../core/elements.js";
-import { counted, number } from "../core/format.js";
-import { cssColour } from "../volumes/slices.js";
+import { button, element, shortcutList } from "../core/elements.js";
+import { formatCount, formatNumber } from "../core/format.js";
+import { cssColor } from "../volumes/slices.js";
 import { BrushOptions } from "./brush_options.js";
 import { TOOLS } from "./tool_list.js";
 
@@ -12,23 +12,30 @@ import { TOOLS } from "./tool_list.js";
 /** @typedef {"ome.tif" | "npy" | "csv"} FileKind */
 /**
  * @typedef {object} Actions
- * @property {(direction: "undo" | "redo") => void} travel
- * @property {() => unknown} keep as an annotated stack
- * @property {() => unknown} improve the model with it
+ * @property {(direction: "undo" | "redo") => void} undoOrRedo
+ * @property {() => unknown} annotate save the labels as an annotated stack
+ * @property {() => unknown} improve train a model with the corrected labels
  * @property {(kind: FileKind) => void} save
- * @property {() => unknown} discard all corrections
+ * @property {() => unknown} discard discard all corrections
  */
 
 /** @type {Record<Kind, string>} */
-const DONE = { merge: "merged", split: "split", delete: "deleted", add: "outlined", paint: "painted", erase: "erased" };
+const PARTICIPLES = {
+  merge: "merged",
+  split: "split",
+  delete: "deleted",
+  add: "outlined",
+  paint: "painted",
+  erase: "erased",
+};
 
 const KEYS = [
-  ["shift + arrows", "crosshair in the view"],
-  ["enter", "click there, next corner, dab"],
+  ["Shift + arrow keys", "move the crosshair"],
+  ["Enter", "apply the tool at the crosshair"],
   ["C", "close the outline"],
-  ["delete", "delete the chosen object"],
-  ["[ and ]", "size of the brush"],
-  ["escape", "begin anew"],
+  ["Delete", "delete the selected object"],
+  ["[ and ]", "brush size"],
+  ["Esc", "cancel"],
 ];
 
 export class CorrectPanel {
@@ -36,18 +43,18 @@ export class CorrectPanel {
   constructor(actions, abilities) {
     this.actions = actions;
     this.abilities = abilities;
-    /** The tools that the buttons are for; null: labels are not being corrected. @type {EditTools | null} */
+    /** The tools that the buttons control, null if labels are not being corrected. @type {EditTools | null} */
     this.tools = null;
     this.hint = element("p", { class: "hint", role: "status" });
-    this.counted = element("p", { class: "muted small", role: "status" });
+    this.summary = element("p", { class: "muted small", role: "status" });
     this.dot = element("span", { class: "dot" });
-    this.chosen = element("span");
+    this.selected = element("span");
     this.annotated = element("p", { class: "muted small" });
-    this.elsewhere = element("p", { class: "warning-text", role: "status", hidden: true });
-    this.undo = button("Undo", () => actions.travel("undo"), "secondary");
-    this.redo = button("Redo", () => actions.travel("redo"), "secondary");
-    this.undo.title = "ctrl + Z";
-    this.redo.title = "ctrl + shift + Z";
+    this.otherBrowserWarning = element("p", { class: "warning-text", role: "status", hidden: true });
+    this.undo = button("Undo", () => actions.undoOrRedo("undo"), "secondary");
+    this.redo = button("Redo", () => actions.undoOrRedo("redo"), "secondary");
+    this.undo.title = "Ctrl + Z";
+    this.redo.title = "Ctrl + Shift + Z";
     this.buttons = new Map(
       TOOLS.map(({ name, text, key }) => [
         name,
@@ -68,49 +75,49 @@ export class CorrectPanel {
     this.root = element("div", { class: "correct" });
   }
 
-  /** @param {string} text why nothing can be corrected */
-  refuse(text) {
+  /** Show why the labels cannot be corrected. @param {string} text */
+  showError(text) {
     this.root.replaceChildren(element("p", { class: "warning-text" }, text));
   }
 
-  /** @param {string} text what is awaited */
-  wait(text) {
+  /** Show that the labels are being prepared. @param {string} text */
+  showProgress(text) {
     this.root.replaceChildren(element("p", { class: "muted", role: "status" }, text));
   }
 
-  /** @param {string} text why nothing is corrected here now @param {string} name of the action that begins @param {() => unknown} action */
-  offer(text, name, action) {
+  /** Show why correcting is paused, and a button to start. @param {string} text @param {string} name of the button @param {() => unknown} action */
+  showStartButton(text, name, action) {
     this.root.replaceChildren(element("p", { role: "status" }, text), button(name, action, "primary"));
   }
 
   /** @param {string} text */
-  say(text) {
+  showHint(text) {
     this.hint.textContent = text;
   }
 
-  /** Show the tools. @param {string} introduction which labels are corrected */
+  /** Show the tools. @param {string} introduction describes which labels are corrected */
   show(introduction) {
     this.root.replaceChildren(
-      this.elsewhere,
+      this.otherBrowserWarning,
       element("p", { class: "muted small" }, introduction),
       element("div", { class: "tool-list", role: "group", "aria-label": "Tools" }, ...this.buttons.values()),
       this.hint,
-      element("p", { class: "chosen-object" }, this.dot, this.chosen),
+      element("p", { class: "selected-object" }, this.dot, this.selected),
       this.options.root,
-      element("div", { class: "row tight" }, this.undo, this.redo, this.counted),
-      element("details", { class: "small" }, element("summary", {}, "Without a mouse"), keyList(KEYS)),
-      ...this.#takeLabels(),
+      element("div", { class: "row tight" }, this.undo, this.redo, this.summary),
+      element("details", { class: "small" }, element("summary", {}, "Keyboard shortcuts"), shortcutList(KEYS)),
+      ...this.#exportButtons(),
     );
   }
 
-  #takeLabels() {
+  #exportButtons() {
     const { actions, abilities } = this;
     return [
       element("h3", {}, "Corrected labels"),
       element(
         "div",
         { class: "row" },
-        abilities.corrections && button("Keep as annotated stack", actions.keep, "primary"),
+        abilities.corrections && button("Save as annotated stack", actions.annotate, "primary"),
         button("OME-TIFF", () => actions.save("ome.tif"), "secondary"),
         button("NumPy", () => actions.save("npy"), "secondary"),
         button("Table", () => actions.save("csv"), "secondary"),
@@ -119,14 +126,14 @@ export class CorrectPanel {
       element(
         "p",
         { class: "muted small", hidden: !abilities.corrections || abilities.training_problem === null },
-        `No model can be improved here: ${abilities.training_problem}`,
+        `Training is not available: ${abilities.training_problem}`,
       ),
       this.annotated,
       button("Discard all corrections", actions.discard, "link"),
     ];
   }
 
-  /** Say which tool is used, and how it is set. */
+  /** Show the active tool and its options. */
   describeTool() {
     const { tools } = this;
     if (tools === null) return;
@@ -134,37 +141,37 @@ export class CorrectPanel {
     this.options.describe(tools);
   }
 
-  /** Say which object is chosen, which the tools take. @param {LabelEditor} editor @param {import("../viewer/scene.js").SceneState} state */
-  describeChosen(editor, { selected, known }) {
+  /** Show the selected object. @param {LabelEditor} editor @param {import("../viewer/scene.js").SceneState} state */
+  describeSelected(editor, { selected, isCalibrated }) {
     const extent = editor.objects.get(selected);
     const [z, y, x] = editor.voxel;
     this.dot.hidden = extent === undefined;
-    this.dot.style.background = cssColour(selected);
-    const volume = known ? `, ${number((extent?.voxels ?? 0) * z * y * x)} µm³` : "";
+    this.dot.style.background = cssColor(selected);
+    const volume = isCalibrated ? `, ${formatNumber((extent?.voxels ?? 0) * z * y * x)} µm³` : "";
     const text = extent
-      ? `Object ${selected} is chosen: ${counted(extent.voxels, "voxel")}${volume}`
-      : "No object is chosen.";
-    if (this.chosen.textContent !== text) this.chosen.textContent = text;
+      ? `Object ${selected} selected: ${formatCount(extent.voxels, "voxel")}${volume}`
+      : "No object selected.";
+    if (this.selected.textContent !== text) this.selected.textContent = text;
   }
 
-  /** Say how much was corrected. @param {LabelEditor} editor */
-  count(editor) {
+  /** Show the number of objects and corrections. @param {LabelEditor} editor */
+  showCounts(editor) {
     this.undo.disabled = editor.done.length === 0;
     this.redo.disabled = editor.undone.length === 0;
-    const parts = [...editor.counts()].map(([kind, times]) => `${times} ${DONE[kind]}`);
-    const corrected = parts.length ? ` · ${parts.join(", ")}` : ", nothing corrected";
-    this.counted.textContent = counted(editor.objects.size, "object") + corrected;
+    const parts = [...editor.counts()].map(([kind, count]) => `${count} ${PARTICIPLES[kind]}`);
+    const corrections = parts.length ? ` · ${parts.join(", ")}` : ", no corrections";
+    this.summary.textContent = formatCount(editor.objects.size, "object") + corrections;
   }
 
-  /** @param {"undo" | "redo"} direction @param {Kind} kind of the correction that was taken back or done again */
-  sayTravelled(direction, kind) {
-    this.say(`${direction === "undo" ? "Taken back" : "Done again"}: ${DONE[kind]}.`);
+  /** @param {"undo" | "redo"} direction @param {Kind} kind of the correction */
+  showUndoneOrRedone(direction, kind) {
+    this.showHint(`${direction === "undo" ? "Undone" : "Redone"}: ${PARTICIPLES[kind]}.`);
   }
 
-  /** Say which annotated stacks were made of the result. @param {string} own @param {string} foreign made in another browser */
-  describeAnnotated(own, foreign) {
-    this.elsewhere.hidden = foreign === "";
-    this.elsewhere.textContent = `Corrected in another browser, and kept as annotated stack ${foreign}. Those corrections are not shown here, and yours stay apart from them.`;
-    this.annotated.textContent = own ? `Kept as annotated stack ${own}.` : "";
+  /** Show the annotated stacks created from the result. @param {string} all @param {string} fromOtherBrowsers */
+  describeAnnotated(all, fromOtherBrowsers) {
+    this.otherBrowserWarning.hidden = fromOtherBrowsers === "";
+    this.otherBrowserWarning.textContent = `This result was also corrected in another browser and saved as annotated stack ${fromOtherBrowsers}. Those corrections are not shown here. Your own corrections are separate.`;
+    this.annotated.textContent = all ? `Saved as annotated stack ${all}.` : "";
   }
 }

@@ -1,8 +1,8 @@
-/** The mode in which the labels of a result are corrected: its tools, its history, and where the corrected labels go. */
+/** The mode in which labels are corrected: loading them at full resolution, tools, history, saving and export. */
 
-import { save } from "../core/elements.js";
-import { counted } from "../core/format.js";
-import * as kept from "../volumes/correction_store.js";
+import { downloadBlob } from "../core/elements.js";
+import { formatCount } from "../core/format.js";
+import * as correctionStore from "../volumes/correction_store.js";
 import { LabelEditor } from "../volumes/label_edit.js";
 import { asNpy, asTiff, gzip } from "../volumes/label_files.js";
 import { asCsv, measure } from "../volumes/label_measure.js";
@@ -10,52 +10,60 @@ import { firstTime } from "../volumes/time_points.js";
 import { AnnotatedStacks } from "./annotated_stacks.js";
 import { CorrectPanel } from "./correct_panel.js";
 import { EditTools } from "./edit_tools.js";
-import { edgesOfWhole, fetchImage, fetchLabels, isFine, refusalOf, showImage } from "./full_resolution.js";
+import {
+  explainSizeLimit,
+  fetchImage,
+  fetchLabels,
+  fullResolutionVoxel,
+  isFullResolution,
+  showImage,
+} from "./full_resolution.js";
 import { actionOfKey } from "./tool_list.js";
 
 /** @typedef {import("../viewer/scene.js").Volume} Volume */
 /** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
 
-const NO_LABELS = "There are no labels to correct here.";
-const SOLID_MILLISECONDS = 400;
+const NO_LABELS = "This result has no labels to correct.";
+const REFRESH_3D_MILLISECONDS = 400;
 
-const ELSEWHERE =
-  "This result is being corrected in another tab or window of this browser, and its corrections are kept. Go on here, and the other one stops.";
-const TAKEN = "The corrections of this result go on in another tab or window of this browser. None of them is lost.";
+const OPEN_ELSEWHERE =
+  "This result is being corrected in another tab or window of this browser. Its corrections are saved. If you continue here, the other tab stops.";
+const TAKEN_OVER =
+  "You are now correcting this result in another tab or window of this browser. All corrections are saved.";
 
 /**
- * What is shown instead of the result once it is corrected.
+ * The corrected labels, and the previous content of the views.
  * @typedef {{editor: LabelEditor, image: Volume, before: {image: Volume, labels: Volume, overlays: import("../viewer/scene.js").Overlay[]}}} Mode
  */
 
-/** Events of `root`: `kept` with the number of corrections and objects, `corrected` with the table of the labels that are shown. */
+/** Events of `root`: `count` with the numbers of corrections and objects, `corrected` with the table of the displayed labels. */
 export class CorrectView {
   /**
-   * @param {{job: import("openapi").JobReport, stack: string, name: string}} result stack: id, "" where it is not kept; name of the file
-   * @param {Viewer} viewer @param {number} time point that is shown, of a series
+   * @param {{job: import("openapi").JobReport, stack: string, name: string}} result stack: its id, "" if it is no longer stored; name: of the file
+   * @param {Viewer} viewer @param {number} time displayed time point, if the job is a series
    * @param {import("openapi").Abilities} abilities of the service @param {AbortSignal} signal ends the view
    */
   constructor({ job, stack, name }, viewer, time, abilities, signal) {
     this.job = job;
     this.stem = (name || "stack").replace(/(\.ome)?\.tiff?$/i, "");
     this.viewer = viewer;
-    /** The time point whose labels are corrected, of a series. */
-    this.at = time;
+    /** The displayed time point, if the job is a series. */
+    this.time = time;
     this.signal = signal;
     /** @type {Mode | null} */
     this.mode = null;
-    /** Ends the work of the tools, and what is fetched for it. */
+    /** Ends the tools and their requests. */
     this.ending = new AbortController();
-    /** Ends what is shown instead of the result. */
+    /** Ends the display of corrected labels. */
     this.showing = new AbortController();
     this.timer = 0;
-    /** The key of those labels as segmented that are kept with their corrections. */
-    this.segmented = "";
+    /** The key whose original labels are already stored. */
+    this.storedKey = "";
     this.panel = new CorrectPanel(
       {
-        travel: (direction) => this.#travel(direction),
-        keep: () => this.mode && this.annotated.add(this.mode.editor, this.at),
-        improve: () => this.mode && this.annotated.improve(this.mode.editor, this.at),
+        undoOrRedo: (direction) => this.#undoOrRedo(direction),
+        annotate: () => this.mode && this.annotated.add(this.mode.editor, this.time),
+        improve: () => this.mode && this.annotated.improve(this.mode.editor, this.time),
         save: (kind) => this.#save(kind),
         discard: () => this.#discard(),
       },
@@ -64,168 +72,171 @@ export class CorrectView {
     this.root = this.panel.root;
     this.annotated = new AnnotatedStacks({ job, stack }, this.stem, abilities, this.panel);
     signal.addEventListener("abort", () => this.leave(false));
-    this.countKept();
+    this.countStored();
   }
 
-  /** Tell how many corrections are kept of what is shown. */
-  async countKept() {
-    const edits = await kept.count(this.key);
-    this.#tell("kept", { edits, objects: null });
+  /** Report the number of stored corrections, and show the corrected labels. */
+  async countStored() {
+    const edits = await correctionStore.count(this.key);
+    this.#emit("count", { edits, objects: null });
     if (edits > 0) await this.show();
   }
 
   /** @param {string} name @param {unknown} detail */
-  #tell(name, detail) {
+  #emit(name, detail) {
     this.root.dispatchEvent(new CustomEvent(name, { detail }));
   }
 
-  /** Where the corrections of what is shown are kept. */
+  /** The key under which the corrections are stored. */
   get key() {
-    return kept.keyOf(this.job, this.at);
+    return correctionStore.keyOf(this.job, this.time);
   }
 
-  /** @param {number} time point that is shown @param {boolean} correcting whether the reader goes on correcting there */
+  /** @param {number} time displayed time point @param {boolean} correcting whether to show the tools */
   async goTo(time, correcting) {
-    this.at = time;
+    this.time = time;
     if (correcting) await this.enter();
-    else await this.countKept();
+    else await this.countStored();
   }
 
-  /** Show the labels in full resolution, with what was corrected before, and the tools. @param {boolean} [force] also where another tab corrects them */
+  /** Show the tools, and the labels at full resolution with the stored corrections. @param {boolean} [force] whether to take over from another tab */
   async enter(force = false) {
     this.#restore();
     const { labels } = this.viewer.scene.state;
-    const refusal = labels === null ? NO_LABELS : refusalOf(labels);
-    if (refusal) return this.panel.refuse(refusal);
-    this.panel.wait("Fetching the labels");
-    const signal = this.#begin();
+    const refusal = labels === null ? NO_LABELS : explainSizeLimit(labels);
+    if (refusal) return this.panel.showError(refusal);
+    this.panel.showProgress("Loading the labels");
+    const signal = this.#startWork();
     const { key } = this;
-    signal.addEventListener("abort", () => kept.disown(key));
-    if (!(await kept.own(key, force))) return this.#offer(ELSEWHERE, "Go on here", true);
-    if (signal.aborted) return kept.disown(key);
-    kept.whenTaken(key, () => this.#lose(), signal);
+    signal.addEventListener("abort", () => correctionStore.release(key));
+    if (!(await correctionStore.claim(key, force))) return this.#offer(OPEN_ELSEWHERE, "Continue here", true);
+    if (signal.aborted) return correctionStore.release(key);
+    correctionStore.listenForClaims(key, () => this.#handOver(), signal);
     try {
-      const { editor, fitting } = await this.#open(signal);
+      const { editor, matches } = await this.#open(signal);
       if (signal.aborted) return undefined;
       this.#showTools(editor);
-      await this.#sayKept(editor.done.length, fitting);
+      await this.#describeRestored(editor.done.length, matches);
     } catch (error) {
-      if (!signal.aborted) this.panel.refuse(/** @type {Error} */ (error).message);
+      if (!signal.aborted) this.panel.showError(/** @type {Error} */ (error).message);
     }
     return undefined;
   }
 
-  /** End what was begun before. @returns {AbortSignal} ends what begins now */
-  #begin() {
+  /** Cancel earlier work. @returns {AbortSignal} ends the new work */
+  #startWork() {
     this.ending.abort();
     this.ending = new AbortController();
     return this.ending.signal;
   }
 
-  /** @param {number} edits that were kept @param {boolean} fitting whether they are of these labels */
-  async #sayKept(edits, fitting) {
-    if (!fitting) {
-      await kept.keep(this.key, 0, null);
-      this.panel.say("The corrections that were kept do not fit this result, and are gone.");
+  /** @param {number} edits number of restored corrections @param {boolean} matches whether they match the labels */
+  async #describeRestored(edits, matches) {
+    if (!matches) {
+      await correctionStore.save(this.key, 0, null);
+      this.panel.showHint("The saved corrections do not match this result and were discarded.");
     } else if (edits > 0)
-      this.panel.say(`${counted(edits, "correction")} of earlier ${edits === 1 ? "is" : "are"} back.`);
+      this.panel.showHint(`${formatCount(edits, "saved correction")} ${edits === 1 ? "was" : "were"} restored.`);
   }
 
-  /** Show the corrected labels without the tools, where there are any and all of the stack is here. */
+  /** Show the labels with the stored corrections but without the tools, if the labels are loaded at full resolution. */
   async show() {
     const { labels } = this.viewer.scene.state;
-    if (this.mode || this.job.time_points || !labels || !isFine(labels) || refusalOf(labels)) return;
-    const signal = this.#begin();
+    if (this.mode || this.job.time_points || !labels || !isFullResolution(labels) || explainSizeLimit(labels)) return;
+    const signal = this.#startWork();
     try {
       await this.#open(signal);
     } catch {
-      // What keeps the labels from being corrected is told under Correct.
+      // The Correct tab shows the error.
     }
     if (!signal.aborted) this.leave();
   }
 
-  /** @param {string} text why nothing is corrected here now @param {string} action that begins @param {boolean} force */
+  /** @param {string} text explains why correcting is paused @param {string} action name of the button @param {boolean} force */
   #offer(text, action, force) {
-    this.panel.offer(text, action, () => this.enter(force));
+    this.panel.showStartButton(text, action, () => this.enter(force));
   }
 
-  /** Another tab has taken over. */
-  #lose() {
+  /** Stop correcting because another tab has taken over. */
+  #handOver() {
     this.leave();
-    this.#offer(TAKEN, "Go on here", true);
+    this.#offer(TAKEN_OVER, "Continue here", true);
   }
 
-  /** Show the labels with what was corrected before. @param {AbortSignal} signal @returns {Promise<{editor: LabelEditor, fitting: boolean}>} fitting: the corrections are of these labels */
+  /** Show the labels with the stored corrections. @param {AbortSignal} signal @returns {Promise<{editor: LabelEditor, matches: boolean}>} matches: whether the corrections match the labels */
   async #open(signal) {
     const { viewer, job } = this;
     const { image, labels, overlays } = viewer.scene.state;
     if (image === null || labels === null) throw new Error(NO_LABELS);
-    const parameters = job.time_points ? { time: Math.max(0, this.at - firstTime(job.parameters.time)) } : {};
-    const own = await fetchLabels(labels, { address: `jobs/${job.id}/planes`, parameters }, viewer, signal);
-    const whole = (await fetchImage(image, viewer, signal)) ?? own;
-    const edits = await kept.load(this.key);
+    const parameters = job.time_points ? { time: Math.max(0, this.time - firstTime(job.parameters.time)) } : {};
+    const editable = await fetchLabels(labels, { address: `jobs/${job.id}/planes`, parameters }, viewer, signal);
+    const fullImage = (await fetchImage(image, viewer, signal)) ?? editable;
+    const edits = await correctionStore.load(this.key);
     signal.throwIfAborted();
-    const editor = new LabelEditor(own, edgesOfWhole(viewer.scene.state, image));
-    const fitting = editor.restore(edits);
-    // Other channels of a large stack are here in coarse steps, which do not fit.
-    if (whole !== image) viewer.scene.set({ overlays: [] });
-    showImage(viewer, whole);
-    viewer.setLabels(own);
-    this.mode = { editor, image: whole, before: { image, labels, overlays } };
+    const editor = new LabelEditor(editable, fullResolutionVoxel(viewer.scene.state, image));
+    const matches = editor.restore(edits);
+    // The other channels of a large stack are subsampled and cannot be overlaid at full resolution.
+    if (fullImage !== image) viewer.scene.set({ overlays: [] });
+    showImage(viewer, fullImage);
+    viewer.setLabels(editable);
+    this.mode = { editor, image: fullImage, before: { image, labels, overlays } };
     this.showing = new AbortController();
-    viewer.addEventListener("draw", () => this.#pauseIfCoarse(), { signal: this.showing.signal });
-    return { editor, fitting };
+    viewer.addEventListener("draw", () => this.#pauseIfSubsampled(), { signal: this.showing.signal });
+    return { editor, matches };
   }
 
-  /** Give the reader the tools. @param {LabelEditor} editor */
+  /** @param {LabelEditor} editor */
   #showTools(editor) {
     const { viewer, panel, job } = this;
     const { signal } = this.ending;
-    const told = { changed: () => this.#changed(editor), say: (/** @type {string} */ text) => panel.say(text) };
-    const tools = new EditTools(viewer, editor, told, signal);
+    const callbacks = {
+      onedit: () => this.#onEdit(editor),
+      showHint: (/** @type {string} */ text) => panel.showHint(text),
+    };
+    const tools = new EditTools(viewer, editor, callbacks, signal);
     tools.addEventListener("tool", () => panel.describeTool());
     panel.tools = tools;
-    const describeChosen = () => panel.describeChosen(editor, viewer.scene.state);
-    viewer.addEventListener("draw", describeChosen, { signal });
+    const describeSelected = () => panel.describeSelected(editor, viewer.scene.state);
+    viewer.addEventListener("draw", describeSelected, { signal });
     for (const root of [viewer.root, this.root])
       root.addEventListener("keydown", (event) => this.#onKey(event), { signal });
     panel.show(
       job.time_points
-        ? `These are the labels of time point ${this.at}; each is corrected for itself. The table under Objects is as segmented.`
-        : "The table under Objects follows when you go there.",
+        ? `These are the labels of time point ${this.time}. Each time point is corrected separately. The table on the Objects tab does not include corrections.`
+        : "The table on the Objects tab is updated when you open it.",
     );
-    this.#count(editor);
-    describeChosen();
+    this.#showCounts(editor);
+    describeSelected();
     this.annotated.describe();
-    tools.use("look");
+    tools.use("select");
   }
 
   /** @param {KeyboardEvent} event */
   #onKey(event) {
     const { tools } = this.panel;
-    const action = tools && actionOfKey(event, tools, (direction) => this.#travel(direction));
+    const action = tools && actionOfKey(event, tools, (direction) => this.#undoOrRedo(direction));
     if (!action) return;
     event.preventDefault();
     action();
   }
 
   /**
-   * Put the tools away; the corrections stay.
-   * @param {boolean} [shown] whether corrected labels go on being shown, where there are any; "corrected" tells of them
+   * Remove the tools, and dispatch `corrected`. The corrections remain stored.
+   * @param {boolean} [keepCorrected] whether to keep showing the corrected labels
    */
-  leave(shown = true) {
+  leave(keepCorrected = true) {
     const { mode, panel } = this;
-    panel.tools?.use("look");
+    panel.tools?.use("select");
     this.ending.abort();
-    this.viewer.waiting.textContent = "";
+    this.viewer.fetchStatus.textContent = "";
     if (mode === null) return;
     panel.tools = null;
-    const corrected = shown && mode.editor.done.length > 0 && !this.job.time_points && !this.signal.aborted;
+    const corrected = keepCorrected && mode.editor.done.length > 0 && !this.job.time_points && !this.signal.aborted;
     if (!corrected) this.#restore();
-    this.#tell("corrected", corrected ? this.#measure(mode) : null);
+    this.#emit("corrected", corrected ? this.#measure(mode) : null);
   }
 
-  /** Show the labels as they were segmented, unless something else is shown by now. */
+  /** Show the original labels again, unless the views have been given other content. */
   #restore() {
     const { mode, viewer } = this;
     this.mode = this.panel.tools = null;
@@ -241,43 +252,48 @@ export class CorrectView {
 
   /** Measure the corrected objects. @param {Mode} mode */
   #measure({ editor, image }) {
-    const grey = image === editor.labels ? null : image;
-    return measure(editor.labels, grey, editor.objects.keys(), this.viewer.scene.state.known ? editor.voxel : null);
+    const intensities = image === editor.labels ? null : image;
+    return measure(
+      editor.labels,
+      intensities,
+      editor.objects.keys(),
+      this.viewer.scene.state.isCalibrated ? editor.voxel : null,
+    );
   }
 
-  /** Another channel of a large stack comes in coarse steps first, which the labels do not fit. */
-  #pauseIfCoarse() {
+  /** Pause if the views show a subsampled image, such as another channel, which does not match the labels. */
+  #pauseIfSubsampled() {
     const { image } = this.viewer.scene.state;
-    if (image === null || isFine(image)) return;
+    if (image === null || isFullResolution(image)) return;
     const correcting = this.panel.tools !== null;
     this.leave(false);
-    if (correcting) this.#offer("The stack is shown anew. Your corrections are kept.", "Go on correcting", false);
+    if (correcting) this.#offer("The image was reloaded. Your corrections are saved.", "Continue correcting", false);
   }
 
-  /** Say how much was corrected. @param {LabelEditor} editor */
-  #count(editor) {
-    this.panel.count(editor);
-    this.#tell("kept", { edits: editor.done.length, objects: editor.objects.size });
+  /** Show the numbers of objects and corrections. @param {LabelEditor} editor */
+  #showCounts(editor) {
+    this.panel.showCounts(editor);
+    this.#emit("count", { edits: editor.done.length, objects: editor.objects.size });
   }
 
-  /** Show and keep the newest correction. @param {LabelEditor} editor */
-  #changed(editor) {
+  /** Show and store the newest correction. @param {LabelEditor} editor */
+  #onEdit(editor) {
     const { done } = editor;
-    this.#count(editor);
-    this.#keepEdit(done.length - 1, done[done.length - 1]);
-    this.#refreshSolid();
+    this.#showCounts(editor);
+    this.#storeEdit(done.length - 1, done[done.length - 1]);
+    this.#refresh3d();
   }
 
   /** @param {"undo" | "redo"} direction */
-  #travel(direction) {
+  #undoOrRedo(direction) {
     const { mode, panel } = this;
     const edit = panel.tools?.[direction]();
     if (!mode || !edit) return;
-    panel.sayTravelled(direction, edit.kind);
+    panel.showUndoneOrRedone(direction, edit.kind);
     const { done } = mode.editor;
-    this.#keepEdit(direction === "undo" ? done.length : done.length - 1, direction === "undo" ? null : edit);
-    this.#count(mode.editor);
-    this.#refreshSolid();
+    this.#storeEdit(direction === "undo" ? done.length : done.length - 1, direction === "undo" ? null : edit);
+    this.#showCounts(mode.editor);
+    this.#refresh3d();
   }
 
   async #discard() {
@@ -286,43 +302,48 @@ export class CorrectView {
     const edits = mode.editor.done.length;
     while (mode.editor.undo() !== null);
     panel.tools?.cancel();
-    await kept.keep(this.key, 0, null);
-    this.#count(mode.editor);
-    this.#refreshSolid();
-    panel.say(`${counted(edits, "correction")} discarded. Redo brings them back, one by one.`);
+    await correctionStore.save(this.key, 0, null);
+    this.#showCounts(mode.editor);
+    this.#refresh3d();
+    panel.showHint(`${formatCount(edits, "correction")} discarded. Press Redo to restore them one by one.`);
   }
 
   /** @param {number} number @param {import("../volumes/label_edit.js").Edit | null} edit */
-  async #keepEdit(number, edit) {
-    const where = await kept.keep(this.key, number, edit);
-    if (where === "nowhere")
-      this.panel.say("This browser keeps no corrections: they are lost when the page is closed.");
-    if (where === "elsewhere") this.#lose();
-    if (where === "kept" && edit !== null) await this.#keepSegmented();
+  async #storeEdit(number, edit) {
+    const outcome = await correctionStore.save(this.key, number, edit);
+    if (outcome === "unavailable")
+      this.panel.showHint("This browser cannot save corrections. They will be lost when you close the page.");
+    if (outcome === "owned-by-other-tab") this.#handOver();
+    if (outcome === "saved" && edit !== null) await this.#storeOriginalLabels();
   }
 
-  /** Keep the labels as segmented beside their corrections: the service may forget the result. */
-  async #keepSegmented() {
+  /** Store the original labels with their corrections, because the service may delete the result. */
+  async #storeOriginalLabels() {
     const { mode, key } = this;
-    if (mode === null || this.segmented === key) return;
-    this.segmented = key;
-    if (await kept.loadSegmented(key)) return;
+    if (mode === null || this.storedKey === key) return;
+    this.storedKey = key;
+    if (await correctionStore.loadOriginalLabels(key)) return;
     const data = mode.editor.original();
     const zipped = await gzip(new Blob([/** @type {BlobPart} */ (data)]));
     const { shape } = mode.editor.labels;
-    await kept.keepSegmented(key, { zipped, bytes: data.BYTES_PER_ELEMENT, shape, voxelSize: this.#voxelSize() });
+    await correctionStore.saveOriginalLabels(key, {
+      zipped,
+      bytes: data.BYTES_PER_ELEMENT,
+      shape,
+      voxelSize: this.#voxelSize(),
+    });
   }
 
-  /** The solid is made of copies: make them again when nothing has changed for a moment. */
-  #refreshSolid() {
+  /** Update the 3D rendering after a pause in editing, because it copies the labels into textures. */
+  #refresh3d() {
     clearTimeout(this.timer);
-    this.timer = window.setTimeout(() => this.viewer.corner.refreshSolid(), SOLID_MILLISECONDS);
+    this.timer = window.setTimeout(() => this.viewer.corner.refresh3d(), REFRESH_3D_MILLISECONDS);
   }
 
-  /** The voxel size in the form that files state it. */
+  /** The voxel size, null if it is unknown. */
   #voxelSize() {
     const [z, y, x] = this.mode?.editor.voxel ?? [1, 1, 1];
-    return this.viewer.scene.state.known ? { z, y, x } : null;
+    return this.viewer.scene.state.isCalibrated ? { z, y, x } : null;
   }
 
   /** @param {import("./correct_panel.js").FileKind} kind */
@@ -335,6 +356,6 @@ export class CorrectView {
       npy: () => asNpy(labels),
       "ome.tif": () => asTiff(labels, this.#voxelSize()),
     };
-    save(files[kind](), `${this.stem}_corrected.${kind}`);
+    downloadBlob(files[kind](), `${this.stem}_corrected.${kind}`);
   }
 }

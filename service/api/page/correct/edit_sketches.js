@@ -1,12 +1,12 @@
-/** What the tools show over the slices: where a split was clicked, lines and outlines, and the brush. */
+/** Drawing of the tools over the slices: seeds of a split, lines, outlines, and the brush. */
 
 import { element } from "../core/elements.js";
-import { ACROSS, cssColour } from "../volumes/slices.js";
+import { ACROSS, cssColor } from "../volumes/slices.js";
 
 /** @typedef {import("./edit_tools.js").EditTools} EditTools */
 /** @typedef {import("../viewer/slice_view.js").SliceView} SliceView */
 
-const INK = "#ffd166";
+const SKETCH_COLOR = "#ffd166";
 const SEED_PIXELS = 4;
 
 export class EditSketches {
@@ -33,7 +33,7 @@ export class EditSketches {
       if (context === null) continue;
       const ratio = view.ratio ?? 1;
       context.scale(ratio, ratio);
-      context.strokeStyle = context.fillStyle = INK;
+      context.strokeStyle = context.fillStyle = SKETCH_COLOR;
       context.lineWidth = 1.5;
       this.#drawSeeds(view, context);
       this.#drawLines(view, context);
@@ -44,14 +44,17 @@ export class EditSketches {
   /** @param {SliceView} view @param {CanvasRenderingContext2D} context */
   #drawSeeds(view, context) {
     const { sketch, seed, tool, viewer } = this.tools;
-    const seeds = [...(seed ? [seed.at] : []), ...(sketch?.kind === "split" && tool === "split" ? sketch.seeds : [])];
-    const place = view.placement();
+    const seeds = [
+      ...(seed ? [seed.position] : []),
+      ...(sketch?.kind === "split" && tool === "split" ? sketch.seeds : []),
+    ];
+    const placement = view.placement();
     const [down, right] = ACROSS[view.axis];
-    for (const at of seeds) {
-      const near = Math.abs(at[view.axis] - viewer.scene.state.at[view.axis]) < 1;
-      const x = place.left + (at[right] + 0.5) * place.scaleX;
-      const y = place.top + (at[down] + 0.5) * place.scaleY;
-      context.globalAlpha = near ? 1 : 0.35;
+    for (const position of seeds) {
+      const isInPlane = Math.abs(position[view.axis] - viewer.scene.state.position[view.axis]) < 1;
+      const x = placement.left + (position[right] + 0.5) * placement.scaleX;
+      const y = placement.top + (position[down] + 0.5) * placement.scaleY;
+      context.globalAlpha = isInPlane ? 1 : 0.35;
       context.beginPath();
       context.arc(x, y, SEED_PIXELS, 0, 2 * Math.PI);
       context.fill();
@@ -62,15 +65,15 @@ export class EditSketches {
   /** @param {SliceView} view @param {CanvasRenderingContext2D} context */
   #drawLines(view, context) {
     const { line, sketch, tool, viewer } = this.tools;
-    const here = viewer.scene.state.at[view.axis];
-    const earlier = sketch?.kind === "add" && tool === "add" && sketch.axis === view.axis ? sketch.outlines : [];
-    const closed = earlier.filter(({ at }) => at === here).map(({ points }) => ({ points, whole: true }));
-    const open = line?.view === view ? [{ points: line.points, whole: false }] : [];
-    const place = view.placement();
-    for (const { points, whole } of [...closed, ...open]) {
+    const plane = viewer.scene.state.position[view.axis];
+    const outlines = sketch?.kind === "add" && tool === "add" && sketch.axis === view.axis ? sketch.outlines : [];
+    const closed = outlines.filter(({ at }) => at === plane).map(({ points }) => ({ points, isClosed: true }));
+    const open = line?.view === view ? [{ points: line.points, isClosed: false }] : [];
+    const { left, top, scaleX, scaleY } = view.placement();
+    for (const { points, isClosed } of [...closed, ...open]) {
       context.beginPath();
-      for (const [v, u] of points) context.lineTo(place.left + u * place.scaleX, place.top + v * place.scaleY);
-      if (whole) context.closePath();
+      for (const [v, u] of points) context.lineTo(left + u * scaleX, top + v * scaleY);
+      if (isClosed) context.closePath();
       context.stroke();
     }
   }
@@ -83,17 +86,17 @@ export class EditSketches {
       ? brush.stroke.id
       : brush.targetAt(view.voxelAt(pointer.x, pointer.y), tool === "erase");
     const radius = Math.max(2, brush.radius * viewer.scene.state.scale);
-    context.strokeStyle = target ? cssColour(target) : INK;
+    context.strokeStyle = target ? cssColor(target) : SKETCH_COLOR;
     context.setLineDash(tool === "erase" ? [4, 3] : []);
     context.beginPath();
     context.arc(pointer.x, pointer.y, radius, 0, 2 * Math.PI);
     context.stroke();
     context.setLineDash([]);
-    const words = target === null ? "no object chosen" : target === 0 ? "new object" : `object ${target}`;
+    const text = target === null ? "no object selected" : target === 0 ? "new object" : `object ${target}`;
     context.font = "12px system-ui, sans-serif";
     context.strokeStyle = "#000c";
     context.lineWidth = 3;
-    context.strokeText(words, pointer.x + radius + 5, pointer.y + 4);
-    context.fillText(words, pointer.x + radius + 5, pointer.y + 4);
+    context.strokeText(text, pointer.x + radius + 5, pointer.y + 4);
+    context.fillText(text, pointer.x + radius + 5, pointer.y + 4);
   }
 }

@@ -1,10 +1,10 @@
-/** Tools that correct labels in the views: what clicks, drags and keys do. */
+/** The tools that correct labels: handling of clicks, drags and keys in the views. */
 
 import { CannotEdit } from "../volumes/label_edit.js";
 import { ACROSS } from "../volumes/slices.js";
 import { Brush } from "./brush.js";
 import { EditSketches } from "./edit_sketches.js";
-import { DRAGGED, stepOfArrow, TOOLS } from "./tool_list.js";
+import { DRAG_TOOLS, stepOfArrow, TOOLS } from "./tool_list.js";
 
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
 /** @typedef {import("../volumes/label_shapes.js").Point} Point */
@@ -13,35 +13,38 @@ import { DRAGGED, stepOfArrow, TOOLS } from "./tool_list.js";
 /** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
 /** @typedef {import("./tool_list.js").ToolName} ToolName */
 
+/** Largest movement of the pointer that still counts as a click. */
 const CLICK_PIXELS = 4;
+/** Distance between the points of an outline. */
 const POINT_PIXELS = 2;
 
-/** What `EditTools` tells: `changed` after a correction, `say` a hint or what was wrong. */
-/** @typedef {{changed: (edit: import("../volumes/label_edit.js").Edit) => void, say: (text: string) => void}} Told */
+/** @typedef {{onedit: (edit: import("../volumes/label_edit.js").Edit) => void, showHint: (text: string) => void}} Callbacks onedit: called after a correction */
 
+/** Events: `tool` when the active tool or its options have changed. */
 export class EditTools extends EventTarget {
-  /** @param {Viewer} viewer @param {LabelEditor} editor @param {Told} told @param {AbortSignal} signal ends the tools */
-  constructor(viewer, editor, told, signal) {
+  /** @param {Viewer} viewer @param {LabelEditor} editor @param {Callbacks} callbacks @param {AbortSignal} signal ends the tools */
+  constructor(viewer, editor, callbacks, signal) {
     super();
     this.viewer = viewer;
     this.editor = editor;
-    this.told = told;
+    this.callbacks = callbacks;
     /** @type {ToolName} */
-    this.tool = "look";
+    this.tool = "select";
     this.brush = new Brush(viewer.scene, editor);
-    /** The object that a merge began with. */
-    this.first = 0;
-    /** Where a split began. @type {{id: number, at: Triple} | null} */
+    /** The first object of a merge, 0 for none. */
+    this.mergeId = 0;
+    /** The first seed of a split. @type {{id: number, position: Triple} | null} */
     this.seed = null;
-    /** What is drawn: a line or an outline in a view. @type {{view: SliceView, points: Point[]} | null} */
+    /** The line or outline that is being drawn. @type {{view: SliceView, points: Point[]} | null} */
     this.line = null;
-    /** Where the button was pressed, and whether the pointer has moved since: an outline ends where it began. */
-    this.began = [0, 0];
-    this.dragged = false;
-    /** Where the pointer is. @type {{view: SliceView, x: number, y: number} | null} */
+    /** The point where the button was pressed. */
+    this.pressedAt = [0, 0];
+    /** Whether the pointer has moved since. It stays true, because an outline may end at its start. */
+    this.hasDragged = false;
+    /** @type {{view: SliceView, x: number, y: number} | null} */
     this.pointer = null;
-    /** The newest correction, where nothing goes on from it. @type {unknown} */
-    this.closed = editor.done.at(-1);
+    /** A correction that the next click does not continue. @type {unknown} */
+    this.finishedEdit = editor.done.at(-1);
     this.sketches = new EditSketches(this, signal);
     for (const view of viewer.views) this.#listen(view, signal);
     viewer.addEventListener("pick", (event) => this.#onPick(/** @type {CustomEvent<number>} */ (event).detail), {
@@ -49,22 +52,22 @@ export class EditTools extends EventTarget {
     });
   }
 
-  /** @param {ToolName} name */
+  /** Activate a tool. @param {ToolName} name */
   use(name) {
     this.tool = name;
     this.cancel();
-    for (const { stage } of this.viewer.views) stage.classList.toggle("drawing", DRAGGED.has(name));
-    this.told.say(TOOLS.find((tool) => tool.name === name)?.hint ?? "");
+    for (const { stage } of this.viewer.views) stage.classList.toggle("drawing", DRAG_TOOLS.has(name));
+    this.callbacks.showHint(TOOLS.find((tool) => tool.name === name)?.hint ?? "");
     this.dispatchEvent(new Event("tool"));
   }
 
-  /** Give up what was begun; the next click begins anew. */
+  /** Cancel an unfinished merge, split or outline. */
   cancel() {
     if (this.brush.stroke) this.#endStroke();
-    this.first = 0;
+    this.mergeId = 0;
     this.seed = null;
     this.line = null;
-    this.closed = this.editor.done.at(-1);
+    this.finishedEdit = this.editor.done.at(-1);
     this.viewer.draw();
   }
 
@@ -75,51 +78,51 @@ export class EditTools extends EventTarget {
     this.viewer.draw();
   }
 
-  /** Have the editor do something, and tell what came of it. @param {() => import("../volumes/label_edit.js").Edit | null} work @param {string} [said] */
-  do(work, said = "") {
-    const began = performance.now();
+  /** Apply a correction, and show its result as a hint. @param {() => import("../volumes/label_edit.js").Edit | null} work @param {string} [hint] shown after success */
+  apply(work, hint = "") {
+    const start = performance.now();
     try {
       const edit = work();
-      if (edit === null) this.told.say("Nothing changed: other objects keep their voxels.");
+      if (edit === null) this.callbacks.showHint("Nothing changed, because other objects keep their voxels.");
       else {
-        this.told.say(said);
-        this.told.changed(edit);
+        this.callbacks.showHint(hint);
+        this.callbacks.onedit(edit);
       }
     } catch (error) {
       if (!(error instanceof CannotEdit)) throw error;
-      this.told.say(error.message);
+      this.callbacks.showHint(error.message);
     }
     this.viewer.draw();
-    performance.measure("edit", { start: began });
+    performance.measure("edit", { start });
   }
 
-  /** Delete the chosen object. */
+  /** Delete the selected object. */
   deleteSelected() {
     const { selected } = this.viewer.scene.state;
-    if (!selected) this.told.say("Choose an object first.");
+    if (!selected) this.callbacks.showHint("Select an object first.");
     else this.#delete(selected);
   }
 
   /** @param {number} id */
   #delete(id) {
     this.viewer.scene.set({ selected: 0 });
-    this.do(() => this.editor.remove(id), `Object ${id} is deleted.`);
+    this.apply(() => this.editor.remove(id), `Deleted object ${id}.`);
   }
 
-  /** Begin a new object with the next outline or stroke. */
+  /** Start a new object with the next outline or stroke. */
   startNew() {
     this.cancel();
     this.viewer.select(0);
-    this.brush.ground = "new";
+    this.brush.backgroundTarget = "new";
     this.dispatchEvent(new Event("tool"));
-    this.told.say("The next outline or stroke begins a new object.");
+    this.callbacks.showHint("The next outline or stroke creates a new object.");
   }
 
-  /** Take back the newest correction, or what was begun. */
+  /** Cancel an unfinished correction, or undo the newest one. */
   undo() {
-    const begun = this.first || this.seed || this.line;
+    const isUnfinished = this.mergeId || this.seed || this.line;
     this.cancel();
-    if (begun) return null;
+    if (isUnfinished) return null;
     const edit = this.editor.undo();
     this.#afterHistory();
     return edit;
@@ -132,20 +135,21 @@ export class EditTools extends EventTarget {
     return edit;
   }
 
-  /** What was drawn or clicked goes on from where the history is. */
+  /** Let the next click continue the correction that is now the newest. */
   #afterHistory() {
-    this.closed = undefined;
+    this.finishedEdit = undefined;
     const { scene } = this.viewer;
     if (!this.editor.objects.has(scene.state.selected)) scene.set({ selected: 0 });
     this.viewer.draw();
   }
 
-  /** What further clicks go on with. */
+  /** The clicks or outlines that the next click or outline continues. */
   get sketch() {
-    return this.closed !== undefined && this.editor.done.at(-1) === this.closed ? null : this.editor.sketch;
+    const isFinished = this.finishedEdit !== undefined && this.editor.done.at(-1) === this.finishedEdit;
+    return isFinished ? null : this.editor.sketch;
   }
 
-  /** @param {number} id that was clicked, 0: none */
+  /** @param {number} id of the clicked object, 0 for the background */
   #onPick(id) {
     if (this.tool === "merge") this.#merge(id);
     else if (this.tool === "split") this.#split(id);
@@ -154,28 +158,32 @@ export class EditTools extends EventTarget {
 
   /** @param {number} id */
   #merge(id) {
-    const { first } = this;
-    this.first = 0;
-    if (id === 0) return this.told.say("Click an object.");
-    if (first === 0 || !this.editor.objects.has(first)) {
-      this.first = id;
-      return this.told.say(`Click the object that belongs to object ${id}.`);
+    const { mergeId } = this;
+    this.mergeId = 0;
+    if (id === 0) return this.callbacks.showHint("Click an object.");
+    if (mergeId === 0 || !this.editor.objects.has(mergeId)) {
+      this.mergeId = id;
+      return this.callbacks.showHint(`Click the object to merge with object ${id}.`);
     }
-    this.do(() => this.editor.merge(first, id), `Objects ${first} and ${id} are one.`);
-    return this.viewer.select(this.editor.objects.has(id) ? 0 : first);
+    this.apply(() => this.editor.merge(mergeId, id), `Merged objects ${mergeId} and ${id}.`);
+    return this.viewer.select(this.editor.objects.has(id) ? 0 : mergeId);
   }
 
   /** @param {number} id */
   #split(id) {
     const { editor, seed, sketch } = this;
-    const at = /** @type {Triple} */ ([...this.viewer.scene.state.at]);
+    const position = /** @type {Triple} */ ([...this.viewer.scene.state.position]);
     this.seed = null;
-    if (id === 0) return this.told.say("Click into an object.");
+    if (id === 0) return this.callbacks.showHint("Click inside an object.");
     if (sketch?.kind === "split" && sketch.ids.includes(id))
-      return this.do(() => editor.split(sketch.ids, [...sketch.seeds, at]), "One part more.");
-    if (seed?.id === id) return this.do(() => editor.split([id], [seed.at, at]), "Split. Further clicks add parts.");
-    this.seed = { id, at };
-    return this.told.say("Click into the other part of the same object.");
+      return this.apply(() => editor.split(sketch.ids, [...sketch.seeds, position]), "Added a part.");
+    if (seed?.id === id)
+      return this.apply(
+        () => editor.split([id], [seed.position, position]),
+        `Split object ${id}. Click again to add more parts.`,
+      );
+    this.seed = { id, position };
+    return this.callbacks.showHint("Click the other part of the same object.");
   }
 
   /** @param {SliceView} view @param {AbortSignal} signal */
@@ -194,39 +202,43 @@ export class EditTools extends EventTarget {
       },
       options,
     );
-    stage.addEventListener("dblclick", (event) => DRAGGED.has(this.tool) && event.stopImmediatePropagation(), options);
-    // A browser that drags what is selected would end the stroke.
+    stage.addEventListener(
+      "dblclick",
+      (event) => DRAG_TOOLS.has(this.tool) && event.stopImmediatePropagation(),
+      options,
+    );
+    // A native drag of selected content would end the stroke.
     stage.addEventListener("dragstart", (event) => event.preventDefault(), options);
     stage.addEventListener("keydown", (event) => this.#onKey(view, event), options);
   }
 
   /** @param {SliceView} view @param {PointerEvent} event */
   #begin(view, event) {
-    if (!DRAGGED.has(this.tool) || event.button !== 0) return;
+    if (!DRAG_TOOLS.has(this.tool) || event.button !== 0) return;
     event.stopImmediatePropagation();
     if (this.brush.stroke !== null) return;
     view.stage.setPointerCapture(event.pointerId);
-    const [x, y] = placeOf(view, event);
+    const [x, y] = stagePosition(view, event);
     const point = view.pointAt(x, y);
     if (this.tool === "cut") this.line = { view, points: [point, point] };
     else if (this.tool === "add") {
       if (this.line?.view !== view) this.line = { view, points: [] };
       this.line.points.push(point);
     } else this.#startStroke(view, view.voxelAt(x, y));
-    this.began = [event.clientX, event.clientY];
-    this.dragged = false;
+    this.pressedAt = [event.clientX, event.clientY];
+    this.hasDragged = false;
   }
 
   /** @param {SliceView} view @param {PointerEvent} event */
   #move(view, event) {
-    const [x, y] = placeOf(view, event);
+    const [x, y] = stagePosition(view, event);
     this.pointer = { view, x, y };
-    if (!DRAGGED.has(this.tool)) return;
-    const held = view.stage.hasPointerCapture(event.pointerId);
-    if (held) {
+    if (!DRAG_TOOLS.has(this.tool)) return;
+    const isPressed = view.stage.hasPointerCapture(event.pointerId);
+    if (isPressed) {
       event.stopImmediatePropagation();
-      this.dragged ||= this.#hasMoved(event, CLICK_PIXELS);
-      if (this.brush.stroke) this.#goOn(view.voxelAt(x, y));
+      this.hasDragged ||= this.#hasMoved(event, CLICK_PIXELS);
+      if (this.brush.stroke) this.#continueStroke(view.voxelAt(x, y));
       else if (this.tool === "cut" && this.line) this.line.points[1] = view.pointAt(x, y);
       else if (this.tool === "add" && this.#hasMoved(event, POINT_PIXELS)) this.line?.points.push(view.pointAt(x, y));
     }
@@ -235,19 +247,19 @@ export class EditTools extends EventTarget {
 
   /** @param {MouseEvent} event @param {number} pixels */
   #hasMoved(event, pixels) {
-    const [x, y] = this.began;
+    const [x, y] = this.pressedAt;
     return Math.hypot(event.clientX - x, event.clientY - y) > pixels;
   }
 
   /** @param {SliceView} view @param {PointerEvent} event */
   #end(view, event) {
-    if (!DRAGGED.has(this.tool) || !view.stage.hasPointerCapture(event.pointerId)) return;
+    if (!DRAG_TOOLS.has(this.tool) || !view.stage.hasPointerCapture(event.pointerId)) return;
     event.stopImmediatePropagation();
     view.stage.releasePointerCapture(event.pointerId);
     if (this.brush.stroke) this.#endStroke();
-    else if (this.tool === "cut" && this.dragged) this.#cut();
-    else if (this.tool === "add" && this.dragged) this.closeOutline();
-    else this.told.say("Drag, or click corner after corner and press C to close the outline.");
+    else if (this.tool === "cut" && this.hasDragged) this.#cut();
+    else if (this.tool === "add" && this.hasDragged) this.closeOutline();
+    else this.callbacks.showHint("Drag to draw, or click the corners and press C to close the outline.");
     this.viewer.draw();
   }
 
@@ -257,53 +269,53 @@ export class EditTools extends EventTarget {
     if (line === null) return;
     const { axis } = line.view;
     const [from, to] = line.points;
-    const id = editor.crossed(axis, viewer.scene.state.at[axis], from, to);
-    if (id === 0) this.told.say("The line crosses no object.");
-    else this.do(() => editor.cut(id, axis, from, to), `Object ${id} is cut.`);
+    const id = editor.objectUnderLine(axis, viewer.scene.state.position[axis], from, to);
+    if (id === 0) this.callbacks.showHint("The line does not cross an object.");
+    else this.apply(() => editor.cut(id, axis, from, to), `Cut object ${id}.`);
   }
 
-  /** Make an object of the outline that was drawn. */
+  /** Create an object from the outline. */
   closeOutline() {
     const { line, sketch, editor, viewer } = this;
     this.line = null;
     if (this.tool !== "add" || line === null) return;
     const { axis } = line.view;
-    const drawing = sketch?.kind === "add" ? sketch : null;
-    this.do(
-      () => editor.outline(axis, viewer.scene.state.at[axis], line.points, drawing),
-      "Go to another plane of this view and draw again, or press N for the next object.",
+    const previous = sketch?.kind === "add" ? sketch : null;
+    this.apply(
+      () => editor.outline(axis, viewer.scene.state.position[axis], line.points, previous),
+      "Go to another plane of this view and draw the next outline, or press N to start a new object.",
     );
-    const drawn = this.sketch;
-    if (drawn?.kind === "add") viewer.select(drawn.id);
+    const current = this.sketch;
+    if (current?.kind === "add") viewer.select(current.id);
   }
 
-  /** @param {SliceView} view @param {Triple} at */
-  #startStroke(view, at) {
+  /** @param {SliceView} view @param {Triple} position */
+  #startStroke(view, position) {
     const erase = this.tool === "erase";
-    if (this.brush.start(view, at, erase)) this.viewer.draw();
+    if (this.brush.start(view, position, erase)) this.viewer.draw();
     else
-      this.told.say(
-        erase ? "Begin on the object to take from." : "Choose the object that is to grow: begin the stroke on it.",
+      this.callbacks.showHint(
+        erase ? "Start on the object to erase." : "Select the object to extend, or start the stroke on it.",
       );
   }
 
   /** @param {Triple} to */
-  #goOn(to) {
+  #continueStroke(to) {
     this.brush.paintTo(to);
     this.viewer.draw();
   }
 
   #endStroke() {
     const { editor, brush, viewer } = this;
-    const { id, fresh } = brush.stroke ?? { id: 0, fresh: false };
+    const { id, isNew } = brush.stroke ?? { id: 0, isNew: false };
     brush.stroke = null;
     const kind = this.tool === "erase" ? "erase" : "paint";
-    const grown = fresh ? "new. Begin on it to go on with it" : "larger";
-    this.do(() => editor.commit(kind), `Object ${id} is ${kind === "erase" ? "smaller" : grown}.`);
+    const painted = isNew ? `Created object ${id}. Start on it to extend it` : `Extended object ${id}`;
+    this.apply(() => editor.commit(kind), `${kind === "erase" ? `Erased part of object ${id}` : painted}.`);
     if (!editor.objects.has(viewer.scene.state.selected)) viewer.select(0);
   }
 
-  /** Let keys do what the pointer does. @param {SliceView} view @param {KeyboardEvent} event */
+  /** Handle the keys that replace the pointer. @param {SliceView} view @param {KeyboardEvent} event */
   #onKey(view, event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const step = event.shiftKey ? stepOfArrow(event.key, view.axis) : undefined;
@@ -316,34 +328,34 @@ export class EditTools extends EventTarget {
     event.stopImmediatePropagation();
   }
 
-  /** Do at the crosshair what a click does there, or a press of the button. @param {SliceView} view */
+  /** Apply the tool at the crosshair, as a click would. @param {SliceView} view */
   #act(view) {
     const { viewer, editor } = this;
     const [down, right] = ACROSS[view.axis];
-    const { at } = viewer.scene.state;
+    const { position } = viewer.scene.state;
     /** @type {Point} */
-    const point = [at[down] + 0.5, at[right] + 0.5];
-    if (!DRAGGED.has(this.tool)) {
-      viewer.choose(editor.idAt(at));
+    const point = [position[down] + 0.5, position[right] + 0.5];
+    if (!DRAG_TOOLS.has(this.tool)) {
+      viewer.selectAndNotify(editor.idAt(position));
     } else if (this.tool === "add") {
       if (this.line?.view !== view) this.line = { view, points: [] };
       this.line.points.push(point);
-      this.told.say("Corner set. C closes the outline.");
+      this.callbacks.showHint("Corner added. Press C to close the outline.");
     } else if (this.tool === "cut") {
       const from = this.line?.view === view ? this.line.points[0] : null;
       this.line = { view, points: [from ?? point, point] };
       if (from) this.#cut();
-      else this.told.say("Enter sets the other end of the line.");
+      else this.callbacks.showHint("Press Enter at the other end of the line.");
     } else {
-      this.#startStroke(view, /** @type {Triple} */ ([...at]));
+      this.#startStroke(view, /** @type {Triple} */ ([...position]));
       this.#endStroke();
     }
     viewer.draw();
   }
 }
 
-/** @param {SliceView} view @param {MouseEvent} event @returns {[number, number]} x and y of its stage */
-function placeOf({ stage }, event) {
+/** @param {SliceView} view @param {MouseEvent} event @returns {[number, number]} x and y relative to the stage */
+function stagePosition({ stage }, event) {
   const { left, top } = stage.getBoundingClientRect();
   return [event.clientX - left, event.clientY - top];
 }

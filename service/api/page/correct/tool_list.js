@@ -1,66 +1,72 @@
-/** The tools that correct labels: their names, hints and keys. */
+/** The names, hints and keys of the correction tools. */
 
 import { ACROSS } from "../volumes/slices.js";
 
 /** @typedef {import("./edit_tools.js").EditTools} EditTools */
-/** @typedef {"look" | "merge" | "split" | "cut" | "delete" | "add" | "paint" | "erase"} ToolName */
+/** @typedef {"select" | "merge" | "split" | "cut" | "delete" | "add" | "paint" | "erase"} ToolName */
 
 /** @type {{name: ToolName, text: string, key: string, hint: string}[]} */
 export const TOOLS = [
-  { name: "look", text: "Look", key: "v", hint: "Click an object to choose it, drag to move. Nothing is changed." },
-  { name: "merge", text: "Merge", key: "m", hint: "Click one object, then the other: they become one." },
+  { name: "select", text: "Select", key: "v", hint: "Click an object to select it. Drag to move the view." },
+  { name: "merge", text: "Merge", key: "m", hint: "Click two objects to merge them." },
   {
     name: "split",
     text: "Split",
     key: "s",
-    hint: "Click once into each part of one object. Further clicks into it make further parts.",
+    hint: "Click each part of an object once. Click again to add more parts.",
   },
   {
     name: "cut",
     text: "Cut",
     key: "x",
-    hint: "Draw a line across an object: it is cut through all planes of this view.",
+    hint: "Draw a line across an object to cut it through all planes of this view.",
   },
-  { name: "delete", text: "Delete", key: "d", hint: "Click what is not an object: it is deleted." },
+  { name: "delete", text: "Delete", key: "d", hint: "Click an object to delete it." },
   {
     name: "add",
     text: "Outline",
     key: "a",
-    hint: "Draw around a missing object in some planes of one view; planes between them are filled. N begins the next object.",
+    hint: "Outline a missing object in several planes of one view. The planes between them are filled. Press N to start a new object.",
   },
   {
     name: "paint",
     text: "Brush",
     key: "b",
-    hint: "Begin on an object to enlarge it. On empty ground a new object begins, or the chosen one grows, as set below.",
+    hint: "Start on an object to extend it. Strokes on the background create a new object or extend the selected one, as set below.",
   },
-  { name: "erase", text: "Eraser", key: "e", hint: "Begin on an object to take from it; others stay as they are." },
+  {
+    name: "erase",
+    text: "Eraser",
+    key: "e",
+    hint: "Start on an object to erase parts of it. Other objects do not change.",
+  },
 ];
 
-/** Tools that drags are for, and not clicks. @type {Set<ToolName>} */
-export const DRAGGED = new Set(["cut", "add", "paint", "erase"]);
+/** Tools that are used by dragging. @type {Set<ToolName>} */
+export const DRAG_TOOLS = new Set(["cut", "add", "paint", "erase"]);
 
 /**
- * @param {KeyboardEvent} event @param {EditTools} tools @param {(direction: "undo" | "redo") => void} travel
- * @returns {(() => void) | undefined} what the key does; undefined: nothing here
+ * Return the action of a key.
+ * @param {KeyboardEvent} event @param {EditTools} tools @param {(direction: "undo" | "redo") => void} undoOrRedo
+ * @returns {(() => void) | undefined} undefined if the key has no action
  */
-export function actionOfKey(event, tools, travel) {
+export function actionOfKey(event, tools, undoOrRedo) {
   const target = /** @type {HTMLElement} */ (event.target);
   if (target instanceof HTMLInputElement && target.type !== "range" && target.type !== "checkbox") return undefined;
-  if (event.ctrlKey || event.metaKey) return historyAction(event, travel);
+  if (event.ctrlKey || event.metaKey) return historyAction(event, undoOrRedo);
   return event.altKey ? undefined : toolAction(event.key, tools);
 }
 
-/** @param {KeyboardEvent} event @param {(direction: "undo" | "redo") => void} travel */
-function historyAction(event, travel) {
+/** @param {KeyboardEvent} event @param {(direction: "undo" | "redo") => void} undoOrRedo */
+function historyAction(event, undoOrRedo) {
   const key = event.key.toLowerCase();
-  if (key === "z") return () => travel(event.shiftKey ? "redo" : "undo");
-  return key === "y" ? () => travel("redo") : undefined;
+  if (key === "z") return () => undoOrRedo(event.shiftKey ? "redo" : "undo");
+  return key === "y" ? () => undoOrRedo("redo") : undefined;
 }
 
 /** @param {string} key @param {EditTools} tools @returns {(() => void) | undefined} */
 function toolAction(key, tools) {
-  const tool = TOOLS.find((one) => one.key === key);
+  const tool = TOOLS.find((candidate) => candidate.key === key);
   if (tool) return () => tools.use(tool.name);
   return {
     "[": () => tools.resize(1 / 1.2),
@@ -73,7 +79,7 @@ function toolAction(key, tools) {
   }[key];
 }
 
-/** @param {string} key @param {import("../viewer/scene.js").Axis} axis of the view that has the focus @returns {[import("../viewer/scene.js").Axis, number] | undefined} where an arrow takes the crosshair: planes along an axis */
+/** @param {string} key @param {import("../viewer/scene.js").Axis} axis of the focused view @returns {[import("../viewer/scene.js").Axis, number] | undefined} the axis and the number of voxels by which an arrow key moves the crosshair */
 export function stepOfArrow(key, axis) {
   const [down, right] = ACROSS[axis];
   const steps = /** @type {Record<string, [typeof down | typeof right, number]>} */ ({

@@ -1,13 +1,13 @@
-/** Two results of one stack side by side: views that go together, and their counts beside each other. */
+/** Comparison of two results of one stack, in synchronized views side by side. */
 
 import { element } from "../core/elements.js";
-import { counted } from "../core/format.js";
-import { json, queryOf } from "../core/requests.js";
-import { describeCount, entries } from "../stack/recent_jobs.js";
+import { formatCount } from "../core/format.js";
+import { buildQuery, requestJson } from "../core/requests.js";
+import { describeCount, recentJobs } from "../stack/recent_jobs.js";
 import { TimeSlider } from "../stack/time_slider.js";
 import { valueAt } from "../viewer/scene.js";
 import { Viewer } from "../viewer/viewer.js";
-import * as kept from "../volumes/correction_store.js";
+import * as correctionStore from "../volumes/correction_store.js";
 import { compareObjects } from "../volumes/label_agreement.js";
 import { LabelEditor } from "../volumes/label_edit.js";
 import { fetchPlane, fetchVolume, partOf } from "../volumes/planes.js";
@@ -17,43 +17,43 @@ import { firstTime } from "../volumes/time_points.js";
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
 /** @typedef {import("../volumes/planes.js").Volume} Volume */
 
-const CLICK = "Click an object to see it in both.";
+const CLICK_HINT = "Click an object to select it in both results.";
 
-/** @param {import("../stack/recent_jobs.js").Entry} entry @returns {string} of a result among others of its stack */
+/** @param {import("../stack/recent_jobs.js").RecentJob} entry @returns {string} distinguishes the result from others of the same stack */
 export function describeResult(entry) {
   return [entry.model, entry.parameters, describeCount(entry)].filter(Boolean).join(" · ");
 }
 
-/** @param {string} stack @returns {import("../stack/recent_jobs.js").Entry[]} results of it, newest first */
+/** @param {string} stack @returns {import("../stack/recent_jobs.js").RecentJob[]} results of a stack, newest first */
 export function resultsOf(stack) {
-  return stack ? entries().filter((entry) => entry.stack === stack && entry.objects !== null) : [];
+  return stack ? recentJobs().filter((entry) => entry.stack === stack && entry.objects !== null) : [];
 }
 
-/** One of the two results. */
+/** One of the two results, with its views. */
 class Side {
   /**
-   * @param {string} where @param {Job} job @param {import("../stack/recent_jobs.js").Entry[]} all
-   * @param {(job: string) => void} onchoose @param {() => void} onchange other labels of the job are shown
+   * @param {string} title @param {Job} job @param {import("../stack/recent_jobs.js").RecentJob[]} all
+   * @param {(job: string) => void} onselect called with the id of another job @param {() => void} onchange called when corrections are shown or hidden
    */
-  constructor(where, job, all, onchoose, onchange) {
+  constructor(title, job, all, onselect, onchange) {
     this.job = job;
-    /** As segmented. @type {Volume | null} */
+    /** Labels without corrections. @type {Volume | null} */
     this.segmented = null;
-    /** Of the labels with the corrections of this browser. @type {LabelEditor | null} */
+    /** Labels with the corrections of this browser, null if there are none. @type {LabelEditor | null} */
     this.editor = null;
-    const known = all.some((entry) => entry.job === job.id);
-    const choice = element(
+    const isListed = all.some((entry) => entry.job === job.id);
+    const select = element(
       "select",
-      { "aria-label": "Result", onchange: () => onchoose(choice.value) },
-      ...(known ? [] : [element("option", { value: job.id }, job.model)]),
+      { "aria-label": "Result", onchange: () => onselect(select.value) },
+      ...(isListed ? [] : [element("option", { value: job.id }, job.model)]),
       ...all.map((entry) =>
         element("option", { value: entry.job, selected: entry.job === job.id }, describeResult(entry)),
       ),
     );
     const views = element("div", {});
-    this.here = element("p", { class: "muted small", "aria-live": "polite" }, CLICK);
+    this.hint = element("p", { class: "muted small", "aria-live": "polite" }, CLICK_HINT);
     this.count = element("p", { class: "big" });
-    this.corrected = element("input", {
+    this.showCorrected = element("input", {
       type: "checkbox",
       checked: true,
       onchange: () => {
@@ -62,23 +62,28 @@ class Side {
       },
     });
     this.corrections = element("span", {});
-    this.choice = element("label", { class: "slim small", hidden: true }, this.corrected, this.corrections);
+    this.correctedOption = element(
+      "label",
+      { class: "slim small", hidden: true },
+      this.showCorrected,
+      this.corrections,
+    );
     const facts = [job.model, job.diameter ?? ""].filter(Boolean).join(" · ");
     this.root = element(
       "section",
-      { class: "side-by-side", "aria-label": `${where}: ${job.model}` },
+      { class: "side-by-side", "aria-label": `${title}: ${job.model}` },
       element(
         "header",
         { class: "panel" },
-        choice,
+        select,
         element(
           "div",
           { class: "row between" },
           this.count,
           element("a", { href: `#job=${job.id}`, class: "muted small", title: facts }, "Open this result"),
         ),
-        this.choice,
-        this.here,
+        this.correctedOption,
+        this.hint,
       ),
       views,
     );
@@ -86,47 +91,50 @@ class Side {
     this.#show();
   }
 
-  /** Show labels. @param {Volume | null} labels as segmented @param {import("../volumes/label_edit.js").Edit[]} edits that this browser keeps of them */
-  take(labels, edits) {
-    const fine = labels?.step.every((step) => step === 1) && edits.length > 0;
-    const editor = labels && fine ? new LabelEditor({ ...labels, data: labels.data.slice() }, [1, 1, 1]) : null;
+  /** Show labels. @param {Volume | null} labels without corrections @param {import("../volumes/label_edit.js").Edit[]} edits stored corrections */
+  setLabels(labels, edits) {
+    const canApply = labels?.step.every((step) => step === 1) && edits.length > 0;
+    const editor = labels && canApply ? new LabelEditor({ ...labels, data: labels.data.slice() }, [1, 1, 1]) : null;
     this.segmented = labels;
     this.editor = editor?.restore(edits) ? editor : null;
-    this.choice.hidden = edits.length === 0;
-    this.corrected.hidden = this.editor === null;
-    const corrections = counted(edits.length, "correction");
-    this.corrections.textContent = this.editor ? `With ${corrections}` : `Without ${corrections}, which Correct shows`;
+    this.correctedOption.hidden = edits.length === 0;
+    this.showCorrected.hidden = this.editor === null;
+    const corrections = formatCount(edits.length, "correction");
+    this.corrections.textContent = this.editor
+      ? `With ${corrections}`
+      : `Without ${corrections}. Open the result to see them.`;
     this.#show();
   }
 
   #show() {
     const { job, segmented, viewer } = this;
-    const editor = this.corrected.checked ? this.editor : null;
+    const editor = this.showCorrected.checked ? this.editor : null;
     viewer.setLabels(editor?.labels ?? segmented);
-    const through = job.time_points ? ` at ${counted(job.time_points.total, "time point")}` : "";
-    const objects = editor && !through ? editor.objects.size : job.objects;
-    this.count.textContent = objects === null ? "Classes" : counted(objects, "object") + through;
+    const timePoints = job.time_points ? ` at ${formatCount(job.time_points.total, "time point")}` : "";
+    const objects = editor && !timePoints ? editor.objects.size : job.objects;
+    this.count.textContent = objects === null ? "Classes" : formatCount(objects, "object") + timePoints;
   }
 
-  /** @param {number} id */
-  name(id) {
-    this.here.textContent = id === 0 ? "Here: background." : `Here: object ${id}.`;
+  /** @param {number} id of the selected object, 0 for the background */
+  describeSelection(id) {
+    this.hint.textContent = id === 0 ? "Selected: background." : `Selected: object ${id}.`;
   }
 }
 
 /**
- * @param {HTMLElement} root @param {string[]} ids of two jobs @param {AbortSignal} signal
+ * Show the results of two jobs side by side.
+ * @param {HTMLElement} root @param {string[]} ids of the jobs @param {AbortSignal} signal
  */
 export async function showCompare(root, ids, signal) {
   /** @type {Job[]} */
-  const jobs = await Promise.all(ids.slice(0, 2).map((id) => json(`jobs/${id}`, { signal })));
+  const jobs = await Promise.all(ids.slice(0, 2).map((id) => requestJson(`jobs/${id}`, { signal })));
   const stack = String(jobs[0].parameters.stack ?? "");
   const all = resultsOf(stack);
-  const sides = jobs.map((job, place) => {
-    const choose = (/** @type {string} */ chosen) => {
-      location.hash = `compare=${place === 0 ? [chosen, ids[1]] : [ids[0], chosen]}`;
+  const sides = jobs.map((job, index) => {
+    const select = (/** @type {string} */ id) => {
+      location.hash = `compare=${index === 0 ? [id, ids[1]] : [ids[0], id]}`;
     };
-    return new Side(place === 0 ? "Left" : "Right", job, all, choose, () => {
+    return new Side(index === 0 ? "Left" : "Right", job, all, select, () => {
       agreement.textContent = describeAgreement(sides);
     });
   });
@@ -137,9 +145,9 @@ export async function showCompare(root, ids, signal) {
     element("footer", { class: "panel" }, times.root, agreement),
   );
   const { model: _model, measurements: _measurements, ...parameters } = jobs[0].parameters;
-  const query = queryOf({ ...parameters, model: jobs[0].model.split("/")[0] });
+  const query = buildQuery({ ...parameters, model: jobs[0].model.split("/")[0] });
   /** @type {import("openapi").Inspection} */
-  const { file } = await json(`inspect?${query}`, { method: "POST", signal });
+  const { file } = await requestJson(`inspect?${query}`, { method: "POST", signal });
   const ranges = jobs.map(timesOf);
   times.show(
     Math.min(...ranges.map(([first]) => first)),
@@ -150,22 +158,22 @@ export async function showCompare(root, ids, signal) {
   const show = async () => {
     loading.abort();
     loading = new AbortController();
-    const own = AbortSignal.any([signal, loading.signal]);
-    const part = partOf(file, parameters, times.at, /** @type {string | undefined} */ (parameters.channel));
+    const ended = AbortSignal.any([signal, loading.signal]);
+    const part = partOf(file, parameters, times.time, /** @type {string | undefined} */ (parameters.channel));
     try {
-      await load(sides, stack, file, part, times.at, own);
+      await load(sides, stack, file, part, times.time, ended);
       agreement.textContent = describeAgreement(sides);
     } catch (error) {
-      if (!own.aborted) agreement.textContent = /** @type {Error} */ (error).message;
+      if (!ended.aborted) agreement.textContent = /** @type {Error} */ (error).message;
     }
   };
   times.addEventListener("change", show);
   await show();
-  // Views that have not settled would have the others follow them.
+  // Link the views last, because each view would follow the other while it is set up.
   link(sides);
 }
 
-/** @param {Job} job @returns {[number, number]} its first time point, and one beyond its last */
+/** @param {Job} job @returns {[number, number]} the range of its time points */
 function timesOf({ parameters, time_points: points }) {
   const first = firstTime(parameters.time);
   return [first, first + (points?.total ?? 1)];
@@ -177,66 +185,66 @@ function timesOf({ parameters, time_points: points }) {
  * @param {number} time @param {AbortSignal} signal
  */
 async function load(sides, stack, file, part, time, signal) {
-  const whole = /** @type {Triple} */ (file.shape.slice(1));
-  const source = { address: `stacks/${stack}/planes`, parameters: part, whole };
+  const fullShape = /** @type {Triple} */ (file.shape.slice(1));
+  const source = { address: `stacks/${stack}/planes`, parameters: part, fullShape };
   const image = await fetchVolume(source, signal, () => undefined);
   for (const side of sides) {
     const { viewer, job } = side;
-    const first = viewer.scene.state.image === null;
-    const labelled = labelsOf(job, time, whole);
-    viewer.sharp.fetch = async (axis, at, sharpening) => {
-      const { plane, step } = await fetchPlane(source, axis, at, sharpening);
-      const labels = labelled && (await fetchPlane(labelled, axis, at, sharpening));
+    const isFirstImage = viewer.scene.state.image === null;
+    const labelsSource = labelsOf(job, time, fullShape);
+    viewer.planeLoader.fetch = async (axis, position, planeSignal) => {
+      const { plane, step } = await fetchPlane(source, axis, position, planeSignal);
+      const labels = labelsSource && (await fetchPlane(labelsSource, axis, position, planeSignal));
       return { image: plane, labels: labels?.plane ?? null, step };
     };
-    side.take(null, []);
+    side.setLabels(null, []);
     viewer.open(image, file.voxel_size);
-    // Time points are shown with the same contrast.
-    if (first) viewer.settle();
+    // All time points are displayed with the same contrast.
+    if (isFirstImage) viewer.adjustContrast();
     else viewer.refresh();
   }
   for (const side of sides) {
-    const labelled = labelsOf(side.job, time, whole);
-    side.here.textContent = labelled ? CLICK : `Time point ${time} is not in this result.`;
-    if (!labelled) continue;
-    const labels = await fetchVolume(labelled, signal, () => undefined);
-    const edits = await kept.load(kept.keyOf(side.job, time));
+    const labelsSource = labelsOf(side.job, time, fullShape);
+    side.hint.textContent = labelsSource ? CLICK_HINT : `This result does not include time point ${time}.`;
+    if (!labelsSource) continue;
+    const labels = await fetchVolume(labelsSource, signal, () => undefined);
+    const edits = await correctionStore.load(correctionStore.keyOf(side.job, time));
     signal.throwIfAborted();
-    side.take(labels, edits);
+    side.setLabels(labels, edits);
   }
 }
 
-/** @param {Job} job @param {number} time @param {Triple} whole @returns {import("../volumes/planes.js").Source | null} its labels of a time point; null: it has none */
-function labelsOf(job, time, whole) {
+/** @param {Job} job @param {number} time @param {Triple} fullShape @returns {import("../volumes/planes.js").Source | null} the source of its labels at a time point, null if it does not include the time point */
+function labelsOf(job, time, fullShape) {
   const [first, stop] = timesOf(job);
   if (time < first || time >= stop) return null;
   const parameters = { time: job.time_points ? time - first : undefined };
-  return { address: `jobs/${job.id}/planes`, parameters, whole };
+  return { address: `jobs/${job.id}/planes`, parameters, fullShape };
 }
 
-/** Have the views of both go together, and what is clicked in one shown in the other. @param {Side[]} sides */
+/** Synchronize the position and the selection of both sides. @param {Side[]} sides */
 function link(sides) {
-  for (const [place, { viewer }] of sides.entries()) {
-    const other = sides[1 - place];
+  for (const [index, { viewer }] of sides.entries()) {
+    const other = sides[1 - index];
     viewer.addEventListener("draw", () => other.viewer.follow(viewer));
     viewer.addEventListener("pick", () => {
       other.viewer.follow(viewer);
-      const { labels, at } = other.viewer.scene.state;
-      other.viewer.select(labels === null ? 0 : valueAt(labels, at));
-      for (const side of sides) side.name(side.viewer.scene.state.selected);
+      const { labels, position } = other.viewer.scene.state;
+      other.viewer.select(labels === null ? 0 : valueAt(labels, position));
+      for (const side of sides) side.describeSelection(side.viewer.scene.state.selected);
     });
   }
 }
 
-/** Say how far both agree, and give their objects colours that say so. @param {Side[]} sides */
-function describeAgreement([one, other]) {
-  const [left, right] = [one, other].map(({ viewer }) => viewer.scene.state.labels);
-  if (!left || !right) return "";
-  if (left.data.length !== right.data.length) return "The results are of different parts.";
-  if (one.job.objects === null || other.job.objects === null) return "";
-  const { common, counts, entries } = compareObjects(left, right);
-  [one, other].forEach(({ viewer }, place) => {
-    viewer.scene.set({ entries: entries[place] });
+/** Describe the agreement of both results, and color corresponding objects alike. @param {Side[]} sides */
+function describeAgreement([left, right]) {
+  const [leftLabels, rightLabels] = [left, right].map(({ viewer }) => viewer.scene.state.labels);
+  if (!leftLabels || !rightLabels) return "";
+  if (leftLabels.data.length !== rightLabels.data.length) return "The results cover different parts of the stack.";
+  if (left.job.objects === null || right.job.objects === null) return "";
+  const { common, counts, colorIndices } = compareObjects(leftLabels, rightLabels);
+  [left, right].forEach(({ viewer }, index) => {
+    viewer.scene.set({ colorIndices: colorIndices[index] });
   });
-  return `${counted(common, "object")} in both (they share more than half), ${counts[0] - common} on the left alone, ${counts[1] - common} on the right alone. The same colour is the same object; what has no counterpart is grey.`;
+  return `${formatCount(common, "object")} in both (overlap above 50 %), ${counts[0] - common} only on the left, ${counts[1] - common} only on the right. Corresponding objects have the same color. Objects without a counterpart are gray.`;
 }

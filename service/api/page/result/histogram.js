@@ -1,39 +1,40 @@
-/** A histogram of a column, in which a range is chosen by dragging. */
+/** A histogram of a column, in which the user selects a range by dragging. */
 
 import { element } from "../core/elements.js";
-import { number } from "../core/format.js";
+import { formatNumber } from "../core/format.js";
 
 const BINS = 32;
 
+/** Events: `change` when the selected range has changed. */
 export class Histogram extends EventTarget {
   /** @param {string} title @param {Float64Array} values */
   constructor(title, values) {
     super();
     this.values = values;
-    let [least, most] = [Infinity, -Infinity];
+    let [min, max] = [Infinity, -Infinity];
     for (const value of values) {
-      least = Math.min(least, value);
-      most = Math.max(most, value);
+      min = Math.min(min, value);
+      max = Math.max(max, value);
     }
-    this.least = Number.isFinite(least) ? least : 0;
-    this.most = Number.isFinite(most) && most > least ? most : this.least + 1;
+    this.min = Number.isFinite(min) ? min : 0;
+    this.max = Number.isFinite(max) && max > min ? max : this.min + 1;
     /** @type {[number, number] | null} */
-    this.chosen = null;
+    this.range = null;
     this.canvas = element("canvas", {
       role: "img",
-      "aria-label": `Histogram of ${title}, from ${number(this.least)} to ${number(this.most)}`,
+      "aria-label": `Histogram of ${title}, from ${formatNumber(this.min)} to ${formatNumber(this.max)}`,
     });
-    this.words = element("output", { class: "muted small" });
+    this.rangeText = element("output", { class: "muted small" });
     this.root = element(
       "figure",
       { class: "histogram" },
-      element("figcaption", {}, element("span", {}, title), this.words),
+      element("figcaption", {}, element("span", {}, title), this.rangeText),
       this.canvas,
       element(
         "div",
         { class: "axis muted small" },
-        element("span", {}, number(this.least)),
-        element("span", {}, number(this.most)),
+        element("span", {}, formatNumber(this.min)),
+        element("span", {}, formatNumber(this.max)),
       ),
     );
     this.#listen();
@@ -45,8 +46,8 @@ export class Histogram extends EventTarget {
     let start = 0;
     const valueAt = (/** @type {PointerEvent} */ event) => {
       const bounds = this.canvas.getBoundingClientRect();
-      const share = Math.max(0, Math.min(1, (event.clientX - bounds.left) / bounds.width));
-      return this.least + share * (this.most - this.least);
+      const fraction = Math.max(0, Math.min(1, (event.clientX - bounds.left) / bounds.width));
+      return this.min + fraction * (this.max - this.min);
     };
     this.canvas.addEventListener("pointerdown", (event) => {
       this.canvas.setPointerCapture(event.pointerId);
@@ -55,22 +56,20 @@ export class Histogram extends EventTarget {
     this.canvas.addEventListener("pointermove", (event) => {
       if (!this.canvas.hasPointerCapture(event.pointerId)) return;
       const value = valueAt(event);
-      this.choose(
-        Math.abs(value - start) < (this.most - this.least) / 100
-          ? null
-          : [Math.min(start, value), Math.max(start, value)],
+      this.select(
+        Math.abs(value - start) < (this.max - this.min) / 100 ? null : [Math.min(start, value), Math.max(start, value)],
       );
     });
     this.canvas.addEventListener("click", () => {
-      if (this.chosen && Math.abs(this.chosen[1] - this.chosen[0]) === 0) this.choose(null);
+      if (this.range && Math.abs(this.range[1] - this.range[0]) === 0) this.select(null);
     });
-    this.canvas.addEventListener("dblclick", () => this.choose(null));
+    this.canvas.addEventListener("dblclick", () => this.select(null));
   }
 
   /** @param {[number, number] | null} range */
-  choose(range) {
-    this.chosen = range;
-    this.words.value = range ? `${number(range[0])} to ${number(range[1])}` : "";
+  select(range) {
+    this.range = range;
+    this.rangeText.value = range ? `${formatNumber(range[0])} to ${formatNumber(range[1])}` : "";
     this.draw();
     this.dispatchEvent(new Event("change"));
   }
@@ -83,16 +82,16 @@ export class Histogram extends EventTarget {
     const context = canvas.getContext("2d");
     if (context === null) return;
     const counts = new Uint32Array(BINS);
-    const scale = BINS / (this.most - this.least);
-    for (const value of this.values) counts[Math.min(BINS - 1, Math.floor((value - this.least) * scale))] += 1;
-    const most = Math.max(1, ...counts);
+    const scale = BINS / (this.max - this.min);
+    for (const value of this.values) counts[Math.min(BINS - 1, Math.floor((value - this.min) * scale))] += 1;
+    const maxCount = Math.max(1, ...counts);
     const style = getComputedStyle(canvas);
     const width = canvas.width / BINS;
     counts.forEach((count, bin) => {
-      const middle = this.least + (bin + 0.5) / scale;
-      const inside = this.chosen === null || (middle >= this.chosen[0] && middle <= this.chosen[1]);
-      context.fillStyle = inside ? style.color : style.borderBottomColor;
-      const height = (count / most) * (canvas.height - 2);
+      const center = this.min + (bin + 0.5) / scale;
+      const isSelected = this.range === null || (center >= this.range[0] && center <= this.range[1]);
+      context.fillStyle = isSelected ? style.color : style.borderBottomColor;
+      const height = (count / maxCount) * (canvas.height - 2);
       context.fillRect(
         bin * width + 0.5,
         canvas.height - height,

@@ -1,9 +1,9 @@
-/** The objects of a result: in words, as histograms, and as a table of which only the visible rows are in the document. */
+/** The objects of a result: summary, histograms, and a table that renders only the visible rows. */
 
 import { button, element, redraw } from "../core/elements.js";
-import { counted, median, number } from "../core/format.js";
-import { chooseRows, column } from "../volumes/object_table.js";
-import { cssColour } from "../volumes/slices.js";
+import { formatCount, formatNumber, median } from "../core/format.js";
+import { column, filterRows } from "../volumes/object_table.js";
+import { cssColor } from "../volumes/slices.js";
 import { Histogram } from "./histogram.js";
 
 /** @typedef {import("../volumes/object_table.js").Table} Table */
@@ -13,32 +13,33 @@ const SPARE_ROWS = 8;
 const TITLES = /** @type {Record<string, string>} */ ({
   label: "#",
   touching_border: "Edge",
-  confidence: "Sure",
+  confidence: "Conf.",
   time: "Time",
   track_id: "Track",
   parent: "Parent",
 });
 
+/** Events: `select` with the label that the user selected, `filter` when the filters have changed. */
 export class ObjectsView extends EventTarget {
   /** @param {Table} table */
   constructor(table) {
     super();
     this.table = table;
     this.labels = column(table, "label");
-    /** Time point of each row; of a single stack all are 0. */
+    /** Time point of each row, 0 without time points. */
     this.times = column(table, "time");
-    /** The time point that the views show. */
+    /** The displayed time point. */
     this.time = this.times[0] ?? 0;
     this.rowOf = new Map([...this.labels].map((label, row) => [key(label, this.times[row]), row]));
-    this.names = shownColumns(table);
-    this.sorted = "label";
+    this.names = displayedColumns(table);
+    this.sortColumn = "label";
     this.descending = false;
     this.selected = 0;
     /** @type {Map<string, [number, number]>} */
     this.limits = new Map();
-    this.rows = chooseRows(table, this.sorted, this.descending, this.limits);
-    /** The rows that are in the document. */
-    this.drawn = { rows: this.rows.subarray(0, 0), first: 0, last: 0 };
+    this.rows = filterRows(table, this.sortColumn, this.descending, this.limits);
+    /** The rendered rows. */
+    this.rendered = { rows: this.rows.subarray(0, 0), first: 0, last: 0 };
     this.count = element("span", { class: "muted", "aria-live": "polite" });
     this.clear = button("Show all", () => this.#showAll(), "link");
     this.border = element("input", { type: "checkbox", onchange: () => this.#filterBorder() });
@@ -58,7 +59,7 @@ export class ObjectsView extends EventTarget {
     this.scroller.addEventListener("keydown", (event) => this.#onKey(event));
     this.body.addEventListener("click", (event) => {
       const row = /** @type {HTMLElement} */ (event.target).closest("tr");
-      if (row?.dataset.row) this.#choose(Number(row.dataset.row));
+      if (row?.dataset.row) this.#selectRow(Number(row.dataset.row));
     });
     this.histograms = this.#makeHistograms();
     this.root = element(
@@ -81,17 +82,17 @@ export class ObjectsView extends EventTarget {
 
   #makeHistograms() {
     const unit = this.table.unit === "um" ? "µm³" : "voxels";
-    const wanted = [
+    const columns = [
       ["area", `Volume, ${unit}`],
       ...[...this.table.columns.keys()]
         .filter((name) => name.startsWith("intensity_mean"))
         .slice(0, 1)
         .map((name) => [name, "Mean intensity"]),
     ];
-    return wanted.map(([name, title]) => {
+    return columns.map(([name, title]) => {
       const histogram = new Histogram(title, column(this.table, name));
       histogram.addEventListener("change", () => {
-        if (histogram.chosen) this.limits.set(name, histogram.chosen);
+        if (histogram.range) this.limits.set(name, histogram.range);
         else this.limits.delete(name);
         this.#update();
       });
@@ -99,31 +100,31 @@ export class ObjectsView extends EventTarget {
     });
   }
 
-  /** Count and size in a sentence. */
-  words() {
+  /** Describe the number and the median diameter of the objects. */
+  summarize() {
     const { table } = this;
     if (table.length === 0) return "No objects.";
     const unit = table.unit === "um" ? "µm" : "voxels";
     const points = new Set(this.times).size;
     const tracks = table.columns.has("track_id")
-      ? ` in ${counted(new Set(column(table, "track_id")).size, "track")}`
+      ? ` in ${formatCount(new Set(column(table, "track_id")).size, "track")}`
       : "";
-    const where = points > 1 ? `${tracks} at ${counted(points, "time point")}` : "";
-    const cut = column(table, "touching_border").reduce((sum, value) => sum + value, 0);
-    const border = cut ? ` ${number(cut)} of them ${cut === 1 ? "reaches" : "reach"} the border.` : "";
-    return `${counted(table.length, "object")}${where}, median diameter ${number(median(column(table, "equivalent_diameter_area")))}\u00a0${unit}.${border}`;
+    const timePoints = points > 1 ? `${tracks} at ${formatCount(points, "time point")}` : "";
+    const touching = column(table, "touching_border").reduce((sum, value) => sum + value, 0);
+    const border = touching ? ` ${formatNumber(touching)} ${touching === 1 ? "touches" : "touch"} the border.` : "";
+    return `${formatCount(table.length, "object")}${timePoints}, median diameter ${formatNumber(median(column(table, "equivalent_diameter_area")))}\u00a0${unit}.${border}`;
   }
 
-  /** For each id whether it is hidden by the filters; null where none is. */
+  /** 1 for each id that the filters hide at the displayed time point; null if no object is hidden. */
   get hidden() {
     if (this.rows.length === this.table.length) return null;
-    const hidden = new Uint8Array(this.labels.reduce((most, label) => Math.max(most, label), 0) + 1).fill(1);
+    const hidden = new Uint8Array(this.labels.reduce((max, label) => Math.max(max, label), 0) + 1).fill(1);
     for (const row of this.rows) if (this.times[row] === this.time) hidden[this.labels[row]] = 0;
     return hidden;
   }
 
-  /** The middle of an object's box, in voxels: places in micrometres depend on what is stated by now. @param {number} label */
-  middle(label) {
+  /** Return the center of an object's bounding box in voxels, which do not depend on the voxel size. @param {number} label */
+  center(label) {
     const row = this.rowOf.get(key(label, this.time));
     if (row === undefined) return null;
     const limit = (/** @type {number} */ number) => column(this.table, `bbox-${number}`)[row];
@@ -132,13 +133,13 @@ export class ObjectsView extends EventTarget {
     );
   }
 
-  /** Show an object that was chosen elsewhere. @param {number} label */
+  /** Highlight the row of an object, and scroll to it. @param {number} label */
   select(label) {
     this.selected = label;
-    const place = this.rows.indexOf(this.rowOf.get(key(label, this.time)) ?? -1);
+    const index = this.rows.indexOf(this.rowOf.get(key(label, this.time)) ?? -1);
     const { scroller } = this;
-    if (place >= 0) {
-      const top = place * ROW_PIXELS;
+    if (index >= 0) {
+      const top = index * ROW_PIXELS;
       const visible = scroller.clientHeight - ROW_PIXELS;
       if (top < scroller.scrollTop || top + ROW_PIXELS > scroller.scrollTop + visible)
         scroller.scrollTop = top - visible / 2;
@@ -146,12 +147,12 @@ export class ObjectsView extends EventTarget {
     this.#drawRows();
   }
 
-  /** @param {number} row of the table */
-  #choose(row) {
+  /** Select the object of a row, and dispatch `select`. @param {number} row */
+  #selectRow(row) {
     const label = this.labels[row];
     this.time = this.times[row];
     this.selected = label;
-    this.dispatchEvent(new CustomEvent("choose", { detail: label }));
+    this.dispatchEvent(new CustomEvent("select", { detail: label }));
     this.select(label);
   }
 
@@ -168,9 +169,9 @@ export class ObjectsView extends EventTarget {
     const step = steps[event.key];
     if (step === undefined || this.rows.length === 0) return;
     event.preventDefault();
-    const now = this.rows.indexOf(this.rowOf.get(key(this.selected, this.time)) ?? -1);
-    const next = Math.max(0, Math.min(this.rows.length - 1, now < 0 ? 0 : now + step));
-    this.#choose(this.rows[next]);
+    const current = this.rows.indexOf(this.rowOf.get(key(this.selected, this.time)) ?? -1);
+    const next = Math.max(0, Math.min(this.rows.length - 1, current < 0 ? 0 : current + step));
+    this.#selectRow(this.rows[next]);
   }
 
   #filterBorder() {
@@ -182,17 +183,17 @@ export class ObjectsView extends EventTarget {
   #showAll() {
     this.border.checked = false;
     this.limits.clear();
-    for (const { histogram } of this.histograms) histogram.choose(null);
+    for (const { histogram } of this.histograms) histogram.select(null);
     this.#update();
   }
 
   #update() {
-    this.rows = chooseRows(this.table, this.sorted, this.descending, this.limits);
-    const all = this.rows.length === this.table.length;
-    this.count.textContent = all
-      ? counted(this.table.length, "object")
-      : `${number(this.rows.length)} of ${counted(this.table.length, "object")}`;
-    this.clear.hidden = all;
+    this.rows = filterRows(this.table, this.sortColumn, this.descending, this.limits);
+    const showsAll = this.rows.length === this.table.length;
+    this.count.textContent = showsAll
+      ? formatCount(this.table.length, "object")
+      : `${formatNumber(this.rows.length)} of ${formatCount(this.table.length, "object")}`;
+    this.clear.hidden = showsAll;
     this.#drawRows();
     this.dispatchEvent(new Event("filter"));
   }
@@ -204,12 +205,12 @@ export class ObjectsView extends EventTarget {
           "th",
           {
             scope: "col",
-            "aria-sort": name === this.sorted ? (this.descending ? "descending" : "ascending") : undefined,
+            "aria-sort": name === this.sortColumn ? (this.descending ? "descending" : "ascending") : undefined,
           },
           element(
             "button",
             { type: "button", id: `sort-${name}`, onclick: () => this.#sort(name) },
-            `${title(name, this.table)}${name === this.sorted ? (this.descending ? " ↓" : " ↑") : ""}`,
+            `${title(name, this.table)}${name === this.sortColumn ? (this.descending ? " ↓" : " ↑") : ""}`,
           ),
         ),
       ),
@@ -218,71 +219,71 @@ export class ObjectsView extends EventTarget {
 
   /** @param {string} name */
   #sort(name) {
-    this.descending = name === this.sorted ? !this.descending : name !== "label";
-    this.sorted = name;
+    this.descending = name === this.sortColumn ? !this.descending : name !== "label";
+    this.sortColumn = name;
     this.#drawHead();
     this.#update();
   }
 
   #drawRows() {
-    const { scroller, rows, drawn } = this;
+    const { scroller, rows, rendered } = this;
     const first = Math.max(0, Math.floor(scroller.scrollTop / ROW_PIXELS) - SPARE_ROWS);
     const last = Math.min(rows.length, first + Math.ceil((scroller.clientHeight || 400) / ROW_PIXELS) + 2 * SPARE_ROWS);
-    if (drawn.rows !== rows || drawn.first !== first || drawn.last !== last) {
-      const made = Array.from(rows.subarray(first, last), (row, place) => this.#makeRow(row, first + place));
-      this.body.replaceChildren(spacer(first), ...made, spacer(rows.length - last));
-      this.drawn = { rows, first, last };
+    if (rendered.rows !== rows || rendered.first !== first || rendered.last !== last) {
+      const elements = Array.from(rows.subarray(first, last), (row, index) => this.#makeRow(row, first + index));
+      this.body.replaceChildren(spacer(first), ...elements, spacer(rows.length - last));
+      this.rendered = { rows, first, last };
     }
-    this.#markChosen();
+    this.#markSelected();
   }
 
-  #markChosen() {
-    const chosen = this.rowOf.get(key(this.selected, this.time));
+  #markSelected() {
+    const selected = this.rowOf.get(key(this.selected, this.time));
     for (const row of this.body.rows) {
-      const own = chosen !== undefined && row.dataset.row === String(chosen);
-      if (row.classList.toggle("chosen", own)) row.ariaSelected = "true";
+      const isSelected = selected !== undefined && row.dataset.row === String(selected);
+      if (row.classList.toggle("selected", isSelected)) row.ariaSelected = "true";
       else if (row.ariaSelected !== null) row.ariaSelected = null;
     }
   }
 
-  /** @param {number} row @param {number} place */
-  #makeRow(row, place) {
+  /** @param {number} row @param {number} index of the row in the sorted table */
+  #makeRow(row, index) {
     const label = this.labels[row];
     const cells = this.names.map((name) => {
       const value = column(this.table, name)[row];
       if (name === "label" || name === "track_id") {
         const dot = element("span", { class: "dot" });
-        dot.style.background = cssColour(label);
+        dot.style.background = cssColor(label);
         return element("td", {}, dot, String(label));
       }
       if (name === "confidence") return element("td", {}, `${Math.round(value * 100)} %`);
       if (name === "touching_border") return element("td", {}, value ? "yes" : "");
-      return element("td", {}, name === "parent" && value === 0 ? "" : number(value));
+      return element("td", {}, name === "parent" && value === 0 ? "" : formatNumber(value));
     });
-    const names = { "data-label": String(label), "data-row": String(row), "aria-rowindex": String(place + 2) };
+    const names = { "data-label": String(label), "data-row": String(row), "aria-rowindex": String(index + 2) };
     return element("tr", names, ...cells);
   }
 }
 
-/** @param {number} label @param {number} time @returns {number} that no other object of the table has */
+/** @param {number} label @param {number} time @returns {number} unique within the table */
 function key(label, time) {
   return time * 2 ** 32 + label;
 }
 
-/** @param {number} rows that are not drawn */
+/** Create a row with the height of rows that are not rendered. @param {number} rows number of rows */
 function spacer(rows) {
-  const made = element("tr", { "aria-hidden": "true", class: "spacer" });
-  made.style.height = `${rows * ROW_PIXELS}px`;
-  return made;
+  const row = element("tr", { "aria-hidden": "true", class: "spacer" });
+  row.style.height = `${rows * ROW_PIXELS}px`;
+  return row;
 }
 
-/** @param {Table} table */
-function shownColumns(table) {
+/** @param {Table} table @returns {string[]} names of the displayed columns */
+function displayedColumns(table) {
   const intensities = [...table.columns.keys()].filter((name) => name.startsWith("intensity_mean"));
-  // Where objects are linked, a label is the number of its track.
-  const linked = table.columns.has("track_id") ? ["track_id", "time", "parent"] : ["label", "time"];
+  // The label of a tracked object is the number of its track.
+  const identity = table.columns.has("track_id") ? ["track_id", "time", "parent"] : ["label", "time"];
   const sizes = ["equivalent_diameter_area", "area"];
-  return [...linked, ...sizes, ...intensities, "confidence", "touching_border"].filter((name) =>
+  return [...identity, ...sizes, ...intensities, "confidence", "touching_border"].filter((name) =>
     table.columns.has(name),
   );
 }

@@ -1,20 +1,20 @@
-/** A job while it waits and runs: how far it is, how long it takes, a way to give it up. */
+/** The progress of a job: state, remaining time, and a button to cancel it. */
 
 import { button, element } from "../core/elements.js";
-import { counted, duration } from "../core/format.js";
-import { json, request } from "../core/requests.js";
+import { formatCount, formatDuration } from "../core/format.js";
+import { request, requestJson } from "../core/requests.js";
 
 /** @typedef {import("openapi").JobReport} Job */
 
 const POLL_MILLISECONDS = 400;
 
 /** @param {string} state */
-export function isOver(state) {
+export function isFinished(state) {
   return ["done", "failed", "cancelled", "expired"].includes(state);
 }
 
 /**
- * Follow a job until it is over. A service that restarts meanwhile is waited for.
+ * Poll a job until it is finished. If the service does not answer, keep trying, because it may be restarting.
  * @param {string} id @param {AbortSignal} signal @param {(job: Job) => void} onchange
  * @returns {Promise<Job>}
  */
@@ -22,9 +22,9 @@ export async function follow(id, signal, onchange) {
   for (;;) {
     try {
       /** @type {Job} */
-      const job = await json(`jobs/${id}`, { signal });
+      const job = await requestJson(`jobs/${id}`, { signal });
       onchange(job);
-      if (isOver(job.state)) return job;
+      if (isFinished(job.state)) return job;
     } catch (error) {
       if (/** @type {{status?: number}} */ (error).status !== 0) throw error;
     }
@@ -33,12 +33,12 @@ export async function follow(id, signal, onchange) {
   }
 }
 
-/** The words and the bar of a job that is not over. */
+/** The progress bar and texts of an unfinished job. */
 export class RunView {
   /** @param {HTMLElement} root @param {string} id */
   constructor(root, id) {
-    this.bar = element("progress", { max: 1, "aria-label": "How far the job is" });
-    this.words = element("p", { class: "big", role: "status" }, "Sending the request");
+    this.bar = element("progress", { max: 1, "aria-label": "Progress of the job" });
+    this.state = element("p", { class: "big", role: "status" }, "Sending the request");
     this.detail = element("p", { class: "muted" });
     const cancel = button(
       "Cancel",
@@ -53,13 +53,13 @@ export class RunView {
         "div",
         { class: "run" },
         element("h2", {}, "Segmenting"),
-        this.words,
+        this.state,
         this.bar,
         this.detail,
         element(
           "p",
           { class: "muted small" },
-          "You may leave this page: the job goes on, and the first screen lists it.",
+          "You can leave this page. The job continues, and the start screen lists it.",
         ),
         cancel,
       ),
@@ -71,19 +71,19 @@ export class RunView {
     const { done, total } = job.progress;
     if (job.state === "running" && total) this.bar.value = Math.min(done / total, 1);
     else this.bar.removeAttribute("value");
-    this.words.textContent = describe(job);
-    const left = job.seconds_left === null ? "" : `${duration(job.seconds_left)} left`;
-    const share = total ? `${Math.floor((100 * done) / total)} % done` : "";
-    this.detail.textContent = [job.state === "running" && share, left].filter(Boolean).join(", ");
+    this.state.textContent = describeState(job);
+    const remaining = job.seconds_left === null ? "" : `${formatDuration(job.seconds_left)} left`;
+    const percent = total ? `${Math.floor((100 * done) / total)} % done` : "";
+    this.detail.textContent = [job.state === "running" && percent, remaining].filter(Boolean).join(", ");
   }
 }
 
 /** @param {Job} job */
-function describe(job) {
-  if (job.state === "loading") return "The model is being made ready";
+function describeState(job) {
+  if (job.state === "loading") return "Loading the model";
   if (job.state === "waiting")
     return job.position && job.position > 1
-      ? `${counted(job.position - 1, "job")} before this one`
+      ? `${formatCount(job.position - 1, "job")} ahead in the queue`
       : "Reading the stack";
-  return job.progress.total && job.progress.done >= job.progress.total ? "Writing the result" : "Computing";
+  return job.progress.total && job.progress.done >= job.progress.total ? "Writing the result" : "Segmenting the stack";
 }

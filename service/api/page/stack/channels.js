@@ -1,18 +1,18 @@
-/** Channels of a stack: pictures to choose one by, and an overlay of several in the views. */
+/** Channels of a stack: previews to select one, and an overlay of several channels in the views. */
 
 import { element, redraw } from "../core/elements.js";
 import { hasChanged } from "../core/store.js";
-import { fittingContrast } from "../viewer/scene.js";
-import { cut, paintGrey, quantiles } from "../volumes/slices.js";
+import { fitContrast } from "../viewer/scene.js";
+import { paintGray, quantiles, slice } from "../volumes/slices.js";
 
 /** @typedef {import("openapi").Description} Description */
 /** @typedef {import("../volumes/planes.js").Volume} Volume */
 /** @typedef {import("../viewer/scene.js").Overlay} Overlay */
-/** @typedef {import("../viewer/scene.js").Colour} Colour */
-/** @typedef {(channel: number, signal: AbortSignal, onblock: (volume: Volume) => void) => Promise<Volume>} Fetch */
+/** @typedef {import("../viewer/scene.js").Color} Color */
+/** @typedef {(channel: number, signal: AbortSignal, onblock: (volume: Volume) => void) => Promise<Volume>} FetchChannel */
 
-/** Of channels whose file states none. @type {Colour[]} */
-const COLOURS = [
+/** Colors of channels for which the file has no color. @type {Color[]} */
+const DEFAULT_COLORS = [
   [0, 255, 0],
   [255, 0, 255],
   [0, 200, 255],
@@ -21,13 +21,15 @@ const COLOURS = [
   [255, 255, 255],
 ];
 
-/** @param {Description} file @param {number} channel @returns {Colour} */
-export function colourOf(file, channel) {
-  const stated = /^#(\w\w)(\w\w)(\w\w)$/.exec(file.colours[channel] ?? "");
-  // What is black or nearly so would be seen as nothing.
-  const parts = stated?.slice(1).map((part) => Number.parseInt(part, 16));
-  if (parts && Math.max(...parts) > 60) return /** @type {Colour} */ (parts);
-  return COLOURS[channel % COLOURS.length];
+/** Brightness of the strongest component up to which a color of the file is too dark to be seen. */
+const MAX_DARK_LEVEL = 60;
+
+/** @param {Description} file @param {number} channel @returns {Color} */
+export function colorOf(file, channel) {
+  const match = /^#(\w\w)(\w\w)(\w\w)$/.exec(file.colours[channel] ?? "");
+  const parts = match?.slice(1).map((part) => Number.parseInt(part, 16));
+  if (parts && Math.max(...parts) > MAX_DARK_LEVEL) return /** @type {Color} */ (parts);
+  return DEFAULT_COLORS[channel % DEFAULT_COLORS.length];
 }
 
 /** @param {Description} file @param {number} channel */
@@ -37,44 +39,44 @@ export function nameOf(file, channel) {
 
 /** @param {Description} file @param {number} channel */
 function swatch(file, channel) {
-  const made = element("span", { class: "dot" });
-  made.style.background = `rgb(${colourOf(file, channel).join(" ")})`;
-  return made;
+  const dot = element("span", { class: "dot" });
+  dot.style.background = `rgb(${colorOf(file, channel).join(" ")})`;
+  return dot;
 }
 
 /**
- * Buttons with the picture, colour and name of each channel.
- * @param {Description} file @param {number} chosen -1: none
+ * Create a button with the preview, color and name of each channel.
+ * @param {Description} file @param {number} selected -1: none
  * @param {(channel: number) => Promise<Volume>} fetchMiddle fetches a small plane from the middle of the stack
- * @param {(channel: number) => void} onchoose
+ * @param {(channel: number) => void} onselect
  */
-export function channelPictures(file, chosen, fetchMiddle, onchoose) {
+export function channelPreviews(file, selected, fetchMiddle, onselect) {
   const buttons = file.channels.map((_, channel) => {
     const canvas = element("canvas", { width: 72, height: 54, "aria-hidden": "true" });
     fetchMiddle(channel).then(
-      (volume) => drawSmall(canvas, volume, colourOf(file, channel)),
+      (volume) => drawPreview(canvas, volume, colorOf(file, channel)),
       () => canvas.remove(),
     );
-    const properties = { type: "button", class: "channel", "aria-pressed": String(channel === chosen) };
-    const onclick = () => onchoose(channel);
-    const words = element("span", {}, swatch(file, channel), nameOf(file, channel));
-    return element("button", { ...properties, onclick }, canvas, words);
+    const properties = { type: "button", class: "channel", "aria-pressed": String(channel === selected) };
+    const onclick = () => onselect(channel);
+    const name = element("span", {}, swatch(file, channel), nameOf(file, channel));
+    return element("button", { ...properties, onclick }, canvas, name);
   });
-  return element("div", { class: "channels", role: "group", "aria-label": "Channels by their pictures" }, ...buttons);
+  return element("div", { class: "channels", role: "group", "aria-label": "Channel previews" }, ...buttons);
 }
 
-/** @param {HTMLCanvasElement} canvas @param {Volume} volume of one plane @param {Colour} colour */
-function drawSmall(canvas, volume, colour) {
+/** @param {HTMLCanvasElement} canvas @param {Volume} volume of one plane @param {Color} color */
+function drawPreview(canvas, volume, color) {
   const [low, high] = quantiles(volume.data, [0.01, 0.995]);
-  const plane = cut(volume, 0, 0);
-  const whole = element("canvas", { width: plane.width, height: plane.height });
-  whole.getContext("2d")?.putImageData(paintGrey(plane, low, Math.max(high, low + 1e-9), colour), 0, 0);
+  const plane = slice(volume, 0, 0);
+  const image = element("canvas", { width: plane.width, height: plane.height });
+  image.getContext("2d")?.putImageData(paintGray(plane, low, Math.max(high, low + 1e-9), color), 0, 0);
   const scale = Math.max(canvas.width / plane.width, canvas.height / plane.height);
   const [width, height] = [plane.width * scale, plane.height * scale];
-  canvas.getContext("2d")?.drawImage(whole, (canvas.width - width) / 2, (canvas.height - height) / 2, width, height);
+  canvas.getContext("2d")?.drawImage(image, (canvas.width - width) / 2, (canvas.height - height) / 2, width, height);
 }
 
-/** Toggles for the channels in the toolbar of the views: those that are on are added to the one that is segmented. */
+/** Toggles in the toolbar that overlay further channels on the segmented channel. */
 export class ChannelTools {
   /** @param {import("../viewer/viewer.js").Viewer} viewer */
   constructor(viewer) {
@@ -97,9 +99,9 @@ export class ChannelTools {
   }
 
   /**
-   * Show the channels of a stack, of which the views have one already.
-   * @param {Description} file @param {number} primary the channel that the views have
-   * @param {Fetch} fetchChannel
+   * Show the channels of a stack. The views already display the primary channel.
+   * @param {Description} file @param {number} primary channel that is segmented
+   * @param {FetchChannel} fetchChannel
    */
   show(file, primary, fetchChannel) {
     this.file = file;
@@ -108,11 +110,11 @@ export class ChannelTools {
     this.root.hidden = file.channels.length < 2;
     this.loading.abort();
     this.loading = new AbortController();
-    const shown = this.scene.state.overlays.filter(
+    const overlays = this.scene.state.overlays.filter(
       ({ channel }) => channel !== primary && channel < file.channels.length,
     );
-    this.#setOverlays(shown);
-    for (const { channel } of shown) this.#fetch(channel);
+    this.#setOverlays(overlays);
+    for (const { channel } of overlays) this.#fetch(channel);
     this.#update();
   }
 
@@ -125,7 +127,7 @@ export class ChannelTools {
     if (others.length < overlays.length) return this.#setOverlays(others);
     this.#setOverlays([
       ...overlays,
-      { channel, image: null, colour: colourOf(file, channel), contrast: [0, 1], range: [0, 1] },
+      { channel, image: null, color: colorOf(file, channel), contrast: [0, 1], range: [0, 1] },
     ]);
     return this.#fetch(channel);
   }
@@ -134,7 +136,7 @@ export class ChannelTools {
   #setOverlays(overlays) {
     const { scene, file, primary } = this;
     const adjusted = overlays.some(({ channel }) => channel === scene.state.adjusted) ? scene.state.adjusted : null;
-    scene.set({ overlays, adjusted, colour: file && overlays.length ? colourOf(file, primary) : [255, 255, 255] });
+    scene.set({ overlays, adjusted, color: file && overlays.length ? colorOf(file, primary) : [255, 255, 255] });
   }
 
   /** @param {number} channel */
@@ -146,39 +148,39 @@ export class ChannelTools {
       const { overlays } = scene.state;
       scene.set({ overlays: overlays.map((layer) => (layer.channel === channel ? { ...layer, ...changes } : layer)) });
     };
-    const known = scene.state.overlays.find((layer) => layer.channel === channel);
-    const fresh = known?.image === null;
+    const overlay = scene.state.overlays.find((layer) => layer.channel === channel);
+    const isNew = overlay?.image === null;
     try {
-      let first = true;
+      let isFirstBlock = true;
       const image = await this.fetchChannel?.(channel, signal, (volume) => {
-        change(first && fresh ? { image: volume, ...fittingContrast(volume) } : { image: volume });
-        first = false;
+        change(isFirstBlock && isNew ? { image: volume, ...fitContrast(volume) } : { image: volume });
+        isFirstBlock = false;
         this.viewer.draw();
       });
-      if (image && fresh) change(fittingContrast(image));
+      if (image && isNew) change(fitContrast(image));
     } catch (error) {
-      if (!signal.aborted) this.viewer.waiting.textContent = /** @type {Error} */ (error).message;
+      if (!signal.aborted) this.viewer.fetchStatus.textContent = /** @type {Error} */ (error).message;
     }
   }
 
-  /** Draw the controls as the scene is. */
+  /** Update the controls from the scene. */
   #update() {
     const { file, scene, primary } = this;
     if (!file) return;
     const { overlays, adjusted } = scene.state;
-    const all = [primary, ...overlays.map(({ channel }) => channel)];
+    const visible = [primary, ...overlays.map(({ channel }) => channel)];
     redraw(this.toggles, () =>
       file.channels.map((_, channel) => {
-        const own = channel === primary;
-        const properties = { type: "button", class: "quiet toggle", "aria-pressed": String(all.includes(channel)) };
+        const isPrimary = channel === primary;
+        const properties = { type: "button", class: "quiet toggle", "aria-pressed": String(visible.includes(channel)) };
         const onclick = () => this.toggle(channel);
-        const title = own ? "The channel that is segmented" : "Show this channel too";
-        const words = [swatch(file, channel), nameOf(file, channel)];
-        return element("button", { ...properties, title, disabled: own, onclick }, ...words);
+        const title = isPrimary ? "The segmented channel" : "Show or hide this channel";
+        const content = [swatch(file, channel), nameOf(file, channel)];
+        return element("button", { ...properties, title, disabled: isPrimary, onclick }, ...content);
       }),
     );
     redraw(this.target, () =>
-      all.map((channel) =>
+      visible.map((channel) =>
         element(
           "option",
           { value: String(channel), selected: channel === (adjusted ?? primary) },

@@ -1,52 +1,58 @@
-/** Texts beside the views: before a stack is segmented, and where there is no result. */
+/** Texts next to the views: before a stack is segmented, and if there is no result. */
 
-import { element, keyList } from "../core/elements.js";
-import { pageWords } from "../core/words.js";
+import { element, shortcutList } from "../core/elements.js";
+import { toPageTerms } from "../core/terminology.js";
 
-/** @param {import("openapi").JobReport} job that is over without a result */
-export function afterJob(job) {
+/** Explain why a job has no result. @param {import("openapi").JobReport} job that ended without a result */
+export function describeFailure(job) {
   /** @type {Partial<Record<import("openapi").JobReport["state"], string>>} */
-  const words = { failed: "The job has failed", cancelled: "Cancelled", expired: "The result had to make room" };
+  const titles = {
+    failed: "The segmentation failed",
+    cancelled: "The segmentation was canceled",
+    expired: "The result has expired",
+  };
   return element(
     "div",
     { class: "run" },
-    element("h2", {}, words[job.state] ?? job.state),
+    element("h2", {}, titles[job.state] ?? job.state),
     element(
       "p",
       { class: job.problem ? "warning-text" : "muted" },
-      job.problem ? pageWords(job.problem.detail) : "Change what you like, and segment again.",
+      job.problem ? toPageTerms(job.problem.detail) : "Change the settings if necessary, and press Segment again.",
     ),
   );
 }
 
-/** @param {import("../core/requests.js").Problem} problem that keeps the stack from being shown */
-export function unreadable(problem) {
-  const title = problem.slug === "ambiguous-axes" ? "One thing to settle" : "This stack cannot be segmented as it is";
+/** Explain why a stack cannot be shown. @param {import("../core/requests.js").Problem} problem */
+export function describeUnreadableStack(problem) {
+  const title = problem.slug === "ambiguous-axes" ? "Select the axes" : "This stack cannot be segmented";
   const text =
     problem.slug === "ambiguous-axes"
-      ? "The file does not say which axis is which. Choose on the left; the slices then show whether it is right."
+      ? "The file does not specify its axes. Select them on the left, then check the slices."
       : problem.message;
   return element("div", { class: "run" }, element("h2", {}, title), element("p", { class: "muted" }, text));
 }
 
-export function beforeRun() {
+/** What to check before a stack is segmented, and the shortcuts of the views. */
+export function checklist() {
   return element(
     "div",
     { class: "run" },
-    element("h2", {}, "Is this what you recorded?"),
+    element("h2", {}, "Check your stack"),
     element(
       "p",
       { class: "muted" },
-      "Check the slices, the channel and the proportions. Then press Segment: objects are outlined here, counted and measured.",
+      "Do the slices, the channel and the proportions look right? Then press Segment to outline, count and measure the objects.",
     ),
-    element("h3", {}, "Moving about"),
-    keyList([
-      ["wheel, j and k, arrows", "next plane"],
-      ["drag", "move"],
-      ["ctrl + wheel, + and −", "zoom"],
-      ["click", "crosshair, object"],
-      ["o, f", "objects on or off, filled"],
-      ["0", "fit"],
+    element("h3", {}, "Navigation"),
+    shortcutList([
+      ["Wheel, J and K, arrow keys", "next or previous plane"],
+      ["Drag", "move the view"],
+      ["Ctrl + wheel, + and −", "zoom"],
+      ["Click", "move the crosshair, select an object"],
+      ["O", "show or hide objects"],
+      ["F", "fill objects"],
+      ["0", "fit to view"],
     ]),
   );
 }

@@ -1,30 +1,30 @@
-/** The stacks and jobs of this browser: names, numbers and thumbnails, in its own storage. */
+/** The list of recent jobs with their thumbnails, in the local storage of this browser. */
 
-import { counted } from "../core/format.js";
+import { formatCount } from "../core/format.js";
 
 /**
  * @typedef {{job: string, stack: string, name: string, model: string, parameters: string, objects: number | null,
- *   corrected: number | null, created: string, thumbnail: string}} Entry objects: as segmented; corrected: as corrected in
- *   this browser, null without corrections
+ *   corrected: number | null, created: string, thumbnail: string}} RecentJob objects: the number of segmented objects;
+ *   corrected: the number of objects after corrections in this browser, null without corrections
  */
 
-const HISTORY = "stackseg-jobs";
-const MOST = 24;
+const STORAGE_KEY = "stackseg-jobs";
+const MAX_JOBS = 24;
 
-/** @returns {Entry[]} newest first */
-export function entries() {
+/** @returns {RecentJob[]} newest first */
+export function recentJobs() {
   try {
-    const kept = JSON.parse(localStorage.getItem(HISTORY) ?? "[]");
-    return Array.isArray(kept) ? kept : [];
+    const stored = JSON.parse(localStorage.getItem(STORAGE_KEY) ?? "[]");
+    return Array.isArray(stored) ? stored : [];
   } catch {
     return [];
   }
 }
 
-/** @param {Partial<Entry> & {job: string}} entry adds a job, or what has become known of it */
-export function remember(entry) {
-  const others = entries();
-  const known = others.find((other) => other.job === entry.job);
+/** Add a job to the list, or update its entry. @param {Partial<RecentJob> & {job: string}} entry */
+export function rememberJob(entry) {
+  const jobs = recentJobs();
+  const existing = jobs.find((job) => job.job === entry.job);
   const empty = {
     stack: "",
     name: "",
@@ -35,28 +35,28 @@ export function remember(entry) {
     created: new Date().toISOString(),
     thumbnail: "",
   };
-  const merged = { ...empty, ...known, ...entry };
-  if (known) others[others.indexOf(known)] = merged;
-  else others.unshift(merged);
-  write(others);
+  const merged = { ...empty, ...existing, ...entry };
+  if (existing) jobs[jobs.indexOf(existing)] = merged;
+  else jobs.unshift(merged);
+  write(jobs);
 }
 
-/** @param {Entry} entry of a result @returns {string} */
+/** Describe the number of objects of a result. @param {RecentJob} entry @returns {string} */
 export function describeCount({ objects, corrected }) {
-  // Entries that were written before anything was corrected have no number of corrected objects.
-  return `${counted(corrected ?? objects ?? 0, "object")}${typeof corrected === "number" ? ", as corrected" : ""}`;
+  // `corrected` is undefined in entries from before corrections were counted.
+  return `${formatCount(corrected ?? objects ?? 0, "object")}${typeof corrected === "number" ? ", corrected" : ""}`;
 }
 
 /** @param {string} job */
-export function forget(job) {
-  write(entries().filter((entry) => entry.job !== job));
+export function forgetJob(job) {
+  write(recentJobs().filter((entry) => entry.job !== job));
 }
 
-/** @param {Entry[]} kept */
-function write(kept) {
+/** @param {RecentJob[]} jobs */
+function write(jobs) {
   try {
-    localStorage.setItem(HISTORY, JSON.stringify(kept.slice(0, MOST)));
+    localStorage.setItem(STORAGE_KEY, JSON.stringify(jobs.slice(0, MAX_JOBS)));
   } catch {
-    // A full or forbidden storage only means that nothing is remembered.
+    // If the storage is full or disabled, the list is not saved.
   }
 }

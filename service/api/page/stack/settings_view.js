@@ -1,39 +1,39 @@
-/** What was understood of a stack, with a control for everything that a file leaves open, and the button that runs it. */
+/** The panel with the metadata of a stack, the settings of a segmentation, and the button that starts it. */
 
 import { button, element, field } from "../core/elements.js";
-import { counted, duration, number, size } from "../core/format.js";
+import { formatBytes, formatCount, formatDuration, formatNumber } from "../core/format.js";
 import { request } from "../core/requests.js";
-import { pageWords, SETTINGS } from "../core/words.js";
-import { OpenQuestions } from "./open_questions.js";
+import { SETTING_TITLES, toPageTerms } from "../core/terminology.js";
+import { AXIS_LEGEND, MetadataControls } from "./metadata_controls.js";
 
 /** @typedef {import("openapi").Inspection} Inspection */
 /** @typedef {import("openapi").ModelInfo} Model */
 /** @typedef {import("../core/requests.js").Problem} Problem */
-/** @typedef {Record<string, string>} Parameters by the names of the service; what is empty is not sent */
+/** @typedef {Record<string, string>} Parameters values by parameter name; empty values are not sent */
 
-/** @typedef {{name: string, title: string, placeholder?: string, choices?: [string, string][]}} Optional */
+/** @typedef {{name: string, title: string, placeholder?: string, choices?: [string, string][]}} Option */
 
-/** Parameters that few need; those that the service does not know are left out. @type {Optional[]} */
-const OPTIONAL = [
-  { name: "threshold", title: SETTINGS.threshold, placeholder: "as the model says, 0 to 1" },
-  { name: "minimum_size", title: SETTINGS.minimum_size, placeholder: "voxels, or 12.5um3" },
-  { name: "min_confidence", title: SETTINGS.min_confidence, placeholder: "as the model says, 0 to 1" },
+/** Rarely needed parameters. Parameters that the service does not support are hidden. @type {Option[]} */
+const ADVANCED_OPTIONS = [
+  { name: "threshold", title: SETTING_TITLES.threshold, placeholder: "model default, or 0 to 1" },
+  { name: "minimum_size", title: SETTING_TITLES.minimum_size, placeholder: "in voxels, or as 12.5um3" },
+  { name: "min_confidence", title: SETTING_TITLES.min_confidence, placeholder: "model default, or 0 to 1" },
   {
     name: "border",
-    title: SETTINGS.border,
+    title: SETTING_TITLES.border,
     choices: [
-      ["", "as the model says"],
+      ["", "model default"],
       ["keep", "keep"],
-      ["drop", "drop"],
+      ["drop", "remove"],
     ],
   },
   {
     name: "fill_holes",
-    title: SETTINGS.fill_holes,
+    title: SETTING_TITLES.fill_holes,
     choices: [
-      ["", "as the model says"],
+      ["", "model default"],
       ["true", "fill"],
-      ["false", "leave"],
+      ["false", "keep"],
     ],
   },
   {
@@ -41,13 +41,14 @@ const OPTIONAL = [
     title: "Quality",
     choices: [
       ["", "fast"],
-      ["best", "best, ten times slower"],
+      ["best", "best (about ten times slower)"],
     ],
   },
-  { name: "overlap", title: SETTINGS.overlap, placeholder: "0.25" },
-  { name: "skip_below", title: SETTINGS.skip_below, placeholder: "auto, none or a grey value" },
+  { name: "overlap", title: SETTING_TITLES.overlap, placeholder: "0.25" },
+  { name: "skip_below", title: SETTING_TITLES.skip_below, placeholder: "auto, none, or a gray value" },
 ];
 
+/** Events: `change` when a setting has changed, `run` when the user presses Segment. */
 export class SettingsView extends EventTarget {
   /**
    * @param {HTMLElement} root
@@ -55,7 +56,7 @@ export class SettingsView extends EventTarget {
    */
   constructor(root, { models, defaultModel, parameters }) {
     super();
-    this.known = parameters;
+    this.supportedParameters = parameters;
     /** @type {Map<string, HTMLInputElement | HTMLSelectElement>} */
     this.optional = new Map();
     this.models = models.filter((model) => model.input);
@@ -65,7 +66,7 @@ export class SettingsView extends EventTarget {
     this.notes = element("ul", { class: "notes" });
     this.controls = element("div", { class: "controls" });
     this.run = button("Segment", () => this.dispatchEvent(new Event("run")), "primary wide");
-    // What is understood of the stack decides about the request.
+    // Enabled once the service has inspected the stack.
     this.run.disabled = true;
     this.estimate = element("p", { class: "muted", "aria-live": "polite" });
     this.name = element("h2", { class: "stack-name" });
@@ -77,8 +78,8 @@ export class SettingsView extends EventTarget {
       element("div", { class: "run-box" }, this.estimate, this.run),
     );
     this.settings = this.#makeSettings();
-    this.questions = new OpenQuestions(this.models, (changed) => this.#change(changed));
-    this.controls.append(this.questions.root, this.settings);
+    this.metadata = new MetadataControls(this.models, (changes) => this.#change(changes));
+    this.controls.append(this.metadata.root, this.settings);
     /** @type {Inspection | null} */
     this.inspection = null;
   }
@@ -90,9 +91,9 @@ export class SettingsView extends EventTarget {
     this.bytes = bytes;
   }
 
-  /** @param {Parameters} changed */
-  #change(changed) {
-    Object.assign(this.parameters, changed);
+  /** @param {Parameters} changes */
+  #change(changes) {
+    Object.assign(this.parameters, changes);
     this.dispatchEvent(new Event("change"));
   }
 
@@ -109,10 +110,10 @@ export class SettingsView extends EventTarget {
     this.diameterKind = element(
       "select",
       { "aria-label": "How the diameter is found", onchange: () => this.#readDiameter() },
-      element("option", { value: "" }, "as the model suggests"),
+      element("option", { value: "" }, "model default"),
       element("option", { value: "auto" }, "estimated from the stack"),
-      element("option", { value: "px" }, "as I state it"),
-      element("option", { value: "none" }, "as sampled"),
+      element("option", { value: "px" }, "custom, in voxels"),
+      element("option", { value: "none" }, "original resolution"),
     );
     this.diameter = element("input", {
       type: "number",
@@ -132,14 +133,16 @@ export class SettingsView extends EventTarget {
       element(
         "details",
         {},
-        element("summary", {}, "More"),
-        ...OPTIONAL.filter(({ name }) => this.known.has(name)).map((option) => this.#makeOptional(option)),
+        element("summary", {}, "More settings"),
+        ...ADVANCED_OPTIONS.filter(({ name }) => this.supportedParameters.has(name)).map((option) =>
+          this.#makeOption(option),
+        ),
       ),
     );
   }
 
-  /** @param {Optional} option */
-  #makeOptional({ name, title, placeholder, choices }) {
+  /** @param {Option} option */
+  #makeOption({ name, title, placeholder, choices }) {
     const onchange = () => this.#change({ [name]: control.value.trim() });
     const control = choices
       ? element("select", { onchange }, ...choices.map(([value, text]) => element("option", { value }, text)))
@@ -154,16 +157,16 @@ export class SettingsView extends EventTarget {
     this.#change({ diameter: kind === "px" ? `${this.diameter?.value}px` : kind });
   }
 
-  /** The stated diameter in voxels, null where there is none. */
-  get statedDiameter() {
+  /** The custom diameter in voxels, null if none is set. */
+  get customDiameter() {
     return this.diameterKind?.value === "px" ? Number(this.diameter?.value) || null : null;
   }
 
-  /** @param {number} pixels as dragged on the picture */
-  setDiameter(pixels) {
+  /** Set a custom diameter, such as one dragged in the view. @param {number} voxels */
+  setDiameter(voxels) {
     if (!this.diameter || !this.diameterKind) return;
     this.diameterKind.value = "px";
-    this.diameter.value = String(pixels);
+    this.diameter.value = String(voxels);
     this.#readDiameter();
   }
 
@@ -173,27 +176,27 @@ export class SettingsView extends EventTarget {
     if (this.model) this.model.value = parameters.model;
     for (const [name, control] of this.optional) control.value = parameters[name] ?? "";
     const diameter = parameters.diameter ?? "";
-    const stated = /^([\d.]+)px$/.exec(diameter);
+    const custom = /^([\d.]+)px$/.exec(diameter);
     if (!this.diameterKind || !this.diameter) return;
-    this.diameterKind.value = stated ? "px" : diameter;
+    this.diameterKind.value = custom ? "px" : diameter;
     if (this.diameterKind.selectedIndex < 0) this.diameterKind.append(new Option(diameter, diameter, true, true));
-    this.diameter.hidden = !stated;
-    if (stated) this.diameter.value = stated[1];
+    this.diameter.hidden = !custom;
+    if (custom) this.diameter.value = custom[1];
   }
 
-  /** Say that the stack of a job is not kept any more. */
-  lose() {
+  /** Explain that the service no longer stores the stack of a job. */
+  showMissingStack() {
     this.run.disabled = true;
     this.controls.hidden = true;
     this.estimate.textContent =
-      "The service does not keep this stack any more: the labels are shown alone. Drop the file again to segment it anew.";
+      "This stack is no longer stored on the service, so only its labels are shown. To segment it again, open the file again.";
   }
 
   /** @param {Inspection} inspection */
   show(inspection) {
     this.inspection = inspection;
     this.settings.hidden = false;
-    // The views show one volume; the control names the time point, so that nothing is chosen unseen.
+    // The views show one time point. Set it explicitly, so that the displayed and the segmented time point agree.
     if (inspection.file.times > 1 && !this.parameters.time) this.#change({ time: "0" });
     const { file } = inspection;
     const [, z, y, x] = file.shape;
@@ -202,73 +205,75 @@ export class SettingsView extends EventTarget {
       chip("Size", `${x} × ${y} × ${z}`, "voxels along x, y, z"),
       chip(
         "Voxel",
-        edges ? `${number(edges.x)} × ${number(edges.y)} × ${number(edges.z)} µm` : "not stated",
+        edges ? `${formatNumber(edges.x)} × ${formatNumber(edges.y)} × ${formatNumber(edges.z)} µm` : "unknown",
         file.voxel_size_from,
         !edges,
       ),
-      chip("Axes", file.axes, file.container),
-      chip("Pixels", file.dtype, this.bytes ? size(this.bytes) : ""),
+      chip("Axes", file.axes, `${file.container}. ${AXIS_LEGEND}`),
+      chip("Pixels", file.dtype, this.bytes ? formatBytes(this.bytes) : ""),
       ...(file.channels.length > 1
         ? [chip("Channels", String(file.channels.length), file.channels.filter(Boolean).join(", "))]
         : []),
       ...(file.times > 1 ? [chip("Time points", String(file.times))] : []),
     );
-    this.notes.replaceChildren(...file.notes.map((note) => element("li", {}, pageWords(note))));
-    this.questions.show(file, this.parameters);
+    this.notes.replaceChildren(...file.notes.map((note) => element("li", {}, toPageTerms(note))));
+    this.metadata.show(file, this.parameters);
     const model = this.models.find((each) => each.name === this.parameters.model);
     if (this.summary) this.summary.textContent = model?.summary ?? "";
     this.#showExample(model);
     const { estimate } = inspection;
     this.run.disabled = inspection.problem !== null;
     this.estimate.classList.toggle("warning-text", inspection.problem !== null);
-    const undecided = inspection.problem !== null && file.channels.length > 1 && !this.parameters.channel;
-    const problem = undecided ? "Choose the channel to segment." : inspection.problem && pageWords(inspection.problem);
-    this.controls.querySelector("#channel")?.closest(".field")?.classList.toggle("wanted", undecided);
-    this.estimate.textContent = problem ?? (estimate ? describe(estimate, inspection.seconds) : "");
+    const needsChannel = inspection.problem !== null && file.channels.length > 1 && !this.parameters.channel;
+    const problem = needsChannel
+      ? "Select the channel to segment."
+      : inspection.problem && toPageTerms(inspection.problem);
+    this.controls.querySelector("#channel")?.closest(".field")?.classList.toggle("required", needsChannel);
+    this.estimate.textContent = problem ?? (estimate ? describeEstimate(estimate, inspection.seconds) : "");
   }
 
-  /** Offer what settles a stack that the service cannot read as it is. @param {Problem} problem */
-  refuse(problem) {
+  /** Show why the service cannot read the stack, and offer to set its axes. @param {Problem} problem */
+  showProblem(problem) {
     this.run.disabled = true;
-    // Where nothing has been understood of the file yet, the other side of the page says why.
+    // Before the first successful inspection, the side panel shows the message.
     this.estimate.textContent = this.inspection ? problem.message : "";
     this.estimate.classList.add("warning-text");
-    const asked = this.questions.askAxes(problem, this.parameters);
-    if (!this.inspection) this.settings.hidden = !asked;
+    const isAxesProblem = this.metadata.askAxes(problem, this.parameters);
+    if (!this.inspection) this.settings.hidden = !isAxesProblem;
   }
 
-  /** Show what a model finds in its sample. @param {Model | undefined} model */
+  /** Show an example of the objects that a model segments. @param {Model | undefined} model */
   async #showExample(model) {
     const { example } = this;
     if (!example || example.dataset.model === model?.name) return;
     example.dataset.model = model?.name ?? "";
     example.hidden = true;
     if (!model?.picture) return;
-    // Relative to the page; an address in the document could not carry the key.
+    // Fetched by script, because an image element could not send the API key.
     const picture = await request(model.picture.slice(1)).then(
-      (found) => found.blob(),
+      (response) => response.blob(),
       () => null,
     );
     if (!picture || example.dataset.model !== model.name) return;
     URL.revokeObjectURL(example.src);
     example.src = URL.createObjectURL(picture);
-    example.alt = `Objects that ${model.name} finds in its sample`;
+    example.alt = `Example of objects segmented with ${model.name}`;
     example.hidden = false;
   }
 }
 
-/** @param {string} name @param {string} value @param {string} [hint] @param {boolean} [doubtful] */
-function chip(name, value, hint = "", doubtful = false) {
+/** @param {string} name @param {string} value @param {string} [hint] @param {boolean} [isUncertain] */
+function chip(name, value, hint = "", isUncertain = false) {
   return element(
     "div",
-    { class: doubtful ? "chip doubtful" : "chip", title: hint },
+    { class: isUncertain ? "chip uncertain" : "chip", title: hint },
     element("span", { class: "chip-name" }, name),
     element("span", { class: "chip-value" }, value),
   );
 }
 
-/** @param {NonNullable<Inspection["estimate"]>} estimate @param {number | null} seconds until the labels are there */
-function describe(estimate, seconds) {
-  const time = seconds === null ? "" : `${seconds < 1 ? "" : "about "}${duration(seconds)}, `;
-  return `${time}${counted(estimate.windows, "window")}, ${size(estimate.host_bytes + estimate.device_bytes)} of memory`;
+/** @param {NonNullable<Inspection["estimate"]>} estimate @param {number | null} seconds until the labels are ready */
+function describeEstimate(estimate, seconds) {
+  const time = seconds === null ? "" : `${seconds < 1 ? "" : "about "}${formatDuration(seconds)}, `;
+  return `${time}${formatCount(estimate.windows, "window")}, ${formatBytes(estimate.host_bytes + estimate.device_bytes)} of memory`;
 }

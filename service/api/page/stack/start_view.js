@@ -1,9 +1,9 @@
-/** The first screen: a place to drop a stack, the sample, and the jobs of this browser. */
+/** The start screen: a drop area for stacks, the sample, and the recent jobs of this browser. */
 
 import { button, element } from "../core/elements.js";
-import { ago, counted } from "../core/format.js";
-import * as kept from "../volumes/correction_store.js";
-import { describeCount, entries, forget } from "./recent_jobs.js";
+import { formatAge, formatCount } from "../core/format.js";
+import * as correctionStore from "../volumes/correction_store.js";
+import { describeCount, forgetJob, recentJobs } from "./recent_jobs.js";
 
 /**
  * @param {HTMLElement} root
@@ -33,7 +33,7 @@ export function showStart(root, actions) {
     element(
       "p",
       { class: "muted" },
-      "ImageJ, OME-TIFF, BigTIFF or plain pages. It is shown at once; nothing is computed until you say so.",
+      "ImageJ TIFF, OME-TIFF, BigTIFF or plain TIFF. You can check the stack before you start the segmentation.",
     ),
     element(
       "div",
@@ -44,14 +44,14 @@ export function showStart(root, actions) {
     chooser,
   );
   acceptDrops(drop, actions.open);
-  const list = entries();
+  const list = recentJobs();
   root.replaceChildren(
     drop,
-    ...(list.length ? [recent(list, actions.job, () => showStart(root, actions))] : [steps()]),
+    ...(list.length ? [recentJobsSection(list, actions.job, () => showStart(root, actions))] : [steps()]),
   );
 }
 
-/** Files may be dropped anywhere on the page. @param {HTMLElement} drop @param {(file: Blob, name: string) => void} open */
+/** Accept files dropped anywhere on the page. @param {HTMLElement} drop @param {(file: Blob, name: string) => void} open */
 function acceptDrops(drop, open) {
   document.ondragover = (event) => {
     event.preventDefault();
@@ -68,12 +68,12 @@ function acceptDrops(drop, open) {
 
 function steps() {
   const texts = [
+    ["Check", "Compare the axes, voxel size and channels from the file with the slices and the maximum projection."],
+    ["Segment", "Every object gets a number. The job runs on the service, so you can leave the page and come back."],
     [
-      "Look",
-      "Axes, voxel size and channels as the file states them, with the slices and the maximum projection to check them by.",
+      "Export",
+      "Save labels as OME-TIFF, NIfTI or NumPy, and a table of volumes and intensities. Repeat the request with a script.",
     ],
-    ["Segment", "Every object gets a number. The stack stays on this service; you see how far it is, and may leave."],
-    ["Take", "Labels as OME-TIFF, NIfTI or NumPy, a table of volumes and intensities, and the request as a script."],
   ];
   return element(
     "ol",
@@ -82,39 +82,39 @@ function steps() {
   );
 }
 
-/** @param {import("./recent_jobs.js").Entry[]} list @param {(id: string) => void} open @param {() => void} changed */
-function recent(list, open, changed) {
-  const found = list.map((entry) =>
-    element("span", { class: "muted" }, entry.objects === null ? "not finished when last seen" : describeCount(entry)),
+/** @param {import("./recent_jobs.js").RecentJob[]} list @param {(id: string) => void} open @param {() => void} onchange */
+function recentJobsSection(list, open, onchange) {
+  const countTexts = list.map((entry) =>
+    element("span", { class: "muted" }, entry.objects === null ? "no result yet" : describeCount(entry)),
   );
-  /** Corrections of each job. @type {Map<string, number>} */
+  /** Number of corrections by job. @type {Map<string, number>} */
   const corrections = new Map();
-  kept.counts().then((counts) => {
+  correctionStore.counts().then((counts) => {
     for (const [key, edits] of counts) {
       const [job] = key.split("@");
       corrections.set(job, (corrections.get(job) ?? 0) + edits);
     }
-    for (const [place, { job }] of list.entries()) {
+    for (const [index, { job }] of list.entries()) {
       const edits = corrections.get(job);
-      if (edits) found[place].append(` · ${counted(edits, "correction")}`);
+      if (edits) countTexts[index].append(` · ${formatCount(edits, "correction")}`);
     }
   });
-  /** @param {import("./recent_jobs.js").Entry} entry */
+  /** @param {import("./recent_jobs.js").RecentJob} entry */
   const remove = async ({ job, name }) => {
     const edits = corrections.get(job);
-    if (edits && !confirm(`Remove ${name} from this list, and discard its ${counted(edits, "correction")}?`)) return;
-    forget(job);
-    await kept.forget(job);
-    changed();
+    if (edits && !confirm(`Remove ${name} from this list and discard its ${formatCount(edits, "correction")}?`)) return;
+    forgetJob(job);
+    await correctionStore.forget(job);
+    onchange();
   };
   return element(
     "section",
     { class: "recent", "aria-labelledby": "recent-title" },
-    element("h2", { id: "recent-title" }, "Segmented from this browser"),
+    element("h2", { id: "recent-title" }, "Recent stacks in this browser"),
     element(
       "ul",
       {},
-      ...list.map((entry, place) =>
+      ...list.map((entry, index) =>
         element(
           "li",
           {},
@@ -128,8 +128,8 @@ function recent(list, open, changed) {
               "span",
               { class: "recent-words" },
               element("strong", {}, entry.name || "Stack"),
-              found[place],
-              element("span", { class: "muted" }, `${entry.model} · ${ago(entry.created)}`),
+              countTexts[index],
+              element("span", { class: "muted" }, `${entry.model} · ${formatAge(entry.created)}`),
             ),
           ),
           element(

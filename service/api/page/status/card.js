@@ -1,13 +1,13 @@
-/** A card of the status, and what cards are made of. */
+/** Cards and tables of the status page. */
 
 import { element, redraw } from "../core/elements.js";
-import { duration, number } from "../core/format.js";
+import { formatDuration, formatNumber } from "../core/format.js";
 
 /** @typedef {import("../core/elements.js").Child} Child */
 
-/** A card whose content is drawn anew only when it has changed, so that what is read, open or focused stays. */
+/** A card that redraws its content only when it has changed, so that selections, open details and the focus are kept. */
 export class Card {
-  /** @param {string} title @param {Child[]} tools beside the title */
+  /** @param {string} title @param {Child[]} tools shown next to the title */
   constructor(title, ...tools) {
     this.body = element("div", { class: "card-body" });
     this.root = element(
@@ -16,14 +16,15 @@ export class Card {
       element("div", { class: "row between" }, element("h2", {}, title), ...tools),
       this.body,
     );
-    this.drawn = "";
+    /** The displayed facts as JSON. */
+    this.drawnFacts = "";
   }
 
   /** @template Facts @param {Facts} facts @param {(facts: Facts) => Child[]} draw */
   show(facts, draw) {
     const text = JSON.stringify(facts);
-    if (text === this.drawn) return;
-    this.drawn = text;
+    if (text === this.drawnFacts) return;
+    this.drawnFacts = text;
     redraw(this.body, () => draw(facts));
   }
 }
@@ -40,6 +41,6 @@ export function table(caption, names, rows, kind = "") {
 }
 
 /** @param {number} seconds */
-export function secondsOf(seconds) {
-  return seconds < 100 ? `${number(seconds, 2)} s` : duration(seconds);
+export function formatSeconds(seconds) {
+  return seconds < 100 ? `${formatNumber(seconds, 2)} s` : formatDuration(seconds);
 }

@@ -1,23 +1,24 @@
-/** Models: their state, how they compute, and what was tried for it. */
+/** Models: their state, engine, and the configurations that were tested. */
 
 import { button, element } from "../core/elements.js";
-import { counted, number, size } from "../core/format.js";
-import { secondsOf, table } from "./card.js";
+import { formatBytes, formatCount, formatNumber } from "../core/format.js";
+import { formatSeconds, table } from "./card.js";
 
 /** @typedef {import("openapi").EngineReport} Engine */
 /** @typedef {Omit<import("openapi").ModelInfo, "devices"> & {devices: Omit<import("openapi").Loaded, "used">[]}} Model */
 /** @typedef {import("openapi").Trial} Trial */
 
-const PLANNED = /** @type {Record<string, string>} */ ({
-  fixed: "As the configuration says.",
-  "known-order": "First of the fastest known for this hardware whose labels agree with the plain FP32 network.",
-  tuned: "Fastest of all that were tried here and whose labels agree with the plain FP32 network.",
+const SELECTION_REASONS = /** @type {Record<string, string>} */ ({
+  fixed: "Set in the configuration.",
+  "known-order":
+    "The fastest engine known for this hardware whose labels agree with those of the original network in FP32.",
+  tuned: "The fastest configuration tested here whose labels agree with those of the original network in FP32.",
 });
 
-/** @param {Model} model @param {boolean} isDefault @param {Set<string>} opened @param {(name: string) => void} remove */
-export function drawModel({ name, version, state, engine, problem, devices, removable }, isDefault, opened, remove) {
-  const where = devices.map(({ device, bytes }) => `${size(bytes)} on ${device}`).join(", ");
-  const idle = state === "unloaded" ? "Loaded when a request asks for it." : "";
+/** @param {Model} model @param {boolean} isDefault @param {Set<string>} expanded names of models with expanded details @param {(name: string) => void} remove */
+export function drawModel({ name, version, state, engine, problem, devices, removable }, isDefault, expanded, remove) {
+  const memory = devices.map(({ device, bytes }) => `${formatBytes(bytes)} on ${device}`).join(", ");
+  const hint = state === "unloaded" ? "Loaded by the first request that uses it." : "";
   return element(
     "article",
     { class: "model" },
@@ -29,50 +30,55 @@ export function drawModel({ name, version, state, engine, problem, devices, remo
       element(
         "span",
         { class: "muted" },
-        [version && `version ${version}`, isDefault && "default", where].filter(Boolean).join(" · "),
+        [version && `version ${version}`, isDefault && "default", memory].filter(Boolean).join(" · "),
       ),
       removable && button("Delete", () => remove(name), "link"),
     ),
     problem !== null && element("p", { class: "warning-text" }, problem),
-    engine === null ? idle !== "" && element("p", { class: "muted" }, idle) : drawEngine(name, engine, opened),
+    engine === null ? hint !== "" && element("p", { class: "muted" }, hint) : drawEngine(name, engine, expanded),
   );
 }
 
-/** @param {string} name of the model @param {Engine} engine @param {Set<string>} opened */
-function drawEngine(name, engine, opened) {
+/** @param {string} name of the model @param {Engine} engine @param {Set<string>} expanded */
+function drawEngine(name, engine, expanded) {
   const { roi_size, sw_batch_size, streams, planned, cached, trials, warnings } = engine;
-  const how = [engine.engine, engine.precision.toUpperCase(), engine.compile_mode].filter(Boolean).join(", ");
-  const batch = `${counted(sw_batch_size, "window")} of ${roi_size.join(" × ")} at a time, ${counted(streams, "stream")}`;
-  const tried = element(
+  const configuration = [engine.engine, engine.precision.toUpperCase(), engine.compile_mode].filter(Boolean).join(", ");
+  const batch = `${formatCount(sw_batch_size, "window")} of ${roi_size.join(" × ")} at a time, ${formatCount(streams, "stream")}`;
+  const details = element(
     "details",
     {
-      open: opened.has(name),
-      ontoggle: () => (tried.open ? opened.add(name) : opened.delete(name)),
+      open: expanded.has(name),
+      ontoggle: () => (details.open ? expanded.add(name) : expanded.delete(name)),
     },
-    element("summary", {}, `What was tried (${trials.length})`),
+    element("summary", {}, `Tested configurations (${trials.length})`),
     drawTrials(name, trials),
   );
   return element(
     "div",
     { class: "card-body" },
-    element("p", {}, element("strong", {}, how), `; ${batch}; ready after ${secondsOf(engine.warm_up_seconds)}`),
-    element("p", { class: "muted" }, PLANNED[planned] ?? planned, cached && " Known from an earlier start."),
+    element(
+      "p",
+      {},
+      element("strong", {}, configuration),
+      `; ${batch}; ready after ${formatSeconds(engine.warm_up_seconds)}`,
+    ),
+    element("p", { class: "muted" }, SELECTION_REASONS[planned] ?? planned, cached && " Reused from an earlier start."),
     warnings.length > 0 &&
       element("ul", { class: "notes" }, ...warnings.map((text) => element("li", { class: "warning" }, text))),
-    trials.length > 0 && tried,
+    trials.length > 0 && details,
   );
 }
 
 /** @param {string} name @param {Trial[]} trials */
 function drawTrials(name, trials) {
   return table(
-    `What was tried for ${name}`,
-    ["Engine", "Precision", "Windows/s", "Labels that differ", "Verdict"],
+    `Tested configurations of ${name}`,
+    ["Engine", "Precision", "Windows/s", "Differing labels", "Verdict"],
     trials.map(({ choice, verdict, windows_per_second, difference }) => [
       [choice.engine, choice.compile_mode].filter(Boolean).join(", "),
       choice.precision,
-      windows_per_second === null ? "–" : number(windows_per_second),
-      difference === null ? "–" : `${number(100 * difference, 2)} %`,
+      windows_per_second === null ? "–" : formatNumber(windows_per_second),
+      difference === null ? "–" : `${formatNumber(100 * difference, 2)} %`,
       verdict,
     ]),
   );

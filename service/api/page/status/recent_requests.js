@@ -1,12 +1,12 @@
-/** The last requests, and where they spent their time. */
+/** The last requests, and the time spent in each stage. */
 
 import { element } from "../core/elements.js";
-import { number } from "../core/format.js";
+import { formatNumber } from "../core/format.js";
 import { table } from "./card.js";
 
 /** @typedef {import("openapi").SegmentedReport} Segmented */
 
-/** Stages that have one colour. @type {[string, string[]][]} */
+/** Groups of stages with the same color. @type {[string, string[]][]} */
 const GROUPS = [
   ["Receive, read", ["receive", "read"]],
   ["Wait", ["queue"]],
@@ -16,7 +16,7 @@ const GROUPS = [
   ["Measure, write", ["measure", "write", "save"]],
 ];
 
-/** The colours of the stages. */
+/** Create the legend of the stage colors. */
 export function legend() {
   const entries = GROUPS.map(([name], group) =>
     element("li", {}, element("span", { class: "key", "data-group": group }), name),
@@ -26,18 +26,17 @@ export function legend() {
 
 /** @param {Segmented[]} recent */
 export function drawRecent(recent) {
-  if (recent.length === 0)
-    return [element("p", { class: "muted" }, "Nothing was segmented since the service was started.")];
+  if (recent.length === 0) return [element("p", { class: "muted" }, "No requests since the service started.")];
   return [
     table(
       "The last requests, newest first",
-      ["Ended", "Model", "Voxels", "Objects", "Seconds", "Shares of the time"],
+      ["Ended", "Model", "Voxels", "Objects", "Seconds", "Time by stage"],
       recent.map(({ ended, model, voxels, objects, seconds }) => [
         new Date(ended).toLocaleTimeString("en-GB"),
         model,
-        number(voxels),
-        objects === null ? "–" : number(objects),
-        number(
+        formatNumber(voxels),
+        objects === null ? "–" : formatNumber(objects),
+        formatNumber(
           Object.values(seconds).reduce((sum, value) => sum + value, 0),
           3,
         ),
@@ -51,12 +50,12 @@ export function drawRecent(recent) {
 /** @param {Record<string, number>} seconds by stage */
 function stageBar(seconds) {
   const stages = Object.entries(seconds);
-  const words = stages.map(([stage, value]) => `${stage} ${number(value, 2)} s`);
-  const parts = stages.map(([stage, value], place) => {
+  const texts = stages.map(([stage, value]) => `${stage} ${formatNumber(value, 2)} s`);
+  const parts = stages.map(([stage, value], index) => {
     const group = GROUPS.findIndex(([, names]) => names.includes(stage));
-    const part = element("span", { class: "key", "data-group": group, title: words[place] });
+    const part = element("span", { class: "key", "data-group": group, title: texts[index] });
     part.style.flexGrow = String(value);
     return part;
   });
-  return element("div", { class: "stage-bar", role: "img", "aria-label": words.join(", ") }, ...parts);
+  return element("div", { class: "stage-bar", role: "img", "aria-label": texts.join(", ") }, ...parts);
 }

@@ -1,8 +1,8 @@
-/** Annotated stacks: images with corrected labels that the service keeps, to train models with. */
+/** Annotated stacks: images with corrected labels that the service stores for training. */
 
 import { button, element, field, openDialog } from "../core/elements.js";
-import { ago, counted } from "../core/format.js";
-import { json, queryOf, request } from "../core/requests.js";
+import { formatAge, formatCount } from "../core/format.js";
+import { buildQuery, request, requestJson } from "../core/requests.js";
 import { asNpy, gzip } from "../volumes/label_files.js";
 
 /** @typedef {import("../volumes/planes.js").Volume} Volume */
@@ -11,65 +11,65 @@ import { asNpy, gzip } from "../volumes/label_files.js";
 
 /** @returns {Promise<Annotation[]>} */
 export async function fetchAnnotations() {
-  return (await json("annotations")).annotations;
+  return (await requestJson("annotations")).annotations;
 }
 
 /**
- * Ask for a name and the part that was checked, and keep corrected labels with their stack.
- * @param {{labels: Volume, changes: number, stack: string, job: string, time: number | undefined, name: string}} corrected time: the time point of a series
- * @returns {Promise<Annotation | null>} null: the reader thought better of it
+ * Ask for a name and the checked part, and save corrected labels with their stack.
+ * @param {{labels: Volume, changes: number, stack: string, job: string, time: number | undefined, name: string}} corrections changes: their number; time: the time point of a series
+ * @returns {Promise<Annotation | null>} null if the user canceled
  */
-export function keepDialog({ labels, changes, stack, job, time, name }) {
-  const named = element("input", { type: "text", value: name, required: true, maxLength: 100 });
+export function saveAnnotationDialog({ labels, changes, stack, job, time, name }) {
+  const nameInput = element("input", { type: "text", value: name, required: true, maxLength: 100 });
   const part = partFields(labels.shape);
   const problem = element("p", { class: "warning-text", role: "alert" });
   return new Promise((resolve) => {
     /** @type {Annotation | null} */
     let report = null;
-    const keep = element("button", { type: "submit", class: "primary" }, "Keep");
+    const save = element("button", { type: "submit", class: "primary" }, "Save");
     const form = element(
       "form",
       {
         class: "dialog-form",
         onsubmit: async (/** @type {Event} */ event) => {
           event.preventDefault();
-          keep.disabled = true;
-          keep.textContent = "Sending the labels";
+          save.disabled = true;
+          save.textContent = "Sending the labels";
           try {
             const body = await gzip(asNpy(labels));
-            const query = queryOf({ stack, job, time, name: named.value, changes, region: part.region() });
+            const query = buildQuery({ stack, job, time, name: nameInput.value, changes, region: part.region() });
             const headers = { "Content-Type": "application/x-npy", "Content-Encoding": "gzip" };
-            report = await json(`annotations?${query}`, { method: "POST", body, headers });
+            report = await requestJson(`annotations?${query}`, { method: "POST", body, headers });
             dialog.close();
           } catch (error) {
             const { message, status } = /** @type {import("../core/requests.js").Problem} */ (error);
             problem.textContent = status === 404 ? `${message} Save the corrected labels as a file instead.` : message;
-            keep.disabled = false;
-            keep.textContent = "Keep";
+            save.disabled = false;
+            save.textContent = "Save";
           }
         },
       },
       element(
         "p",
         { class: "muted" },
-        "The stack and these labels stay on the service, and models can be trained with them.",
+        "The stack and its labels are saved on the service. You can train models with them.",
       ),
-      field("Name", named),
+      field("Name", nameInput),
       part.root,
       problem,
       element(
         "div",
         { class: "row end" },
         button("Cancel", () => dialog.close(), "secondary"),
-        keep,
+        save,
       ),
     );
-    const dialog = openDialog("Keep as annotated stack", form);
+    const dialog = openDialog("Save as annotated stack", form);
     dialog.addEventListener("close", () => resolve(report));
   });
 }
 
-/** Fields for the part of a stack that was checked. @param {import("../volumes/planes.js").Triple} shape */
+/** Create the fields for the checked part of a stack. @param {import("../volumes/planes.js").Triple} shape */
 function partFields(shape) {
   const inputs = ["Planes", "Rows", "Columns"].map((text, axis) => {
     /** @param {string} end @param {number} value */
@@ -93,7 +93,7 @@ function partFields(shape) {
   const root = element(
     "div",
     { class: "field" },
-    element("label", { class: "slim" }, only, "Only a part was checked: a model learns from that part alone"),
+    element("label", { class: "slim" }, only, "I checked only a part: train only on that part"),
     box,
   );
   const region = () =>
@@ -102,9 +102,9 @@ function partFields(shape) {
 }
 
 /**
- * The annotated stacks of the service, for the first screen.
- * @param {{improve: (() => void) | null}} actions improve: opens the dialog that trains a model, where that is possible
- * @returns {Promise<HTMLElement | null>} null: there are none
+ * Create the list of annotated stacks for the start screen.
+ * @param {{improve: (() => void) | null}} actions improve: opens the training dialog, null if training is not available
+ * @returns {Promise<HTMLElement | null>} null if there are none
  */
 export async function annotationsList({ improve }) {
   const list = await fetchAnnotations();
@@ -124,7 +124,7 @@ export async function annotationsList({ improve }) {
   };
   /** @param {Annotation} annotation */
   async function remove(annotation) {
-    if (!confirm(`Delete ${annotation.name} from the service, with its corrected labels?`)) return;
+    if (!confirm(`Delete ${annotation.name} and its corrected labels from the service?`)) return;
     await request(`annotations/${annotation.id}`, { method: "DELETE" });
     list.splice(list.indexOf(annotation), 1);
     show();
@@ -135,8 +135,12 @@ export async function annotationsList({ improve }) {
 
 /** @param {Annotation} annotation */
 export function describeAnnotation({ objects, changes, region, base_model: model, created }) {
-  const parts = [counted(objects, "object"), changes ? counted(changes, "correction") : "", region ? "a part" : ""];
-  return [...parts, model, ago(created)].filter(Boolean).join(" · ");
+  const parts = [
+    formatCount(objects, "object"),
+    changes ? formatCount(changes, "correction") : "",
+    region ? "part" : "",
+  ];
+  return [...parts, model, formatAge(created)].filter(Boolean).join(" · ");
 }
 
 /** @param {Annotation} annotation @param {(annotation: Annotation) => void} remove */

@@ -1,15 +1,15 @@
-/** Curves of a training on a canvas. */
+/** Training curves on a canvas. */
 
 import { element } from "../core/elements.js";
-import { counted, number } from "../core/format.js";
+import { formatCount, formatNumber } from "../core/format.js";
 
-/** Lines over the steps on one canvas, with their range and last values in words. */
+/** A line chart of values by step, with the range and the last values as text. */
 export class Curves {
   /** @param {string} title @param {string[]} names of the lines */
   constructor(title, names) {
     this.title = title;
     this.names = names;
-    this.last = names.map((name, line) => element("span", { class: "muted", "data-line": String(line) }, name));
+    this.legend = names.map((name, line) => element("span", { class: "muted", "data-line": String(line) }, name));
     /** @type {[number, number][][]} */
     this.lines = [];
     this.canvas = element("canvas", { role: "img" });
@@ -18,13 +18,13 @@ export class Curves {
     this.root = element(
       "figure",
       { class: "curve", hidden: true },
-      element("figcaption", {}, element("span", {}, title), ...this.last),
+      element("figcaption", {}, element("span", {}, title), ...this.legend),
       this.canvas,
       this.foot,
     );
   }
 
-  /** @param {[number, number][][]} lines step and value */
+  /** @param {[number, number][][]} lines points of each line: step and value */
   show(lines) {
     this.lines = lines;
     const points = lines.flat();
@@ -32,25 +32,28 @@ export class Curves {
     if (points.length === 0) return;
     const values = points.map(([, value]) => value);
     const range = {
-      least: Math.min(...values),
-      most: Math.max(...values),
+      min: Math.min(...values),
+      max: Math.max(...values),
       steps: Math.max(...points.map(([step]) => step)),
     };
-    const told = lines.map((line, place) => {
+    const texts = lines.map((line, index) => {
       const last = line.at(-1);
-      return last ? `${this.names[place]} ${number(last[1])}` : this.names[place];
+      return last ? `${this.names[index]} ${formatNumber(last[1])}` : this.names[index];
     });
-    for (const [place, text] of told.entries()) this.last[place].textContent = text;
-    this.canvas.setAttribute("aria-label", `${this.title} after ${counted(range.steps, "step")}: ${told.join(", ")}`);
+    for (const [index, text] of texts.entries()) this.legend[index].textContent = text;
+    this.canvas.setAttribute(
+      "aria-label",
+      `${this.title} after ${formatCount(range.steps, "step")}: ${texts.join(", ")}`,
+    );
     this.foot.replaceChildren(
-      element("span", {}, `${number(range.least)} – ${number(range.most)}`),
-      element("span", {}, counted(range.steps, "step")),
+      element("span", {}, `${formatNumber(range.min)} – ${formatNumber(range.max)}`),
+      element("span", {}, formatCount(range.steps, "step")),
     );
     this.#draw(lines, range);
   }
 
-  /** @param {[number, number][][]} lines @param {{least: number, most: number, steps: number}} range */
-  #draw(lines, { least, most, steps }) {
+  /** @param {[number, number][][]} lines @param {{min: number, max: number, steps: number}} range */
+  #draw(lines, { min, max, steps }) {
     const { canvas } = this;
     const ratio = window.devicePixelRatio || 1;
     canvas.width = canvas.clientWidth * ratio;
@@ -59,15 +62,15 @@ export class Curves {
     if (context === null) return;
     context.scale(ratio, ratio);
     const [width, height] = [canvas.clientWidth - 12, canvas.clientHeight - 12];
-    for (const [place, line] of lines.entries()) {
-      context.strokeStyle = context.fillStyle = getComputedStyle(this.last[place], "::before").backgroundColor;
-      context.lineWidth = place === 0 ? 1.5 : 2;
+    for (const [index, line] of lines.entries()) {
+      context.strokeStyle = context.fillStyle = getComputedStyle(this.legend[index], "::before").backgroundColor;
+      context.lineWidth = index === 0 ? 1.5 : 2;
       context.beginPath();
       for (const [step, value] of line) {
         const x = 6 + (width * step) / Math.max(1, steps);
-        const y = 6 + height * (1 - (value - least) / Math.max(most - least, 1e-12));
+        const y = 6 + height * (1 - (value - min) / Math.max(max - min, 1e-12));
         context.lineTo(x, y);
-        if (place > 0) context.fillRect(x - 2.5, y - 2.5, 5, 5);
+        if (index > 0) context.fillRect(x - 2.5, y - 2.5, 5, 5);
       }
       context.stroke();
     }

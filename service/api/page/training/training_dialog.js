@@ -1,61 +1,61 @@
 /** The dialog that starts a training with annotated stacks. */
 
 import { button, element, field, openDialog } from "../core/elements.js";
-import { json, Problem, requestOnce } from "../core/requests.js";
+import { Problem, requestJson, requestWithoutPrompt } from "../core/requests.js";
 import { describeAnnotation, fetchAnnotations } from "./annotations.js";
 
 /**
- * Choose a model and annotated stacks, and start.
- * @param {number} most minutes that a training may take @param {string} [model] that is improved
+ * Let the user choose a base model and annotated stacks, and start a training.
+ * @param {number} maxMinutes longest duration of a training @param {string} [model] preselected base model
  */
-export async function trainingDialog(most, model = "") {
-  const [annotations, served] = await Promise.all([fetchAnnotations(), json("models")]);
-  /** @type {Served[]} */
-  const models = served.models;
+export async function trainingDialog(maxMinutes, model = "") {
+  const [annotations, response] = await Promise.all([fetchAnnotations(), requestJson("models")]);
+  /** @type {Model[]} */
+  const models = response.models;
   const names = models.map(({ name }) => name);
-  const base = model.split("/")[0] || served.default;
-  let proposed = freeName(base, names);
+  const base = model.split("/")[0] || response.default;
+  let suggestedName = unusedName(base, names);
   const changeBase = () => {
-    if (named.value === proposed) named.value = proposed = freeName(bases.value, names);
-    propose(boxes, bases.value, models);
+    if (nameInput.value === suggestedName) nameInput.value = suggestedName = unusedName(baseSelect.value, names);
+    preselect(boxes, baseSelect.value, models);
   };
-  const bases = element(
+  const baseSelect = element(
     "select",
     { onchange: changeBase },
     ...names.map((name) => element("option", { value: name, selected: name === base }, name)),
   );
-  const named = element("input", {
+  const nameInput = element("input", {
     type: "text",
-    value: proposed,
+    value: suggestedName,
     required: true,
     pattern: "[a-z0-9][a-z0-9_\\-]*",
-    title: "Small letters, digits, - and _",
+    title: "Lowercase letters, digits, - and _",
     maxLength: 64,
   });
   const minutes = element("input", {
     type: "number",
-    value: String(Math.min(10, most)),
+    value: String(Math.min(10, maxMinutes)),
     min: "0.01",
-    max: String(most),
+    max: String(maxMinutes),
     step: "any",
     required: true,
   });
   const boxes = makeBoxes(annotations);
-  propose(boxes, base, models);
+  preselect(boxes, base, models);
   const problem = element("p", { class: "warning-text", role: "alert" });
   const start = async (/** @type {Event} */ event) => {
     event.preventDefault();
-    const chosen = boxes.filter(({ box }) => box.checked).map(({ annotation }) => annotation.id);
+    const selected = boxes.filter(({ box }) => box.checked).map(({ annotation }) => annotation.id);
     const body = JSON.stringify({
-      model: bases.value,
-      annotations: chosen,
+      model: baseSelect.value,
+      annotations: selected,
       minutes: Number(minutes.value),
-      name: named.value,
+      name: nameInput.value,
     });
     try {
-      if (chosen.length === 0) throw new Problem("", "Choose at least one annotated stack.", 0);
+      if (selected.length === 0) throw new Problem("", "Select at least one annotated stack.", 0);
       const headers = { "Content-Type": "application/json" };
-      const { id } = await (await requestOnce("trainings", { method: "POST", body, headers })).json();
+      const { id } = await (await requestWithoutPrompt("trainings", { method: "POST", body, headers })).json();
       dialog.close();
       location.hash = `training=${id}`;
     } catch (error) {
@@ -65,7 +65,7 @@ export async function trainingDialog(most, model = "") {
   const none = element(
     "p",
     { class: "muted" },
-    "There are none yet: correct a result, and keep it as annotated stack.",
+    "There are no annotated stacks yet. Correct a result and save it as an annotated stack first.",
   );
   const list = element(
     "fieldset",
@@ -79,7 +79,11 @@ export async function trainingDialog(most, model = "") {
         element("span", {}, annotation.name),
         element("span", { class: "muted small" }, describeAnnotation(annotation)),
         annotation.overlaps.length > 0 &&
-          element("span", { class: "small overlapping" }, `same place as ${namesOf(annotation.overlaps, annotations)}`),
+          element(
+            "span",
+            { class: "small overlapping" },
+            `same region as ${namesOf(annotation.overlaps, annotations)}`,
+          ),
       ),
     ),
     annotations.length === 0 && none,
@@ -92,12 +96,12 @@ export async function trainingDialog(most, model = "") {
       element(
         "p",
         { class: "muted" },
-        "The model goes on learning from these stacks. The result is a new model; the one it began with stays as it is.",
+        "The training continues from the base model with the selected stacks and creates a new model. The base model does not change.",
       ),
       list,
-      field("Model to begin with", bases),
-      field("Name of the new model", named),
-      field("Minutes", minutes, element("span", { class: "muted small" }, "Requests go first meanwhile.")),
+      field("Base model", baseSelect),
+      field("Name of the new model", nameInput),
+      field("Minutes", minutes, element("span", { class: "muted small" }, "Segmentation requests have priority.")),
       problem,
       element(
         "div",
@@ -109,12 +113,12 @@ export async function trainingDialog(most, model = "") {
   );
 }
 
-/** @typedef {import("openapi").ModelInfo} Served */
+/** @typedef {import("openapi").ModelInfo} Model */
 /** @typedef {{annotation: import("openapi").AnnotationReport, box: HTMLInputElement}[]} Boxes */
 
 /**
- * A box for each annotated stack. Of several with labels for the same place, ticking one takes the others back: a training
- * takes one of them.
+ * Create a checkbox for each annotated stack. If stacks have labels for the same region, selecting one deselects the others,
+ * because a training uses only one of them.
  * @param {import("openapi").AnnotationReport[]} annotations newest first @returns {Boxes}
  */
 function makeBoxes(annotations) {
@@ -130,25 +134,25 @@ function makeBoxes(annotations) {
 }
 
 /**
- * Tick the stacks whose labels a model of the same kind has begun: another one finds other things. Of those for the same
- * place it is the newest.
- * @param {Boxes} boxes @param {string} base @param {Served[]} models
+ * Select the stacks whose labels come from the same family of models, since other models segment other structures. If
+ * stacks have labels for the same region, select the newest.
+ * @param {Boxes} boxes @param {string} base @param {Model[]} models
  */
-function propose(boxes, base, models) {
+function preselect(boxes, base, models) {
   for (const { box } of boxes) box.checked = false;
   for (const { annotation, box } of boxes) {
     const { base_model: model, overlaps } = annotation;
-    const same = model === null || firstOf(model, models) === firstOf(base, models);
-    box.checked = same && !boxes.some((other) => other.box.checked && overlaps.includes(other.annotation.id));
+    const isSameFamily = model === null || ancestorOf(model, models) === ancestorOf(base, models);
+    box.checked = isSameFamily && !boxes.some((other) => other.box.checked && overlaps.includes(other.annotation.id));
   }
 }
 
-/** The model that trainings began with which led to this one. @param {string} model maybe with its version @param {Served[]} models */
-function firstOf(model, models) {
+/** Follow the lineage of a model to its oldest ancestor. @param {string} model name, optionally with the version @param {Model[]} models */
+function ancestorOf(model, models) {
   let [name] = model.split("/");
-  // A name may have been given again, to a model that came from its namesake.
+  // The number of steps is limited, because a reused name can make a model its own ancestor.
   for (const _ of models) {
-    const parent = models.find((one) => one.name === name)?.lineage?.parent;
+    const parent = models.find((candidate) => candidate.name === name)?.lineage?.parent;
     if (!parent) return name;
     [name] = parent.split("/");
   }
@@ -157,14 +161,14 @@ function firstOf(model, models) {
 
 /** @param {string[]} ids @param {import("openapi").AnnotationReport[]} annotations */
 function namesOf(ids, annotations) {
-  const names = ids.map((id) => annotations.find((one) => one.id === id)?.name ?? "another one");
-  return `${names.join(", ")}; a training takes one of them`;
+  const names = ids.map((id) => annotations.find((annotation) => annotation.id === id)?.name ?? "another stack");
+  return `${names.join(", ")}; select only one of them`;
 }
 
-/** @param {string} base @param {string[]} names that are taken */
-function freeName(base, names) {
+/** @param {string} base @param {string[]} names existing names */
+function unusedName(base, names) {
   const stem = `${base.replace(/-\d+$/, "")}-`;
-  let free = 2;
-  while (names.includes(stem + free)) free += 1;
-  return stem + free;
+  let number = 2;
+  while (names.includes(stem + number)) number += 1;
+  return stem + number;
 }

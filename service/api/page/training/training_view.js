@@ -1,8 +1,8 @@
-/** The training of a model, followed until it is over, and the trainings of the service. */
+/** The progress and the result of a training, and the list of trainings. */
 
 import { button, element, redraw } from "../core/elements.js";
-import { ago, counted, duration, number } from "../core/format.js";
-import { json, Problem, request, requestOnce } from "../core/requests.js";
+import { formatAge, formatCount, formatDuration, formatNumber } from "../core/format.js";
+import { Problem, request, requestJson, requestWithoutPrompt } from "../core/requests.js";
 import { Curves } from "./curves.js";
 
 /** @typedef {import("openapi").TrainingReport} Training */
@@ -11,34 +11,34 @@ const POLL_MILLISECONDS = 1000;
 
 const STAGES = /** @type {Record<string, string>} */ ({
   reading: "Reading the annotated stacks",
-  scoring: "Measuring the model that it begins with",
-  learning: "Learning",
-  finishing: "Making a model of what was learned",
-  evaluating: "Measuring what it has learned",
-  serving: "Making the new model ready",
+  scoring: "Evaluating the base model",
+  learning: "Training",
+  finishing: "Saving the new model",
+  evaluating: "Evaluating the new model",
+  serving: "Loading the new model",
 });
 
 /** @param {Training} training */
-function isOver({ state }) {
+function isFinished({ state }) {
   return state !== "waiting" && state !== "running";
 }
 
 /**
- * Follow a training, until it is over or another view is shown.
+ * Show a training, and poll it until it is finished or another view opens.
  * @param {HTMLElement} root @param {string} id @param {AbortSignal} signal
- * @param {{segment: (annotation: string, model: string) => void}} actions segment: the stack of an annotation with a model
+ * @param {{segment: (annotation: string, model: string) => void}} actions segment: opens the stack of an annotation with a model
  */
 export async function watchTraining(root, id, signal, actions) {
   const view = new TrainingView(root, id, actions);
   for (;;) {
     try {
       /** @type {Training} */
-      const training = await json(`trainings/${id}`, { signal });
+      const training = await requestJson(`trainings/${id}`, { signal });
       view.show(training);
-      if (isOver(training)) return;
+      if (isFinished(training)) return;
     } catch (error) {
       if (signal.aborted) return;
-      // A service that restarts is waited for.
+      // If the service does not answer, keep trying, because it may be restarting.
       if (!(error instanceof Problem) || error.status !== 0) throw error;
     }
     await new Promise((resolve) => setTimeout(resolve, POLL_MILLISECONDS));
@@ -50,10 +50,10 @@ class TrainingView {
   /** @param {HTMLElement} root @param {string} id @param {{segment: (annotation: string, model: string) => void}} actions */
   constructor(root, id, actions) {
     this.actions = actions;
-    this.words = element("p", { class: "big", role: "status" }, "Asking how far it is");
-    this.bar = element("progress", { max: 1, "aria-label": "How far the training is" });
+    this.state = element("p", { class: "big", role: "status" }, "Loading the progress");
+    this.bar = element("progress", { max: 1, "aria-label": "Progress of the training" });
     this.detail = element("p", { class: "muted" });
-    this.curves = new Curves("Loss", ["in training", "on what was held out"]);
+    this.curves = new Curves("Loss", ["training", "validation"]);
     this.result = element("div", { class: "training-result" });
     this.cancel = button(
       "Stop the training",
@@ -63,12 +63,12 @@ class TrainingView {
       },
       "secondary",
     );
-    this.note = element("p", { class: "muted small" }, "You may leave this page: the training goes on.");
+    this.note = element("p", { class: "muted small" }, "You can leave this page. The training continues.");
     root.replaceChildren(
       element(
         "section",
         { class: "card training", "aria-label": "Training" },
-        this.words,
+        this.state,
         this.bar,
         this.detail,
         this.curves.root,
@@ -81,14 +81,14 @@ class TrainingView {
 
   /** @param {Training} training */
   show(training) {
-    const { state, stage, step, steps, seconds_left: left, loss, validation } = training;
-    this.words.textContent = describe(training);
-    this.bar.hidden = this.cancel.hidden = this.note.hidden = isOver(training);
+    const { state, stage, step, steps, seconds_left: secondsLeft, loss, validation } = training;
+    this.state.textContent = describeTraining(training);
+    this.bar.hidden = this.cancel.hidden = this.note.hidden = isFinished(training);
     if (stage === "learning" && steps) this.bar.value = Math.min(1, step / steps);
     else this.bar.removeAttribute("value");
     this.detail.textContent = [
-      step > 0 && counted(step, "step"),
-      state === "running" && left !== null && `${duration(left)} left`,
+      step > 0 && formatCount(step, "step"),
+      state === "running" && secondsLeft !== null && `${formatDuration(secondsLeft)} left`,
     ]
       .filter(Boolean)
       .join(", ");
@@ -96,84 +96,89 @@ class TrainingView {
     this.#showResult(training);
   }
 
-  /** A button for those who may delete the model. @param {Training} training @param {string} model */
+  /** Create a button that deletes the model. It is hidden without permission. @param {Training} training @param {string} model */
   #deleteButton(training, model) {
     const remove = async () => {
       if (!confirm(`Delete the model ${model} and its files?`)) return;
       try {
-        await requestOnce(`models/${model}`, { method: "DELETE" });
+        await requestWithoutPrompt(`models/${model}`, { method: "DELETE" });
         this.show({ ...training, model: null });
       } catch (error) {
-        made.replaceWith(element("p", { class: "warning-text" }, /** @type {Error} */ (error).message));
+        deleteButton.replaceWith(element("p", { class: "warning-text" }, /** @type {Error} */ (error).message));
       }
     };
-    const made = button("Delete the model", remove, "link");
-    made.hidden = true;
-    json(`models/${model}`).then(
-      ({ removable }) => (made.hidden = !removable),
+    const deleteButton = button("Delete the model", remove, "link");
+    deleteButton.hidden = true;
+    requestJson(`models/${model}`).then(
+      ({ removable }) => (deleteButton.hidden = !removable),
       () => undefined,
     );
-    return made;
+    return deleteButton;
   }
 
   /** @param {Training} training */
   #showResult(training) {
     const { before, after, better, message, model, state, annotations } = training;
-    const scores = before !== null && after !== null;
-    const done = state === "done" && model !== null;
+    const hasScores = before !== null && after !== null;
+    const hasModel = state === "done" && model !== null;
     redraw(this.result, () => [
-      scores &&
+      hasScores &&
         element(
           "dl",
           { class: "scores" },
           element("div", {}, element("dt", {}, "Score before"), element("dd", {}, percent(before))),
-          element("div", {}, element("dt", {}, "and after"), element("dd", {}, percent(after))),
+          element("div", {}, element("dt", {}, "Score after"), element("dd", {}, percent(after))),
         ),
-      scores && element("p", { class: "muted small" }, "F1 of objects that overlap by half, on what was held out."),
+      hasScores &&
+        element(
+          "p",
+          { class: "muted small" },
+          "F1 score on held-out data. Objects match if they overlap by more than 50 % (intersection over union).",
+        ),
       message && element("p", { class: better === false || state === "failed" ? "warning-text" : "muted" }, message),
-      done &&
+      hasModel &&
         annotations.length > 0 &&
         button(
           `Open the stack with ${model}`,
           () => this.actions.segment(annotations[0], model),
           better === false ? "secondary" : "primary",
         ),
-      done && this.#deleteButton(training, model),
+      hasModel && this.#deleteButton(training, model),
     ]);
   }
 }
 
 /** @param {Training} training */
-function describe({ state, stage, name, better, position, model }) {
-  if (state === "done" && model === null) return `The model ${name} is deleted`;
-  if (state === "done") return better === false ? `${name} is ready, and not better` : `${name} is ready`;
+function describeTraining({ state, stage, name, better, position, model }) {
+  if (state === "done" && model === null) return `The model ${name} was deleted`;
+  if (state === "done") return better === false ? `${name} is ready, but not better` : `${name} is ready`;
   if (state === "waiting" && position !== null && position > 1)
-    return `${counted(position - 1, "training")} before this one`;
+    return `${formatCount(position - 1, "training")} ahead in the queue`;
   if (state === "running") return describeStage(stage);
   return (
     {
-      waiting: "Waiting for its turn",
-      failed: "The training has failed",
-      cancelled: "Stopped",
-      interrupted: "The service was stopped meanwhile; start it again",
+      waiting: "Waiting to start",
+      failed: "The training failed",
+      cancelled: "The training was stopped",
+      interrupted: "The training was interrupted because the service stopped. Start it again.",
     }[state] ?? state
   );
 }
 
-/** What a training that runs does, for readers. @param {string | null} stage */
+/** Describe the stage of a running training. @param {string | null} stage */
 export function describeStage(stage) {
   return STAGES[stage ?? "learning"] ?? STAGES.learning;
 }
 
-/** @param {number} share */
-function percent(share) {
-  return `${number(100 * share)} %`;
+/** @param {number} fraction */
+function percent(fraction) {
+  return `${formatNumber(100 * fraction)} %`;
 }
 
-/** The trainings of the service, for the first screen. @returns {Promise<HTMLElement | null>} null: there are none */
+/** Create the list of trainings for the start screen. @returns {Promise<HTMLElement | null>} null if there are none */
 export async function trainingsList() {
   /** @type {Training[]} */
-  const list = (await json("trainings")).trainings;
+  const list = (await requestJson("trainings")).trainings;
   if (list.length === 0) return null;
   return element(
     "section",
@@ -190,7 +195,7 @@ export async function trainingsList() {
             "a",
             { class: "recent-words", href: `#training=${training.id}` },
             element("strong", {}, training.name),
-            element("span", { class: "muted" }, `${describe(training)} · ${ago(training.created)}`),
+            element("span", { class: "muted" }, `${describeTraining(training)} · ${formatAge(training.created)}`),
           ),
         ),
       ),

@@ -1,24 +1,24 @@
-/** The corner beside the three slices: the maximum projection along z, or the stack in three dimensions. */
+/** The corner next to the three slices: the maximum projection along z, or a 3D rendering. */
 
 import { button, element } from "../core/elements.js";
 import { hasChanged } from "../core/store.js";
-import { paintGrey, project } from "../volumes/slices.js";
+import { paintGray, project } from "../volumes/slices.js";
 
 /** @typedef {import("./scene.js").Scene} Scene */
 
 export class CornerView {
   /**
-   * @param {Scene} scene @param {(y: number, x: number) => void} onpick place in the projection, as shares of its edges
-   * @param {(large: boolean) => void} onenlarge
+   * @param {Scene} scene @param {(y: number, x: number) => void} onpick called with the clicked position, relative to the size of the projection
+   * @param {(enlarged: boolean) => void} onenlarge
    */
   constructor(scene, onpick, onenlarge) {
     this.scene = scene;
     this.onenlarge = onenlarge;
-    this.large = false;
+    this.enlarged = false;
     /** @type {{volume: import("./scene.js").Volume, plane: import("./scene.js").Plane} | undefined} */
     this.projected = undefined;
-    /** Whether the projection has to be drawn again. */
-    this.stale = true;
+    /** Whether the projection has to be redrawn. */
+    this.isStale = true;
     this.projection = element("canvas", {
       class: "projection",
       role: "img",
@@ -28,96 +28,96 @@ export class CornerView {
         onpick((event.clientY - top) / height, (event.clientX - left) / width);
       },
     });
-    this.solidCanvas = element("canvas", {
+    this.canvas3d = element("canvas", {
       class: "solid",
       hidden: true,
       tabIndex: 0,
       role: "img",
-      "aria-label": "The stack in three dimensions; arrows turn it",
+      "aria-label": "3D view of the stack. Use the arrow keys to rotate it.",
     });
-    /** @type {import("./solid.js").Solid | null} */
-    this.solid = null;
-    this.maximum = button("Maximum", () => this.showSolid(false), "quiet toggle");
-    this.turned = button("3D", () => this.showSolid(true), "quiet toggle");
-    this.larger = button("Enlarge", () => this.#enlarge(), "quiet toggle");
-    this.stage = element("div", { class: "stage still" }, this.projection, this.solidCanvas);
+    /** @type {import("./volume_renderer.js").VolumeRenderer | null} */
+    this.renderer = null;
+    this.projectionToggle = button("Maximum", () => this.show3d(false), "quiet toggle");
+    this.toggle3d = button("3D", () => this.show3d(true), "quiet toggle");
+    this.enlargeToggle = button("Enlarge", () => this.#enlarge(), "quiet toggle");
+    this.stage = element("div", { class: "stage still" }, this.projection, this.canvas3d);
     this.root = element(
       "div",
       { class: "view corner" },
       this.stage,
-      element("div", { class: "view-foot" }, this.maximum, this.turned, this.larger),
+      element("div", { class: "view-foot" }, this.projectionToggle, this.toggle3d, this.enlargeToggle),
     );
     this.root.addEventListener("keydown", ({ key }) => {
-      if (key === "Escape" && this.large) this.#enlarge();
+      if (key === "Escape" && this.enlarged) this.#enlarge();
     });
-    scene.subscribe((before) => {
-      this.stale ||= hasChanged(before, scene.state, ["image", "contrast", "voxel"]);
+    scene.subscribe((previous) => {
+      this.isStale ||= hasChanged(previous, scene.state, ["image", "contrast", "voxel"]);
     });
     this.#describe();
   }
 
-  /** @param {boolean} shown whether the corner has the solid instead of the maximum projection */
-  async showSolid(shown) {
-    if (shown && this.solid === null) {
-      const { Solid } = await import("./solid.js");
-      this.solid = new Solid(this.solidCanvas, this.scene);
-      this.turned.disabled = !this.solid.usable;
-      this.turned.title = this.solid.usable ? "" : "This browser has no WebGL2.";
+  /** Switch between the 3D rendering and the maximum projection. @param {boolean} visible whether to show the 3D rendering */
+  async show3d(visible) {
+    if (visible && this.renderer === null) {
+      const { VolumeRenderer } = await import("./volume_renderer.js");
+      this.renderer = new VolumeRenderer(this.canvas3d, this.scene);
+      this.toggle3d.disabled = !this.renderer.isSupported;
+      this.toggle3d.title = this.renderer.isSupported ? "" : "The 3D view requires a browser with WebGL 2.";
     }
-    const usable = shown && this.solid?.usable === true;
-    this.solidCanvas.hidden = !usable;
-    this.projection.hidden = usable;
+    const canShow = visible && this.renderer?.isSupported === true;
+    this.canvas3d.hidden = !canShow;
+    this.projection.hidden = canShow;
     this.#describe();
     this.draw();
   }
 
   #enlarge() {
-    this.large = !this.large;
+    this.enlarged = !this.enlarged;
     this.#describe();
-    this.onenlarge(this.large);
+    this.onenlarge(this.enlarged);
   }
 
   #describe() {
-    for (const [toggle, on] of /** @type {[HTMLElement, boolean][]} */ ([
-      [this.maximum, this.solidCanvas.hidden],
-      [this.turned, !this.solidCanvas.hidden],
-      [this.larger, this.large],
+    for (const [toggle, isPressed] of /** @type {[HTMLElement, boolean][]} */ ([
+      [this.projectionToggle, this.canvas3d.hidden],
+      [this.toggle3d, !this.canvas3d.hidden],
+      [this.enlargeToggle, this.enlarged],
     ]))
-      toggle.setAttribute("aria-pressed", String(on));
+      toggle.setAttribute("aria-pressed", String(isPressed));
   }
 
   draw() {
-    if (this.stale) this.#drawProjection();
-    if (!this.solidCanvas.hidden) this.solid?.draw();
+    if (this.isStale) this.#drawProjection();
+    if (!this.canvas3d.hidden) this.renderer?.draw();
   }
 
-  /** Make the solid again from voxels that have changed. */
-  refreshSolid() {
-    if (this.solid === null) return;
-    this.solid.held = [];
+  /** Update the 3D rendering after voxels were changed in place. */
+  refresh3d() {
+    if (this.renderer === null) return;
+    this.renderer.textureInputs = [];
     this.draw();
   }
 
-  /** Make the projection again, as more planes have come. */
+  /** Recompute the projection after more planes have arrived. */
   refreshProjection() {
     this.projected = undefined;
-    this.stale = true;
+    this.isStale = true;
   }
 
-  /** Fit the projection into the corner, which has another size. */
+  /** Fit the projection into the resized corner. */
   resize() {
-    this.stale = true;
+    this.isStale = true;
   }
 
   #drawProjection() {
     const { image, contrast, voxel } = this.scene.state;
     if (image === null) return;
-    this.stale = false;
+    this.isStale = false;
     if (this.projected?.volume !== image) this.projected = { volume: image, plane: project(image) };
     const { plane } = this.projected;
     this.projection.width = plane.width;
     this.projection.height = plane.height;
-    this.projection.getContext("2d")?.putImageData(paintGrey(plane, ...contrast), 0, 0);
+    this.projection.getContext("2d")?.putImageData(paintGray(plane, ...contrast), 0, 0);
     const [width, height] = [plane.width * voxel[2], plane.height * voxel[1]];
     const scale = Math.min(this.stage.clientWidth / width, this.stage.clientHeight / height) * 0.94;
     this.projection.style.width = `${width * scale}px`;

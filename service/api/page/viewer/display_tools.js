@@ -1,4 +1,4 @@
-/** The toolbar of the views: contrast, and the look of the objects. */
+/** The toolbar of the views: contrast and the display of the objects. */
 
 import { button, element } from "../core/elements.js";
 import { hasChanged } from "../core/store.js";
@@ -12,11 +12,11 @@ export class DisplayTools {
   /** @param {Scene} scene */
   constructor(scene) {
     this.scene = scene;
-    this.low = this.#contrastSlider("0", "Darkest grey value");
-    this.high = this.#contrastSlider(String(SLIDER_STEPS), "Brightest grey value");
+    this.low = this.#contrastSlider("0", "Black level");
+    this.high = this.#contrastSlider(String(SLIDER_STEPS), "White level");
     this.toggles = new Map(
-      /** @type {["shown" | "filled" | "smooth", string][]} */ ([
-        ["shown", "Objects"],
+      /** @type {["showObjects" | "filled" | "smooth", string][]} */ ([
+        ["showObjects", "Objects"],
         ["filled", "Filled"],
         ["smooth", "Smooth"],
       ]).map(([name, text]) => [name, button(text, () => scene.set({ [name]: !scene.state[name] }), "quiet toggle")]),
@@ -33,7 +33,7 @@ export class DisplayTools {
     this.objectTools = element(
       "div",
       { class: "tools", hidden: true },
-      this.toggles.get("shown"),
+      this.toggles.get("showObjects"),
       this.toggles.get("filled"),
       element("label", { class: "slim" }, "Opacity", opacity),
     );
@@ -49,12 +49,12 @@ export class DisplayTools {
       ),
       this.objectTools,
     );
-    /** Whether a slider is being dragged: it stays where it is put. */
-    this.dragged = false;
+    /** Whether a slider is being moved. It is then not set from the scene. */
+    this.isMovingSlider = false;
     this.#showState();
-    scene.subscribe((before) => {
-      if (hasChanged(before, scene.state, ["labels", "shown", "filled", "smooth"])) this.#showState();
-      if (!this.dragged && hasChanged(before, scene.state, ["contrast", "range", "overlays", "adjusted"]))
+    scene.subscribe((previous) => {
+      if (hasChanged(previous, scene.state, ["labels", "showObjects", "filled", "smooth"])) this.#showState();
+      if (!this.isMovingSlider && hasChanged(previous, scene.state, ["contrast", "range", "overlays", "adjusted"]))
         this.#showContrast();
     });
   }
@@ -65,27 +65,27 @@ export class DisplayTools {
     return element("input", { type: "range", min: "0", max: String(SLIDER_STEPS), value, "aria-label": name, oninput });
   }
 
-  /** Dark grey values have more of the sliders than bright ones. */
+  /** Set the contrast from the sliders. Their scale is quadratic, with more resolution for dark values. */
   #setContrast() {
     const { scene } = this;
     const { overlays, adjusted } = scene.state;
-    const [least, most] = adjustedLayer(scene.state).range;
+    const [min, max] = adjustedLayer(scene.state).range;
     const [low, high] = [this.low, this.high].map(
-      (slider) => least + (Number(slider.value) / SLIDER_STEPS) ** 2 * (most - least),
+      (slider) => min + (Number(slider.value) / SLIDER_STEPS) ** 2 * (max - min),
     );
     /** @type {[number, number]} */
-    const contrast = [low, Math.max(high, low + (most - least) / 1e4)];
-    const change = overlays.map((layer) => (layer.channel === adjusted ? { ...layer, contrast } : layer));
-    this.dragged = true;
-    scene.set(overlays.some(({ channel }) => channel === adjusted) ? { overlays: change } : { contrast });
-    this.dragged = false;
+    const contrast = [low, Math.max(high, low + (max - min) / 1e4)];
+    const adjustedOverlays = overlays.map((layer) => (layer.channel === adjusted ? { ...layer, contrast } : layer));
+    this.isMovingSlider = true;
+    scene.set(overlays.some(({ channel }) => channel === adjusted) ? { overlays: adjustedOverlays } : { contrast });
+    this.isMovingSlider = false;
   }
 
   #showContrast() {
     const { range, contrast } = adjustedLayer(this.scene.state);
-    const [least, most] = range;
-    for (const [place, slider] of [this.low, this.high].entries())
-      slider.value = String(Math.sqrt(Math.max(0, contrast[place] - least) / (most - least)) * SLIDER_STEPS);
+    const [min, max] = range;
+    for (const [index, slider] of [this.low, this.high].entries())
+      slider.value = String(Math.sqrt(Math.max(0, contrast[index] - min) / (max - min)) * SLIDER_STEPS);
   }
 
   #showState() {

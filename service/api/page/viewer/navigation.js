@@ -1,18 +1,19 @@
-/** Moving about in a slice view with the wheel, pointers and keys. */
+/** Navigation in a slice view with the wheel, pointers and keys. */
 
 /** @typedef {import("./slice_view.js").SliceView} SliceView */
 /** @typedef {import("./viewer.js").Viewer} Viewer */
 /** @typedef {import("./scene.js").Triple} Triple */
 
+/** Largest movement of the pointer that still counts as a click. */
 const CLICK_PIXELS = 4;
 const BUTTON_ZOOM = 1.4;
 const WHEEL_ZOOM = 1.2;
 const PAGE_PLANES = 10;
 
-/** @param {Viewer} viewer @param {SliceView} view of it */
+/** Connect the wheel, pointers and keys of a view with the viewer. @param {Viewer} viewer @param {SliceView} view */
 export function listenToView(viewer, view) {
   const { stage, slider, axis } = view;
-  slider.addEventListener("input", () => viewer.move(axis, Number(slider.value) - viewer.scene.state.at[axis]));
+  slider.addEventListener("input", () => viewer.move(axis, Number(slider.value) - viewer.scene.state.position[axis]));
   stage.addEventListener(
     "wheel",
     (event) => {
@@ -34,45 +35,45 @@ export function listenToView(viewer, view) {
   listenToPointers(viewer, view);
 }
 
-/** One pointer drags the stack, two zoom, and one that has not moved selects. @param {Viewer} viewer @param {SliceView} view */
+/** One pointer drags the stack, two pointers zoom, and a click selects an object. @param {Viewer} viewer @param {SliceView} view */
 function listenToPointers(viewer, view) {
   const { stage } = view;
   /** @type {Map<number, [number, number]>} */
   const pointers = new Map();
-  let moved = 0;
+  let movedPixels = 0;
   stage.addEventListener("pointerdown", (event) => {
     if (event.button !== 0) return;
     stage.setPointerCapture(event.pointerId);
     pointers.set(event.pointerId, [event.clientX, event.clientY]);
-    if (pointers.size === 1) moved = 0;
+    if (pointers.size === 1) movedPixels = 0;
   });
   stage.addEventListener("pointermove", (event) => {
-    const before = pointers.get(event.pointerId);
-    if (!before) return;
-    const spread = apart(pointers);
+    const previous = pointers.get(event.pointerId);
+    if (!previous) return;
+    const previousDistance = pointerDistance(pointers);
     pointers.set(event.pointerId, [event.clientX, event.clientY]);
-    const [dx, dy] = [event.clientX - before[0], event.clientY - before[1]];
-    moved += Math.hypot(dx, dy);
-    if (pointers.size === 2) viewer.zoomBy(apart(pointers) / Math.max(spread, 1));
-    else if (moved > CLICK_PIXELS) pan(viewer, view, dx, dy);
+    const [dx, dy] = [event.clientX - previous[0], event.clientY - previous[1]];
+    movedPixels += Math.hypot(dx, dy);
+    if (pointers.size === 2) viewer.zoomBy(pointerDistance(pointers) / Math.max(previousDistance, 1));
+    else if (movedPixels > CLICK_PIXELS) pan(viewer, view, dx, dy);
   });
   stage.addEventListener("pointercancel", (event) => pointers.delete(event.pointerId));
   stage.addEventListener("pointerup", (event) => {
-    const alone = pointers.size === 1 && pointers.has(event.pointerId);
+    const isOnlyPointer = pointers.size === 1 && pointers.has(event.pointerId);
     pointers.delete(event.pointerId);
-    if (!alone || moved > CLICK_PIXELS) return;
+    if (!isOnlyPointer || movedPixels > CLICK_PIXELS) return;
     const bounds = stage.getBoundingClientRect();
     viewer.pick(view.voxelAt(event.clientX - bounds.left, event.clientY - bounds.top));
   });
 }
 
-/** @param {Viewer} viewer @param {SliceView} view @param {number} dx @param {number} dy pixels */
+/** Move the displayed part of the stack. @param {Viewer} viewer @param {SliceView} view @param {number} dx @param {number} dy pixels */
 function pan({ scene }, view, dx, dy) {
-  const place = view.placement();
-  const centre = /** @type {Triple} */ ([...scene.state.centre]);
-  centre[view.axis === 2 ? 0 : 2] -= dx / place.scaleX;
-  centre[view.axis === 1 ? 0 : 1] -= dy / place.scaleY;
-  scene.set({ centre });
+  const placement = view.placement();
+  const center = /** @type {Triple} */ ([...scene.state.center]);
+  center[view.axis === 2 ? 0 : 2] -= dx / placement.scaleX;
+  center[view.axis === 1 ? 0 : 1] -= dy / placement.scaleY;
+  scene.set({ center });
 }
 
 /** @param {string} key @param {Viewer} viewer @param {SliceView} view that has the focus @returns {(() => void) | undefined} */
@@ -93,13 +94,13 @@ function actionOf(key, viewer, { axis }) {
     "-": () => viewer.zoomBy(1 / BUTTON_ZOOM),
     0: () => viewer.fit(),
     f: () => scene.set({ filled: !scene.state.filled }),
-    o: () => scene.set({ shown: !scene.state.shown }),
-    Escape: () => viewer.choose(0),
+    o: () => scene.set({ showObjects: !scene.state.showObjects }),
+    Escape: () => viewer.selectAndNotify(0),
   }[key];
 }
 
-/** @param {Map<number, [number, number]>} pointers */
-function apart(pointers) {
-  const [one, other] = [...pointers.values()];
-  return other ? Math.hypot(one[0] - other[0], one[1] - other[1]) : 0;
+/** @param {Map<number, [number, number]>} pointers @returns {number} the distance of two pointers, 0 if there is only one */
+function pointerDistance(pointers) {
+  const [first, second] = [...pointers.values()];
+  return second ? Math.hypot(first[0] - second[0], first[1] - second[1]) : 0;
 }

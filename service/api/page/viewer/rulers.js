@@ -1,40 +1,42 @@
-/** Lengths over the XY view: the scale bar, and a circle as wide as the objects that are looked for. */
+/** Rulers in the XY view: the scale bar, and a circle that shows the object diameter. */
 
 import { element } from "../core/elements.js";
-import { number } from "../core/format.js";
+import { formatNumber } from "../core/format.js";
 import { hasChanged } from "../core/store.js";
 
 /** @typedef {import("./scene.js").Scene} Scene */
 
-const BAR_PIXELS = 90;
+const MAX_BAR_PIXELS = 90;
 
+/** A scale bar with a round length. */
 export class ScaleBar {
   /** @param {Scene} scene */
   constructor(scene) {
-    this.words = element("span");
-    this.root = element("div", { class: "scale-bar" }, this.words);
-    scene.subscribe((before) => {
-      if (hasChanged(before, scene.state, ["scale", "known", "voxel"])) this.#show(scene.state);
+    this.text = element("span");
+    this.root = element("div", { class: "scale-bar" }, this.text);
+    scene.subscribe((previous) => {
+      if (hasChanged(previous, scene.state, ["scale", "isCalibrated", "voxel"])) this.#show(scene.state);
     });
   }
 
-  /** Show the longest of 1, 2, 5, 10, ... that is not longer than the bar may be. @param {import("./scene.js").SceneState} state */
-  #show({ scale, known, voxel }) {
-    const pixel = known ? 1 : 1 / voxel[2];
-    const longest = BAR_PIXELS / (scale * pixel);
+  /** Show the largest length in the sequence 1, 2, 5, 10, ... that fits. @param {import("./scene.js").SceneState} state */
+  #show({ scale, isCalibrated, voxel }) {
+    const pixel = isCalibrated ? 1 : 1 / voxel[2];
+    const longest = MAX_BAR_PIXELS / (scale * pixel);
     const power = 10 ** Math.floor(Math.log10(longest));
     const length = [5, 2, 1].map((digit) => digit * power).find((candidate) => candidate <= longest) ?? power;
     this.root.style.width = `${length * scale * pixel}px`;
-    this.words.textContent = `${number(length)} ${known ? "µm" : "px"}`;
+    this.text.textContent = `${formatNumber(length)} ${isCalibrated ? "µm" : "px"}`;
   }
 }
 
+/** A circle with the object diameter, which the user can drag. */
 export class DiameterCircle {
-  /** @param {Scene} scene @param {HTMLElement} stage in whose middle it is @param {(pixels: number) => void} onchange voxels of the whole stack, as dragged */
+  /** @param {Scene} scene @param {HTMLElement} stage element in whose center the circle is drawn @param {(diameter: number) => void} onchange called with the dragged diameter in voxels at full resolution */
   constructor(scene, stage, onchange) {
     this.scene = scene;
     this.root = element("div", { class: "circle", hidden: true });
-    /** In voxels of the whole stack, null: there is none. @type {number | null} */
+    /** In voxels at full resolution, null to hide the circle. @type {number | null} */
     this.diameter = null;
     this.root.addEventListener("pointerdown", (event) => {
       event.stopPropagation();
@@ -45,30 +47,30 @@ export class DiameterCircle {
       event.stopPropagation();
       const { left, top, width, height } = stage.getBoundingClientRect();
       const distance = Math.hypot(event.clientX - left - width / 2, event.clientY - top - height / 2);
-      const pixels = (2 * distance) / this.#pixelsOfVoxel();
-      const diameter = Math.max(2, Math.round(pixels * 2) / 2);
+      const voxels = (2 * distance) / this.#pixelsPerVoxel();
+      const diameter = Math.max(2, Math.round(voxels * 2) / 2);
       this.show(diameter);
       onchange(diameter);
     });
-    scene.subscribe((before) => {
-      if (hasChanged(before, scene.state, ["image", "scale", "voxel"])) this.#place();
+    scene.subscribe((previous) => {
+      if (hasChanged(previous, scene.state, ["image", "scale", "voxel"])) this.#resize();
     });
   }
 
-  /** @param {number | null} diameter in voxels of the whole stack */
+  /** @param {number | null} diameter in voxels at full resolution, null to hide the circle */
   show(diameter) {
     this.diameter = diameter;
-    this.#place();
+    this.#resize();
   }
 
-  #pixelsOfVoxel() {
+  #pixelsPerVoxel() {
     const { image, scale, voxel } = this.scene.state;
     return (scale * voxel[2]) / (image?.step[2] ?? 1);
   }
 
-  #place() {
+  #resize() {
     this.root.hidden = !this.diameter || this.scene.state.image === null;
     if (this.diameter && !this.root.hidden)
-      this.root.style.width = this.root.style.height = `${this.diameter * this.#pixelsOfVoxel()}px`;
+      this.root.style.width = this.root.style.height = `${this.diameter * this.#pixelsPerVoxel()}px`;
   }
 }

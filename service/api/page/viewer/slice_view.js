@@ -1,7 +1,7 @@
-/** One view of a stack along an axis: a canvas with grey values, one with outlines, a crosshair, a slider. */
+/** A view of a stack along one axis: a canvas with gray values, one with outlines, a crosshair and a slider. */
 
 import { element } from "../core/elements.js";
-import { ACROSS, cut, paintGrey, paintLabels } from "../volumes/slices.js";
+import { ACROSS, paintGray, paintLabels, slice } from "../volumes/slices.js";
 import { clamp } from "./scene.js";
 
 /** @typedef {import("./scene.js").Axis} Axis */
@@ -44,14 +44,14 @@ export class SliceView {
       element("div", { class: "view-foot" }, this.caption, this.slider),
     );
     this.offscreen = document.createElement("canvas");
-    /** Of the stage, in pixels of the style sheet. */
+    /** Size of the stage in CSS pixels. */
     this.width = 0;
     this.height = 0;
-    /** What the outlines are painted into. @type {ImageData | undefined} */
+    /** Buffer for painting the outlines. @type {ImageData | undefined} */
     this.outlines = undefined;
   }
 
-  /** Give the canvases as many pixels as the screen has there. */
+  /** Match the canvases to the size of the stage and the pixel ratio of the screen. */
   resize() {
     const ratio = Math.min(window.devicePixelRatio || 1, 2);
     for (const canvas of [this.base, this.over]) {
@@ -59,129 +59,129 @@ export class SliceView {
       canvas.height = Math.max(1, Math.round(this.stage.clientHeight * ratio));
     }
     this.ratio = ratio;
-    // Asking the document while drawing would have it laid out anew for every view.
+    // Reading the size while drawing would force a new layout for every view.
     this.width = this.stage.clientWidth;
     this.height = this.stage.clientHeight;
     this.outlines = undefined;
   }
 
-  /** Where voxel 0 lies and how large a voxel is, in pixels of the style sheet. */
+  /** Return the position of voxel 0 and the size of a voxel in CSS pixels. */
   placement() {
-    const { voxel, centre, scale } = this.scene.state;
+    const { voxel, center, scale } = this.scene.state;
     const [down, right] = ACROSS[this.axis];
     const scaleX = scale * voxel[right];
     const scaleY = scale * voxel[down];
-    const left = this.width / 2 - centre[right] * scaleX;
-    return { left, top: this.height / 2 - centre[down] * scaleY, scaleX, scaleY };
+    const left = this.width / 2 - center[right] * scaleX;
+    return { left, top: this.height / 2 - center[down] * scaleY, scaleX, scaleY };
   }
 
-  /** @param {number} x @param {number} y of the stage @returns {[number, number]} voxels down and to the right */
+  /** @param {number} x @param {number} y pixels of the stage @returns {[number, number]} voxel coordinates down and to the right */
   pointAt(x, y) {
-    const place = this.placement();
-    return [(y - place.top) / place.scaleY, (x - place.left) / place.scaleX];
+    const placement = this.placement();
+    return [(y - placement.top) / placement.scaleY, (x - placement.left) / placement.scaleX];
   }
 
-  /** @param {number} x @param {number} y of the stage @returns {Triple} the voxel there, within the stack */
+  /** @param {number} x @param {number} y pixels of the stage @returns {Triple} the nearest voxel of the stack */
   voxelAt(x, y) {
-    const { image, at } = this.scene.state;
+    const { image, position } = this.scene.state;
     const [down, right] = ACROSS[this.axis];
     const [v, u] = this.pointAt(x, y);
     /** @type {Triple} */
-    const found = [...at];
-    if (image === null) return found;
-    found[right] = clamp(Math.floor(u), image.shape[right]);
-    found[down] = clamp(Math.floor(v), image.shape[down]);
-    return found;
+    const voxel = [...position];
+    if (image === null) return voxel;
+    voxel[right] = clamp(Math.floor(u), image.shape[right]);
+    voxel[down] = clamp(Math.floor(v), image.shape[down]);
+    return voxel;
   }
 
   draw() {
-    const { image, at } = this.scene.state;
+    const { image, position } = this.scene.state;
     if (image === null || this.width === 0) return;
-    const place = this.placement();
-    this.#drawImage(image, place);
-    this.#drawLabels(place);
-    this.moveCross(place);
-    const plane = at[this.axis];
+    const placement = this.placement();
+    this.#drawImage(image, placement);
+    this.#drawLabels(placement);
+    this.moveCrosshair(placement);
+    const plane = position[this.axis];
     this.slider.max = String(image.shape[this.axis] - 1);
     this.slider.value = String(plane);
     const step = image.step[this.axis];
     const letter = LETTERS[this.axis];
-    this.caption.value = `${NAMES[this.axis]}   ${letter} ${plane * step + 1} / ${image.whole[this.axis]}`;
+    this.caption.value = `${NAMES[this.axis]}   ${letter} ${plane * step + 1} / ${image.fullShape[this.axis]}`;
     this.stage.setAttribute(
       "aria-label",
-      `${NAMES[this.axis]} view, plane ${plane * step + 1} of ${image.whole[this.axis]}`,
+      `${NAMES[this.axis]} view, plane ${plane * step + 1} of ${image.fullShape[this.axis]}`,
     );
   }
 
-  /** @param {Volume} image @param {import("../volumes/slices.js").Placement} place */
-  #drawImage(image, place) {
-    const { at, smooth, overlays } = this.scene.state;
+  /** @param {Volume} image @param {import("../volumes/slices.js").Placement} placement */
+  #drawImage(image, placement) {
+    const { position, smooth, overlays } = this.scene.state;
     const context = this.base.getContext("2d");
     if (context === null) return;
     context.setTransform(1, 0, 0, 1, 0, 0);
     context.globalCompositeOperation = "source-over";
     context.clearRect(0, 0, this.base.width, this.base.height);
     context.imageSmoothingEnabled = smooth;
-    const sharp = this.#sharp();
+    const finePlane = this.#finePlane();
     this.#paint(
       context,
       this.scene.state,
-      sharp?.image ?? cut(image, this.axis, at[this.axis]),
-      this.#fine(place, sharp?.step),
+      finePlane?.image ?? slice(image, this.axis, position[this.axis]),
+      this.#finePlacement(placement, finePlane?.step),
     );
     context.globalCompositeOperation = "lighter";
     for (const layer of overlays) {
-      if (layer.image) this.#paint(context, layer, cut(layer.image, this.axis, at[this.axis]), place);
+      if (layer.image) this.#paint(context, layer, slice(layer.image, this.axis, position[this.axis]), placement);
     }
   }
 
   /**
    * @param {CanvasRenderingContext2D} context @param {import("./scene.js").Layer} layer
-   * @param {Plane} plane @param {import("../volumes/slices.js").Placement} place
+   * @param {Plane} plane @param {import("../volumes/slices.js").Placement} placement
    */
-  #paint(context, { contrast, colour }, plane, { left, top, scaleX, scaleY }) {
+  #paint(context, { contrast, color }, plane, { left, top, scaleX, scaleY }) {
     const ratio = this.ratio ?? 1;
     if (this.offscreen.width !== plane.width) this.offscreen.width = plane.width;
     if (this.offscreen.height !== plane.height) this.offscreen.height = plane.height;
-    this.offscreen.getContext("2d")?.putImageData(paintGrey(plane, ...contrast, colour), 0, 0);
+    this.offscreen.getContext("2d")?.putImageData(paintGray(plane, ...contrast, color), 0, 0);
     context.setTransform(scaleX * ratio, 0, 0, scaleY * ratio, left * ratio, top * ratio);
     context.drawImage(this.offscreen, 0, 0);
   }
 
-  /** The plane in full resolution, where it has been fetched. */
-  #sharp() {
-    const { sharp, at } = this.scene.state;
-    return sharp[this.axis]?.at === at[this.axis] ? sharp[this.axis] : null;
+  /** Return the displayed plane at full resolution, or null if it has not been fetched. */
+  #finePlane() {
+    const { finePlanes, position } = this.scene.state;
+    return finePlanes[this.axis]?.position === position[this.axis] ? finePlanes[this.axis] : null;
   }
 
   /**
-   * The placement of a plane with smaller steps than the volume.
-   * @param {import("../volumes/slices.js").Placement} place @param {Triple | undefined} step
+   * Return the placement of a plane with a smaller step than the volume.
+   * @param {import("../volumes/slices.js").Placement} placement @param {Triple | undefined} step
    */
-  #fine(place, step) {
+  #finePlacement(placement, step) {
     const { image } = this.scene.state;
-    if (!step || !image) return place;
+    if (!step || !image) return placement;
     const [down, right] = ACROSS[this.axis];
     const [scaleX, scaleY] = [step[right] / image.step[right], step[down] / image.step[down]];
-    return { ...place, scaleX: place.scaleX * scaleX, scaleY: place.scaleY * scaleY };
+    return { ...placement, scaleX: placement.scaleX * scaleX, scaleY: placement.scaleY * scaleY };
   }
 
-  /** @param {import("../volumes/slices.js").Placement} place */
-  #drawLabels(place) {
-    const { labels, at, filled, selected, hidden, entries, opacity, shown } = this.scene.state;
-    this.over.style.opacity = String(shown ? opacity : 0);
+  /** @param {import("../volumes/slices.js").Placement} placement */
+  #drawLabels(placement) {
+    const { labels, position, filled, selected, hidden, colorIndices, opacity, showObjects } = this.scene.state;
+    this.over.style.opacity = String(showObjects ? opacity : 0);
     const context = this.over.getContext("2d");
     if (context === null) return;
-    if (labels === null || !shown) {
+    if (labels === null || !showObjects) {
       context.clearRect(0, 0, this.over.width, this.over.height);
       return;
     }
     const ratio = this.ratio ?? 1;
     const image = this.outlines ?? context.createImageData(this.over.width, this.over.height);
     this.outlines = image;
-    const sharp = this.#sharp();
-    const plane = sharp?.labels ?? cut(labels, this.axis, at[this.axis]);
-    const fine = this.#fine(place, sharp?.labels ? sharp.step : undefined);
+    const finePlane = this.#finePlane();
+    const plane = finePlane?.labels ?? slice(labels, this.axis, position[this.axis]);
+    const fine = this.#finePlacement(placement, finePlane?.labels ? finePlane.step : undefined);
     const pixels = {
       left: fine.left * ratio,
       top: fine.top * ratio,
@@ -189,15 +189,15 @@ export class SliceView {
       scaleY: fine.scaleY * ratio,
     };
     const thickness = ratio > 1.4 ? 2 : 1;
-    paintLabels(plane, image, pixels, { filled, selected, hidden, entries, thickness });
+    paintLabels(plane, image, pixels, { filled, selected, hidden, colorIndices, thickness });
     context.putImageData(image, 0, 0);
   }
 
-  /** Show where the other views are cut. @param {import("../volumes/slices.js").Placement} [place] */
-  moveCross(place = this.placement()) {
-    const { at } = this.scene.state;
+  /** Move the crosshair to the planes of the other views. @param {import("../volumes/slices.js").Placement} [placement] */
+  moveCrosshair(placement = this.placement()) {
+    const { position } = this.scene.state;
     const [down, right] = ACROSS[this.axis];
-    this.horizontal.style.transform = `translateY(${place.top + (at[down] + 0.5) * place.scaleY}px)`;
-    this.vertical.style.transform = `translateX(${place.left + (at[right] + 0.5) * place.scaleX}px)`;
+    this.horizontal.style.transform = `translateY(${placement.top + (position[down] + 0.5) * placement.scaleY}px)`;
+    this.vertical.style.transform = `translateX(${placement.left + (position[right] + 0.5) * placement.scaleX}px)`;
   }
 }

@@ -1,13 +1,13 @@
-/** Three orthogonal views with one crosshair and one scale, and the maximum projection beside them. */
+/** Three orthogonal views with a common crosshair and scale, and a corner with the projection or the 3D rendering. */
 
 import { button, element } from "../core/elements.js";
-import { number } from "../core/format.js";
+import { formatNumber } from "../core/format.js";
 import { CornerView } from "./corner_view.js";
 import { DisplayTools } from "./display_tools.js";
 import { listenToView } from "./navigation.js";
+import { PlaneLoader } from "./plane_loader.js";
 import { DiameterCircle, ScaleBar } from "./rulers.js";
-import { AXES, clamp, createScene, fittingContrast, replaced, valueAt } from "./scene.js";
-import { SharpPlanes } from "./sharp_planes.js";
+import { AXES, clamp, createScene, fitContrast, valueAt, withValue } from "./scene.js";
 import { SliceView } from "./slice_view.js";
 
 /** @typedef {import("./scene.js").Volume} Volume */
@@ -15,30 +15,30 @@ import { SliceView } from "./slice_view.js";
 /** @typedef {import("./scene.js").Axis} Axis */
 /** @typedef {import("./scene.js").SceneState} SceneState */
 
-const MOST_ZOOM = 60;
+const MAX_ZOOM = 60;
 const BUTTON_ZOOM = 1.4;
 
-/** Events: `pick` with the id of an object that was clicked, `diameter` as dragged, `draw` when the views were drawn. */
+/** Events: `pick` with the id of the object that the user selected, `diameter` with the dragged diameter, `draw` after drawing. */
 export class Viewer extends EventTarget {
   /** @param {HTMLElement} root */
   constructor(root) {
     super();
     this.root = root;
     this.scene = createScene();
-    this.sharp = new SharpPlanes(this.scene);
-    /** Fetches the whole stack in full resolution. @type {((signal: AbortSignal, onblock: (volume: Volume, share: number) => void) => Promise<Volume>) | null} */
-    this.fetchWhole = null;
+    this.planeLoader = new PlaneLoader(this.scene);
+    /** Fetches the stack at full resolution. @type {((signal: AbortSignal, onblock: (volume: Volume, fraction: number) => void) => Promise<Volume>) | null} */
+    this.fetchFullVolume = null;
     this.views = /** @type {[SliceView, SliceView, SliceView]} */ (AXES.map((axis) => new SliceView(axis, this.scene)));
-    /** The views that are drawn with the next frame. @type {Set<Axis>} */
-    this.dirty = new Set();
+    /** The views that the next frame redraws. @type {Set<Axis>} */
+    this.staleViews = new Set();
     this.frame = 0;
     this.corner = new CornerView(
       this.scene,
-      (y, x) => this.#jump(y, x),
-      (large) => this.#enlargeCorner(large),
+      (y, x) => this.#goToProjected(y, x),
+      (enlarged) => this.#enlargeCorner(enlarged),
     );
     const [xy, xz, zy] = this.views;
-    this.circle = new DiameterCircle(this.scene, xy.stage, (diameter) => this.#tell("diameter", diameter));
+    this.circle = new DiameterCircle(this.scene, xy.stage, (diameter) => this.#emit("diameter", diameter));
     this.readout = element("output", { class: "readout" });
     xy.stage.append(new ScaleBar(this.scene).root, this.circle.root, this.readout);
     xy.root.append(
@@ -50,58 +50,58 @@ export class Viewer extends EventTarget {
         button("Fit", () => this.fit()),
       ),
     );
-    /** What is being fetched, in words. */
-    this.waiting = element("div", { class: "waiting", role: "status" });
+    /** Progress and errors of fetching. */
+    this.fetchStatus = element("div", { class: "waiting", role: "status" });
     this.grid = element("div", { class: "views" }, xy.root, zy.root, xz.root, this.corner.root);
     this.toolbar = new DisplayTools(this.scene).root;
-    root.replaceChildren(this.toolbar, this.grid, this.waiting);
+    root.replaceChildren(this.toolbar, this.grid, this.fetchStatus);
     root.classList.add("viewer", "empty");
     for (const view of this.views) listenToView(this, view);
-    this.scene.subscribe((before) => this.#drawChanged(before));
+    this.scene.subscribe((previous) => this.#drawChanged(previous));
     new ResizeObserver(() => this.#layOut()).observe(this.grid);
   }
 
   /** @param {string} name @param {unknown} detail */
-  #tell(name, detail) {
+  #emit(name, detail) {
     this.dispatchEvent(new CustomEvent(name, { detail }));
   }
 
   /**
-   * Begin to show a stack, of which planes have arrived or will.
+   * Show a stack. Its planes may still be arriving.
    * @param {Volume} image @param {import("openapi").VoxelSize | null} voxelSize
    */
   open(image, voxelSize) {
     const { state } = this.scene;
-    const same = state.image !== null && String(state.image.whole) === String(image.whole);
+    const hasSameShape = state.image !== null && String(state.image.fullShape) === String(image.fullShape);
     this.scene.set({ image });
-    this.sharp.forget();
+    this.planeLoader.forget();
     this.root.classList.remove("empty");
     this.setVoxelSize(voxelSize);
-    if (same) return;
-    const at = /** @type {Triple} */ (image.shape.map((length) => length >> 1));
-    this.scene.set({ at, labels: null, selected: 0, hidden: null, entries: null });
+    if (hasSameShape) return;
+    const position = /** @type {Triple} */ (image.shape.map((length) => length >> 1));
+    this.scene.set({ position, labels: null, selected: 0, hidden: null, colorIndices: null });
     this.fit();
   }
 
-  /** @param {import("openapi").VoxelSize | null} voxelSize micrometres; a voxel counts as a cube without one */
+  /** @param {import("openapi").VoxelSize | null} voxelSize in micrometers, null if unknown: voxels are then displayed as cubes */
   setVoxelSize(voxelSize) {
     const { image } = this.scene.state;
     if (image === null) return;
     const { z, y, x } = voxelSize ?? { z: 1, y: 1, x: 1 };
     const { step } = image;
-    this.scene.set({ voxel: [z * step[0], y * step[1], x * step[2]], known: voxelSize !== null });
+    this.scene.set({ voxel: [z * step[0], y * step[1], x * step[2]], isCalibrated: voxelSize !== null });
     this.#layOut();
   }
 
-  /** Set the contrast from the stack, and make its projection. */
-  settle() {
+  /** Set the contrast from the gray values of the stack. */
+  adjustContrast() {
     const { image } = this.scene.state;
-    if (image) this.scene.set(fittingContrast(image));
+    if (image) this.scene.set(fitContrast(image));
     this.corner.resize();
     this.draw();
   }
 
-  /** Show planes of the stack that have come meanwhile. */
+  /** Show planes of the stack that have arrived in the meantime. */
   refresh() {
     this.corner.refreshProjection();
     this.draw();
@@ -109,115 +109,118 @@ export class Viewer extends EventTarget {
 
   /** @param {Volume | null} labels */
   setLabels(labels) {
-    this.sharp.forget();
-    this.scene.set({ labels, selected: 0, hidden: null, entries: null });
+    this.planeLoader.forget();
+    this.scene.set({ labels, selected: 0, hidden: null, colorIndices: null });
   }
 
-  /** @param {number} id 0: none @param {Triple} [at] voxel of the whole stack that the views go to */
-  select(id, at) {
+  /** Select an object. @param {number} id 0 for none @param {Triple} [position] voxel at full resolution that the views go to */
+  select(id, position) {
     const { image } = this.scene.state;
-    if (at && image) {
-      const voxel = at.map((place, axis) => clamp(Math.round(place / image.step[axis]), image.shape[axis]));
+    if (position && image) {
+      const voxel = position.map((value, axis) => clamp(Math.round(value / image.step[axis]), image.shape[axis]));
       this.#goTo(/** @type {Triple} */ (voxel));
     }
     this.scene.set({ selected: id });
     this.drawNow();
   }
 
-  /** Select the object at a voxel, and tell of it. @param {Triple} at */
-  pick(at) {
+  /** Select the object at a voxel, and dispatch `pick`. @param {Triple} position */
+  pick(position) {
     const { labels } = this.scene.state;
-    const id = labels === null ? 0 : valueAt(labels, at);
-    this.scene.set({ at, selected: id });
-    this.#tell("pick", id);
+    const id = labels === null ? 0 : valueAt(labels, position);
+    this.scene.set({ position, selected: id });
+    this.#emit("pick", id);
   }
 
-  /** Select an object, and tell of it. @param {number} id 0: none */
-  choose(id) {
+  /** Select an object, and dispatch `pick`. @param {number} id 0 for none */
+  selectAndNotify(id) {
     this.select(id);
-    this.#tell("pick", id);
+    this.#emit("pick", id);
   }
 
+  /** Fit the stack into the views. */
   fit() {
     const { image } = this.scene.state;
     if (image === null) return;
-    const centre = /** @type {Triple} */ (image.shape.map((length) => length / 2));
-    this.scene.set({ zoom: 1, centre });
+    const center = /** @type {Triple} */ (image.shape.map((length) => length / 2));
+    this.scene.set({ zoom: 1, center });
     this.#layOut();
   }
 
-  /** @param {number} factor @param {Triple} [about] voxel that stays where it is */
-  zoomBy(factor, about = this.scene.state.at) {
+  /** @param {number} factor @param {Triple} [fixed] voxel that keeps its position on the screen */
+  zoomBy(factor, fixed = this.scene.state.position) {
     const { state } = this.scene;
-    const zoom = Math.max(0.5, Math.min(MOST_ZOOM, state.zoom * factor));
+    const zoom = Math.max(0.5, Math.min(MAX_ZOOM, state.zoom * factor));
     const ratio = state.zoom / zoom;
-    const centre = state.centre.map((place, axis) => about[axis] + (place - about[axis]) * ratio);
-    this.scene.set({ zoom, centre: /** @type {Triple} */ (centre) });
+    const center = state.center.map((value, axis) => fixed[axis] + (value - fixed[axis]) * ratio);
+    this.scene.set({ zoom, center: /** @type {Triple} */ (center) });
     this.#setScale();
   }
 
   /** @param {Axis} axis @param {number} planes */
   move(axis, planes) {
-    const { image, at } = this.scene.state;
+    const { image, position } = this.scene.state;
     if (image === null) return;
-    const next = clamp(at[axis] + planes, image.shape[axis]);
-    if (next !== at[axis]) this.scene.set({ at: replaced(at, axis, next) });
+    const next = clamp(position[axis] + planes, image.shape[axis]);
+    if (next !== position[axis]) this.scene.set({ position: withValue(position, axis, next) });
   }
 
-  /** Draw the views that a change concerns: a plane that is left and its full resolution are those of one view. @param {Readonly<SceneState>} before */
-  #drawChanged(before) {
+  /** Redraw the views that a change affects: a new plane or its full resolution affects only one view. @param {Readonly<SceneState>} previous */
+  #drawChanged(previous) {
     const { state } = this.scene;
-    const { at, sharp, ...others } = before;
-    const shared = Object.keys(others).some((name) => Reflect.get(before, name) !== Reflect.get(state, name));
-    if (shared) this.draw();
-    else for (const axis of AXES) if (at[axis] !== state.at[axis] || sharp[axis] !== state.sharp[axis]) this.draw(axis);
+    const { position, finePlanes, ...others } = previous;
+    const affectsAll = Object.keys(others).some((name) => Reflect.get(previous, name) !== Reflect.get(state, name));
+    if (affectsAll) this.draw();
+    else
+      for (const axis of AXES)
+        if (position[axis] !== state.position[axis] || finePlanes[axis] !== state.finePlanes[axis]) this.draw(axis);
   }
 
-  /** Draw with the next frame: all views, or one that shows another plane. @param {Axis} [axis] */
+  /** Redraw one view or all views in the next frame. @param {Axis} [axis] */
   draw(axis) {
-    for (const each of axis === undefined ? AXES : [axis]) this.dirty.add(each);
+    for (const stale of axis === undefined ? AXES : [axis]) this.staleViews.add(stale);
     this.frame ||= requestAnimationFrame(() => {
       this.frame = 0;
-      if (this.dirty.size > 0) this.drawNow(new Set(this.dirty));
+      if (this.staleViews.size > 0) this.drawNow(new Set(this.staleViews));
     });
   }
 
   drawNow(axes = new Set(AXES)) {
-    const began = performance.now();
+    const start = performance.now();
     for (const view of this.views) {
       if (axes.has(view.axis)) view.draw();
-      else view.moveCross();
+      else view.moveCrosshair();
     }
-    for (const axis of axes) this.dirty.delete(axis);
+    for (const axis of axes) this.staleViews.delete(axis);
     this.#describe();
-    this.sharp.request();
+    this.planeLoader.request();
     this.dispatchEvent(new Event("draw"));
     this.corner.draw();
-    performance.measure("draw", { start: began });
+    performance.measure("draw", { start });
   }
 
   #describe() {
-    const { image, labels, at } = this.scene.state;
+    const { image, labels, position } = this.scene.state;
     if (image === null) return;
-    const label = labels === null ? 0 : valueAt(labels, at);
-    this.readout.value = `grey ${number(valueAt(image, at))}${label ? `   object ${label}` : ""}`;
+    const label = labels === null ? 0 : valueAt(labels, position);
+    this.readout.value = `gray ${formatNumber(valueAt(image, position))}${label ? `   object ${label}` : ""}`;
   }
 
-  /** Show the same place at the same scale and contrast as another viewer does. @param {Viewer} other */
+  /** Show the same position, zoom and contrast as another viewer. @param {Viewer} other */
   follow(other) {
-    const { at, centre, contrast, zoom, image } = other.scene.state;
+    const { position, center, contrast, zoom, image } = other.scene.state;
     const { state } = this.scene;
     if (state.image === null || image === null) return;
-    const own = String([state.at, state.centre, state.zoom, state.contrast]);
-    if (String([at, centre, zoom, contrast]) === own) return;
-    this.scene.set({ at, centre, contrast, zoom });
+    const current = String([state.position, state.center, state.zoom, state.contrast]);
+    if (String([position, center, zoom, contrast]) === current) return;
+    this.scene.set({ position, center, contrast, zoom });
     this.#setScale();
     this.drawNow();
   }
 
-  /** @param {boolean} large whether the corner takes the place of all views */
-  #enlargeCorner(large) {
-    this.grid.classList.toggle("alone", large);
+  /** @param {boolean} enlarged whether the corner hides the other views */
+  #enlargeCorner(enlarged) {
+    this.grid.classList.toggle("corner-only", enlarged);
     this.#layOut();
   }
 
@@ -225,18 +228,18 @@ export class Viewer extends EventTarget {
     const { image, voxel } = this.scene.state;
     if (image === null) return;
     const [z, y, x] = image.shape.map((length, axis) => length * voxel[axis]);
-    const share = (/** @type {number} */ length) => Math.max(0.26, Math.min(0.45, z / (z + length)));
+    const fraction = (/** @type {number} */ length) => Math.max(0.26, Math.min(0.45, z / (z + length)));
     const { style } = this.grid;
-    style.gridTemplateColumns = `minmax(0, ${1 - share(x)}fr) minmax(0, ${share(x)}fr)`;
-    style.gridTemplateRows = `minmax(0, ${1 - share(y)}fr) minmax(0, ${share(y)}fr)`;
-    if (this.corner.large) style.gridTemplateColumns = style.gridTemplateRows = "minmax(0, 1fr)";
+    style.gridTemplateColumns = `minmax(0, ${1 - fraction(x)}fr) minmax(0, ${fraction(x)}fr)`;
+    style.gridTemplateRows = `minmax(0, ${1 - fraction(y)}fr) minmax(0, ${fraction(y)}fr)`;
+    if (this.corner.enlarged) style.gridTemplateColumns = style.gridTemplateRows = "minmax(0, 1fr)";
     for (const view of this.views) view.resize();
     this.corner.resize();
     this.#setScale();
     this.drawNow();
   }
 
-  /** Fit the stack into the views, as much larger as the reader has zoomed. */
+  /** Set the scale from the size of the views and the zoom. */
   #setScale() {
     const { image, voxel, zoom } = this.scene.state;
     if (image === null) return;
@@ -246,25 +249,25 @@ export class Viewer extends EventTarget {
     this.scene.set({ scale: Math.max(fitting * 0.97 * zoom, 1e-9) });
   }
 
-  /** @param {number} y @param {number} x place in the projection, as shares of its edges */
-  #jump(y, x) {
-    const { image, at } = this.scene.state;
+  /** Go to a point of the projection. @param {number} y @param {number} x relative to the size of the projection */
+  #goToProjected(y, x) {
+    const { image, position } = this.scene.state;
     if (image === null) return;
     const [, rows, columns] = image.shape;
-    this.#goTo([at[0], clamp(Math.floor(y * rows), rows), clamp(Math.floor(x * columns), columns)]);
+    this.#goTo([position[0], clamp(Math.floor(y * rows), rows), clamp(Math.floor(x * columns), columns)]);
   }
 
-  /** Go to a voxel, and have it in sight. @param {Triple} at */
-  #goTo(at) {
-    const centre = /** @type {Triple} */ ([...this.scene.state.centre]);
+  /** Go to a voxel, and move the views if it is outside of them. @param {Triple} position */
+  #goTo(position) {
+    const center = /** @type {Triple} */ ([...this.scene.state.center]);
     for (const view of this.views.slice(0, 2)) {
-      const place = view.placement();
-      const x = place.left + at[2] * place.scaleX;
-      if (x < 0 || x > view.stage.clientWidth) centre[2] = at[2];
+      const placement = view.placement();
+      const x = placement.left + position[2] * placement.scaleX;
+      if (x < 0 || x > view.stage.clientWidth) center[2] = position[2];
       const down = view.axis === 0 ? 1 : 0;
-      const y = place.top + at[down] * place.scaleY;
-      if (y < 0 || y > view.stage.clientHeight) centre[down] = at[down];
+      const y = placement.top + position[down] * placement.scaleY;
+      if (y < 0 || y > view.stage.clientHeight) center[down] = position[down];
     }
-    this.scene.set(String(centre) === String(this.scene.state.centre) ? { at } : { at, centre });
+    this.scene.set(String(center) === String(this.scene.state.center) ? { position } : { position, center });
   }
 }

@@ -1,187 +1,196 @@
-/** Corrections of results in this browser (IndexedDB), so that nothing is lost when the page is loaded again. */
+/** Storage of corrections in this browser (IndexedDB), so that they survive a reload of the page. */
 
 /** @typedef {import("./label_edit.js").Edit} Edit */
 /**
- * Labels as they were segmented, which outlive the service's result.
- * @typedef {object} Segmented
- * @property {Blob} zipped their numbers, in C order
- * @property {number} bytes of a number @property {import("./planes.js").Triple} shape
+ * Labels before any correction. They remain available after the service has deleted the result.
+ * @typedef {object} OriginalLabels
+ * @property {Blob} zipped label values in C order, gzip-compressed
+ * @property {number} bytes per label value @property {import("./planes.js").Triple} shape
  * @property {import("openapi").VoxelSize | null} voxelSize
  */
 
-const NAME = "stackseg-corrections";
+const DATABASE = "stackseg-corrections";
 const EDITS = "edits";
-// The numbers beside a result under which stand which tab corrects it, which annotated stacks were made of it here, and its
-// labels as segmented.
+// Record keys are [result, number]. Numbers from 0 are corrections. The negative numbers below are other data of the result.
+/** The tab that corrects the result. */
 const OWNER = -1;
+/** Ids of the annotated stacks created from the result in this browser. */
 const ANNOTATIONS = -2;
-const SEGMENTED = -3;
-const ME = `${Date.now()}-${Math.random()}`;
-const ANSWER_MILLISECONDS = 1000;
+/** The labels before any correction. */
+const ORIGINAL_LABELS = -3;
+const TAB_ID = `${Date.now()}-${Math.random()}`;
+/** Time that other tabs have to reply. */
+const REPLY_TIMEOUT_MILLISECONDS = 1000;
 /** The results that this tab corrects. @type {Set<string>} */
 const owned = new Set();
 
-/** @template T @param {IDBRequest<T>} asked @returns {Promise<T>} */
-function answer(asked) {
+/** @template T @param {IDBRequest<T>} request @returns {Promise<T>} */
+function resultOf(request) {
   return new Promise((resolve, reject) => {
-    asked.onsuccess = () => resolve(asked.result);
-    asked.onerror = () => reject(asked.error);
+    request.onsuccess = () => resolve(request.result);
+    request.onerror = () => reject(request.error);
   });
 }
 
 /** @type {Promise<IDBDatabase> | null} */
-let opening = null;
+let database = null;
 
 /** @param {IDBTransactionMode} mode @returns {Promise<IDBObjectStore>} */
-async function store(mode) {
-  if (opening === null) {
-    const asked = indexedDB.open(NAME, 1);
-    asked.onupgradeneeded = () => asked.result.createObjectStore(EDITS);
-    opening = answer(asked);
+async function openStore(mode) {
+  if (database === null) {
+    const request = indexedDB.open(DATABASE, 1);
+    request.onupgradeneeded = () => request.result.createObjectStore(EDITS);
+    database = resultOf(request);
   }
-  return (await opening).transaction(EDITS, mode).objectStore(EDITS);
+  return (await database).transaction(EDITS, mode).objectStore(EDITS);
 }
 
-/** Under what the corrections of a result are kept. @param {import("openapi").JobReport} job @param {number} time point that is corrected, of a series */
+/** Return the key of a result's corrections. @param {import("openapi").JobReport} job @param {number} time time point, used if the job is a series */
 export function keyOf(job, time) {
   return job.time_points ? `${job.id}@${time}` : job.id;
 }
 
-/** @param {string} job id, with @ and the time point of a series @returns {IDBKeyRange} its corrections, whose keys are [job, number] */
-function all(job) {
-  return IDBKeyRange.bound([job, 0], [job, Number.MAX_SAFE_INTEGER]);
+/** @param {string} key of a result, or of one time point of a series @returns {IDBKeyRange} the keys of its corrections */
+function correctionRange(key) {
+  return IDBKeyRange.bound([key, 0], [key, Number.MAX_SAFE_INTEGER]);
 }
 
-/** A browser that keeps nothing, as in private windows, is not an error. @template T @param {() => Promise<T>} work @param {T} otherwise @returns {Promise<T>} */
-async function tolerant(work, otherwise) {
+/** Run database work, and return a fallback if the browser stores nothing, as in private windows. @template T @param {() => Promise<T>} work @param {T} fallback @returns {Promise<T>} */
+async function withFallback(work, fallback) {
   try {
     return await work();
   } catch {
-    return otherwise;
+    return fallback;
   }
 }
 
-/** @param {string} job @returns {Promise<Edit[]>} the corrections of a result that were not taken back */
-export function load(job) {
-  return tolerant(async () => answer((await store("readonly")).getAll(all(job))), /** @type {Edit[]} */ ([]));
+/** @param {string} key @returns {Promise<Edit[]>} the corrections of a result, without undone ones */
+export function load(key) {
+  return withFallback(
+    async () => resultOf((await openStore("readonly")).getAll(correctionRange(key))),
+    /** @type {Edit[]} */ ([]),
+  );
 }
 
-/** @param {string} job @returns {Promise<number>} how many corrections of a result are kept */
-export function count(job) {
-  return tolerant(async () => answer((await store("readonly")).count(all(job))), 0);
+/** @param {string} key @returns {Promise<number>} the number of stored corrections of a result */
+export function count(key) {
+  return withFallback(async () => resultOf((await openStore("readonly")).count(correctionRange(key))), 0);
 }
 
 /**
- * Keep the newest correction as the one with this number, or forget what comes from there on.
- * @param {string} job @param {number} number @param {Edit | null} edit
- * @returns {Promise<"kept" | "elsewhere" | "nowhere">} elsewhere: another tab corrects this result, and nothing was written
+ * Store a correction under its number and delete all later ones. Without a correction, only delete.
+ * @param {string} key @param {number} number @param {Edit | null} edit
+ * @returns {Promise<"saved" | "owned-by-other-tab" | "unavailable">} owned-by-other-tab: nothing was written
  */
-export function keep(job, number, edit) {
-  return tolerant(async () => {
-    const edits = await store("readwrite");
-    const owner = await answer(edits.get([job, OWNER]));
-    if (owner !== undefined && owner !== ME) return "elsewhere";
-    edits.delete(IDBKeyRange.bound([job, number], [job, Number.MAX_SAFE_INTEGER]));
-    if (edit !== null) await answer(edits.put(edit, [job, number]));
-    return "kept";
-  }, "nowhere");
+export function save(key, number, edit) {
+  return withFallback(async () => {
+    const edits = await openStore("readwrite");
+    const owner = await resultOf(edits.get([key, OWNER]));
+    if (owner !== undefined && owner !== TAB_ID) return "owned-by-other-tab";
+    edits.delete(IDBKeyRange.bound([key, number], [key, Number.MAX_SAFE_INTEGER]));
+    if (edit !== null) await resultOf(edits.put(edit, [key, number]));
+    return "saved";
+  }, "unavailable");
 }
 
-/** @param {string} job @returns {Promise<string[]>} ids of the annotated stacks that were made of a result in this browser */
+/** @param {string} job @returns {Promise<string[]>} ids of the annotated stacks created from a result in this browser */
 export function annotationsOf(job) {
-  return tolerant(async () => (await answer((await store("readonly")).get([job, ANNOTATIONS]))) ?? [], []);
+  return withFallback(async () => (await resultOf((await openStore("readonly")).get([job, ANNOTATIONS]))) ?? [], []);
 }
 
-/** @param {string} job @param {string} annotation id of an annotated stack that was made of this result here */
+/** Record that an annotated stack was created from a result. @param {string} job @param {string} annotation id */
 export async function addAnnotation(job, annotation) {
-  const known = await annotationsOf(job);
-  await tolerant(
-    async () => answer((await store("readwrite")).put([...known, annotation], [job, ANNOTATIONS])),
+  const existing = await annotationsOf(job);
+  await withFallback(
+    async () => resultOf((await openStore("readwrite")).put([...existing, annotation], [job, ANNOTATIONS])),
     undefined,
   );
 }
 
-/** @returns {Promise<Map<string, number>>} how many corrections are kept of each result, and of each time point of a series */
+/** @returns {Promise<Map<string, number>>} the number of stored corrections by key */
 export function counts() {
-  return tolerant(async () => {
-    const keys = /** @type {[string, number][]} */ (await answer((await store("readonly")).getAllKeys()));
-    const found = new Map();
-    for (const [job, number] of keys) if (number >= 0) found.set(job, (found.get(job) ?? 0) + 1);
-    return found;
+  return withFallback(async () => {
+    const keys = /** @type {[string, number][]} */ (await resultOf((await openStore("readonly")).getAllKeys()));
+    const totals = new Map();
+    for (const [key, number] of keys) if (number >= 0) totals.set(key, (totals.get(key) ?? 0) + 1);
+    return totals;
   }, new Map());
 }
 
-/** @param {string} job @returns {Promise<Segmented | undefined>} the labels that its corrections are of */
-export function loadSegmented(job) {
-  return tolerant(async () => answer((await store("readonly")).get([job, SEGMENTED])), undefined);
+/** @param {string} key @returns {Promise<OriginalLabels | undefined>} the labels before any correction */
+export function loadOriginalLabels(key) {
+  return withFallback(async () => resultOf((await openStore("readonly")).get([key, ORIGINAL_LABELS])), undefined);
 }
 
-/** @param {string} job @param {Segmented} labels that its corrections are of */
-export function keepSegmented(job, labels) {
-  return tolerant(async () => answer((await store("readwrite")).put(labels, [job, SEGMENTED])), undefined);
+/** @param {string} key @param {OriginalLabels} labels */
+export function saveOriginalLabels(key, labels) {
+  return withFallback(
+    async () => resultOf((await openStore("readwrite")).put(labels, [key, ORIGINAL_LABELS])),
+    undefined,
+  );
 }
 
-/** @param {string} job that is corrected no more, with all of its time points */
+/** Delete everything stored for a job and all of its time points. @param {string} job */
 export function forget(job) {
-  return tolerant(async () => {
-    const edits = await store("readwrite");
+  return withFallback(async () => {
+    const edits = await openStore("readwrite");
     for (const [from, to] of [
       [job, job],
       [`${job}@`, `${job}@\uffff`],
     ])
-      edits.delete(IDBKeyRange.bound([from, SEGMENTED], [to, Number.MAX_SAFE_INTEGER]));
+      edits.delete(IDBKeyRange.bound([from, ORIGINAL_LABELS], [to, Number.MAX_SAFE_INTEGER]));
   }, undefined);
 }
 
 /**
- * Say that this tab corrects a result, so that no other one does at the same time. That is kept with the corrections,
- * where writing checks it: Web Locks are missing where a page does not come by HTTPS. A tab that was closed does not answer.
- * @param {string} job @param {boolean} force also where another tab does
- * @returns {Promise<boolean>} whether this tab may; false: another one does, and lives
+ * Claim a result for this tab, so that only one tab corrects it at a time. The claim is stored with the corrections and
+ * checked by every write, because Web Locks are only available over HTTPS. A claim of a closed tab is ignored.
+ * @param {string} key @param {boolean} force whether to take the result from another open tab
+ * @returns {Promise<boolean>} false if another open tab corrects the result
  */
-export async function own(job, force) {
-  const owner = await tolerant(async () => answer((await store("readonly")).get([job, OWNER])), undefined);
-  if (owner !== undefined && owner !== ME && !force && (await lives(job))) return false;
-  await tolerant(async () => answer((await store("readwrite")).put(ME, [job, OWNER])), undefined);
-  tabs.postMessage({ job, said: "mine" });
-  owned.add(job);
+export async function claim(key, force) {
+  const owner = await withFallback(async () => resultOf((await openStore("readonly")).get([key, OWNER])), undefined);
+  if (owner !== undefined && owner !== TAB_ID && !force && (await isOwnedByOpenTab(key))) return false;
+  await withFallback(async () => resultOf((await openStore("readwrite")).put(TAB_ID, [key, OWNER])), undefined);
+  tabs.postMessage({ key, type: "claim" });
+  owned.add(key);
   return true;
 }
 
-/** @param {string} job that this tab corrects no more */
-export function disown(job) {
-  if (!owned.delete(job)) return;
-  tolerant(async () => {
-    const edits = await store("readwrite");
-    if ((await answer(edits.get([job, OWNER]))) === ME) await answer(edits.delete([job, OWNER]));
+/** Release a result that this tab claimed. @param {string} key */
+export function release(key) {
+  if (!owned.delete(key)) return;
+  withFallback(async () => {
+    const edits = await openStore("readwrite");
+    if ((await resultOf(edits.get([key, OWNER]))) === TAB_ID) await resultOf(edits.delete([key, OWNER]));
   }, undefined);
 }
 
-/** @param {string} job @param {() => void} ontaken another tab has taken it @param {AbortSignal} signal */
-export function whenTaken(job, ontaken, signal) {
+/** Call `onclaim` when another tab claims a result. @param {string} key @param {() => void} onclaim @param {AbortSignal} signal */
+export function listenForClaims(key, onclaim, signal) {
   const listen = (/** @type {MessageEvent} */ { data }) => {
-    if (data.job === job && data.said === "mine") ontaken();
+    if (data.key === key && data.type === "claim") onclaim();
   };
   tabs.addEventListener("message", listen, { signal });
 }
 
-/** Ask the other tabs which of them corrects a result. @param {string} job @returns {Promise<boolean>} */
-function lives(job) {
+/** Ask the other open tabs whether one of them corrects a result. @param {string} key @returns {Promise<boolean>} */
+function isOwnedByOpenTab(key) {
   return new Promise((resolve) => {
-    const asked = new AbortController();
-    const end = (/** @type {boolean} */ alive) => {
-      asked.abort();
-      resolve(alive);
+    const listening = new AbortController();
+    const end = (/** @type {boolean} */ isOwned) => {
+      listening.abort();
+      resolve(isOwned);
     };
-    const listen = (/** @type {MessageEvent} */ { data }) => data.job === job && data.said === "I do" && end(true);
-    tabs.addEventListener("message", listen, { signal: asked.signal });
-    tabs.postMessage({ job, said: "who?" });
-    setTimeout(() => end(false), ANSWER_MILLISECONDS);
+    const listen = (/** @type {MessageEvent} */ { data }) => data.key === key && data.type === "owned" && end(true);
+    tabs.addEventListener("message", listen, { signal: listening.signal });
+    tabs.postMessage({ key, type: "query" });
+    setTimeout(() => end(false), REPLY_TIMEOUT_MILLISECONDS);
   });
 }
 
-const tabs = new BroadcastChannel(NAME);
+const tabs = new BroadcastChannel(DATABASE);
 tabs.addEventListener("message", ({ data }) => {
-  if (data.said === "who?" && owned.has(data.job)) tabs.postMessage({ job: data.job, said: "I do" });
-  if (data.said === "mine") owned.delete(data.job);
+  if (data.type === "query" && owned.has(data.key)) tabs.postMessage({ key: data.key, type: "owned" });
+  if (data.type === "claim") owned.delete(data.key);
 });

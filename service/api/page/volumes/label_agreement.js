@@ -1,57 +1,58 @@
-/** How far two results of one stack have the same objects. Nothing here touches the document. */
+/** Agreement of the objects of two results of one stack. Does not use the DOM. */
 
-import { entryOf } from "./slices.js";
+import { colorIndexOf } from "./slices.js";
 
 /** @typedef {import("./planes.js").Volume} Volume */
 
 /**
- * Compare the objects of two results.
+ * Compare the objects of two results of the same shape. Returns three values:
  *
- * common: how many objects there are of which more than half of what either has is in both: at most one partner is possible
- * then. counts: how many objects each has. entries: for each id of the first and of the second that of its colour: objects of
- * which each shares most with the other look the same, all others are grey.
- * @param {Volume} one @param {Volume} other of the same shape
+ * - common: the number of pairs with an intersection over union above 0.5. Each object has at most one such partner.
+ * - counts: the number of objects of each result.
+ * - colorIndices: for each result, the color index of each id. Objects that share most voxels with each other get the same
+ *   color, all others are gray.
+ * @param {Volume} first @param {Volume} second
  */
-export function compareObjects(one, other) {
-  const overlaps = countOverlaps(one.data, other.data);
+export function compareObjects(first, second) {
+  const overlaps = countOverlaps(first.data, second.data);
   /** @type {[Map<number, number>, Map<number, number>]} */
   const sizes = [new Map(), new Map()];
-  for (const { id, partner, both } of overlaps) {
-    if (id) sizes[0].set(id, (sizes[0].get(id) ?? 0) + both);
-    if (partner) sizes[1].set(partner, (sizes[1].get(partner) ?? 0) + both);
+  for (const { id, partner, voxels } of overlaps) {
+    if (id) sizes[0].set(id, (sizes[0].get(id) ?? 0) + voxels);
+    if (partner) sizes[1].set(partner, (sizes[1].get(partner) ?? 0) + voxels);
   }
-  const shared = overlaps.filter(({ id, partner }) => id && partner).sort((first, second) => second.both - first.both);
-  const common = shared.filter(({ id, partner, both }) => {
-    const union = (sizes[0].get(id) ?? 0) + (sizes[1].get(partner) ?? 0) - both;
-    return 2 * both > union;
+  const pairs = overlaps.filter(({ id, partner }) => id && partner).sort((a, b) => b.voxels - a.voxels);
+  const common = pairs.filter(({ id, partner, voxels }) => {
+    const union = (sizes[0].get(id) ?? 0) + (sizes[1].get(partner) ?? 0) - voxels;
+    return 2 * voxels > union;
   }).length;
-  const counts = sizes.map((found) => found.size);
-  const most = sizes.map((found) => [...found.keys()].reduce((high, id) => Math.max(high, id), 0));
-  const [own, theirs] = most.map((id) => new Uint8Array(id + 1));
+  const counts = sizes.map((sizeById) => sizeById.size);
+  const maxIds = sizes.map((sizeById) => [...sizeById.keys()].reduce((max, id) => Math.max(max, id), 0));
+  const [firstColors, secondColors] = maxIds.map((id) => new Uint8Array(id + 1));
   const [seen, seenPartners] = [new Set(), new Set()];
-  for (const { id, partner } of shared) {
-    if (!seen.has(id) && !seenPartners.has(partner)) own[id] = theirs[partner] = entryOf(id);
+  for (const { id, partner } of pairs) {
+    if (!seen.has(id) && !seenPartners.has(partner)) firstColors[id] = secondColors[partner] = colorIndexOf(id);
     seen.add(id);
     seenPartners.add(partner);
   }
-  return { common, counts, entries: [own, theirs] };
+  return { common, counts, colorIndices: [firstColors, secondColors] };
 }
 
 /**
- * Count the voxels that each pair of ids has in both, 0 being what is no object.
- * @param {Volume["data"]} one @param {Volume["data"]} other @returns {{id: number, partner: number, both: number}[]}
+ * Count the voxels of each pair of ids at the same position. Id 0 is the background.
+ * @param {Volume["data"]} first @param {Volume["data"]} second @returns {{id: number, partner: number, voxels: number}[]}
  */
-function countOverlaps(one, other) {
-  /** @type {Map<number, Map<number, {id: number, partner: number, both: number}>>} */
-  const found = new Map();
-  for (let start = 0, stop = 0; start < one.length; start = stop) {
-    const [id, partner] = [one[start], other[start]];
-    while (stop < one.length && one[stop] === id && other[stop] === partner) stop += 1;
-    const partners = found.get(id) ?? new Map();
-    found.set(id, partners);
-    const known = partners.get(partner);
-    if (known) known.both += stop - start;
-    else partners.set(partner, { id, partner, both: stop - start });
+function countOverlaps(first, second) {
+  /** @type {Map<number, Map<number, {id: number, partner: number, voxels: number}>>} */
+  const overlaps = new Map();
+  for (let start = 0, stop = 0; start < first.length; start = stop) {
+    const [id, partner] = [first[start], second[start]];
+    while (stop < first.length && first[stop] === id && second[stop] === partner) stop += 1;
+    const partners = overlaps.get(id) ?? new Map();
+    overlaps.set(id, partners);
+    const overlap = partners.get(partner);
+    if (overlap) overlap.voxels += stop - start;
+    else partners.set(partner, { id, partner, voxels: stop - start });
   }
-  return [...found.values()].flatMap((partners) => [...partners.values()]);
+  return [...overlaps.values()].flatMap((partners) => [...partners.values()]);
 }

@@ -1,4 +1,4 @@
-/** Sizes, places and intensities of objects in the browser, as the service measures them. Nothing here touches the document. */
+/** Measurements of objects in the browser, with the same definitions as in the service. Does not use the DOM. */
 
 /** @typedef {import("./planes.js").Volume} Volume */
 /** @typedef {import("./planes.js").Triple} Triple */
@@ -11,9 +11,9 @@ const COLUMNS = [
 
 /**
  * Measure all objects in one pass over the rows.
- * @param {Volume} labels @param {Volume | null} image of the same shape; without one there are no intensities
- * @param {Iterable<number>} ids of the objects @param {Triple | null} voxel its edges in micrometres, null: not known
- * @returns {Table} as the service writes it, for one channel
+ * @param {Volume} labels @param {Volume | null} image of the same shape, null to omit the intensities
+ * @param {Iterable<number>} ids of the objects @param {Triple | null} voxel voxel size in micrometers, null if unknown
+ * @returns {Table} the columns that the service writes for one channel
  */
 export function measure(labels, image, ids, voxel) {
   const label = Float64Array.from(ids).sort();
@@ -21,18 +21,18 @@ export function measure(labels, image, ids, voxel) {
   /** @type {Map<string, Float64Array>} */
   const columns = new Map(COLUMNS.map((name) => [name, new Float64Array(label.length)]));
   const get = (/** @type {string} */ name) => /** @type {Float64Array} */ (columns.get(name));
-  const [voxels, mean, most] = ["num_pixels", "intensity_mean", "intensity_max"].map(get);
-  const places = [0, 1, 2].map((axis) => get(`centroid-${axis}`));
+  const [voxels, mean, max] = ["num_pixels", "intensity_mean", "intensity_max"].map(get);
+  const centroids = [0, 1, 2].map((axis) => get(`centroid-${axis}`));
   const low = [0, 1, 2].map((axis) => get(`bbox-${axis}`).fill(Infinity));
   const high = [3, 4, 5].map((axis) => get(`bbox-${axis}`));
   get("label").set(label);
-  most.fill(-Infinity);
+  max.fill(-Infinity);
   forEachRun(labels, (id, z, y, x, length, start) => {
     const row = /** @type {number} */ (rowOf.get(id));
     voxels[row] += length;
-    places[0][row] += z * length;
-    places[1][row] += y * length;
-    places[2][row] += (x + (length - 1) / 2) * length;
+    centroids[0][row] += z * length;
+    centroids[1][row] += y * length;
+    centroids[2][row] += (x + (length - 1) / 2) * length;
     low[0][row] = Math.min(low[0][row], z);
     low[1][row] = Math.min(low[1][row], y);
     low[2][row] = Math.min(low[2][row], x);
@@ -40,22 +40,22 @@ export function measure(labels, image, ids, voxel) {
     high[1][row] = Math.max(high[1][row], y + 1);
     high[2][row] = Math.max(high[2][row], x + length);
     if (image === null) return;
-    for (let place = start; place < start + length; place += 1) {
-      mean[row] += image.data[place];
-      if (image.data[place] > most[row]) most[row] = image.data[place];
+    for (let index = start; index < start + length; index += 1) {
+      mean[row] += image.data[index];
+      if (image.data[index] > max[row]) max[row] = image.data[index];
     }
   });
   const edges = voxel ?? [1, 1, 1];
-  const cut = labels.shape.map((length) => length > 1);
+  const hasBorder = labels.shape.map((length) => length > 1);
   for (let row = 0; row < label.length; row += 1) {
     const count = voxels[row];
     const volume = count * edges[0] * edges[1] * edges[2];
     get("area")[row] = volume;
     get("equivalent_diameter_area")[row] = Math.cbrt((6 * volume) / Math.PI);
     mean[row] /= count;
-    for (const axis of [0, 1, 2]) places[axis][row] *= edges[axis] / count;
+    for (const axis of [0, 1, 2]) centroids[axis][row] *= edges[axis] / count;
     const touching = labels.shape.some(
-      (length, axis) => cut[axis] && (low[axis][row] === 0 || high[axis][row] === length),
+      (length, axis) => hasBorder[axis] && (low[axis][row] === 0 || high[axis][row] === length),
     );
     get("touching_border")[row] = Number(touching);
   }
@@ -63,7 +63,7 @@ export function measure(labels, image, ids, voxel) {
   return { columns, length: label.length, unit: voxel === null ? "voxel" : "um" };
 }
 
-/** @param {Volume} labels @param {(id: number, z: number, y: number, x: number, length: number, start: number) => void} visit runs of voxels of one object along x */
+/** Call a function for each run of voxels of one object along x. @param {Volume} labels @param {(id: number, z: number, y: number, x: number, length: number, start: number) => void} visit */
 function forEachRun({ data, shape }, visit) {
   const [, height, width] = shape;
   for (let row = 0; row < data.length; row += width) {
@@ -79,7 +79,7 @@ function forEachRun({ data, shape }, visit) {
   }
 }
 
-/** @param {Table} table @returns {string} comma-separated values with a line of names, as the service writes them */
+/** Write a table as CSV with a header line, in the format of the service. @param {Table} table @returns {string} */
 export function asCsv({ columns, length, unit }) {
   const names = [...columns.keys()];
   const lines = Array.from({ length }, (_, row) => {

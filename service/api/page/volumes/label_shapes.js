@@ -1,56 +1,57 @@
-/** Shapes of objects as masks: parts that grow from seeds, filled outlines, shapes between two others. */
+/** Shapes as masks: splitting by seeds, filled outlines, and interpolation between outlines. */
 
 /** @typedef {import("./planes.js").Triple} Triple */
-/** @typedef {[number, number]} Point voxels down and to the right; the middle of the first voxel is at 0.5, 0.5 */
-/** @typedef {{inside: Uint8Array, top: number, left: number, height: number, width: number}} Mask of a plane */
+/** @typedef {[number, number]} Point voxel coordinates down and to the right; the center of the first voxel is at 0.5, 0.5 */
+/** @typedef {{inside: Uint8Array, top: number, left: number, height: number, width: number}} Mask mask of a part of a plane */
 
 /**
- * Squared distances to the nearest zero along one line, added to squared distances across it: the lower envelope of
- * parabolas (Felzenszwalb and Huttenlocher, Distance transforms of sampled functions, 2012).
- * @param {Float64Array} values is overwritten @param {number} count how many of them @param {number} edge of a voxel
- * @param {Int32Array} roots @param {Float64Array} bounds room for as many, and one more
- * @param {Float64Array} found room for the result
+ * Add the squared distances along one line to squared distances across it: the lower envelope of parabolas (Felzenszwalb
+ * and Huttenlocher, Distance transforms of sampled functions, 2012).
+ * @param {Float64Array} values overwritten with the result @param {number} count number of values to use
+ * @param {number} edge length of a voxel along the line @param {Int32Array} roots buffer of `count` values
+ * @param {Float64Array} bounds buffer of `count` + 1 values @param {Float64Array} result buffer of `count` values
  */
-function envelope(values, count, edge, roots, bounds, found) {
+function addLineDistances(values, count, edge, roots, bounds, result) {
   const square = edge * edge;
   let last = 0;
   roots[0] = 0;
   bounds[0] = -Infinity;
   bounds[1] = Infinity;
-  for (let place = 1; place < count; place += 1) {
-    let meet = 0;
+  for (let index = 1; index < count; index += 1) {
+    let intersection = 0;
     for (;;) {
       const root = roots[last];
-      meet = (values[place] - values[root] + square * (place * place - root * root)) / (2 * square * (place - root));
-      if (meet > bounds[last]) break;
+      intersection =
+        (values[index] - values[root] + square * (index * index - root * root)) / (2 * square * (index - root));
+      if (intersection > bounds[last]) break;
       last -= 1;
     }
     last += 1;
-    roots[last] = place;
-    bounds[last] = meet;
+    roots[last] = index;
+    bounds[last] = intersection;
     bounds[last + 1] = Infinity;
   }
   last = 0;
-  for (let place = 0; place < count; place += 1) {
-    while (bounds[last + 1] < place) last += 1;
-    const away = place - roots[last];
-    found[place] = square * away * away + values[roots[last]];
+  for (let index = 0; index < count; index += 1) {
+    while (bounds[last + 1] < index) last += 1;
+    const distance = index - roots[last];
+    result[index] = square * distance * distance + values[roots[last]];
   }
-  values.set(found.subarray(0, count));
+  values.set(result.subarray(0, count));
 }
 
 /**
- * The squared Euclidean distance of each voxel from the nearest one outside.
- * @param {Uint8Array} inside @param {number[]} shape @param {number[]} voxel edges of a voxel
+ * Compute the squared Euclidean distance of each voxel from the nearest voxel outside.
+ * @param {Uint8Array} inside @param {number[]} shape @param {number[]} voxel voxel size
  * @returns {Float32Array}
  */
 export function squaredDistances(inside, shape, voxel) {
-  // Farther than any distance, and small enough to be subtracted exactly.
-  const far = shape.reduce((sum, length, axis) => sum + (length * voxel[axis]) ** 2, 1);
-  const distances = Float32Array.from(inside, (one) => (one ? far : 0));
+  // Larger than any distance in the shape, but small enough that subtractions stay exact.
+  const upperBound = shape.reduce((sum, length, axis) => sum + (length * voxel[axis]) ** 2, 1);
+  const distances = Float32Array.from(inside, (isInside) => (isInside ? upperBound : 0));
   const longest = Math.max(...shape);
   const values = new Float64Array(longest);
-  const found = new Float64Array(longest);
+  const result = new Float64Array(longest);
   const roots = new Int32Array(longest);
   const bounds = new Float64Array(longest + 1);
   let stride = 1;
@@ -59,28 +60,29 @@ export function squaredDistances(inside, shape, voxel) {
     const block = stride * count;
     for (let line = 0; line < distances.length / count; line += 1) {
       const start = Math.floor(line / stride) * block + (line % stride);
-      let any = false;
-      for (let place = 0; place < count; place += 1) {
-        values[place] = distances[start + place * stride];
-        any ||= values[place] > 0;
+      let hasInside = false;
+      for (let index = 0; index < count; index += 1) {
+        values[index] = distances[start + index * stride];
+        hasInside ||= values[index] > 0;
       }
-      if (!any) continue;
-      envelope(values, count, voxel[axis], roots, bounds, found);
-      for (let place = 0; place < count; place += 1) distances[start + place * stride] = values[place];
+      if (!hasInside) continue;
+      addLineDistances(values, count, voxel[axis], roots, bounds, result);
+      for (let index = 0; index < count; index += 1) distances[start + index * stride] = values[index];
     }
     stride = block;
   }
   return distances;
 }
 
-const SLOWEST = 4095;
+/** Largest travel time of a front between neighboring voxels, which limits the number of buckets. */
+const MAX_STEP_TIME = 4095;
 
 /**
- * Divide a shape among seeds: fronts start at all of them, as fast as the square of the distance from the surface, so
- * that they meet in necks (Dijkstra's algorithm with Dial's buckets).
- * @param {Uint8Array} inside with a margin of zeros all around @param {Triple} shape @param {Triple} voxel edges of a voxel
- * @param {number[]} seeds places inside
- * @returns {Uint16Array} for each voxel the number of its seed, from 1; 0 outside, and where no front arrives
+ * Divide a shape among seeds. A front starts at each seed, with a speed proportional to the squared distance from the
+ * surface, so that fronts meet in necks (Dijkstra's algorithm with Dial's buckets).
+ * @param {Uint8Array} inside with a margin of zeros on all sides @param {Triple} shape @param {Triple} voxel voxel size
+ * @param {number[]} seeds indices of voxels inside
+ * @returns {Uint16Array} the number of the seed of each voxel, from 1; 0 outside and in unreachable parts
  */
 export function divide(inside, shape, voxel, seeds) {
   const distances = squaredDistances(inside, shape, voxel);
@@ -89,41 +91,42 @@ export function divide(inside, shape, voxel, seeds) {
     [-stride, voxel[axis]],
   ]);
   const finest = Math.min(...voxel);
-  const unit = (8 / finest) * seeds.reduce((most, seed) => Math.max(most, distances[seed]), finest ** 2);
+  const unit = (8 / finest) * seeds.reduce((max, seed) => Math.max(max, distances[seed]), finest ** 2);
   const parts = new Uint16Array(inside.length);
   const arrival = new Float64Array(inside.length).fill(Infinity);
   /** @type {number[][]} */
-  const buckets = Array.from({ length: SLOWEST + 1 }, () => []);
-  let waiting = 0;
-  /** @param {number} place @param {number} when @param {number} part */
-  const arrive = (place, when, part) => {
-    arrival[place] = when;
-    parts[place] = part;
-    buckets[when % buckets.length].push(place);
-    waiting += 1;
+  const buckets = Array.from({ length: MAX_STEP_TIME + 1 }, () => []);
+  let pending = 0;
+  /** @param {number} index @param {number} time @param {number} part */
+  const enqueue = (index, time, part) => {
+    arrival[index] = time;
+    parts[index] = part;
+    buckets[time % buckets.length].push(index);
+    pending += 1;
   };
-  /** @param {number} place */
-  const spread = (place) => {
+  /** @param {number} index */
+  const spread = (index) => {
     for (const [offset, length] of steps) {
-      const next = place + offset;
+      const next = index + offset;
       if (!inside[next]) continue;
-      const when = arrival[place] + Math.max(1, Math.min(SLOWEST, Math.round((unit * length) / distances[next])));
-      if (when < arrival[next]) arrive(next, when, parts[place]);
+      const step = Math.max(1, Math.min(MAX_STEP_TIME, Math.round((unit * length) / distances[next])));
+      const time = arrival[index] + step;
+      if (time < arrival[next]) enqueue(next, time, parts[index]);
     }
   };
-  for (const [number, seed] of seeds.entries()) arrive(seed, 0, number + 1);
-  for (let now = 0; waiting > 0; now += 1) {
-    const bucket = buckets[now % buckets.length];
-    for (const place of bucket) if (arrival[place] === now) spread(place);
-    waiting -= bucket.length;
+  for (const [number, seed] of seeds.entries()) enqueue(seed, 0, number + 1);
+  for (let time = 0; pending > 0; time += 1) {
+    const bucket = buckets[time % buckets.length];
+    for (const index of bucket) if (arrival[index] === time) spread(index);
+    pending -= bucket.length;
     bucket.length = 0;
   }
   return parts;
 }
 
 /**
- * The voxels whose middle lies within a closed outline.
- * @param {Point[]} points @param {Point} size of the plane @returns {Mask | null} null: there are none
+ * Fill a closed outline: select the voxels whose center lies inside.
+ * @param {Point[]} points @param {Point} size of the plane @returns {Mask | null} null if there are no such voxels
  */
 export function fillPolygon(points, size) {
   const [downs, rights] = [0, 1].map((axis) => points.map((point) => point[axis]));
@@ -143,7 +146,7 @@ export function fillPolygon(points, size) {
   return inside.includes(1) ? { inside, top, left, height, width } : null;
 }
 
-/** Where a horizontal line is inside of an outline, loops of which count as inside too. @param {Point[]} points @param {number} level */
+/** Return the parts of a horizontal line inside an outline (nonzero winding rule). @param {Point[]} points @param {number} level */
 function spans(points, level) {
   /** @type {[number, number][]} */
   const crossings = [];
@@ -152,42 +155,42 @@ function spans(points, level) {
     if (from[0] <= level === to[0] <= level) return;
     crossings.push([from[1] + ((level - from[0]) / (to[0] - from[0])) * (to[1] - from[1]), to[0] > from[0] ? 1 : -1]);
   });
-  crossings.sort((one, other) => one[0] - other[0]);
+  crossings.sort((first, second) => first[0] - second[0]);
   /** @type {[number, number][]} */
-  const found = [];
+  const intervals = [];
   let winding = 0;
-  crossings.forEach(([place, turn], number) => {
-    winding += turn;
-    if (winding !== 0 && number + 1 < crossings.length) found.push([place, crossings[number + 1][0]]);
+  crossings.forEach(([position, direction], number) => {
+    winding += direction;
+    if (winding !== 0 && number + 1 < crossings.length) intervals.push([position, crossings[number + 1][0]]);
   });
-  return found;
+  return intervals;
 }
 
-/** Signed distance from the border of a mask that is put into a larger frame. @param {Mask} mask @param {number} height @param {number} width @param {Point} shift */
+/** Compute the signed distance from the border of a mask within a larger frame. @param {Mask} mask @param {number} height @param {number} width @param {Point} shift */
 function signedDistances(mask, height, width, shift) {
   const inside = new Uint8Array(height * width);
   for (let v = 0; v < mask.height; v += 1)
     inside.set(mask.inside.subarray(v * mask.width, (v + 1) * mask.width), (v + shift[0]) * width + shift[1]);
-  const within = squaredDistances(inside, [height, width], [1, 1]);
-  const beyond = squaredDistances(
-    inside.map((one) => 1 - one),
+  const insideSquares = squaredDistances(inside, [height, width], [1, 1]);
+  const outsideSquares = squaredDistances(
+    inside.map((isInside) => 1 - isInside),
     [height, width],
     [1, 1],
   );
-  return within.map((square, place) => Math.sqrt(square) - Math.sqrt(beyond[place]));
+  return insideSquares.map((square, index) => Math.sqrt(square) - Math.sqrt(outsideSquares[index]));
 }
 
 /**
- * Shapes between two: their signed distances are interpolated about a middle that moves from one to the other
- * (Raya and Udupa, Shape-based interpolation of multidimensional objects, 1990).
- * @param {Mask} one @param {Mask} other @param {number} count of shapes @returns {Mask[]}
+ * Interpolate shapes between two masks: blend their signed distances while the center moves from one to the other (Raya
+ * and Udupa, Shape-based interpolation of multidimensional objects, 1990).
+ * @param {Mask} first @param {Mask} second @param {number} count number of shapes @returns {Mask[]}
  */
-function blend(one, other, count) {
+function interpolate(first, second, count) {
   if (count <= 0) return [];
   const margin = 1;
-  const height = Math.max(one.height, other.height) + 2 * margin;
-  const width = Math.max(one.width, other.width) + 2 * margin;
-  const [near, far] = [one, other].map((mask) => {
+  const height = Math.max(first.height, second.height) + 2 * margin;
+  const width = Math.max(first.width, second.width) + 2 * margin;
+  const [start, end] = [first, second].map((mask) => {
     /** @type {Point} */
     const shift = [(height - mask.height) >> 1, (width - mask.width) >> 1];
     return {
@@ -197,31 +200,32 @@ function blend(one, other, count) {
     };
   });
   return Array.from({ length: count }, (_, step) => {
-    const share = (step + 1) / (count + 1);
+    const fraction = (step + 1) / (count + 1);
     const inside = new Uint8Array(height * width);
-    for (let place = 0; place < inside.length; place += 1)
-      inside[place] = near.distances[place] * (1 - share) + far.distances[place] * share > 0 ? 1 : 0;
-    const [top, left] = [near.top + (far.top - near.top) * share, near.left + (far.left - near.left) * share].map(
-      Math.round,
-    );
+    for (let index = 0; index < inside.length; index += 1)
+      inside[index] = start.distances[index] * (1 - fraction) + end.distances[index] * fraction > 0 ? 1 : 0;
+    const [top, left] = [
+      start.top + (end.top - start.top) * fraction,
+      start.left + (end.left - start.left) * fraction,
+    ].map(Math.round);
     return { inside, top, left, height, width };
   });
 }
 
 /**
- * Masks of all planes from the first to the last outline.
- * @param {{at: number}[]} outlines in the order of their planes @param {Mask[]} fills of the outlines
+ * Create the masks of all planes from the first to the last outline.
+ * @param {{at: number}[]} outlines sorted by plane @param {Mask[]} outlineMasks the filled outlines
  * @returns {Map<number, Mask>} by plane
  */
-export function fillBetween(outlines, fills) {
+export function fillBetween(outlines, outlineMasks) {
   /** @type {Map<number, Mask>} */
   const masks = new Map();
   for (const [number, { at }] of outlines.entries()) {
-    masks.set(at, fills[number]);
+    masks.set(at, outlineMasks[number]);
     if (number === 0) continue;
-    const before = outlines[number - 1].at;
-    const between = blend(fills[number - 1], fills[number], at - before - 1);
-    for (const [step, mask] of between.entries()) masks.set(before + 1 + step, mask);
+    const previous = outlines[number - 1].at;
+    const between = interpolate(outlineMasks[number - 1], outlineMasks[number], at - previous - 1);
+    for (const [step, mask] of between.entries()) masks.set(previous + 1 + step, mask);
   }
   return masks;
 }

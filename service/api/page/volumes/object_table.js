@@ -1,8 +1,8 @@
-/** The table of objects as the service writes it: one number per object in each column. */
+/** The table of objects in the format of the service: one number per object in each column. */
 
 /** @typedef {{columns: Map<string, Float64Array>, length: number, unit: string}} Table */
 
-/** @param {string} text comma-separated values with a line of names @returns {Table} */
+/** Parse a table. @param {string} text CSV with a header line @returns {Table} */
 export function parseTable(text) {
   const lines = text.trimEnd().split("\n");
   const names = (lines.shift() ?? "").split(",");
@@ -21,23 +21,23 @@ export function parseTable(text) {
   return { columns, length: lines.length, unit };
 }
 
-/** @param {Table} table @param {string} name @returns {Float64Array} */
+/** @param {Table} table @param {string} name @returns {Float64Array} the values of a column, zeros if the table does not have it */
 export function column(table, name) {
   return table.columns.get(name) ?? new Float64Array(table.length);
 }
 
 /**
- * The rows that lie within all limits, in the order of a column.
- * @param {Table} table @param {string} sorted name of the column @param {boolean} descending
+ * Return the rows within all limits, sorted by a column.
+ * @param {Table} table @param {string} sortColumn @param {boolean} descending
  * @param {Map<string, [number, number]>} limits by column
  */
-export function chooseRows(table, sorted, descending, limits) {
+export function filterRows(table, sortColumn, descending, limits) {
   const rows = [];
   const checks = [...limits].map(([name, [low, high]]) => ({ values: column(table, name), low, high }));
   for (let row = 0; row < table.length; row += 1) {
     if (checks.every(({ values, low, high }) => values[row] >= low && values[row] <= high)) rows.push(row);
   }
-  const keys = column(table, sorted);
+  const keys = column(table, sortColumn);
   const sign = descending ? -1 : 1;
-  return Uint32Array.from(rows.sort((one, other) => sign * (keys[one] - keys[other]) || one - other));
+  return Uint32Array.from(rows.sort((first, second) => sign * (keys[first] - keys[second]) || first - second));
 }

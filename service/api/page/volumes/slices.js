@@ -1,11 +1,11 @@
-/** Planes of volumes as pictures: cutting, grey values, outlines of objects. Nothing here touches the document. */
+/** Planes of volumes as images: slicing, gray values, outlines of objects. Does not use the DOM. */
 
 /** @typedef {import("./planes.js").Volume} Volume */
-/** @typedef {import("./planes.js").Numbers} Numbers */
-/** @typedef {{data: Numbers, width: number, height: number}} Plane */
+/** @typedef {import("./planes.js").PixelArray} PixelArray */
+/** @typedef {{data: PixelArray, width: number, height: number}} Plane */
 /** @typedef {0 | 1 | 2} Axis z, y or x */
 
-/** The axes that go down and to the right in a view along an axis. */
+/** For each axis, the axes that point down and to the right in the view along it. */
 export const ACROSS = /** @type {const} */ ([
   [1, 2],
   [0, 2],
@@ -13,70 +13,71 @@ export const ACROSS = /** @type {const} */ ([
 ]);
 
 /**
- * Cut a plane; one along z is a view into the volume, others are copied.
- * @param {Volume} volume @param {Axis} axis @param {number} at
+ * Extract a plane. A plane normal to z shares the memory of the volume, others are copied.
+ * @param {Volume} volume @param {Axis} axis normal to the plane @param {number} position
  * @returns {Plane}
  */
-export function cut(volume, axis, at) {
+export function slice(volume, axis, position) {
   const [, rows, columns] = volume.shape;
   const [down, right] = ACROSS[axis];
   const width = volume.shape[right];
   const height = volume.shape[down];
-  if (axis === 0) return { data: volume.data.subarray(at * rows * columns, (at + 1) * rows * columns), width, height };
-  const data = /** @type {Numbers} */ (new /** @type {any} */ (volume.data.constructor)(width * height));
+  if (axis === 0)
+    return { data: volume.data.subarray(position * rows * columns, (position + 1) * rows * columns), width, height };
+  const data = /** @type {PixelArray} */ (new /** @type {any} */ (volume.data.constructor)(width * height));
   const source = volume.data;
-  // Plane after plane, in which voxels lie close to each other in memory.
+  // Go through the volume plane by plane, in the order of its memory.
   for (let z = 0; z < volume.shape[0]; z += 1) {
     const plane = z * rows * columns;
     if (axis === 1) {
-      data.set(source.subarray(plane + at * columns, plane + (at + 1) * columns), z * columns);
+      data.set(source.subarray(plane + position * columns, plane + (position + 1) * columns), z * columns);
       continue;
     }
-    let from = plane + at;
+    let from = plane + position;
     for (let y = 0; y < rows; y += 1, from += columns) data[y * width + z] = source[from];
   }
   return { data, width, height };
 }
 
-/** @param {Volume} volume @returns {Plane} the largest value along z */
+/** @param {Volume} volume @returns {Plane} the maximum projection along z */
 export function project(volume) {
   const [depth, height, width] = volume.shape;
   const area = height * width;
   const data = volume.data.slice(0, area);
   for (let z = 1; z < depth; z += 1) {
     const offset = z * area;
-    for (let place = 0; place < area; place += 1) {
-      const value = volume.data[offset + place];
-      if (value > data[place]) data[place] = value;
+    for (let index = 0; index < area; index += 1) {
+      const value = volume.data[offset + index];
+      if (value > data[index]) data[index] = value;
     }
   }
   return { data, width, height };
 }
 
 /**
- * The grey values below which lie the given shares of the voxels, from an even sample of them.
- * @param {Numbers} data @param {number[]} shares
+ * Estimate quantiles of the gray values from an even sample of the voxels.
+ * @param {PixelArray} data @param {number[]} fractions
  */
-export function quantiles(data, shares) {
+export function quantiles(data, fractions) {
   const stride = Math.max(1, Math.floor(data.length / 100_000));
-  const picked = [];
-  for (let place = 0; place < data.length; place += stride) {
-    if (Number.isFinite(data[place])) picked.push(data[place]);
+  const sample = [];
+  for (let index = 0; index < data.length; index += stride) {
+    if (Number.isFinite(data[index])) sample.push(data[index]);
   }
-  const sorted = Float64Array.from(picked).sort();
-  return shares.map((share) => sorted[Math.round(share * (sorted.length - 1))] ?? 0);
+  const sorted = Float64Array.from(sample).sort();
+  return fractions.map((fraction) => sorted[Math.round(fraction * (sorted.length - 1))] ?? 0);
 }
 
-/** Levels of a colour, ABGR, by the colour. @type {Map<string, Uint32Array>} */
+/** Cached shades of colors as ABGR pixels. @type {Map<string, Uint32Array>} */
 const SHADES = new Map();
 
-/** @param {[number, number, number]} colour @returns {Uint32Array} from black to the colour */
-function shadesOf(colour) {
-  const name = String(colour);
-  const known = SHADES.get(name);
-  if (known) return known;
+/** @param {[number, number, number]} color @returns {Uint32Array} 256 shades from black to the color */
+function shadesOf(color) {
+  const name = String(color);
+  const cached = SHADES.get(name);
+  if (cached) return cached;
   const shades = Uint32Array.from({ length: 256 }, (_, level) => {
-    const [red, green, blue] = colour.map((part) => Math.round((part * level) / 255));
+    const [red, green, blue] = color.map((part) => Math.round((part * level) / 255));
     return (0xff000000 | (blue << 16) | (green << 8) | red) >>> 0;
   });
   SHADES.set(name, shades);
@@ -84,52 +85,53 @@ function shadesOf(colour) {
 }
 
 /**
- * @param {Plane} plane @param {number} low @param {number} high grey values that become black and white
- * @param {[number, number, number]} colour of white
+ * Convert gray values to an image.
+ * @param {Plane} plane @param {number} low gray value displayed as black @param {number} high gray value displayed at full brightness
+ * @param {[number, number, number]} color of the brightest pixels
  */
-export function paintGrey(plane, low, high, colour = [255, 255, 255]) {
+export function paintGray(plane, low, high, color = [255, 255, 255]) {
   const image = new ImageData(plane.width, plane.height);
   const pixels = new Uint32Array(image.data.buffer);
-  const shades = shadesOf(colour);
+  const shades = shadesOf(color);
   const scale = 255.999 / Math.max(high - low, 1e-9);
   const { data } = plane;
-  for (let place = 0; place < data.length; place += 1) {
-    const level = (data[place] - low) * scale;
-    pixels[place] = shades[level > 0 ? (level < 255 ? level | 0 : 255) : 0];
+  for (let index = 0; index < data.length; index += 1) {
+    const level = (data[index] - low) * scale;
+    pixels[index] = shades[level > 0 ? (level < 255 ? level | 0 : 255) : 0];
   }
   return image;
 }
 
-// Of objects that have no colour of their own.
-const GREY = 0xffa8a8a8;
-// Of 765, over red, green and blue: less looks the same as an outline of one pixel.
-const ALIKE = 120;
+/** ABGR color of objects without a color of their own. */
+const GRAY = 0xffa8a8a8;
+/** Sum of the differences of red, green and blue below which outlines of one pixel look the same. */
+const SIMILAR_COLOR_DISTANCE = 120;
 
-/** Colours of objects as the label files have them for ImageJ: hues after the golden ratio. Entries are ABGR. */
-export const COLOURS = Uint32Array.from({ length: 256 }, (_, entry) => {
-  const label = entry - 1;
-  if (label < 0) return GREY;
+/** Colors of objects as ABGR pixels, the same as in the label files for ImageJ: hues in steps of the golden ratio. */
+export const COLORS = Uint32Array.from({ length: 256 }, (_, colorIndex) => {
+  const label = colorIndex - 1;
+  if (label < 0) return GRAY;
   const hue = (label * 0.618034) % 1;
   const [red, green, blue] = hsv(hue, [1, 0.55, 0.8][label % 3], [1, 0.95, 0.85][label % 3]);
   return (0xff000000 | (blue << 16) | (green << 8) | red) >>> 0;
 });
 
-/** @param {number} id @returns {number} where its colour is among `COLOURS` */
-export function entryOf(id) {
+/** @param {number} id @returns {number} index of its color in `COLORS` */
+export function colorIndexOf(id) {
   return ((id - 1) % 255) + 1;
 }
 
-/** Whether the colours of two objects are hard to tell apart. @param {number} id @param {number} other */
-export function lookAlike(id, other) {
-  const [one, two] = [COLOURS[entryOf(id)], COLOURS[entryOf(other)]];
-  const between = [0, 8, 16].map((shift) => Math.abs(((one >> shift) & 255) - ((two >> shift) & 255)));
-  return between.reduce((sum, part) => sum + part, 0) < ALIKE;
+/** Return whether the colors of two objects are hard to distinguish. @param {number} id @param {number} other */
+export function haveSimilarColors(id, other) {
+  const [first, second] = [COLORS[colorIndexOf(id)], COLORS[colorIndexOf(other)]];
+  const differences = [0, 8, 16].map((shift) => Math.abs(((first >> shift) & 255) - ((second >> shift) & 255)));
+  return differences.reduce((sum, part) => sum + part, 0) < SIMILAR_COLOR_DISTANCE;
 }
 
-/** @param {number} id @returns {string} for style sheets */
-export function cssColour(id) {
-  const colour = COLOURS[entryOf(id)];
-  return `rgb(${colour & 255} ${(colour >> 8) & 255} ${(colour >> 16) & 255})`;
+/** @param {number} id @returns {string} the color of an object in CSS syntax */
+export function cssColor(id) {
+  const color = COLORS[colorIndexOf(id)];
+  return `rgb(${color & 255} ${(color >> 8) & 255} ${(color >> 16) & 255})`;
 }
 
 /** @param {number} hue @param {number} saturation @param {number} value @returns {[number, number, number]} */
@@ -142,31 +144,31 @@ function hsv(hue, saturation, value) {
   return [part(5), part(3), part(1)];
 }
 
-/** @typedef {{left: number, top: number, scaleX: number, scaleY: number}} Placement of a plane's voxels, in pixels */
-/** @typedef {{filled: boolean, selected: number, hidden: Uint8Array | null, entries: Uint8Array | null, thickness: number}} Style entries: for each id that of its colour among `COLOURS`; null: the usual one */
+/** @typedef {{left: number, top: number, scaleX: number, scaleY: number}} Placement position of a plane and size of its voxels, in pixels */
+/** @typedef {{filled: boolean, selected: number, hidden: Uint8Array | null, colorIndices: Uint8Array | null, thickness: number}} Style colorIndices: index into `COLORS` by id, null for the default colors */
 
 /**
- * Draw outlines at the resolution of the screen, so that they are sharp however large a voxel is.
- * @param {Plane} labels @param {ImageData} image is overwritten @param {Placement} place @param {Style} style
+ * Draw outlines at the resolution of the screen, so that they are sharp at any zoom.
+ * @param {Plane} labels @param {ImageData} image overwritten @param {Placement} placement @param {Style} style
  */
-export function paintLabels(labels, image, place, style) {
+export function paintLabels(labels, image, placement, style) {
   const { width, height } = image;
   const pixels = new Uint32Array(image.data.buffer);
   pixels.fill(0);
   const columns = new Int32Array(width);
   for (let x = 0; x < width; x += 1) {
-    const u = Math.floor((x + 0.5 - place.left) / place.scaleX);
+    const u = Math.floor((x + 0.5 - placement.left) / placement.scaleX);
     columns[x] = u >= 0 && u < labels.width ? u : -1;
   }
   const first = columns.findIndex((u) => u >= 0);
   if (first < 0) return;
   let last = width - 1;
   while (columns[last] < 0) last -= 1;
-  // The outline of the chosen object is thicker.
+  // The outline of the selected object is thicker.
   const [thick, reach] = [style.thickness, style.thickness + 1];
   /** @param {number} y @param {Int32Array} row */
-  const look = (y, row) => {
-    const v = Math.floor((y + 0.5 - place.top) / place.scaleY);
+  const readRow = (y, row) => {
+    const v = Math.floor((y + 0.5 - placement.top) / placement.scaleY);
     if (y < 0 || y >= height || v < 0 || v >= labels.height) return row.fill(0);
     const offset = v * labels.width;
     const { data } = labels;
@@ -176,9 +178,9 @@ export function paintLabels(labels, image, place, style) {
     return row;
   };
   const rows = Array.from({ length: 2 * reach + 1 }, () => new Int32Array(width));
-  for (let y = 0; y < 2 * reach; y += 1) look(y - reach, rows[y]);
+  for (let y = 0; y < 2 * reach; y += 1) readRow(y - reach, rows[y]);
   for (let y = 0; y < height; y += 1) {
-    look(y + reach, rows[2 * reach]);
+    readRow(y + reach, rows[2 * reach]);
     const [row, above, below] = [rows[reach], rows[reach - thick], rows[reach + thick]];
     paintRow(above, row, below, pixels, y * width, first, last, style);
     if (style.selected && row.includes(style.selected)) paintSelected(rows, pixels, y * width, first, last, style);
@@ -188,35 +190,36 @@ export function paintLabels(labels, image, place, style) {
 }
 
 /**
+ * Paint one row of pixels.
  * @param {Int32Array} above @param {Int32Array} row @param {Int32Array} below ids
  * @param {Uint32Array} pixels @param {number} offset @param {number} first @param {number} last @param {Style} style
  */
 function paintRow(above, row, below, pixels, offset, first, last, style) {
-  const { filled, entries, thickness } = style;
+  const { filled, colorIndices, thickness } = style;
   for (let x = first; x <= last; x += 1) {
     const id = row[x];
     if (id === 0) continue;
-    // Beyond the ends of a row there is undefined, which is no id.
+    // Pixels beyond the ends of a row are undefined, which never equals an id.
     const inside = row[x - thickness] === id && row[x + thickness] === id && above[x] === id && below[x] === id;
     if (inside && !filled) continue;
-    const colour = COLOURS[entries === null ? ((id - 1) % 255) + 1 : entries[id]];
-    pixels[offset + x] = inside ? (colour & 0x00ffffff) | 0x70000000 : colour;
+    const color = COLORS[colorIndices === null ? ((id - 1) % 255) + 1 : colorIndices[id]];
+    pixels[offset + x] = inside ? (color & 0x00ffffff) | 0x70000000 : color;
   }
 }
 
 /**
- * Paint the chosen object: white around its colour.
- * @param {Int32Array[]} rows of ids, the one that is painted in the middle
+ * Paint the selected object in its color with a white outline.
+ * @param {Int32Array[]} rows of ids; the painted row is in the middle
  * @param {Uint32Array} pixels @param {number} offset @param {number} first @param {number} last @param {Style} style
  */
-function paintSelected(rows, pixels, offset, first, last, { selected, entries }) {
+function paintSelected(rows, pixels, offset, first, last, { selected, colorIndices }) {
   const reach = rows.length >> 1;
   const row = rows[reach];
-  const colour = (COLOURS[entries?.[selected] ?? entryOf(selected)] & 0x00ffffff) | 0x3c000000;
+  const color = (COLORS[colorIndices?.[selected] ?? colorIndexOf(selected)] & 0x00ffffff) | 0x3c000000;
   for (let x = first; x <= last; x += 1) {
     if (row[x] !== selected) continue;
-    const along = row[x - reach] === selected && row[x + reach] === selected;
-    const inside = along && rows[0][x] === selected && rows[2 * reach][x] === selected;
-    pixels[offset + x] = inside ? colour : 0xffffffff;
+    const isInsideRow = row[x - reach] === selected && row[x + reach] === selected;
+    const inside = isInsideRow && rows[0][x] === selected && rows[2 * reach][x] === selected;
+    pixels[offset + x] = inside ? color : 0xffffffff;
   }
 }

@@ -1,11 +1,11 @@
-/** Time points of requests and results. */
+/** The `time` parameter of requests and results: an index, `all`, or a range such as `2:5`. */
 
-/** @param {unknown} time as a request states it: an index, all, or a range as 2:5 @returns {number} the first time point */
+/** @param {unknown} time @returns {number} the first time point */
 export function firstTime(time) {
   return Number.parseInt(String(time ?? ""), 10) || 0;
 }
 
-/** @param {unknown} time @returns {boolean} whether it stands for several time points */
+/** @param {unknown} time @returns {boolean} whether it selects several time points */
 export function isRange(time) {
   const text = String(time ?? "");
   return text === "all" || text.includes(":");

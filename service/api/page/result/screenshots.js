@@ -1,18 +1,18 @@
-/** Pictures of what the views show. */
+/** Screenshots of the views. */
 
 /** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
 
 const GAP_PIXELS = 6;
 const THUMBNAIL = { width: 96, height: 72 };
 
-/** Draw all three slices, with their outlines, as they are seen. @param {Viewer} viewer @returns {Promise<Blob>} PNG */
-export function drawPicture({ views, scene }) {
+/** Draw the three slices with their outlines, as displayed. @param {Viewer} viewer @returns {Promise<Blob>} PNG */
+export function drawScreenshot({ views, scene }) {
   const [xy, xz, zy] = views;
-  const whole = document.createElement("canvas");
-  whole.width = xy.base.width + GAP_PIXELS + zy.base.width;
-  whole.height = xy.base.height + GAP_PIXELS + xz.base.height;
-  const context = /** @type {CanvasRenderingContext2D} */ (whole.getContext("2d"));
-  context.fillRect(0, 0, whole.width, whole.height);
+  const canvas = document.createElement("canvas");
+  canvas.width = xy.base.width + GAP_PIXELS + zy.base.width;
+  canvas.height = xy.base.height + GAP_PIXELS + xz.base.height;
+  const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
+  context.fillRect(0, 0, canvas.width, canvas.height);
   for (const [view, x, y] of /** @type {[typeof xy, number, number][]} */ ([
     [xy, 0, 0],
     [zy, xy.base.width + GAP_PIXELS, 0],
@@ -21,14 +21,17 @@ export function drawPicture({ views, scene }) {
     context.globalAlpha = 1;
     context.drawImage(view.base, x, y);
     context.globalAlpha = scene.state.opacity;
-    if (scene.state.shown) context.drawImage(view.over, x, y);
+    if (scene.state.showObjects) context.drawImage(view.over, x, y);
   }
   return new Promise((resolve, reject) => {
-    whole.toBlob((blob) => (blob ? resolve(blob) : reject(new Error("The picture cannot be made."))), "image/png");
+    canvas.toBlob((blob) => {
+      if (blob) resolve(blob);
+      else reject(new Error("The browser could not create the screenshot."));
+    }, "image/png");
   });
 }
 
-/** Draw a small picture of the middle of the XY view, for the list of jobs. @param {Viewer} viewer @returns {string} a data address */
+/** Draw a thumbnail of the XY view for the list of jobs. @param {Viewer} viewer @returns {string} data URL */
 export function drawThumbnail({ views }) {
   const { base, over } = views[0];
   const small = Object.assign(document.createElement("canvas"), THUMBNAIL);

@@ -1,0 +1,113 @@
+/** Export of a result: files, a screenshot of the views, and scripts that repeat the request. */
+
+import { button, downloadBlob, element } from "../core/elements.js";
+import { formatDate } from "../core/format.js";
+import { buildQuery, request } from "../core/requests.js";
+
+/** @typedef {import("openapi").JobReport} Job */
+
+/**
+ * Create the export tab.
+ * @param {Job} job @param {string} name of the stack's file @param {boolean} hasTable
+ * @param {() => Promise<Blob>} takeScreenshot
+ */
+export function exportView(job, name, hasTable, takeScreenshot) {
+  const stem = (name || "stack").replace(/(\.ome)?\.(tiff?|ozx|zarr|zarr\.zip|zip)$/i, "");
+  const status = element("p", { class: "muted small", role: "status" });
+  /** @param {string} text @param {string} accept @param {string} suffix */
+  const exportButton = (text, accept, suffix) =>
+    button(
+      text,
+      async () => {
+        status.textContent = "Downloading the file";
+        try {
+          downloadBlob(
+            await (await request(`jobs/${job.id}/result`, { headers: { Accept: accept } })).blob(),
+            stem + suffix,
+          );
+          status.textContent = `Saved ${stem}${suffix}`;
+        } catch (error) {
+          status.textContent = /** @type {Error} */ (error).message;
+        }
+      },
+      "secondary",
+    );
+  return element(
+    "div",
+    { class: "export" },
+    element(
+      "div",
+      { class: "row wrap" },
+      exportButton("Labels (OME-TIFF)", "image/tiff", "_labels.ome.tif"),
+      hasTable && exportButton("Table (CSV)", "text/csv", "_objects.csv"),
+      !job.time_points && exportButton("Labels (NIfTI)", "application/x-nifti", "_labels.nii.gz"),
+      !job.time_points && exportButton("Labels (NumPy)", "application/x-npy", "_labels.npy"),
+      button("Screenshot (PNG)", async () => downloadBlob(await takeScreenshot(), `${stem}_view.png`), "secondary"),
+    ),
+    status,
+    job.expires &&
+      element(
+        "p",
+        { class: "muted small" },
+        `The service stores this result until ${formatDate(job.expires)} at the latest.`,
+      ),
+    element("h3", {}, "Repeat with a script"),
+    ...Object.entries(scripts(job, name || "stack.tif")).map(([language, text]) => snippet(language, text)),
+  );
+}
+
+/** Create an expandable script with a copy button. @param {string} language @param {string} text */
+function snippet(language, text) {
+  const copy = button(
+    "Copy",
+    async () => {
+      await navigator.clipboard?.writeText(text).catch(() => undefined);
+      copy.textContent = "Copied";
+      setTimeout(() => (copy.textContent = "Copy"), 1500);
+    },
+    "quiet",
+  );
+  return element(
+    "details",
+    { class: "snippet", open: language === "curl" },
+    element("summary", {}, language),
+    element("div", { class: "snippet-body" }, element("pre", { tabIndex: 0 }, text), copy),
+  );
+}
+
+/** Write the request of a job in several languages. @param {Job} job @param {string} file name of the stack's file @returns {Record<string, string>} script by language */
+export function scripts(job, file) {
+  const { stack: _stack, measurements, ...parameters } = job.parameters;
+  const stem = file.replace(/(\.ome)?\.(tiff?|ozx|zarr|zarr\.zip|zip)$/i, "");
+  const query = buildQuery({ ...parameters, measurements });
+  const address = `${location.origin}${location.pathname.replace(/[^/]*$/, "")}segment${query && "?"}${query}`;
+  const labels = `${stem}_labels${measurements ? ".zip" : ".ome.tif"}`;
+  const options = Object.entries(parameters).map(
+    ([name, value]) => `--${name.replaceAll("_", "-")} ${quoteForShell(String(value))}`,
+  );
+  if (measurements) options.push(`--measurements ${quoteForShell(`${stem}_objects.csv`)}`);
+  return {
+    curl: `curl -sS --fail-with-body --data-binary @${quoteForShell(file)} -H 'Content-Type: image/tiff' \\\n  ${quoteForShell(address)} -o ${quoteForShell(labels)}`,
+    Python: [
+      "import urllib.request",
+      "",
+      `with open(${quoteForPython(file)}, "rb") as stack:`,
+      "    request = urllib.request.Request(",
+      `        ${quoteForPython(address)},`,
+      '        data=stack.read(), headers={"Content-Type": "image/tiff"})',
+      `with urllib.request.urlopen(request) as answer, open(${quoteForPython(labels)}, "wb") as labels:`,
+      "    labels.write(answer.read())",
+    ].join("\n"),
+    stackseg: ["stackseg segment", quoteForShell(file), quoteForShell(`${stem}_labels.ome.tif`), ...options].join(" "),
+  };
+}
+
+/** @param {string} text */
+function quoteForShell(text) {
+  return /^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", `'\\''`)}'`;
+}
+
+/** @param {string} text */
+function quoteForPython(text) {
+  return JSON.stringify(text);
+}
