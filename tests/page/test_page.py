@@ -231,7 +231,7 @@ def test_a_large_plane_and_a_name_in_any_letters_are_shown(fake: Live, open_page
     expect(page.locator("#title")).to_have_text("Zellkörper 50%25.tif")
     expect(page.locator(".run-box")).to_contain_text("about 75 seconds, ")
     expect(page.locator(".caption").first).to_contain_text("z 1 / 1")
-    expect(page.get_by_text("ask for fewer planes")).to_have_count(0)
+    expect(page.get_by_text("Request fewer planes")).to_have_count(0)
 
 
 def test_what_cannot_be_read_says_why(fake: Live, open_page: Open) -> None:

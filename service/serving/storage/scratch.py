@@ -52,7 +52,7 @@ class ScratchFolder:
         self.requests.mkdir()
         self.results.mkdir()
 
-    def mend(self) -> str | None:
+    def repair(self) -> str | None:
         """Make the folder again where somebody has deleted it or part of it; return what is wrong, in one sentence."""
         inner = self.requests, self.results
         try:
