@@ -105,7 +105,7 @@ class Records(dict[str, StackRecord]):
 
     def _has_result(self, result: str) -> bool:
         """Return whether the result exists as a file or a Zarr folder."""
-        return self._out.has(result) or (bool(result) and self._out.has(f"{result}/zarr.json"))
+        return self._out.has_file(result) or (bool(result) and self._out.has_file(f"{result}/zarr.json"))
 
     def find_diameter(self, parameters: str) -> tuple[str, str] | None:
         """Return the recorded diameter for all stacks with these parameters and the note about it, or None."""
@@ -137,7 +137,7 @@ def write_table(out: ResultFolder, stacks: Iterable[tuple[str, str]]) -> None:
     `stacks` yields the name and the result stem of each stack. The columns depend on the channels of a stack; cells of
     missing columns are empty.
     """
-    tables = [(name, path) for name, stem in stacks if out.has(path := f"{stem}_objects.csv")]
+    tables = [(name, path) for name, stem in stacks if out.has_file(path := f"{stem}_objects.csv")]
     columns = {"stack": None}
     for _, path in tables:
         with out.open(path) as table:

@@ -50,7 +50,7 @@ class FolderPaths(NamedTuple):
     caller: str | None
 
     @classmethod
-    def of(cls, query: Query, caller: str | None) -> FolderPaths:
+    def from_query(cls, query: Query, caller: str | None) -> FolderPaths:
         """Return the folders of a query."""
         assert query.input is not None  # noqa: S101 - only called for jobs on a folder
         assert query.output_to is not None  # noqa: S101 - checked at admission
@@ -96,7 +96,7 @@ class FolderRun:
     ) -> None:
         self._runtime, self._job, self._space, self._reset_attempts = runtime, job, space, reset_attempts
         self._spec = runtime.models.servable_spec(model)
-        self._paths = FolderPaths.of(query, job.owner)
+        self._paths = FolderPaths.from_query(query, job.owner)
         parameters = query.model_dump(exclude_unset=True)
         # The parameters of a single stack, as on the command line: records of both are interchangeable.
         self._query = Query.model_validate({name: parameters[name] for name in parameters.keys() - _FOLDER_PARAMETERS})

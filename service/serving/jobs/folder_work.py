@@ -133,7 +133,7 @@ def select_stacks(files: Iterable[str], glob: str | None) -> list[str]:
 
 def is_free(out: ResultFolder) -> bool:
     """Return whether the folder is empty or contains results of an earlier run."""
-    return out.empty or out.has(RECORDS)
+    return out.is_empty or out.has_file(RECORDS)
 
 
 def _result_stem(name: str) -> str:

@@ -15,7 +15,7 @@ from service.core.types import Description
 from service.serving.devices.queue.job_queue import JobQueue
 from service.serving.devices.queue.threads import JobThreads
 from service.serving.jobs.active_job import JobView, view_job, wait_until_over
-from service.serving.jobs.folder_run import FolderPlaces
+from service.serving.jobs.folder_run import FolderPaths
 from service.serving.jobs.record import JobRecord, JobRequest
 from service.serving.jobs.runner import JobRunner
 from service.serving.jobs.store import INPUT, JobStore
@@ -160,9 +160,9 @@ class AsyncJobs:
         query, runtime = received.query, self._runtime
         spec = runtime.models.spec(query.model)
         runtime.estimator(spec).plan(query.options)
-        places = FolderPlaces.of(query, received.caller)
-        places.check(runtime.host_files, overwrite=bool(query.overwrite))
-        folder_path = f"{places.stacks.removesuffix('/')}/"
+        paths = FolderPaths.from_query(query, received.caller)
+        paths.check(runtime.host_files, overwrite=bool(query.overwrite))
+        folder_path = f"{paths.stacks.removesuffix('/')}/"
         parameters = query.model_dump(mode="json", exclude_unset=True) | {"input": folder_path}
         return self._accept(received, JobRequest(spec.name, parameters, name, 0, receive_seconds))
 

@@ -204,8 +204,8 @@ class JobRunner:
         if self._runtime.draining or not self._begin(active):
             raise Cancelled("cancelled before it began")
         active.stages.add("queue", job.seconds_waited)
-        credit = partial(self._store.credit, active.id)
-        active.run = FolderRun(self._runtime, active.query, active.request.model, job, active.space, credit)
+        reset_attempts = partial(self._store.reset_attempts, active.id)
+        active.run = FolderRun(self._runtime, active.query, active.request.model, job, active.space, reset_attempts)
         with active.stages.measure("stacks"):
             return active.run.run()
 

@@ -39,7 +39,7 @@ def read(cache: ResultCache[str], key: str) -> bytes | None:
         return cached.file.read()
 
 
-@pytest.mark.parametrize("keep", [put, put_content])
+@pytest.mark.parametrize("put_result", [put, put_content])
 def test_cached_result_survives_deletion_of_its_source_file(folder: Path, put_result: Callable[..., None]) -> None:
     cache = ResultCache[str](folder, 100)
     assert read(cache, "a") is None

@@ -11,8 +11,8 @@ from service.core.errors import OutOfStorage, UnknownStack
 from service.serving.storage.stack_store import RECORD, StackStore, StoredStack
 
 
-class Folder:
-    """A store, and uploads for it. `used` tells how many seconds ago a stack was last used."""
+class StoreFixture:
+    """A stack store and uploads for it. `used` is the time since the last use of a stack in seconds."""
 
     def __init__(self, path: Path, quota: int = 100) -> None:
         self._path, self._number = path, 0
@@ -32,8 +32,8 @@ class Folder:
         return {folder.name for folder in (self._path / "stacks").iterdir()}
 
 
-def test_stack_is_found_by_its_owner_alone_also_by_another_process(tmp_path: Path) -> None:
-    stack = Folder(tmp_path).keep(10, "ann")
+def test_stack_is_found_only_by_its_owner_and_after_a_restart(tmp_path: Path) -> None:
+    stack = StoreFixture(tmp_path).keep(10, "ann")
     store = StackStore(tmp_path / "stacks", quota_bytes=100, keep_seconds=60)
     found = store.find(stack.id, "ann")
     assert (found.path.read_bytes(), found.name, found.digest, found.nbytes) == (b"x" * 10, "1.tif", "digest", 10)
@@ -45,8 +45,8 @@ def test_stack_is_found_by_its_owner_alone_also_by_another_process(tmp_path: Pat
         store.find(stack.id, "ann")
 
 
-def test_what_is_used_is_kept(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+def test_use_extends_the_retention_of_a_stack(tmp_path: Path) -> None:
+    folder = StoreFixture(tmp_path)
     old, used = folder.keep(10, used=61), folder.keep(10, used=61)
     folder.store.find(used.id, None)
     folder.store.clean_up()
@@ -54,8 +54,8 @@ def test_what_is_used_is_kept(tmp_path: Path) -> None:
     assert not old.path.exists()
 
 
-def test_the_least_recently_used_stack_of_who_has_most_makes_room(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+def test_least_recently_used_stack_of_the_largest_owner_is_evicted(tmp_path: Path) -> None:
+    folder = StoreFixture(tmp_path)
     small, older = folder.keep(20, "bob", used=9), folder.keep(30, "ann", used=5)
     newer = folder.keep(40, "ann", used=3)
     new = folder.keep(20, "bob")
@@ -64,16 +64,16 @@ def test_the_least_recently_used_stack_of_who_has_most_makes_room(tmp_path: Path
 
 
 @pytest.mark.parametrize("nbytes", [101, 60])
-def test_a_stack_that_gets_no_room_costs_nobody_a_stack(tmp_path: Path, nbytes: int) -> None:
-    folder = Folder(tmp_path)
+def test_stack_that_does_not_fit_evicts_no_other_stacks(tmp_path: Path, nbytes: int) -> None:
+    folder = StoreFixture(tmp_path)
     kept = {folder.keep(50, "bob").id, folder.keep(10, "ann").id}
-    with pytest.raises(OutOfStorage, match="room that the operator allows"):
+    with pytest.raises(OutOfStorage, match="space configured for stacks"):
         folder.keep(nbytes, "ann")
     assert folder.ids() == kept
 
 
-def test_stacks_that_come_at_once_stay_within_the_quota(tmp_path: Path) -> None:
-    folder, uploads = Folder(tmp_path), list[Path]()
+def test_concurrent_stacks_stay_within_the_quota(tmp_path: Path) -> None:
+    folder, uploads = StoreFixture(tmp_path), list[Path]()
     for number in range(16):
         upload = tmp_path / f"{number + 100:032x}" / "incoming"
         upload.parent.mkdir()
@@ -84,10 +84,10 @@ def test_stacks_that_come_at_once_stay_within_the_quota(tmp_path: Path) -> None:
     assert len(folder.ids()) == 3
 
 
-def test_what_was_deleted_by_half_goes_and_what_has_a_damaged_record_is_no_stack(
+def test_clean_up_deletes_stacks_without_a_record_and_ignores_damaged_records(
     tmp_path: Path,
 ) -> None:
-    folder = Folder(tmp_path)
+    folder = StoreFixture(tmp_path)
     half_deleted, damaged, kept = (folder.keep(10) for _ in range(3))
     (half_deleted.path.parent / RECORD).unlink()
     (damaged.path.parent / RECORD).write_text("[1]")
