@@ -180,7 +180,7 @@ def test_a_script_sends_a_stack_and_its_labels_as_one_form(service: Service, sta
         (
             {"labels": ("a.tif", THICKER)},
             {},
-            "voxel_size: the labels say 0.6,0.2,0.2 micrometres (Z,Y,X) and the stack says 0.5,0.2,0.2",
+            "voxel_size: the labels specify 0.6,0.2,0.2 micrometers (Z,Y,X), but the stack specifies 0.5,0.2,0.2",
         ),
         ({"file": ("a.tif", as_tiff(np.zeros((3, 2, 8, 10), np.uint8), metadata={"axes": "ZCYX"}))}, {}, "2 channels"),
         ({"file": ("a.txt", b"nothing known")}, {}, "TIFF"),
@@ -229,7 +229,7 @@ def test_others_find_nothing_and_have_room_of_their_own(service: Service, stack:
     service.caller = "ann"
     kept = keep(service, labels, stack=ids["ann"]).json()
     full = keep(service, labels, stack=ids["ann"])
-    assert (problem(full), "delete some" in full.json()["detail"]) == ((507, "out-of-storage"), True)
+    assert (problem(full), "Delete some" in full.json()["detail"]) == ((507, "out-of-storage"), True)
     service.caller = "bob"
     assert keep(service, labels, stack=ids["bob"]).status_code == 201
     assert len(service.client.get("/annotations").json()["annotations"]) == 1
