@@ -16,7 +16,7 @@ from service.serving.storage.disk import translate_disk_faults
 DATABASE = "jobs.sqlite3"
 SCHEMA_VERSION = 1
 CREATE_TABLE = """
-CREATE CREATE_TABLE jobs (
+CREATE TABLE jobs (
   number INTEGER PRIMARY KEY AUTOINCREMENT,
   id TEXT NOT NULL UNIQUE,
   owner TEXT,
@@ -36,7 +36,7 @@ CREATE CREATE_TABLE jobs (
   failure TEXT
 ) STRICT
 """
-CREATE_INDEX = "CREATE CREATE_INDEX jobs_by_state ON jobs (state, ended)"
+CREATE_INDEX = "CREATE INDEX jobs_by_state ON jobs (state, ended)"
 # How long a call waits for a lock held by another program. All other calls wait for that call.
 LOCK_TIMEOUT_SECONDS = 1.0
 DAMAGE_CODES = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
