@@ -149,11 +149,11 @@ class FolderRun:
 
     def describe(self, done: Done, name: str, seconds: dict[str, float]) -> tuple[AnswerMetadata, str]:
         """Return the metadata of the answer and its content as JSON. Raises BadFile if every stack failed."""
-        faults, doubts = done.faults, done.doubts
-        if len(faults) == len(done.records):
-            raise BadFile(f"None of the {len(faults)} stacks could be segmented. The first: {faults[0]}")
+        failures, uncertain = done.faults, done.doubts
+        if len(failures) == len(done.records):
+            raise BadFile(f"None of the {len(failures)} stacks could be segmented. The first: {failures[0]}")
         kind = self._runtime.estimator(self._spec).output(self._query.options)
-        warnings = [*faults, *doubts]
+        warnings = [*failures, *uncertain]
         omitted = len(warnings) - MAX_WARNINGS
         notes = [*warnings[:MAX_WARNINGS], *([f"{REPORT} lists {omitted} more."] if omitted > 0 else [])]
         metadata = AnswerMetadata(
@@ -164,7 +164,7 @@ class FolderRun:
             seconds=seconds,
             notes=tuple(notes),
             objects=done.objects,
-            stacks=(len(done.records) - len(faults), len(done.records)),
+            stacks=(len(done.records) - len(failures), len(done.records)),
         )
         path = self._paths.results.removesuffix("/")
         content = {

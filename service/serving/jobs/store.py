@@ -132,7 +132,7 @@ class JobStore:
         statement = "SELECT * FROM jobs WHERE owner IS ? ORDER BY number DESC LIMIT ?"
         return self._select(statement, owner, limit)
 
-    def pending(self) -> list[JobRecord]:
+    def list_unfinished(self) -> list[JobRecord]:
         """Return the jobs that are waiting or running, oldest first."""
         return self._select("SELECT * FROM jobs WHERE state IN ('waiting', 'running') ORDER BY number")
 
@@ -218,7 +218,7 @@ class JobStore:
         for record in self._select("SELECT * FROM jobs WHERE state = 'done'"):
             if _size(self.result_path(record.id)) != record.result_bytes:
                 self._expire(record.id)
-        for record in self.pending():
+        for record in self.list_unfinished():
             if _size(self.input_path(record.id)) != record.input_bytes:
                 self.fail(record.id, InternalError("The input of the job is lost. Submit it again."))
             elif record.state == "running" and record.attempts >= self._attempts:
@@ -233,7 +233,7 @@ class JobStore:
                 self._update(record.id, "state = 'running'", "state = 'waiting', started = NULL")
         for job in self._list_folders():
             self.delete_unneeded_files(job)
-        return self.pending()
+        return self.list_unfinished()
 
     def clean_up(self, max_without_result: int = MAX_JOBS_WITHOUT_RESULT) -> None:
         """Delete expired jobs, and files that were left behind by errors.

@@ -66,7 +66,7 @@ class TrainedModels:
     def made_by(self, record: TrainingRecord) -> str | None:
         """Return the name of the model that a training created; None if there is none or it was deleted."""
         # The name of a deleted model may be used again by a later training.
-        newest = self._queue.newest_done(record.name)
+        newest = self._queue.find_latest_done(record.name)
         return record.name if record is newest and record.name in self._models.specs else None
 
     def may_remove(self, model: ModelState, owner: str | None, *, everyone: bool = False) -> bool:

@@ -99,7 +99,7 @@ class TrainingQueue:
         order = self.waiting
         return order.index(record) + 1 if record in order else None
 
-    def newest_done(self, name: str) -> TrainingRecord | None:
+    def find_latest_done(self, name: str) -> TrainingRecord | None:
         """Return the latest training that created a model with this name, or None."""
         with self.changed:
             candidates = [record for record in self._records.values() if record.state == "done" and record.name == name]

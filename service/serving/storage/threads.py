@@ -33,11 +33,11 @@ _start_lock = threading.Lock()
 def begin_file_threads() -> None:
     """Start the threads of this module before there is work for them. Raises the errors of `start_all_threads`."""
     with _start_lock:
-        _begin_file_threads()
+        _start_file_threads_once()
 
 
 @cache
-def _begin_file_threads() -> None:
+def _start_file_threads_once() -> None:
     start_all_threads(FILE_THREADS, FILE_THREAD_COUNT)
     start_all_threads(HOST_FILE_THREADS, HOST_FILE_THREAD_COUNT)
 

@@ -156,7 +156,7 @@ def test_unfinished_jobs_of_a_killed_process_are_recovered(store: JobStore) -> N
         assert [record.id for record in later.recover()] == [running, waiting]
         assert later.find(done, None).answer == ANSWER
         assert later.result_path(done).stat().st_size == 20
-        assert {record.state for record in later.pending()} == {"waiting"}
+        assert {record.state for record in later.list_unfinished()} == {"waiting"}
         assert not list(later._incoming.iterdir())
         assert [path.name for path in later.input_path(running).parent.iterdir()] == [INPUT]
 
@@ -399,4 +399,4 @@ def test_full_database_raises_out_of_storage(store: JobStore) -> None:
     store._database._connection.execute("PRAGMA max_page_count = 6")
     with pytest.raises(OutOfStorage):
         [accept(store, size=1) for _ in range(200)]
-    assert len(files(store)) == 2 * len(store.pending()), "rejected jobs must not leave files"
+    assert len(files(store)) == 2 * len(store.list_unfinished()), "rejected jobs must not leave files"

@@ -18,7 +18,7 @@ class StoreFixture:
         self._path, self._number = path, 0
         self.store = StackStore(path / "stacks", quota_bytes=quota, keep_seconds=60)
 
-    def keep(self, nbytes: int, owner: str | None = None, used: float = 0) -> StoredStack:
+    def add_stack(self, nbytes: int, owner: str | None = None, used: float = 0) -> StoredStack:
         self._number += 1
         folder = self._path / f"{self._number:032x}"
         folder.mkdir()
@@ -33,7 +33,7 @@ class StoreFixture:
 
 
 def test_stack_is_found_only_by_its_owner_and_after_a_restart(tmp_path: Path) -> None:
-    stack = StoreFixture(tmp_path).keep(10, "ann")
+    stack = StoreFixture(tmp_path).add_stack(10, "ann")
     store = StackStore(tmp_path / "stacks", quota_bytes=100, keep_seconds=60)
     found = store.find(stack.id, "ann")
     assert (found.path.read_bytes(), found.name, found.digest, found.nbytes) == (b"x" * 10, "1.tif", "digest", 10)
@@ -47,7 +47,7 @@ def test_stack_is_found_only_by_its_owner_and_after_a_restart(tmp_path: Path) ->
 
 def test_use_extends_the_retention_of_a_stack(tmp_path: Path) -> None:
     folder = StoreFixture(tmp_path)
-    old, used = folder.keep(10, used=61), folder.keep(10, used=61)
+    old, used = folder.add_stack(10, used=61), folder.add_stack(10, used=61)
     folder.store.find(used.id, None)
     folder.store.clean_up()
     assert folder.ids() == {used.id}
@@ -56,9 +56,9 @@ def test_use_extends_the_retention_of_a_stack(tmp_path: Path) -> None:
 
 def test_least_recently_used_stack_of_the_largest_owner_is_evicted(tmp_path: Path) -> None:
     folder = StoreFixture(tmp_path)
-    small, older = folder.keep(20, "bob", used=9), folder.keep(30, "ann", used=5)
-    newer = folder.keep(40, "ann", used=3)
-    new = folder.keep(20, "bob")
+    small, older = folder.add_stack(20, "bob", used=9), folder.add_stack(30, "ann", used=5)
+    newer = folder.add_stack(40, "ann", used=3)
+    new = folder.add_stack(20, "bob")
     assert folder.ids() == {small.id, newer.id, new.id}
     assert not older.path.exists()
 
@@ -66,9 +66,9 @@ def test_least_recently_used_stack_of_the_largest_owner_is_evicted(tmp_path: Pat
 @pytest.mark.parametrize("nbytes", [101, 60])
 def test_stack_that_does_not_fit_evicts_no_other_stacks(tmp_path: Path, nbytes: int) -> None:
     folder = StoreFixture(tmp_path)
-    kept = {folder.keep(50, "bob").id, folder.keep(10, "ann").id}
+    kept = {folder.add_stack(50, "bob").id, folder.add_stack(10, "ann").id}
     with pytest.raises(OutOfStorage, match="space configured for stacks"):
-        folder.keep(nbytes, "ann")
+        folder.add_stack(nbytes, "ann")
     assert folder.ids() == kept
 
 
@@ -88,7 +88,7 @@ def test_clean_up_deletes_stacks_without_a_record_and_ignores_damaged_records(
     tmp_path: Path,
 ) -> None:
     folder = StoreFixture(tmp_path)
-    half_deleted, damaged, kept = (folder.keep(10) for _ in range(3))
+    half_deleted, damaged, kept = (folder.add_stack(10) for _ in range(3))
     (half_deleted.path.parent / RECORD).unlink()
     (damaged.path.parent / RECORD).write_text("[1]")
     with pytest.raises(UnknownStack):
