@@ -73,15 +73,15 @@ def segment_classically(image: NDArray[Any], diameter: float) -> Labels:
     Image and labels are [Z, Y, X]. Maxima are at least 0.35 diameters apart; `diameter` is in voxels.
     """
     smooth = gaussian_filter(image.astype(np.float32), 1)
-    inside = smooth > threshold_otsu(smooth)  # type: ignore[no-untyped-call]
-    distance = gaussian_filter(distance_transform_edt(inside).astype(np.float32), 1)
+    foreground = smooth > threshold_otsu(smooth)  # type: ignore[no-untyped-call]
+    distance = gaussian_filter(distance_transform_edt(foreground).astype(np.float32), 1)
     min_distance = max(1, round(0.35 * diameter))
     peaks = peak_local_max(  # type: ignore[no-untyped-call]
-        distance, min_distance=min_distance, labels=inside.astype(np.int32), exclude_border=False
+        distance, min_distance=min_distance, labels=foreground.astype(np.int32), exclude_border=False
     )
     markers = np.zeros(image.shape, np.int32)
     markers[tuple(peaks.T)] = np.arange(1, len(peaks) + 1)
-    return np.asarray(watershed(-distance, markers, mask=inside))  # type: ignore[no-untyped-call]
+    return np.asarray(watershed(-distance, markers, mask=foreground))  # type: ignore[no-untyped-call]
 
 
 def _count_shared_voxels(truth: Labels, labels: Labels) -> NDArray[np.int64]:
@@ -90,7 +90,7 @@ def _count_shared_voxels(truth: Labels, labels: Labels) -> NDArray[np.int64]:
     for volume in (truth, labels):
         values, inverse = np.unique(volume, return_inverse=True)
         indexed.append(inverse.ravel() + int(values[0] != 0))
-    rows, columns = (int(np.max(numbers)) + 1 for numbers in indexed)
+    rows, columns = (int(np.max(indices)) + 1 for indices in indexed)
     counts = np.bincount(indexed[0] * columns + indexed[1], minlength=rows * columns)
     return counts.reshape(rows, columns)
 

@@ -42,12 +42,12 @@ def read_pairs(images: Sequence[Path], labels: Sequence[Path]) -> list[Pair]:
         raise BadParameter(f"Each image needs labels, but there are {len(images)} images and {len(labels)} labels.")
     pairs = []
     for image, truth in zip(images, labels, strict=True):
-        pixels, numbers = (
+        pixels, label_pixels = (
             stack_reader.read(path, Selection(), MAX_DECODED_BYTES, None).array()[0] for path in (image, truth)
         )
-        if pixels.shape != numbers.shape:
-            raise BadParameter(f"{image} and {truth} differ in shape: {pixels.shape} and {numbers.shape}.")
-        pairs.append((pixels, numbers))
+        if pixels.shape != label_pixels.shape:
+            raise BadParameter(f"{image} and {truth} differ in shape: {pixels.shape} and {label_pixels.shape}.")
+        pairs.append((pixels, label_pixels))
     return pairs
 
 
@@ -78,8 +78,8 @@ def median_extents(labels: NDArray[Any]) -> NDArray[np.float64] | None:
         # `find_objects` allocates memory for all numbers up to the largest label.
         labels = np.searchsorted(np.union1d([0], labels), labels)
     boxes = [box for box in find_objects(labels) if box is not None]
-    whole = [box for box in boxes if _is_inside(box, labels.shape)]
-    extents = [[s.stop - s.start for s in box] for box in (whole if len(whole) > 2 else boxes)]
+    complete_boxes = [box for box in boxes if _is_inside(box, labels.shape)]
+    extents = [[s.stop - s.start for s in box] for box in (complete_boxes if len(complete_boxes) > 2 else boxes)]
     return np.asarray(np.median(extents, axis=0), np.float64) if extents else None
 
 

@@ -177,10 +177,12 @@ def _hold_out(
     resampling to `diameter`. Raises BadParameter if that part contains no objects.
     """
     usable = _select_usable(stacks, share, diameter)
-    rest, held_out = map(list, zip(*(_cut(stack, HELD_OUT_FRACTION, diameter) for stack in usable), strict=True))
+    training_parts, held_out = map(
+        list, zip(*(_cut(stack, HELD_OUT_FRACTION, diameter) for stack in usable), strict=True)
+    )
     enough = sum(part.objects for part in held_out) >= MIN_HELD_OUT_OBJECTS
-    if enough and all(_can_split(part, share, diameter) for part in rest):
-        return rest, held_out, True
+    if enough and all(_can_split(part, share, diameter) for part in training_parts):
+        return training_parts, held_out, True
     return usable, [_cut(stack, share, diameter)[1] for stack in usable], False
 
 
@@ -205,8 +207,8 @@ def _cut(stack: AnnotatedStack, share: float, diameter: float | None) -> tuple[A
     image, labels = stack.pair
     axis = int(np.argmax(np.round(image.shape * find_factors(stack, diameter))))
     position = [round(image.shape[axis] * (1 - share))]
-    images, numbers = np.split(image, position, axis), np.split(labels, position, axis)
-    first, last = (replace(stack, pair=(images[side], numbers[side])) for side in (0, 1))
+    images, label_parts = np.split(image, position, axis), np.split(labels, position, axis)
+    first, last = (replace(stack, pair=(images[side], label_parts[side])) for side in (0, 1))
     return first, last
 
 
@@ -219,8 +221,8 @@ def score_model(spec: ModelSpec, stacks: Sequence[AnnotatedStack], settings: Set
         image, labels = stack.pair
         width = None if spec.input.diameter is None or stack.extents is None else Diameter(stack.extents, "px")
         volume = Volume.from_array(np.ascontiguousarray(image)[None])
-        found = segment(runner, volume, Options(diameter=width)).segmentation
-        scores.append(score(labels, found.pixels))
+        segmentation = segment(runner, volume, Options(diameter=width)).segmentation
+        scores.append(score(labels, segmentation.pixels))
     return _join(scores)
 
 

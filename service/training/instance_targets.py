@@ -34,20 +34,20 @@ def distance_target(labels: NDArray[Any]) -> Floats:
     """
     labels = np.ascontiguousarray(labels, dtype=np.uint32)
     result = np.zeros(labels.shape, np.float32)
-    inside = np.flatnonzero(labels)
-    if not inside.size:
+    foreground = np.flatnonzero(labels)
+    if not foreground.size:
         return result
-    _, object_index = np.unique(labels.ravel()[inside], return_inverse=True)
-    coordinates = np.stack(np.unravel_index(inside, labels.shape)).astype(np.float32)
+    _, object_index = np.unique(labels.ravel()[foreground], return_inverse=True)
+    coordinates = np.stack(np.unravel_index(foreground, labels.shape)).astype(np.float32)
     spacing = _median_flatness(coordinates, object_index)
     coordinates[0] *= spacing
-    outline = edt.edt(labels, anisotropy=(spacing, 1.0, 1.0), black_border=False).ravel()[inside]
+    outline = edt.edt(labels, anisotropy=(spacing, 1.0, 1.0), black_border=False).ravel()[foreground]
     outline = np.minimum(outline, max(labels.shape) * spacing)
     weight = outline.astype(np.float64) ** 2
     total = np.bincount(object_index, weight)
     centers = np.stack([np.bincount(object_index, weight * axis) / total for axis in coordinates])
     radius = np.sqrt(np.sum((coordinates - centers[:, object_index]) ** 2, axis=0))
-    result.ravel()[inside] = outline / (outline + radius)
+    result.ravel()[foreground] = outline / (outline + radius)
     return result
 
 

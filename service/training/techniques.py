@@ -41,12 +41,12 @@ def find_blocks(network: nn.Module) -> list[nn.Module]:
         convolutions = sum(isinstance(module, _ConvNd) for module in child.modules())
         if isinstance(child, _ConvNd) or not convolutions:
             continue
-        found = (
+        child_blocks = (
             [child]
             if convolutions <= MAX_CONVOLUTIONS_PER_BLOCK and not isinstance(child, nn.ModuleList)
             else find_blocks(child)
         )
-        blocks |= {id(block): block for block in found}
+        blocks |= {id(block): block for block in child_blocks}
     return list(blocks.values())
 
 
@@ -59,14 +59,14 @@ def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
 def _keep_statistics(block: nn.Module) -> Iterator[None]:
     """Do not update batch normalization statistics, because the first forward pass has already counted the batch."""
     tracking = [norm for norm in block.modules() if isinstance(norm, _BatchNorm) and norm.track_running_stats]
-    before = [(norm.momentum, norm.num_batches_tracked) for norm in tracking]
+    previous = [(norm.momentum, norm.num_batches_tracked) for norm in tracking]
     for norm in tracking:
         norm.momentum = 0.0
         norm.num_batches_tracked = None
     try:
         yield
     finally:
-        for norm, (momentum, batches) in zip(tracking, before, strict=True):
+        for norm, (momentum, batches) in zip(tracking, previous, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, batches
 
 

@@ -85,21 +85,21 @@ class State:
         """Summarize the change of the validation loss and Dice score."""
         lowest = next((row for row in self.curve if row[3] == self.best), self.curve[0])
         (_, _, _, loss, _, dice), (_, _, _, best, _, best_dice) = self.curve[0], lowest
-        numbers = f"validation loss {_format(loss)} before, {_format(best)} at best"
+        losses = f"validation loss {_format(loss)} before, {_format(best)} at best"
         scores = f", Dice score {_format(dice)} before, {_format(best_dice)} there"
         skipped = f", {self.skipped} steps skipped because of a non-finite loss or gradient" if self.skipped else ""
-        return f"{self.step} steps, {numbers}{scores}{skipped}"
+        return f"{self.step} steps, {losses}{scores}{skipped}"
 
     def describe_failure(self) -> str | None:
         """Return advice if no validation was better than the first one, before any step; else None."""
-        before, *later = (row[3] if row[3] is not None and math.isfinite(row[3]) else math.inf for row in self.curve)
-        if self.best < before:
+        initial, *later = (row[3] if row[3] is not None and math.isfinite(row[3]) else math.inf for row in self.curve)
+        if self.best < initial:
             return None
         advice = "more --steps or --minutes, a lower --learning-rate, or more annotated stacks"
         if self.skipped > self.step / 10:
             advice = "engine.precision: fp32 in the configuration file, or a lower --learning-rate"
         return (
-            f"no improvement after {self.step} steps: validation loss {_format(before)} at the start, "
+            f"no improvement after {self.step} steps: validation loss {_format(initial)} at the start, "
             f"{_format(min(later, default=None))} at best, so the initial weights are kept. Try {advice}. "
             "Also check that each --labels file belongs to its image."
         )
@@ -123,9 +123,9 @@ class Placement(NamedTuple):
 class Trainer:
     """The training of a network on one device. The loss curve and checkpoints are written to `folder`."""
 
-    def __init__(self, network: nn.Module, data: TrainingData, plan: Plan, folder: Path, place: Placement) -> None:
+    def __init__(self, network: nn.Module, data: TrainingData, plan: Plan, folder: Path, placement: Placement) -> None:
         self.plan, self.folder, self.state = plan, folder, State()
-        self._device, self._dtype = device, dtype = place
+        self._device, self._dtype = device, dtype = placement
         self._network = network.to(device).train().requires_grad_(requires_grad=True)
         self._average = copy.deepcopy(network).eval()
         self._best = copy.deepcopy(self._average.state_dict())

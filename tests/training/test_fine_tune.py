@@ -136,8 +136,8 @@ def test_objects_are_resampled_to_the_diameter_of_the_model() -> None:
     stack = AnnotatedStack("a", (labels, labels), (4.0, 4.0, 4.0))
     assert resample(stack, None)[1] is labels
     assert resample(stack, 4.4)[1] is labels
-    image, numbers = resample(stack, 8.0)
-    assert image.shape == numbers.shape == (24, 48, 48)
-    assert set(np.unique(numbers)) == set(np.unique(labels))
+    image, resampled_labels = resample(stack, 8.0)
+    assert image.shape == resampled_labels.shape == (24, 48, 48)
+    assert set(np.unique(resampled_labels)) == set(np.unique(labels))
     with pytest.raises(BadParameter, match="smaller part"):
         resample(AnnotatedStack("a", (np.broadcast_to(labels[0, 0, 0], (999, 999, 99)), labels), (1.0, 1.0, 1.0)), 8.0)

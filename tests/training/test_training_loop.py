@@ -38,8 +38,8 @@ def make_trainer(pair: Pair, folder: Path, network=None, dtype=torch.float32, **
     return Trainer(network or ShuffleUNet(1, 2, (4, 8)), data, plan, folder, Placement(CPU, dtype))
 
 
-def is_equal(one: nn.Module, other: nn.Module) -> bool:
-    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+def is_equal(first: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(first.state_dict().values(), other.state_dict().values(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -51,18 +51,18 @@ def test_resumed_training_gives_the_same_result_as_an_uninterrupted_one(pair, tm
     uninterrupted = make_trainer(pair, tmp_path / "uninterrupted")
     expected = uninterrupted.run()
     interrupted = make_trainer(pair, tmp_path / "interrupted")
-    real, calls = training_loop.instance_loss, []
+    original_loss, calls = training_loop.instance_loss, []
 
     def interrupt(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         if len(calls) == 8:
             raise KeyboardInterrupt
-        return real(scores, targets)
+        return original_loss(scores, targets)
 
     monkeypatch.setattr(training_loop, "instance_loss", interrupt)
     with pytest.raises(KeyboardInterrupt):
         interrupted.run()
-    monkeypatch.setattr(training_loop, "instance_loss", real)
+    monkeypatch.setattr(training_loop, "instance_loss", original_loss)
     resumed = make_trainer(pair, tmp_path / "interrupted")
     resumed.resume()
     assert 0 < resumed.state.step < PLAN.steps
@@ -143,12 +143,12 @@ def test_compiled_network_has_the_same_losses(pair: Pair, tmp_path: Path, monkey
 
 
 def test_progress_bar_is_only_shown_on_a_terminal(pair, tmp_path, monkeypatch) -> None:
-    for shown in (True, False):
+    for is_terminal in (True, False):
         stream = io.StringIO()
-        stream.isatty = lambda shown=shown: shown
+        stream.isatty = lambda is_terminal=is_terminal: is_terminal
         monkeypatch.setattr("sys.stderr", stream)
         make_trainer(pair, tmp_path, steps=2).run()
-        assert ("2/2" in stream.getvalue()) == shown
+        assert ("2/2" in stream.getvalue()) == is_terminal
 
 
 def test_training_stops_when_validation_no_longer_improves(pair: Pair, tmp_path: Path) -> None:

@@ -13,23 +13,23 @@ from service.core.hardware.devices import translate_error
 UNEXPECTED_FAILURE = "An internal error occurred while the job was running. See the log of the service."
 
 
-def as_failure(error: BaseException) -> StackSegError:
+def to_public_error(error: BaseException) -> StackSegError:
     """Return the error as shown to the job's owner. The text of unexpected errors may contain secrets, so omit it."""
-    known = translate_error(error)
-    return known if isinstance(known, StackSegError) else errors.InternalError(UNEXPECTED_FAILURE)
+    translated = translate_error(error)
+    return translated if isinstance(translated, StackSegError) else errors.InternalError(UNEXPECTED_FAILURE)
 
 
 def encode_failure(error: BaseException) -> str:
     """Encode an error as JSON for the column `failure`."""
-    known = as_failure(error)
-    facts = {
-        "slug": known.slug,
-        "message": str(known),
-        "needed_bytes": known.needed_bytes if isinstance(known, errors.OutOfMemory) else None,
-        "parameter": known.parameter,
-        "suggested": known.suggested,
+    public_error = to_public_error(error)
+    members = {
+        "slug": public_error.slug,
+        "message": str(public_error),
+        "needed_bytes": public_error.needed_bytes if isinstance(public_error, errors.OutOfMemory) else None,
+        "parameter": public_error.parameter,
+        "suggested": public_error.suggested,
     }
-    return json.dumps(facts)
+    return json.dumps(members)
 
 
 def decode_failure(text: str | None) -> StackSegError | None:

@@ -121,13 +121,13 @@ def select_stacks(files: Iterable[str], glob: str | None) -> list[str]:
     """
     visible = (name for name in files if not Path(name).name.startswith("."))
     stacks = sorted(name for name in visible if glob or TIFF_SUFFIX.search(name))
-    places = set[str]()
+    stems = set[str]()
     for stem in map(_result_stem, stacks):
-        if stem in places:
+        if stem in stems:
             raise BadParameter(
                 f"Several stacks would have the same result file, {stem}. Rename one, or select stacks with a pattern."
             )
-        places.add(stem)
+        stems.add(stem)
     return stacks
 
 
@@ -214,8 +214,8 @@ class FolderWork:
         """Return the median diameter of sampled stacks as a parameter, and a note; None if no stack could be read."""
         estimates = list[tuple[Sizing, VoxelSize | None]]()
         sampled = sample(stacks, SAMPLED_STACKS)
-        others = (name for name in stacks if name not in sampled)
-        for name in chain(sampled, takewhile(lambda _: not estimates, others)):
+        remaining = (name for name in stacks if name not in sampled)
+        for name in chain(sampled, takewhile(lambda _: not estimates, remaining)):
             self._calls.begin(name, 0, len(stacks))
             try:
                 with self._calls.open(name) as stack, tempfile.TemporaryDirectory(dir=self._scratch) as scratch:
@@ -257,13 +257,13 @@ class FolderWork:
             self._calls.check()
             message = error if isinstance(error, StackSegError) else error.strerror or str(error)
             return record._replace(problem=self._calls.reword(message))
-        fault = result.series.fault if result.series else None
+        series_problem = result.series.fault if result.series else None
         return record._replace(
             result=labels,
             objects=result.segmentation.count,
             seconds=round(stages.total, 3),
             notes=tuple(map(self._calls.reword, result.warnings)),
-            problem="" if fault is None else self._calls.reword(fault),
+            problem="" if series_problem is None else self._calls.reword(series_problem),
             doubtful=result.doubt is not None,
         )
 

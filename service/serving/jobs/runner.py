@@ -24,7 +24,7 @@ from service.core.errors import (
 from service.inference.types import Series
 from service.serving.devices.queue.job import Job, Needs
 from service.serving.jobs.active_job import ActiveJob
-from service.serving.jobs.failure import as_failure
+from service.serving.jobs.failure import to_public_error
 from service.serving.jobs.folder_run import FolderRun
 from service.serving.jobs.folder_work import Done
 from service.serving.parameters import SegmentationRequest
@@ -267,8 +267,8 @@ class JobRunner:
             answer = write_answer(host_files, request, active.pixels.measured, result)
             active.stages.update(answer.seconds)
             metadata = describe_answer(active.request.name, answer, result, active.stages.seconds)
-            fault = result.series.fault if result.series else None
-            finished = store.finish(active.id, answer.path, metadata, fault)
+            partial_failure = result.series.fault if result.series else None
+            finished = store.finish(active.id, answer.path, metadata, partial_failure)
             settle(host_files, request)
             if not finished:
                 return
@@ -297,7 +297,7 @@ class JobRunner:
             elif isinstance(error, DeviceLost):
                 log.error("job %s will be resumed after a restart of the service", active.id)
             elif error is not None:
-                self.unrecorded_failures[active.id] = as_failure(error), time.time()
+                self.unrecorded_failures[active.id] = to_public_error(error), time.time()
                 self.record_failures()
                 if active.id in self.unrecorded_failures:
                     log.error("the failure of job %s cannot be recorded yet: %s", active.id, error)

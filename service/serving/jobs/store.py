@@ -158,19 +158,24 @@ class JobStore:
         changes = "state = 'waiting', started = NULL, attempts = attempts - 1"
         return self._update(job, "state = 'running'", changes)
 
-    def finish(self, job: str, written: Path, answer: AnswerMetadata, fault: StackSegError | None = None) -> bool:
+    def finish(
+        self, job: str, result_file: Path, answer: AnswerMetadata, partial_failure: StackSegError | None = None
+    ) -> bool:
         """Change the state to done and store a result from the job's folder. Return False if the job has ended before.
 
-        `fault` is the reason for an incomplete result.
+        `partial_failure` is the reason for an incomplete result.
         """
         result = self.result_path(job)
         with translate_disk_faults():
-            sync_to_disk(written)
-            written.rename(result)
+            sync_to_disk(result_file)
+            result_file.rename(result)
             sync_to_disk(result.parent)
             size = result.stat().st_size
         changes = "state = 'done', ended = ?, result_bytes = ?, outcome = ?, failure = ?"
-        outcome, failure = json.dumps(asdict(answer)), None if fault is None else encode_failure(fault)
+        outcome, failure = (
+            json.dumps(asdict(answer)),
+            None if partial_failure is None else encode_failure(partial_failure),
+        )
         done = self._update(job, UNFINISHED_CONDITION, changes, time.time(), size, outcome, failure)
         # The job is done even if the rest fails: the next job frees space, and `clean_up` deletes files.
         with suppress(OutOfStorage, StorageUnavailable):
@@ -203,11 +208,11 @@ class JobStore:
             if not records or records[0].state in {"failed", "cancelled", "expired"}:
                 shutil.rmtree(folder)
                 return
-            kept = RESULT if records[0].state == "done" else INPUT
+            needed_name = RESULT if records[0].state == "done" else INPUT
             for path in folder.iterdir():
                 if path.is_dir():
                     shutil.rmtree(path)
-                elif path.name != kept:
+                elif path.name != needed_name:
                     path.unlink(missing_ok=True)
 
     def recover(self) -> list[JobRecord]:
@@ -273,8 +278,8 @@ class JobStore:
 
     def _has_space_for_input(self, size: int, owner: str | None) -> bool:
         inputs = self._sum_inputs()
-        left = self._quota_bytes - inputs.total() - size
-        return left >= (inputs[owner] + size if self._shared else 0)
+        free_bytes = self._quota_bytes - inputs.total() - size
+        return free_bytes >= (inputs[owner] + size if self._shared else 0)
 
     @property
     def nbytes(self) -> int:
@@ -309,14 +314,14 @@ class JobStore:
                 "SELECT * FROM jobs WHERE state = 'done' AND id != ? ORDER BY ended", spared_job
             ):
                 results.setdefault(record.owner, deque()).append(record)
-        chosen: list[JobRecord] = []
+        evicted: list[JobRecord] = []
         while used.total() > self._quota_bytes:
-            largest = max((owner, *(other for other, left in results.items() if left)), key=used.__getitem__)
+            largest = max((owner, *(other for other, records in results.items() if records)), key=used.__getitem__)
             if not results.get(largest):
                 return False
-            chosen.append(results[largest].popleft())
-            used[largest] -= chosen[-1].result_bytes
-        for record in chosen:
+            evicted.append(results[largest].popleft())
+            used[largest] -= evicted[-1].result_bytes
+        for record in evicted:
             self._expire(record.id)
             self.delete_unneeded_files(record.id)
         return True

@@ -163,6 +163,6 @@ def find_overlaps(annotations: Sequence[Annotation]) -> dict[str, Sequence[Annot
                 shared &= low[block, np.newaxis] < high
             np.fill_diagonal(shared[:, first:], val=False)
             for row in np.flatnonzero(shared.any(axis=1)).tolist():
-                others = np.flatnonzero(shared[row])[:MAX_OVERLAPS].tolist()
-                overlaps[group[first + row].id] = [group[other] for other in others]
+                other_rows = np.flatnonzero(shared[row])[:MAX_OVERLAPS].tolist()
+                overlaps[group[first + row].id] = [group[other] for other in other_rows]
     return overlaps

@@ -159,16 +159,16 @@ class AnnotationStore:
 def _read(folder: Path) -> Annotation | None:
     """Return the annotated stack in a folder, or None if there is none or its record is damaged."""
     try:
-        facts: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        z, y, x = facts.pop("shape")
-        size, region = facts.pop("voxel_size"), facts.pop("region")
+        content: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        z, y, x = content.pop("shape")
+        size, region = content.pop("voxel_size"), content.pop("region")
         return Annotation(
             folder=folder,
             shape=(z, y, x),
             voxel_size=None if size is None else VoxelSize(*size),
             region=None if region is None else Region.parse(region, (z, y, x)),
-            origin=Origin(**facts.pop("origin")),
-            **facts,
+            origin=Origin(**content.pop("origin")),
+            **content,
         )
     except (OSError, ValueError, TypeError, LookupError, BadParameter):
         return None
@@ -179,7 +179,7 @@ def _write(folder: Path, image: Volume, labels: Volume, new_annotation: NewAnnot
     tiff_writer.write_image(image, folder / IMAGE_FILE)
     objects = _write_labels(labels, folder / LABELS_FILE, image.voxel_size, new_annotation.region)
     nbytes = sum(path.stat().st_size for path in folder.iterdir())
-    facts = {
+    content = {
         "name": new_annotation.name,
         "owner": new_annotation.owner,
         "shape": image.shape[1:],
@@ -191,7 +191,7 @@ def _write(folder: Path, image: Volume, labels: Volume, new_annotation: NewAnnot
         "nbytes": nbytes,
         "created": time.time(),
     }
-    (folder / RECORD).write_text(json.dumps(facts), encoding="utf-8")
+    (folder / RECORD).write_text(json.dumps(content), encoding="utf-8")
     sync_to_disk(*folder.iterdir(), folder)
     return nbytes
 
@@ -199,23 +199,23 @@ def _write(folder: Path, image: Volume, labels: Volume, new_annotation: NewAnnot
 def _write_labels(labels: Volume, path: Path, voxel_size: VoxelSize | None, region: Region | None) -> int:
     """Write labels as uint16, or uint32 if necessary, and return the number of objects in the region."""
     planes, highest = range(labels.shape[1]), _highest_number(labels)
-    counted = np.zeros(min(highest, _MAX_TABLE_LABEL) + 1, np.bool_)
-    large = np.empty(0, np.uint32)
+    is_present = np.zeros(min(highest, _MAX_TABLE_LABEL) + 1, np.bool_)
+    large_labels = np.empty(0, np.uint32)
     pixels = make_allocator(path.parent)(labels.shape[1:], label_dtype(highest))
     z0, z1 = (0, len(planes)) if region is None else region.z
-    inside = (slice(None), slice(None)) if region is None else region.slices[1:]
+    region_slices = (slice(None), slice(None)) if region is None else region.slices[1:]
     for z in planes:
         pixels[z] = labels.read(z, z + 1)[0, 0]
         if z0 <= z < z1:
-            part = pixels[z][inside]
-            counted[part[part < len(counted)]] = True
-            large = np.union1d(large, part[part >= len(counted)])
-            if len(large) > _MAX_SORTED_LABELS:
+            part = pixels[z][region_slices]
+            is_present[part[part < len(is_present)]] = True
+            large_labels = np.union1d(large_labels, part[part >= len(is_present)])
+            if len(large_labels) > _MAX_SORTED_LABELS:
                 raise BadParameter(
                     f"The labels have more than {_MAX_SORTED_LABELS:,} numbers above {_MAX_TABLE_LABEL:,}. Renumber the"
                     " objects, starting from 1."
                 )
-    objects = int(np.count_nonzero(counted[1:])) + len(large)
+    objects = int(np.count_nonzero(is_present[1:])) + len(large_labels)
     tiff_writer.write(Segmentation(pixels, "labels", voxel_size, objects), path)
     return objects
 

@@ -44,7 +44,8 @@ def keep_correction(
 ) -> Annotation:
     """Read the image and the labels, and store them. Blocks.
 
-    Raises BadParameter if they do not match, and the errors of `Reader`, `Hold.reserve` and `AnnotationStore.add`.
+    Raises BadParameter if they do not match, and the errors of `Reader`, `Hold.reserve` and
+    `AnnotationStore.add`.
     """
     stack, labels, selection, region, name, owner, origin, folder = correction
     description = reader.inspect(stack, selection, cancelled=cancelled)
@@ -58,10 +59,10 @@ def keep_correction(
     # The image and the uint32 labels, each once as decoded pixels and once as written files.
     space.reserve(2 * (description.nbytes + 4 * description.nbytes // np.dtype(description.dtype).itemsize))
     image = reader.read(stack, selection, folder, cancelled=cancelled)
-    numbers = reader.read_labels(labels, shape, folder, cancelled=cancelled)
+    label_volume = reader.read_labels(labels, shape, folder, cancelled=cancelled)
     if selection.voxel_size is None:
-        _check_voxel_size(numbers.voxel_size, image.voxel_size)
-    return annotations.add(image, numbers, NewAnnotation(name, owner, corrected, origin))
+        _check_voxel_size(label_volume.voxel_size, image.voxel_size)
+    return annotations.add(image, label_volume, NewAnnotation(name, owner, corrected, origin))
 
 
 def _check_voxel_size(labels: VoxelSize | None, stack: VoxelSize | None) -> None:

@@ -154,7 +154,7 @@ class TrainingQueue:
 
     def delete_oldest(self, owner: str | None) -> None:
         """Delete the oldest records of finished trainings beyond `MAX_RECORDS_PER_OWNER`."""
-        over = [record for record in self.newest(owner) if record.over]
-        for record in over[MAX_RECORDS_PER_OWNER:]:
+        finished = [record for record in self.newest(owner) if record.over]
+        for record in finished[MAX_RECORDS_PER_OWNER:]:
             with suppress(StackSegError):
                 self.delete(record)

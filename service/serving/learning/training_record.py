@@ -72,8 +72,8 @@ class TrainingRecord:
         """
         if self.state != "running" or self.started is None:
             return None
-        left = 60 * self.minutes - (time.time() - self.started)
-        return left if left > 0 else None
+        remaining = 60 * self.minutes - (time.time() - self.started)
+        return remaining if remaining > 0 else None
 
     def update(self, progress: Mapping[str, Any]) -> None:
         """Apply a progress message. Raises ValueError, TypeError or LookupError if it is invalid."""

@@ -156,8 +156,8 @@ class Trainings:
         waiting, max_waiting, models = self.queue.waiting, self._settings.trainings.waiting, self.trained_models
         if models.count() + len(self.queue.unfinished) >= models.most:
             raise OutOfStorage(
-                f"There are already {models.most} trained models (trainings.models). Delete some of them with DELETE"
-                " /models/NAME, which requires the API key that trained the model, or an admin key."
+                f"There are already {models.most} trained models (trainings.models). Delete some of them with"
+                " DELETE /models/NAME, which requires the API key that trained the model, or an admin key."
             )
         if len(waiting) >= max_waiting:
             raise QueueFull("Too many trainings are waiting. Try again when one has ended.", RETRY_AFTER_SECONDS)
@@ -278,7 +278,7 @@ def _check_no_overlaps(stacks: Sequence[Annotation]) -> None:
     overlaps = find_overlaps(stacks)
     for stack in stacks:
         for other in overlaps[stack.id]:
-            older, newer = sorted((stack, other), key=lambda each: each.created)
+            older, newer = sorted((stack, other), key=lambda annotation: annotation.created)
             raise BadParameter.about(
                 "annotations",
                 f"{older.id} ({older.name}) and the newer {newer.id} ({newer.name}) have labels for the"

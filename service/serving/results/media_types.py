@@ -59,8 +59,8 @@ def choose_media_type(accepted: str, metadata: AnswerMetadata) -> str:
     ):
         offers += LABEL_FORMATS
     ranges = _parse_accept(accepted)
-    chosen = max(offers, key=lambda offer: _rank(offer, ranges))
-    return chosen if _rank(chosen, ranges) > _LOWEST_RANK else metadata.media_type
+    best = max(offers, key=lambda offer: _rank(offer, ranges))
+    return best if _rank(best, ranges) > _LOWEST_RANK else metadata.media_type
 
 
 _LOWEST_RANK = (0.0, 0)
@@ -69,14 +69,14 @@ _LOWEST_RANK = (0.0, 0)
 def _parse_accept(accepted: str) -> dict[str, tuple[float, int]]:
     """Return the rank of each media range: its quality from 0 to 1, and a number that is higher for earlier ranges."""
     ranges: dict[str, tuple[float, int]] = {}
-    for place, part in enumerate(accepted.split(",")):
+    for position, part in enumerate(accepted.split(",")):
         media_range, *parameters = (token.strip().lower() for token in part.split(";"))
         qualities = (token[2:] for token in parameters if token.startswith("q="))
         try:
             quality = float(next(qualities, "1"))
         except ValueError:
             quality = 1.0
-        ranges.setdefault(media_range, (quality, -place))
+        ranges.setdefault(media_range, (quality, -position))
     return ranges
 
 

@@ -27,7 +27,7 @@ def describe_origin(query: Query, result: Result, source: str, digest: str | Non
         digest: BLAKE3 of that file in hexadecimal; None if the file was not read completely
     """
     parameters = query.model_dump(exclude={"model"}, exclude_none=True)
-    facts = {
+    fields = {
         "software": _software(),
         "model": result.model,
         "engine": result.engine,
@@ -40,7 +40,7 @@ def describe_origin(query: Query, result: Result, source: str, digest: str | Non
         "source": source,
         "source_blake3": digest,
     }
-    return {name: value for name, value in facts.items() if value}
+    return {name: value for name, value in fields.items() if value}
 
 
 def hash_file(path: Path) -> str | None:

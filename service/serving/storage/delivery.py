@@ -115,8 +115,8 @@ def _output_exists_error(target: DeliveryTarget) -> OutputExists:
 def put_file(source: Path, target: DeliveryTarget) -> None:
     """Copy a file to its target.
 
-    Until `settle`, a second call, for example after a crash, recognizes its own file. Raises OSError, and OutputExists
-    if another file exists and must not be overwritten.
+    Until `settle`, a second call, for example after a crash, recognizes its own file. Raises OSError, and
+    OutputExists if another file exists and must not be overwritten.
     """
     folder, name = target.folder, target.name
     if is_same_file(folder, target.partial, name):
@@ -153,9 +153,9 @@ def _link_new(target: DeliveryTarget) -> None:
 def put_store(source: Path, target: DeliveryTarget, cancelled: Cancelling = never) -> None:
     """Copy a Zarr store to its target. Only another Zarr store can be overwritten.
 
-    Until `settle`, the delivered store contains an empty marker file. A second call, for example after a crash,
-    recognizes its own store by the marker. Links are not followed. Raises OSError, Cancelled, BadParameter and
-    OutputExists.
+    Until `settle`, the delivered store contains an empty marker file. A second call, for example after a
+    crash, recognizes its own store by the marker. Links are not followed. Raises OSError, Cancelled, BadParameter
+    and OutputExists.
     """
     if _is_own(target):
         return

@@ -108,18 +108,18 @@ class HostFiles:
                 names = f" Allowed URLs: {', '.join(allowed.values())}." if allowed else ""
                 raise BadParameter.about("input", f"the URL is not below one of the configured stores.{names}")
             check_url(location)
-            rest = unquote(location[len(url) :])
+            subpath = unquote(location[len(url) :])
         else:
-            name, slash, rest = location.partition("/")
+            name, slash, subpath = location.partition("/")
             if name not in allowed:
                 return None
-            url, rest = allowed[name], slash + rest
-        rest = rest.rstrip("/")
-        if not rest or not all(map(_is_file_name, rest.split("/")[1:])):
+            url, subpath = allowed[name], slash + subpath
+        subpath = subpath.rstrip("/")
+        if not subpath or not all(map(_is_file_name, subpath.split("/")[1:])):
             raise BadParameter.about(
                 "input", f"the path from {url} to the store must consist of names separated by single slashes."
             )
-        return url + quote(rest)
+        return url + quote(subpath)
 
     def _list_urls(self, caller: str | None) -> dict[str, str]:
         """Return the URLs of the stores that a caller may use, by name."""
@@ -192,8 +192,8 @@ class HostFiles:
     def put(self, file: Path, location: str, caller: str | None, ticket: str, *, overwrite: bool = False) -> None:
         """Copy a finished file to a location, where it appears after it has been written to disk.
 
-        Until `settle`, a second call with the same `ticket`, for example after a crash, recognizes its own file. Raises
-        OSError, OutOfStorage, and OutputExists if another file exists and `overwrite` is False.
+        Until `settle`, a second call with the same `ticket`, for example after a crash, recognizes its own file.
+        Raises OSError, OutOfStorage, and OutputExists if another file exists and `overwrite` is False.
         """
         opening = self._open_target(location, caller, ticket, overwrite=overwrite)
         with opening as target, _translate_os_errors("output_to", location):

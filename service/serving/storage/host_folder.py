@@ -35,10 +35,10 @@ def is_file(folder: int, name: str) -> bool:
     return False
 
 
-def is_same_file(folder: int, one: str, other: str) -> bool:
+def is_same_file(folder: int, first_name: str, second_name: str) -> bool:
     """Return whether two names in an open folder refer to the same file."""
     try:
-        first, second = (os.stat(name, dir_fd=folder, follow_symlinks=False) for name in (one, other))
+        first, second = (os.stat(name, dir_fd=folder, follow_symlinks=False) for name in (first_name, second_name))
     except FileNotFoundError:
         return False
     return os.path.samestat(first, second)

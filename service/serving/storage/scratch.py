@@ -162,7 +162,7 @@ class ScratchSpace:
         return Hold(self, client)
 
     def change(self, reservation: Hold, nbytes: int, *, checked: bool = False) -> None:
-        """Change the size of a reservation that is not closed. With `checked`, raises the errors of `Hold.reserve`."""
+        """Change the size of an open reservation. With `checked`, raises the errors of `Hold.reserve`."""
         with self._lock:
             if checked and not reservation.closed:
                 self._check(reservation.client, nbytes)

@@ -64,8 +64,8 @@ class StackStore:
             size = upload.stat().st_size
             stack = StoredStack(self._folder / upload.parent.name / STACK, name, owner, digest, size, 0.0)
             self._free_space(stack)
-            facts = {key: value for key, value in asdict(stack).items() if key not in {"path", "used"}}
-            (upload.parent / RECORD).write_text(json.dumps(facts), encoding="utf-8")
+            content = {key: value for key, value in asdict(stack).items() if key not in {"path", "used"}}
+            (upload.parent / RECORD).write_text(json.dumps(content), encoding="utf-8")
             upload.rename(upload.parent / STACK)
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             upload.parent.rename(stack.path.parent)
@@ -134,8 +134,8 @@ class StackStore:
         """Return the stack in a folder, or None if there is none or its record is damaged."""
         record = folder / RECORD
         try:
-            facts = json.loads(record.read_text(encoding="utf-8"))
-            return StoredStack(folder / STACK, **facts, used=record.stat().st_mtime)
+            content = json.loads(record.read_text(encoding="utf-8"))
+            return StoredStack(folder / STACK, **content, used=record.stat().st_mtime)
         except (OSError, ValueError, TypeError):
             return None
 

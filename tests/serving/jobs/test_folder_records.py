@@ -45,9 +45,9 @@ def test_records_survive_a_round_trip(results: ResultFolder, tmp_path: Path) -> 
     (tmp_path / RECORDS).write_text(f"{json.dumps(VALID)}\n")
     records = Records(results)
     assert records == {"a.tif": StackRecord("k", 1, 2, notes=["seen"], seconds=1)}
-    records.add("b.tif", written := StackRecord("k", 1, 2, "b_labels.ome.tif", 3, 0.5, ("seen", "doubted"), "", True))
+    records.add("b.tif", expected := StackRecord("k", 1, 2, "b_labels.ome.tif", 3, 0.5, ("seen", "doubted"), "", True))
     read = Records(results)["b.tif"]
-    assert read._replace(notes=tuple(read.notes)) == written
+    assert read._replace(notes=tuple(read.notes)) == expected
 
 
 @pytest.mark.parametrize(

@@ -37,13 +37,13 @@ def stacks(tmp_path: Path) -> Path:
 def segment_folder(
     stacks: Path,
     spec: ModelSpec,
-    fault: Exception | None = None,
+    error: Exception | None = None,
     broken: tuple[str, ...] = (),
     used: list[str] | None = None,
 ) -> Done:
     """Segment the folder with a fake model that finds one object per stack.
 
-    Diameter estimates raise `fault`. Reading one of the `broken` stacks raises BadFile. The diameters in use are
+    Diameter estimates raise `error`. Reading one of the `broken` stacks raises BadFile. The diameters in use are
     appended to `used`.
     """
 
@@ -65,8 +65,8 @@ def segment_folder(
         return Result(Segmentation(labels, "labels", volume.voxel_size, count=1), {}, ())
 
     def estimate(_volume: Volume, _options: Options) -> Sizing:
-        if fault is not None:
-            raise fault
+        if error is not None:
+            raise error
         return Sizing(next(diameters, None), fits=False, objects=0, windows=1)
 
     diameters = iter([Diameter((size, size, size), "px") for size in (7.0, 9.0, 20.0)])
@@ -106,7 +106,7 @@ def test_no_diameter_is_recorded_if_no_estimate_succeeds(stacks: Path, random_nu
 def test_other_stacks_are_sampled_if_the_sampled_stacks_are_broken(stacks: Path, random_nuclei: ModelSpec) -> None:
     done = segment_folder(stacks, random_nuclei, broken=tuple(name for name in NAMES if name != "2.tif"))
     assert '"series"' in read_records(stacks)
-    assert [fault.partition(":")[0] for fault in done.faults] == [name for name in NAMES if name != "2.tif"]
+    assert [error.partition(":")[0] for error in done.faults] == [name for name in NAMES if name != "2.tif"]
 
 
 def test_symbolic_link_at_a_result_path_is_replaced_and_a_folder_fails_the_stack(
@@ -120,7 +120,7 @@ def test_symbolic_link_at_a_result_path_is_replaced_and_a_folder_fails_the_stack
     done = segment_folder(stacks, random_nuclei)
     assert secret.read_text() == "confidential"
     assert not (out / "1_labels.ome.tif").is_symlink()
-    assert [fault.partition(" ")[0] for fault in done.faults] == ["2.tif:"]
+    assert [error.partition(" ")[0] for error in done.faults] == ["2.tif:"]
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
 
 

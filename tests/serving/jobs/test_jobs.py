@@ -46,13 +46,13 @@ def locked_database(folder: Path) -> Iterator[None]:
         yield
 
 
-FAULTS = {
+STORAGE_ERRORS = {
     "locked": locked_database,
     "full": lambda _folder: full_disk(),
     # Enough space for the database only.
     "full for results": lambda _folder: full_disk(2**18),
 }
-Fault = Callable[[Path], Any]
+StorageError = Callable[[Path], Any]
 
 
 def submit_two(service: Service, stack: bytes = STACK) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -73,13 +73,13 @@ def files_on_disk(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder / "jobs")) for path in (folder / "jobs" / "jobs").rglob("*"))
 
 
-@pytest.mark.parametrize("fault", [FAULTS["locked"], FAULTS["full"]], ids=["locked", "full"])
+@pytest.mark.parametrize("storage_error", [STORAGE_ERRORS["locked"], STORAGE_ERRORS["full"]], ids=["locked", "full"])
 def test_jobs_finish_after_a_temporary_storage_error(
-    service: Service, tmp_path: Path, fault: Fault, caplog: pytest.LogCaptureFixture
+    service: Service, tmp_path: Path, storage_error: StorageError, caplog: pytest.LogCaptureFixture
 ) -> None:
     service.async_jobs.runner.retry_seconds = 60
     jobs = submit_two(service)
-    with fault(tmp_path):
+    with storage_error(tmp_path):
         service.fake.gate.set()
         until(lambda: caplog.text.count("Retrying for 60 s") == 2)
         assert {service.show(job)["state"] for job in jobs} <= {"waiting", "running"}
@@ -95,12 +95,12 @@ def test_jobs_finish_after_a_temporary_storage_error(
     assert list((tmp_path / "jobs" / "incoming").iterdir()) == []
 
 
-@pytest.mark.parametrize("fault", [FAULTS["locked"], FAULTS["full"]], ids=["locked", "full"])
+@pytest.mark.parametrize("storage_error", [STORAGE_ERRORS["locked"], STORAGE_ERRORS["full"]], ids=["locked", "full"])
 def test_jobs_fail_with_the_reason_if_a_storage_error_persists(
-    service: Service, tmp_path: Path, fault: Fault, caplog: pytest.LogCaptureFixture
+    service: Service, tmp_path: Path, storage_error: StorageError, caplog: pytest.LogCaptureFixture
 ) -> None:
     jobs = submit_two(service)
-    with fault(tmp_path):
+    with storage_error(tmp_path):
         service.fake.gate.set()
         for job in jobs:
             failed = service.wait(job, "failed")
@@ -118,16 +118,16 @@ def test_jobs_fail_with_the_reason_if_a_storage_error_persists(
         assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize("storage_error", STORAGE_ERRORS.values(), ids=STORAGE_ERRORS)
 def test_jobs_are_resumed_after_a_service_stops_during_a_storage_error(
-    bands_repository: Path, tmp_path: Path, fault: Fault
+    bands_repository: Path, tmp_path: Path, storage_error: StorageError
 ) -> None:
     noise = as_tiff(np.random.default_rng(1).integers(0, 200, (4, 1200, 1200), np.uint8))
     with ExitStack() as fault_stack, start(bands_repository, tmp_path) as service:
         shorten_timeouts(service)
         service.async_jobs.runner.retry_seconds = 60
         jobs = submit_two(service, noise)
-        fault_stack.enter_context(fault(tmp_path))
+        fault_stack.enter_context(storage_error(tmp_path))
         service.fake.gate.set()
         until(lambda: not service.runtime.devices.running)
     with start(bands_repository, tmp_path) as service:

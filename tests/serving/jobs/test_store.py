@@ -67,9 +67,9 @@ def accept(store: JobStore, size: int = 10, owner: str | None = None) -> str:
 
 def finish(store: JobStore, job: str, size: int = 20) -> bool:
     store.begin(job)
-    written = store.input_path(job).with_name("labels.ome.tif")
-    written.write_bytes(bytes(size))
-    return store.finish(job, written, ANSWER)
+    result_file = store.input_path(job).with_name("labels.ome.tif")
+    result_file.write_bytes(bytes(size))
+    return store.finish(job, result_file, ANSWER)
 
 
 def files(store: JobStore) -> list[str]:
@@ -98,15 +98,15 @@ def test_job_passes_through_its_states_until_it_is_deleted(store: JobStore) -> N
 
 
 def test_owners_see_only_their_own_jobs(store: JobStore) -> None:
-    hers, anonymous = accept(store, owner="ada"), accept(store)
+    adas_job, anonymous = accept(store, owner="ada"), accept(store)
     newest = accept(store, owner="ada")
-    assert [record.id for record in store.newest("ada", 10)] == [newest, hers]
+    assert [record.id for record in store.newest("ada", 10)] == [newest, adas_job]
     assert [record.id for record in store.newest("ada", 1)] == [newest]
     assert [record.id for record in store.newest(None, 10)] == [anonymous]
-    assert store.find(hers, "ada").id == hers
+    assert store.find(adas_job, "ada").id == adas_job
     for stranger in ("bob", None):
         with pytest.raises(UnknownJob):
-            store.find(hers, stranger)
+            store.find(adas_job, stranger)
 
 
 @pytest.mark.parametrize(
@@ -152,13 +152,13 @@ def test_unfinished_jobs_of_a_killed_process_are_recovered(store: JobStore) -> N
     store.make_incoming().joinpath(INPUT).write_bytes(b"half")
     # Same as a kill: closing writes nothing that is not on disk already.
     store.close()
-    with closing(open_store(store._folder)) as later:
-        assert [record.id for record in later.recover()] == [running, waiting]
-        assert later.find(done, None).answer == ANSWER
-        assert later.result_path(done).stat().st_size == 20
-        assert {record.state for record in later.list_unfinished()} == {"waiting"}
-        assert not list(later._incoming.iterdir())
-        assert [path.name for path in later.input_path(running).parent.iterdir()] == [INPUT]
+    with closing(open_store(store._folder)) as reopened:
+        assert [record.id for record in reopened.recover()] == [running, waiting]
+        assert reopened.find(done, None).answer == ANSWER
+        assert reopened.result_path(done).stat().st_size == 20
+        assert {record.state for record in reopened.list_unfinished()} == {"waiting"}
+        assert not list(reopened._incoming.iterdir())
+        assert [path.name for path in reopened.input_path(running).parent.iterdir()] == [INPUT]
 
 
 def test_recovery_deletes_orphaned_folders_and_fails_jobs_without_input(
@@ -166,11 +166,11 @@ def test_recovery_deletes_orphaned_folders_and_fails_jobs_without_input(
 ) -> None:
     (store._jobs / "orphan").mkdir()
     (store._jobs / ".DS_Store").write_bytes(b"written by a file manager")
-    lost, short = accept(store), accept(store)
-    store.input_path(lost).unlink()
-    store.input_path(short).write_bytes(b"")
+    missing, truncated = accept(store), accept(store)
+    store.input_path(missing).unlink()
+    store.input_path(truncated).write_bytes(b"")
     assert store.recover() == []
-    for record in (store.find(lost, None), store.find(short, None)):
+    for record in (store.find(missing, None), store.find(truncated, None)):
         assert (record.state, "input of the job is lost" in str(record.failure)) == ("failed", True)
     assert files(store) == [".DS_Store"]
     store.clean_up()
@@ -178,14 +178,14 @@ def test_recovery_deletes_orphaned_folders_and_fails_jobs_without_input(
 
 
 def test_recovery_expires_jobs_with_lost_or_truncated_results(store: JobStore) -> None:
-    lost, short, whole = (accept(store) for _ in range(3))
-    for job in (lost, short, whole):
+    missing, truncated, intact = (accept(store) for _ in range(3))
+    for job in (missing, truncated, intact):
         finish(store, job)
-    store.result_path(lost).unlink()
-    store.result_path(short).write_bytes(b"")
+    store.result_path(missing).unlink()
+    store.result_path(truncated).write_bytes(b"")
     store.recover()
-    assert [store.find(job, None).state for job in (lost, short, whole)] == ["expired", "expired", "done"]
-    assert files(store) == [whole, f"{whole}/result"]
+    assert [store.find(job, None).state for job in (missing, truncated, intact)] == ["expired", "expired", "done"]
+    assert files(store) == [intact, f"{intact}/result"]
 
 
 def test_clean_up_deletes_leftover_files_but_none_of_running_jobs(store: JobStore) -> None:
@@ -235,25 +235,25 @@ def test_quota_evicts_results_but_no_inputs_and_nothing_for_an_input_that_cannot
 
 
 def test_quota_evicts_results_of_the_owner_who_uses_most(store: JobStore) -> None:
-    hers = accept(store, owner="ada")
-    finish(store, hers, size=100)
-    his = [accept(store, owner="bob") for _ in range(3)]
-    for job in his:
+    adas_job = accept(store, owner="ada")
+    finish(store, adas_job, size=100)
+    bobs_jobs = [accept(store, owner="bob") for _ in range(3)]
+    for job in bobs_jobs:
         finish(store, job, size=300)
-    assert [store.find(job, "bob").state for job in his] == ["done", "done", "done"]
+    assert [store.find(job, "bob").state for job in bobs_jobs] == ["done", "done", "done"]
     third = accept(store, size=250, owner="bob")
-    assert [store.find(job, "bob").state for job in his] == ["expired", "done", "done"]
+    assert [store.find(job, "bob").state for job in bobs_jobs] == ["expired", "done", "done"]
     newest = accept(store, size=60, owner="ada")
-    assert store.find(his[1], "bob").state == "expired"
-    assert store.find(hers, "ada").state == "done"
+    assert store.find(bobs_jobs[1], "bob").state == "expired"
+    assert store.find(adas_job, "ada").state == "done"
     with pytest.raises(OutOfStorage):
         accept(store, size=951, owner="bob")
-    assert [store.find(job, "bob").state for job in (his[2], third)] == ["done", "waiting"]
-    assert [store.find(job, "ada").state for job in (hers, newest)] == ["done", "waiting"]
-    assert not store.result_path(his[0]).exists()
+    assert [store.find(job, "bob").state for job in (bobs_jobs[2], third)] == ["done", "waiting"]
+    assert [store.find(job, "ada").state for job in (adas_job, newest)] == ["done", "waiting"]
+    assert not store.result_path(bobs_jobs[0]).exists()
     # A new result evicts them as well.
     assert finish(store, third, size=800)
-    assert [store.find(job, "bob").state for job in (his[2], third)] == ["expired", "done"]
+    assert [store.find(job, "bob").state for job in (bobs_jobs[2], third)] == ["expired", "done"]
 
 
 def test_inputs_of_one_owner_leave_space_for_others(tmp_path: Path) -> None:
@@ -342,9 +342,9 @@ def test_inaccessible_folder_is_reported_and_used_again_later() -> None:
     with tempfile.TemporaryDirectory() as parent:
         command = [sys.executable, "-c", INACCESSIBLE_FOLDER_SCRIPT, parent]
         process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    problem, later = process.stdout.splitlines()
+    problem, later_problem = process.stdout.splitlines()
     assert problem == "The jobs folder cannot be used: Permission denied."
-    assert later == "None"
+    assert later_problem == "None"
 
 
 def test_folder_that_cannot_be_used_is_a_configuration_error(store: JobStore, tmp_path: Path) -> None:
@@ -372,10 +372,10 @@ def test_documented_recovery_of_a_damaged_database_keeps_readable_jobs(store: Jo
     manual = (ROOT / "docs" / "running.md").read_text(encoding="utf-8").partition("### Damaged database")[2]
     subprocess.run(["bash", "-ec", manual.partition("```sh\n")[2].partition("```")[0]], check=True, cwd=store._folder)
     with closing(open_store(store._folder)) as recovered:
-        kept = {record.id for record in recovered.recover()}
-        assert kept <= set(jobs)
-        assert len(kept) > 50
-        assert files(recovered) == sorted(part for job in kept for part in (job, f"{job}/{INPUT}"))
+        recovered_ids = {record.id for record in recovered.recover()}
+        assert recovered_ids <= set(jobs)
+        assert len(recovered_ids) > 50
+        assert files(recovered) == sorted(part for job in recovered_ids for part in (job, f"{job}/{INPUT}"))
 
 
 def test_job_files_without_a_database_are_not_deleted(store: JobStore) -> None:

@@ -32,11 +32,11 @@ def make_numbered_labels(first: int, shape: tuple[int, int, int, int]) -> tuple[
 
 def test_objects_with_large_label_numbers_are_counted_once(store: AnnotationStore) -> None:
     image, labels = make_numbered_labels(2**32 - 600, (1, 2, 16, 16))
-    twice = Volume.from_array(np.concatenate([labels.array(), labels.array()], axis=1))
-    image = Volume.from_array(np.zeros(twice.shape, np.uint8))
-    assert store.add(image, twice, NewAnnotation(name="a", owner="ann")).objects == 512
+    doubled = Volume.from_array(np.concatenate([labels.array(), labels.array()], axis=1))
+    image = Volume.from_array(np.zeros(doubled.shape, np.uint8))
+    assert store.add(image, doubled, NewAnnotation(name="a", owner="ann")).objects == 512
     region = Region.parse("0:1,0:16,0:16", (4, 16, 16))
-    assert store.add(image, twice, NewAnnotation(name="a", owner="ann", region=region)).objects == 256
+    assert store.add(image, doubled, NewAnnotation(name="a", owner="ann", region=region)).objects == 256
 
 
 def test_too_many_large_label_numbers_are_rejected_with_little_memory(store: AnnotationStore, tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_records_are_cached_until_another_process_changes_them(tmp_path: Path) -
     first, second = (
         store.add(SMALL_VOLUME, SMALL_VOLUME, NewAnnotation(name=name, owner="ann")) for name in ("one", "two")
     )
-    assert [kept.name for kept in store.newest("ann")] == ["two", "one"]
+    assert [stored.name for stored in store.newest("ann")] == ["two", "one"]
     record = first.folder / RECORD
     status, text = record.stat(), record.read_text()
     # A record with an unchanged inode and modification time is not read again.
@@ -69,16 +69,16 @@ def test_records_are_cached_until_another_process_changes_them(tmp_path: Path) -
     os.utime(record, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert other_store.newest("ann") == [second, first]
     record.write_text(text.replace('"one"', '"three"'))
-    assert [kept.name for kept in store.newest("ann")] == ["two", "three"]
+    assert [stored.name for stored in store.newest("ann")] == ["two", "three"]
     record.unlink()
     assert store.newest("ann") == [second]
 
 
 def test_overlaps_of_thousands_of_annotations_are_found_quickly() -> None:
-    facts: dict[str, Any] = {"name": "a", "owner": "ann", "shape": (1, 9, 9), "voxel_size": None, "objects": 1}
-    facts |= {"digest": "", "origin": Origin(), "nbytes": 1, "created": 0.0}
+    fields: dict[str, Any] = {"name": "a", "owner": "ann", "shape": (1, 9, 9), "voxel_size": None, "objects": 1}
+    fields |= {"digest": "", "origin": Origin(), "nbytes": 1, "created": 0.0}
     regions = [None, *[Region((0, 1), (y, y + 1), (0, 9)) for y in range(4)]]
-    stacks = [Annotation(folder=Path(f"{n:032x}"), region=regions[n % 5], **facts) for n in range(10_000)]
+    stacks = [Annotation(folder=Path(f"{n:032x}"), region=regions[n % 5], **fields) for n in range(10_000)]
     start_time = time.process_time()
     overlaps = find_overlaps(stacks)
     assert time.process_time() - start_time < 1.5
@@ -97,9 +97,9 @@ def test_clean_up_deletes_only_incomplete_folders_of_killed_processes(store: Ann
     store.clean_up()
     assert list(tmp_path.iterdir()) == [in_use]
     os.close(lock)
-    kept = store.add(SMALL_VOLUME, SMALL_VOLUME, NewAnnotation(name="a", owner="ann"))
-    assert list(tmp_path.iterdir()) == [kept.folder]
-    assert {path.name for path in kept.folder.iterdir()} == {"annotation.json", "image.ome.tif", "labels.ome.tif"}
+    stored = store.add(SMALL_VOLUME, SMALL_VOLUME, NewAnnotation(name="a", owner="ann"))
+    assert list(tmp_path.iterdir()) == [stored.folder]
+    assert {path.name for path in stored.folder.iterdir()} == {"annotation.json", "image.ome.tif", "labels.ome.tif"}
 
 
 @pytest.mark.parametrize("region", ["٠:١,0:2,0:2", "0:1,0:2,0:²", "0:1, 0:2,0:2", "-0:1,0:2,0:2"])  # noqa: RUF001 - digits of other scripts
@@ -112,14 +112,14 @@ def test_usage_is_measured_and_the_number_of_stacks_per_owner_is_limited(
     store: AnnotationStore, tmp_path: Path
 ) -> None:
     assert AnnotationStore(tmp_path / "absent", quota_bytes=1).measure() == (0, 0)
-    kept = [
+    stored = [
         store.add(SMALL_VOLUME, SMALL_VOLUME, NewAnnotation(name="a", owner=owner)) for owner in ("ann", "bob", "ann")
     ]
-    assert store.measure() == (3, sum(annotation.nbytes for annotation in kept))
+    assert store.measure() == (3, sum(annotation.nbytes for annotation in stored))
     with pytest.raises(OutOfStorage, match="Delete some"):
         store.add(SMALL_VOLUME, SMALL_VOLUME, NewAnnotation(name="a", owner="ann"))
-    store.delete(kept[0].id, "ann")
-    assert store.measure() == (2, kept[1].nbytes + kept[2].nbytes)
+    store.delete(stored[0].id, "ann")
+    assert store.measure() == (2, stored[1].nbytes + stored[2].nbytes)
     store.add(SMALL_VOLUME, SMALL_VOLUME, NewAnnotation(name="a", owner="ann"))
 
 

@@ -93,8 +93,8 @@ class Service:
     ) -> None:
         self.trainings.trained_models.remove(name, owner, has_jobs=has_jobs, **options)
 
-    def hang(self, name: str = "hangs", **given: Any) -> TrainingRecord:
-        record = self.submit(name, **given)
+    def hang(self, name: str = "hangs", **options: Any) -> TrainingRecord:
+        record = self.submit(name, **options)
         until(lambda: record.stage == "evaluating", 60)
         return record
 
@@ -154,9 +154,9 @@ def test_waiting_and_running_trainings_can_be_cancelled(service: Service) -> Non
     first = service.hang()
     second = service.submit("second")
     assert (service.trainings.queue.position(first), service.trainings.queue.position(second)) == (None, 1)
-    left = first.seconds_left
-    assert left is not None
-    assert 0 < left <= 60
+    seconds_left = first.seconds_left
+    assert seconds_left is not None
+    assert 0 < seconds_left <= 60
     for record in (second, first):
         service.trainings.cancel(record.id, "ann")
         assert record.state == "cancelled"
@@ -222,19 +222,19 @@ def test_training_that_takes_too_long_is_killed_and_the_next_begins(service: Ser
 
 def test_owners_take_turns_and_the_waiting_trainings_of_each_are_limited(service: Service) -> None:
     service.hang()
-    mine = [service.submit(f"mine{number}") for number in range(4)]
+    anns_records = [service.submit(f"mine{number}") for number in range(4)]
     with pytest.raises(QueueFull, match="of your trainings"):
         service.submit("mine4")
-    others = [service.submit(f"other{number}", "bob") for number in range(4)]
+    bobs_records = [service.submit(f"other{number}", "bob") for number in range(4)]
     with pytest.raises(QueueFull):
         service.submit("another", "eve")
     order = [record.name for record in service.trainings.queue.waiting]
     assert order[:4] == ["other0", "mine0", "other1", "mine1"]
-    assert [service.trainings.queue.position(record) for record in (others[0], mine[0])] == [1, 2]
+    assert [service.trainings.queue.position(record) for record in (bobs_records[0], anns_records[0])] == [1, 2]
     assert [record.owner for record in service.trainings.queue.newest("bob")] == ["bob"] * 4
     assert len(service.trainings.queue.newest("bob", everyone=True)) == 9
     with pytest.raises(UnknownTraining):
-        service.trainings.cancel(mine[0].id, "bob")
+        service.trainings.cancel(anns_records[0].id, "bob")
 
 
 def test_number_of_trained_models_is_limited(service: Service) -> None:
@@ -333,19 +333,19 @@ def test_overlapping_annotated_stacks_are_rejected_on_submission(service: Servic
 
     def add_stack(pixels: Any, region: str | None, owner: str = "ann") -> str:
         part = None if region is None else Region.parse(region, (4, 8, 8))
-        image, numbers = (Volume.from_array(array) for array in (pixels, labels))
-        return service.store.add(image, numbers, NewAnnotation(name=str(region), owner=owner, region=part)).id
+        image, label_volume = (Volume.from_array(array) for array in (pixels, labels))
+        return service.store.add(image, label_volume, NewAnnotation(name=str(region), owner=owner, region=part)).id
 
     first, adjacent, overlapping = (add_stack(labels, f"0:4,0:8,{columns}") for columns in ("0:5", "5:8", "4:6"))
-    other, of_bob, whole = (
+    other, of_bob, converted = (
         add_stack(labels + 1, None),
         add_stack(labels, None, "bob"),
         add_stack(labels.astype(np.uint16), None),
     )
-    for stack_ids in ([first, adjacent, other, whole], [first, first], [overlapping, other]):
+    for stack_ids in ([first, adjacent, other, converted], [first, first], [overlapping, other]):
         service.trainings.cancel(service.submit("mine", annotations=stack_ids).id, "ann")
     for stack_ids in ([overlapping, other, first], [adjacent, overlapping]):
-        older = next(each for each in (first, adjacent) if each in stack_ids)
+        older = next(stack_id for stack_id in (first, adjacent) if stack_id in stack_ids)
         with pytest.raises(BadParameter, match=rf"{older} .* and the newer {overlapping} .* Remove one of them"):
             service.submit("mine", annotations=stack_ids)
     with pytest.raises(BadParameter, match="Remove one of them"):

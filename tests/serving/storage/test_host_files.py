@@ -99,7 +99,7 @@ def test_open_input_is_not_affected_by_replacing_the_file(host: Path) -> None:
 def test_replacing_a_parent_folder_with_a_link_does_not_redirect_the_open(
     host: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, opened = os.open, list[Any]()
+    original_open, opened = os.open, list[Any]()
 
     def open_and_swap(path: Any, *arguments: Any, **options: Any) -> int:
         opened.append(path)
@@ -107,7 +107,7 @@ def test_replacing_a_parent_folder_with_a_link_does_not_redirect_the_open(
             (host / "scans" / "2026").rename(host / "scans" / "moved")
             (host / "scans" / "2026").symlink_to(host / "secret")
             (host / "secret" / "stack.tif").write_bytes(b"confidential")
-        return real(path, *arguments, **options)
+        return original_open(path, *arguments, **options)
 
     monkeypatch.setattr(os, "open", open_and_swap)
     assert read(make_host_files(host), "scans/2026/stack.tif") == b"a stack"

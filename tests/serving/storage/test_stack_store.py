@@ -35,8 +35,8 @@ class StoreFixture:
 def test_stack_is_found_only_by_its_owner_and_after_a_restart(tmp_path: Path) -> None:
     stack = StoreFixture(tmp_path).add_stack(10, "ann")
     store = StackStore(tmp_path / "stacks", quota_bytes=100, keep_seconds=60)
-    found = store.find(stack.id, "ann")
-    assert (found.path.read_bytes(), found.name, found.digest, found.nbytes) == (b"x" * 10, "1.tif", "digest", 10)
+    stored = store.find(stack.id, "ann")
+    assert (stored.path.read_bytes(), stored.name, stored.digest, stored.nbytes) == (b"x" * 10, "1.tif", "digest", 10)
     for owner in (None, "bob"):
         with pytest.raises(UnknownStack):
             store.find(stack.id, owner)
@@ -66,10 +66,10 @@ def test_least_recently_used_stack_of_the_largest_owner_is_evicted(tmp_path: Pat
 @pytest.mark.parametrize("nbytes", [101, 60])
 def test_stack_that_does_not_fit_evicts_no_other_stacks(tmp_path: Path, nbytes: int) -> None:
     folder = StoreFixture(tmp_path)
-    kept = {folder.add_stack(50, "bob").id, folder.add_stack(10, "ann").id}
+    stored_ids = {folder.add_stack(50, "bob").id, folder.add_stack(10, "ann").id}
     with pytest.raises(OutOfStorage, match="space configured for stacks"):
         folder.add_stack(nbytes, "ann")
-    assert folder.ids() == kept
+    assert folder.ids() == stored_ids
 
 
 def test_concurrent_stacks_stay_within_the_quota(tmp_path: Path) -> None:
@@ -88,10 +88,10 @@ def test_clean_up_deletes_stacks_without_a_record_and_ignores_damaged_records(
     tmp_path: Path,
 ) -> None:
     folder = StoreFixture(tmp_path)
-    half_deleted, damaged, kept = (folder.add_stack(10) for _ in range(3))
+    half_deleted, damaged, intact = (folder.add_stack(10) for _ in range(3))
     (half_deleted.path.parent / RECORD).unlink()
     (damaged.path.parent / RECORD).write_text("[1]")
     with pytest.raises(UnknownStack):
         folder.store.find(damaged.id, None)
     folder.store.clean_up()
-    assert folder.ids() == {damaged.id, kept.id}
+    assert folder.ids() == {damaged.id, intact.id}
