@@ -86,7 +86,7 @@ def test_job_passes_through_its_states_until_it_is_deleted(store: JobStore) -> N
     assert finish(store, job)
     record = store.find(job, "ada")
     assert (record.state, record.over, record.answer, record.result_bytes) == ("done", True, ANSWER, 20)
-    assert record.created <= record.started <= record.process
+    assert record.created <= record.started <= record.ended
     assert files(store) == [job, f"{job}/result"]
     store.delete(job)
     with pytest.raises(UnknownJob):
