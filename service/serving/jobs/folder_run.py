@@ -62,7 +62,9 @@ class FolderPaths(NamedTuple):
         if stacks := select_stacks(files, self.glob):
             return stacks
         pattern = self.glob or "*.tif"
-        raise BadParameter.about("input", f"{self.stacks} contains no stack that matches {pattern}. Set glob=.")
+        raise BadParameter.about(
+            "input", f"{self.stacks} contains no stack that matches {pattern}. Select files with glob=."
+        )
 
     def check(self, host_files: HostFiles, *, overwrite: bool) -> None:
         """Raise BadParameter if a folder cannot be used, or if the results folder contains other files."""
@@ -147,10 +149,10 @@ class FolderRun:
             self.stacks = Progress(0, len(stacks))
             return FolderWork(results, self._spec, calls, Path(scratch)).run(stacks, self._query)
 
-    def describe(self, done: Done, name: str, seconds: dict[str, float]) -> tuple[AnswerMetadata, str]:
+    def describe(self, outcome: Done, name: str, seconds: dict[str, float]) -> tuple[AnswerMetadata, str]:
         """Return the metadata of the answer and its content as JSON. Raises BadFile if every stack failed."""
-        failures, uncertain = done.faults, done.doubts
-        if len(failures) == len(done.records):
+        failures, uncertain = outcome.faults, outcome.doubts
+        if len(failures) == len(outcome.records):
             raise BadFile(f"None of the {len(failures)} stacks could be segmented. The first: {failures[0]}")
         kind = self._runtime.estimator(self._spec).output(self._query.options)
         warnings = [*failures, *uncertain]
@@ -163,8 +165,8 @@ class FolderRun:
             kind=kind,
             seconds=seconds,
             notes=tuple(notes),
-            objects=done.objects,
-            stacks=(len(done.records) - len(failures), len(done.records)),
+            objects=outcome.objects,
+            stacks=(len(outcome.records) - len(failures), len(outcome.records)),
         )
         path = self._paths.results.removesuffix("/")
         content = {
@@ -172,8 +174,8 @@ class FolderRun:
             "report": f"{path}/{REPORT}",
             "table": f"{path}/{TABLE}",
             "model": metadata.model,
-            "objects": done.objects,
-            "stacks": done.describe(),
+            "objects": outcome.objects,
+            "stacks": outcome.describe(),
         }
         return metadata, json.dumps(content)
 

@@ -275,9 +275,9 @@ class JobRunner:
         count, seconds = result.segmentation.count, active.stages.seconds
         self._runtime.metrics.count_segmentation(active.request.model, active.pixels.segmented.voxels, count, seconds)
 
-    def _write_folder_result(self, active: ActiveJob, done: Done) -> None:
+    def _write_folder_result(self, active: ActiveJob, outcome: Done) -> None:
         assert active.run is not None  # noqa: S101 - the run created the results
-        metadata, content = active.run.describe(done, active.request.name, dict(active.stages.seconds))
+        metadata, content = active.run.describe(outcome, active.request.name, dict(active.stages.seconds))
         receipt = self._store.input_path(active.id).parent / RECEIPT_FILE
         with translate_disk_faults():
             receipt.write_text(content, encoding="utf-8")

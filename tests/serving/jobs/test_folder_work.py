@@ -83,9 +83,9 @@ def read_records(stacks: Path) -> str:
 
 def test_all_stacks_share_one_estimated_diameter(stacks: Path, random_nuclei: ModelSpec) -> None:
     used = list[str]()
-    done = segment_folder(stacks, random_nuclei, used=used)
+    outcome = segment_folder(stacks, random_nuclei, used=used)
     assert used == [str(Diameter((9.0, 9.0, 9.0), "px"))] * len(NAMES)
-    (note,) = {note for record in done.records.values() for note in record.notes}
+    (note,) = {note for record in outcome.records.values() for note in record.notes}
     assert note.startswith("Objects seem to be 9,9,9px wide (3 of 5 stacks of the folder looked at)")
 
 
@@ -104,9 +104,9 @@ def test_no_diameter_is_recorded_if_no_estimate_succeeds(stacks: Path, random_nu
 
 
 def test_other_stacks_are_sampled_if_the_sampled_stacks_are_broken(stacks: Path, random_nuclei: ModelSpec) -> None:
-    done = segment_folder(stacks, random_nuclei, broken=tuple(name for name in NAMES if name != "2.tif"))
+    outcome = segment_folder(stacks, random_nuclei, broken=tuple(name for name in NAMES if name != "2.tif"))
     assert '"series"' in read_records(stacks)
-    assert [error.partition(":")[0] for error in done.faults] == [name for name in NAMES if name != "2.tif"]
+    assert [error.partition(":")[0] for error in outcome.faults] == [name for name in NAMES if name != "2.tif"]
 
 
 def test_symbolic_link_at_a_result_path_is_replaced_and_a_folder_fails_the_stack(
@@ -117,10 +117,10 @@ def test_symbolic_link_at_a_result_path_is_replaced_and_a_folder_fails_the_stack
     out.mkdir()
     (out / "1_labels.ome.tif").symlink_to(secret)
     (out / "2_labels.ome.tif").mkdir()
-    done = segment_folder(stacks, random_nuclei)
+    outcome = segment_folder(stacks, random_nuclei)
     assert secret.read_text() == "confidential"
     assert not (out / "1_labels.ome.tif").is_symlink()
-    assert [error.partition(" ")[0] for error in done.faults] == ["2.tif:"]
+    assert [error.partition(" ")[0] for error in outcome.faults] == ["2.tif:"]
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
 
 
