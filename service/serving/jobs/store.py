@@ -158,31 +158,26 @@ class JobStore:
         changes = "state = 'waiting', started = NULL, attempts = attempts - 1"
         return self._update(job, "state = 'running'", changes)
 
-    def finish(
-        self, job: str, result_file: Path, answer: AnswerMetadata, partial_failure: StackSegError | None = None
-    ) -> bool:
+    def finish(self, job: str, file: Path, answer: AnswerMetadata, reason: StackSegError | None = None) -> bool:
         """Change the state to done and store a result from the job's folder. Return False if the job has ended before.
 
-        `partial_failure` is the reason for an incomplete result.
+        `reason` is the reason for an incomplete result.
         """
         result = self.result_path(job)
         with translate_disk_faults():
-            sync_to_disk(result_file)
-            result_file.rename(result)
+            sync_to_disk(file)
+            file.rename(result)
             sync_to_disk(result.parent)
             size = result.stat().st_size
         changes = "state = 'done', ended = ?, result_bytes = ?, outcome = ?, failure = ?"
-        outcome, failure = (
-            json.dumps(asdict(answer)),
-            None if partial_failure is None else encode_failure(partial_failure),
-        )
+        outcome, failure = json.dumps(asdict(answer)), None if reason is None else encode_failure(reason)
         done = self._update(job, UNFINISHED_CONDITION, changes, time.time(), size, outcome, failure)
         # The job is done even if the rest fails: the next job frees space, and `clean_up` deletes files.
         with suppress(OutOfStorage, StorageUnavailable):
             # The owner may have deleted the job in the meantime.
             for record in self._select("SELECT * FROM jobs WHERE id = ? AND state = 'done'", job) if done else ():
                 self.delete_unneeded_files(job)
-                self._evict(0, record.owner, spared_job=job)
+                self._evict(0, record.owner, spared=job)
         return done
 
     def fail(self, job: str, error: BaseException) -> bool:
@@ -229,10 +224,7 @@ class JobStore:
             elif record.state == "running" and record.attempts >= self._attempts:
                 times = "once" if record.attempts == 1 else f"{record.attempts} times"
                 self.fail(
-                    record.id,
-                    Interrupted(
-                        f"The service died {times} while the job was running. Submit a smaller part of the stack."
-                    ),
+                    record.id, Interrupted(f"The service died {times} while the job ran. Submit a smaller stack.")
                 )
             else:
                 self._update(record.id, "state = 'running'", "state = 'waiting', started = NULL")
@@ -299,20 +291,17 @@ class JobStore:
     def _sum(self, statement: str) -> Counter[str | None]:
         return Counter({owner: int(used) for owner, used in self._database.query(statement)})
 
-    def _evict(self, size: int, owner: str | None, spared_job: str = "") -> bool:
-        """Delete results other than that of `spared_job` until `size` bytes of this owner fit into the quota.
+    def _evict(self, size: int, owner: str | None, spared: str = "") -> bool:
+        """Delete results other than that of the job `spared` until `size` bytes of this owner fit into the quota.
 
-        Delete the oldest results of the owner who uses most space, and none of an owner who uses less than `owner`
-        would. This guarantees each owner an equal share of the quota. Return False, and delete nothing, if the bytes
-        cannot fit.
+        The oldest results of the owner who uses most space are deleted first, and none of an owner who uses less than
+        `owner` would. Each owner thus keeps an equal share. Return False, and delete nothing, if the bytes cannot fit.
         """
         used = self._sum_inputs() + self._sum_results()
         used[owner] += size
         results: dict[str | None, deque[JobRecord]] = {}
         if used.total() > self._quota_bytes:
-            for record in self._select(
-                "SELECT * FROM jobs WHERE state = 'done' AND id != ? ORDER BY ended", spared_job
-            ):
+            for record in self._select("SELECT * FROM jobs WHERE state = 'done' AND id != ? ORDER BY ended", spared):
                 results.setdefault(record.owner, deque()).append(record)
         evicted: list[JobRecord] = []
         while used.total() > self._quota_bytes:
