@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 WORK_PREFIX = ".training-"
 # File in the model folder with the API key that trained the model. Other clients must not see it.
-OWNER_FILE = "owner.json"
+OWNER = "owner.json"
 RELOAD_TIMEOUT_SECONDS = 120.0
 
 log = logging.getLogger(__name__)
@@ -158,13 +158,13 @@ class TrainedModels:
 
 def write_owner(folder: Path, owner: str | None) -> None:
     """Record the owner of the model in a folder. Raises OSError."""
-    (folder / OWNER_FILE).write_text(json.dumps(owner), encoding="utf-8")
+    (folder / OWNER).write_text(json.dumps(owner), encoding="utf-8")
 
 
 def _read_owner(folder: Path) -> str | None:
     """Return the owner of the model in a folder, or None if it is unknown."""
     try:
-        owner = json.loads((folder / OWNER_FILE).read_text(encoding="utf-8"))
+        owner = json.loads((folder / OWNER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return owner if isinstance(owner, str) else None
