@@ -202,7 +202,7 @@ def test_results_among_the_stacks_are_no_stacks(bands_repository: Path, host: Pa
             report = service.wait(submit(service, output_to="scans/day 1/out", glob="**/*.tif"), "done")
             assert report["stacks"] == {"done": 8, "total": 8}
         response = service.post("/jobs", b"", **PLACES | {"output_to": "scans/day 1"})
-        assert "is the folder of the stacks" in response.json()["detail"]
+        assert "is the input folder" in response.json()["detail"]
 
 
 REFUSED: list[tuple[dict[str, str], str]] = [
@@ -217,7 +217,7 @@ REFUSED: list[tuple[dict[str, str], str]] = [
     ({"glob": "/etc/*"}, "a pattern consists of names separated by single slashes"),
     ({"diameter": "auto"}, "does not say how wide"),
     ({"input": "scans/link"}, "is a folder, a link or a device"),
-    ({"input": "scans/none"}, "is not there"),
+    ({"input": "scans/none"}, "does not exist"),
     ({"input": f"scans/day 1/{NAMES[0]}", "output_to": "", "glob": "*"}, "glob: it is only valid for an input"),
     ({"input": "", "output_to": "", "glob": "*"}, "glob: it is only valid for an input"),
     ({"input": f"scans/day 1/{NAMES[0]}", "output_to": "", "format": "zarr"}, "format: it is only valid for an input"),

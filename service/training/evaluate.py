@@ -135,7 +135,7 @@ def score_model(runner: ModelRunner, image: Volume, truth: Labels, diameter: str
     """
     request = Options(diameter=None if diameter is None else resolve_diameter(diameter, truth, image.voxel_size))
     result = segment(runner, image, request)
-    diameter_used = "original resolution" if result.width is None else result.width.replace("; stated", "")
+    diameter_used = "as sampled" if result.width is None else result.width.replace("; stated", "")
     return Line(runner.spec.identifier, diameter_used, score(truth, result.segmentation.pixels))
 
 

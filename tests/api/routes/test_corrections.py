@@ -104,7 +104,7 @@ def test_labels_are_read_in_all_their_forms(
         (npy(TRUTH[:5]), {}, "5x8x10"),
         (npy(TRUTH[0]), {}, "8x10"),
         (npy(TRUTH.astype(np.float32)), {}, "uint32"),
-        (npy(TRUTH.astype(np.int32) - 1), {}, "below 0"),
+        (npy(TRUTH.astype(np.int32) - 1), {}, "negative numbers"),
         (npy(np.asfortranarray(TRUTH)), {}, "ascontiguousarray"),
         (npy()[:-1], {}, "damaged"),
         (gzip.compress(npy(), mtime=0)[:-30], {}, "cut short"),

@@ -309,7 +309,7 @@ def test_job_reads_and_writes_files_of_the_host_also_after_a_restart(
 
 
 @pytest.mark.parametrize(
-    ("gone", "told"), [("model", "There is no model 'bands'; "), ("file", "input: scans/stack.tif is not there.")]
+    ("gone", "told"), [("model", "There is no model 'bands'; "), ("file", "input: scans/stack.tif does not exist.")]
 )
 def test_job_whose_model_or_file_is_gone_after_a_restart_fails_with_the_reason(
     bands_repository: Path, random_nuclei: ModelSpec, tmp_path: Path, roots: Any, gone: str, told: str
