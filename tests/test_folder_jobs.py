@@ -174,7 +174,7 @@ def test_a_cancelled_folder_keeps_what_is_done_and_gives_way_to_other_keys(servi
     until((out / "report.html").exists, 60)
     assert service.show(job)["state"] == "cancelled"
     assert recorded(out) == NAMES[:3]
-    assert "not begun" in (out / "report.html").read_text()
+    assert "not processed" in (out / "report.html").read_text()
 
     # Whoever posts it again goes on.
     service.fake.gate.set()
@@ -202,25 +202,25 @@ def test_results_among_the_stacks_are_no_stacks(bands_repository: Path, host: Pa
             report = service.wait(submit(service, output_to="scans/day 1/out", glob="**/*.tif"), "done")
             assert report["stacks"] == {"done": 8, "total": 8}
         response = service.post("/jobs", b"", **PLACES | {"output_to": "scans/day 1"})
-        assert "is the folder of the stacks" in response.json()["detail"]
+        assert "is the input folder" in response.json()["detail"]
 
 
 REFUSED: list[tuple[dict[str, str], str]] = [
-    ({"output_to": ""}, "is a folder; POST /jobs segments it, with output_to="),
-    ({"output_to": "results/no/such"}, "lies in a folder that is not there"),
-    ({"output_to": "results/taken"}, "holds something else already"),
-    ({"output_to": "results/file"}, "leads over a link or a file"),
-    ({"output_to": "results/link"}, "leads over a link or a file"),
-    ({"output_to": "scans/day 2"}, "a place begins with one of results"),
-    ({"glob": "*.lsm"}, "holds no stack that matches *.lsm"),
-    ({"glob": "../*"}, "a pattern has names with single slashes"),
-    ({"glob": "/etc/*"}, "a pattern has names with single slashes"),
+    ({"output_to": ""}, "is a folder. Use POST /jobs for it"),
+    ({"output_to": "results/no/such"}, "is in a folder that does not exist"),
+    ({"output_to": "results/taken"}, "contains other files"),
+    ({"output_to": "results/file"}, "contains a link, or a file in place of a folder"),
+    ({"output_to": "results/link"}, "contains a link, or a file in place of a folder"),
+    ({"output_to": "scans/day 2"}, "the path must begin with one of results"),
+    ({"glob": "*.lsm"}, "contains no stack that matches *.lsm"),
+    ({"glob": "../*"}, "a pattern consists of names separated by single slashes"),
+    ({"glob": "/etc/*"}, "a pattern consists of names separated by single slashes"),
     ({"diameter": "auto"}, "has no object diameter"),
     ({"input": "scans/link"}, "is a folder, a link or a device"),
-    ({"input": "scans/none"}, "is not there"),
-    ({"input": f"scans/day 1/{NAMES[0]}", "output_to": "", "glob": "*"}, "glob: it goes with an input"),
-    ({"input": "", "output_to": "", "glob": "*"}, "glob: it goes with an input"),
-    ({"input": f"scans/day 1/{NAMES[0]}", "output_to": "", "format": "zarr"}, "format: it goes with an input"),
+    ({"input": "scans/none"}, "does not exist"),
+    ({"input": f"scans/day 1/{NAMES[0]}", "output_to": "", "glob": "*"}, "glob: it is only valid for an input"),
+    ({"input": "", "output_to": "", "glob": "*"}, "glob: it is only valid for an input"),
+    ({"input": f"scans/day 1/{NAMES[0]}", "output_to": "", "format": "zarr"}, "format: it is only valid for an input"),
 ]
 
 

@@ -1,1 +1,1 @@
-"""Training of a model on annotated stacks, and its evaluation."""
+"""Training of models on annotated stacks, and evaluation of models."""

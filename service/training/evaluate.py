@@ -1,4 +1,4 @@
-"""Scores of a model of instances, beside those of a classical method that is told the size of the objects."""
+"""Scores of an instance segmentation model, and of a classical method for comparison."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ HEADER = (
 
 
 class Scores(NamedTuple):
-    """Agreement of labels with the truth.
+    """Agreement of labels with the ground truth.
 
-    true, found    numbers of objects
-    f1, f1_strict  2 TP / (true + found), a match being a pair whose intersection over union exceeds 0.5, or 0.75
-    iou            mean intersection over union of the matches at 0.5; 0 without any
-    splits         true objects that hold most of two or more found ones
-    merges         found objects that hold most of two or more true ones
+    true, found    number of objects in the ground truth and in the labels
+    f1, f1_strict  2 TP / (true + found) with matches above an intersection over union of 0.5, or of 0.75
+    iou            mean intersection over union of the matches at 0.5; 0 if there are no matches
+    splits         number of true objects that contain most of two or more found objects
+    merges         number of found objects that contain most of two or more true objects
     """
 
     true: int
@@ -46,15 +46,15 @@ class Scores(NamedTuple):
 
 
 def score(truth: Labels, labels: Labels) -> Scores:
-    """Compare two label volumes of one shape, 0 being background; the numbering does not matter.
+    """Compare two label volumes of the same shape. Background is 0; the numbering of objects does not matter.
 
-    Above an intersection over union of 0.5 no object has two partners, so the matching is unique (Kirillov 2019).
+    Above an intersection over union of 0.5, an object has at most one match, so the matching is unique (Kirillov 2019).
     """
     shared = _count_shared_voxels(truth, labels)
     true_sizes, found_sizes = shared.sum(axis=1)[1:, None], shared.sum(axis=0)[None, 1:]
-    inner = shared[1:, 1:]
-    iou = inner / (true_sizes + found_sizes - inner)
-    true, found = inner.shape
+    shared_objects = shared[1:, 1:]
+    iou = shared_objects / (true_sizes + found_sizes - shared_objects)
+    true, found = shared_objects.shape
     matches = iou[iou > 0.5]
     return Scores(
         true=true,
@@ -62,36 +62,36 @@ def score(truth: Labels, labels: Labels) -> Scores:
         f1=_f1(len(matches), true + found),
         f1_strict=_f1(int(np.count_nonzero(iou > 0.75)), true + found),
         iou=float(matches.mean()) if len(matches) else 0.0,
-        splits=int(np.count_nonzero((inner / found_sizes > 0.5).sum(axis=1) > 1)),
-        merges=int(np.count_nonzero((inner / true_sizes > 0.5).sum(axis=0) > 1)),
+        splits=int(np.count_nonzero((shared_objects / found_sizes > 0.5).sum(axis=1) > 1)),
+        merges=int(np.count_nonzero((shared_objects / true_sizes > 0.5).sum(axis=0) > 1)),
     )
 
 
 def segment_classically(image: NDArray[Any], diameter: float) -> Labels:
-    """Segment by a Gaussian, Otsu's threshold, and a watershed from maxima of the distance transform.
+    """Segment with a Gaussian filter, Otsu's threshold, and a watershed from maxima of the distance transform.
 
-    Image and labels are [Z, Y, X]. Maxima lie at least 0.35 diameters apart; `diameter` is in voxels.
+    Image and labels are [Z, Y, X]. Maxima are at least 0.35 diameters apart; `diameter` is in voxels.
     """
     smooth = gaussian_filter(image.astype(np.float32), 1)
-    inside = smooth > threshold_otsu(smooth)  # type: ignore[no-untyped-call]
-    distance = gaussian_filter(distance_transform_edt(inside).astype(np.float32), 1)
+    foreground = smooth > threshold_otsu(smooth)  # type: ignore[no-untyped-call]
+    distance = gaussian_filter(distance_transform_edt(foreground).astype(np.float32), 1)
     min_distance = max(1, round(0.35 * diameter))
     peaks = peak_local_max(  # type: ignore[no-untyped-call]
-        distance, min_distance=min_distance, labels=inside.astype(np.int32), exclude_border=False
+        distance, min_distance=min_distance, labels=foreground.astype(np.int32), exclude_border=False
     )
     markers = np.zeros(image.shape, np.int32)
     markers[tuple(peaks.T)] = np.arange(1, len(peaks) + 1)
-    return np.asarray(watershed(-distance, markers, mask=inside))  # type: ignore[no-untyped-call]
+    return np.asarray(watershed(-distance, markers, mask=foreground))  # type: ignore[no-untyped-call]
 
 
 def _count_shared_voxels(truth: Labels, labels: Labels) -> NDArray[np.int64]:
-    """Return the voxels that each true object (rows) shares with each found one (columns); index 0 is background."""
-    numbered = []
+    """Count the voxels shared by each true object (rows) and found object (columns). Index 0 is the background."""
+    indexed = []
     for volume in (truth, labels):
         values, inverse = np.unique(volume, return_inverse=True)
-        numbered.append(inverse.ravel() + int(values[0] != 0))
-    rows, columns = (int(np.max(numbers)) + 1 for numbers in numbered)
-    counts = np.bincount(numbered[0] * columns + numbered[1], minlength=rows * columns)
+        indexed.append(inverse.ravel() + int(values[0] != 0))
+    rows, columns = (int(np.max(indices)) + 1 for indices in indexed)
+    counts = np.bincount(indexed[0] * columns + indexed[1], minlength=rows * columns)
     return counts.reshape(rows, columns)
 
 
@@ -100,14 +100,15 @@ def _f1(matches: int, objects: int) -> float:
 
 
 def stack_name(image: Path) -> str:
-    """Return the name of a stack in tables: its folder where the file is `image.tif`, else the file."""
+    """Return the name of a stack for tables: the folder name if the file is `image.tif`, else the file name."""
     return image.parent.name if image.stem == "image" else image.stem
 
 
-def state_size(text: str, truth: Labels, voxel_size: VoxelSize | None = None) -> DiameterSetting:
-    """Return the size that `text` states: `mean` or `extents` of the true objects, or itself. Raises BadParameter.
+def resolve_diameter(text: str, truth: Labels, voxel_size: VoxelSize | None = None) -> DiameterSetting:
+    """Parse a diameter setting, which may also be `mean` or `extents` of the true objects. Raises BadParameter.
 
-    The mean is that of balls, in micrometres where the voxel size is known, of the objects' volumes.
+    `mean` is the mean diameter of spheres with the volumes of the objects, scaled by the anisotropy of the voxels.
+    `extents` is the median extent along each axis.
     """
     if text == "mean":
         anisotropy = 1.0 if voxel_size is None else voxel_size.anisotropy
@@ -120,7 +121,7 @@ def state_size(text: str, truth: Labels, voxel_size: VoxelSize | None = None) ->
 
 
 class Line(NamedTuple):
-    """Line of the table: method, the size of the objects that it was told, and its scores."""
+    """A row of the table: the method, the object diameter that it used, and its scores."""
 
     method: str
     diameter: str
@@ -128,15 +129,18 @@ class Line(NamedTuple):
 
 
 def score_model(runner: ModelRunner, image: Volume, truth: Labels, diameter: str | None) -> Line:
-    """Segment and score a stack; `diameter` as for `state_size`, None states none. Raises what `segment` raises."""
-    request = Options(diameter=None if diameter is None else state_size(diameter, truth, image.voxel_size))
+    """Segment and score a stack. `diameter` is parsed by `resolve_diameter` unless it is None.
+
+    Raises the errors of `segment`.
+    """
+    request = Options(diameter=None if diameter is None else resolve_diameter(diameter, truth, image.voxel_size))
     result = segment(runner, image, request)
-    stated = "as sampled" if result.width is None else result.width.replace("; stated", "")
-    return Line(runner.spec.identifier, stated, score(truth, result.segmentation.pixels))
+    diameter_used = "as sampled" if result.width is None else result.width.replace("; stated", "")
+    return Line(runner.spec.identifier, diameter_used, score(truth, result.segmentation.pixels))
 
 
 def score_classical(image: Volume, truth: Labels) -> Line:
-    """Score the classical method on the first channel, told the true mean diameter."""
+    """Score the classical method on the first channel, with the true mean diameter."""
     diameter = mean_diameter(truth)
     return Line(
         "classical", str(Diameter((diameter,), "px")), score(truth, segment_classically(image.array()[0], diameter))
@@ -144,6 +148,6 @@ def score_classical(image: Volume, truth: Labels) -> Line:
 
 
 def format_row(stack: str, line: Line) -> str:
-    """Return a line of the table below `HEADER`."""
+    """Format a row of the table below `HEADER`."""
     cells = [f"{value:.2f}" if isinstance(value, float) else str(value) for value in line.scores]
     return f"| {' | '.join([stack, line.method, line.diameter, *cells])} |"

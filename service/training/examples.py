@@ -1,4 +1,4 @@
-"""Examples for training: stacks and sizes of their objects, volumes with targets, and augmented crops in batches."""
+"""Training examples: stacks and the sizes of their objects, volumes with targets, and batches of augmented crops."""
 
 from __future__ import annotations
 
@@ -24,35 +24,37 @@ from service.training.instance_targets import instance_targets
 
 Floats = NDArray[np.float32]
 Pair = tuple[NDArray[Any], NDArray[Any]]
-"""Image and labels of one stack, both [Z, Y, X]."""
+"""The image and the labels of one stack, both [Z, Y, X]."""
 Source = Callable[[np.random.Generator], Pair]
-Normalise = Callable[[NDArray[Any]], Floats]
+Normalize = Callable[[NDArray[Any]], Floats]
 Targets = Callable[[NDArray[Any]], Floats]
-Made = TypeVar("Made")
+T = TypeVar("T")
 
-LIMIT_BYTES = 4 * 2**30
+# Maximum size of a decoded stack.
+MAX_DECODED_BYTES = 4 * 2**30
+# Number of training steps after which one example of the pool is replaced.
 STEPS_PER_VOLUME = 2
 
 
 def read_pairs(images: Sequence[Path], labels: Sequence[Path]) -> list[Pair]:
-    """Read stacks of one channel and their labels. Raises BadFile, and BadParameter for unequal numbers or shapes."""
+    """Read single-channel stacks and their labels. Raises BadFile, and BadParameter if numbers or shapes differ."""
     if len(images) != len(labels):
-        raise BadParameter(f"Every image needs its labels: there are {len(images)} images and {len(labels)} labels.")
+        raise BadParameter(f"Each image needs labels, but there are {len(images)} images and {len(labels)} labels.")
     pairs = []
     for image, truth in zip(images, labels, strict=True):
-        pixels, numbers = (
-            stack_reader.read(path, Selection(), LIMIT_BYTES, None).array()[0] for path in (image, truth)
+        pixels, label_pixels = (
+            stack_reader.read(path, Selection(), MAX_DECODED_BYTES, None).array()[0] for path in (image, truth)
         )
-        if pixels.shape != numbers.shape:
-            raise BadParameter(f"{image} and {truth} differ in shape: {pixels.shape} and {numbers.shape}.")
-        pairs.append((pixels, numbers))
+        if pixels.shape != label_pixels.shape:
+            raise BadParameter(f"{image} and {truth} differ in shape: {pixels.shape} and {label_pixels.shape}.")
+        pairs.append((pixels, label_pixels))
     return pairs
 
 
 def split_pairs(pairs: Sequence[Pair], share: float) -> tuple[list[Pair], list[Pair]]:
-    """Split every stack along its longest axis: the last `share` is for validation, the rest for training.
+    """Split each stack along its longest axis: the last `share` is for validation, the rest for training.
 
-    Raises BadParameter where a part has no object.
+    Raises BadParameter if a part contains no objects.
     """
     training: list[Pair] = []
     validation: list[Pair] = []
@@ -60,40 +62,40 @@ def split_pairs(pairs: Sequence[Pair], share: float) -> tuple[list[Pair], list[P
         axis = int(np.argmax(image.shape))
         cut = round(image.shape[axis] * (1 - share))
         parts = [np.split(volume, [cut], axis) for volume in (image, labels)]
-        for kept, index, name in ((training, 0, "training"), (validation, 1, "validation")):
+        for selected, index, name in ((training, 0, "training"), (validation, 1, "validation")):
             if not parts[1][index].any():
-                raise BadParameter(f"Stack {number + 1}: the part for {name} has no object; change --validation.")
-            kept.append((parts[0][index], parts[1][index]))
+                raise BadParameter(f"Stack {number + 1}: the part for {name} contains no objects. Change --validation.")
+            selected.append((parts[0][index], parts[1][index]))
     return training, validation
 
 
 def median_extents(labels: NDArray[Any]) -> NDArray[np.float64] | None:
-    """Return the median extents of the objects in labels [Z, Y, X] along z, y and x in voxels, [3]; None without any.
+    """Return the median extents [3] of the objects in labels [Z, Y, X] along z, y and x in voxels, or None.
 
-    Objects at the border, of which only a part is known, count only where there are fewer than three others.
+    Objects that touch the border may be cut off. They are only included if there are fewer than three other objects.
     """
     if labels.max(initial=0) > labels.size:
-        # `find_objects` has a place in memory for every number up to the largest.
+        # `find_objects` allocates memory for all numbers up to the largest label.
         labels = np.searchsorted(np.union1d([0], labels), labels)
     boxes = [box for box in find_objects(labels) if box is not None]
-    whole = [box for box in boxes if _is_inside(box, labels.shape)]
-    extents = [[s.stop - s.start for s in box] for box in (whole if len(whole) > 2 else boxes)]
+    complete_boxes = [box for box in boxes if _is_inside(box, labels.shape)]
+    extents = [[s.stop - s.start for s in box] for box in (complete_boxes if len(complete_boxes) > 2 else boxes)]
     return np.asarray(np.median(extents, axis=0), np.float64) if extents else None
 
 
 def _is_inside(box: Sequence[slice], shape: Sequence[int]) -> bool:
-    """Return whether a box touches no border."""
+    """Return whether a box does not touch the border."""
     return all(side.start > 0 and side.stop < length for side, length in zip(box, shape, strict=True))
 
 
 def mean_diameter(labels: NDArray[Any]) -> float:
-    """Return the mean diameter in voxels of spheres of the objects' volumes; 1 without any object."""
+    """Return the mean diameter in voxels of spheres with the volumes of the objects, or 1 if there are no objects."""
     volumes = np.unique(labels[labels > 0], return_counts=True)[1]
     return float(np.mean(np.cbrt(6 * volumes / np.pi))) if len(volumes) else 1.0
 
 
 class Example(NamedTuple):
-    """One volume: normalised image [Z, Y, X], targets [T, Z, Y, X], the first of which is above 0 in objects."""
+    """A volume: normalized image [Z, Y, X] and targets [T, Z, Y, X]. The first target is positive inside objects."""
 
     image: Floats
     targets: Floats
@@ -101,7 +103,7 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordedStacks:
-    """Source of recorded stacks, each zoomed a little at random."""
+    """A source of recorded stacks, each slightly zoomed at random."""
 
     pairs: Sequence[Pair]
 
@@ -111,12 +113,12 @@ class RecordedStacks:
 
 
 def draw_zoom(rng: np.random.Generator) -> NDArray[np.float64]:
-    """Draw zoom factors along z, y and x, [3]: a common one, and a smaller one for each axis."""
+    """Draw random zoom factors [3] along z, y and x: a common factor, and a smaller variation for each axis."""
     return np.asarray(np.exp(rng.uniform(-0.2, 0.2) + rng.uniform(-0.12, 0.12, 3)))
 
 
 def zoom_pair(image: NDArray[Any], labels: NDArray[Any], factors: NDArray[np.float64]) -> Pair:
-    """Resample image (linearly) and labels (nearest voxel), both [Z, Y, X], by factors along each axis."""
+    """Resample an image (linear) and labels (nearest neighbor), both [Z, Y, X], by factors along each axis."""
     return (
         zoom(image.astype(np.float32), factors, order=1, mode="nearest", grid_mode=True),
         zoom(labels, factors, order=0, mode="nearest", grid_mode=True),
@@ -125,23 +127,23 @@ def zoom_pair(image: NDArray[Any], labels: NDArray[Any], factors: NDArray[np.flo
 
 @dataclass(frozen=True)
 class ExampleDataset(Dataset[Example]):
-    """Examples by number, each made by a random generator of its own: equal in every process and at any time."""
+    """Examples by number. Each has its own random generator, so examples are reproducible in any process and order."""
 
     source: Source
-    normalise: Normalise
+    normalize: Normalize
     seed: int
     targets: Targets = instance_targets
 
     def __getitem__(self, number: int) -> Example:
         image, labels = self.source(np.random.default_rng([self.seed, 1, number]))
-        return Example(self.normalise(image), self.targets(labels))
+        return Example(self.normalize(image), self.targets(labels))
 
 
 class ExamplePool:
-    """Examples in memory, one of which is replaced whenever `refresh` is called.
+    """A pool of examples in memory. Each call of `refresh` replaces one of them.
 
-    first    number of the oldest example: such a pool equals one that began at 0 and was refreshed `first` times
-    workers  processes that make the examples; 0: a thread makes the next one while the network trains
+    first    number of the oldest example; the pool equals one that began at 0 and was refreshed `first` times
+    workers  number of processes that create examples; with 0, a thread creates the next example during training
     """
 
     def __init__(self, dataset: ExampleDataset, size: int, *, first: int = 0, workers: int = 0) -> None:
@@ -149,8 +151,8 @@ class ExamplePool:
             _load_in_processes(dataset, first, workers) if workers else _prefetch(dataset.__getitem__, first)
         )
         self._oldest = first
-        made = {number % size: next(self._source) for number in range(first, first + size)}
-        self._examples = [made[place] for place in range(size)]
+        examples = {number % size: next(self._source) for number in range(first, first + size)}
+        self._examples = [examples[index] for index in range(size)]
 
     def __len__(self) -> int:
         return len(self._examples)
@@ -159,29 +161,29 @@ class ExamplePool:
         return self._examples[index]
 
     def refresh(self) -> None:
-        """Replace the oldest example by the next one, waiting for it if need be."""
+        """Replace the oldest example by the next one. Waits until it is available."""
         self._examples[self._oldest % len(self)] = next(self._source)
         self._oldest += 1
 
     def close(self) -> None:
-        """End the thread or the processes that make examples."""
-        # They end with the iterator that they feed.
+        """Stop the thread or the processes that create examples."""
+        # They stop when the iterator is garbage-collected.
         self._source = iter(())
 
 
-def _prefetch(make: Callable[[int], Made], first: int) -> Generator[Made, None, None]:
-    """Yield what `make` returns for `first`, `first + 1`, ..., computed in a thread, one call ahead."""
+def _prefetch(make: Callable[[int], T], first: int) -> Generator[T, None, None]:
+    """Yield `make(first)`, `make(first + 1)`, ..., computed in a thread one call ahead."""
     with ThreadPoolExecutor(1) as executor:
-        ahead = executor.submit(make, first)
+        upcoming = executor.submit(make, first)
         for number in itertools.count(first + 1):
-            made, ahead = ahead, executor.submit(make, number)
-            yield made.result()
+            examples, upcoming = upcoming, executor.submit(make, number)
+            yield examples.result()
 
 
 def _load_in_processes(dataset: ExampleDataset, first: int, workers: int) -> Iterator[Example]:
-    """Examples in order, made by processes that live as long as the iterator.
+    """Return an iterator over examples in order. Its worker processes live as long as the iterator.
 
-    The loader gets a generator of its own, or it would draw a number of torch's, which layers may draw from too.
+    The loader has its own random generator, because it would otherwise change the state of torch's global generator.
     """
     loader = DataLoader(
         dataset,
@@ -195,43 +197,43 @@ def _load_in_processes(dataset: ExampleDataset, first: int, workers: int) -> Ite
 
 
 def _keep_arrays(example: Any) -> Any:
-    """Return arrays as they are: tensors would travel through shared memory, of which containers have 64 MiB."""
+    """Return arrays unchanged. Tensors would use shared memory, of which containers have only 64 MiB."""
     return example
 
 
 def draw_batch(pool: ExamplePool, rng: np.random.Generator, size: int, edge: int) -> tuple[Tensor, Tensor]:
-    """Draw images [size, 1, edge, edge, edge] and targets [size, T, edge, edge, edge], float32."""
+    """Draw a random batch of images [size, 1, edge, edge, edge] and targets [size, T, edge, edge, edge], float32."""
     crops = [_augment(_crop(pool[int(rng.integers(len(pool)))], rng, edge), rng) for _ in range(size)]
     stacked = torch.from_numpy(np.stack(crops))
     return stacked[:, :1].contiguous(), stacked[:, 1:].contiguous()
 
 
 def _crop(example: Example, rng: np.random.Generator, edge: int) -> Floats:
-    """Cut image and targets somewhere in the volume, [1 + T, edge, edge, edge].
+    """Cut a random crop of image and targets, [1 + T, edge, edge, edge].
 
-    Outside of the volume are zeros, because sliding windows pad with them. Every second crop holds some voxel of an
-    object at a random place, or crops of sparse volumes would often be empty.
+    The crop is padded with zeros outside the volume, like sliding windows. Half of the crops are placed so that they
+    contain a randomly chosen object voxel, because crops of sparse volumes would otherwise often be empty.
     """
     crop = np.zeros((1 + len(example.targets), edge, edge, edge), np.float32)
-    inner, outer = [], []
+    crop_slices, volume_slices = [], []
     shape = example.image.shape
-    held = np.flatnonzero(example.targets[0]) if rng.random() < 0.5 else np.zeros(0, np.intp)
-    voxel = np.unravel_index(int(rng.choice(held)), shape) if held.size else None
+    object_voxels = np.flatnonzero(example.targets[0]) if rng.random() < 0.5 else np.zeros(0, np.intp)
+    voxel = np.unravel_index(int(rng.choice(object_voxels)), shape) if object_voxels.size else None
     for axis, length in enumerate(shape):
         low, high = min(0, length - edge), max(0, length - edge)
         if voxel is not None:
             low, high = max(low, int(voxel[axis]) - edge + 1), min(high, int(voxel[axis]))
         start = int(rng.integers(low, high + 1))
         begin, end = max(start, 0), min(start + edge, length)
-        outer.append(slice(begin, end))
-        inner.append(slice(begin - start, end - start))
-    crop[0][tuple(inner)] = example.image[tuple(outer)]
-    crop[1:][(slice(None), *inner)] = example.targets[(slice(None), *outer)]
+        volume_slices.append(slice(begin, end))
+        crop_slices.append(slice(begin - start, end - start))
+    crop[0][tuple(crop_slices)] = example.image[tuple(volume_slices)]
+    crop[1:][(slice(None), *crop_slices)] = example.targets[(slice(None), *volume_slices)]
     return crop
 
 
 def _augment(crop: Floats, rng: np.random.Generator) -> Floats:
-    """Mirror, turn in the plane, then change the image's contrast, gamma, sharpness and noise."""
+    """Flip and transpose the crop at random, then vary the gamma, sharpness, noise and contrast of the image."""
     flips = tuple(axis for axis in (1, 2, 3) if rng.random() < 0.5)
     crop = np.flip(crop, flips)
     if rng.random() < 0.5:
@@ -252,10 +254,10 @@ def _augment(crop: Floats, rng: np.random.Generator) -> Floats:
 def prefetch_batches(
     pool: ExamplePool, plan: Training, first: int, *, pinned: bool
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
-    """Yield images and targets of steps `first`, `first + 1`, ..., in page-locked memory if `pinned`.
+    """Yield images and targets for steps `first`, `first + 1`, ..., in page-locked memory if `pinned`.
 
-    The next ones are made while the device trains on the current ones. The pool is refreshed before a step, so that a
-    resumed training begins that step with an equal pool.
+    The next batch is created while the device trains on the current batch. The pool is refreshed before a step, so that
+    a resumed training begins the step with an equal pool.
     """
 
     def make(step: int) -> tuple[Tensor, Tensor]:
@@ -268,10 +270,10 @@ def prefetch_batches(
     return _prefetch(make, first)
 
 
-def cut_tiles(pair: Pair, normalise: Normalise, edge: int) -> tuple[Tensor, Tensor]:
-    """Cut up to eight cubes, one per corner of a stack: images [B, 1, e, e, e] and targets [B, 2, e, e, e]."""
+def cut_tiles(pair: Pair, normalize: Normalize, edge: int) -> tuple[Tensor, Tensor]:
+    """Cut up to eight cubes, one at each corner of a stack: images [B, 1, e, e, e] and targets [B, 2, e, e, e]."""
     image, labels = pair
-    stacked = np.concatenate([normalise(image)[None], instance_targets(labels)])
+    stacked = np.concatenate([normalize(image)[None], instance_targets(labels)])
     stacked = np.pad(stacked, [(0, 0), *((0, max(0, edge - length)) for length in image.shape)])
     corners = [sorted({0, length - edge}) for length in stacked.shape[1:]]
     cubes = [

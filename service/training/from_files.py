@@ -1,4 +1,4 @@
-"""Training of a model of instances on annotated stacks: from files to a model folder."""
+"""Training of an instance segmentation model on annotated stacks: from files to a model folder."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from service.training.examples import Pair, read_pairs, split_pairs
 from service.training.model_folder import draft_content, write_model
 from service.training.training_loop import CHECKPOINT, Placement, Plan, State, Trainer, TrainingData
 
-Paths = tuple[Sequence[Path], Sequence[Path]]
-"""Files of stacks, and of their labels in the same order."""
+StackPaths = tuple[Sequence[Path], Sequence[Path]]
+"""The files of stacks, and of their labels in the same order."""
 
 
 def prepare_training(
     pairs: Sequence[Pair], settings: Settings, content: dict[str, Any], base: ModelSpec | None
 ) -> Callable[[Path, torch.dtype], Trainer]:
-    """Return a function that makes a trainer on stacks and their labels for a folder and a dtype.
+    """Return a function that creates a trainer for a folder and a dtype, on the given stacks and labels.
 
-    The device and its threads are those of the settings. Raises BadParameter, BrokenModel, ConfigError.
+    The device and its threads are taken from the settings. Raises BadParameter, BrokenModel, ConfigError.
     """
     draft = ModelSpec.model_validate({**content, "weights": {"sha256": "0" * 64}, "folder": Path()})
     check_trainable(draft)
@@ -43,8 +43,8 @@ def prepare_training(
         devices.use_threads(settings.device.threads)
     else:
         torch.backends.cudnn.deterministic = True
-    normalise_image = partial(normalise, normalisation=draft.input.normalisation)
-    data = TrainingData(*split_pairs(pairs, settings.training.validation), normalise_image)
+    normalize_image = partial(normalise, normalisation=draft.input.normalisation)
+    data = TrainingData(*split_pairs(pairs, settings.training.validation), normalize_image)
 
     def make_trainer(folder: Path, dtype: torch.dtype) -> Trainer:
         torch.manual_seed(plan.seed)
@@ -60,42 +60,44 @@ def prepare_training(
 
 
 def choose_dtype(settings: Settings) -> torch.dtype:
-    """Return the dtype of mixed precision, by the settings and their device."""
+    """Return the dtype for mixed precision according to the settings and their device."""
     device = devices.choose_device(settings.device.name)
     return precision.choose(settings.engine.precision, devices.native_precisions(device)).dtype
 
 
 def _check_edge(network: nn.Module, edge: int) -> None:
-    """Raise BadParameter where a network does not take cubes of `edge` voxels."""
-    empty = copy.deepcopy(network).to("meta")
+    """Raise BadParameter if a network does not support cubes of `edge` voxels."""
+    meta_network = copy.deepcopy(network).to("meta")
 
-    def fits(length: int) -> bool:
+    def is_supported(length: int) -> bool:
         try:
-            empty(torch.zeros(2, 1, length, length, length, device="meta"))
+            meta_network(torch.zeros(2, 1, length, length, length, device="meta"))
         except (RuntimeError, ValueError):
             return False
         return True
 
-    if not fits(edge):
-        others = ", ".join(str(length) for length in range(8, 129, 8) if fits(length))
-        raise BadParameter(f"--edge {edge}: the network takes no cubes of {edge} voxels. It takes {others}.")
+    if not is_supported(edge):
+        supported = ", ".join(str(length) for length in range(8, 129, 8) if is_supported(length))
+        raise BadParameter(
+            f"--edge {edge}: the network does not support cubes of {edge} voxels. Use one of {supported}."
+        )
 
 
 def train_model(
-    paths: Paths,
+    paths: StackPaths,
     out: Path,
     settings: Settings,
     *,
     base: ModelSpec | None = None,
     resume: bool = False,
 ) -> tuple[ModelSpec, State]:
-    """Train on stacks and their labels, and make `out` a model folder of that name.
+    """Train on stacks and their labels, and create the model folder `out`.
 
-    Device, threads, precision and training options are those of the settings. Raises BadParameter, BadFile,
+    Device, threads, precision and training options are taken from the settings. Raises BadParameter, BadFile,
     BrokenModel, ConfigError.
     """
     if (out / FILE_NAME).exists() or (out.exists() and any(out.iterdir()) and not resume):
-        raise BadParameter(f"{out} holds something already; choose another folder, or --resume an unfinished training.")
+        raise BadParameter(f"{out} is not empty. Choose another folder, or use --resume for an unfinished training.")
     content = draft_content(base, out.name, [path.name for path in paths[0]])
     pairs = read_pairs(*paths)
     make_trainer = prepare_training(pairs, settings, content, base)

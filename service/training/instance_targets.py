@@ -1,4 +1,4 @@
-"""Targets and loss of a network that finds objects: foreground, and distance to the outline."""
+"""Targets and loss of an instance segmentation network: foreground, and distance to the outline."""
 
 from __future__ import annotations
 
@@ -14,63 +14,68 @@ from torch.nn import functional
 
 Floats = NDArray[np.float32]
 
-# Counted over all crops of a batch together, because a crop without objects has no overlap of its own.
-DICE = DiceLoss(sigmoid=True, batch=True, smooth_nr=1.0, smooth_dr=1.0)
+# Computed over all crops of a batch together, because Dice is not meaningful for a crop without objects.
+DICE_LOSS = DiceLoss(sigmoid=True, batch=True, smooth_nr=1.0, smooth_dr=1.0)
 
 
 def instance_targets(labels: NDArray[Any]) -> Floats:
-    """Return foreground (0 or 1) and distance of labels [Z, Y, X], float32 [2, Z, Y, X]."""
+    """Return the foreground (0 or 1) and the distance of labels [Z, Y, X] as float32 [2, Z, Y, X]."""
     return np.stack([(labels > 0).astype(np.float32), distance_target(labels)])
 
 
 def distance_target(labels: NDArray[Any]) -> Floats:
-    """Return the distance to the outline of labels [Z, Y, X], float32: 0 outside, 1 at one centre per object.
+    """Return the normalized distance to the outline of labels [Z, Y, X], float32: 0 outside, 1 at object centers.
 
-    The value is e / (e + r), with e the Euclidean distance to the nearest voxel of another object or background and r
-    that to the object's centre. A plain distance transform has a ridge with several maxima in long nuclei; this value
-    has exactly one maximum in every star-shaped object, and is near zero where two objects touch. With planes further
-    apart than pixels e would measure thickness only, so z is scaled by the median flatness of the objects.
+    The value is e / (e + r), where e is the Euclidean distance to the nearest voxel of another object or the
+    background, and r is the distance to the object's center. A plain distance transform has a ridge with several maxima
+    in elongated nuclei. This value has exactly one maximum in star-shaped objects, and is close to zero at the contact
+    of two objects. If planes are further apart than pixels, e would only measure thickness, so z is scaled by the
+    median flatness of the objects.
     """
     labels = np.ascontiguousarray(labels, dtype=np.uint32)
     result = np.zeros(labels.shape, np.float32)
-    inside = np.flatnonzero(labels)
-    if not inside.size:
+    foreground = np.flatnonzero(labels)
+    if not foreground.size:
         return result
-    _, owner = np.unique(labels.ravel()[inside], return_inverse=True)
-    places = np.stack(np.unravel_index(inside, labels.shape)).astype(np.float32)
-    spacing = _median_flatness(places, owner)
-    places[0] *= spacing
-    outline = edt.edt(labels, anisotropy=(spacing, 1.0, 1.0), black_border=False).ravel()[inside]
+    _, object_index = np.unique(labels.ravel()[foreground], return_inverse=True)
+    coordinates = np.stack(np.unravel_index(foreground, labels.shape)).astype(np.float32)
+    spacing = _median_flatness(coordinates, object_index)
+    coordinates[0] *= spacing
+    outline = edt.edt(labels, anisotropy=(spacing, 1.0, 1.0), black_border=False).ravel()[foreground]
     outline = np.minimum(outline, max(labels.shape) * spacing)
     weight = outline.astype(np.float64) ** 2
-    total = np.bincount(owner, weight)
-    centres = np.stack([np.bincount(owner, weight * axis) / total for axis in places])
-    radius = np.sqrt(np.sum((places - centres[:, owner]) ** 2, axis=0))
-    result.ravel()[inside] = outline / (outline + radius)
+    total = np.bincount(object_index, weight)
+    centers = np.stack([np.bincount(object_index, weight * axis) / total for axis in coordinates])
+    radius = np.sqrt(np.sum((coordinates - centers[:, object_index]) ** 2, axis=0))
+    result.ravel()[foreground] = outline / (outline + radius)
     return result
 
 
-def _median_flatness(places: Floats, owner: NDArray[np.intp]) -> float:
-    """Return the median over the objects of their extent in the plane over that along z, between 1 and 4.
+def _median_flatness(coordinates: Floats, object_index: NDArray[np.intp]) -> float:
+    """Return the median ratio of the objects' extent in the plane to their extent along z, clipped to 1 to 4.
 
-    `places` are the voxels' coordinates [3, voxels], `owner` the index of each voxel's object [voxels].
+    `coordinates` are voxel coordinates [3, voxels], and `object_index` is the object index of each voxel [voxels].
     """
-    count = np.bincount(owner)
+    count = np.bincount(object_index)
     spread = [
-        np.sqrt(np.maximum(np.bincount(owner, axis**2) / count - (np.bincount(owner, axis) / count) ** 2, 0.05))
-        for axis in places.astype(np.float64)
+        np.sqrt(
+            np.maximum(
+                np.bincount(object_index, axis**2) / count - (np.bincount(object_index, axis) / count) ** 2, 0.05
+            )
+        )
+        for axis in coordinates.astype(np.float64)
     ]
     return float(np.clip(np.median((spread[1] + spread[2]) / (2 * spread[0])), 1, 4))
 
 
 def instance_loss(scores: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of scores against targets (foreground 0 or 1, distance 0 to 1), both [B, 2, z, y, x]; scalar.
+    """Return the scalar loss of scores and targets (foreground 0 or 1, distance 0 to 1), both [B, 2, z, y, x].
 
-    It is cross entropy and Dice for the foreground, and the absolute error of the distance, which keeps the valleys
-    between touching objects sharper than the squared error does. Outside the objects that error counts a fifth.
+    The loss is cross entropy and Dice for the foreground, plus the absolute error of the distance. Compared with the
+    squared error, it keeps the valleys between touching objects sharper. Outside the objects, its weight is a fifth.
     """
     foreground, distance = targets[:, 0], targets[:, 1]
-    dice: Tensor = DICE(scores[:, :1], targets[:, :1])
+    dice: Tensor = DICE_LOSS(scores[:, :1], targets[:, :1])
     entropy = functional.binary_cross_entropy_with_logits(scores[:, 0], foreground)
     error = (torch.sigmoid(scores[:, 1]) - distance).abs()
     inside = (error * foreground).sum() / (foreground.sum() + 1)

@@ -1,4 +1,4 @@
-"""Model folder of a trained network: weights, model file, sample."""
+"""The model folder of a trained network: weights, model file and sample."""
 
 from __future__ import annotations
 
@@ -35,53 +35,54 @@ NEW_MODEL: dict[str, Any] = {
     "activation": "sigmoid",
     "decoding": {"kind": "instances", "minimum_size": 32},
 }
-"""Keys of the model file of a network that is trained from random weights; `Instances` has defaults for the rest."""
+"""Keys of the model file for training from random weights. `Instances` has defaults for the other keys."""
 
 
 def describe_stacks(count: int) -> str:
-    """Return how many annotated stacks there are, in words."""
+    """Return the number of annotated stacks as text."""
     return f"{count} annotated {'stack' if count == 1 else 'stacks'}"
 
 
 def draft_content(base: ModelSpec | None, name: str, trained_on: list[str]) -> dict[str, Any]:
-    """Return the keys of a new model file but `weights`: those of `base`, or `NEW_MODEL`."""
+    """Return the keys of a new model file except `weights`, copied from `base` or else from `NEW_MODEL`."""
     content = (
         NEW_MODEL
         if base is None
         else base.model_dump(mode="json", exclude={"weights", "sample", "format", "confidence", "lineage"})
     )
-    start = "" if base is None else f"{base.training_data} Then: "
+    base_data = "" if base is None else f"{base.training_data} Then: "
     return {
         "format": 1,
         **content,
         "name": name,
         "version": "1",
         "summary": f"Trained on {describe_stacks(len(trained_on))}" + (f", from {base.identifier}." if base else "."),
-        "training_data": start + ", ".join(trained_on),
+        "training_data": base_data + ", ".join(trained_on),
     }
 
 
 def write_model(
     network: nn.Module, content: dict[str, Any], folder: Path, image: NDArray[Any] | None, settings: Settings
 ) -> ModelSpec:
-    """Write weights, model file and a sample into `folder`, and read them back. Raises BrokenModel.
+    """Write the weights, the model file and a sample to `folder`, and read them back. Raises BrokenModel.
 
-    The sample is the middle of `image` [Z, Y, X], as large as a window; engines are compared on it. None: no sample.
+    The sample is the center of `image` [Z, Y, X] in the size of a window, and serves to compare engines. It is omitted
+    if `image` is None.
     """
     save_weights(network, folder)
     digest = hashlib.sha256((folder / "weights.safetensors").read_bytes()).hexdigest()
-    stated = content | {"weights": {"file": "weights.safetensors", "sha256": digest}}
+    model_content = content | {"weights": {"file": "weights.safetensors", "sha256": digest}}
     if image is not None:
-        stated |= {"sample": Sample().model_dump()}
-        _write_sample(ModelSpec.model_validate({**stated, "folder": folder}), image, settings)
-    text = yaml.safe_dump(stated, sort_keys=False, allow_unicode=True)
+        model_content |= {"sample": Sample().model_dump()}
+        _write_sample(ModelSpec.model_validate({**model_content, "folder": folder}), image, settings)
+    text = yaml.safe_dump(model_content, sort_keys=False, allow_unicode=True)
     (folder / FILE_NAME).write_text(text, encoding="utf-8")
     return read_spec(folder)
 
 
 def save_weights(network: nn.Module, folder: Path) -> None:
-    """Write `weights.safetensors` in one move, so that a reader never meets half a file."""
-    # Some networks list a layer under several names, which safetensors refuses as shared memory.
+    """Write `weights.safetensors` atomically."""
+    # Some networks list a layer under several names. Copy the tensors, because safetensors rejects shared memory.
     state = {name: value.clone(memory_format=torch.contiguous_format) for name, value in network.state_dict().items()}
     with write_whole(folder / "weights.safetensors") as partial:
         save_file(state, partial)
@@ -90,7 +91,9 @@ def save_weights(network: nn.Module, folder: Path) -> None:
 def _write_sample(spec: ModelSpec, image: NDArray[Any], settings: Settings) -> None:
     sample = spec.sample or Sample()
     starts = [max(0, length - edge) // 2 for length, edge in zip(image.shape, spec.input.roi_size, strict=True)]
-    middle = image[tuple(slice(start, start + edge) for start, edge in zip(starts, spec.input.roi_size, strict=True))]
+    middle = image[
+        tuple(slice(base_data, base_data + edge) for base_data, edge in zip(starts, spec.input.roi_size, strict=True))
+    ]
     runner = ModelRunner(spec, override_settings(settings, "engine", {"kind": "eager", "precision": "fp32"}))
     runner.warm_up()
     expected = segment(runner, Volume.from_array(np.ascontiguousarray(middle)[None]), Options()).segmentation

@@ -1,4 +1,4 @@
-"""Techniques of training: averaged weights, gradient checkpointing, and convolutions that are right in BF16."""
+"""Training techniques: weight averaging, gradient checkpointing, and a workaround for convolutions in BF16."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from torch.nn.modules.conv import _ConvNd
 from torch.optim.swa_utils import update_bn
 from torch.utils.checkpoint import checkpoint
 
-# Larger blocks keep less and need more at once while they are computed again; this is a residual unit, or half a level.
-CONVOLUTIONS = 3
+# Maximum number of convolutions in a checkpointed block, for example a residual unit or half a level of a U-Net. Larger
+# blocks store fewer activations, but need more memory during recomputation.
+MAX_CONVOLUTIONS_PER_BLOCK = 3
 
 
 def checkpoint_blocks(network: nn.Module) -> int:
-    """Make every block of `network` keep its input only (Chen et al. 2016), in place; return the number of blocks.
+    """Enable gradient checkpointing for the blocks of `network` in place, and return the number of blocks.
 
-    A block is one of the largest modules that hold at most three convolutions.
+    Blocks are the largest modules with at most three convolutions. Only the inputs of blocks are stored for the
+    backward pass (Chen et al. 2016).
     """
     blocks = find_blocks(network)
     for block in blocks:
@@ -30,40 +32,47 @@ def checkpoint_blocks(network: nn.Module) -> int:
 
 
 def find_blocks(network: nn.Module) -> list[nn.Module]:
-    """Return the largest modules that hold one to three convolutions and are none themselves; shared ones once."""
+    """Return the largest modules that contain one to three convolutions. Convolutions themselves are not blocks.
+
+    Shared modules are returned once.
+    """
     blocks: dict[int, nn.Module] = {}
     for child in network.children():
-        held = sum(isinstance(module, _ConvNd) for module in child.modules())
-        if isinstance(child, _ConvNd) or not held:
+        convolutions = sum(isinstance(module, _ConvNd) for module in child.modules())
+        if isinstance(child, _ConvNd) or not convolutions:
             continue
-        inner = [child] if held <= CONVOLUTIONS and not isinstance(child, nn.ModuleList) else find_blocks(child)
-        blocks |= {id(block): block for block in inner}
+        child_blocks = (
+            [child]
+            if convolutions <= MAX_CONVOLUTIONS_PER_BLOCK and not isinstance(child, nn.ModuleList)
+            else find_blocks(child)
+        )
+        blocks |= {id(block): block for block in child_blocks}
     return list(blocks.values())
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of the first forward and of the recomputation."""
+    """Return the contexts for the first forward pass and for the recomputation."""
     return nullcontext(), _keep_statistics(block)
 
 
 @contextmanager
 def _keep_statistics(block: nn.Module) -> Iterator[None]:
-    """Leave the statistics of batch normalisation alone: the first forward has counted this batch already."""
+    """Do not update batch normalization statistics, because the first forward pass has already counted the batch."""
     tracking = [norm for norm in block.modules() if isinstance(norm, _BatchNorm) and norm.track_running_stats]
-    before = [(norm.momentum, norm.num_batches_tracked) for norm in tracking]
+    previous = [(norm.momentum, norm.num_batches_tracked) for norm in tracking]
     for norm in tracking:
         norm.momentum = 0.0
         norm.num_batches_tracked = None
     try:
         yield
     finally:
-        for norm, (momentum, batches) in zip(tracking, before, strict=True):
+        for norm, (momentum, batches) in zip(tracking, previous, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, batches
 
 
 @torch.no_grad()
 def update_average(average: nn.Module, network: nn.Module, decay: float) -> None:
-    """Move the averaged weights towards the network's; batch statistics are averages already and are copied."""
+    """Update the moving average of the weights. Batch statistics are already averages, so they are copied."""
     for averaged, current in zip(average.parameters(), network.parameters(), strict=True):
         averaged.lerp_(current, 1 - decay)
     for statistic, latest in zip(average.buffers(), network.buffers(), strict=True):
@@ -71,33 +80,34 @@ def update_average(average: nn.Module, network: nn.Module, decay: float) -> None
 
 
 def measure_statistics(network: nn.Module, images: Iterable[Tensor]) -> None:
-    """Set the statistics of batch normalisation to plain means over batches [B, 1, z, y, x], for the current weights.
+    """Set batch normalization statistics to plain means over batches [B, 1, z, y, x] with the current weights.
 
-    Training accumulates means over about the last ten batches, of weights that were not averaged. They are so noisy
-    that outlines grow and shrink from one minute to the next (Izmailov et al. 2018 measure anew for the same reason).
+    During training, the statistics are means over about the last ten batches, and of weights that were not averaged.
+    They are so noisy that the size of segmented objects fluctuates during training. Izmailov et al. (2018) recompute
+    the statistics for the same reason.
     """
     device = next(network.parameters()).device
     update_bn((batch.to(device, memory_format=torch.channels_last_3d) for batch in images), network)
 
 
 class _SafeConv3d(nn.Conv3d):
-    """A 3D convolution that computes in float32 where its image has fewer planes than its kernel, but several.
+    """A 3D convolution that falls back to float32 for images with several planes, but fewer than its kernel.
 
-    There oneDNN's gradient of the weights in BF16 holds whatever was in memory, with torch 2.13 on Zen 4: infinite
-    now and then, huge otherwise.
+    For such images, oneDNN computes the BF16 gradient of the weights from uninitialized memory, which results in huge
+    or infinite values. Observed with torch 2.13 on Zen 4.
     """
 
     def forward(self, x: Tensor, /) -> Tensor:
         """Return the convolution [B, K, z, y, x] of an image [B, C, z, y, x]."""
-        reach = self.dilation[0] * (self.kernel_size[0] - 1) + 1
-        if not 1 < x.shape[2] < reach:
+        kernel_extent = self.dilation[0] * (self.kernel_size[0] - 1) + 1
+        if not 1 < x.shape[2] < kernel_extent:
             return super().forward(x)
         with torch.autocast(x.device.type, enabled=False):
             return super().forward(x.float())
 
 
 def make_convolutions_safe(network: nn.Module) -> None:
-    """Make every 3D convolution of `network` a `_SafeConv3d`, in place; tensors and their names stay as they are."""
+    """Convert all 3D convolutions of `network` to `_SafeConv3d` in place. Tensors and their names do not change."""
     for module in network.modules():
         if type(module) is nn.Conv3d:
             module.__class__ = _SafeConv3d

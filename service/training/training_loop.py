@@ -1,4 +1,4 @@
-"""The training loop: steps, validation, checkpoints; resumable to the same result."""
+"""The training loop: steps, validation, and checkpoints from which a training resumes with the same result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from service.training.examples import (
     STEPS_PER_VOLUME,
     ExampleDataset,
     ExamplePool,
-    Normalise,
+    Normalize,
     Pair,
     RecordedStacks,
     cut_tiles,
@@ -45,31 +45,34 @@ COLUMNS = ("step", "learning_rate", "loss", "validation", "skipped", "dice")
 
 
 class Plan(Training):
-    """Training options: the settings, and two numbers that nobody has to choose.
+    """Training options: the settings, and two constants.
 
-    Lengths in steps, so that the same seed gives the same result however fast the machine is. The learning rate rises
-    for the first twentieth of the steps and then falls along a cosine.
+    Durations are in steps, so that the same seed gives the same result on machines of different speed. The learning
+    rate has a linear warm-up during the first twentieth of the steps and then decays along a cosine.
 
     averaging   decay per step of the moving average of the weights, which becomes the model
-    statistics  batches over which the statistics of batch normalisation are measured for that average
+    statistics  number of batches for measuring the batch normalization statistics of that average
     """
 
     averaging: Annotated[float, Field(ge=0, lt=1)] = 0.99
     statistics: PositiveInt = 40
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0."""
-        progress, rise = step / self.steps, 0.05
-        if progress < rise:
-            return self.learning_rate * (0.1 + 0.9 * progress / rise)
-        return self.learning_rate * max(0.5 * (1 + math.cos(math.pi * (progress - rise) / (1 - rise))), 1e-3)
+        """Return the learning rate of a step. The first step is 0."""
+        progress, warm_up = step / self.steps, 0.05
+        if progress < warm_up:
+            return self.learning_rate * (0.1 + 0.9 * progress / warm_up)
+        return self.learning_rate * max(0.5 * (1 + math.cos(math.pi * (progress - warm_up) / (1 - warm_up))), 1e-3)
 
 
 @dataclass
 class State:
-    """Progress of a training: everything that a checkpoint keeps beside tensors.
+    """The progress of a training: the content of a checkpoint except for tensors.
 
-    curve  rows of `COLUMNS`, a row for each validation, the first of them before any step; None: nothing was measured
+    best     lowest validation loss
+    stale    number of validations since the validation loss last improved
+    skipped  number of skipped steps
+    curve    a row of `COLUMNS` for each validation, the first before any step; None for missing values
     """
 
     step: int = 0
@@ -79,92 +82,92 @@ class State:
     curve: list[list[float | None]] = field(default_factory=list)
 
     def summarise(self) -> str:
-        """Return what the training did to the loss and to the Dice score of stacks that it was not trained on."""
+        """Summarize the change of the validation loss and Dice score."""
         lowest = next((row for row in self.curve if row[3] == self.best), self.curve[0])
         (_, _, _, loss, _, dice), (_, _, _, best, _, best_dice) = self.curve[0], lowest
-        numbers = f"validation loss {_format(loss)} before, {_format(best)} at best"
+        losses = f"validation loss {_format(loss)} before, {_format(best)} at best"
         scores = f", Dice score {_format(dice)} before, {_format(best_dice)} there"
-        skipped = f", {self.skipped} steps skipped for a loss or gradient that was not finite" if self.skipped else ""
-        return f"{self.step} steps, {numbers}{scores}{skipped}"
+        skipped = f", {self.skipped} steps skipped because of a non-finite loss or gradient" if self.skipped else ""
+        return f"{self.step} steps, {losses}{scores}{skipped}"
 
     def describe_failure(self) -> str | None:
-        """Return what to try where no validation was better than the one before the first step, else None."""
-        before, *later = (row[3] if row[3] is not None and math.isfinite(row[3]) else math.inf for row in self.curve)
-        if self.best < before:
+        """Return advice if no validation was better than the first one, before any step; else None."""
+        initial, *later = (row[3] if row[3] is not None and math.isfinite(row[3]) else math.inf for row in self.curve)
+        if self.best < initial:
             return None
-        tries = "more --steps or --minutes, a lower --learning-rate, more annotated stacks"
+        advice = "more --steps or --minutes, a lower --learning-rate, or more annotated stacks"
         if self.skipped > self.step / 10:
-            tries = "engine.precision: fp32 in the file of --config, or a lower --learning-rate"
+            advice = "engine.precision: fp32 in the configuration file, or a lower --learning-rate"
         return (
-            f"after {self.step} steps no better than before: validation loss {_format(before)} at the start, "
-            f"{_format(min(later, default=None))} at best since, so the weights are those of the start. Try {tries}; "
-            "and look whether each file of --labels belongs to its image."
+            f"no improvement after {self.step} steps: validation loss {_format(initial)} at the start, "
+            f"{_format(min(later, default=None))} at best, so the initial weights are kept. Try {advice}. "
+            "Also check that each --labels file belongs to its image."
         )
 
 
 class TrainingData(NamedTuple):
-    """Stacks and their labels to train on and to validate with, and how images are normalised."""
+    """The stacks and labels for training and for validation, and the normalization of images."""
 
     training: Sequence[Pair]
     validation: Sequence[Pair]
-    normalise: Normalise
+    normalize: Normalize
 
 
 class Placement(NamedTuple):
-    """The device that trains, and the dtype of mixed precision; float32 is none."""
+    """The training device, and the dtype for mixed precision. With float32, mixed precision is disabled."""
 
     device: torch.device
     dtype: torch.dtype
 
 
 class Trainer:
-    """Training on one device; `folder` gets the curve and the checkpoint from which a training is resumed."""
+    """The training of a network on one device. The loss curve and checkpoints are written to `folder`."""
 
-    def __init__(self, network: nn.Module, data: TrainingData, plan: Plan, folder: Path, place: Placement) -> None:
+    def __init__(self, network: nn.Module, data: TrainingData, plan: Plan, folder: Path, placement: Placement) -> None:
         self.plan, self.folder, self.state = plan, folder, State()
-        self._device, self._dtype = device, dtype = place
+        self._device, self._dtype = device, dtype = placement
         self._network = network.to(device).train().requires_grad_(requires_grad=True)
         self._average = copy.deepcopy(network).eval()
         self._best = copy.deepcopy(self._average.state_dict())
-        self._forward = self._prepare_forward()
-        self._recent: float | None = None
-        # Whether all steps are taken, and what they have led to is made a model.
-        self.finishing = False
-        # Called after every step, every validation, and the last of them.
-        self.follow: Callable[[Trainer], None] = _ignore
-        self._optimiser = torch.optim.AdamW(
+        self._forward = self._prepare_network()
+        self._latest_loss: float | None = None
+        # Whether all steps are done, and only the statistics of the result are left to measure.
+        self.is_finishing = False
+        # Called after each step, after each validation, and at the end of the steps.
+        self.on_progress: Callable[[Trainer], None] = _ignore
+        self._optimizer = torch.optim.AdamW(
             network.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay, fused=device.type == "cuda"
         )
         self._scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        self._dataset = ExampleDataset(RecordedStacks(data.training), data.normalise, plan.seed)
-        self._validation = [cut_tiles(pair, data.normalise, plan.edge) for pair in data.validation]
+        self._dataset = ExampleDataset(RecordedStacks(data.training), data.normalize, plan.seed)
+        self._validation = [cut_tiles(pair, data.normalize, plan.edge) for pair in data.validation]
 
     def run(self) -> nn.Module:
-        """Train to the end of the plan; return the averaged network of the lowest validation loss, on the CPU."""
+        """Train to the end of the plan. Return the averaged network with the lowest validation loss, on the CPU."""
         plan, state = self.plan, self.state
         first = state.step // STEPS_PER_VOLUME
         pool = ExamplePool(self._dataset, plan.pool, first=first, workers=plan.workers)
         batches = prefetch_batches(pool, plan, state.step, pinned=self._device.type == "cuda")
-        began = time.monotonic()
+        start_time = time.monotonic()
         try:
             if not state.step:
                 self._validate()
-            # The bar shows on a terminal only.
+            # With `disable=None`, the progress bar is only shown on a terminal.
             with tqdm(total=plan.steps, initial=state.step, unit="step", disable=None) as bar:
                 while state.step < plan.steps and state.stale < plan.patience:
-                    if plan.minutes is not None and time.monotonic() - began > 60 * plan.minutes:
-                        log.info("the time is up after %d of %d steps", state.step, plan.steps)
+                    if plan.minutes is not None and time.monotonic() - start_time > 60 * plan.minutes:
+                        log.info("time limit reached after %d of %d steps", state.step, plan.steps)
                         break
                     self.step(*next(batches))
-                    self.follow(self)
+                    self.on_progress(self)
                     if state.step % plan.every == 0 or state.step == plan.steps:
                         self._validate()
                         self.save()
-                    bar.set_postfix(loss=_format(self._recent), best=_format(state.best), refresh=False)
+                    bar.set_postfix(loss=_format(self._latest_loss), best=_format(state.best), refresh=False)
                     bar.update()
             batches.close()
-            self.finishing = True
-            self.follow(self)
+            self.is_finishing = True
+            self.on_progress(self)
             self._average.load_state_dict(self._best)
             rng = np.random.default_rng([plan.seed, 3])
             images = (draw_batch(pool, rng, plan.batch_size, plan.edge)[0] for _ in range(plan.statistics))
@@ -178,29 +181,29 @@ class Trainer:
 
     @property
     def loss(self) -> float | None:
-        """Loss of the latest step that was finite."""
-        return self._recent
+        """The latest finite loss of a step."""
+        return self._latest_loss
 
-    def example(self) -> tuple[Tensor, Tensor]:
-        """Return a batch of the planned shape from the validation stacks, equal at every call."""
+    def example_batch(self) -> tuple[Tensor, Tensor]:
+        """Return a batch of the planned shape from the validation stacks, which is the same for each call."""
         images, targets = self._validation[0]
-        places = [number % len(images) for number in range(self.plan.batch_size)]
-        return images[places], targets[places]
+        indices = [number % len(images) for number in range(self.plan.batch_size)]
+        return images[indices], targets[indices]
 
-    def time_step(self) -> float:
-        """Update the weights once by `example`, and return the seconds that it took."""
-        began = time.perf_counter()
-        self.step(*self.example())
+    def measure_step(self) -> float:
+        """Run a training step on `example_batch`, and return its duration in seconds."""
+        start_time = time.perf_counter()
+        self.step(*self.example_batch())
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return time.perf_counter() - began
+        return time.perf_counter() - start_time
 
     def step(self, images: Tensor, targets: Tensor) -> None:
-        """Update the weights once; skip and count an update whose loss or gradient is not finite."""
+        """Run a training step. A step with a non-finite loss or gradient is skipped and counted."""
         plan, state, scaler = self.plan, self.state, self._scaler
-        for group in self._optimiser.param_groups:
+        for group in self._optimizer.param_groups:
             group["lr"] = plan.rate(state.step)
-        self._optimiser.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad(set_to_none=True)
         value = instance_loss(self._scores(self._forward, images), targets.to(self._device, non_blocking=True))
         scaled = scaler.scale(value)
         loss = float(value.detach())
@@ -209,7 +212,7 @@ class Trainer:
             if scaler.is_enabled():
                 scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
         else:
-            self._recent = loss
+            self._latest_loss = loss
             if self._update_weights(scaled):
                 update_average(self._average, self._network, min(plan.averaging, (state.step + 1) / (state.step + 11)))
             else:
@@ -217,19 +220,19 @@ class Trainer:
         state.step += 1
 
     def _update_weights(self, scaled: Tensor) -> bool:
-        """Update the weights by the gradients of a loss; return whether they were finite."""
+        """Update the weights with the gradients of a loss. Return whether the gradients were finite."""
         scaled.backward()  # type: ignore[no-untyped-call]
-        self._scaler.unscale_(self._optimiser)
+        self._scaler.unscale_(self._optimizer)
         norm = nn.utils.clip_grad_norm_(self._network.parameters(), self.plan.clip)
-        finite = math.isfinite(float(norm))
-        # A scaler skips an update that is not finite by itself, and backs off.
-        if finite or self._scaler.is_enabled():
-            self._scaler.step(self._optimiser)
+        is_finite = math.isfinite(float(norm))
+        # An enabled scaler skips a non-finite update itself and backs off.
+        if is_finite or self._scaler.is_enabled():
+            self._scaler.step(self._optimizer)
             self._scaler.update()
-        return finite
+        return is_finite
 
-    def _prepare_forward(self) -> Callable[[Tensor], Tensor]:
-        """Set memory format and checkpointing of the network as planned; return its forward, compiled if planned."""
+    def _prepare_network(self) -> Callable[[Tensor], Tensor]:
+        """Apply memory format and checkpointing to the network as planned. Return the network, compiled if planned."""
         if self.plan.channels_last:
             for parameter in self._network.parameters():
                 if parameter.dim() == 5:
@@ -249,7 +252,7 @@ class Trainer:
 
     @torch.no_grad()
     def _score_average(self) -> tuple[float, float | None]:
-        """Return the averaged network's mean validation loss, and the Dice score of its foreground where any is."""
+        """Return the mean validation loss of the averaged network, and its foreground Dice score if defined."""
         losses, dice = list[float](), list[Tensor]()
         for images, targets in self._validation:
             scores, truth = self._scores(self._average, images), targets.to(self._device)
@@ -259,7 +262,7 @@ class Trainer:
         return sum(losses) / len(losses), mean if math.isfinite(mean) else None
 
     def _validate(self) -> None:
-        """Score the averaged network on the validation stacks, keep it if it is the best, and write the curve."""
+        """Score the averaged network on the validation stacks, store it if it is the best, and write the curve."""
         state, (value, dice) = self.state, self._score_average()
         if value < state.best:
             state.best, state.stale = value, 0
@@ -267,59 +270,61 @@ class Trainer:
         else:
             state.stale += 1
         rate = self.plan.rate(max(state.step - 1, 0))
-        state.curve.append([state.step, rate, self._recent, value, state.skipped, dice])
+        state.curve.append([state.step, rate, self._latest_loss, value, state.skipped, dice])
         done = 100 * state.step / self.plan.steps
-        loss = f"  loss {_format(self._recent)}" if state.step else ""
+        loss = f"  loss {_format(self._latest_loss)}" if state.step else ""
         scores = (_format(value), _format(state.best), _format(dice))
         log.info("%5.1f %%  step %d%s  validation %s  best %s  Dice %s", done, state.step, loss, *scores)
         with (self.folder / CURVE).open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(COLUMNS)
             writer.writerows(state.curve)
-        self.follow(self)
+        self.on_progress(self)
 
     def save(self) -> None:
-        """Write the checkpoint, replacing the last one in one step."""
+        """Write the checkpoint, atomically replacing the previous one."""
         content = {
-            "plan": _options_of_result(self.plan),
+            "plan": _select_result_options(self.plan),
             "state": vars(self.state),
             "network": self._network.state_dict(),
             "average": self._average.state_dict(),
             "best": self._best,
-            "optimiser": self._optimiser.state_dict(),
+            "optimiser": self._optimizer.state_dict(),
             "scaler": self._scaler.state_dict(),
         }
         with write_whole(self.folder / CHECKPOINT) as partial:
             torch.save(content, partial)
 
     def resume(self) -> None:
-        """Continue from the checkpoint in the folder. Raises BadParameter without one, and for one of another plan."""
+        """Continue from the checkpoint in the folder. Raises BadParameter if it is missing or has different options."""
         path = self.folder / CHECKPOINT
         try:
             content: dict[str, Any] = torch.load(path, map_location=self._device, weights_only=True)
-            if {**_options_of_result(Plan()), **content["plan"]} != _options_of_result(self.plan):
-                raise BadParameter(f"{path} was written with other options; give the same ones, or train anew.")
+            if {**_select_result_options(Plan()), **content["plan"]} != _select_result_options(self.plan):
+                raise BadParameter(
+                    f"{path} was written with different options. Use the same options, or train from the start."
+                )
             self._network.load_state_dict(content["network"])
             self._average.load_state_dict(content["average"])
-            self._optimiser.load_state_dict(content["optimiser"])
+            self._optimizer.load_state_dict(content["optimiser"])
             self._best, self.state = content["best"], State(**content["state"])
-            # Checkpoints of full precision, and older ones, have no state of a scaler.
+            # Older checkpoints, and those of full precision, contain no scaler state.
             if content.get("scaler") and self._scaler.is_enabled():
                 self._scaler.load_state_dict(content["scaler"])
         except (OSError, KeyError, RuntimeError, pickle.UnpicklingError, TypeError, ValueError) as error:
-            raise BadParameter(f"{path}: cannot be resumed from: {error}") from error
+            raise BadParameter(f"{path}: cannot resume from this checkpoint: {error}") from error
         log.info("resumed at step %d", self.state.step)
 
 
 def _ignore(_: Trainer) -> None:
-    """Do nothing: nobody follows."""
+    """Ignore the progress."""
 
 
 def _format(value: float | None) -> str:
-    """Return a number for people to read, a dash where there is none."""
+    """Format a number for users, with a dash for missing values."""
     return f"{value:.4f}" if value is not None and math.isfinite(value) else "-"
 
 
-def _options_of_result(plan: Plan) -> dict[str, Any]:
-    """Return the options that must be equal for a resumed training to end like an uninterrupted one."""
+def _select_result_options(plan: Plan) -> dict[str, Any]:
+    """Return the options that must be equal for a resumed training to give the same result."""
     return {name: value for name, value in plan.model_dump().items() if name not in {"minutes", "patience", "workers"}}

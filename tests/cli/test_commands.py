@@ -74,7 +74,7 @@ def test_crops_that_the_network_cannot_take_are_refused_with_those_that_it_can(
     base: ModelSpec, config: list[str], stack: Path, tmp_path: Path, stackseg: Any
 ) -> None:
     told = stackseg(*training(stack, base), "--edge", "17", "--out", tmp_path / "out", *config, status=1)
-    assert "--edge 17: the network takes no cubes of 17 voxels. It takes 8, 16, " in told
+    assert "--edge 17: the network does not support cubes of 17 voxels. Use one of 8, 16, " in told
 
 
 def test_a_model_is_scored_beside_the_classical_method(
@@ -126,7 +126,7 @@ def test_a_trained_model_is_served_at_once(
     again = tmp_path / "again.tif"
     stackseg("segment", out / "sample.tif", again, "--model", "mine", *config)
     assert np.array_equal(read(again).array(), read(out / "expected.tif").array())
-    assert "holds something already" in stackseg(*train, status=1)
+    assert "is not empty" in stackseg(*train, status=1)
 
 
 @pytest.mark.parametrize(

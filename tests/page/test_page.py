@@ -235,7 +235,7 @@ def test_large_plane_and_name_with_special_characters_are_shown(fake: Live, open
     expect(page.locator("#title")).to_have_text("Zellkörper 50%25.tif")
     expect(page.locator(".run-box")).to_contain_text("about 75 seconds, ")
     expect(page.locator(".caption").first).to_contain_text("z 1 / 1")
-    expect(page.get_by_text("ask for fewer planes")).to_have_count(0)
+    expect(page.get_by_text("Request fewer planes")).to_have_count(0)
 
 
 def test_unreadable_file_is_explained(fake: Live, open_page: OpenPage) -> None:

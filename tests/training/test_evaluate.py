@@ -5,12 +5,12 @@ import pytest
 from numpy.typing import NDArray
 
 from service.core.quantities import Diameter, VoxelSize
-from service.training.evaluate import score, segment_classically, state_size
+from service.training.evaluate import resolve_diameter, score, segment_classically
 from service.training.examples import mean_diameter
 
 
-def boxes(*spans: tuple[int, int]) -> NDArray[np.uint16]:
-    """Objects 1, 2, ... that fill the planes x0 to x1 of a volume [4, 5, 40]."""
+def make_boxes(*spans: tuple[int, int]) -> NDArray[np.uint16]:
+    """Return labels [4, 5, 40] in which object 1, 2, ... fills the range x0 to x1."""
     labels = np.zeros((4, 5, 40), np.uint16)
     for number, (low, high) in enumerate(spans, start=1):
         labels[:, :, low:high] = number
@@ -20,7 +20,7 @@ def boxes(*spans: tuple[int, int]) -> NDArray[np.uint16]:
 @pytest.mark.parametrize(
     ("truth", "found", "expected"),
     [
-        # Shifted by a fifth an object matches at half, but not at three quarters.
+        # An object shifted by a fifth matches at an IoU of 0.5, but not at 0.75.
         ([(0, 10), (20, 30)], [(2, 12), (20, 30)], (2, 2, 1.0, 0.5, (8 / 12 + 1) / 2, 0, 0)),
         ([(0, 10), (20, 30)], [(0, 6), (6, 10), (20, 30)], (2, 3, 4 / 5, 2 / 5, (0.6 + 1) / 2, 1, 0)),
         ([(0, 10), (10, 20)], [(0, 20)], (2, 1, 0.0, 0.0, 0.0, 0, 1)),
@@ -29,23 +29,23 @@ def boxes(*spans: tuple[int, int]) -> NDArray[np.uint16]:
         ([], [], (0, 0, 1.0, 1.0, 0.0, 0, 0)),
         ([(0, 20), (20, 40)], [(0, 20), (20, 40)], (2, 2, 1.0, 1.0, 1.0, 0, 0)),
     ],
-    ids=["shifted", "split", "merged", "not found", "not there", "nothing", "no background"],
+    ids=["shifted", "split", "merged", "missed", "spurious", "empty", "no background"],
 )
 def test_scores(truth: list[tuple[int, int]], found: list[tuple[int, int]], expected: tuple[float, ...]) -> None:
-    assert score(boxes(*truth), boxes(*found)) == pytest.approx(expected)
+    assert score(make_boxes(*truth), make_boxes(*found)) == pytest.approx(expected)
 
 
-def test_the_truth_scores_one_whatever_its_numbers() -> None:
-    truth = boxes((0, 10), (10, 20), (30, 40))
+def test_scores_do_not_depend_on_label_numbers() -> None:
+    truth = make_boxes((0, 10), (10, 20), (30, 40))
     renumbered = np.array([0, 70000, 3, 12], np.uint32)[truth]
     assert score(truth, renumbered) == (3, 3, 1.0, 1.0, 1.0, 0, 0)
 
 
-def test_the_classical_method_tells_bright_balls_apart() -> None:
+def test_classical_method_separates_bright_spheres() -> None:
     z, y, x = np.ogrid[:30, :40, :60]
     truth = np.zeros((30, 40, 60), np.uint8)
-    for number, centre in enumerate([(15, 20, 15), (15, 20, 31), (15, 20, 52)], start=1):
-        truth[(z - centre[0]) ** 2 + (y - centre[1]) ** 2 + (x - centre[2]) ** 2 <= 64] = number
+    for number, center in enumerate([(15, 20, 15), (15, 20, 31), (15, 20, 52)], start=1):
+        truth[(z - center[0]) ** 2 + (y - center[1]) ** 2 + (x - center[2]) ** 2 <= 64] = number
     image = 100 + 900 * (truth > 0) + np.random.default_rng(0).normal(0, 30, truth.shape)
     result = score(truth, segment_classically(image, 16))
     assert (result.f1, result.found) == (1.0, 3)
@@ -55,11 +55,11 @@ def test_the_classical_method_tells_bright_balls_apart() -> None:
     ("text", "diameter"),
     [("mean", "7.26px"), ("extents", "4,5,10px"), ("7px", "7px"), ("auto", "auto"), ("none", "none")],
 )
-def test_a_request_may_be_told_what_is_true(text: str, diameter: str) -> None:
-    truth, size = boxes((10, 20), (25, 35)), VoxelSize(2, 0.25, 0.25)
-    assert str(state_size(text, truth)) == diameter
-    assert str(state_size("extents", boxes())) == "1,1,1px"
-    # The mean is told as a ball in micrometres.
-    mean = state_size("mean", truth, size)
+def test_diameter_may_be_taken_from_the_ground_truth(text: str, diameter: str) -> None:
+    truth, size = make_boxes((10, 20), (25, 35)), VoxelSize(2, 0.25, 0.25)
+    assert str(resolve_diameter(text, truth)) == diameter
+    assert str(resolve_diameter("extents", make_boxes())) == "1,1,1px"
+    # The mean diameter is corrected for anisotropic voxels.
+    mean = resolve_diameter("mean", truth, size)
     assert isinstance(mean, Diameter)
     assert math.prod(mean.in_voxels(size) or ()) == pytest.approx(mean_diameter(truth) ** 3)

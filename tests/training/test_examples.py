@@ -22,18 +22,18 @@ from service.training.examples import (
 )
 
 
-def small(rng: np.random.Generator) -> Pair:
+def make_small_pair(rng: np.random.Generator) -> Pair:
     return synthesise(rng, (12, 24, 24))
 
 
 @pytest.fixture
 def pool() -> Iterator[ExamplePool]:
-    made = ExamplePool(ExampleDataset(small, Percentiles(), 0), 2)
-    yield made
-    made.close()
+    created = ExamplePool(ExampleDataset(make_small_pair, Percentiles(), 0), 2)
+    yield created
+    created.close()
 
 
-def test_a_batch_is_images_and_targets_of_one_shape(pool: ExamplePool) -> None:
+def test_batch_contains_images_and_targets_of_the_same_shape(pool: ExamplePool) -> None:
     images, targets = draw_batch(pool, np.random.default_rng(0), 3, 16)
     assert images.shape == (3, 1, 16, 16, 16)
     assert targets.shape == (3, 2, 16, 16, 16)
@@ -44,20 +44,22 @@ def test_a_batch_is_images_and_targets_of_one_shape(pool: ExamplePool) -> None:
     assert not distance[foreground == 0].any()
 
 
-# Python 3.12 warns of forks in processes that have threads; the loader's workers run no code that takes their locks.
+# Python 3.12 warns about forks in multithreaded processes. The workers of the loader do not use the locks of threads.
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_the_same_seed_gives_the_same_batches_also_by_workers_that_leave_torchs_generator_alone() -> None:
+def test_batches_are_reproducible_with_workers_and_do_not_use_the_global_generator() -> None:
     batches = []
     for workers in (0, 0, 2):
         torch.manual_seed(5)
-        pool = ExamplePool(ExampleDataset(small, Percentiles(), 3), 2, first=4, workers=workers)
+        pool = ExamplePool(ExampleDataset(make_small_pair, Percentiles(), 3), 2, first=4, workers=workers)
         pool.refresh()
         batches.append([*draw_batch(pool, np.random.default_rng(1), 2, 16), torch.rand(1)])
         pool.close()
-    assert all(torch.equal(one, other) for made in batches[1:] for one, other in zip(batches[0], made, strict=True))
+    assert all(
+        torch.equal(first, other) for batch in batches[1:] for first, other in zip(batches[0], batch, strict=True)
+    )
 
 
-def test_refreshing_replaces_the_oldest_volume(pool: ExamplePool) -> None:
+def test_refresh_replaces_the_oldest_volume(pool: ExamplePool) -> None:
     oldest, newest = pool[0], pool[1]
     pool.refresh()
     assert pool[0] is not oldest
@@ -73,7 +75,7 @@ def test_recorded_stacks_keep_their_objects() -> None:
     assert np.median(zoomed[labels == 1]) == 500
 
 
-def test_pairs_must_fit(tmp_path: Path) -> None:
+def test_images_and_labels_must_match(tmp_path: Path) -> None:
     paths = []
     for depth in (4, 5):
         paths.append(tmp_path / f"{depth}.tif")
@@ -86,7 +88,7 @@ def test_pairs_must_fit(tmp_path: Path) -> None:
         read_pairs(paths, paths[:1])
 
 
-def test_the_widths_of_objects_leave_those_at_the_border_out() -> None:
+def test_median_extents_exclude_objects_at_the_border() -> None:
     labels = np.zeros((60, 60, 60), np.uint16)
     for number in range(8):
         z, y, x = (2 + 30 * (number >> axis & 1) for axis in range(3))
@@ -95,17 +97,17 @@ def test_the_widths_of_objects_leave_those_at_the_border_out() -> None:
     labels[-3:, -1:, :50] = 9
     assert median_extents(labels) == pytest.approx((5, 9, 13))
     assert median_extents(np.zeros((4, 5, 6), np.uint16)) is None
-    only = np.zeros((4, 5, 6), np.uint16)
-    only[0, :2, :3] = 7
-    assert median_extents(only) == pytest.approx((1, 2, 3))
-    # Numbers may be as large as they can be.
+    border_object = np.zeros((4, 5, 6), np.uint16)
+    border_object[0, :2, :3] = 7
+    assert median_extents(border_object) == pytest.approx((1, 2, 3))
+    # Label numbers may be as large as the dtype allows.
     for background, sizes in ((0, [(1, 2, 3), (3, 2, 3)]), (2**32 - 9, [(1, 2, 3), (3, 2, 3), (4, 5, 6)])):
         labels = np.full((4, 5, 6), background, np.uint32)
         labels[0, :2, :3], labels[1:4, :2, :3] = 2**32 - 1, 2**32 - 2
         assert median_extents(labels) == pytest.approx(np.median(sizes, axis=0))
 
 
-def test_the_mean_diameter_is_that_of_spheres() -> None:
+def test_mean_diameter_of_a_sphere_is_its_diameter() -> None:
     z, y, x = np.ogrid[:31, :31, :31]
-    ball = ((z - 15) ** 2 + (y - 15) ** 2 + (x - 15) ** 2 <= 100).astype(np.uint8)
-    assert mean_diameter(ball) == pytest.approx(20, rel=0.02)
+    sphere = ((z - 15) ** 2 + (y - 15) ** 2 + (x - 15) ** 2 <= 100).astype(np.uint8)
+    assert mean_diameter(sphere) == pytest.approx(20, rel=0.02)

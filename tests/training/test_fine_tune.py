@@ -17,9 +17,17 @@ from service.formats.tiff import writer as tiff_writer
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec, Sample
 from service.training.examples import split_pairs
-from service.training.fine_tune import Annotated, FineTuning, Stack, _hold_out, fine_tune, read_stack, resample
+from service.training.fine_tune import (
+    AnnotatedStack,
+    FineTuningTask,
+    StackFiles,
+    _hold_out,
+    fine_tune,
+    read_stack,
+    resample,
+)
 
-SIZE = VoxelSize(0.5, 0.25, 0.25)
+VOXEL_SIZE = VoxelSize(0.5, 0.25, 0.25)
 
 
 @pytest.fixture
@@ -27,105 +35,109 @@ def base(random_nuclei_content: dict[str, Any], write_model: Callable[..., Model
     return write_model(random_nuclei_content | {"activation": "sigmoid"})
 
 
-def settings(base: ModelSpec) -> Settings:
-    quick = {"edge": 16, "batch_size": 1, "pool": 2, "learning_rate": 0.01}
-    return eager(base.folder.parent, training=quick)
+def make_settings(base: ModelSpec) -> Settings:
+    training_options = {"edge": 16, "batch_size": 1, "pool": 2, "learning_rate": 0.01}
+    return eager(base.folder.parent, training=training_options)
 
 
-def write_stack(folder: Path, image: NDArray[Any], labels: NDArray[Any], **facts: Any) -> Stack:
+def write_stack(folder: Path, image: NDArray[Any], labels: NDArray[Any], **fields: Any) -> StackFiles:
     folder.mkdir(exist_ok=True)
     for name, pixels in (("image", image), ("labels", labels)):
-        tiff_writer.write(Segmentation(pixels, "labels", SIZE), folder / f"{name}.tif")
-    return Stack("secret.tif", folder / "image.tif", folder / "labels.tif", **facts)
+        tiff_writer.write(Segmentation(pixels, "labels", VOXEL_SIZE), folder / f"{name}.tif")
+    return StackFiles("secret.tif", folder / "image.tif", folder / "labels.tif", **fields)
 
 
-def grid(shape: tuple[int, int, int], pitch: int = 6, edge: int = 4) -> NDArray[np.uint16]:
-    """Cubes in a grid."""
+def make_grid(shape: tuple[int, int, int], pitch: int = 6, edge: int = 4) -> NDArray[np.uint16]:
+    """Return labels of cubes on a regular grid."""
     labels = np.zeros(shape, np.uint16)
     for number, corner in enumerate(np.ndindex(*(length // pitch for length in shape)), 1):
-        labels[tuple(slice(pitch * place, pitch * place + edge) for place in corner)] = number
+        labels[tuple(slice(pitch * position, pitch * position + edge) for position in corner)] = number
     return labels
 
 
 @pytest.mark.parametrize("has_sample", [False, True])
-def test_a_model_is_made_and_says_what_came_of_it(base: ModelSpec, tmp_path: Path, has_sample: bool) -> None:
+def test_fine_tuning_creates_a_model_with_its_lineage_and_scores(
+    base: ModelSpec, tmp_path: Path, has_sample: bool
+) -> None:
     pixels = np.random.default_rng(1).integers(0, 999, (16, 16, 16), np.uint16)
     tiff_writer.write(Segmentation(pixels, "labels"), base.folder / "sample.tif")
     base = base.model_copy(update={"sample": Sample() if has_sample else None})
     stack = write_stack(tmp_path / "stack", *synthesise(np.random.default_rng(0), (16, 32, 64)))
-    news: list[dict[str, Any]] = []
-    outcome = fine_tune([stack], FineTuning(base, tmp_path / "mine", settings(base), news.append), minutes=0.03)
+    messages: list[dict[str, Any]] = []
+    outcome = fine_tune(
+        [stack], FineTuningTask(base, tmp_path / "mine", make_settings(base), messages.append), minutes=0.03
+    )
     spec = read_spec(tmp_path / "mine")
     assert (spec, spec.lineage) == (outcome.spec, outcome.lineage)
     assert (outcome.lineage.parent, outcome.lineage.annotations) == ("random-nuclei/1", 1)
     assert outcome.lineage.better == ("is better" in outcome.message)
     assert outcome.lineage.better == (outcome.lineage.after > outcome.lineage.before)
     assert "secret" not in (tmp_path / "mine" / "model.yaml").read_text()
-    stages = [line.get("stage") or "before" for line in news if {"stage", "before"} & line.keys()]
+    stages = [message.get("stage") or "before" for message in messages if {"stage", "before"} & message.keys()]
     assert stages == ["scoring", "before", "learning", "finishing", "evaluating"]
-    assert [line.get("stage") for line in news[-2:]] == ["finishing", "evaluating"]
-    losses = [line["step"] for line in news if "loss" in line]
+    assert [message.get("stage") for message in messages[-2:]] == ["finishing", "evaluating"]
+    losses = [message["step"] for message in messages if "loss" in message]
     assert losses == list(range(1, len(losses) + 1))
-    rounds = [line["validation"][0] for line in news if "validation" in line]
-    assert rounds[0] == 0
-    assert len(rounds) > 1
+    validation_steps = [message["validation"][0] for message in messages if "validation" in message]
+    assert validation_steps[0] == 0
+    assert len(validation_steps) > 1
     assert "checkpoint.pt" not in {path.name for path in (tmp_path / "mine").iterdir()}
-    # Others may use the model, and would see a part of the stack: the sample is the parent's.
+    # All users of the model can see its sample, so it must be the sample of the base model.
     assert (spec.sample is not None) == has_sample
     if spec.sample is not None:
         sample = stack_reader.read(spec.folder / spec.sample.input, Selection(), 2**20)
         assert np.array_equal(sample.array()[0], pixels)
 
 
-def test_only_the_annotated_part_is_read(tmp_path: Path) -> None:
-    labels = grid((12, 24, 24))
+def test_only_the_annotated_region_is_read(tmp_path: Path) -> None:
+    labels = make_grid((12, 24, 24))
     region = (slice(1, 11), slice(0, 20), slice(3, 24))
     stack = write_stack(tmp_path / "stack", labels + np.uint16(7), labels, region=region)
-    read = read_stack(stack)
-    assert np.array_equal(read.pair[0], labels[region] + 7)
-    assert np.array_equal(read.pair[1], labels[region])
-    assert read.widths == (4, 4, 4)
-    stated = read_stack(stack._replace(diameter="2um"))
-    assert stated.widths == (4, 8, 8)
+    annotated = read_stack(stack)
+    assert np.array_equal(annotated.pair[0], labels[region] + 7)
+    assert np.array_equal(annotated.pair[1], labels[region])
+    assert annotated.extents == (4, 4, 4)
+    with_diameter = read_stack(stack._replace(diameter="2um"))
+    assert with_diameter.extents == (4, 8, 8)
 
 
-def test_what_is_held_out_is_not_trained_on_where_there_is_enough(tmp_path: Path) -> None:
-    labels = grid((12, 24, 60))
-    large, small = (Annotated("a", (part, part), None) for part in (labels, labels[:6, :6]))
-    parts, held_out, unseen = _hold_out([large], 0.2, None)
-    assert unseen
+def test_held_out_parts_are_not_used_for_training(tmp_path: Path) -> None:
+    labels = make_grid((12, 24, 60))
+    large, small = (AnnotatedStack("a", (part, part), None) for part in (labels, labels[:6, :6]))
+    parts, held_out, has_held_out_data = _hold_out([large], 0.2, None)
+    assert has_held_out_data
     assert (parts[0].pair[1].shape, held_out[0].pair[1].shape) == ((12, 24, 48), (12, 24, 12))
-    parts, held_out, unseen = _hold_out([small], 0.2, None)
-    assert not unseen
+    parts, held_out, has_held_out_data = _hold_out([small], 0.2, None)
+    assert not has_held_out_data
     assert parts == [small]
     assert held_out[0].objects == 2
-    empty = Annotated("b", (labels * 0, labels * 0), None)
+    empty = AnnotatedStack("b", (labels * 0, labels * 0), None)
     assert _hold_out([empty, large], 0.2, None)[0][0].pair[1].shape == (12, 24, 48)
     with pytest.raises(BadParameter, match="too few objects"):
         _hold_out([empty], 0.2, None)
 
 
-def test_what_is_scored_of_few_objects_is_what_the_training_validates_on_and_does_not_learn() -> None:
-    labels = grid((12, 12, 16))
-    # Resampled it is longest along z.
-    stack = Annotated("a", (labels, labels), (2.0, 4.0, 4.0))
-    parts, scored, unseen = _hold_out([stack], 0.5, 4.0)
-    assert not unseen
+def test_validation_part_is_scored_if_there_are_few_objects() -> None:
+    labels = make_grid((12, 12, 16))
+    # After resampling, z is the longest axis.
+    stack = AnnotatedStack("a", (labels, labels), (2.0, 4.0, 4.0))
+    parts, scored, has_held_out_data = _hold_out([stack], 0.5, 4.0)
+    assert not has_held_out_data
     training, validation = split_pairs([resample(parts[0], 4.0)], 0.5)
-    learned, validated, judged = (
+    trained_labels, validated_labels, scored_labels = (
         set(np.unique(labels)) - {0} for labels in (training[0][1], validation[0][1], scored[0].pair[1])
     )
-    assert judged == validated
-    assert not judged & learned
+    assert scored_labels == validated_labels
+    assert not scored_labels & trained_labels
 
 
-def test_objects_get_the_width_that_the_model_works_at() -> None:
-    labels = grid((12, 24, 24))
-    stack = Annotated("a", (labels, labels), (4.0, 4.0, 4.0))
+def test_objects_are_resampled_to_the_diameter_of_the_model() -> None:
+    labels = make_grid((12, 24, 24))
+    stack = AnnotatedStack("a", (labels, labels), (4.0, 4.0, 4.0))
     assert resample(stack, None)[1] is labels
     assert resample(stack, 4.4)[1] is labels
-    image, numbers = resample(stack, 8.0)
-    assert image.shape == numbers.shape == (24, 48, 48)
-    assert set(np.unique(numbers)) == set(np.unique(labels))
+    image, resampled_labels = resample(stack, 8.0)
+    assert image.shape == resampled_labels.shape == (24, 48, 48)
+    assert set(np.unique(resampled_labels)) == set(np.unique(labels))
     with pytest.raises(BadParameter, match="smaller part"):
-        resample(Annotated("a", (np.broadcast_to(labels[0, 0, 0], (999, 999, 99)), labels), (1.0, 1.0, 1.0)), 8.0)
+        resample(AnnotatedStack("a", (np.broadcast_to(labels[0, 0, 0], (999, 999, 99)), labels), (1.0, 1.0, 1.0)), 8.0)

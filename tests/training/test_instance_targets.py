@@ -7,25 +7,25 @@ from scipy.ndimage import label, maximum_filter
 
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.training.evaluate import score
-from service.training.instance_targets import DICE, distance_target, instance_loss
+from service.training.instance_targets import DICE_LOSS, distance_target, instance_loss
 
 
-def ellipsoid(radii: tuple[float, float, float], size: tuple[int, int, int] = (21, 41, 41)) -> NDArray[np.uint16]:
+def make_ellipsoid(radii: tuple[float, float, float], size: tuple[int, int, int] = (21, 41, 41)) -> NDArray[np.uint16]:
     grid = np.ogrid[tuple(slice(edge) for edge in size)]
     inside = sum(((axis - edge // 2) / r) ** 2 for axis, edge, r in zip(grid, size, radii, strict=True)) <= 1
     return np.asarray(inside, np.uint16)
 
 
 @pytest.mark.parametrize("radii", [(8, 8, 8), (4, 8, 8), (3, 6, 17)])
-def test_an_ellipsoid_has_its_one_maximum_in_the_centre(radii: tuple[float, float, float]) -> None:
-    labels = ellipsoid(radii)
+def test_distance_of_an_ellipsoid_has_one_maximum_at_its_center(radii: tuple[float, float, float]) -> None:
+    labels = make_ellipsoid(radii)
     target = distance_target(labels)
-    summits = (target == maximum_filter(target, 3)) & (labels > 0)
-    assert label(summits, np.ones((3, 3, 3)))[1] == 1
+    maxima = (target == maximum_filter(target, 3)) & (labels > 0)
+    assert label(maxima, np.ones((3, 3, 3)))[1] == 1
     assert target[10, 20, 20] == target.max() == pytest.approx(1, abs=1e-3)
 
 
-def test_it_lies_between_zero_outside_and_one() -> None:
+def test_distance_is_zero_outside_and_at_most_one() -> None:
     for labels in (synthesise(np.random.default_rng(0), (24, 48, 48))[1], np.zeros((4, 5, 6), np.uint16)):
         target = distance_target(labels)
         assert target.dtype == np.float32
@@ -33,28 +33,28 @@ def test_it_lies_between_zero_outside_and_one() -> None:
         assert target.max() <= 1
 
 
-def test_it_is_low_where_two_objects_touch() -> None:
-    labels = ellipsoid((8, 8, 16))
+def test_distance_is_low_at_the_contact_of_two_objects() -> None:
+    labels = make_ellipsoid((8, 8, 16))
     labels[:, :, 20:] *= 2
     target = distance_target(labels)
     assert target[10, 20, 19:21].max() < 0.25
     assert min(target[labels == n].max() for n in (1, 2)) > 0.8
 
 
-def test_decoding_the_target_gives_the_labels_back() -> None:
+def test_decoding_the_target_restores_the_labels() -> None:
     labels = np.zeros((24, 64, 64), np.uint16)
     for number, corner in enumerate([(1, 2, 3), (1, 20, 8), (3, 40, 40), (2, 19, 26)], start=1):
         box = tuple(slice(c, c + edge) for c, edge in zip(corner, (19, 19, 19), strict=True))
         region = labels[box]
-        region[(ellipsoid((9, 9, 9), (19, 19, 19)) > 0) & (region == 0)] = number
+        region[(make_ellipsoid((9, 9, 9), (19, 19, 19)) > 0) & (region == 0)] = number
     heights = np.where(labels > 0, distance_target(labels), -np.inf).astype(np.float32)
     decoded, count = decode(heights, 0.1, 8)
     assert count == 4
     assert score(labels, decoded).iou > 0.98
 
 
-def perfect(targets: torch.Tensor) -> torch.Tensor:
-    """Scores whose sigmoid is the target."""
+def invert_sigmoid(targets: torch.Tensor) -> torch.Tensor:
+    """Return scores whose sigmoid equals the targets."""
     return torch.logit(targets, eps=1e-6)
 
 
@@ -66,16 +66,16 @@ def targets() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("channel", [0, 1])
-def test_the_loss_vanishes_for_a_perfect_prediction_and_rises_when_either_output_is_wrong(targets, channel) -> None:
-    scores = perfect(targets)
+def test_loss_is_zero_for_a_perfect_prediction_and_higher_if_either_output_is_wrong(targets, channel) -> None:
+    scores = invert_sigmoid(targets)
     assert instance_loss(scores, targets) == pytest.approx(0, abs=1e-3)
     scores[:, channel] *= -1
     assert instance_loss(scores, targets) > 0.1
 
 
-def test_the_overlap_is_counted_over_the_whole_batch(targets: torch.Tensor) -> None:
+def test_dice_is_computed_over_the_whole_batch(targets: torch.Tensor) -> None:
     scores = torch.zeros_like(targets)
     empty = torch.cat([targets, torch.zeros_like(targets)])
-    foreground, half = empty[:, :1].sum(), 0.5 * empty[:, :1].numel()
-    dice = 1 - (2 * 0.5 * foreground + 1) / (half + foreground + 1)
-    assert DICE(torch.cat([scores, scores])[:, :1], empty[:, :1]) == pytest.approx(dice)
+    foreground, predicted = empty[:, :1].sum(), 0.5 * empty[:, :1].numel()
+    dice = 1 - (2 * 0.5 * foreground + 1) / (predicted + foreground + 1)
+    assert DICE_LOSS(torch.cat([scores, scores])[:, :1], empty[:, :1]) == pytest.approx(dice)

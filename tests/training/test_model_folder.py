@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from service.training.model_folder import draft_content, save_weights
 
 
-def test_saved_weights_load_again_and_layers_that_are_listed_twice_are_stored_twice(tmp_path: Path) -> None:
+def test_saved_weights_load_again_even_with_shared_layers(tmp_path: Path) -> None:
     network = torch.nn.ModuleDict({"one": torch.nn.Conv3d(1, 2, 3)})
     network["other"] = network["one"]
     save_weights(network, tmp_path)
@@ -15,6 +15,6 @@ def test_saved_weights_load_again_and_layers_that_are_listed_twice_are_stored_tw
     assert all(torch.equal(state[f"{name}.weight"], network["one"].weight) for name in network)
 
 
-def test_the_summary_counts_the_annotated_stacks() -> None:
+def test_summary_contains_the_number_of_annotated_stacks() -> None:
     assert draft_content(None, "mine", ["a"])["summary"] == "Trained on 1 annotated stack."
     assert draft_content(None, "mine", ["a", "b"])["summary"] == "Trained on 2 annotated stacks."

@@ -10,48 +10,50 @@ from service.models.architectures import build_network
 from service.models.spec import Architecture
 from service.training.techniques import checkpoint_blocks, find_blocks, make_convolutions_safe, measure_statistics
 
-IMAGES = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
-TINY: dict[str, dict[str, Any]] = {
+IO_CHANNELS = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
+NETWORKS: dict[str, dict[str, Any]] = {
     "ShuffleUNet": {"in_channels": 1, "out_channels": 2, "widths": [4, 8]},
-    "UNet": IMAGES | {"channels": [4, 8], "strides": [2], "num_res_units": 2, "norm": "batch", "dropout": 0.2},
-    "DynUNet": IMAGES
+    "UNet": IO_CHANNELS | {"channels": [4, 8], "strides": [2], "num_res_units": 2, "norm": "batch", "dropout": 0.2},
+    "DynUNet": IO_CHANNELS
     | {"kernel_size": [3, 3, 3], "strides": [1, 2, 2], "upsample_kernel_size": [2, 2], "filters": [4, 6, 8]}
     | {"norm_name": "batch"},
 }
 
 
-def trained(network: nn.Module) -> tuple[float, int]:
-    """Loss of one step, whose gradients stay in the network, and the bytes kept for the backward pass."""
-    kept: dict[int, int] = {}
+def run_step(network: nn.Module) -> tuple[float, int]:
+    """Run one step and return its loss and the bytes saved for the backward pass. Gradients stay in the network."""
+    saved: dict[int, int] = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    def record_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     torch.manual_seed(1)
     image = torch.rand(1, 1, 16, 16, 16)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record_tensor, lambda tensor: tensor):
         loss = network(image).square().mean()
     loss.backward()
-    return float(loss.detach()), sum(kept.values())
+    return float(loss.detach()), sum(saved.values())
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_a_step_is_the_same_and_keeps_less(name: str) -> None:
+@pytest.mark.parametrize("name", NETWORKS)
+def test_checkpointed_step_is_equal_and_saves_fewer_bytes(name: str) -> None:
     torch.manual_seed(0)
-    plain = build_network(Architecture(name=name, arguments=TINY[name])).train()
-    again = copy.deepcopy(plain)
-    assert checkpoint_blocks(again) == len(set(find_blocks(plain))) > 1, "shared blocks, as of the DynUNet, count once"
-    (loss, kept), (same_loss, less) = trained(plain), trained(again)
+    plain = build_network(Architecture(name=name, arguments=NETWORKS[name])).train()
+    checkpointed = copy.deepcopy(plain)
+    assert checkpoint_blocks(checkpointed) == len(set(find_blocks(plain))) > 1, (
+        "shared blocks, such as those of DynUNet, count once"
+    )
+    (loss, saved), (same_loss, fewer_saved) = run_step(plain), run_step(checkpointed)
     assert same_loss == loss
-    assert less < 0.7 * kept
-    for (parameter, one), other in zip(plain.named_parameters(), again.parameters(), strict=True):
-        torch.testing.assert_close(other.grad, one.grad, msg=parameter)
-    statistics = zip(plain.named_buffers(), again.buffers(), strict=True)
-    assert all(torch.equal(one, other) for (_, one), other in statistics)
+    assert fewer_saved < 0.7 * saved
+    for (parameter, expected), actual in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, msg=parameter)
+    statistics = zip(plain.named_buffers(), checkpointed.buffers(), strict=True)
+    assert all(torch.equal(expected, actual) for (_, expected), actual in statistics)
 
 
-def test_batch_statistics_are_plain_means_over_the_batches() -> None:
+def test_batch_statistics_are_plain_means_over_batches() -> None:
     norm = torch.nn.BatchNorm3d(1).eval()
     norm.running_mean.fill_(7)
     batches = torch.rand(5, 2, 1, 16, 16, 16, generator=torch.Generator().manual_seed(3)).unbind()
@@ -62,21 +64,21 @@ def test_batch_statistics_are_plain_means_over_the_batches() -> None:
 
 
 @pytest.mark.parametrize(("planes", "kernel"), [(1, 3), (2, 3), (3, 3), (4, 5), (8, 3)])
-def test_gradients_in_bfloat16_are_those_of_float32(planes: int, kernel: int) -> None:
+def test_bfloat16_gradients_match_float32(planes: int, kernel: int) -> None:
     torch.manual_seed(0)
     layer = nn.Conv3d(32, 32, kernel, padding=kernel // 2, bias=False)
-    usual = nn.Conv3d(32, 32, kernel, padding=kernel // 2, bias=False)
-    usual.load_state_dict(layer.state_dict())
+    reference = nn.Conv3d(32, 32, kernel, padding=kernel // 2, bias=False)
+    reference.load_state_dict(layer.state_dict())
     make_convolutions_safe(layer)
     for _ in range(5):
         image = torch.randn(2, 32, planes, 4, 4)
-        upper = torch.randn(2, 32, planes, 4, 4)
-        for module, enabled in ((layer, True), (usual, False)):
+        gradient = torch.randn(2, 32, planes, 4, 4)
+        for module, enabled in ((layer, True), (reference, False)):
             module.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
                 scores = module(image)
-            scores.float().backward(upper)
+            scores.float().backward(gradient)
         assert layer.weight.grad is not None
-        assert usual.weight.grad is not None
-        error = (layer.weight.grad - usual.weight.grad).abs().max()
-        assert error < 0.02 * usual.weight.grad.abs().max()
+        assert reference.weight.grad is not None
+        error = (layer.weight.grad - reference.weight.grad).abs().max()
+        assert error < 0.02 * reference.weight.grad.abs().max()

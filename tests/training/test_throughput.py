@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from service.training.throughput import HEADER, StepCost, compared_precisions
+from service.training.throughput import HEADER, StepCost, choose_precisions
 
 
 @pytest.mark.parametrize(
@@ -14,12 +14,12 @@ from service.training.throughput import HEADER, StepCost, compared_precisions
         ("fp16", {torch.float32, torch.bfloat16}, "fp16"),
     ],
 )
-def test_full_precision_is_compared_with_the_mixed_one_that_would_be_used(setting, native, expected) -> None:
-    assert compared_precisions(setting, frozenset(native)) == ("fp32", expected)
+def test_mixed_precision_is_the_configured_or_native_one(setting, native, expected) -> None:
+    assert choose_precisions(setting, frozenset(native)) == ("fp32", expected)
 
 
-def test_a_row_fits_below_the_header() -> None:
+def test_row_matches_the_header() -> None:
     row = StepCost("bf16", 4, 0.5, 3 * 2**20).row()
     assert row == "| bf16 | 8.00 | 500 | 3 MiB |"
     assert row.count("|") == HEADER.splitlines()[0].count("|")
-    assert StepCost("fp32", 1, 1.0, None).row().endswith("not known |")
+    assert StepCost("fp32", 1, 1.0, None).row().endswith("unknown |")

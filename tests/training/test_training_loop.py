@@ -15,7 +15,7 @@ from scripts.recipes.sources import Percentiles
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.core.errors import BadParameter
 from service.models.architectures import ShuffleUNet
-from service.training import training_loop as trainer_module
+from service.training import training_loop
 from service.training.examples import Pair, split_pairs
 from service.training.instance_targets import instance_loss
 from service.training.model_folder import save_weights
@@ -30,168 +30,169 @@ def pair() -> Pair:
     return synthesise(np.random.default_rng(0), (16, 32, 48))
 
 
-def trainer(pair: Pair, folder: Path, network=None, dtype=torch.float32, **options) -> Trainer:
-    """A trainer as by `PLAN`, but for some options."""
+def make_trainer(pair: Pair, folder: Path, network=None, dtype=torch.float32, **options) -> Trainer:
+    """Create a trainer with the options of `PLAN`, overridden by `options`."""
     torch.manual_seed(0)
     folder.mkdir(exist_ok=True)
     data, plan = TrainingData(*split_pairs([pair], 0.25), Percentiles()), Plan(**{**PLAN.model_dump(), **options})
     return Trainer(network or ShuffleUNet(1, 2, (4, 8)), data, plan, folder, Placement(CPU, dtype))
 
 
-def same(one: nn.Module, other: nn.Module) -> bool:
-    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+def is_equal(first: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(first.state_dict().values(), other.state_dict().values(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-def curve(folder: Path) -> list[dict[str, str]]:
+def read_curve(folder: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO((folder / CURVE).read_text())))
 
 
-def test_an_interrupted_training_ends_as_an_uninterrupted_one(pair, tmp_path, monkeypatch) -> None:
-    whole = trainer(pair, tmp_path / "whole")
-    expected = whole.run()
-    broken = trainer(pair, tmp_path / "broken")
-    real, calls = trainer_module.instance_loss, []
+def test_resumed_training_gives_the_same_result_as_an_uninterrupted_one(pair, tmp_path, monkeypatch) -> None:
+    uninterrupted = make_trainer(pair, tmp_path / "uninterrupted")
+    expected = uninterrupted.run()
+    interrupted = make_trainer(pair, tmp_path / "interrupted")
+    original_loss, calls = training_loop.instance_loss, []
 
-    def interrupting(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def interrupt(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         if len(calls) == 8:
             raise KeyboardInterrupt
-        return real(scores, targets)
+        return original_loss(scores, targets)
 
-    monkeypatch.setattr(trainer_module, "instance_loss", interrupting)
+    monkeypatch.setattr(training_loop, "instance_loss", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        broken.run()
-    monkeypatch.setattr(trainer_module, "instance_loss", real)
-    resumed = trainer(pair, tmp_path / "broken")
+        interrupted.run()
+    monkeypatch.setattr(training_loop, "instance_loss", original_loss)
+    resumed = make_trainer(pair, tmp_path / "interrupted")
     resumed.resume()
     assert 0 < resumed.state.step < PLAN.steps
-    assert same(resumed.run(), expected)
-    assert curve(tmp_path / "broken") == curve(tmp_path / "whole")
-    assert [row["step"] for row in curve(tmp_path / "whole")] == ["0", "2", "4", "6"]
-    assert tuple(curve(tmp_path / "whole")[0]) == COLUMNS
+    assert is_equal(resumed.run(), expected)
+    assert read_curve(tmp_path / "interrupted") == read_curve(tmp_path / "uninterrupted")
+    assert [row["step"] for row in read_curve(tmp_path / "uninterrupted")] == ["0", "2", "4", "6"]
+    assert tuple(read_curve(tmp_path / "uninterrupted")[0]) == COLUMNS
 
 
 @pytest.mark.parametrize(
     "loss",
     [
         lambda scores, targets: instance_loss(scores, targets) * (math.nan if scores.requires_grad else 1),
-        # Finite itself, with a derivative that is not.
+        # Finite value with a non-finite gradient.
         lambda scores, _targets: (scores * 0).abs().sqrt().sum(),
     ],
     ids=["losses", "gradients"],
 )
-def test_steps_that_are_not_finite_are_skipped_and_counted(pair, tmp_path, monkeypatch, loss) -> None:
-    made = trainer(pair, tmp_path, steps=2)
-    before = copy.deepcopy(made._network.state_dict())
-    monkeypatch.setattr(trainer_module, "instance_loss", loss)
-    made.run()
-    assert made.state.skipped == made.state.step == 2
-    after = made._network.state_dict()
+def test_non_finite_steps_are_skipped_and_counted(pair, tmp_path, monkeypatch, loss) -> None:
+    trainer = make_trainer(pair, tmp_path, steps=2)
+    before = copy.deepcopy(trainer._network.state_dict())
+    monkeypatch.setattr(training_loop, "instance_loss", loss)
+    trainer.run()
+    assert trainer.state.skipped == trainer.state.step == 2
+    after = trainer._network.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items() if "weight" in name)
 
 
-def test_the_scaler_backs_off_and_goes_on_where_it_stood(pair, tmp_path, monkeypatch) -> None:
-    made = trainer(pair, tmp_path, dtype=torch.float16)
-    monkeypatch.setattr(trainer_module, "instance_loss", lambda scores, _targets: scores.sum() * math.nan)
-    began = made._scaler.get_scale()
+def test_scaler_backs_off_and_its_state_is_resumed(pair, tmp_path, monkeypatch) -> None:
+    trainer = make_trainer(pair, tmp_path, dtype=torch.float16)
+    monkeypatch.setattr(training_loop, "instance_loss", lambda scores, _targets: scores.sum() * math.nan)
+    initial_scale = trainer._scaler.get_scale()
     for _ in range(2):
-        made.step(*made.example())
-    assert made.state.skipped == 2
-    assert made._scaler.get_scale() == began / 4
-    monkeypatch.setattr(trainer_module, "instance_loss", lambda scores, _targets: (scores * 0).abs().sqrt().sum())
-    made.step(*made.example())
-    assert (made.state.skipped, made._scaler.get_scale()) == (3, began / 8)
-    made.save()
-    resumed = trainer(pair, tmp_path, dtype=torch.float16)
+        trainer.step(*trainer.example_batch())
+    assert trainer.state.skipped == 2
+    assert trainer._scaler.get_scale() == initial_scale / 4
+    monkeypatch.setattr(training_loop, "instance_loss", lambda scores, _targets: (scores * 0).abs().sqrt().sum())
+    trainer.step(*trainer.example_batch())
+    assert (trainer.state.skipped, trainer._scaler.get_scale()) == (3, initial_scale / 8)
+    trainer.save()
+    resumed = make_trainer(pair, tmp_path, dtype=torch.float16)
     resumed.resume()
-    assert resumed._scaler.state_dict() == made._scaler.state_dict()
-    assert resumed._scaler.get_scale() == began / 8
+    assert resumed._scaler.state_dict() == trainer._scaler.state_dict()
+    assert resumed._scaler.get_scale() == initial_scale / 8
 
 
-@pytest.mark.parametrize("changed", [{"checkpointing": True}, {"channels_last": False}, {"workers": 1}])
+@pytest.mark.parametrize("options", [{"checkpointing": True}, {"channels_last": False}, {"workers": 1}])
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_how_the_network_is_computed_does_not_change_the_curve(pair, tmp_path, changed: dict[str, object]) -> None:
-    trainer(pair, tmp_path / "usual", steps=4).run()
-    trainer(pair, tmp_path / "other", steps=4, **changed).run()
-    usual, other = (
-        [[float(value or 0) for value in row.values()] for row in curve(tmp_path / name)] for name in ("usual", "other")
+def test_execution_options_do_not_change_the_curve(pair, tmp_path, options: dict[str, object]) -> None:
+    make_trainer(pair, tmp_path / "reference", steps=4).run()
+    make_trainer(pair, tmp_path / "other", steps=4, **options).run()
+    reference, other = (
+        [[float(value or 0) for value in row.values()] for row in read_curve(tmp_path / name)]
+        for name in ("reference", "other")
     )
-    np.testing.assert_allclose(other, usual, rtol=0 if "workers" in changed else 1e-3)
+    np.testing.assert_allclose(other, reference, rtol=0 if "workers" in options else 1e-3)
 
 
-def test_a_compiled_network_takes_the_same_steps(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Captured and differentiated as always, but without the compiler of C++ that takes most of the time.
-    compiling, compiled_ones = torch.compile, []
+def test_compiled_network_has_the_same_losses(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Capture and differentiate the graph, but skip the C++ compiler, which takes most of the time.
+    original_compile, compiled_networks = torch.compile, []
 
     def compile_quickly(network: nn.Module, **options: object) -> object:
-        compiled_ones.append(network)
-        return compiling(network, backend="aot_eager", **options)
+        compiled_networks.append(network)
+        return original_compile(network, backend="aot_eager", **options)
 
     monkeypatch.setattr(torch, "compile", compile_quickly)
     losses, network = [], nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.BatchNorm3d(2))
     for compiled in (False, True):
-        made, taken = trainer(pair, tmp_path, copy.deepcopy(network), compile=compiled), []
+        trainer, step_losses = make_trainer(pair, tmp_path, copy.deepcopy(network), compile=compiled), []
         for _ in range(3):
-            made.step(*made.example())
-            taken.append(made._recent)
-        losses.append(taken)
+            trainer.step(*trainer.example_batch())
+            step_losses.append(trainer._latest_loss)
+        losses.append(step_losses)
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert losses[0][2] != losses[0][0]
-    assert len(compiled_ones) == 1
+    assert len(compiled_networks) == 1
 
 
-def test_progress_is_shown_on_a_terminal_and_nowhere_else(pair, tmp_path, monkeypatch) -> None:
-    for shown in (True, False):
+def test_progress_bar_is_only_shown_on_a_terminal(pair, tmp_path, monkeypatch) -> None:
+    for is_terminal in (True, False):
         stream = io.StringIO()
-        stream.isatty = lambda shown=shown: shown
+        stream.isatty = lambda is_terminal=is_terminal: is_terminal
         monkeypatch.setattr("sys.stderr", stream)
-        trainer(pair, tmp_path, steps=2).run()
-        assert ("2/2" in stream.getvalue()) == shown
+        make_trainer(pair, tmp_path, steps=2).run()
+        assert ("2/2" in stream.getvalue()) == is_terminal
 
 
 def test_training_stops_when_validation_no_longer_improves(pair: Pair, tmp_path: Path) -> None:
-    made = trainer(pair, tmp_path, steps=40, every=1, patience=2, learning_rate=1e-30, weight_decay=0.0)
-    made._average.requires_grad_(requires_grad=False)
-    for norm in (module for module in made._network.modules() if isinstance(module, torch.nn.BatchNorm3d)):
+    trainer = make_trainer(pair, tmp_path, steps=40, every=1, patience=2, learning_rate=1e-30, weight_decay=0.0)
+    trainer._average.requires_grad_(requires_grad=False)
+    for norm in (module for module in trainer._network.modules() if isinstance(module, torch.nn.BatchNorm3d)):
         norm.momentum = 0.0
-    made.run()
-    assert made.state.step < 5
+    trainer.run()
+    assert trainer.state.step < 5
 
 
-def test_a_network_with_shared_layers_trains_and_is_saved(pair: Pair, tmp_path: Path) -> None:
+def test_network_with_shared_layers_can_be_trained_and_saved(pair: Pair, tmp_path: Path) -> None:
     network = DynUNet(3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 6, 8])
     before = copy.deepcopy(network)
-    trained = trainer(pair, tmp_path, network, steps=2, checkpointing=True).run()
+    trained = make_trainer(pair, tmp_path, network, steps=2, checkpointing=True).run()
     save_weights(trained, tmp_path)
-    assert not same(before, trained)
+    assert not is_equal(before, trained)
     before.load_state_dict(load_file(tmp_path / "weights.safetensors"))
-    assert same(before, trained)
+    assert is_equal(before, trained)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_small_training_gets_better_and_says_so(pair: Pair, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_small_training_improves_the_validation_loss(pair: Pair, tmp_path: Path, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    # The lowest level has two planes, of which oneDNN's gradients in BF16 are wrong.
+    # The lowest level has two planes, for which oneDNN's BF16 gradients are wrong.
     network = ShuffleUNet(1, 2, (4, 16, 16))
-    made = trainer(pair, tmp_path, network, dtype, steps=40, every=20, batch_size=2, learning_rate=0.01)
-    assert all(value.isfinite().all() for value in made.run().state_dict().values())
-    assert made.state.skipped == 0
-    assert made.state.describe_failure() is None
-    summary = made.state.summarise()
+    trainer = make_trainer(pair, tmp_path, network, dtype, steps=40, every=20, batch_size=2, learning_rate=0.01)
+    assert all(value.isfinite().all() for value in trainer.run().state_dict().values())
+    assert trainer.state.skipped == 0
+    assert trainer.state.describe_failure() is None
+    summary = trainer.state.summarise()
     assert summary.startswith("40 steps, validation loss ")
     assert "skipped" not in summary
     assert "nan" not in summary + (tmp_path / CURVE).read_text()
-    rows = curve(tmp_path)
+    rows = read_curve(tmp_path)
     assert float(rows[-1]["validation"]) < float(rows[0]["validation"])
     assert rows[0]["loss"] == ""
 
 
-def test_a_training_that_got_no_better_says_what_to_try() -> None:
+def test_advice_is_given_if_the_training_does_not_improve() -> None:
     rows: list[list[float | None]] = [[0, 0.1, None, 0.5, 0, None], [25, 0.1, 0.4, 0.6, 0, 0.7]]
     state = State(step=25, best=0.5, curve=rows)
     failure = state.describe_failure() or ""
-    assert "after 25 steps no better than before: validation loss 0.5000 at the start, 0.6000" in failure
+    assert "no improvement after 25 steps: validation loss 0.5000 at the start, 0.6000" in failure
     assert "--learning-rate" in failure
     assert state.summarise() == "25 steps, validation loss 0.5000 before, 0.5000 at best, Dice score - before, - there"
     skipping = State(step=25, skipped=20, curve=[[0, 0.1, None, math.nan, 0, None]])
@@ -204,24 +205,24 @@ def test_a_training_that_got_no_better_says_what_to_try() -> None:
     assert better.describe_failure() is None
 
 
-def test_checkpoints_without_a_scaler_still_load_and_others_are_refused(pair: Pair, tmp_path: Path) -> None:
-    made = trainer(pair, tmp_path)
-    made.save()
+def test_old_checkpoints_load_and_incompatible_ones_are_rejected(pair: Pair, tmp_path: Path) -> None:
+    trainer = make_trainer(pair, tmp_path)
+    trainer.save()
     content = torch.load(tmp_path / CHECKPOINT, weights_only=True)
     del content["scaler"], content["plan"]["clip"], content["plan"]["checkpointing"]
     torch.save(content, tmp_path / CHECKPOINT)
-    trainer(pair, tmp_path).resume()
-    with pytest.raises(BadParameter, match="other options"):
-        trainer(pair, tmp_path, seed=7).resume()
+    make_trainer(pair, tmp_path).resume()
+    with pytest.raises(BadParameter, match="different options"):
+        make_trainer(pair, tmp_path, seed=7).resume()
     (tmp_path / CHECKPOINT).write_bytes(b"nothing")
-    with pytest.raises(BadParameter, match="cannot be resumed from"):
-        trainer(pair, tmp_path).resume()
+    with pytest.raises(BadParameter, match="cannot resume from"):
+        make_trainer(pair, tmp_path).resume()
 
 
-def test_the_end_of_every_stack_is_kept_for_validation() -> None:
+def test_end_of_each_stack_is_used_for_validation() -> None:
     image = np.arange(4 * 5 * 10).reshape(4, 5, 10)
     ((first, _),), ((last, labels),) = split_pairs([(image, np.ones_like(image))], 0.2)
     assert (first.shape, last.shape, labels.shape) == ((4, 5, 8), (4, 5, 2), (4, 5, 2))
     assert np.array_equal(np.concatenate([first, last], axis=2), image)
-    with pytest.raises(BadParameter, match="Stack 1: the part for validation has no object"):
+    with pytest.raises(BadParameter, match="Stack 1: the part for validation contains no objects"):
         split_pairs([(image, (image % 10 < 8) & (image >= 0))], 0.2)

@@ -1,1 +1,1 @@
-"""Jobs that outlive a connection."""
+"""Asynchronous jobs, which run independently of the client's connection."""

@@ -1,4 +1,4 @@
-"""A job of this process that is not over, and what its owner sees of it."""
+"""An unfinished job of this process, and the view of a job that its owner gets."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 
 
 class JobView(NamedTuple):
-    """A job as its owner sees it: the record on disk, and how far this process has come with it.
+    """A job as its owner sees it: the record on disk and the progress in this process.
 
-    position      1 for the job whose turn is next; None for a job that does not wait
-    seconds_left  until the result is there; None if unknown
-    seconds       by stage, as far as the job has come
-    loading       whether the job waits for its model to be loaded
-    stage         that a job which runs is at, by its name in `seconds`
-    points        time points that are done, of a series, or stacks of a folder; 0 of 0 for one volume
+    position      place in the queue, 1 for the next job; None if the job is not waiting
+    seconds_left  estimated time until the result is available; None if unknown
+    seconds       time per stage so far
+    loading       whether the job is waiting for its model to load
+    stage         current stage of a running job, as named in `seconds`
+    points        finished time points of a series, or finished stacks of a folder; 0 of 0 for a single volume
     """
 
     record: JobRecord
@@ -51,28 +51,29 @@ class JobView(NamedTuple):
 
 
 class ActiveJob:
-    """A job of this process that is not over.
+    """An unfinished job of this process.
 
-    folder  has its decoded pixels
-    files   what a series is read from, open until the job is over
-    spec    is set once it is read
-    queue   in which it waits
-    run     of a folder that is being segmented
+    folder  scratch folder with the decoded pixels
+    files   open files that a series is read from; closed when the job ends
+    pixels  None until the file has been read
+    queue   queue that the job waits in
+    run     the run of a job on a folder, once it has begun
+    job     the job in the queue; set after construction, like `space`
     """
 
-    def __init__(self, number: str, request: JobRequest, owner: str | None, reservation: Reservation) -> None:
-        self.id, self.request, self.owner, self.reservation = number, request, owner, reservation
+    def __init__(self, job_id: str, request: JobRequest, owner: str | None, reservation: Reservation) -> None:
+        self.id, self.request, self.owner, self.reservation = job_id, request, owner, reservation
         self.query = Query.model_validate(request.parameters)
         self.stages = Stages()
         self.stages.add("receive", request.receive_seconds)
         self.folder: Path | None = None
         self.files = ExitStack()
         self.pixels: Pixels | None = None
-        # When the storage first failed the step that the job is at, on the clock of `time.monotonic`.
-        self.faulted: float | None = None
-        # Whether it was told that there is no space for its decoded pixels.
-        self.waits_for_space = False
-        self.over = threading.Event()
+        # Time (`time.monotonic`) of the first storage error in the current step.
+        self.first_error_time: float | None = None
+        # Limits the log to one message per job about missing space for decoded pixels.
+        self.has_logged_missing_space = False
+        self.ended = threading.Event()
         self.space: Hold
         self.queue = reservation.queue
         self.run: FolderRun | None = None
@@ -84,13 +85,13 @@ class ActiveJob:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def log_unexpected(self, error: BaseException | None) -> None:
-        """Log an error that is none of StackSeg's own."""
+        """Log an error that is not a `StackSegError`."""
         if error is not None and not isinstance(translate_error(error), StackSegError):
             log.error("unexpected failure of job %s", self.id, exc_info=error)
 
     @property
     def stage(self) -> str | None:
-        """The stage that the job is at, by its name in `seconds`; None while it waits."""
+        """The current stage, as named in `seconds`; None while the job is waiting."""
         if self.run is not None:
             return self.run.stage
         done, total = self.job.progress
@@ -106,9 +107,9 @@ class ActiveJob:
 
 
 def view_job(record: JobRecord, active: ActiveJob | None) -> JobView:
-    """Return what the owner of a job sees; None: it is over, or no job of this process."""
+    """Return the owner's view of a job. Pass `active=None` if the job is not an active job of this process."""
     if record.over or active is None:
-        return _view_over(record)
+        return _view_from_record(record)
     job, queue = active.job, active.queue
     if (run := active.run) is not None:
         return JobView(
@@ -126,8 +127,8 @@ def view_job(record: JobRecord, active: ActiveJob | None) -> JobView:
     )
 
 
-def _view_over(record: JobRecord) -> JobView:
-    """Return a job of which this process knows no more than the record."""
+def _view_from_record(record: JobRecord) -> JobView:
+    """Return the view of a job from its record alone."""
     answer, windows = record.answer, record.request.windows
     if answer is None:
         return JobView(record, Progress(0, windows))
@@ -141,7 +142,7 @@ def _view_over(record: JobRecord) -> JobView:
 
 
 def wait_until_over(jobs: Iterable[ActiveJob], seconds: float) -> None:
-    """Wait until all of the jobs are over, for so many seconds in all."""
+    """Wait until all jobs are over, for at most `seconds` in total."""
     deadline = time.monotonic() + seconds
     for active in jobs:
-        active.over.wait(max(deadline - time.monotonic(), 0.0))
+        active.ended.wait(max(deadline - time.monotonic(), 0.0))

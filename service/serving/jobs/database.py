@@ -1,4 +1,4 @@
-"""The folder of jobs with its SQLite database: locked, opened, checked, and made again where somebody deletes it."""
+"""The jobs folder and its SQLite database: locking, opening, integrity checks, and repair after deletion."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from service.core.errors import ConfigError, OutOfStorage, StackSegError, Storag
 from service.serving.storage.disk import translate_disk_faults
 
 DATABASE = "jobs.sqlite3"
-VERSION = 1
-TABLE = """
+SCHEMA_VERSION = 1
+CREATE_TABLE = """
 CREATE TABLE jobs (
   number INTEGER PRIMARY KEY AUTOINCREMENT,
   id TEXT NOT NULL UNIQUE,
@@ -36,32 +36,33 @@ CREATE TABLE jobs (
   failure TEXT
 ) STRICT
 """
-INDEX = "CREATE INDEX jobs_by_state ON jobs (state, ended)"
-# How long another program may hold the database before a call fails. All calls wait for that one meanwhile.
-BUSY_SECONDS = 1.0
-DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
-# Faults that pass: a full disk, and another program that holds the database.
-PASSING_FAULTS = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+CREATE_INDEX = "CREATE INDEX jobs_by_state ON jobs (state, ended)"
+# How long a call waits for a lock held by another program. All other calls wait for that call.
+LOCK_TIMEOUT_SECONDS = 1.0
+DAMAGE_CODES = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
+# Errors that go away without a repair: a full disk, and a database locked by another program.
+TEMPORARY_ERRORS = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 
 
 class JobDatabase:
-    """The folder of jobs, its inner folders and its database. Safe to use from several threads of one process.
+    """The jobs folder, its subfolders and its database. Thread-safe within one process.
 
-    lock   held by every call; whoever holds it sees no change by others
-    Methods raise OutOfStorage and StorageUnavailable. Raises ConfigError for a folder or a database that cannot be
-    used, and for a folder that another process holds.
+    lock   held during every call; hold it to prevent changes by other threads
+
+    Methods raise OutOfStorage and StorageUnavailable. The constructor raises ConfigError if the folder or the database
+    cannot be used, or if another process holds the folder.
     """
 
-    def __init__(self, folder: Path, inner: Sequence[Path]) -> None:
-        self._folder, self._inner = folder, inner
+    def __init__(self, folder: Path, subfolders: Sequence[Path]) -> None:
+        self._folder, self._subfolders = folder, subfolders
         self._path, self.lock = folder / DATABASE, threading.RLock()
-        self._fault: str | None = None
-        # Whether all rows are in a new file that could not be opened yet; the connection is closed then.
-        self._copied = False
+        self._problem: str | None = None
+        # Whether all rows were copied to a new file that could not be opened yet. The connection is then closed.
+        self._has_copied_rows = False
         try:
             self._folder_lock: int | None = self._make_folders()
         except BlockingIOError as error:
-            raise ConfigError(f"jobs.folder: {folder}: is in use by another service; give each its own.") from error
+            raise ConfigError(f"jobs.folder: {folder}: is in use by another service. Set another folder.") from error
         except OSError as error:
             raise ConfigError(f"jobs.folder: {folder} cannot be used: {error.strerror}.") from error
         try:
@@ -75,52 +76,52 @@ class JobDatabase:
             raise
 
     def close(self) -> None:
-        """Write the log into the database, and let another process use the folder. May be called twice."""
+        """Write the log into the database and unlock the folder. Further calls have no effect."""
         with self.lock:
             self._connection.close()
             self._unlock_folder()
 
     def query(self, statement: str, *values: object) -> list[sqlite3.Row]:
-        """Return the rows of a statement that only reads."""
-        with self.lock, self._faults():
+        """Execute a read-only statement and return its rows."""
+        with self.lock, self._translate_errors():
             return self._connection.execute(statement, values).fetchall()
 
     def change(self, statement: str, *values: object) -> int:
-        """Commit a statement to disk; return the number of rows that it has changed."""
+        """Execute a statement, commit it to disk, and return the number of changed rows."""
         with self.lock:
-            with self._faults(), self._connection:
+            with self._translate_errors(), self._connection:
                 changed = self._connection.execute(statement, values).rowcount
-            self._fault = None
+            self._problem = None
         return changed
 
-    def mend(self) -> str | None:
-        """Make again what somebody has deleted; return what is wrong, in one sentence.
+    def repair(self) -> str | None:
+        """Recreate deleted folders and files. Return the current problem as one sentence, or None.
 
-        The rows survive, since the deleted database is still open. What is in inner folders does not.
+        The rows survive, because the deleted database is still open. The contents of subfolders are lost.
         """
         with self.lock:
             try:
-                if all(inner.is_dir() for inner in self._inner) and self._in_place:
+                if all(subfolder.is_dir() for subfolder in self._subfolders) and self._is_in_place:
                     return self._check()
-                # The descriptor of a deleted folder locks nothing any more.
+                # The descriptor of a deleted folder no longer locks anything.
                 self._unlock_folder()
                 self._folder_lock = self._make_folders()
-                self._make_again()
+                self._recreate_database()
             except PermissionError as error:
-                return f"The folder of jobs cannot be used: {error.strerror}."
+                return f"The jobs folder cannot be used: {error.strerror}."
             except (StackSegError, OSError) as error:
-                return f"The folder of jobs was deleted, and cannot be made again: {error}"
-            return "The folder of jobs was deleted, and is made again; inputs and results in it are lost."
+                return f"The jobs folder was deleted and cannot be recreated: {error}"
+            return "The jobs folder was deleted and has been recreated. Its inputs and results are lost."
 
     def _make_folders(self) -> int:
-        """Make the folders that do not exist; return an open descriptor that locks the outer one. Raises OSError."""
+        """Create missing folders and return an open descriptor that locks the jobs folder. Raises OSError."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            # The operator may have made the folder itself, and left it open to others.
-            for inner in self._inner:
-                inner.mkdir(mode=0o700, exist_ok=True)
-                inner.chmod(0o700)
+            # The operator may have created the folders with permissions for other users.
+            for subfolder in self._subfolders:
+                subfolder.mkdir(mode=0o700, exist_ok=True)
+                subfolder.chmod(0o700)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException:
             os.close(lock)
@@ -133,42 +134,42 @@ class JobDatabase:
             self._folder_lock = None
 
     @property
-    def _in_place(self) -> bool:
-        """Whether the files are still those that were opened, under their names."""
+    def _is_in_place(self) -> bool:
+        """Whether the paths still refer to the files that were opened."""
         try:
             return self._find_inodes() == self._inodes
         except StorageUnavailable:
             return False
 
     def _check(self) -> str | None:
-        """Return why the database cannot be used, in one sentence; None while it can."""
-        if self._fault is not None:
+        """Return why the database cannot be used, as one sentence, or None."""
+        if self._problem is not None:
             with suppress(OutOfStorage, StorageUnavailable):
-                with self.lock, self._faults():
+                with self.lock, self._translate_errors():
                     _check_pages(self._connection)
-                self.change(f"PRAGMA user_version = {VERSION}")
-        return self._fault
+                self.change(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        return self._problem
 
-    def _make_again(self) -> None:
-        """Write all rows into a new file: the connection still reads the deleted one.
+    def _recreate_database(self) -> None:
+        """Write all rows to a new file. The connection still reads the deleted one.
 
-        Raises StorageUnavailable if another database has its name.
+        Raises StorageUnavailable if a different database exists at the path.
         """
         copy = self._path.with_name(f".{DATABASE}.part")
-        with self.lock, self._faults():
-            if not self._copied:
+        with self.lock, self._translate_errors():
+            if not self._has_copied_rows:
                 self._copy_rows(copy)
-                # Closing deletes the log by its name, so that it comes before the new one is made.
-                self._copied = True
+                # Closing deletes the log by its name, so close before the new log is created.
+                self._has_copied_rows = True
                 self._connection.close()
             if copy.exists():
                 copy.replace(self._path)
             self._connection = _open(self._path)
-            self._inodes, self._copied = self._find_inodes(), False
+            self._inodes, self._has_copied_rows = self._find_inodes(), False
 
     def _copy_rows(self, copy: Path) -> None:
         if self._path.exists() and self._path.stat().st_ino != self._inodes[0]:
-            raise StorageUnavailable("another database has its name; start the service again to use that one.")
+            raise StorageUnavailable("another database exists at its path. Restart the service to use that database.")
         copy.unlink(missing_ok=True)
         copy.touch(0o600)
         with closing(sqlite3.connect(copy)) as target:
@@ -179,24 +180,24 @@ class JobDatabase:
             return [self._path.with_name(f"{DATABASE}{suffix}").stat().st_ino for suffix in ("", "-wal")]
 
     @contextmanager
-    def _faults(self) -> Iterator[None]:
-        """Raise OutOfStorage for a full disk, and StorageUnavailable for other faults of the disk or the database."""
+    def _translate_errors(self) -> Iterator[None]:
+        """Translate a full disk to OutOfStorage, and other disk and database errors to StorageUnavailable."""
         try:
             with translate_disk_faults():
                 yield
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-            if code not in PASSING_FAULTS:
-                self._fault = f"The database of jobs cannot be used: {error}."
+            if code not in TEMPORARY_ERRORS:
+                self._problem = f"The job database cannot be used: {error}."
             if code == sqlite3.SQLITE_FULL:
-                raise OutOfStorage("The disk that holds the jobs is full; try again later.") from error
-            raise StorageUnavailable(f"The database of jobs cannot be used now: {error}; try again later.") from error
+                raise OutOfStorage("The disk with the jobs is full. Try again later.") from error
+            raise StorageUnavailable(f"The job database cannot be used now: {error}. Try again later.") from error
 
 
 def _open(path: Path) -> sqlite3.Connection:
     path.touch(0o600)
     path.chmod(0o600)
-    connection = sqlite3.connect(path, check_same_thread=False, timeout=BUSY_SECONDS)
+    connection = sqlite3.connect(path, check_same_thread=False, timeout=LOCK_TIMEOUT_SECONDS)
     try:
         _create_tables(connection, path)
         _check_pages(connection)
@@ -216,18 +217,18 @@ def _create_tables(connection: sqlite3.Connection, path: Path) -> None:
         if version == 0:
             if any((path.parent / "jobs").iterdir()):
                 raise ConfigError(
-                    f"jobs.folder: {path.parent} holds files of jobs, and their database is gone; put it back, or move"
-                    " the folder away to begin without jobs."
+                    f"jobs.folder: {path.parent} contains job files, but their database is gone. Restore it, or move "
+                    "the folder away to start without jobs."
                 )
-            connection.execute(TABLE)
-            connection.execute(INDEX)
-            connection.execute(f"PRAGMA user_version = {VERSION}")
-    if version not in {0, VERSION}:
-        raise ConfigError(f"jobs.folder: {path} was written by another version of StackSeg; choose another folder.")
+            connection.execute(CREATE_TABLE)
+            connection.execute(CREATE_INDEX)
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    if version not in {0, SCHEMA_VERSION}:
+        raise ConfigError(f"jobs.folder: {path} was written by another version of StackSeg. Set a different folder.")
 
 
 def _check_pages(connection: sqlite3.Connection) -> None:
-    """Raise sqlite3.Error for a database that is damaged, or has no table of jobs."""
+    """Raise sqlite3.Error if the database is damaged or has no jobs table."""
     (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     if found != "ok":
         raise sqlite3.DatabaseError(found.splitlines()[-1])
@@ -235,11 +236,11 @@ def _check_pages(connection: sqlite3.Connection) -> None:
 
 
 def _explain(path: Path, error: Exception) -> str:
-    """Return the message for a database that cannot be opened."""
+    """Return the error message for a database that cannot be opened."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-    damaged = isinstance(error, sqlite3.Error) and code in DAMAGE
+    damaged = isinstance(error, sqlite3.Error) and code in DAMAGE_CODES
     advice = (
-        "Move the folder away to begin without jobs, or rescue what the database holds, as docs/running.md says under "
+        "Move the folder away to start without jobs, or recover the jobs as described in docs/running.md, section "
         '"Damaged database".'
     )
     return f"jobs.folder: {path} cannot be used: {error}. {advice if damaged else ''}".rstrip()

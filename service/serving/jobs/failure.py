@@ -1,4 +1,4 @@
-"""The error that ended a job, as its owner sees it and as the job store keeps it."""
+"""The error that ended a job, as shown to its owner and as stored in the job database."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from service.core import errors
 from service.core.errors import StackSegError
 from service.core.hardware.devices import translate_error
 
-UNEXPECTED_FAILURE = "Something went wrong in the service while the job ran; its log tells more."
+UNEXPECTED_FAILURE = "An internal error occurred while the job was running. See the log of the service."
 
 
-def as_failure(error: BaseException) -> StackSegError:
-    """Return the error as the job's owner sees it. The text of an unexpected one is left out: it may tell secrets."""
-    known = translate_error(error)
-    return known if isinstance(known, StackSegError) else errors.InternalError(UNEXPECTED_FAILURE)
+def to_public_error(error: BaseException) -> StackSegError:
+    """Return the error as shown to the job's owner. The text of unexpected errors may contain secrets, so omit it."""
+    translated = translate_error(error)
+    return translated if isinstance(translated, StackSegError) else errors.InternalError(UNEXPECTED_FAILURE)
 
 
 def encode_failure(error: BaseException) -> str:
-    """Encode for the column `failure`."""
-    known = as_failure(error)
-    facts = {
-        "slug": known.slug,
-        "message": str(known),
-        "needed_bytes": known.needed_bytes if isinstance(known, errors.OutOfMemory) else None,
-        "parameter": known.parameter,
-        "suggested": known.suggested,
+    """Encode an error as JSON for the column `failure`."""
+    public_error = to_public_error(error)
+    members = {
+        "slug": public_error.slug,
+        "message": str(public_error),
+        "needed_bytes": public_error.needed_bytes if isinstance(public_error, errors.OutOfMemory) else None,
+        "parameter": public_error.parameter,
+        "suggested": public_error.suggested,
     }
-    return json.dumps(facts)
+    return json.dumps(members)
 
 
 def decode_failure(text: str | None) -> StackSegError | None:
-    """Return the error with its class, so that it is answered like that of a request that waited."""
+    """Decode an error with its class, so that the API reports it like the error of a synchronous request."""
     if text is None:
         return None
     failure: Mapping[str, Any] = json.loads(text)
@@ -43,7 +43,7 @@ def decode_failure(text: str | None) -> StackSegError | None:
         return kind(failure["message"], failure["needed_bytes"])
     if issubclass(kind, errors.QueueFull | errors.NotReady | errors.RateLimited):
         return kind(failure["message"], 5)
-    # Earlier versions have not kept these.
+    # Rows of earlier versions lack these members.
     return kind(failure["message"], parameter=failure.get("parameter"), suggested=failure.get("suggested"))
 
 

@@ -1,4 +1,4 @@
-"""Files beside the labels of a folder of stacks: records by which it resumes, one table, one report."""
+"""Summary files in the results folder of a folder of stacks: records for resumption, a table and a report."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ small { color: #666; display: block; max-width: 50em }
 """
 
 
-# A spreadsheet takes a cell that begins so for a formula.
-_FORMULA = ("=", "+", "-", "@")
+# Spreadsheets interpret a cell with one of these prefixes as a formula.
+_FORMULA_PREFIXES = ("=", "+", "-", "@")
 
 
 class StackRecord(NamedTuple):
     """The outcome of one stack.
 
-    key          of the parameters, the model and the software
-    size, mtime  of the file in bytes and nanoseconds
-    result       label file, relative to the folder of the results; "" where there is none
-    problem      why there is no result, or one of a series that ends early; "" where nothing failed
-    doubtful     whether the model is not sure of the result; the first of the notes then says why
+    key          identifies the parameters, the model and the software version
+    size, mtime  of the input file, in bytes and nanoseconds
+    result       path of the label file relative to the results folder; "" if there is none
+    problem      why there is no result, or why a series ends early; "" if nothing failed
+    doubtful     whether confidence in the result is low; the first note then gives the reason
     """
 
     key: str
@@ -55,88 +55,89 @@ class StackRecord(NamedTuple):
 _STRICT = ConfigDict(strict=True)
 _NAME = TypeAdapter(str, config=_STRICT)
 _RECORD = TypeAdapter(StackRecord, config=_STRICT)
-_SERIES = TypeAdapter(tuple[str, str, str])
+_DIAMETER = TypeAdapter(tuple[str, str, str])
 
 
 class Records(dict[str, StackRecord]):
-    """The latest record of each stack by its name, each kept as a line of JSON as soon as it is there.
+    """The latest record of each stack, by stack name. Each record is appended to a JSON Lines file immediately.
 
-    A last line that an end of the process has cut short counts as absent. Raises BadParameter for other damage.
+    An incomplete last line, left by a killed process, is ignored. Raises BadParameter if the file is damaged otherwise.
     """
 
     def __init__(self, out: ResultFolder) -> None:
         super().__init__()
         self._out = out
-        self._series: dict[str, tuple[str, str]] = {}
+        self._diameters: dict[str, tuple[str, str]] = {}
         try:
             with out.open(RECORDS) as file:
                 lines = file.read().split("\n")
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            raise _damaged() from error
+            raise _damaged_error() from error
         try:
             for line in lines[:-1]:
                 self._read(json.loads(line))
         except (ValueError, TypeError, LookupError) as error:
-            raise _damaged() from error
+            raise _damaged_error() from error
         if lines[-1]:
             _write(out, RECORDS, "".join(f"{line}\n" for line in lines[:-1]))
 
     def _read(self, content: dict[str, Any]) -> None:
         if "series" in content:
-            parameters, *width = _SERIES.validate_python([content[key] for key in ("series", "diameter", "note")])
-            self._series[parameters] = (width[0], width[1])
+            parameters, *diameter = _DIAMETER.validate_python([content[key] for key in ("series", "diameter", "note")])
+            self._diameters[parameters] = (diameter[0], diameter[1])
         else:
             name = _NAME.validate_python(content.pop("stack"))
             self[name] = _RECORD.validate_python(content)
 
     def add(self, name: str, record: StackRecord) -> None:
-        """Record how a stack went."""
+        """Record the outcome of a stack."""
         self[name] = record
         self._append({"stack": name, **record._asdict()})
 
-    def is_done(self, name: str, key: str, status: os.stat_result) -> bool:
-        """Return whether there is a result of this very file with these parameters."""
+    def has_result_for(self, name: str, key: str, status: os.stat_result) -> bool:
+        """Return whether the file with this status has a result for this key."""
         record = self.get(name)
-        if record is None or record.problem or not self._has(record.result):
+        if record is None or record.problem or not self._has_result(record.result):
             return False
         return (record.key, record.size, record.mtime) == (key, status.st_size, status.st_mtime_ns)
 
-    def _has(self, result: str) -> bool:
-        """Return whether there is a file, or a folder of Zarr, at the place of a result."""
-        return self._out.has(result) or (bool(result) and self._out.has(f"{result}/zarr.json"))
+    def _has_result(self, result: str) -> bool:
+        """Return whether the result exists as a file or a Zarr folder."""
+        return self._out.has_file(result) or (bool(result) and self._out.has_file(f"{result}/zarr.json"))
 
-    def series(self, parameters: str) -> tuple[str, str] | None:
-        """Return the width that holds for all stacks with these parameters, and the note about it, if on record."""
-        return self._series.get(parameters)
+    def find_diameter(self, parameters: str) -> tuple[str, str] | None:
+        """Return the recorded diameter for all stacks with these parameters and the note about it, or None."""
+        return self._diameters.get(parameters)
 
-    def set_series(self, parameters: str, width: tuple[str, str]) -> None:
-        """Record the width that holds for all stacks with these parameters, and the note about it."""
-        self._series[parameters] = width
-        self._append({"series": parameters, "diameter": width[0], "note": width[1]})
+    def record_diameter(self, parameters: str, diameter: tuple[str, str]) -> None:
+        """Record the diameter for all stacks with these parameters, and the note about it."""
+        self._diameters[parameters] = diameter
+        self._append({"series": parameters, "diameter": diameter[0], "note": diameter[1]})
 
     def _append(self, content: dict[str, Any]) -> None:
         self._out.append(RECORDS, json.dumps(content))
 
 
-def printable(name: str) -> str:
-    """Return the name of a file as text that every encoding of Unicode takes."""
+def to_printable(name: str) -> str:
+    """Return a file name as valid Unicode text. Undecodable bytes become escape sequences."""
     return name.encode(errors="backslashreplace").decode()
 
 
 def _as_cell(name: str) -> str:
-    """Return the name of a file as text in one line, and as a path where a spreadsheet would compute it."""
-    text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in printable(name))
-    return f"./{text}" if text.startswith(_FORMULA) else text
+    """Return a file name as a table cell: on one line, and with a `./` prefix if it looks like a formula."""
+    text = "".join(character if character.isprintable() else repr(character)[1:-1] for character in to_printable(name))
+    return f"./{text}" if text.startswith(_FORMULA_PREFIXES) else text
 
 
 def write_table(out: ResultFolder, stacks: Iterable[tuple[str, str]]) -> None:
-    """Write one table of the objects of all stacks (name, place), with a first column that names the stack.
+    """Write one table with the objects of all stacks. The first column contains the name of the stack.
 
-    Stacks of other channels have other columns; a cell that a stack does not have is empty.
+    `stacks` yields the name and the result stem of each stack. The columns depend on the channels of a stack; cells of
+    missing columns are empty.
     """
-    tables = [(name, path) for name, place in stacks if out.has(path := f"{place}_objects.csv")]
+    tables = [(name, path) for name, stem in stacks if out.has_file(path := f"{stem}_objects.csv")]
     columns = {"stack": None}
     for _, path in tables:
         with out.open(path) as table:
@@ -151,13 +152,17 @@ def write_table(out: ResultFolder, stacks: Iterable[tuple[str, str]]) -> None:
 
 
 def write_report(out: ResultFolder, model: str, stacks: Sequence[tuple[str, str, StackRecord | None]]) -> None:
-    """Write a page with a row for each stack (name, place, record): picture, objects, seconds, and what to know."""
-    rows = "\n".join(_row(printable(name), place, record) for name, place, record in stacks)
-    heads = "".join(f"<th>{head}</th>" for head in ("", "stack", "objects", "seconds", "notes"))
+    """Write an HTML report with a row for each stack: preview, number of objects, seconds and notes.
+
+    `stacks` contains the name, the result stem and the record of each stack.
+    """
+    rows = "\n".join(_row(to_printable(name), stem, record) for name, stem, record in stacks)
+    headers = "".join(f"<th>{header}</th>" for header in ("", "stack", "objects", "seconds", "notes"))
     done = sum(record is not None and not record.problem for _, _, record in stacks)
     page = (
         f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>StackSeg</title><style>{_STYLE}</style>\n'
-        f"<h1>{done} of {len(stacks)} stacks, {escape(model)}</h1>\n<table><tr>{heads}</tr>\n{rows}\n</table></html>\n"
+        f"<h1>{done} of {len(stacks)} stacks, {escape(model)}</h1>\n"
+        f"<table><tr>{headers}</tr>\n{rows}\n</table></html>\n"
     )
     _write(out, REPORT, page)
 
@@ -167,19 +172,19 @@ def _write(out: ResultFolder, name: str, text: str) -> None:
     out.put(name, name)
 
 
-def _damaged() -> BadParameter:
+def _damaged_error() -> BadParameter:
     return BadParameter(
-        f"{RECORDS} among the results is damaged, or of another version; delete it to segment all stacks anew."
+        f"{RECORDS} in the results folder is damaged or from another version. Delete it to segment all stacks again."
     )
 
 
-def _row(name: str, place: str, record: StackRecord | None) -> str:
+def _row(name: str, stem: str, record: StackRecord | None) -> str:
     if record is None:
-        return f"<tr><td></td><td>{escape(name)}</td><td></td><td></td><td>not begun</td></tr>"
+        return f"<tr><td></td><td>{escape(name)}</td><td></td><td></td><td>not processed</td></tr>"
     notes = f'<span class="failed">{escape(record.problem)}</span>' if record.problem else ""
     if not record.result:
         return f"<tr><td></td><td>{escape(name)}</td><td></td><td></td><td>{notes}</td></tr>"
-    picture = f'<img src="{quote(os.fsencode(place))}.png" alt="">'
+    picture = f'<img src="{quote(os.fsencode(stem))}.png" alt="">'
     link = f'<a href="{quote(os.fsencode(record.result))}">{escape(name)}</a>'
     classes = [' class="failed"' if record.doubtful and not index else "" for index in range(len(record.notes))]
     notes += "".join(

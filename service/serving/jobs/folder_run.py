@@ -1,4 +1,4 @@
-"""A job on a folder: its stacks, one after the other, through the queue of a device."""
+"""Jobs on a folder: the stacks are segmented one after the other, each through the queue of a device."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
     from service.serving.storage.scratch import Hold
     from service.serving.storage.threads import FairThreadPool
 
-# How often a stack that is read or segmented is asked after, to see whether it is still wanted.
+# How often the wait for a stack checks whether the job was cancelled.
 POLL_SECONDS = 0.2
-# How long to wait before space for decoded pixels is asked for again.
-SPACE_SECONDS = 1.0
-# Stacks that the warnings of a job speak of; the report speaks of all.
+# How long to wait before the next attempt to reserve space for decoded pixels.
+SPACE_POLL_SECONDS = 1.0
+# Maximum number of stacks with warnings in the job's metadata. The report contains all.
 MAX_WARNINGS = 20
 
 T = TypeVar("T")
 
 
-class FolderPlaces(NamedTuple):
-    """Places of the folders of stacks and of results as requests write them, which files are stacks, and who asks."""
+class FolderPaths(NamedTuple):
+    """The input and results folders of a job as written in its request, the pattern for stacks, and the caller."""
 
     stacks: str
     results: str
@@ -50,78 +50,86 @@ class FolderPlaces(NamedTuple):
     caller: str | None
 
     @classmethod
-    def of(cls, query: Query, caller: str | None) -> FolderPlaces:
-        """Return the places that a query names."""
-        assert query.input is not None  # noqa: S101 - the job is one on a folder
-        assert query.output_to is not None  # noqa: S101 - it was refused without
+    def from_query(cls, query: Query, caller: str | None) -> FolderPaths:
+        """Return the folders of a query."""
+        assert query.input is not None  # noqa: S101 - only called for jobs on a folder
+        assert query.output_to is not None  # noqa: S101 - checked at admission
         return cls(query.input, query.output_to, query.glob, caller)
 
     def find_stacks(self, host_files: HostFiles) -> list[str]:
-        """Return the names of the stacks. Raises BadParameter where there is none."""
+        """Return the names of the stacks. Raises BadParameter if there are none."""
         files = host_files.list_stacks(self.stacks, self.results, self.caller, self.glob)
         if stacks := select_stacks(files, self.glob):
             return stacks
-        wanted = self.glob or "*.tif"
-        raise BadParameter.about("input", f"{self.stacks} holds no stack that matches {wanted}; say which with glob=.")
+        pattern = self.glob or "*.tif"
+        raise BadParameter.about(
+            "input", f"{self.stacks} contains no stack that matches {pattern}. Select files with glob=."
+        )
 
     def check(self, host_files: HostFiles, *, overwrite: bool) -> None:
-        """Raise BadParameter where the folders cannot be used, or something else is in that of the results."""
+        """Raise BadParameter if a folder cannot be used, or if the results folder contains other files."""
         self.find_stacks(host_files)
         with host_files.open_results(self.results, self.caller) as results:
             if not is_free(results) and not overwrite:
                 raise BadParameter.about(
                     "output_to",
-                    f"{self.results} holds something else already; name another, or say overwrite=true.",
+                    f"{self.results} contains other files. Choose another folder, or set overwrite=true.",
                     suggested={"overwrite": "true"},
                 )
 
 
 class FolderRun:
-    """The stacks of a folder at work, in a thread of its own; each has its turn in the queue of a device.
+    """The run of a job on a folder, in a thread of its own. Each stack waits in the queue of a device.
 
-    model   name
-    job     of the whole folder
-    space   for what is decoded
-    credit  called once a stack is done
+    model           name of the model
+    job             the job on the whole folder
+    space           scratch space for decoded pixels
+    reset_attempts  called when a stack is finished
     """
 
     def __init__(  # noqa: PLR0913, PLR0917
-        self, runtime: Runtime, query: Query, model: str, job: Job[Any], space: Hold, credit: Callable[[], object]
+        self,
+        runtime: Runtime,
+        query: Query,
+        model: str,
+        job: Job[Any],
+        space: Hold,
+        reset_attempts: Callable[[], object],
     ) -> None:
-        self._runtime, self._job, self._space, self._credit = runtime, job, space, credit
+        self._runtime, self._job, self._space, self._reset_attempts = runtime, job, space, reset_attempts
         self._spec = runtime.models.servable_spec(model)
-        self._places = FolderPlaces.of(query, job.owner)
-        given = query.model_dump(exclude_unset=True)
-        # What decides about the result of a stack: the same as at the command line.
-        self._query = Query.model_validate({name: given[name] for name in given.keys() - _NOT_OF_STACKS})
+        self._paths = FolderPaths.from_query(query, job.owner)
+        parameters = query.model_dump(exclude_unset=True)
+        # The parameters of a single stack, as on the command line: records of both are interchangeable.
+        self._query = Query.model_validate({name: parameters[name] for name in parameters.keys() - _FOLDER_PARAMETERS})
         self.stacks = Progress()
-        # Of the stack that is at work.
-        self._part: Job[Any] | None = None
-        self._began, self._begun = time.monotonic(), 0
+        # The device job of the current stack.
+        self._device_job: Job[Any] | None = None
+        self._start_time, self._stacks_begun = time.monotonic(), 0
 
     @property
     def stage(self) -> str:
-        """The stage that the stack at work is at."""
-        part = self._part
-        return "windows" if part is not None and part.state == "running" else "prepare"
+        """The stage of the current stack."""
+        device_job = self._device_job
+        return "windows" if device_job is not None and device_job.state == "running" else "prepare"
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the last stack is done, at the pace so far; None before there is one."""
-        part = self._part
-        windows = Progress() if part is None else part.progress
-        done = self._begun - 1 + (windows.done / windows.total if windows.total else 0)
+        """Estimated seconds until the last stack is finished, from the speed so far; None if unknown."""
+        device_job = self._device_job
+        windows = Progress() if device_job is None else device_job.progress
+        done = self._stacks_begun - 1 + (windows.done / windows.total if windows.total else 0)
         if done <= 0:
             return None
-        return (time.monotonic() - self._began) * (self.stacks.total - self.stacks.done - done % 1) / done
+        return (time.monotonic() - self._start_time) * (self.stacks.total - self.stacks.done - done % 1) / done
 
     def run(self) -> Done:
-        """Segment the stacks that are not done.
+        """Segment the stacks that have no result yet.
 
-        Raises BadParameter where the folders cannot be used, what `FolderWork.run` raises, and Cancelled, also once the
-        service was told to stop.
+        Raises BadParameter if the folders cannot be used, and the errors of `FolderSegmentation.run`. Raises Cancelled
+        if the job is cancelled or the service is stopping.
         """
-        host_files, places = self._runtime.host_files, self._places
+        host_files, paths = self._runtime.host_files, self._paths
         estimator = self._runtime.estimator(self._spec)
         estimated = estimator.plan(self._query.options).estimated
         measured = estimator.output(self._query.options) == "labels"
@@ -134,22 +142,22 @@ class FolderRun:
             check=self._check,
         )
         with (
-            host_files.open_results(places.results, places.caller) as results,
+            host_files.open_results(paths.results, paths.caller) as results,
             tempfile.TemporaryDirectory(dir=self._runtime.scratch.requests) as scratch,
         ):
-            stacks = places.find_stacks(host_files)
+            stacks = paths.find_stacks(host_files)
             self.stacks = Progress(0, len(stacks))
             return FolderWork(results, self._spec, calls, Path(scratch)).run(stacks, self._query)
 
-    def describe(self, done: Done, name: str, seconds: dict[str, float]) -> tuple[AnswerMetadata, str]:
-        """Return the metadata of the answer, and its content as JSON. Raises BadFile where every stack failed."""
-        faults, doubts = done.faults, done.doubts
-        if len(faults) == len(done.records):
-            raise BadFile(f"None of the {len(faults)} stacks could be segmented. The first: {faults[0]}")
+    def describe(self, outcome: Done, name: str, seconds: dict[str, float]) -> tuple[AnswerMetadata, str]:
+        """Return the metadata of the answer and its content as JSON. Raises BadFile if every stack failed."""
+        failures, uncertain = outcome.faults, outcome.doubts
+        if len(failures) == len(outcome.records):
+            raise BadFile(f"None of the {len(failures)} stacks could be segmented. The first: {failures[0]}")
         kind = self._runtime.estimator(self._spec).output(self._query.options)
-        warnings = [*faults, *doubts]
-        more = len(warnings) - MAX_WARNINGS
-        notes = [*warnings[:MAX_WARNINGS], *([f"{REPORT} has {more} more."] if more > 0 else [])]
+        warnings = [*failures, *uncertain]
+        omitted = len(warnings) - MAX_WARNINGS
+        notes = [*warnings[:MAX_WARNINGS], *([f"{REPORT} lists {omitted} more."] if omitted > 0 else [])]
         metadata = AnswerMetadata(
             model=self._spec.identifier,
             media_type="application/json",
@@ -157,58 +165,58 @@ class FolderRun:
             kind=kind,
             seconds=seconds,
             notes=tuple(notes),
-            objects=done.objects,
-            stacks=(len(done.records) - len(faults), len(done.records)),
+            objects=outcome.objects,
+            stacks=(len(outcome.records) - len(failures), len(outcome.records)),
         )
-        place = self._places.results.removesuffix("/")
+        path = self._paths.results.removesuffix("/")
         content = {
-            "output": place,
-            "report": f"{place}/{REPORT}",
-            "table": f"{place}/{TABLE}",
+            "output": path,
+            "report": f"{path}/{REPORT}",
+            "table": f"{path}/{TABLE}",
             "model": metadata.model,
-            "objects": done.objects,
-            "stacks": done.describe(),
+            "objects": outcome.objects,
+            "stacks": outcome.describe(),
         }
         return metadata, json.dumps(content)
 
     def _check(self) -> None:
         if self._job.cancelled() or self._runtime.draining:
-            raise Cancelled("given up between two stacks")
+            raise Cancelled("cancelled between two stacks")
 
     def _begin(self, _name: str, number: int, count: int) -> None:
         self._check()
         if number:
             self.stacks = Progress(number - 1, count)
-            if not self._begun:
-                self._began = time.monotonic()
+            if not self._stacks_begun:
+                self._start_time = time.monotonic()
             else:
-                self._credit()
-            self._begun += 1
+                self._reset_attempts()
+            self._stacks_begun += 1
 
     @contextmanager
     def _open(self, name: str) -> Iterator[Path]:
-        place = f"{self._places.stacks.removesuffix('/')}/{name}"
-        with self._runtime.host_files.open_input(place, self._places.caller) as source:
-            assert isinstance(source, Source)  # noqa: S101 - the place was found in a folder
+        path = f"{self._paths.stacks.removesuffix('/')}/{name}"
+        with self._runtime.host_files.open_input(path, self._paths.caller) as source:
+            assert isinstance(source, Source)  # noqa: S101 - stacks of a folder are local files
             yield source.path
 
     def _read(self, path: Path, query: Query, scratch: Path, *, measured: bool) -> Pixels:
-        """Read a stack in its turn; one that takes much room waits for that."""
-        query = Query.model_validate(query.model_dump(exclude_none=True) | {"input": self._places.stacks})
+        """Read a stack through the shared read threads. A large stack waits until scratch space is available."""
+        query = Query.model_validate(query.model_dump(exclude_none=True) | {"input": self._paths.stacks})
         request = SegmentationRequest(query, path, scratch, self._job.owner, self._job.cancelled)
         source = replace(PixelSource.sandboxed(self._runtime.reader, request, path), measured=measured)
         self._space.add(-self._space.nbytes)
-        pixels = self._in_turn(self._runtime.read_threads, source.read_small_pixels)
+        pixels = self._run_in_pool(self._runtime.read_threads, source.read_small_pixels)
         if isinstance(pixels, Pixels):
             return pixels
         self._reserve(pixels.nbytes)
-        return self._in_turn(self._runtime.decode_threads, source.read_pixels)
+        return self._run_in_pool(self._runtime.decode_threads, source.read_pixels)
 
-    def _in_turn(self, threads: FairThreadPool, call: Callable[[], T]) -> T:
+    def _run_in_pool(self, threads: FairThreadPool, call: Callable[[], T]) -> T:
         try:
             return threads.submit(self._job.owner or "", call).result()
         except CancelledError:
-            raise Cancelled("the service stops") from None
+            raise Cancelled("the service is stopping") from None
 
     def _reserve(self, nbytes: int) -> None:
         while True:
@@ -216,7 +224,7 @@ class FolderRun:
                 self._space.reserve(nbytes)
             except (OutOfStorage, RateLimited):
                 self._check()
-                time.sleep(SPACE_SECONDS)
+                time.sleep(SPACE_POLL_SECONDS)
             else:
                 return
 
@@ -236,14 +244,14 @@ class FolderRun:
         return self._on_device(volume, options, estimate)
 
     def _on_device(self, pixels: Volume | Series, options: Options, call: Callable[[Reservation, Job[T]], T]) -> T:
-        """Queue work for a device, as a request of its own would be, and wait for it. Raises what it raises."""
+        """Queue work for a device like a separate request, wait for it, and return its result or raise its error."""
         request = DeviceRequest(self._spec, pixels, options, self._job.owner)
         job = queue_work(self._runtime, request, call, wait=True)
-        self._part = job
+        self._device_job = job
         try:
             return self._wait(job)
         finally:
-            self._part = None
+            self._device_job = None
 
     def _wait(self, job: Job[T]) -> T:
         while True:
@@ -255,8 +263,8 @@ class FolderRun:
                 if self._job.cancelled():
                     job.cancel()
             except CancelledError:
-                raise Cancelled("given up while a stack waited") from None
+                raise Cancelled("cancelled while a stack was waiting") from None
 
 
-# Parameters of the whole folder.
-_NOT_OF_STACKS = {"input", "output_to", "overwrite", "glob", "model"}
+# Parameters that apply to the folder rather than to single stacks.
+_FOLDER_PARAMETERS = {"input", "output_to", "overwrite", "glob", "model"}

@@ -1,4 +1,4 @@
-"""All stacks of a folder: one width of objects, labels and a table for each, one table and one report, resumption."""
+"""Segmentation of a folder of stacks, with one object diameter for all, a joint table and report, and resumption."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from service.formats import thumbnail, writers
 from service.inference import measurements
 from service.inference.series.diameter import choose_diameter, sample
 from service.inference.types import Result, Series, Sizing
-from service.serving.jobs.folder_records import RECORDS, Records, StackRecord, printable, write_report, write_table
+from service.serving.jobs.folder_records import RECORDS, Records, StackRecord, to_printable, write_report, write_table
 from service.serving.parameters import Query
 from service.serving.results.answers import TIFF_SUFFIX, answer_name, measure_objects
 from service.serving.results.provenance import describe_origin, hash_file
@@ -40,24 +40,24 @@ if TYPE_CHECKING:
     from service.serving.reading import Pixels
     from service.serving.storage.result_folder import ResultFolder
 
-# Stacks whose widths are estimated for all.
+# Number of stacks whose diameter estimates determine the shared diameter.
 SAMPLED_STACKS = 5
-# Errors that concern one stack, but for DeviceLost among them.
-_OWN_FAULTS = (RequestError, CapacityError, NonFiniteScores, OSError)
+# Errors that affect a single stack only, except DeviceLost, a CapacityError.
+_SINGLE_STACK_ERRORS = (RequestError, CapacityError, NonFiniteScores, OSError)
 
 
 class StackCalls(NamedTuple):
-    """Calls by which one stack is segmented. They raise errors that concern that stack alone, or DeviceLost.
+    """Functions that process a single stack. They raise errors that affect only that stack, or DeviceLost.
 
-    open               opens a stack by its name until the end of a block, in which the path is valid
-    read               returns the volume or the time points to segment, and what objects are measured in; from a path,
-                       parameters, and an empty folder for decoded pixels
-    segment            takes them and the parameters
-    estimate_diameter  of objects in a volume; None where every width is told
-    begin              is told the name of the stack whose turn it is, its number from 1, and how many there are; of a
-                       stack that is only looked at for the width of its objects, the number is 0
-    check              raises Cancelled where nobody wants the rest any more
-    reword             changes what users are told into the words of who asked
+    open               context manager that opens a stack by name; the path is valid inside the block
+    read               takes a path, the parameters and an empty folder for decoded pixels; returns the pixels to
+                       segment and the pixels to measure
+    segment            segments a volume or a series of time points
+    estimate_diameter  estimates the object diameter of a volume; None if no estimate is needed
+    begin              called with the name of the next stack, its number from 1, and the number of stacks. The number
+                       is 0 if the stack is only used to estimate the diameter.
+    check              raises Cancelled if the remaining stacks are no longer needed
+    reword             adapts messages to the user interface, for example to option names of the command line
     """
 
     open: Callable[[str], AbstractContextManager[Path]]
@@ -70,27 +70,27 @@ class StackCalls(NamedTuple):
 
 
 class Done(NamedTuple):
-    """The outcome of a folder: records of its stacks that have one, by their names, and the number done before."""
+    """The outcome of a folder: the records of its stacks by name, and the number of stacks finished in earlier runs."""
 
     records: dict[str, StackRecord]
     skipped: int
 
     @property
     def faults(self) -> list[str]:
-        """Faults, a sentence for each stack that failed."""
-        return [f"{printable(name)}: {record.problem}" for name, record in self.records.items() if record.problem]
+        """One sentence for each stack that failed."""
+        return [f"{to_printable(name)}: {record.problem}" for name, record in self.records.items() if record.problem]
 
     @property
     def doubts(self) -> list[str]:
-        """Reasons not to trust results, a sentence for each such stack."""
-        return [f"{printable(name)}: {record.notes[0]}" for name, record in self.records.items() if record.doubtful]
+        """One sentence for each stack whose result has low confidence."""
+        return [f"{to_printable(name)}: {record.notes[0]}" for name, record in self.records.items() if record.doubtful]
 
     def describe(self) -> list[dict[str, object]]:
-        """Return what is known of each stack, to be told as JSON."""
+        """Return the outcome of each stack in a form that can be serialized as JSON."""
         return [
             {
-                "stack": printable(name),
-                "labels": printable(record.result) or None,
+                "stack": to_printable(name),
+                "labels": to_printable(record.result) or None,
                 "objects": record.objects,
                 "seconds": record.seconds,
                 "warnings": list(record.notes),
@@ -102,47 +102,49 @@ class Done(NamedTuple):
 
     @property
     def objects(self) -> int | None:
-        """The sum of objects, None where there are none to count."""
+        """Total number of objects; None if the output has no objects."""
         counts = [record.objects for record in self.records.values() if record.objects is not None]
         return sum(counts) if counts else None
 
 
-class _Width(NamedTuple):
-    """Parameters of all stacks, one width of objects among them, and notes about how it was chosen."""
+class _SharedDiameter(NamedTuple):
+    """The parameters for all stacks, including the shared diameter, and a note on how the diameter was chosen."""
 
     query: Query
     note: str
 
 
 def select_stacks(files: Iterable[str], glob: str | None) -> list[str]:
-    """Return the files that are stacks, sorted: those that are no hidden ones, and without a pattern all TIFFs.
+    """Return the files that are stacks, sorted. Skip hidden files and, without a pattern, files other than TIFF.
 
-    Raises BadParameter where several would have one result.
+    Raises BadParameter if several stacks would have the same result file.
     """
     visible = (name for name in files if not Path(name).name.startswith("."))
     stacks = sorted(name for name in visible if glob or TIFF_SUFFIX.search(name))
-    places = set[str]()
-    for place in map(_place, stacks):
-        if place in places:
-            raise BadParameter(f"Several stacks would have one result, {place}; rename one, or choose by a pattern.")
-        places.add(place)
+    stems = set[str]()
+    for stem in map(_result_stem, stacks):
+        if stem in stems:
+            raise BadParameter(
+                f"Several stacks would have the same result file, {stem}. Rename one, or select stacks with a pattern."
+            )
+        stems.add(stem)
     return stacks
 
 
 def is_free(out: ResultFolder) -> bool:
-    """Return whether a folder has nothing in it, or results of a folder of stacks."""
-    return out.empty or out.has(RECORDS)
+    """Return whether the folder is empty or contains results of an earlier run."""
+    return out.is_empty or out.has_file(RECORDS)
 
 
-def _place(name: str) -> str:
-    """Return the place of a stack without the end of its name, to which those of its results are added."""
+def _result_stem(name: str) -> str:
+    """Return the path of a stack without its suffix. The paths of its results begin with this stem."""
     return str(Path(name).with_name(answer_name(Path(name).name, "")))
 
 
 class FolderWork:
-    """One model at work on the stacks of a folder.
+    """The segmentation of the stacks of a folder with one model.
 
-    Raises BadParameter for records that are damaged.
+    Raises BadParameter if the records of an earlier run are damaged.
     """
 
     def __init__(self, out: ResultFolder, spec: ModelSpec, calls: StackCalls, scratch: Path) -> None:
@@ -153,64 +155,67 @@ class FolderWork:
         self._as_zarr = False
 
     def run(self, stacks: Sequence[str], query: Query) -> Done:
-        """Segment the stacks that are not done with these parameters; write the table and the report in any case.
+        """Segment the stacks that have no result with these parameters, and write the table and the report.
 
-        Raises DeviceLost, OutOfStorage and StorageUnavailable where results cannot be written, and what ends the whole.
+        The table and the report are written even if an error ends the run. Raises DeviceLost, OutOfStorage and
+        StorageUnavailable if results cannot be written, and errors that do not affect a single stack only.
         """
         self._as_zarr = query.format == "zarr"
         try:
             self._segment_all(stacks, query)
         finally:
-            self._conclude(stacks)
+            self._write_summary(stacks)
         return Done({name: self._records[name] for name in stacks}, self._skipped)
 
     def _segment_all(self, stacks: Sequence[str], query: Query) -> None:
         parameters = json.dumps([query.canonical, self._spec.identifier, self._spec.weights.sha256, software_version()])
-        width = self._settle_diameter(stacks, query, parameters)
-        self._key = json.dumps([parameters, width.query.diameter])
+        shared = self._share_diameter(stacks, query, parameters)
+        self._key = json.dumps([parameters, shared.query.diameter])
         for number, name in enumerate(stacks, 1):
-            if self._is_done(name):
+            if self._has_result(name):
                 self._skipped += 1
                 continue
             self._calls.begin(name, number, len(stacks))
-            record = self._attempt(name, width)
+            record = self._segment_stack(name, shared)
             with _translate_full_disk():
                 self._records.add(name, record)
 
-    def _is_done(self, name: str) -> bool:
-        with suppress(*_OWN_FAULTS), self._calls.open(name) as stack:
-            return self._records.is_done(name, self._key, stack.stat())
+    def _has_result(self, name: str) -> bool:
+        with suppress(*_SINGLE_STACK_ERRORS), self._calls.open(name) as stack:
+            return self._records.has_result_for(name, self._key, stack.stat())
         return False
 
-    def _conclude(self, stacks: Sequence[str]) -> None:
-        """Write the table of all objects and the report, of what is done so far."""
-        # Results with other parameters are of an earlier call.
+    def _write_summary(self, stacks: Sequence[str]) -> None:
+        """Write the table of all objects and the report for the stacks finished so far."""
+        # Records with another key are from an earlier run.
         records = {name: record for name, record in self._records.items() if record.key == self._key}
         with _translate_full_disk():
             write_table(
-                self._out, [(name, _place(name)) for name in stacks if name in records and records[name].result]
+                self._out, [(name, _result_stem(name)) for name in stacks if name in records and records[name].result]
             )
-            write_report(self._out, self._spec.identifier, [(name, _place(name), records.get(name)) for name in stacks])
+            write_report(
+                self._out, self._spec.identifier, [(name, _result_stem(name), records.get(name)) for name in stacks]
+            )
 
-    def _settle_diameter(self, stacks: Sequence[str], query: Query, parameters: str) -> _Width:
-        """Estimate one width for all where each stack would have its own; one that is on record stays."""
+    def _share_diameter(self, stacks: Sequence[str], query: Query, parameters: str) -> _SharedDiameter:
+        """Use the recorded diameter for all stacks, or estimate one, unless the request specifies the diameter."""
         if self._calls.estimate_diameter is None:
-            return _Width(query, "")
-        if (known := self._records.series(parameters)) is None:
-            if (known := self._estimate_diameter(stacks, query, self._calls.estimate_diameter)) is None:
-                return _Width(query, "")
-            self._records.set_series(parameters, known)
-        diameter, note = known
-        return _Width(Query.model_validate(query.model_dump(exclude_none=True) | {"diameter": diameter}), note)
+            return _SharedDiameter(query, "")
+        if (recorded := self._records.find_diameter(parameters)) is None:
+            if (recorded := self._estimate_diameter(stacks, query, self._calls.estimate_diameter)) is None:
+                return _SharedDiameter(query, "")
+            self._records.record_diameter(parameters, recorded)
+        diameter, note = recorded
+        return _SharedDiameter(Query.model_validate(query.model_dump(exclude_none=True) | {"diameter": diameter}), note)
 
     def _estimate_diameter(
         self, stacks: Sequence[str], query: Query, estimate: Callable[[Volume, Options], Sizing | None]
     ) -> tuple[str, str] | None:
-        """Return the median width of some stacks as a parameter, and a note; None where none can be looked at."""
+        """Return the median diameter of sampled stacks as a parameter, and a note; None if no stack could be read."""
         estimates = list[tuple[Sizing, VoxelSize | None]]()
         sampled = sample(stacks, SAMPLED_STACKS)
-        others = (name for name in stacks if name not in sampled)
-        for name in chain(sampled, takewhile(lambda _: not estimates, others)):
+        remaining = (name for name in stacks if name not in sampled)
+        for name in chain(sampled, takewhile(lambda _: not estimates, remaining)):
             self._calls.begin(name, 0, len(stacks))
             try:
                 with self._calls.open(name) as stack, tempfile.TemporaryDirectory(dir=self._scratch) as scratch:
@@ -220,52 +225,52 @@ class FolderWork:
                         estimates.append((sizing, volume.voxel_size))
             except DeviceLost:
                 raise
-            except _OWN_FAULTS:
+            except _SINGLE_STACK_ERRORS:
                 self._calls.check()
         return choose_diameter(estimates, f"{len(sampled)} stacks of the folder") if estimates else None
 
-    def _attempt(self, name: str, width: _Width) -> StackRecord:
-        """Segment one stack; a record with the problem where it cannot be.
+    def _segment_stack(self, name: str, shared: _SharedDiameter) -> StackRecord:
+        """Segment one stack and return its record, which contains the problem if the stack failed.
 
-        Raises DeviceLost, and OutOfStorage or StorageUnavailable where no result can be written.
+        Raises DeviceLost, and OutOfStorage or StorageUnavailable if the result cannot be written.
         """
         record, writing = StackRecord(self._key, 0, 0), False
         try:
             with self._calls.open(name) as stack, tempfile.TemporaryDirectory(dir=self._scratch) as scratch:
                 status = stack.stat()
                 record = record._replace(size=status.st_size, mtime=status.st_mtime_ns)
-                if printable(name) != name:
-                    raise BadParameter("The name of the file is not text in UTF-8; rename it.")
+                if to_printable(name) != name:
+                    raise BadParameter("The file name is not valid UTF-8. Rename the file.")
                 stages = Stages()
                 with stages.measure("read"):
-                    pixels = self._calls.read(stack, width.query, Path(scratch))
-                result = self._calls.segment(pixels.segmented, width.query.options)
+                    pixels = self._calls.read(stack, shared.query, Path(scratch))
+                result = self._calls.segment(pixels.segmented, shared.query.options)
                 stages.update(result.seconds)
-                result = result._replace(notes=tuple(filter(None, (width.note, *result.notes))))
-                origin = describe_origin(width.query, result, Path(name).name, hash_file(stack))
+                result = result._replace(notes=tuple(filter(None, (shared.note, *result.notes))))
+                origin = describe_origin(shared.query, result, Path(name).name, hash_file(stack))
                 writing = True
                 with stages.measure("write"), _translate_full_disk():
                     labels = self._write(name, pixels, result, origin)
-        except _OWN_FAULTS as error:
+        except _SINGLE_STACK_ERRORS as error:
             if isinstance(error, DeviceLost) or (writing and isinstance(error, OutOfStorage | StorageUnavailable)):
                 raise
             self._calls.check()
             message = error if isinstance(error, StackSegError) else error.strerror or str(error)
             return record._replace(problem=self._calls.reword(message))
-        fault = result.series.fault if result.series else None
+        series_problem = result.series.fault if result.series else None
         return record._replace(
             result=labels,
             objects=result.segmentation.count,
             seconds=round(stages.total, 3),
             notes=tuple(map(self._calls.reword, result.warnings)),
-            problem="" if fault is None else self._calls.reword(fault),
+            problem="" if series_problem is None else self._calls.reword(series_problem),
             doubtful=result.doubt is not None,
         )
 
     def _write(self, name: str, pixels: Pixels, result: Result, origin: dict[str, str]) -> str:
-        """Write labels, picture and table of a stack; return the place of the labels."""
-        segmentation, staging, place = result.segmentation, self._out.staging, _place(name)
-        labels = f"{place}_{segmentation.kind}.ome.{'zarr' if self._as_zarr else 'tif'}"
+        """Write the labels, the preview and the table of a stack. Return the path of the labels."""
+        segmentation, staging, stem = result.segmentation, self._out.staging, _result_stem(name)
+        labels = f"{stem}_{segmentation.kind}.ome.{'zarr' if self._as_zarr else 'tif'}"
         staged = Path(labels).name
         writers.write(segmentation, staging / staged, origin)
         volume = pixels.segmented
@@ -275,19 +280,19 @@ class FolderWork:
         (staging / "picture").write_bytes(thumbnail.draw(volume, segmentation))
         if (table := measure_objects(result, pixels.measured)) is not None:
             measurements.write_csv(table, staging / "table")
-            self._out.put("table", f"{place}_objects.csv")
-        self._out.put("picture", f"{place}.png")
+            self._out.put("table", f"{stem}_objects.csv")
+        self._out.put("picture", f"{stem}.png")
         self._out.put(staged, labels)
         return labels
 
 
 @contextmanager
 def _translate_full_disk() -> Iterator[None]:
-    """Raise OutOfStorage and StorageUnavailable for an OSError of results that cannot be written."""
+    """Translate an OSError while writing results to OutOfStorage or StorageUnavailable."""
     try:
         with translate_disk_faults():
             yield
     except OutOfStorage as error:
         raise OutOfStorage(
-            "The disk that the results lie on is full; make room and start again: what is done stays."
+            "The disk with the results is full. Free some space and start again; finished stacks are kept."
         ) from error

@@ -1,4 +1,4 @@
-"""Jobs that are answered later: accepted, shown, cancelled, kept, run again after a crash, deleted."""
+"""Asynchronous jobs: accept, show, cancel, resume after a crash, and delete them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from service.core.types import Description
 from service.serving.devices.queue.job_queue import JobQueue
 from service.serving.devices.queue.threads import JobThreads
 from service.serving.jobs.active_job import JobView, view_job, wait_until_over
-from service.serving.jobs.folder_run import FolderPlaces
+from service.serving.jobs.folder_run import FolderPaths
 from service.serving.jobs.record import JobRecord, JobRequest
 from service.serving.jobs.runner import JobRunner
 from service.serving.jobs.store import INPUT, JobStore
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from service.serving.parameters import SegmentationRequest
     from service.serving.results.metadata import AnswerMetadata
 
-WRITE_THREADS = 2
-# Jobs on folders that run at a time: each has one stack at a device.
-FOLDERS_AT_ONCE = 4
+WRITE_THREAD_COUNT = 2
+# Maximum number of concurrent jobs on folders. Each of them submits one stack at a time to a device.
+MAX_RUNNING_FOLDER_JOBS = 4
 CLEAN_UP_SECONDS = 60.0
-# How often folders are looked after, and steps that a fault of the storage has stopped are tried again.
-TICK_SECONDS = 1.0
+# Interval between checks of the folders and retries of steps that a storage error has stopped.
+MAINTENANCE_INTERVAL_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
 
 
 class AsyncJobs:
-    """The jobs folder and the jobs in it. All methods but `start` wait for a disk at most.
+    """The jobs folder and its jobs. All methods except `start` and `stop` block for disk access at most.
 
-    `keep_seconds`: how long a job is kept once it is over. Methods raise OutOfStorage and StorageUnavailable as
-    `JobStore` does. Raises ConfigError for a jobs folder that cannot be used.
+    `keep_seconds` is the time for which a finished job is kept. Methods raise OutOfStorage and StorageUnavailable as
+    `JobStore` does. The constructor raises ConfigError if the jobs folder cannot be used.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -55,40 +55,45 @@ class AsyncJobs:
             self._store = self._open_store(settings.jobs.folder)
         self.runner: JobRunner
         self._problem: str | None = None
-        self._cleaned = time.monotonic()
+        self._last_cleanup = time.monotonic()
         self._stopped = threading.Event()
         self._runtime: Runtime
-        # Jobs on folders queue their stacks one by one at devices.
-        self._folders = JobQueue(settings.limits.waiting, FOLDERS_AT_ONCE, shared=len(settings.access.keys) > 1)
-        self._folder_threads = JobThreads("folder", self._folders.take, FOLDERS_AT_ONCE)
-        self._keeper = threading.Thread(target=self._keep_storage, name="storage", daemon=True)
+        # Jobs on folders have a queue of their own. They put their stacks one by one into the queues of the devices.
+        self._folder_queue = JobQueue(
+            settings.limits.waiting, MAX_RUNNING_FOLDER_JOBS, shared=len(settings.access.keys) > 1
+        )
+        self._folder_threads = JobThreads("folder", self._folder_queue.take, MAX_RUNNING_FOLDER_JOBS)
+        self._maintenance_thread = threading.Thread(target=self._maintain_storage, name="storage", daemon=True)
 
     def start(self, runtime: Runtime) -> None:
-        """Run the jobs that an earlier process left behind. The runtime starts before this, and stops after it."""
+        """Resume the jobs that an earlier process left behind. Call this after the runtime has started."""
         self._runtime = runtime
         self._folder = self._settings.jobs.folder or runtime.scratch.path
         if self._settings.jobs.folder is None:
             self._store = self._open_store(runtime.scratch.path / "jobs")
-        self._writers = begin_threads(WRITE_THREADS, "write")
-        self.runner = JobRunner(runtime, self._store, self._folders, self._writers)
+        self._writers = begin_threads(WRITE_THREAD_COUNT, "write")
+        self.runner = JobRunner(runtime, self._store, self._folder_queue, self._writers)
         for record in self._store.recover():
             try:
                 active = self.runner.activate(record.id, record.request, record.owner)
             except Exception as error:
-                # Such as one with parameters of another version; it keeps no other from running.
-                log.exception("job %s of an earlier process cannot run", record.id)
+                # For example, parameters of another version. Other jobs can still run.
+                log.exception("job %s of an earlier process cannot be resumed", record.id)
                 self._store.fail(record.id, error)
                 continue
-            log.info("job %s of an earlier process runs again", record.id)
+            log.info("resuming job %s of an earlier process", record.id)
             active.queue.put(active.job)
             self.runner.prepare(active)
         self._folder_threads.start()
         runtime.checks.append(lambda: self._problem)
         runtime.unfinished.append(self._is_busy)
-        self._keeper.start()
+        self._maintenance_thread.start()
 
     def stop(self) -> None:
-        """Leave waiting jobs on disk, let running ones finish within the time to drain, close the store."""
+        """Leave waiting jobs on disk, let running jobs finish within `server.drain_seconds`, and close the store.
+
+        Call this before the runtime is stopped.
+        """
         jobs = self.runner.jobs
         for active in jobs:
             if active.job.state == "waiting":
@@ -98,46 +103,46 @@ class AsyncJobs:
         for active in jobs:
             active.job.cancel()
         wait_until_over(jobs, JOIN_SECONDS)
-        self._folders.close()
+        self._folder_queue.close()
         self._folder_threads.join(JOIN_SECONDS)
         self._stopped.set()
         self.runner.stop()
-        # It hands work to the threads that write.
-        if self._keeper.ident is not None:
-            self._keeper.join()
+        # The maintenance thread submits work to the write threads, so stop it first.
+        if self._maintenance_thread.ident is not None:
+            self._maintenance_thread.join()
         self._writers.shutdown()
         self.runner.record_failures()
         self._store.close()
 
     def measure_jobs(self) -> DiskUsage:
-        """Measure the files of jobs. Raises NotReady before the jobs have started."""
-        return measure_disk(self._started_folder(), self._store.nbytes, self._settings.jobs.quota_bytes)
+        """Measure the disk usage of jobs. Raises NotReady before `start`."""
+        return measure_disk(self._require_folder(), self._store.nbytes, self._settings.jobs.quota_bytes)
 
     def measure_stacks(self) -> DiskUsage:
-        """Measure the stacks that were uploaded to be kept. Raises NotReady before the jobs have started."""
-        return measure_disk(self._started_folder(), self.stacks.nbytes, self._settings.jobs.stacks_bytes)
+        """Measure the disk usage of stored stacks. Raises NotReady before `start`."""
+        return measure_disk(self._require_folder(), self.stacks.nbytes, self._settings.jobs.stacks_bytes)
 
-    def _started_folder(self) -> Path:
+    def _require_folder(self) -> Path:
         if self._folder is None:
-            raise NotReady("The jobs have not started.")
+            raise NotReady("The service is starting. Try again in a moment.")
         return self._folder
 
     def _is_busy(self) -> bool:
-        """Whether a job runs or is being written."""
+        """Whether a job is running or its result is being written."""
         return any(active.job.state != "waiting" for active in self.runner.jobs)
 
     def make_incoming(self) -> Path:
-        """Make a folder for a file that arrives, for `submit`. A full disk raises OutOfStorage."""
+        """Create a folder for an uploaded file, to be passed to `submit`. Raises OutOfStorage if the disk is full."""
         return self._store.make_incoming()
 
     def submit(
         self, received: SegmentationRequest, name: str, description: Description, receive_seconds: float
     ) -> JobView:
-        """Accept a request in a folder of `make_incoming`; when this returns, the job outlives the process.
+        """Accept a request whose folder was created by `make_incoming`. The accepted job survives a restart.
 
-        The folder has the file that arrived, as INPUT, or an empty one if the query names a file of the host. Either
-        was found to be as described, and is read when the job's turn comes. Raises BadParameter where no volume can be
-        read of it, what `Runtime.estimate` raises, QueueFull and NotReady.
+        The folder contains the uploaded file as INPUT; the file is empty if the query refers to a host file. The input
+        matches `description`, and its pixels are read later. Raises BadParameter if no volume can be read from the
+        input, the errors of `Runtime.estimate`, QueueFull and NotReady.
         """
         if description.problem:
             raise BadParameter(description.problem, parameter="time", suggested={"time": "all"})
@@ -148,23 +153,23 @@ class AsyncJobs:
         return self._accept(received, JobRequest(spec.name, parameters, name, windows, receive_seconds))
 
     def submit_folder(self, received: SegmentationRequest, name: str, receive_seconds: float) -> JobView:
-        """Accept a request whose query names a folder of stacks, as `submit` does; its results outlive the job.
+        """Accept a request for a folder of stacks, like `submit`. The results remain when the job is deleted.
 
-        Raises BadParameter where the folders cannot be used, what `Estimator.plan` raises, QueueFull and NotReady.
+        Raises BadParameter if the folders cannot be used, the errors of `Estimator.plan`, QueueFull and NotReady.
         """
         query, runtime = received.query, self._runtime
         spec = runtime.models.spec(query.model)
         runtime.estimator(spec).plan(query.options)
-        places = FolderPlaces.of(query, received.caller)
-        places.check(runtime.host_files, overwrite=bool(query.overwrite))
-        place = f"{places.stacks.removesuffix('/')}/"
-        parameters = query.model_dump(mode="json", exclude_unset=True) | {"input": place}
+        paths = FolderPaths.from_query(query, received.caller)
+        paths.check(runtime.host_files, overwrite=bool(query.overwrite))
+        folder_path = f"{paths.stacks.removesuffix('/')}/"
+        parameters = query.model_dump(mode="json", exclude_unset=True) | {"input": folder_path}
         return self._accept(received, JobRequest(spec.name, parameters, name, 0, receive_seconds))
 
     def _accept(self, received: SegmentationRequest, request: JobRequest) -> JobView:
         active = self.runner.activate(received.folder.name, request, received.caller)
         try:
-            # A model is deleted where no job is for it, which this one is since it was activated.
+            # Check after activation: from then on, the model cannot be deleted.
             self._runtime.models.servable_spec(request.model)
             active.queue.offer(active.job)
             self._store.accept(received.folder / INPUT, received.caller, request)
@@ -175,19 +180,19 @@ class AsyncJobs:
         return self.view(active.id, received.caller)
 
     def view(self, job: str, owner: str | None) -> JobView:
-        """Return a job of this owner. Raises UnknownJob."""
+        """Return the view of a job of this owner. Raises UnknownJob."""
         return self._view(self._find(job, owner))
 
     def newest(self, owner: str | None, limit: int) -> list[JobView]:
-        """Return the newest jobs of this owner, newest first."""
+        """Return up to `limit` jobs of this owner, newest first."""
         return [self._view(self._with_failure(record)) for record in self._store.newest(owner, limit)]
 
     def uses(self, model: str) -> bool:
-        """Return whether a job that waits or runs is for this model."""
+        """Return whether an unfinished job uses this model."""
         return any(active.request.model == model for active in self.runner.jobs)
 
     def cancel(self, job: str, owner: str | None) -> None:
-        """Cancel a job that waits or runs; delete one that is over, with its result. Raises UnknownJob."""
+        """Cancel an unfinished job, or delete a finished job with its result. Raises UnknownJob."""
         self._store.find(job, owner)
         if not self._store.cancel(job):
             self._store.delete(job)
@@ -196,28 +201,30 @@ class AsyncJobs:
             active.job.cancel()
 
     def result(self, job: str, owner: str | None) -> tuple[BinaryIO, AnswerMetadata]:
-        """Open the result, which stays readable whatever happens to the job, and return its metadata.
+        """Open the result and return it with its metadata. The open file stays readable if the job is deleted.
 
-        Raises UnknownJob, NotFinished, ResultGone, and the error of a job that failed and has no result.
+        Raises UnknownJob, NotFinished, ResultGone, and the error of a failed job without a result.
         """
         record = self._find(job, owner)
         if record.failure is not None and record.answer is None:
             raise record.failure
         if record.state == "cancelled":
-            raise ResultGone("The job was cancelled; post the stack again.")
+            raise ResultGone("The job was cancelled. Submit the stack again.")
         if record.answer is None:
-            raise NotFinished(f"The job is {record.state}; its result can be had once GET /jobs/{job} says done.")
+            raise NotFinished(f"The job is {record.state}. Get its result when GET /jobs/{job} reports the state done.")
         try:
             return self._store.result_path(job).open("rb"), record.answer
         except FileNotFoundError:
-            raise ResultGone("The result was deleted, to make room or by the operator; post the stack again.") from None
+            raise ResultGone(
+                "The result was deleted by the operator or to free space. Submit the stack again."
+            ) from None
 
     def _find(self, job: str, owner: str | None) -> JobRecord:
         return self._with_failure(self._store.find(job, owner))
 
     def _with_failure(self, record: JobRecord) -> JobRecord:
-        """Return the record as it would be if the database had taken the job's failure."""
-        failed = self.runner.unrecorded.get(record.id)
+        """Return the record with a failure of the job that could not be written to the database yet."""
+        failed = self.runner.unrecorded_failures.get(record.id)
         if failed is None or record.over:
             return record
         failure, ended = failed
@@ -237,27 +244,27 @@ class AsyncJobs:
     def _view(self, record: JobRecord) -> JobView:
         return view_job(record, self.runner.find(record.id))
 
-    def _keep_storage(self) -> None:
-        """Look after the folders, try again what a fault has stopped, delete what is old."""
-        while not self._stopped.wait(TICK_SECONDS):
-            for step in (self._mend, self.runner.retry, self.runner.record_failures, self._clean_up):
+    def _maintain_storage(self) -> None:
+        """Repair the folders, retry steps after storage errors and delete expired jobs, until the service stops."""
+        while not self._stopped.wait(MAINTENANCE_INTERVAL_SECONDS):
+            for step in (self._repair_folders, self.runner.retry, self.runner.record_failures, self._clean_up):
                 try:
                     step()
                 except Exception:
-                    # The others go on: without them nothing would ever be deleted or tried again.
-                    log.exception("folders and jobs cannot be looked after; this is tried again")
+                    # Continue with the other steps, so that one error does not block all cleanup and retries.
+                    log.exception("maintenance of the folders and jobs failed and will be retried")
 
-    def _mend(self) -> None:
-        """Make folders again that somebody has deleted; the service is not ready until they are found whole."""
-        problems = [problem for problem in (self._runtime.scratch.mend(), self._store.mend()) if problem]
+    def _repair_folders(self) -> None:
+        """Recreate deleted folders. The service is not ready until a later check finds them intact."""
+        problems = [problem for problem in (self._runtime.scratch.repair(), self._store.repair()) if problem]
         problem = " ".join(problems) or None
         if problem != self._problem:
-            log.error("%s", problem or "The folders of the service can be used again.")
+            log.error("%s", problem or "The folders of the service are usable again.")
         self._problem = problem
 
     def _clean_up(self) -> None:
-        """Delete what is old, now and then."""
-        if time.monotonic() - self._cleaned > CLEAN_UP_SECONDS:
-            self._cleaned = time.monotonic()
+        """Delete expired jobs and stacks at regular intervals."""
+        if time.monotonic() - self._last_cleanup > CLEAN_UP_SECONDS:
+            self._last_cleanup = time.monotonic()
             self._store.clean_up()
             self.stacks.clean_up()

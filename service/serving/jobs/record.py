@@ -1,4 +1,4 @@
-"""A job as it is kept on disk: the request, its state, and its answer or failure."""
+"""A job as stored on disk: the request, its state, and its answer or failure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ JobState = Literal["waiting", "running", "done", "failed", "cancelled", "expired
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A request that is answered later.
+    """The request of a job.
 
-    model       name of the model, also if the caller left the choice to the service
-    parameters  as given, by the names of the HTTP interface
-    name        of the posted file
+    model       name of the model, even if the service chose it
+    parameters  the parameters that were set, by their names in the HTTP interface
+    name        name of the uploaded file
     windows     estimated number of windows
     """
 
@@ -29,16 +29,16 @@ class JobRequest:
 
     @property
     def is_folder(self) -> bool:
-        """Whether the stacks of a folder are to be segmented: its place is kept with a slash at the end."""
+        """Whether the job is on a folder of stacks. The path of a folder is stored with a trailing slash."""
         return str(self.parameters.get("input", "")).endswith("/")
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A row of the table. Times are seconds since 1970.
+    """A row of the jobs table. Times are in seconds since the Unix epoch.
 
-    answer   of a job that is done, or that was done before its result was deleted
-    failure  of a job that failed, or why the result of one that is done is only a part of what was asked for
+    answer   metadata of the result; it remains after the result was deleted
+    failure  why the job failed, or why the result of a finished job is incomplete
     """
 
     id: str
@@ -57,5 +57,5 @@ class JobRecord:
 
     @property
     def over(self) -> bool:
-        """Whether the job neither waits nor runs."""
+        """Whether the job has ended."""
         return self.state not in {"waiting", "running"}

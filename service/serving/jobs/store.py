@@ -1,12 +1,12 @@
-"""Jobs on disk: a row each in an embedded database, and a folder each for the input and the result.
+"""Jobs on disk: a database row and a folder with the input and the result for each job.
 
-The process may be killed at any moment. A folder gets its final name once its input is whole on disk, the row comes
-after the folder, and the row says `done` once the result is whole on disk. The next start deletes folders without a
-row, and files that a row does not need. Numbers and ids are never given twice.
+The process may be killed at any moment. A folder gets its final name after its input has been written to disk. The row
+is inserted after that, and becomes `done` after the result has been written to disk. The next start deletes folders
+without a row, and files that a row does not need. Numbers and IDs are never reused.
 
-All methods raise OutOfStorage where the disk is full, and StorageUnavailable where the folder or the database cannot be
-used otherwise: locked by another program, damaged, deleted. Nothing has changed then but files that no row names, which
-`clean_up` deletes.
+All methods raise OutOfStorage if the disk is full, and StorageUnavailable if the folder or the database cannot be used
+for another reason: locked by another program, damaged or deleted. In that case nothing has changed except for files
+without a row, which `clean_up` deletes.
 """
 
 from __future__ import annotations
@@ -40,71 +40,70 @@ from service.serving.storage.disk import translate_disk_faults
 
 INPUT = "upload.tif"
 RESULT = "result"
-# In SQL, of jobs that wait or run.
-UNFINISHED = "state IN ('waiting', 'running')"
-# With what changes, and a condition.
-UPDATE = "UPDATE jobs SET {} WHERE id = ? AND {}"
-# Jobs that failed, were cancelled or lost their result are kept for as long as others, yet no more than this of each
-# owner: they are in nobody's way but the list's, and cost their owner nothing.
-MAX_WITHOUT_RESULT = 1000
+# SQL condition for jobs that are waiting or running.
+UNFINISHED_CONDITION = "state IN ('waiting', 'running')"
+# SQL template for the assignments and a condition.
+UPDATE_TEMPLATE = "UPDATE jobs SET {} WHERE id = ? AND {}"
+# Maximum number of failed, cancelled and expired jobs per owner. The quota does not limit them: they use no disk space.
+MAX_JOBS_WITHOUT_RESULT = 1000
 _ANSWER = TypeAdapter(AnswerMetadata)
 
 
 class JobStore:
-    """The jobs folder. Safe to use from several threads; only one process at a time may hold a folder.
+    """The jobs folder. Thread-safe; only one process at a time can use a folder.
 
     Args:
-        folder: made if it does not exist
-        quota_bytes: of inputs and results together; the oldest results of the owner who has most make room for new ones
-        shared: whether several owners share the quota; the inputs of none may then take more of it than they leave free
-        keep_seconds: how long a job is kept once it is over
-        attempts: how often a job may begin when the process dies of it
+        folder: created if it does not exist
+        quota_bytes: limit for inputs and results; new files evict the oldest results of the owner who uses most
+        shared: whether several owners share the quota; each owner's inputs must then leave as much free as they take
+        keep_seconds: how long a finished job is kept
+        attempts: how often a job may begin if the process dies while it is running
 
-    Raises ConfigError for a folder that cannot be used, or that another process holds.
+    Raises ConfigError if the folder cannot be used, or if another process uses it.
     """
 
     def __init__(
         self, folder: Path, *, quota_bytes: int, keep_seconds: float, attempts: int, shared: bool = False
     ) -> None:
-        self._folder, self._quota, self._shared = folder, quota_bytes, shared
-        self._keep, self._attempts = keep_seconds, attempts
+        self._folder, self._quota_bytes, self._shared = folder, quota_bytes, shared
+        self._keep_seconds, self._attempts = keep_seconds, attempts
         self._jobs, self._incoming = folder / "jobs", folder / "incoming"
         self._database = JobDatabase(folder, (self._jobs, self._incoming))
         self._lock = self._database.lock
 
-    def mend(self) -> str | None:
-        """Make again what somebody has deleted of the folders; return what is wrong with the store, in one sentence.
+    def repair(self) -> str | None:
+        """Recreate deleted folders and files. Return the current problem of the store as one sentence, or None.
 
-        The rows survive, since the deleted database is still open. Inputs and results do not: their jobs say so.
+        The rows survive, because the deleted database is still open. Inputs and results are lost; their jobs report it.
         """
-        return self._database.mend()
+        return self._database.repair()
 
     def close(self) -> None:
-        """Let another process use the folder. May be called twice."""
+        """Unlock the folder for other processes. Further calls have no effect."""
         self._database.close()
 
     def make_incoming(self) -> Path:
-        """Make a folder for a file that arrives. Its size does not count until `accept`."""
+        """Create a folder for an uploaded file. Its size does not count towards the quota until `accept`."""
         folder = self._incoming / uuid.uuid4().hex
         with translate_disk_faults():
             folder.mkdir()
         return folder
 
     def accept(self, upload: Path, owner: str | None, request: JobRequest) -> None:
-        """Keep the file INPUT in a folder of `make_incoming`, whose name becomes the job's id.
+        """Store a job whose input is the file INPUT in a folder of `make_incoming`. The folder name becomes the job ID.
 
-        From the moment this returns the job outlives the process. Raises OutOfStorage if the quota has no room.
+        When this returns, the job is on disk and survives a restart. Raises OutOfStorage if the quota is used up.
         """
         job = upload.parent.name
         folder = self._jobs / job
         with translate_disk_faults():
             size = upload.stat().st_size
-            self._make_room(size, owner)
+            self._free_space(size, owner)
             sync_to_disk(upload, upload.parent)
         values = (job, owner, request.model, json.dumps(request.parameters), request.name, request.windows)
-        # Others may have taken the room while the file went to the disk.
+        # Check again: other jobs may have taken the space while the file was written to disk.
         with self._lock:
-            self._make_room(size, owner)
+            self._free_space(size, owner)
             try:
                 with translate_disk_faults():
                     upload.parent.rename(folder)
@@ -122,119 +121,121 @@ class JobStore:
                 raise
 
     def find(self, job: str, owner: str | None) -> JobRecord:
-        """Return a job of this owner. Raises UnknownJob, for jobs of others as well."""
+        """Return a job of this owner. Raises UnknownJob for an unknown ID and for jobs of other owners."""
         records = self._select("SELECT * FROM jobs WHERE id = ? AND owner IS ?", job, owner)
         if not records:
-            raise UnknownJob("There is no such job: its id is wrong, it was deleted, or it was kept long enough.")
+            raise UnknownJob("There is no such job: its ID is wrong, or the job was deleted or has expired.")
         return records[0]
 
     def newest(self, owner: str | None, limit: int) -> list[JobRecord]:
-        """Return the newest jobs of an owner, newest first."""
+        """Return up to `limit` jobs of an owner, newest first."""
         statement = "SELECT * FROM jobs WHERE owner IS ? ORDER BY number DESC LIMIT ?"
         return self._select(statement, owner, limit)
 
-    def pending(self) -> list[JobRecord]:
-        """Return the jobs that wait or run, oldest first."""
+    def list_unfinished(self) -> list[JobRecord]:
+        """Return the jobs that are waiting or running, oldest first."""
         return self._select("SELECT * FROM jobs WHERE state IN ('waiting', 'running') ORDER BY number")
 
     def input_path(self, job: str) -> Path:
-        """Return the path of the posted file. Results may be written beside it before `finish`."""
+        """Return the path of the uploaded file. Write results to the same folder before `finish`."""
         return self._jobs / job / INPUT
 
     def result_path(self, job: str) -> Path:
-        """Return the path of the result, which is whole if the job is done."""
+        """Return the path of the result. The file is complete if the job is done."""
         return self._jobs / job / RESULT
 
     def begin(self, job: str) -> bool:
-        """Change waiting to running; return False if the job is not waiting."""
+        """Change the state from waiting to running. Return False if the job is not waiting."""
         changes = "state = 'running', started = ?, attempts = attempts + 1"
         return self._update(job, "state = 'waiting'", changes, time.time())
 
-    def credit(self, job: str) -> bool:
-        """Count the attempts of a running job anew: it has got further than before."""
+    def reset_attempts(self, job: str) -> bool:
+        """Reset the number of attempts of a running job to 1, because it has made progress."""
         return self._update(job, "state = 'running'", "attempts = 1")
 
     def requeue(self, job: str) -> bool:
-        """Change running to waiting without counting the attempt: the service stops, which is not the job's fault."""
+        """Change the state from running to waiting, and do not count the attempt: the service is stopping."""
         changes = "state = 'waiting', started = NULL, attempts = attempts - 1"
         return self._update(job, "state = 'running'", changes)
 
-    def finish(self, job: str, written: Path, answer: AnswerMetadata, fault: StackSegError | None = None) -> bool:
-        """Change waiting or running to done with a result in the job's folder; return False if the job is over.
+    def finish(self, job: str, file: Path, answer: AnswerMetadata, reason: StackSegError | None = None) -> bool:
+        """Change the state to done and store a result from the job's folder. Return False if the job has ended before.
 
-        `fault` tells why the result is only a part of what was asked for.
+        `reason` is the reason for an incomplete result.
         """
         result = self.result_path(job)
         with translate_disk_faults():
-            sync_to_disk(written)
-            written.rename(result)
+            sync_to_disk(file)
+            file.rename(result)
             sync_to_disk(result.parent)
             size = result.stat().st_size
         changes = "state = 'done', ended = ?, result_bytes = ?, outcome = ?, failure = ?"
-        outcome, failure = json.dumps(asdict(answer)), None if fault is None else encode_failure(fault)
-        done = self._update(job, UNFINISHED, changes, time.time(), size, outcome, failure)
-        # Whatever fails from here, the job is done: the next one makes room, and `clean_up` deletes files.
+        outcome, failure = json.dumps(asdict(answer)), None if reason is None else encode_failure(reason)
+        done = self._update(job, UNFINISHED_CONDITION, changes, time.time(), size, outcome, failure)
+        # The job is done even if the rest fails: the next job frees space, and `clean_up` deletes files.
         with suppress(OutOfStorage, StorageUnavailable):
-            # Its owner may have deleted it meanwhile.
+            # The owner may have deleted the job in the meantime.
             for record in self._select("SELECT * FROM jobs WHERE id = ? AND state = 'done'", job) if done else ():
                 self.delete_unneeded_files(job)
-                self._evict(0, record.owner, spare=job)
+                self._evict(0, record.owner, spared=job)
         return done
 
     def fail(self, job: str, error: BaseException) -> bool:
-        """Change waiting or running to failed; return False if the job is over."""
+        """Change the state to failed. Return False if the job has ended before."""
         return self._update(
-            job, UNFINISHED, "state = 'failed', ended = ?, failure = ?", time.time(), encode_failure(error)
+            job, UNFINISHED_CONDITION, "state = 'failed', ended = ?, failure = ?", time.time(), encode_failure(error)
         )
 
     def cancel(self, job: str) -> bool:
-        """Change waiting or running to cancelled; return False if the job is over."""
-        return self._update(job, UNFINISHED, "state = 'cancelled', ended = ?", time.time())
+        """Change the state to cancelled. Return False if the job has ended before."""
+        return self._update(job, UNFINISHED_CONDITION, "state = 'cancelled', ended = ?", time.time())
 
     def delete(self, job: str) -> None:
-        """Delete a job that is over."""
+        """Delete a job that has ended."""
         self._database.change("DELETE FROM jobs WHERE id = ? AND state NOT IN ('waiting', 'running')", job)
         self.delete_unneeded_files(job)
 
     def delete_unneeded_files(self, job: str) -> None:
-        """Delete the files that a job in its present state does not need."""
+        """Delete the files that a job does not need in its current state."""
         folder = self._jobs / job
         records = self._select("SELECT * FROM jobs WHERE id = ?", job)
         with translate_disk_faults(), suppress(FileNotFoundError):
             if not records or records[0].state in {"failed", "cancelled", "expired"}:
                 shutil.rmtree(folder)
                 return
-            kept = RESULT if records[0].state == "done" else INPUT
+            needed_name = RESULT if records[0].state == "done" else INPUT
             for path in folder.iterdir():
                 if path.is_dir():
                     shutil.rmtree(path)
-                elif path.name != kept:
+                elif path.name != needed_name:
                     path.unlink(missing_ok=True)
 
     def recover(self) -> list[JobRecord]:
-        """Clean up after a killed process; return the jobs that have to run, oldest first."""
+        """Clean up after a killed process. Return the jobs to resume, oldest first."""
         with translate_disk_faults():
             shutil.rmtree(self._incoming)
             self._incoming.mkdir(mode=0o700)
         for record in self._select("SELECT * FROM jobs WHERE state = 'done'"):
             if _size(self.result_path(record.id)) != record.result_bytes:
                 self._expire(record.id)
-        for record in self.pending():
+        for record in self.list_unfinished():
             if _size(self.input_path(record.id)) != record.input_bytes:
-                self.fail(record.id, InternalError("The input of the job is lost; post it again."))
+                self.fail(record.id, InternalError("The input of the job is lost. Submit it again."))
             elif record.state == "running" and record.attempts >= self._attempts:
                 times = "once" if record.attempts == 1 else f"{record.attempts} times"
-                self.fail(record.id, Interrupted(f"The service died {times} while it ran; post a smaller part of it."))
+                self.fail(
+                    record.id, Interrupted(f"The service died {times} while the job ran. Submit a smaller stack.")
+                )
             else:
                 self._update(record.id, "state = 'running'", "state = 'waiting', started = NULL")
         for job in self._list_folders():
             self.delete_unneeded_files(job)
-        return self.pending()
+        return self.list_unfinished()
 
-    def clean_up(self, most: int = MAX_WITHOUT_RESULT) -> None:
-        """Delete jobs that have been over for longer than they are kept, and files that a fault has left behind.
+    def clean_up(self, max_without_result: int = MAX_JOBS_WITHOUT_RESULT) -> None:
+        """Delete expired jobs, and files that were left behind by errors.
 
-        Of those without a result, only the newest are kept, `most` of each owner.
+        Keep only the newest `max_without_result` jobs without a result of each owner.
         """
         statement = (
             "SELECT id FROM ("
@@ -242,13 +243,13 @@ class JobStore:
             " WHERE state IN ('failed', 'cancelled', 'expired')"
             ") WHERE place > ?"
         )
-        for (job,) in self._database.query(statement, most):
+        for (job,) in self._database.query(statement, max_without_result):
             self.delete(job)
-        for record in self._select("SELECT * FROM jobs WHERE ended < ?", time.time() - self._keep):
+        for record in self._select("SELECT * FROM jobs WHERE ended < ?", time.time() - self._keep_seconds):
             if record.over:
                 self.delete(record.id)
         for job in self._list_folders():
-            # A job is accepted with the lock: its row is not there yet when its folder is.
+            # `accept` holds the lock while a new job has a folder but no row yet.
             with self._lock:
                 statement = "SELECT * FROM jobs WHERE id = ? AND state IN ('waiting', 'running')"
                 if not self._select(statement, job):
@@ -258,76 +259,76 @@ class JobStore:
         with translate_disk_faults():
             return [folder.name for folder in self._jobs.iterdir() if folder.is_dir()]
 
-    def _make_room(self, size: int, owner: str | None) -> None:
-        """Make room for an input of `size` bytes. Raises OutOfStorage, deleting nothing, where that is not possible."""
+    def _free_space(self, size: int, owner: str | None) -> None:
+        """Free space for an input of `size` bytes. If that is impossible, delete nothing and raise OutOfStorage."""
         with self._lock:
-            if not self._inputs_fit(size, owner) or not self._evict(size, owner):
+            if not self._has_space_for_input(size, owner) or not self._evict(size, owner):
                 raise OutOfStorage(
-                    "The jobs that wait and run take up the room that the operator allows; try again when some are "
-                    "done, or post a smaller file."
+                    "Waiting and running jobs use all the space configured for jobs. Try again when some of them "
+                    "are done, or submit a smaller file."
                 )
 
-    def _inputs_fit(self, size: int, owner: str | None) -> bool:
+    def _has_space_for_input(self, size: int, owner: str | None) -> bool:
         inputs = self._sum_inputs()
-        left = self._quota - inputs.total() - size
-        return left >= (inputs[owner] + size if self._shared else 0)
+        free_bytes = self._quota_bytes - inputs.total() - size
+        return free_bytes >= (inputs[owner] + size if self._shared else 0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the inputs that are needed, and of the results."""
+        """Total bytes of results and of the inputs of unfinished jobs."""
         return (self._sum_inputs() + self._sum_results()).total()
 
     def _sum_inputs(self) -> Counter[str | None]:
-        """Return by owner the bytes of the inputs that are needed."""
+        """Return the bytes of the inputs of unfinished jobs, by owner."""
         return self._sum(
             "SELECT owner, SUM(input_bytes) FROM jobs WHERE state IN ('waiting', 'running') GROUP BY owner"
         )
 
     def _sum_results(self) -> Counter[str | None]:
-        """Return by owner the bytes of the results."""
+        """Return the bytes of the results, by owner."""
         return self._sum("SELECT owner, SUM(result_bytes) FROM jobs WHERE state = 'done' GROUP BY owner")
 
     def _sum(self, statement: str) -> Counter[str | None]:
         return Counter({owner: int(used) for owner, used in self._database.query(statement)})
 
-    def _evict(self, size: int, owner: str | None, spare: str = "") -> bool:
-        """Delete results but that of `spare` until `size` bytes of this owner fit; False, and none, if they never do.
+    def _evict(self, size: int, owner: str | None, spared: str = "") -> bool:
+        """Delete results other than that of the job `spared` until `size` bytes of this owner fit into the quota.
 
-        The oldest results of the owner who has most go first, and none of an owner who has less than this one would.
-        So nobody's results go for another's while they take less than an equal share.
+        The oldest results of the owner who uses most space are deleted first, and none of an owner who uses less than
+        `owner` would. Each owner thus keeps an equal share. Return False, and delete nothing, if the bytes cannot fit.
         """
         used = self._sum_inputs() + self._sum_results()
         used[owner] += size
         results: dict[str | None, deque[JobRecord]] = {}
-        if used.total() > self._quota:
-            for record in self._select("SELECT * FROM jobs WHERE state = 'done' AND id != ? ORDER BY ended", spare):
+        if used.total() > self._quota_bytes:
+            for record in self._select("SELECT * FROM jobs WHERE state = 'done' AND id != ? ORDER BY ended", spared):
                 results.setdefault(record.owner, deque()).append(record)
-        chosen: list[JobRecord] = []
-        while used.total() > self._quota:
-            most = max((owner, *(other for other, left in results.items() if left)), key=used.__getitem__)
-            if not results.get(most):
+        evicted: list[JobRecord] = []
+        while used.total() > self._quota_bytes:
+            largest = max((owner, *(other for other, records in results.items() if records)), key=used.__getitem__)
+            if not results.get(largest):
                 return False
-            chosen.append(results[most].popleft())
-            used[most] -= chosen[-1].result_bytes
-        for record in chosen:
+            evicted.append(results[largest].popleft())
+            used[largest] -= evicted[-1].result_bytes
+        for record in evicted:
             self._expire(record.id)
             self.delete_unneeded_files(record.id)
         return True
 
     def _expire(self, job: str) -> None:
-        """Change done to expired: the result is gone or has to go."""
+        """Change the state from done to expired: the result is lost or must be deleted."""
         self._update(job, "state = 'done'", "state = 'expired'")
 
     def _update(self, job: str, condition: str, changes: str, *values: object) -> bool:
-        """Change the row of a job; return False if it does not fulfil the condition."""
-        return self._database.change(UPDATE.format(changes, condition), *values, job) == 1
+        """Change the row of a job. Return False if it does not meet the condition."""
+        return self._database.change(UPDATE_TEMPLATE.format(changes, condition), *values, job) == 1
 
     def _select(self, statement: str, *values: object) -> list[JobRecord]:
         return [_decode_row(row) for row in self._database.query(statement, *values)]
 
 
 def _size(path: Path) -> int:
-    """Return the bytes of a file, -1 for one that does not exist."""
+    """Return the size of a file in bytes, or -1 if it does not exist."""
     with translate_disk_faults():
         try:
             return path.stat().st_size
@@ -336,7 +337,7 @@ def _size(path: Path) -> int:
 
 
 def _decode_row(row: sqlite3.Row) -> JobRecord:
-    """Decode a row of the table."""
+    """Decode a row of the jobs table."""
     request = JobRequest(
         row["model"], json.loads(row["parameters"]), row["name"], row["windows"], row["receive_seconds"]
     )

@@ -1,1 +1,1 @@
-"""Annotated stacks and trainings."""
+"""Annotated stacks, and trainings of models on them."""

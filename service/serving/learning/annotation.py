@@ -1,4 +1,4 @@
-"""An annotated stack: an image and corrected labels of one shape, where they come from, and which others overlap."""
+"""Annotated stacks: an image with corrected labels and their origin. Also finds overlaps between annotated stacks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ import numpy as np
 from service.core.errors import BadParameter
 from service.core.quantities import Size, VoxelSize
 
-IMAGE, LABELS = "image.ome.tif", "labels.ome.tif"
-# Stacks that are named as overlapping with one.
-MOST_OVERLAPS = 32
+IMAGE_FILE = "image.ome.tif"
+LABELS_FILE = "labels.ome.tif"
+# Maximum number of overlapping stacks that are reported for a stack.
+MAX_OVERLAPS = 32
 _REGION = re.compile(",".join(3 * [r"([0-9]{1,7}):([0-9]{1,7})"]))
-# Pairs of boxes that are compared at a time.
-_COMPARED = 2**20
+# Maximum number of pairs of boxes that are compared at a time, which limits memory.
+_MAX_COMPARED_PAIRS = 2**20
 
 
 @dataclass(frozen=True)
 class Region:
-    """The part [z0, z1), [y0, y1), [x0, x1) of a stack, in voxels."""
+    """The region [z0, z1), [y0, y1), [x0, x1) of a stack, in voxels."""
 
     z: tuple[int, int]
     y: tuple[int, int]
@@ -33,14 +34,14 @@ class Region:
 
     @classmethod
     def parse(cls, text: str, shape: Size) -> Self:
-        """Parse z0:z1,y0:y1,x0:x1. Raises BadParameter for text of another form, and for what is not in the stack."""
+        """Parse z0:z1,y0:y1,x0:x1. Raises BadParameter if the text is malformed or the region exceeds the stack."""
         if match := _REGION.fullmatch(text):
             z0, z1, y0, y1, x0, x1 = map(int, match.groups())
             region = cls((z0, z1), (y0, y1), (x0, x1))
             if all(a < b <= edge for (a, b), edge in zip(region.ranges, shape, strict=True)):
                 return region
         size = ",".join(f"0:{edge}" for edge in shape)
-        raise BadParameter.about("region", f"z0:z1,y0:y1,x0:x1 within {size} is expected, not {text[:80]!r}.")
+        raise BadParameter.about("region", f"expected z0:z1,y0:y1,x0:x1 within {size}, not {text[:80]!r}.")
 
     @property
     def ranges(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
@@ -48,25 +49,25 @@ class Region:
 
     @property
     def slices(self) -> tuple[slice, slice, slice]:
-        """The part as an index of an array [Z, Y, X]."""
+        """The region as an index into an array [Z, Y, X]."""
         z, y, x = (slice(*edges) for edges in self.ranges)
         return z, y, x
 
     def __str__(self) -> str:
-        """Return text that `parse` understands."""
+        """Return the region in the format of `parse`."""
         return ",".join(f"{a}:{b}" for a, b in self.ranges)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of corrected labels.
+    """The origin of corrected labels.
 
-    model     with its version
-    diameter  as the parameter takes it
+    model     name and version of the model
+    diameter  object diameter in the format of the parameter
     changes   number of corrections
-    time      the time point of a series, from 0
-    stack     id of the stack; like the job it may be gone
-    job       id of the job whose labels were corrected
+    time      time point of a series, from 0
+    stack     ID of the stored stack, which may have been deleted
+    job       ID of the job whose labels were corrected, which may have been deleted
     """
 
     model: str | None = None
@@ -79,10 +80,10 @@ class Origin:
 
 @dataclass(frozen=True)
 class NewAnnotation:
-    """What is stated of a stack that is to be kept.
+    """The properties of an annotated stack to be stored.
 
-    owner   key that keeps it
-    region  the corrected part, None: all
+    owner   API key that stores it
+    region  the corrected region; None for the whole stack
     """
 
     name: str
@@ -95,14 +96,14 @@ class NewAnnotation:
 class Annotation:
     """An annotated stack on disk.
 
-    folder   its name is the annotation's id
-    owner    key that has kept it
+    folder   folder of the files; its name is the annotation's ID
+    owner    API key that stored it
     shape    (Z, Y, X)
-    region   the corrected part, None: all
-    objects  in that part of the labels
-    digest   of the image's pixels: two annotated stacks with the same one are of one image
-    nbytes   of its files
-    created  in seconds since 1970
+    region   the corrected region; None for the whole stack
+    objects  number of objects in that region of the labels
+    digest   digest of the image's pixels; annotated stacks of the same image have equal digests
+    nbytes   size of the files
+    created  seconds since the Unix epoch
     """
 
     folder: Path
@@ -123,44 +124,45 @@ class Annotation:
 
     @property
     def image(self) -> Path:
-        """The image, OME-TIFF ZYX."""
-        return self.folder / IMAGE
+        """Path of the image, an OME-TIFF with axes ZYX."""
+        return self.folder / IMAGE_FILE
 
     @property
     def labels(self) -> Path:
-        """The labels, OME-TIFF ZYX of the image's shape."""
-        return self.folder / LABELS
+        """Path of the labels, an OME-TIFF with axes ZYX and the shape of the image."""
+        return self.folder / LABELS_FILE
 
     @cached_property
     def box(self) -> tuple[tuple[int, int], ...]:
-        """The corrected part, or all, as ranges of z, y, x."""
+        """The corrected region as ranges along z, y and x."""
         return tuple((0, edge) for edge in self.shape) if self.region is None else self.region.ranges
 
 
 def find_overlaps(annotations: Sequence[Annotation]) -> dict[str, Sequence[Annotation]]:
-    """Return those of the annotated stacks that overlap with each of them, by its id.
+    """Return, by annotation ID, the other annotated stacks that overlap with each annotated stack.
 
-    They have labels for the same place of one image. They are in their order, `MOST_OVERLAPS` at most.
+    Two annotated stacks overlap if they have labels for the same voxels of the same image. At most `MAX_OVERLAPS`
+    overlaps are returned for each stack, in the order of `annotations`.
     """
-    of_image: defaultdict[str, list[Annotation]] = defaultdict(list)
+    by_image: defaultdict[str, list[Annotation]] = defaultdict(list)
     for annotation in annotations:
-        of_image[annotation.digest].append(annotation)
-    found: dict[str, Sequence[Annotation]] = dict.fromkeys((annotation.id for annotation in annotations), ())
-    for group in of_image.values():
+        by_image[annotation.digest].append(annotation)
+    overlaps: dict[str, Sequence[Annotation]] = dict.fromkeys((annotation.id for annotation in annotations), ())
+    for group in by_image.values():
         if len(group) == 1:
             continue
-        # Along z, y and x the first and the last edges of all boxes.
+        # For each of z, y and x: the lower and upper edges of all boxes.
         edges = np.array([annotation.box for annotation in group]).transpose(1, 2, 0).copy()
-        # One owner may have thousands of one image.
-        rows = max(_COMPARED // len(group), 1)
-        for first in range(0, len(group), rows):
-            own = slice(first, first + rows)
-            shared = np.ones((len(edges[0, 0, own]), len(group)), np.bool_)
+        # Compare in blocks of rows: an image may have thousands of annotations.
+        block_rows = max(_MAX_COMPARED_PAIRS // len(group), 1)
+        for first in range(0, len(group), block_rows):
+            block = slice(first, first + block_rows)
+            shared = np.ones((len(edges[0, 0, block]), len(group)), np.bool_)
             for low, high in edges:
-                shared &= low < high[own, np.newaxis]
-                shared &= low[own, np.newaxis] < high
+                shared &= low < high[block, np.newaxis]
+                shared &= low[block, np.newaxis] < high
             np.fill_diagonal(shared[:, first:], val=False)
-            for number in np.flatnonzero(shared.any(axis=1)).tolist():
-                others = np.flatnonzero(shared[number])[:MOST_OVERLAPS].tolist()
-                found[group[first + number].id] = [group[other] for other in others]
-    return found
+            for row in np.flatnonzero(shared.any(axis=1)).tolist():
+                other_rows = np.flatnonzero(shared[row])[:MAX_OVERLAPS].tolist()
+                overlaps[group[first + row].id] = [group[other] for other in other_rows]
+    return overlaps

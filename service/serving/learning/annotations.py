@@ -1,4 +1,4 @@
-"""The store of annotated stacks, which are kept until their owner deletes them."""
+"""The store of annotated stacks, which never expire."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ from service.core.files.whole_file import sync_to_disk
 from service.core.quantities import VoxelSize
 from service.core.types import Segmentation, Volume, label_dtype
 from service.formats.tiff import writer as tiff_writer
-from service.serving.learning.annotation import IMAGE, LABELS, Annotation, NewAnnotation, Origin, Region
+from service.serving.learning.annotation import IMAGE_FILE, LABELS_FILE, Annotation, NewAnnotation, Origin, Region
 from service.serving.storage.disk import translate_disk_faults
 from service.serving.storage.scratch import MARKER, make_locked_folder, sweep
 
 RECORD = "annotation.json"
-# Of a folder that is being written.
+# Prefix of folders that are being written.
 PARTIAL_PREFIX = ".part-"
 _ID = re.compile(r"[0-9a-f]{32}")
-# Numbers up to this are counted in a table, larger ones by sorting, of which there may be so many.
-_TABLE_NUMBERS, _MOST_SORTED = 2**24, 2**20
-# Of one owner: each call of an owner reads all of their records.
-MOST_STACKS = 10_000
+# Label numbers up to this one are counted in a lookup table, larger ones by sorting.
+_MAX_TABLE_LABEL = 2**24
+# Maximum number of distinct label numbers that are counted by sorting.
+_MAX_SORTED_LABELS = 2**20
+# Maximum number of annotated stacks per owner. Each call reads all records of an owner.
+MAX_STACKS_PER_OWNER = 10_000
 
 
-class Usage(NamedTuple):
+class AnnotationUsage(NamedTuple):
     """Number of annotated stacks, and the bytes of their files."""
 
     stacks: int
@@ -46,187 +48,189 @@ class Usage(NamedTuple):
 
 
 class AnnotationStore:
-    """A folder with a folder for every annotated stack. Safe to use from threads, and by several processes.
+    """A folder with a subfolder for each annotated stack. Safe for use by several threads and processes.
 
-    `quota_bytes` and `most` annotated stacks: of one owner. Nothing is deleted for something new: labels are somebody's
-    work.
-    Methods raise OutOfStorage for a full disk and StorageUnavailable for other faults of it.
+    `quota_bytes` and `max_stacks` limit the annotated stacks of one owner. New annotated stacks never evict old ones,
+    because the labels were corrected by hand. Methods raise OutOfStorage if the disk is full, and StorageUnavailable
+    for other disk errors.
     """
 
-    def __init__(self, folder: Path, *, quota_bytes: int, most: int = MOST_STACKS) -> None:
-        self.folder, self.quota_bytes, self.most = folder, quota_bytes, most
-        # Held while the room of an owner is counted and taken.
+    def __init__(self, folder: Path, *, quota_bytes: int, max_stacks: int = MAX_STACKS_PER_OWNER) -> None:
+        self.folder, self.quota_bytes, self.max_stacks = folder, quota_bytes, max_stacks
+        # Held from checking the quota of an owner until the new annotation is stored.
         self._lock = threading.Lock()
-        # What was read of each folder, and of which record.
-        self._known: dict[str, tuple[tuple[int, int], Annotation]] = {}
+        # By folder name: the inode and modification time of the record, and the annotation read from it.
+        self._cached: dict[str, tuple[tuple[int, int], Annotation]] = {}
 
     def clean_up(self) -> None:
-        """Delete what processes that were killed have written by half."""
+        """Delete incomplete folders of killed processes."""
         sweep(self.folder, PARTIAL_PREFIX)
 
-    def measure(self) -> Usage:
-        """Return how much is kept for all owners together."""
-        sizes = [annotation.nbytes for annotation in self._all()]
-        return Usage(len(sizes), sum(sizes))
+    def measure(self) -> AnnotationUsage:
+        """Return the usage by all owners together."""
+        sizes = [annotation.nbytes for annotation in self._list_all()]
+        return AnnotationUsage(len(sizes), sum(sizes))
 
     def check_room(self, owner: str | None) -> None:
-        """Raise SwitchedOff where nothing is kept, and OutOfStorage for an owner whose room is used up."""
+        """Raise SwitchedOff if the store is disabled, and OutOfStorage if the owner's quota is used up."""
         if not self.quota_bytes:
-            raise SwitchedOff("Annotated stacks are not kept here; the operator has set annotations.quota_bytes to 0.")
+            raise SwitchedOff(
+                "This service does not store annotated stacks: annotations.quota_bytes is 0 in its configuration."
+            )
         self._check_quota(owner, 1)
 
-    def keep(self, image: Volume, labels: Volume, stated: NewAnnotation) -> Annotation:
-        """Write image and labels, both of one channel and one shape; they are there whole or not at all.
+    def add(self, image: Volume, labels: Volume, new_annotation: NewAnnotation) -> Annotation:
+        """Store an image and its labels atomically. Both have one channel and the same shape.
 
-        Raises BadParameter for another shape and for numbers that are no labels, SwitchedOff, and OutOfStorage beyond
-        the quota.
+        Raises BadParameter if the shapes differ or the label numbers are invalid, SwitchedOff, and OutOfStorage if the
+        quota is exceeded.
         """
         if labels.shape != image.shape or image.shape[0] != 1:
-            raise BadParameter(f"Image and labels differ in shape: {image.shape[1:]} and {labels.shape[1:]}.")
-        self.check_room(stated.owner)
+            raise BadParameter(f"The image and the labels differ in shape: {image.shape[1:]} and {labels.shape[1:]}.")
+        self.check_room(new_annotation.owner)
         self.clean_up()
-        number = uuid.uuid4().hex
-        partial = self.folder / f"{PARTIAL_PREFIX}{number}"
+        annotation_id = uuid.uuid4().hex
+        partial = self.folder / f"{PARTIAL_PREFIX}{annotation_id}"
         with translate_disk_faults():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = make_locked_folder(partial)
             try:
-                nbytes = _write(partial, image, labels, stated)
+                nbytes = _write(partial, image, labels, new_annotation)
                 with self._lock:
-                    self._check_quota(stated.owner, nbytes)
-                    partial.rename(self.folder / number)
-                (self.folder / number / MARKER).unlink()
+                    self._check_quota(new_annotation.owner, nbytes)
+                    partial.rename(self.folder / annotation_id)
+                (self.folder / annotation_id / MARKER).unlink()
                 sync_to_disk(self.folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
                 os.close(lock)
-        return self.find(number, stated.owner)
+        return self.find(annotation_id, new_annotation.owner)
 
     def find(self, annotation: str, owner: str | None, *, everyone: bool = False) -> Annotation:
-        """Return an annotated stack of this owner, or with `everyone` of any. Raises UnknownAnnotation."""
-        found = _read(self.folder / annotation) if _ID.fullmatch(annotation) else None
-        if found is None or not (everyone or found.owner == owner):
-            raise UnknownAnnotation("There is no such annotated stack: its id is wrong, or it was deleted.")
-        return found
+        """Return an annotated stack of this owner, or with `everyone` of any owner. Raises UnknownAnnotation."""
+        stored = _read(self.folder / annotation) if _ID.fullmatch(annotation) else None
+        if stored is None or not (everyone or stored.owner == owner):
+            raise UnknownAnnotation("There is no such annotated stack: its ID is wrong, or it was deleted.")
+        return stored
 
     def newest(self, owner: str | None, *, everyone: bool = False) -> list[Annotation]:
-        """Return the annotated stacks of this owner, or with `everyone` of all, newest first."""
-        found = (annotation for annotation in self._all() if everyone or annotation.owner == owner)
-        return sorted(found, key=attrgetter("created"), reverse=True)
+        """Return the annotated stacks of this owner, or with `everyone` of all owners, newest first."""
+        annotations = (annotation for annotation in self._list_all() if everyone or annotation.owner == owner)
+        return sorted(annotations, key=attrgetter("created"), reverse=True)
 
     def delete(self, annotation: str, owner: str | None, *, everyone: bool = False) -> None:
         """Delete an annotated stack. Raises UnknownAnnotation."""
-        found = self.find(annotation, owner, everyone=everyone)
+        stored = self.find(annotation, owner, everyone=everyone)
         with translate_disk_faults(), suppress(FileNotFoundError):
-            # The record goes first: without it there is no annotated stack.
-            (found.folder / RECORD).unlink()
-            shutil.rmtree(found.folder)
+            # Delete the record first. A folder without a record is not an annotated stack.
+            (stored.folder / RECORD).unlink()
+            shutil.rmtree(stored.folder)
 
     def _check_quota(self, owner: str | None, nbytes: int) -> None:
-        kept = self.newest(owner)
-        if len(kept) >= self.most:
-            raise OutOfStorage(f"You keep {len(kept):,} annotated stacks, and no more are kept; delete some.")
-        if (used := sum(annotation.nbytes for annotation in kept)) + nbytes > self.quota_bytes:
+        owned = self.newest(owner)
+        if len(owned) >= self.max_stacks:
+            raise OutOfStorage(f"You have {len(owned):,} annotated stacks, which is the maximum. Delete some of them.")
+        if (used := sum(annotation.nbytes for annotation in owned)) + nbytes > self.quota_bytes:
             raise OutOfStorage(
-                f"Your annotated stacks take {used:,} of {self.quota_bytes:,} bytes (annotations.quota_bytes), and"
-                f" {nbytes:,} more have no room; delete some, or keep a smaller stack."
+                f"Your annotated stacks use {used:,} of {self.quota_bytes:,} bytes (annotations.quota_bytes), so"
+                f" there is no space for {nbytes:,} more. Delete some of them, or save a smaller stack."
             )
 
-    def _all(self) -> list[Annotation]:
-        """Return all annotated stacks, of which only new records are read: an owner may have thousands."""
-        known, found = self._known, dict[str, tuple[tuple[int, int], Annotation]]()
+    def _list_all(self) -> list[Annotation]:
+        """Return all annotated stacks. Only new or changed records are read, because there may be thousands."""
+        cached, annotations = self._cached, dict[str, tuple[tuple[int, int], Annotation]]()
         with translate_disk_faults():
             names = [entry.name for entry in os.scandir(self.folder)] if self.folder.is_dir() else []
         for name in filter(_ID.fullmatch, names):
             try:
-                status = os.stat(f"{self.folder}/{name}/{RECORD}")  # noqa: PTH116 - a Path takes as long again
+                status = os.stat(f"{self.folder}/{name}/{RECORD}")  # noqa: PTH116 - a Path doubles the time
             except OSError:
                 continue
             record = status.st_ino, status.st_mtime_ns
-            one = known.get(name)
-            if one is not None and one[0] == record:
-                found[name] = one
+            cached_entry = cached.get(name)
+            if cached_entry is not None and cached_entry[0] == record:
+                annotations[name] = cached_entry
             elif (annotation := _read(self.folder / name)) is not None:
-                found[name] = record, annotation
-        self._known = found
-        return [annotation for _, annotation in found.values()]
+                annotations[name] = record, annotation
+        self._cached = annotations
+        return [annotation for _, annotation in annotations.values()]
 
 
 def _read(folder: Path) -> Annotation | None:
-    """Return the annotated stack in a folder; None where there is none, or a record that is damaged."""
+    """Return the annotated stack in a folder, or None if there is none or its record is damaged."""
     try:
-        facts: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        z, y, x = facts.pop("shape")
-        size, region = facts.pop("voxel_size"), facts.pop("region")
+        content: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        z, y, x = content.pop("shape")
+        size, region = content.pop("voxel_size"), content.pop("region")
         return Annotation(
             folder=folder,
             shape=(z, y, x),
             voxel_size=None if size is None else VoxelSize(*size),
             region=None if region is None else Region.parse(region, (z, y, x)),
-            origin=Origin(**facts.pop("origin")),
-            **facts,
+            origin=Origin(**content.pop("origin")),
+            **content,
         )
     except (OSError, ValueError, TypeError, LookupError, BadParameter):
         return None
 
 
-def _write(folder: Path, image: Volume, labels: Volume, stated: NewAnnotation) -> int:
-    """Write image, labels and the record into a folder; return the bytes of image and labels."""
-    tiff_writer.write_image(image, folder / IMAGE)
-    objects = _write_labels(labels, folder / LABELS, image.voxel_size, stated.region)
+def _write(folder: Path, image: Volume, labels: Volume, new_annotation: NewAnnotation) -> int:
+    """Write the image, the labels and the record to a folder. Return the size of image and labels in bytes."""
+    tiff_writer.write_image(image, folder / IMAGE_FILE)
+    objects = _write_labels(labels, folder / LABELS_FILE, image.voxel_size, new_annotation.region)
     nbytes = sum(path.stat().st_size for path in folder.iterdir())
-    facts = {
-        "name": stated.name,
-        "owner": stated.owner,
+    content = {
+        "name": new_annotation.name,
+        "owner": new_annotation.owner,
         "shape": image.shape[1:],
         "voxel_size": None if image.voxel_size is None else tuple(image.voxel_size),
-        "region": None if stated.region is None else str(stated.region),
+        "region": None if new_annotation.region is None else str(new_annotation.region),
         "objects": objects,
         "digest": _digest(image),
-        "origin": asdict(stated.origin),
+        "origin": asdict(new_annotation.origin),
         "nbytes": nbytes,
         "created": time.time(),
     }
-    (folder / RECORD).write_text(json.dumps(facts), encoding="utf-8")
+    (folder / RECORD).write_text(json.dumps(content), encoding="utf-8")
     sync_to_disk(*folder.iterdir(), folder)
     return nbytes
 
 
 def _write_labels(labels: Volume, path: Path, voxel_size: VoxelSize | None, region: Region | None) -> int:
-    """Write labels as uint16, or uint32 where there are more, and return the number of objects in the region."""
+    """Write labels as uint16, or uint32 if necessary, and return the number of objects in the region."""
     planes, highest = range(labels.shape[1]), _highest_number(labels)
-    counted = np.zeros(min(highest, _TABLE_NUMBERS) + 1, np.bool_)
-    large = np.empty(0, np.uint32)
+    is_present = np.zeros(min(highest, _MAX_TABLE_LABEL) + 1, np.bool_)
+    large_labels = np.empty(0, np.uint32)
     pixels = make_allocator(path.parent)(labels.shape[1:], label_dtype(highest))
     z0, z1 = (0, len(planes)) if region is None else region.z
-    inside = (slice(None), slice(None)) if region is None else region.slices[1:]
+    region_slices = (slice(None), slice(None)) if region is None else region.slices[1:]
     for z in planes:
         pixels[z] = labels.read(z, z + 1)[0, 0]
         if z0 <= z < z1:
-            part = pixels[z][inside]
-            counted[part[part < len(counted)]] = True
-            large = np.union1d(large, part[part >= len(counted)])
-            if len(large) > _MOST_SORTED:
+            part = pixels[z][region_slices]
+            is_present[part[part < len(is_present)]] = True
+            large_labels = np.union1d(large_labels, part[part >= len(is_present)])
+            if len(large_labels) > _MAX_SORTED_LABELS:
                 raise BadParameter(
-                    f"The labels have more than {_MOST_SORTED:,} numbers beyond {_TABLE_NUMBERS:,}; number the objects"
-                    " from 1 on."
+                    f"The labels have more than {_MAX_SORTED_LABELS:,} numbers above {_MAX_TABLE_LABEL:,}. Renumber the"
+                    " objects, starting from 1."
                 )
-    objects = int(np.count_nonzero(counted[1:])) + len(large)
+    objects = int(np.count_nonzero(is_present[1:])) + len(large_labels)
     tiff_writer.write(Segmentation(pixels, "labels", voxel_size, objects), path)
     return objects
 
 
 def _highest_number(labels: Volume) -> int:
-    """Return the highest of all labels. Raises BadParameter for one below 0."""
+    """Return the highest label number. Raises BadParameter for negative numbers."""
     planes = (labels.read(z, z + 1) for z in range(labels.shape[1]))
     extremes = [(int(plane.min()), int(plane.max())) for plane in planes]
     if min(low for low, _ in extremes) < 0:
-        raise BadParameter("The labels have numbers below 0; objects are numbered from 1, and background is 0.")
+        raise BadParameter("The labels have negative numbers. Number objects from 1, and use 0 for the background.")
     return max(high for _, high in extremes)
 
 
 def _digest(image: Volume) -> str:
-    """Return BLAKE3 of the pixels of an image [1, Z, Y, X], its shape and its dtype."""
+    """Return the BLAKE3 hash of an image [1, Z, Y, X]: its dtype, shape and pixels."""
     digest = blake3(f"{image.dtype.name} {image.shape}".encode())
     for z in range(image.shape[1]):
         digest.update(np.ascontiguousarray(image.read(z, z + 1)).view(np.uint8).data)

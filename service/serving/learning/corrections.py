@@ -1,4 +1,4 @@
-"""Corrected labels that a client sends: read them and their stack, check that they belong together, and keep both."""
+"""Corrected labels from a client: read them and their stack, check that they match, and store both."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class Correction(NamedTuple):
-    """Corrected labels that were received.
+    """Corrected labels received from a client.
 
     stack      file of the image
     labels     file of the labels
-    selection  part of the image that was segmented; its voxel size decides where that of both files differs
-    region     part that was corrected, as text; None: all of it
-    name       of the stack
-    folder     for decoded pixels
+    selection  part of the image that was segmented; its voxel size overrides those of the files
+    region     the corrected region as text; None for the whole stack
+    name       name of the stack
+    folder     scratch folder for decoded pixels
     """
 
     stack: Path
@@ -42,35 +42,37 @@ class Correction(NamedTuple):
 def keep_correction(
     reader: Reader, annotations: AnnotationStore, correction: Correction, space: Hold, cancelled: Cancelling
 ) -> Annotation:
-    """Read image and labels, and keep them. Blocks.
+    """Read the image and the labels, and store them. Blocks.
 
-    Raises BadParameter where they do not belong together, and what reading, `Hold.reserve` and `AnnotationStore.keep`
-    raise.
+    Raises BadParameter if they do not match, and the errors of `Reader`, `Hold.reserve` and
+    `AnnotationStore.add`.
     """
     stack, labels, selection, region, name, owner, origin, folder = correction
     description = reader.inspect(stack, selection, cancelled=cancelled)
     channels, z, y, x = description.shape
     if channels != 1:
-        raise BadParameter.about("channel", f"the stack has {channels} channels, and labels belong to one; say which.")
+        raise BadParameter.about(
+            "channel", f"the stack has {channels} channels. Select the channel that the labels belong to."
+        )
     shape = (z, y, x)
     corrected = None if region is None else Region.parse(region, shape)
-    # Of the image and of the labels, as they are read and as they are written.
+    # The image and the uint32 labels, each once as decoded pixels and once as written files.
     space.reserve(2 * (description.nbytes + 4 * description.nbytes // np.dtype(description.dtype).itemsize))
     image = reader.read(stack, selection, folder, cancelled=cancelled)
-    numbers = reader.read_labels(labels, shape, folder, cancelled=cancelled)
+    label_volume = reader.read_labels(labels, shape, folder, cancelled=cancelled)
     if selection.voxel_size is None:
-        _check_voxel_size(numbers.voxel_size, image.voxel_size)
-    return annotations.keep(image, numbers, NewAnnotation(name, owner, corrected, origin))
+        _check_voxel_size(label_volume.voxel_size, image.voxel_size)
+    return annotations.add(image, label_volume, NewAnnotation(name, owner, corrected, origin))
 
 
 def _check_voxel_size(labels: VoxelSize | None, stack: VoxelSize | None) -> None:
-    """Raise BadParameter where both files state one and these differ: then the labels may be of another stack."""
+    """Raise BadParameter if both files specify different voxel sizes, because the labels may be of another stack."""
     if labels is None or stack is None or np.allclose(tuple(labels), tuple(stack), rtol=0.01, atol=0):
         return
-    stated = [",".join(f"{edge:g}" for edge in size) for size in (labels, stack)]
+    sizes = [",".join(f"{edge:g}" for edge in size) for size in (labels, stack)]
     raise BadParameter.about(
         "voxel_size",
-        f"the labels say {stated[0]} micrometres (Z,Y,X) and the stack says {stated[1]}; save the labels"
-        f" without one, or state which is right, as in voxel_size={stated[1]}.",
-        suggested={"voxel_size": stated[1]},
+        f"the labels specify {sizes[0]} micrometers (Z,Y,X), but the stack specifies {sizes[1]}. Save the labels"
+        f" without a voxel size, or set the correct one, for example voxel_size={sizes[1]}.",
+        suggested={"voxel_size": sizes[1]},
     )

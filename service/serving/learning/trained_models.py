@@ -1,4 +1,4 @@
-"""The models that trainings have made: who may delete them, and which names are free for new ones."""
+"""Trained models: names, owners and deletion."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from service.serving.learning.training_record import TrainingRecord
 
 WORK_PREFIX = ".training-"
-# Next to the model file: the key that has trained the model, which no other client may see.
+# File in the model folder with the API key that trained the model. Other clients must not see it.
 OWNER = "owner.json"
-RELOAD_SECONDS = 120.0
+RELOAD_TIMEOUT_SECONDS = 120.0
 
 log = logging.getLogger(__name__)
 
 
 class TrainedModels:
-    """The folder of trained models, each of which the registry serves. Safe to use from threads.
+    """The folder of trained models, which the model registry serves. Thread-safe.
 
-    most     trained models that there may be
-    stopped  set once the service stops
+    most     maximum number of trained models
+    stopped  set when the service stops
     """
 
     def __init__(
@@ -49,46 +49,48 @@ class TrainedModels:
         self.folder, self.most = settings.trained_folder, settings.trainings.models
 
     def count(self) -> int:
-        """Return how many trained models there are."""
+        """Return the number of trained models."""
         return len(list(self.folder.glob("[!.]*")))
 
     def check_name(self, name: str) -> None:
-        """Raise BadParameter if a model has the name, or is about to have it, and for names of default models."""
+        """Raise BadParameter if a model or an unfinished training has the name, or if it is a default name."""
         models = self._settings.models
-        taken = {DEFAULT_NAME, models.default, *models.serve}
-        taken |= {state.name for state in self._models.states()}
-        taken |= {record.name for record in self._queue.unfinished}
-        if name in taken or (self.folder / name).exists():
-            raise BadParameter.about("name", f"{name!r} is the name of a model, or kept for one; choose another name.")
+        used_names = {DEFAULT_NAME, models.default, *models.serve}
+        used_names |= {state.name for state in self._models.states()}
+        used_names |= {record.name for record in self._queue.unfinished}
+        if name in used_names or (self.folder / name).exists():
+            raise BadParameter.about(
+                "name", f"{name!r} is the name of a model, or reserved for one. Choose another name."
+            )
 
     def made_by(self, record: TrainingRecord) -> str | None:
-        """Return the name of the model that a training has made; None if it has made none, or that was deleted."""
-        # The name of a model that was deleted is free for others.
-        newest = self._queue.newest_done(record.name)
+        """Return the name of the model that a training created; None if there is none or it was deleted."""
+        # The name of a deleted model may be used again by a later training.
+        newest = self._queue.find_latest_done(record.name)
         return record.name if record is newest and record.name in self._models.specs else None
 
     def may_remove(self, model: ModelState, owner: str | None, *, everyone: bool = False) -> bool:
-        """Return whether this owner, or with `everyone` an admin, may delete a model; None owns none."""
+        """Return whether this owner, or with `everyone` an admin, may delete a model. The owner None owns no models."""
         folder = self.folder / model.name
         trained = folder.is_dir() if model.spec is None else folder == model.spec.folder
         return trained and (everyone or (owner is not None and _read_owner(folder) == owner))
 
     def remove(self, name: str, owner: str | None, *, everyone: bool = False, has_jobs: Callable[[str], bool]) -> None:
-        """Delete a model that a training has made, with its files. Requests that compute with it finish.
+        """Delete a trained model and its files. Running requests for the model finish.
 
         Args:
-            name: of the model
-            owner: the client; None owns no model
+            name: name of the model
+            owner: the client; None owns no models
             everyone: whether the client is an admin
-            has_jobs: whether jobs wait or run with a model; called now, and again when no new ones are accepted
+            has_jobs: returns whether unfinished jobs use a model; called now, and again when no new jobs are accepted
 
         Raises UnknownModel, ModelKept, Unauthorized and NotReady.
         """
         model = self._models.state(name)
         if not self.may_remove(model, None, everyone=True):
-            raise ModelKept(f"The model {name} was not trained here; its operator may remove its folder.")
+            raise ModelKept(f"The model {name} was not trained by this service. Only the operator can remove it.")
         if not self.may_remove(model, owner, everyone=everyone):
-            raise Unauthorized("Only the key that has trained a model, and those in access.admins, may delete it.")
+            raise Unauthorized("Only the API key that trained a model, and the keys in access.admins, can delete it.")
         work, default = self.folder / f"{WORK_PREFIX}{uuid.uuid4().hex}", self._models.default
 
         def delete() -> None:
@@ -98,52 +100,55 @@ class TrainedModels:
                 try:
                     (self.folder / name).rename(work / name)
                 except FileNotFoundError:
-                    raise UnknownModel(f"The model {name} is being deleted already.") from None
+                    raise UnknownModel(f"The model {name} is already being deleted.") from None
                 finally:
                     os.close(lock)
 
         with self._queue.changed:
-            # What is refused anyway stays served: requests would not find it, and waiting jobs fail.
+            # Check before removing the model from the registry. Removing a model that must stay, even for a moment,
+            # would make requests and waiting jobs fail.
             self._check_unused(model, default, has_jobs)
         try:
             self._change(partial(self._models.remove, name, delete))
         finally:
             shutil.rmtree(work, ignore_errors=True)
-        log.info("the model %s was deleted", name)
+        log.info("deleted the model %s", name)
 
     def serve(self, name: str) -> None:
-        """Serve a new model. Raises StackSegError."""
+        """Start serving a new model. Raises StackSegError."""
         self._change(self._models.reload)
         self._models.servable_spec(name)
 
     def withdraw(self, name: str) -> None:
-        """Delete the model of a training that is not done, if it was made, and stop serving it."""
-        made = self.folder / name
-        if made.exists():
-            shutil.rmtree(made, ignore_errors=True)
+        """Delete the model of an unfinished training, if it exists, and stop serving it."""
+        folder = self.folder / name
+        if folder.exists():
+            shutil.rmtree(folder, ignore_errors=True)
             with suppress(StackSegError):
                 self._change(self._models.reload)
 
     def _check_unused(self, model: ModelState, default: str, has_jobs: Callable[[str], bool]) -> None:
-        """Raise ModelKept for a model that anything but a request needs, or that is being loaded."""
+        """Raise ModelKept if the configuration, a training or a job needs the model, or if it is being loaded."""
         name, models = model.name, self._settings.models
         if name in {default, *models.serve, *(() if models.load == "all" else models.load)}:
-            raise ModelKept(f"The model {name} is the default one, or the configuration names it otherwise.")
+            raise ModelKept(f"The model {name} is the default model, or the configuration refers to it.")
         if any(record.base_model.partition("/")[0] == name for record in self._queue.unfinished):
-            raise ModelKept(f"A training that waits or runs goes on from the model {name}; cancel it, or wait.")
+            raise ModelKept(
+                f"An unfinished training starts from the model {name}. Cancel the training, or wait until it ends."
+            )
         if has_jobs(name):
-            raise ModelKept(f"Jobs wait or run with the model {name}; delete it when they are over, or cancel them.")
+            raise ModelKept(f"Unfinished jobs use the model {name}. Cancel them, or wait until they end.")
         if model.state == "loading":
-            raise ModelKept(f"The model {name} is being loaded for a request; try again once that is done.")
+            raise ModelKept(f"The model {name} is being loaded for a request. Try again in a moment.")
 
     def _change(self, change: Callable[[], object]) -> None:
-        """Change which models are served, once no other change is under way. Raises StackSegError."""
-        deadline = time.monotonic() + RELOAD_SECONDS
+        """Change the set of served models, after any other change has finished. Raises StackSegError."""
+        deadline = time.monotonic() + RELOAD_TIMEOUT_SECONDS
         while True:
             try:
                 change()
             except NotReady:
-                # A reload may have begun before the model was there.
+                # Another reload is running. It may have begun before the model existed.
                 if time.monotonic() > deadline or self._stopped.is_set():
                     raise
                 time.sleep(0.1)
@@ -157,7 +162,7 @@ def write_owner(folder: Path, owner: str | None) -> None:
 
 
 def _read_owner(folder: Path) -> str | None:
-    """Return the owner of the model in a folder; None if that is not known."""
+    """Return the owner of the model in a folder, or None if it is unknown."""
     try:
         owner = json.loads((folder / OWNER).read_text(encoding="utf-8"))
     except (OSError, ValueError):

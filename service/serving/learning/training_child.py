@@ -1,4 +1,4 @@
-"""The child process that trains a model, from its start to its end."""
+"""The child process that trains a model."""
 
 from __future__ import annotations
 
@@ -17,97 +17,98 @@ from typing import Any
 from service.core.errors import without_folders as shorten
 from service.formats.sandbox.child_process import child_environment
 
-MODULE = "service.training.process"
-# Variables of the environment that choose devices and caches.
-INHERITED = ("CUDA_VISIBLE_DEVICES", "HOME", "XDG_CACHE_HOME")
-# Bytes of what the child has complained of that are logged.
-COMPLAINTS = 4000
-UNEXPECTED = "Something went wrong while the model was trained; the service's log tells more."
-KILLED = "The process that trained was killed, most likely because the host ran out of memory; use fewer stacks."
-TOO_LONG = (
-    "The training was ended, since reading and scoring took too long beside it; use fewer or smaller annotated stacks."
+TRAINING_MODULE = "service.training.process"
+# Environment variables that select devices and cache folders.
+INHERITED_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HOME", "XDG_CACHE_HOME")
+# Maximum number of bytes of the child's error output that are logged.
+MAX_LOGGED_OUTPUT_BYTES = 4000
+UNEXPECTED_MESSAGE = "An internal error occurred during the training. See the log of the service."
+KILLED_MESSAGE = "The training process was killed, most likely because the host ran out of memory. Use fewer stacks."
+TIMEOUT_MESSAGE = (
+    "The training was stopped, because reading and scoring the stacks took too long. Use fewer or smaller stacks."
 )
 
 log = logging.getLogger(__name__)
 
 
 class TrainingChild:
-    """A child process, which waits for what it is to train.
+    """A child process that waits for a training request.
 
-    name     of the training, for the log
-    module   what it runs, with the request and the progress of `service.training.process`
-    process  which is started at once
+    name     ID of the training, for the log
+    module   module that the process runs, with the protocol of `service.training.process`
+    process  the process, which is started immediately
     """
 
-    def __init__(self, name: str, module: str = MODULE) -> None:
-        self._name, self._overdue = name, False
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
+    def __init__(self, name: str, module: str = TRAINING_MODULE) -> None:
+        self._name, self._has_timed_out = name, False
+        self._error_output = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         environment = child_environment()
-        # Threads that wait for work must not take the processor from requests.
+        # Idle OpenMP threads must not spin, to leave the CPU to requests.
         environment |= {"OMP_WAIT_POLICY": "PASSIVE"}
         del environment["OMP_NUM_THREADS"]
-        environment |= {name: os.environ[name] for name in INHERITED if name in os.environ}
+        environment |= {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
         self.process = subprocess.Popen(  # noqa: S603 - this interpreter, with a module of this package
             [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._complaints,
+            stderr=self._error_output,
             env=environment,
-            # A terminal interrupts its own group alone. A session would be scheduled as if it were all of the service.
+            # With a process group of its own, Ctrl+C at a terminal does not interrupt the child. The scheduler would
+            # give a session of its own as much CPU time as the whole service.
             process_group=0,
         )
 
     def run(self, request: dict[str, Any], seconds: float, update: Callable[[dict[str, Any]], object]) -> str | None:
-        """Have the child train; return the reason where it says that it has failed. It is killed after `seconds`.
+        """Run a training in the child, and return its error message if it reports one. Kill it after `seconds`.
 
-        Every line of progress is handed to `update`, which raises ValueError, TypeError or LookupError for any other.
+        Each progress message is passed to `update`, which raises ValueError, TypeError or LookupError for invalid ones.
         """
-        overdue = threading.Timer(seconds, self.process.kill)
-        overdue.daemon = True
-        began = time.monotonic()
-        overdue.start()
+        timer = threading.Timer(seconds, self.process.kill)
+        timer.daemon = True
+        start_time = time.monotonic()
+        timer.start()
         try:
-            return self._follow(request, update)
+            return self._follow_progress(request, update)
         finally:
-            overdue.cancel()
-            self._overdue = time.monotonic() - began >= seconds
+            timer.cancel()
+            self._has_timed_out = time.monotonic() - start_time >= seconds
 
     def explain(self, failure: str | None) -> str:
-        """Log what the child has complained of; return what its user is told of `failure`, or of a silent end."""
+        """Log the error output of the child, and return the message for users. `failure` is the child's own message."""
         status = self.process.returncode
-        self._complaints.seek(0)
-        text = self._complaints.read()[-COMPLAINTS:].decode(errors="replace")
+        self._error_output.seek(0)
+        text = self._error_output.read()[-MAX_LOGGED_OUTPUT_BYTES:].decode(errors="replace")
         log.error("training %s ended with status %d: %s %s", self._name, status, failure, text)
         if failure is not None:
             return shorten(failure)
-        if self._overdue:
-            return TOO_LONG
-        return KILLED if status < 0 else UNEXPECTED
+        if self._has_timed_out:
+            return TIMEOUT_MESSAGE
+        return KILLED_MESSAGE if status < 0 else UNEXPECTED_MESSAGE
 
     def kill(self) -> None:
-        """End the child, whatever it does."""
+        """Kill the child process."""
         self.process.kill()
 
     def close(self) -> None:
-        """Forget what the child has complained of."""
-        self._complaints.close()
+        """Delete the error output of the child."""
+        self._error_output.close()
 
-    def _follow(self, request: dict[str, Any], update: Callable[[dict[str, Any]], object]) -> str | None:
+    def _follow_progress(self, request: dict[str, Any], update: Callable[[dict[str, Any]], object]) -> str | None:
         process = self.process
         if process.stdin is None or process.stdout is None:
             raise ValueError("the process has no pipes")
         failure: str | None = None
         with process.stdin as stdin, process.stdout as stdout:
             with suppress(BrokenPipeError):
-                # It stays open: the child ends once it is closed.
+                # Keep the pipe open, because the child exits when it is closed.
                 stdin.write(json.dumps(request).encode() + b"\n")
                 stdin.flush()
             for line in stdout:
                 try:
-                    news = json.loads(line)
-                    update(news)
-                    failure = str(news["failed"]) if "failed" in news else failure
+                    progress = json.loads(line)
+                    update(progress)
+                    failure = str(progress["failed"]) if "failed" in progress else failure
                 except (ValueError, TypeError, LookupError):
-                    log.warning("training %s: a line that is no progress: %r", self._name, line[:200])
+                    log.warning("training %s: invalid progress message: %r", self._name, line[:200])
             process.wait()
         return failure

@@ -1,4 +1,4 @@
-"""A training as its owner sees it, and on disk."""
+"""The record of a training, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from typing import Any, Literal, get_args
 from service.core.files.whole_file import write_whole
 
 TrainingState = Literal["waiting", "running", "done", "failed", "cancelled", "interrupted"]
-# What a training that runs does: steps are taken in "learning", and the new model is scored in "evaluating".
+# Stages of a running training. The optimizer steps are in "learning"; the new model is scored in "evaluating".
 TrainingStage = Literal["reading", "scoring", "learning", "finishing", "evaluating", "serving"]
 STAGES: tuple[TrainingStage, ...] = get_args(TrainingStage)
 
-# Points of a curve: beyond, every second one is dropped.
-MOST_POINTS = 512
-# Ending of a record that is being written.
-INTERRUPTED = "The service was stopped before the training ended, and nothing is left of it; start it again."
+# Maximum number of points of a loss curve. Beyond that, every second point is dropped.
+MAX_CURVE_POINTS = 512
+# Message of trainings that a stop or a crash of the service has interrupted.
+INTERRUPTED_MESSAGE = "The service was stopped before the training ended, and its progress is lost. Start it again."
 
 
 @dataclass
 class TrainingRecord:
-    """A training; times are seconds since 1970.
+    """A training. Times are in seconds since the Unix epoch.
 
-    name        of the new model
-    base_model  that it goes on from, with its version
-    stage       that it has come to; the first until it runs
-    loss        [step, training loss], thinned out where there are many
-    validation  [step, loss on what is not trained on], the first before any step
-    before      score of the base model on what is held out, F1 at an intersection over union of 0.5; `after` of the new
+    name        name of the new model
+    base_model  name and version of the model that the training starts from
+    stage       current stage; the first stage before the training runs
+    loss        [step, training loss], thinned out if there are many steps
+    validation  [step, validation loss]; the first entry is before any step
+    before      score of the base model on held-out data: F1 at an intersection over union of 0.5
+    after       score of the new model on the same data
     """
 
     id: str
@@ -54,80 +55,80 @@ class TrainingRecord:
     after: float | None = None
     better: bool | None = None
     message: str = ""
-    # Every so many steps have a point in `loss`.
+    # Number of steps between two points in `loss`.
     stride: int = 1
     stage: TrainingStage = "reading"
 
     @property
     def over(self) -> bool:
-        """Whether the training neither waits nor runs."""
+        """Whether the training has ended."""
         return self.state not in {"waiting", "running"}
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds that the training may still run; None if it does not run, or takes longer than was asked for.
+        """Maximum remaining seconds of a running training; None if it is not running, or exceeds the requested time.
 
-        It may end sooner.
+        The training may end sooner.
         """
         if self.state != "running" or self.started is None:
             return None
-        left = 60 * self.minutes - (time.time() - self.started)
-        return left if left > 0 else None
+        remaining = 60 * self.minutes - (time.time() - self.started)
+        return remaining if remaining > 0 else None
 
-    def update(self, news: Mapping[str, Any]) -> None:
-        """Take over a line of progress. Raises ValueError, TypeError or LookupError where it makes no sense."""
-        if "stage" in news:
-            self.stage = STAGES[STAGES.index(news["stage"])]
-        if "steps" in news:
-            self.steps = int(news["steps"])
-        if "before" in news:
-            self.before = float(news["before"])
-        if "validation" in news:
-            step, value = news["validation"]
+    def update(self, progress: Mapping[str, Any]) -> None:
+        """Apply a progress message. Raises ValueError, TypeError or LookupError if it is invalid."""
+        if "stage" in progress:
+            self.stage = STAGES[STAGES.index(progress["stage"])]
+        if "steps" in progress:
+            self.steps = int(progress["steps"])
+        if "before" in progress:
+            self.before = float(progress["before"])
+        if "validation" in progress:
+            step, value = progress["validation"]
             _append(self.validation, int(step), float(value))
-        if "loss" in news:
-            self._add_loss(int(news["step"]), float(news["loss"]))
-        if "done" in news:
-            done = news["done"]
+        if "loss" in progress:
+            self._add_loss(int(progress["step"]), float(progress["loss"]))
+        if "done" in progress:
+            done = progress["done"]
             self.after, self.better, self.message = float(done["after"]), bool(done["better"]), str(done["message"])
 
     def _add_loss(self, step: int, loss: float) -> None:
-        """Add a point to the curve of the loss, which becomes coarser as it grows."""
+        """Add a point to the loss curve, and thin out the curve if it is too long."""
         self.step = step
         if step % self.stride == 0:
             _append(self.loss, step, loss)
-        if len(self.loss) > MOST_POINTS:
+        if len(self.loss) > MAX_CURVE_POINTS:
             self.stride *= 2
             self.loss = [point for point in self.loss if point[0] % self.stride == 0]
 
     def save(self, folder: Path) -> None:
-        """Write the record, whole or not at all. Raises OSError.
+        """Write the record atomically. Raises OSError.
 
-        One that is not over is written as interrupted: that is what it is for whoever reads it after a crash.
+        An unfinished training is written as interrupted, because the file is only read again after a restart.
         """
         content = asdict(self)
         if not self.over:
-            content |= {"state": "interrupted", "message": INTERRUPTED}
+            content |= {"state": "interrupted", "message": INTERRUPTED_MESSAGE}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with write_whole(folder / f"{self.id}.json") as partial:
             partial.write_text(json.dumps(content), encoding="utf-8")
 
 
 def _append(curve: list[tuple[int, float]], step: int, value: float) -> None:
-    """Add a point to a curve; JSON has no other numbers than finite ones."""
+    """Add a point to a curve. Skip NaN and infinity, which JSON does not support."""
     if math.isfinite(value):
         curve.append((step, value))
 
 
 def delete_partial(folder: Path) -> None:
-    """Delete the records that processes which were killed have written by half. Raises nothing."""
+    """Delete incomplete records of killed processes. Ignore errors."""
     for path in folder.glob(".*.part"):
         with suppress(OSError):
             path.unlink()
 
 
 def read_records(folder: Path) -> list[TrainingRecord]:
-    """Read the records in a folder, which may not be there, oldest first; damaged ones are left out."""
+    """Read the records in a folder, oldest first. Damaged records are skipped, and the folder need not exist."""
     records = []
     for path in folder.glob("*.json"):
         try:

@@ -1,4 +1,4 @@
-"""Trainings on annotated stacks: queued, run one at a time in a child process, and served as new models."""
+"""Trainings on annotated stacks: queue them, run them one at a time in a child process, and serve the new models."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from service.models.repository import FILE_NAME
 from service.models.spec import check_trainable
 from service.serving.learning.annotation import Annotation, find_overlaps
 from service.serving.learning.trained_models import WORK_PREFIX, TrainedModels, write_owner
-from service.serving.learning.training_child import MODULE, UNEXPECTED, TrainingChild
+from service.serving.learning.training_child import TRAINING_MODULE, UNEXPECTED_MESSAGE, TrainingChild
 from service.serving.learning.training_queue import TrainingQueue
-from service.serving.learning.training_record import INTERRUPTED, TrainingRecord
+from service.serving.learning.training_record import INTERRUPTED_MESSAGE, TrainingRecord
 from service.serving.storage.disk import translate_disk_faults
 from service.serving.storage.scratch import make_locked_folder, sweep
 
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
     from service.serving.devices.model_registry import ModelRegistry
     from service.serving.learning.annotations import AnnotationStore
 
-# Of the extra `train`.
-NEEDED = ("edt", "scipy", "skimage")
-RETRY_SECONDS = 60
+# Modules of the extra `train`.
+REQUIRED_MODULES = ("edt", "scipy", "skimage")
+RETRY_AFTER_SECONDS = 60
 JOIN_SECONDS = 10.0
-# The process is ended after so many times `trainings.minutes`, whatever it does.
-MOST_TIMES = 2
-SECTIONS = ("device", "engine", "windows", "limits", "training")
+# The training process is killed after `trainings.minutes` times this factor.
+TIMEOUT_FACTOR = 2
+SETTINGS_SECTIONS = ("device", "engine", "windows", "limits", "training")
 
 log = logging.getLogger(__name__)
 
 
 class NewTraining(NamedTuple):
-    """What a client asks for.
+    """A training request of a client.
 
-    model        that the training starts from; None: the default one
-    annotations  ids of annotated stacks
-    minutes      that the training may take
-    name         of the new model
+    model        model that the training starts from; None for the default model
+    annotations  IDs of annotated stacks
+    minutes      maximum duration of the training
+    name         name of the new model
     """
 
     model: str | None
@@ -58,12 +58,12 @@ class NewTraining(NamedTuple):
 
 
 class Trainings:
-    """The thread that runs trainings one at a time. Safe to use from threads.
+    """The trainings of the service, which a thread runs one at a time. Thread-safe.
 
-    is_stopping  returns whether the service was told to stop
-    module       what the child process runs, with the request and the progress of `service.training.process`
+    is_stopping  returns whether the service is stopping
+    module       module that the child process runs, with the protocol of `service.training.process`
 
-    A training that the service does not finish is interrupted: nothing of it is taken up again.
+    A training that is unfinished when the service stops is interrupted. It is not resumed.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class Trainings:
         annotations: AnnotationStore,
         models: ModelRegistry,
         is_stopping: Callable[[], bool],
-        module: str = MODULE,
+        module: str = TRAINING_MODULE,
     ) -> None:
         self._settings, self._annotations, self._models = settings, annotations, models
-        self._is_told_to_stop, self._module = is_stopping, module
+        self._is_service_stopping, self._module = is_stopping, module
         self._stopped = threading.Event()
         self.queue = TrainingQueue(settings.annotations_folder / "trainings")
         self.trained_models = TrainedModels(settings, models, self.queue, self._stopped)
@@ -83,13 +83,13 @@ class Trainings:
         self._thread = threading.Thread(target=self._run_all, name="training", daemon=True)
 
     def start(self) -> None:
-        """Read the trainings of earlier processes, delete what is left of their work, and begin to run new ones."""
+        """Read the trainings of earlier processes, delete their leftover files, and start to run new trainings."""
         sweep(self._settings.trained_folder, WORK_PREFIX)
         self.queue.load()
         self._thread.start()
 
     def stop(self) -> None:
-        """End the training that runs, and all that wait: they are interrupted."""
+        """Interrupt the running training and all waiting trainings."""
         with self.queue.changed:
             self._stopped.set()
             waiting = self.queue.waiting
@@ -97,20 +97,20 @@ class Trainings:
             self.queue.changed.notify_all()
         self._thread.join(JOIN_SECONDS)
         for record in waiting:
-            self.queue.end(record, "interrupted", INTERRUPTED)
+            self.queue.end(record, "interrupted", INTERRUPTED_MESSAGE)
 
     def check_enabled(self) -> None:
-        """Raise SwitchedOff where nobody can train, with the reason."""
+        """Raise SwitchedOff with the reason if trainings are disabled or impossible."""
         if not self._settings.trainings.enabled or not self._settings.annotations.quota_bytes:
-            raise SwitchedOff("Models are not trained here; the operator has set trainings.enabled to false.")
-        if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+            raise SwitchedOff("Training is disabled on this service (trainings.enabled or annotations.quota_bytes).")
+        if missing := [name for name in REQUIRED_MODULES if importlib.util.find_spec(name) is None]:
             raise SwitchedOff(
-                f"Models cannot be trained here for lack of {', '.join(missing)}; the operator may run"
-                " pip install 'stackseg[train]'."
+                f"Training is not available, because these packages are missing: {', '.join(missing)}. The operator can"
+                " install them with: pip install 'stackseg[train]'."
             )
 
     def submit(self, request: NewTraining, owner: str | None, *, admin: bool) -> TrainingRecord:
-        """Queue a training that makes a new model of another one.
+        """Queue a training that creates a new model from an existing model.
 
         Raises SwitchedOff, UnknownModel, UnknownAnnotation, BadParameter, QueueFull and NotReady.
         """
@@ -121,51 +121,53 @@ class Trainings:
         if request.minutes > limits.minutes:
             raise BadParameter.about(
                 "minutes",
-                f"no more than {limits.minutes:g} are allowed here (trainings.minutes).",
+                f"at most {limits.minutes:g} are allowed (trainings.minutes).",
                 suggested={"minutes": f"{limits.minutes:g}"},
             )
         unique = list(dict.fromkeys(request.annotations))
-        _check_apart([self._annotations.find(annotation, owner, everyone=admin) for annotation in unique])
+        _check_no_overlaps([self._annotations.find(annotation, owner, everyone=admin) for annotation in unique])
         record = TrainingRecord(
             uuid.uuid4().hex, owner, request.name, spec.identifier, unique, request.minutes, time.time()
         )
         with self.queue.changed:
-            # It may have been deleted meanwhile.
+            # The model may have been deleted in the meantime.
             self._models.servable_spec(spec.name)
             self.trained_models.check_name(request.name)
-            self._check_room(owner)
+            self._check_limits(owner)
             self.queue.add(record)
-        self.queue.forget_oldest(owner)
+        self.queue.delete_oldest(owner)
         return record
 
     def cancel(self, training: str, owner: str | None, *, everyone: bool = False) -> None:
-        """Cancel a training that waits or runs; forget one that is over. Raises UnknownTraining."""
+        """Cancel an unfinished training, or delete the record of a finished one. Raises UnknownTraining."""
         record = self.queue.find(training, owner, everyone=everyone)
         with self.queue.changed:
             if record.over:
-                self.queue.forget(record)
+                self.queue.delete(record)
                 return
             self.queue.cancel(record)
             if record is self.queue.running:
                 self._kill()
         self.queue.save(record)
 
-    def _check_room(self, owner: str | None) -> None:
+    def _check_limits(self, owner: str | None) -> None:
         if self._is_stopping():
-            raise NotReady("The service is stopping; start the training again when it is back.")
-        waiting, most, models = self.queue.waiting, self._settings.trainings.waiting, self.trained_models
+            raise NotReady("The service is stopping. Start the training after it has restarted.")
+        waiting, max_waiting, models = self.queue.waiting, self._settings.trainings.waiting, self.trained_models
         if models.count() + len(self.queue.unfinished) >= models.most:
             raise OutOfStorage(
-                f"There are {models.most} trained models (trainings.models); delete some, as DELETE /models/NAME does"
-                " for the key that has trained them, and for admins."
+                f"There are already {models.most} trained models (trainings.models). Delete some of them with"
+                " DELETE /models/NAME, which requires the API key that trained the model, or an admin key."
             )
-        if len(waiting) >= most:
-            raise QueueFull("Too many trainings wait; try again when one is done.", RETRY_SECONDS)
-        if sum(record.owner == owner for record in waiting) >= max(1, most // 2):
-            raise QueueFull("Too many trainings of yours wait; try again when one is done.", RETRY_SECONDS)
+        if len(waiting) >= max_waiting:
+            raise QueueFull("Too many trainings are waiting. Try again when one has ended.", RETRY_AFTER_SECONDS)
+        if sum(record.owner == owner for record in waiting) >= max(1, max_waiting // 2):
+            raise QueueFull(
+                "Too many of your trainings are waiting. Try again when one has ended.", RETRY_AFTER_SECONDS
+            )
 
     def _is_stopping(self) -> bool:
-        return self._stopped.is_set() or self._is_told_to_stop()
+        return self._stopped.is_set() or self._is_service_stopping()
 
     def _run_all(self) -> None:
         while True:
@@ -180,12 +182,12 @@ class Trainings:
                 self.queue.end(record, "failed", shorten(str(error)))
             except Exception:
                 log.exception("training %s", record.id)
-                self.queue.end(record, "failed", UNEXPECTED)
+                self.queue.end(record, "failed", UNEXPECTED_MESSAGE)
             finally:
                 self.queue.end_running()
 
     def _run(self, record: TrainingRecord) -> None:
-        """Run a training, and serve the model that it has made. Raises StackSegError."""
+        """Run a training and serve the new model. Raises StackSegError."""
         failure = self._make_model(record)
         if record.over:
             self.trained_models.withdraw(record.name)
@@ -196,9 +198,9 @@ class Trainings:
             self._serve(record)
 
     def _make_model(self, record: TrainingRecord) -> str | None:
-        """Make the model's folder, whole or not at all; return why there is none. Raises StackSegError."""
+        """Create the model folder atomically. Return the reason if that fails. Raises StackSegError."""
         trained = self._settings.trained_folder
-        # A model file lies deeper there than where models are looked for.
+        # The registry does not find models in this folder, because it does not search this deep.
         work = trained / f"{WORK_PREFIX}{record.id}"
         with translate_disk_faults():
             trained.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -208,38 +210,38 @@ class Trainings:
                 if failure is None:
                     write_owner(work / record.name, record.owner)
                 with self.queue.changed:
-                    if failure is None and not self._settle(record):
+                    if failure is None and not self._has_ended(record):
                         (work / record.name).rename(trained / record.name)
                 return failure
             finally:
                 shutil.rmtree(work, ignore_errors=True)
                 os.close(lock)
 
-    def _settle(self, record: TrainingRecord) -> bool:
-        """Return whether a training is over because it was cancelled or the service stops; called with the lock."""
+    def _has_ended(self, record: TrainingRecord) -> bool:
+        """Return whether a training was cancelled or interrupted by a stop. Call this with the lock held."""
         if self._is_stopping():
             self.queue.interrupt(record)
         return record.over
 
     def _train(self, record: TrainingRecord, out: Path) -> str | None:
-        """Have a child process make the model; return why it has not. Raises StackSegError."""
-        request = self._describe_work(record, out)
+        """Train the model in a child process. Return the reason if that fails. Raises StackSegError."""
+        request = self._make_request(record, out)
         with self.queue.changed:
-            if self._settle(record):
+            if self._has_ended(record):
                 return record.message
             child = self._child = TrainingChild(record.id, self._module)
         with closing(child):
-            # Scoring is beside the minutes that are asked for, and takes as long as the annotated stacks are large.
-            failure = child.run(request, MOST_TIMES * 60 * self._settings.trainings.minutes, record.update)
+            # Scoring is not part of the requested minutes. Its duration depends on the size of the annotated stacks.
+            failure = child.run(request, TIMEOUT_FACTOR * 60 * self._settings.trainings.minutes, record.update)
             with self.queue.changed:
                 self._child = None
-                if self._settle(record):
+                if self._has_ended(record):
                     return record.message
             if failure is None and (out / FILE_NAME).is_file() and record.after is not None:
                 return None
             return child.explain(failure)
 
-    def _describe_work(self, record: TrainingRecord, out: Path) -> dict[str, Any]:
+    def _make_request(self, record: TrainingRecord, out: Path) -> dict[str, Any]:
         """Return the request for `service.training.process`. Raises UnknownModel, BrokenModel and UnknownAnnotation."""
         spec = self._models.servable_spec(record.base_model.partition("/")[0])
         stacks = [self._annotations.find(annotation, None, everyone=True) for annotation in record.annotations]
@@ -251,18 +253,18 @@ class Trainings:
             "minutes": record.minutes,
             "memory_bytes": limits.memory_bytes,
             "niceness": limits.niceness,
-            "settings": self._settings.model_dump(mode="json", include=set(SECTIONS)),
+            "settings": self._settings.model_dump(mode="json", include=set(SETTINGS_SECTIONS)),
         }
 
     def _serve(self, record: TrainingRecord) -> None:
-        """Serve a model, which is deleted if that fails, or was cancelled meanwhile. Raises StackSegError."""
+        """Serve the new model. Delete it if that fails or the training was cancelled. Raises StackSegError."""
         record.stage = "serving"
         try:
             self.trained_models.serve(record.name)
             self.queue.end(record, "done", record.message)
         finally:
             if record.state == "done":
-                log.info("training %s has made the model %s: %s", record.id, record.name, record.message)
+                log.info("training %s created the model %s: %s", record.id, record.name, record.message)
             else:
                 self.trained_models.withdraw(record.name)
 
@@ -271,16 +273,16 @@ class Trainings:
             self._child.kill()
 
 
-def _check_apart(stacks: Sequence[Annotation]) -> None:
-    """Raise BadParameter where two have labels for one place: one would teach what the other holds out."""
+def _check_no_overlaps(stacks: Sequence[Annotation]) -> None:
+    """Raise BadParameter if two stacks overlap, because training data would leak into the held-out data."""
     overlaps = find_overlaps(stacks)
     for stack in stacks:
         for other in overlaps[stack.id]:
-            older, newer = sorted((stack, other), key=lambda each: each.created)
+            older, newer = sorted((stack, other), key=lambda annotation: annotation.created)
             raise BadParameter.about(
                 "annotations",
                 f"{older.id} ({older.name}) and the newer {newer.id} ({newer.name}) have labels for the"
-                " same place of one image; leave one of them out.",
+                " same region of one image. Remove one of them.",
             )
 
 

@@ -1,1 +1,1 @@
-"""What a request gets: labels, tables and archives, with their origin."""
+"""Results of requests: labels, tables and archives, with their provenance."""

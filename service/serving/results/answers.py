@@ -1,4 +1,4 @@
-"""The files of an answer: the labels, a table of the objects, or both; and where they go."""
+"""The files of an answer: labels, a table of the objects, or both. They are sent, or saved on the host."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
     from service.serving.parameters import Query, SegmentationRequest
     from service.serving.storage.host_files import HostFiles
 
-LABELS = "labels.ome.tif"
-MEASUREMENTS = "measurements.csv"
-WARNING = "warning.json"
-ARCHIVE = "labels.zip"
-RECEIPT = "saved.json"
-# Folder in which a store is written.
-IMAGE = "image.zarr"
+LABELS_FILE = "labels.ome.tif"
+MEASUREMENTS_FILE = "measurements.csv"
+WARNING_FILE = "warning.json"
+ARCHIVE_FILE = "labels.zip"
+RECEIPT_FILE = "saved.json"
+# Folder in which an OME-Zarr result is written.
+ZARR_FOLDER = "image.zarr"
 
 TIFF_SUFFIX = re.compile(r"(\.ome)?\.tiff?$", re.IGNORECASE)
-# What is cut off the name of a posted file.
+# The suffix that is removed from the name of an uploaded file.
 _STACK_SUFFIX = re.compile(r"(\.ome)?\.(tiff?|ozx|zarr|zarr\.zip|zip)$", re.IGNORECASE)
 
 # By the parameter `measurements`.
 MEDIA_TYPES = {None: "image/tiff", "csv": "text/csv", "zip": "application/zip"}
-# Allowed ends of the name of a result that is written on the host, by media type.
+# Allowed suffixes of a result that is saved on the host, by media type.
 OUTPUT_SUFFIXES = {"image/tiff": (".tif", ".tiff", ".zarr"), "text/csv": (".csv",), "application/zip": (".zip",)}
-ZARR = "application/vnd+zarr"
+ZARR_MEDIA_TYPE = "application/vnd+zarr"
 
 
 class Saved(BaseModel):
-    """A file written on the service's host. `output` is the `output_to` of the request."""
+    """A result that was saved on the host of the service. `output` is the `output_to` of the request."""
 
     output: str
     media_type: str
@@ -57,9 +57,10 @@ class Saved(BaseModel):
 
 
 class Answer(NamedTuple):
-    """The file of an answer, or its content. `suffix` follows the stem of the input's name.
+    """The file of an answer, or its content.
 
-    seconds  by stage: measure, write, save
+    suffix   appended to the stem of the input's name
+    seconds  time of the stages measure, write and save
     """
 
     path: Path
@@ -69,118 +70,123 @@ class Answer(NamedTuple):
     content: bytes | None = None
 
 
-def encode_small_answer(received: SegmentationRequest, result: Result) -> Answer | None:
-    """Encode the labels in memory; None if they are large, not all of the answer, or go to the host."""
-    if received.query.measurements is not None or received.query.output_to is not None:
+def encode_small_answer(request: SegmentationRequest, result: Result) -> Answer | None:
+    """Encode the labels in memory. Return None if they are large, or if the request asks for another kind of output."""
+    if request.query.measurements is not None or request.query.output_to is not None:
         return None
     stages = Stages()
     with stages.measure("write"):
-        content = tiff_writer.encode(result.segmentation, _origin(received, result))
+        content = tiff_writer.encode(result.segmentation, _origin(request, result))
     if content is None:
         return None
-    return _label_answer(received.folder / LABELS, result.segmentation, stages, content)
+    return _label_answer(request.folder / LABELS_FILE, result.segmentation, stages, content)
 
 
 def write_answer(
-    host_files: HostFiles, received: SegmentationRequest, measured: Volume | None, result: Result
+    host_files: HostFiles, request: SegmentationRequest, measured: Volume | None, result: Result
 ) -> Answer:
-    """Write the files that the query asks for into the request's folder, or where it says on the host.
+    """Write the requested files to the folder of the request, or to `output_to` on the host.
 
-    Objects are measured in every channel of `measured`, whichever was segmented. Raises Cancelled, and what
-    `HostFiles.put` and writing raise.
+    Objects are measured in every channel of `measured`, not only in the segmented one. Raises Cancelled, the errors of
+    `HostFiles.put`, and OSError.
     """
-    place = received.query.output_to
-    if place is None:
-        return _write_files(received, measured, result)
-    is_zarr = received.query.measurements is None and host_files.is_zarr(place, received.caller)
-    answer = _write_zarr(host_files, received, result, place) if is_zarr else _write_files(received, measured, result)
-    if received.cancelled():
-        raise Cancelled("given up before its result was put in its place")
+    destination = request.query.output_to
+    if destination is None:
+        return _write_files(request, measured, result)
+    is_zarr = request.query.measurements is None and host_files.is_zarr(destination, request.caller)
+    answer = (
+        _write_zarr(host_files, request, result, destination) if is_zarr else _write_files(request, measured, result)
+    )
+    if request.cancelled():
+        raise Cancelled("cancelled before the result was moved to its destination")
     stages = Stages()
     with stages.measure("save"):
-        saved_bytes = _save(host_files, received, answer, place)
+        saved_bytes = _save(host_files, request, answer, destination)
     receipt = Saved(
-        output=place,
+        output=destination,
         media_type=answer.media_type,
         bytes=saved_bytes,
         model=result.model,
         objects=result.segmentation.count,
     )
-    path = received.folder / RECEIPT
+    path = request.folder / RECEIPT_FILE
     path.write_text(receipt.model_dump_json(), encoding="utf-8")
-    return Answer(path, "application/json", f"_{RECEIPT}", answer.seconds | stages.seconds)
+    return Answer(path, "application/json", f"_{RECEIPT_FILE}", answer.seconds | stages.seconds)
 
 
-def _save(host_files: HostFiles, received: SegmentationRequest, answer: Answer, place: str) -> int:
-    """Put an answer in its place, delete it here, and return its bytes."""
-    caller, ticket, overwrite = received.caller, received.folder.name, bool(received.query.overwrite)
-    if answer.media_type != ZARR:
-        host_files.put(answer.path, place, caller, ticket, overwrite=overwrite)
+def _save(host_files: HostFiles, request: SegmentationRequest, answer: Answer, destination: str) -> int:
+    """Move an answer to its destination and return its size in bytes."""
+    caller, ticket, overwrite = request.caller, request.folder.name, bool(request.query.overwrite)
+    if answer.media_type != ZARR_MEDIA_TYPE:
+        host_files.put(answer.path, destination, caller, ticket, overwrite=overwrite)
         size = answer.path.stat().st_size
         answer.path.unlink()
         return size
-    host_files.put_zarr(answer.path, place, caller, ticket, overwrite=overwrite, cancelled=received.cancelled)
+    host_files.put_zarr(answer.path, destination, caller, ticket, overwrite=overwrite, cancelled=request.cancelled)
     size = sum(path.stat().st_size for path in answer.path.rglob("*") if path.is_file())
-    shutil.rmtree(received.folder / IMAGE)
+    shutil.rmtree(request.folder / ZARR_FOLDER)
     return size
 
 
-def settle(host_files: HostFiles, received: SegmentationRequest) -> None:
-    """Note that the answer of `write_answer` is on its way to the caller, or on record."""
-    if received.query.output_to is not None:
-        host_files.settle(received.query.output_to, received.caller, received.folder.name)
+def settle(host_files: HostFiles, request: SegmentationRequest) -> None:
+    """Mark the delivery of `write_answer` as final: its answer is being sent, or was recorded."""
+    if request.query.output_to is not None:
+        host_files.settle(request.query.output_to, request.caller, request.folder.name)
 
 
 def check_host_files(host_files: HostFiles, query: Query, caller: str | None) -> None:
-    """Raise BadParameter or OutputExists if the caller may not use the files that the query names on the host."""
+    """Raise BadParameter or OutputExists if the caller cannot use the host files of the query."""
     if query.input is not None and host_files.is_folder(query.input, caller):
         _check_folder(query)
         return
     for name in ("glob", "format"):
         if getattr(query, name) is not None:
-            raise BadParameter.about(name, "it goes with an input that is a folder.")
+            raise BadParameter.about(name, "it is only valid for an input that is a folder.")
     if query.output_to is None and query.overwrite is not None:
-        raise BadParameter.about("overwrite", "it goes with output_to, which is not given.")
+        raise BadParameter.about("overwrite", "it is only valid together with output_to.")
     is_zarr = query.output_to is not None and _is_zarr_output(host_files, query, query.output_to, caller)
     host_files.check(query.input, query.output_to, caller, overwrite=bool(query.overwrite), as_zarr=is_zarr)
 
 
 def _is_zarr_output(host_files: HostFiles, query: Query, output: str, caller: str | None) -> bool:
-    """Return whether labels are written as OME-Zarr. Raises BadParameter for a name that does not fit the result."""
+    """Return whether labels are written as OME-Zarr. Raises BadParameter if the suffix does not match the result."""
     if query.measurements is None and host_files.is_zarr(output, caller):
         check_zarr_extra("output_to")
         return True
     suffixes = OUTPUT_SUFFIXES[MEDIA_TYPES[query.measurements]]
     if not output.lower().endswith(suffixes):
-        # A mistake in `input` is reported first.
+        # Report errors in `input` first.
         host_files.check(query.input, None, caller)
-        raise BadParameter.about("output_to", f"the name must end with {' or '.join(suffixes)}, after what is written.")
+        raise BadParameter.about(
+            "output_to", f"the name must end with {' or '.join(suffixes)} for this kind of result."
+        )
     return False
 
 
 def _check_folder(query: Query) -> None:
     if query.output_to is None:
         raise BadParameter.about(
-            "input", f"{query.input} is a folder; POST /jobs segments it, with output_to=, the folder for the results."
+            "input", f"{query.input} is a folder. Use POST /jobs for it, with the folder for the results as output_to."
         )
     if query.measurements is not None:
         raise BadParameter.about(
-            "measurements", "the table of a folder is objects.csv among its results; leave it out."
+            "measurements",
+            "omit it for a folder. The measurements are always written to objects.csv in the results folder.",
         )
     if query.format == "zarr":
         check_zarr_extra("format")
 
 
 def check_zarr_extra(parameter: str) -> None:
-    """Raise BadParameter where OME-Zarr cannot be written."""
+    """Raise BadParameter if OME-Zarr cannot be written."""
     if find_spec("zarr") is None:
-        raise BadParameter.about(parameter, "writing OME-Zarr needs the extra: pip install 'stackseg[zarr]'.")
+        raise BadParameter.about(parameter, "OME-Zarr output requires the extra zarr: pip install 'stackseg[zarr]'.")
 
 
 def measure_objects(result: Result, measured: Volume | None) -> Table | None:
-    """Measure the objects of a result in every channel of `measured`; those of a series are measured already.
+    """Measure the objects of a result in every channel of `measured`. Return the existing table of a series.
 
-    None if there are no labels, or nothing to measure them in.
+    Return None if there are no labels or no pixels to measure.
     """
     if result.series is not None:
         return result.series.table
@@ -190,7 +196,7 @@ def measure_objects(result: Result, measured: Volume | None) -> Table | None:
 
 
 def describe_answer(name: str, answer: Answer, result: Result, seconds: Mapping[str, float]) -> AnswerMetadata:
-    """Return the metadata of an answer; `name` is that of the posted file."""
+    """Return the metadata of an answer. `name` is the name of the uploaded file."""
     return AnswerMetadata(
         model=result.model,
         media_type=answer.media_type,
@@ -204,12 +210,12 @@ def describe_answer(name: str, answer: Answer, result: Result, seconds: Mapping[
         skipped=None if result.skipped is None else str(result.skipped),
         time_points=None if result.series is None else (result.series.points, result.series.total),
         confidence=result.confidence,
-        doubt=describe_doubt(result),
+        doubt=describe_low_confidence(result),
     )
 
 
-def describe_doubt(result: Result) -> dict[str, Any] | None:
-    """Return why a result is not to be trusted, with the members of a problem document; None: it may be."""
+def describe_low_confidence(result: Result) -> dict[str, Any] | None:
+    """Return a warning with the members of a problem document if confidence in a result is low, else None."""
     if result.doubt is None:
         return None
     confidence, detail, attempt = result.doubt
@@ -223,9 +229,9 @@ def describe_doubt(result: Result) -> dict[str, Any] | None:
 
 
 def fingerprint(caller: str | None, digest: str, spec: str, query: Query, execution: Mapping[str, Any]) -> str:
-    """Hash all that decides about an answer: requests with equal fingerprints have equal answers.
+    """Return a hash of everything that determines an answer: requests with equal fingerprints have equal answers.
 
-    digest     of the bytes of the file
+    digest     digest of the file content
     spec       `ModelRegistry.spec_json` of the model
     execution  `Runtime.execution_settings` of the model
     Returns SHA-256 in hexadecimal.
@@ -239,48 +245,48 @@ def answer_name(name: str, suffix: str) -> str:
     return (_STACK_SUFFIX.sub("", name) or "stack") + suffix
 
 
-def _origin(received: SegmentationRequest, result: Result) -> dict[str, str]:
-    return describe_origin(received.query, result, received.name, received.digest)
+def _origin(request: SegmentationRequest, result: Result) -> dict[str, str]:
+    return describe_origin(request.query, result, request.name, request.digest)
 
 
-def _write_zarr(host_files: HostFiles, received: SegmentationRequest, result: Result, place: str) -> Answer:
-    """Write a store of OME-Zarr into the request's folder, as it will lie in its place."""
-    from service.formats.zarr import writer as zarr_writer  # noqa: PLC0415 - it needs the extra `zarr`
+def _write_zarr(host_files: HostFiles, request: SegmentationRequest, result: Result, destination: str) -> Answer:
+    """Write an OME-Zarr store to the folder of the request, with the layout of its destination."""
+    from service.formats.zarr import writer as zarr_writer  # noqa: PLC0415 - requires the extra `zarr`
 
-    stages, image, name = Stages(), received.folder / IMAGE, place.rpartition("/")[2]
+    stages, image, name = Stages(), request.folder / ZARR_FOLDER, destination.rpartition("/")[2]
     shutil.rmtree(image, ignore_errors=True)
     image.mkdir(mode=0o700, parents=True)
-    path, version = image / name, host_files.find_image(place, received.caller)
+    path, version = image / name, host_files.find_image(destination, request.caller)
     if version is not None:
-        # A group without an image, in place of the one whose labels these are.
+        # The labels are added to an existing image. Write an empty group as a stand-in for that image.
         image.joinpath("zarr.json" if version == 3 else ".zgroup").write_text("{}", encoding="utf-8")
         path = image / "labels" / name
     with stages.measure("write"):
-        zarr_writer.write(result.segmentation, path, _origin(received, result))
-    return Answer(path, ZARR, "", stages.seconds)
+        zarr_writer.write(result.segmentation, path, _origin(request, result))
+    return Answer(path, ZARR_MEDIA_TYPE, "", stages.seconds)
 
 
-def _write_files(received: SegmentationRequest, measured: Volume | None, result: Result) -> Answer:
+def _write_files(request: SegmentationRequest, measured: Volume | None, result: Result) -> Answer:
     segmentation = result.segmentation
-    folder, wanted, stages = received.folder, received.query.measurements, Stages()
+    folder, measurements_format, stages = request.folder, request.query.measurements, Stages()
     folder.mkdir(mode=0o700, exist_ok=True)
-    labels, table = folder / LABELS, folder / MEASUREMENTS
-    if wanted is not None:
+    labels, table = folder / LABELS_FILE, folder / MEASUREMENTS_FILE
+    if measurements_format is not None:
         with stages.measure("measure"):
-            rows = measure_objects(result, measured)
-            assert rows is not None  # noqa: S101 - other outputs are refused
-            measurements.write_csv(rows, table)
-    if wanted == "csv":
-        return Answer(table, MEDIA_TYPES[wanted], f"_{MEASUREMENTS}", stages.seconds)
+            table_rows = measure_objects(result, measured)
+            assert table_rows is not None  # noqa: S101 - measurements of other outputs are rejected at admission
+            measurements.write_csv(table_rows, table)
+    if measurements_format == "csv":
+        return Answer(table, MEDIA_TYPES[measurements_format], f"_{MEASUREMENTS_FILE}", stages.seconds)
     with stages.measure("write"):
-        tiff_writer.write(segmentation, labels, _origin(received, result))
-        if wanted == "zip":
-            doubt = folder / WARNING
+        tiff_writer.write(segmentation, labels, _origin(request, result))
+        if measurements_format == "zip":
+            warning = folder / WARNING_FILE
             if result.doubt is not None:
-                doubt.write_text(json.dumps(describe_doubt(result), indent=2) + "\n", encoding="utf-8")
-            _pack(folder / ARCHIVE, (labels, table, *([doubt] if result.doubt is not None else [])))
-    if wanted == "zip":
-        return Answer(folder / ARCHIVE, MEDIA_TYPES[wanted], "_labels.zip", stages.seconds)
+                warning.write_text(json.dumps(describe_low_confidence(result), indent=2) + "\n", encoding="utf-8")
+            _pack_files(folder / ARCHIVE_FILE, (labels, table, *([warning] if result.doubt is not None else [])))
+    if measurements_format == "zip":
+        return Answer(folder / ARCHIVE_FILE, MEDIA_TYPES[measurements_format], "_labels.zip", stages.seconds)
     return _label_answer(labels, segmentation, stages)
 
 
@@ -288,8 +294,8 @@ def _label_answer(path: Path, segmentation: Segmentation, stages: Stages, conten
     return Answer(path, MEDIA_TYPES[None], f"_{segmentation.kind}.ome.tif", stages.seconds, content)
 
 
-def _pack(path: Path, files: tuple[Path, ...]) -> None:
-    """Move files into an archive that does not compress: the large ones are compressed already."""
+def _pack_files(path: Path, files: tuple[Path, ...]) -> None:
+    """Move files to a ZIP archive without compression. The large files are already compressed."""
     with ZipFile(path, "w", ZIP_STORED) as archive:
         for file in files:
             archive.write(file, file.name)

@@ -1,4 +1,4 @@
-"""A cache of the results of earlier requests: files in a folder, of which the least recently used are deleted first."""
+"""A cache of the results of earlier requests: files in a folder, deleted in least-recently-used order."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ T = TypeVar("T")
 
 
 class CachedResult(NamedTuple, Generic[T]):
-    """A result: its open file, which stays readable until it is closed, and its metadata."""
+    """The metadata and the open file of a result. The file stays readable if the result is deleted."""
 
     file: BinaryIO
     metadata: T
 
 
 class ResultCache(Generic[T]):
-    """A cache of at most `limit_bytes` in a folder of its own; 0 disables it. Safe to use from several threads.
+    """A cache of at most `limit_bytes` in a folder of its own. A limit of 0 disables it. Thread-safe.
 
-    Where several owners fill it, the owner who has most loses results first, so that nobody's go for another's while
-    they take less than an equal share. `nbytes` are those of all results in the cache.
+    If the cache is full, results of the owner who uses most space are deleted first. This guarantees each owner an
+    equal share of the cache. `nbytes` is the total size of all cached results.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
-        self._folder, self._limit = folder, limit_bytes
-        # By owner, the least recently used first.
+        self._folder, self._limit_bytes = folder, limit_bytes
+        # Entries by owner, least recently used first.
         self._entries: defaultdict[str | None, OrderedDict[str, tuple[int, T]]] = defaultdict(OrderedDict)
         self._used: Counter[str | None] = Counter()
         self._lock = threading.Lock()
 
     @property
     def enabled(self) -> bool:
-        return self._limit > 0
+        return self._limit_bytes > 0
 
     @property
     def nbytes(self) -> int:
         return self._used.total()
 
     def get(self, key: str, owner: str | None) -> CachedResult[T] | None:
-        """Return the owner's result with this key; None if there is none, or none any more."""
+        """Return the owner's result with this key, or None."""
         with self._lock:
             entries = self._entries[owner]
             if key not in entries:
@@ -50,21 +50,21 @@ class ResultCache(Generic[T]):
             try:
                 file = (self._folder / key).open("rb")
             except FileNotFoundError:
-                # Somebody else has deleted it.
+                # The file was deleted from outside.
                 self._used[owner] -= entries.pop(key)[0]
                 return None
             entries.move_to_end(key)
             return CachedResult(file, entries[key][1])
 
     def put(self, key: str, owner: str | None, result: Path | bytes, metadata: T) -> None:
-        """Add a file of this file system, which must not change any more, or the content of a file.
+        """Add a result: a file on the same file system, which must not change afterwards, or the content of a file.
 
-        A key belongs to one owner. The file may be deleted afterwards. Raises OSError, and adds nothing then.
+        A key belongs to one owner. The file may be deleted afterwards. Raises OSError; in that case nothing is added.
         """
         size = result.stat().st_size if isinstance(result, Path) else len(result)
-        if size > self._limit or key in self._entries[owner]:
+        if size > self._limit_bytes or key in self._entries[owner]:
             return
-        # Written without the lock, which every request takes that looks a result up.
+        # Write without holding the lock, which every lookup needs.
         partial = self._folder / f".{uuid.uuid4().hex}"
         try:
             if isinstance(result, Path):
@@ -82,8 +82,8 @@ class ResultCache(Generic[T]):
             file.replace(self._folder / key)
             self._entries[owner][key] = entry
             self._used[owner] += entry[0]
-            while self.nbytes > self._limit:
-                ((most, _),) = self._used.most_common(1)
-                oldest, (freed, _) = self._entries[most].popitem(last=False)
-                self._used[most] -= freed
-                (self._folder / oldest).unlink(missing_ok=True)
+            while self.nbytes > self._limit_bytes:
+                ((largest_owner, _),) = self._used.most_common(1)
+                oldest_key, (freed_bytes, _) = self._entries[largest_owner].popitem(last=False)
+                self._used[largest_owner] -= freed_bytes
+                (self._folder / oldest_key).unlink(missing_ok=True)

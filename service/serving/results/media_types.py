@@ -1,4 +1,4 @@
-"""The parts and forms of a job's result: labels as TIFF, .npy, NIfTI or .ozx, the table, and labels as a volume."""
+"""Conversion of a job's result: labels as TIFF, .npy, NIfTI or .ozx, the table, or the labels as a volume."""
 
 from __future__ import annotations
 
@@ -15,91 +15,96 @@ from service.core.files.whole_file import descriptor_path
 from service.core.types import Cancelling, Segmentation, Selection, Volume, never
 from service.formats import npy_nifti
 from service.formats.sandbox.reader import Reader
-from service.serving.results.answers import LABELS, MEASUREMENTS, MEDIA_TYPES, check_zarr_extra
+from service.serving.results.answers import LABELS_FILE, MEASUREMENTS_FILE, MEDIA_TYPES, check_zarr_extra
 from service.serving.results.metadata import AnswerMetadata
 
-ARCHIVE, TABLE, TIFF = MEDIA_TYPES["zip"], MEDIA_TYPES["csv"], MEDIA_TYPES[None]
+ARCHIVE_TYPE, TABLE_TYPE, TIFF_TYPE = MEDIA_TYPES["zip"], MEDIA_TYPES["csv"], MEDIA_TYPES[None]
 
 
-class _Form(NamedTuple):
+class _LabelFormat(NamedTuple):
     suffix: str
     write: Callable[[Volume, Path], None]
 
 
 def _write_ozx(volume: Volume, path: Path) -> None:
-    """Write labels as OME-Zarr in an archive. Raises BadParameter without the extra `zarr`."""
+    """Write labels as a zipped OME-Zarr. Raises BadParameter if the extra `zarr` is not installed."""
     check_zarr_extra("Accept")
-    from service.formats.zarr import writer as zarr_writer  # noqa: PLC0415 - it needs the extra
+    from service.formats.zarr import writer as zarr_writer  # noqa: PLC0415 - requires the extra `zarr`
 
     zarr_writer.write_archive(Segmentation(volume.array()[0], "labels", volume.voxel_size), path)
 
 
-# Forms of the labels beside the TIFF that is kept, by media type.
-FORMS = {
-    "application/x-npy": _Form(".npy", npy_nifti.write_npy),
-    "application/x-nifti": _Form(".nii.gz", npy_nifti.write_nifti),
-    "application/gzip": _Form(".nii.gz", npy_nifti.write_nifti),
-    "application/x-ozx": _Form(".ozx", _write_ozx),
+# Formats that the stored labels can be converted to, by media type.
+LABEL_FORMATS = {
+    "application/x-npy": _LabelFormat(".npy", npy_nifti.write_npy),
+    "application/x-nifti": _LabelFormat(".nii.gz", npy_nifti.write_nifti),
+    "application/gzip": _LabelFormat(".nii.gz", npy_nifti.write_nifti),
+    "application/x-ozx": _LabelFormat(".ozx", _write_ozx),
 }
 
 
 def choose_media_type(accepted: str, metadata: AnswerMetadata) -> str:
-    """Return the media type that a result can be had as and that an Accept header prefers, else the one that is kept.
+    """Return the available media type of a result that an Accept header prefers, or else the stored media type.
 
-    Preferences are those of RFC 9110, section 12.5.1; among equal ones the first of the header is chosen.
+    Preferences follow RFC 9110, section 12.5.1. Among equal preferences, the first in the header wins.
     """
     offers = [metadata.media_type]
-    if metadata.media_type == ARCHIVE:
-        offers += [TIFF, TABLE]
-    # Other forms have neither time nor channels.
-    if metadata.media_type in {ARCHIVE, TIFF} and metadata.time_points is None and metadata.kind != "probabilities":
-        offers += FORMS
+    if metadata.media_type == ARCHIVE_TYPE:
+        offers += [TIFF_TYPE, TABLE_TYPE]
+    # The other formats are written without time and channel axes.
+    if (
+        metadata.media_type in {ARCHIVE_TYPE, TIFF_TYPE}
+        and metadata.time_points is None
+        and metadata.kind != "probabilities"
+    ):
+        offers += LABEL_FORMATS
     ranges = _parse_accept(accepted)
-    chosen = max(offers, key=lambda offer: _rate(offer, ranges))
-    return chosen if _rate(chosen, ranges) > _UNWANTED else metadata.media_type
+    best = max(offers, key=lambda offer: _rank(offer, ranges))
+    return best if _rank(best, ranges) > _LOWEST_RANK else metadata.media_type
 
 
-_UNWANTED = (0.0, 0)
+_LOWEST_RANK = (0.0, 0)
 
 
 def _parse_accept(accepted: str) -> dict[str, tuple[float, int]]:
-    """Return by media range its quality, 0 to 1, and the higher a number the earlier it is in the header."""
+    """Return the rank of each media range: its quality from 0 to 1, and a number that is higher for earlier ranges."""
     ranges: dict[str, tuple[float, int]] = {}
-    for place, part in enumerate(accepted.split(",")):
-        media_range, *parameters = (word.strip().lower() for word in part.split(";"))
-        stated = (word[2:] for word in parameters if word.startswith("q="))
+    for position, part in enumerate(accepted.split(",")):
+        media_range, *parameters = (token.strip().lower() for token in part.split(";"))
+        qualities = (token[2:] for token in parameters if token.startswith("q="))
         try:
-            quality = float(next(stated, "1"))
+            quality = float(next(qualities, "1"))
         except ValueError:
             quality = 1.0
-        ranges.setdefault(media_range, (quality, -place))
+        ranges.setdefault(media_range, (quality, -position))
     return ranges
 
 
-def _rate(offer: str, ranges: dict[str, tuple[float, int]]) -> tuple[float, int]:
-    """Return how much a media type is wanted, by the most specific range that it is in."""
+def _rank(offer: str, ranges: dict[str, tuple[float, int]]) -> tuple[float, int]:
+    """Return the rank of a media type, taken from the most specific range that contains it."""
     kind = offer.partition("/")[0]
-    found = next((ranges[name] for name in (offer, f"{kind}/*", "*/*") if name in ranges), _UNWANTED)
-    return found if found[0] > 0 else _UNWANTED
+    rank = next((ranges[name] for name in (offer, f"{kind}/*", "*/*") if name in ranges), _LOWEST_RANK)
+    return rank if rank[0] > 0 else _LOWEST_RANK
 
 
 def extract(
     reader: Reader, file: BinaryIO, metadata: AnswerMetadata, media_type: str, folder: Path
 ) -> tuple[Path, AnswerMetadata]:
-    """Write the result, or a part of it, in another form into an empty folder, and describe it.
+    """Write the result, or a part of it, in another format to an empty folder. Return the file and its metadata.
 
-    `media_type` is one of `choose_media_type` other than that of the result. Raises what `Reader.read` raises.
+    `media_type` is a result of `choose_media_type` that differs from the stored media type. Raises the errors of
+    `Reader.read`.
     """
     stem = metadata.file_name.removesuffix("_labels.zip").removesuffix(".ome.tif")
     path = folder / "part"
-    if media_type in {TIFF, TABLE}:
-        name = MEASUREMENTS if media_type == TABLE else LABELS
+    if media_type in {TIFF_TYPE, TABLE_TYPE}:
+        name = MEASUREMENTS_FILE if media_type == TABLE_TYPE else LABELS_FILE
         _copy_member(file, name, path)
         return path, replace(metadata, media_type=media_type, file_name=f"{stem}_{name}")
-    form = FORMS[media_type]
-    form.write(read_labels(reader, file, metadata, folder), path)
-    stem = stem if metadata.media_type == TIFF else f"{stem}_labels"
-    return path, replace(metadata, media_type=media_type, file_name=stem + form.suffix)
+    label_format = LABEL_FORMATS[media_type]
+    label_format.write(read_labels(reader, file, metadata, folder), path)
+    stem = stem if metadata.media_type == TIFF_TYPE else f"{stem}_labels"
+    return path, replace(metadata, media_type=media_type, file_name=stem + label_format.suffix)
 
 
 def read_labels(  # noqa: PLR0913
@@ -111,17 +116,17 @@ def read_labels(  # noqa: PLR0913
     time: int | None = None,
     cancelled: Cancelling = never,
 ) -> Volume:
-    """Read the labels of a result, of a series those of one of its time points.
+    """Read the labels of a result. `time` selects the time point of a series.
 
-    Raises BadParameter for a table alone, and what `Reader.read` raises.
+    Raises BadParameter if the result has no labels, and the errors of `Reader.read`.
     """
     read = partial(reader.read, selection=Selection(time=time), scratch=folder, cancelled=cancelled)
-    if metadata.media_type == TIFF:
+    if metadata.media_type == TIFF_TYPE:
         return read(descriptor_path(file.fileno()))
-    if metadata.media_type != ARCHIVE:
-        raise BadParameter("The result of this job has no labels: it was asked for a table alone, or saved elsewhere.")
-    labels = folder / LABELS
-    _copy_member(file, LABELS, labels)
+    if metadata.media_type != ARCHIVE_TYPE:
+        raise BadParameter("The result of this job has no labels: it is only a table, or it was saved to a host file.")
+    labels = folder / LABELS_FILE
+    _copy_member(file, LABELS_FILE, labels)
     return read(labels)
 
 

@@ -1,4 +1,4 @@
-"""The metadata of an answer, as response headers, the job store and the result cache hold it."""
+"""The metadata of an answer, which is sent as headers and stored in the job database and the result cache."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from service.core.types import OutputKind
 
 @dataclass(frozen=True)
 class AnswerMetadata:
-    """The data beside the file of an answer. `model` has the version; `seconds` are by stage.
+    """The metadata of the file of an answer.
 
-    diameter  of the objects, and whether it was stated or estimated; None if it was neither
-    skipped   how many windows were not computed because they are empty; None if none were looked for
-    time_points  of a series: how many are in the answer, and how many there should be
-    stacks    of a folder: how many have results, and how many there are
-    confidence  in the result, 0 to 1; None where that is not known
-    doubt     why the result is not to be trusted, as `describe_doubt` has it; None: it may be
+    model        name and version of the model
+    seconds      time by stage
+    diameter     object diameter, and whether it was set or estimated; None if neither
+    skipped      number of empty windows that were skipped; None if windows were not checked
+    time_points  of a series: number of time points in the answer, and total number
+    stacks       of a folder: number of stacks with results, and total number
+    confidence   confidence in the result, 0 to 1; None if unknown
+    doubt        the low-confidence warning of `describe_low_confidence`; None if confidence is not low
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""Provenance of a result: model, parameters, software and source, as it is written into the file of the result."""
+"""The provenance that is written to result files: model, parameters, software and source."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 
 def describe_origin(query: Query, result: Result, source: str, digest: str | None) -> dict[str, str]:
-    """Return facts about a result by name, without those that are not known.
+    """Return the provenance of a result as names and values. Unknown values are omitted.
 
     Args:
-        query: the parameters that were given
-        result: the segmentation, with the model and the engine that made it
-        source: name of the file that was segmented
-        digest: BLAKE3 of that file in hexadecimal, None where it was not read as a whole
+        query: the parameters of the request
+        result: the segmentation, including its model and engine
+        source: name of the segmented file
+        digest: BLAKE3 of that file in hexadecimal; None if the file was not read completely
     """
-    given = query.model_dump(exclude={"model"}, exclude_none=True)
-    facts = {
+    parameters = query.model_dump(exclude={"model"}, exclude_none=True)
+    fields = {
         "software": _software(),
         "model": result.model,
         "engine": result.engine,
-        "parameters": json.dumps(given) if given else "",
+        "parameters": json.dumps(parameters) if parameters else "",
         "diameter": result.width,
         "skipped": None if result.skipped is None else str(result.skipped),
         "confidence": None if result.confidence is None else f"{result.confidence:.2f}",
@@ -40,14 +40,14 @@ def describe_origin(query: Query, result: Result, source: str, digest: str | Non
         "source": source,
         "source_blake3": digest,
     }
-    return {name: fact for name, fact in facts.items() if fact}
+    return {name: value for name, value in fields.items() if value}
 
 
 def hash_file(path: Path) -> str | None:
-    """Return BLAKE3 of a file in hexadecimal, as `b3sum` prints it; None for a folder."""
+    """Return the BLAKE3 hash of a file in hexadecimal, as `b3sum` prints it, or None for a folder."""
     if path.is_dir():
         return None
-    # Not mapped: whoever cuts a file short meanwhile would end this process.
+    # Do not map the file: truncating a mapped file would kill this process.
     with path.open("rb") as file:
         return hashlib.file_digest(file, blake3).hexdigest()  # type: ignore[arg-type]
 

@@ -1,1 +1,1 @@
-"""Files and folders on disk, and their limits."""
+"""Files and folders on disk, and limits on disk space and memory."""

@@ -1,6 +1,6 @@
-"""Delivery of a finished file or Zarr store into an open folder, where it appears whole and after it is on disk.
+"""Atomic delivery of a finished file or Zarr store to a folder. It appears there after it has been written to disk.
 
-A process may be killed at any moment. A ticket lets a second call recognise what the first one has delivered.
+The process may be killed at any moment. A ticket allows a second call to recognize what the first call has delivered.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 _POLL_SECONDS = 0.1
 
 
-class Target(NamedTuple):
-    """The name in an open folder under which a result is to appear.
+class DeliveryTarget(NamedTuple):
+    """The destination of a result: a name in an open folder.
 
-    folder     descriptor
-    place      the name as the request states it, for messages
-    ticket     names the delivery until `settle`; "" for a target that is only checked
-    overwrite  whether the result may replace another one of its kind
+    folder     file descriptor of the folder
+    location   the destination as written in the request, for messages
+    ticket     identifies the delivery until `settle`; "" if the target is only checked
+    overwrite  whether the result may replace an existing result of the same kind
     """
 
     folder: int
     name: str
-    place: str
+    location: str
     ticket: str = ""
     overwrite: bool = False
 
@@ -64,59 +64,59 @@ class Target(NamedTuple):
 
     @property
     def partial(self) -> str:
-        """Name of the result until it is complete, and of the empty file that marks a delivered store."""
+        """Name of an incomplete result, and of the empty file that marks a delivered store."""
         return f".stackseg-{self.ticket}.part"
 
     @property
     def replaced(self) -> str:
-        """Name of the store that the new one replaces, until that has its name."""
+        """Temporary name of an existing store while it is being replaced."""
         return f"{self.partial}.old"
 
-    def rename(self, name: str, other: str) -> None:
+    def rename(self, name: str, new_name: str) -> None:
         """Rename a file or a folder. Raises OSError."""
-        os.rename(name, other, src_dir_fd=self.folder, dst_dir_fd=self.folder)
+        os.rename(name, new_name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
 
 
-def check_file(target: Target) -> None:
-    """Raise BadParameter for a folder, and OutputExists for anything else that must not be overwritten."""
+def check_file(target: DeliveryTarget) -> None:
+    """Raise BadParameter if the target is a folder, and OutputExists if it exists and must not be overwritten."""
     with suppress(FileNotFoundError):
         if stat.S_ISDIR(os.stat(target.name, dir_fd=target.folder, follow_symlinks=False).st_mode):
-            raise BadParameter.about("output_to", f"{target.place} is a folder; add the name of a file.")
+            raise BadParameter.about("output_to", f"{target.location} is a folder. Add a file name.")
         if not target.overwrite:
-            raise _exists(target)
+            raise _output_exists_error(target)
 
 
-def check_store(target: Target) -> None:
-    """Raise OutputExists for what must not be overwritten, and BadParameter for what is no store of Zarr."""
+def check_store(target: DeliveryTarget) -> None:
+    """Raise OutputExists if the target must not be overwritten, and BadParameter if it is not a Zarr store."""
     with suppress(FileNotFoundError):
         while True:
-            found = target.path.lstat()
+            status_before = target.path.lstat()
             if not target.overwrite:
-                raise _exists(target)
+                raise _output_exists_error(target)
             if _is_store(target.path):
                 return
-            # Where another call has replaced it meanwhile, it is looked at again.
-            after = target.path.lstat()
-            if (after.st_ino, after.st_ctime_ns) == (found.st_ino, found.st_ctime_ns):
+            # Check again if another call has replaced it in the meantime.
+            status_after = target.path.lstat()
+            if (status_after.st_ino, status_after.st_ctime_ns) == (status_before.st_ino, status_before.st_ctime_ns):
                 raise BadParameter.about(
                     "output_to",
-                    f"{target.place} is no folder of Zarr, and is not replaced by one; choose another name.",
+                    f"{target.location} exists and is not a Zarr folder, so it is not replaced. Choose another name.",
                 )
 
 
-def _exists(target: Target) -> OutputExists:
+def _output_exists_error(target: DeliveryTarget) -> OutputExists:
     return OutputExists.about(
         "output_to",
-        f"{target.place} is there already; choose another name, or say overwrite=true.",
+        f"{target.location} already exists. Choose another name, or set overwrite=true.",
         suggested={"overwrite": "true"},
     )
 
 
-def put_file(source: Path, target: Target) -> None:
+def put_file(source: Path, target: DeliveryTarget) -> None:
     """Copy a file to its target.
 
-    A second call, as after a crash, recognises its own file until `settle`. Raises OSError, and OutputExists for a file
-    of others unless it may be overwritten.
+    Until `settle`, a second call, for example after a crash, recognizes its own file. Raises OSError, and
+    OutputExists if another file exists and must not be overwritten.
     """
     folder, name = target.folder, target.name
     if is_same_file(folder, target.partial, name):
@@ -134,8 +134,8 @@ def put_file(source: Path, target: Target) -> None:
         raise
 
 
-def _link_new(target: Target) -> None:
-    """Link a finished file to its name. Raises OutputExists if a file has that name."""
+def _link_new(target: DeliveryTarget) -> None:
+    """Link a finished file to its final name. Raises OutputExists if the name is taken."""
     folder = target.folder
     try:
         os.link(target.partial, target.name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
@@ -145,43 +145,44 @@ def _link_new(target: Target) -> None:
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise
-        # A file that appears between these two lines is overwritten; without hard links nothing prevents that.
+        # A file that is created between these two lines is overwritten. Without hard links, this cannot be prevented.
         check_file(target)
         target.rename(target.partial, target.name)
 
 
-def put_store(source: Path, target: Target, cancelled: Cancelling = never) -> None:
-    """Copy a Zarr store to its target; only another store is overwritten.
+def put_store(source: Path, target: DeliveryTarget, cancelled: Cancelling = never) -> None:
+    """Copy a Zarr store to its target. Only another Zarr store can be overwritten.
 
-    The store holds an empty file until `settle`, by which a second call, as after a crash, recognises its own. Links
-    are not followed. Raises OSError, Cancelled, BadParameter and OutputExists.
+    Until `settle`, the delivered store contains an empty marker file. A second call, for example after a
+    crash, recognizes its own store by the marker. Links are not followed. Raises OSError, Cancelled, BadParameter
+    and OutputExists.
     """
     if _is_own(target):
         return
-    folder, mark = target.folder, target.partial
+    folder, marker = target.folder, target.partial
     if (descriptor_path(folder) / target.replaced).exists() and not os.path.lexists(target.path):
-        # Killed between two names.
+        # The process was killed between the two renames.
         target.rename(target.replaced, target.name)
-    remove_folder(folder, mark)
+    remove_folder(folder, marker)
     check_store(target)
     remove_folder(folder, target.replaced)
     try:
-        os.mkdir(mark, dir_fd=folder)
-        copy_folder(source, folder, mark, cancelled)
-        write_file(folder, f"{mark}/{mark}")
-        while not _take_name(target):
-            # Another one has it meanwhile, and what is no store has it for good.
-            with _naming_replaced(target):
+        os.mkdir(marker, dir_fd=folder)
+        copy_folder(source, folder, marker, cancelled)
+        write_file(folder, f"{marker}/{marker}")
+        while not _rename_to_target(target):
+            # The name was taken in the meantime. Another store can be replaced, anything else raises an error.
+            with _reporting_replaced_store(target):
                 check_store(target)
             remove_folder(folder, target.replaced)
         os.fsync(folder)
         remove_folder(folder, target.replaced)
     finally:
-        remove_folder(folder, mark)
+        remove_folder(folder, marker)
 
 
-def _take_name(target: Target) -> bool:
-    """Give the finished store its name, in place of another store if that may be. Return whether the name was free."""
+def _rename_to_target(target: DeliveryTarget) -> bool:
+    """Rename the finished store to its final name, replacing a store if allowed. Return False if the name is taken."""
     if target.overwrite:
         with suppress(FileNotFoundError):
             target.rename(target.name, target.replaced)
@@ -204,48 +205,48 @@ def _is_store(path: Path) -> bool:
 
 
 @contextmanager
-def _naming_replaced(target: Target) -> Iterator[None]:
-    """Say where a store is that was to be replaced when something else took its name."""
+def _reporting_replaced_store(target: DeliveryTarget) -> Iterator[None]:
+    """Add the name of the store that was being replaced to errors, if something else took its name."""
     try:
         yield
     except (BadParameter, OutputExists) as error:
         if not (descriptor_path(target.folder) / target.replaced).exists():
             raise
-        text = f"{error} The store that it was to replace is beside it, as {target.replaced}."
-        raise type(error)(text, parameter=error.parameter, suggested=error.suggested) from None
+        message = f"{error} The previous store is in the same folder, as {target.replaced}."
+        raise type(error)(message, parameter=error.parameter, suggested=error.suggested) from None
 
 
-def _is_own(target: Target) -> bool:
-    """Return whether `put_store` has delivered the store of this name, and it was not settled."""
+def _is_own(target: DeliveryTarget) -> bool:
+    """Return whether the store at the target was delivered with this ticket and is not settled."""
     return not target.path.is_symlink() and (target.path / target.partial).is_file()
 
 
-def settle(target: Target) -> None:
-    """Forget the ticket of a result that is on record."""
+def settle(target: DeliveryTarget) -> None:
+    """Forget the ticket of a delivered result, after the result has been recorded."""
     if _is_own(target):
         remove_folder(target.folder, target.replaced)
-        # Another one may have taken its place.
+        # Another store may have replaced it in the meantime.
         remove_file(target.folder, f"{target.name}/{target.partial}")
     remove_file(target.folder, target.partial)
 
 
-def take_back(target: Target) -> None:
-    """Delete a store that `put_store` has delivered, unless it was settled."""
+def undo_delivery(target: DeliveryTarget) -> None:
+    """Delete a store that `put_store` has delivered, unless it is settled."""
     if _is_own(target):
         remove_folder(target.folder, target.name)
 
 
-def list_labels(labels: Path, folder: int, cancelled: Cancelling) -> None:
-    """Add what a group of labels lists to the group that is, or is to be, in an open folder.
+def register_labels(labels: Path, folder: int, cancelled: Cancelling) -> None:
+    """Add the labels listed in the group `labels` to the group in an open folder, which is created if necessary.
 
-    Each file of metadata appears whole. Links are not followed. Raises OSError, BadFile, and Cancelled.
+    Metadata files are replaced atomically. Links are not followed. Raises OSError, BadFile and Cancelled.
     """
     with _locked(folder, cancelled):
         for path in sorted(labels.iterdir()):
             if path.name in METADATA_NAMES:
-                present = read_json(FolderStore(partial(open_file, folder)), path.name)
+                existing = read_json(FolderStore(partial(open_file, folder)), path.name)
                 with translate_errors(f"labels/{path.name}"):
-                    merged = _merge(present or {}, json.loads(path.read_bytes()))
+                    merged = _merge(existing or {}, json.loads(path.read_bytes()))
                 part = f".{path.name}.part"
                 remove_file(folder, part)
                 write_file(folder, part, json.dumps(merged, indent=2).encode())
@@ -254,10 +255,10 @@ def list_labels(labels: Path, folder: int, cancelled: Cancelling) -> None:
 
 @contextmanager
 def _locked(folder: int, cancelled: Cancelling) -> Iterator[None]:
-    """Hold a folder once nobody else does, as any program of the host may. Raises Cancelled."""
+    """Wait for an exclusive lock on a folder, which any program on the host may hold. Raises Cancelled."""
     while not _try_lock(folder):
         if cancelled():
-            raise Cancelled("given up while others held the folder of its result")
+            raise Cancelled("cancelled while waiting for the lock on the output folder")
         time.sleep(_POLL_SECONDS)
     try:
         yield
@@ -266,8 +267,8 @@ def _locked(folder: int, cancelled: Cancelling) -> Iterator[None]:
 
 
 def _try_lock(folder: int) -> bool:
-    """Lock a folder and return True; return False if others hold it."""
-    # Not every file system has locks.
+    """Try to lock a folder. Return False if another process holds the lock."""
+    # Some file systems do not support locks. Continue without one.
     with suppress(OSError):
         try:
             lock(folder)
@@ -276,10 +277,10 @@ def _try_lock(folder: int) -> bool:
     return True
 
 
-def _merge(present: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
-    """Return metadata of a group with the labels of another one listed, too."""
-    merged = added | present
+def _merge(existing: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata `existing` of a group, extended with the labels listed in `added`."""
+    merged = added | existing
     if "labels" in added:
-        return merged | {"labels": sorted({*map(str, present.get("labels", ())), *added["labels"]})}
-    inner = {key: value for key, value in added.items() if isinstance(value, dict)}
-    return merged | {key: _merge(present.get(key, {}), value) for key, value in inner.items()}
+        return merged | {"labels": sorted({*map(str, existing.get("labels", ())), *added["labels"]})}
+    nested = {key: value for key, value in added.items() if isinstance(value, dict)}
+    return merged | {key: _merge(existing.get(key, {}), value) for key, value in nested.items()}

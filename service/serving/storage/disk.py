@@ -1,4 +1,4 @@
-"""The disk: how much of it is used and free, whether a file is there, and what its errors mean."""
+"""Disk usage, file existence checks, and translation of disk errors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 from service.core.errors import OutOfStorage, StorageUnavailable
 
-# A file larger than the process may write counts as a full disk.
+# A file beyond the size limit of the process (EFBIG) is treated like a full disk.
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# A disk that fails or is gone, and files of the service that somebody has deleted.
-DISK_FAULTS = {errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOENT, errno.ENOTDIR}
+# Errors of failing or missing disks, and of deleted files of the service.
+DISK_ERRORS = {errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOENT, errno.ENOTDIR}
 
 
 class DiskUsage(NamedTuple):
-    """Bytes that files of one kind take and may take (None: any number), and those of the disk, free and all."""
+    """Bytes used by one kind of files and their limit (None if unlimited), and free and total bytes of the disk."""
 
     used: int
     limit: int | None
@@ -30,14 +30,14 @@ class DiskUsage(NamedTuple):
 
 
 def measure_disk(folder: Path, used: int, limit: int | None) -> DiskUsage:
-    """Return the usage of files in a folder, or in the first that exists on the way to it."""
-    there = next((parent for parent in (folder, *folder.absolute().parents) if parent.is_dir()), Path("/"))
-    disk = shutil.disk_usage(there)
+    """Return the usage of the disk with a folder. If the folder does not exist, its closest existing parent counts."""
+    existing = next((parent for parent in (folder, *folder.absolute().parents) if parent.is_dir()), Path("/"))
+    disk = shutil.disk_usage(existing)
     return DiskUsage(used, limit, disk.free, disk.total)
 
 
 def count_bytes(folder: Path) -> int:
-    """Return the bytes of all files below a folder, which others may change meanwhile."""
+    """Return the total size of all files below a folder. Files may be changed or deleted at the same time."""
     total = 0
     for path in folder.rglob("*"):
         try:
@@ -51,28 +51,28 @@ def count_bytes(folder: Path) -> int:
 def _libc_access() -> Callable[[bytes, int], int]:
     access = ctypes.PyDLL(None).access
     access.argtypes, access.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_int
-    typed: Callable[[bytes, int], int] = access
-    return typed
+    typed_access: Callable[[bytes, int], int] = access
+    return typed_access
 
 
 def path_exists(path: Path) -> bool:
-    """Return whether a file exists, without releasing the GIL: getting it back takes a busy service longer."""
+    """Return whether a file exists. Keep the GIL: in a busy service, reacquiring it takes longer than the check."""
     return _libc_access()(os.fsencode(path), os.F_OK) == 0
 
 
 @contextmanager
 def translate_disk_faults() -> Iterator[None]:
-    """Raise OutOfStorage for the OSError of a full disk, StorageUnavailable for others of the service's own files.
+    """Translate an OSError of a full disk to OutOfStorage, and other disk errors to StorageUnavailable.
 
-    Any other OSError passes through, such as that of a connection.
+    Any other OSError, such as a connection error, is not translated.
     """
     try:
         yield
     except OSError as error:
         if error.errno in DISK_FULL:
-            raise OutOfStorage("The disk that holds uploads is full; try again later, or send less.") from error
-        if error.errno in DISK_FAULTS:
+            raise OutOfStorage("The disk of the service is full. Try again later, or send a smaller file.") from error
+        if error.errno in DISK_ERRORS:
             raise StorageUnavailable(
-                f"A file that the service keeps cannot be used ({error.strerror}); try again later."
+                f"A file of the service cannot be used ({error.strerror}). Try again later."
             ) from error
         raise

@@ -1,7 +1,7 @@
-"""Files of this host that requests name instead of sending and receiving them: `NAME/path/to/file.tif`.
+"""Host files: input and output files on the host of the service, which requests refer to as `NAME/path/to/file.tif`.
 
-NAME is a folder that the operator has listed. The path is opened from there folder by folder, without following links:
-the file that was checked is the one that is used, whoever renames or links meanwhile.
+NAME stands for a folder from the configuration. The path below it is opened folder by folder, without following links.
+Concurrent renames and links therefore cannot redirect a request to another file than the one that was checked.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ from service.core.types import Cancelling, never
 from service.formats.sandbox.remote_store import RemoteStore, check_url, is_url
 from service.formats.zarr.store import is_store_name, is_zarr_folder
 from service.serving.storage import delivery
-from service.serving.storage.delivery import Target
+from service.serving.storage.delivery import DeliveryTarget
 from service.serving.storage.host_folder import list_files
-from service.serving.storage.result_folder import ResultFolder, hold_results
+from service.serving.storage.result_folder import ResultFolder, lock_results
 
 
 class Source(NamedTuple):
-    """An open file or folder and its name. `path` is valid in this process and its children, also if it is renamed."""
+    """An open file or folder and its name. `path` stays valid after a rename, in this process and its children."""
 
     path: Path
     name: str
 
 
 class RemoteSource(NamedTuple):
-    """A store elsewhere, and its name."""
+    """A remote store and its name."""
 
     path: RemoteStore
     name: str
 
 
 class HostFiles:
-    """The listed folders and stores and their callers. Raises ConfigError for one that cannot be used.
+    """The configured folders and stores, and the callers that may use them.
 
-    Methods take places as requests write them, and the caller's name. They raise BadParameter for a place that does not
-    exist or is not for this caller, with a message that has no path but the caller's own.
+    Methods take a location as written in the request, and the caller's name. They raise BadParameter if the location
+    does not exist or the caller may not use it. Messages contain no path except the one in the request. The constructor
+    raises ConfigError if a folder or store cannot be used.
     """
 
     def __init__(self, settings: References) -> None:
@@ -61,85 +62,85 @@ class HostFiles:
 
     def check(
         self,
-        place: str | None,
+        location: str | None,
         output: str | None,
         caller: str | None,
         *,
         overwrite: bool = False,
         as_zarr: bool = False,
     ) -> None:
-        """Check that a request can begin, whose output is a file, or a store of Zarr.
+        """Check the input and output locations of a request. With `as_zarr`, the output is a Zarr store, else a file.
 
-        Raises BadParameter, OutputExists for an output that exists, and OutOfStorage where nothing can be written.
+        Raises BadParameter, OutputExists if the output exists, and OutOfStorage if the disk is full.
         """
-        if place is not None:
-            with self.open_input(place, caller):
+        if location is not None:
+            with self.open_input(location, caller):
                 pass
         if output is not None:
             if as_zarr and not is_store_name(output.rpartition("/")[2]):
-                raise BadParameter.about("output_to", f"{output} is no name for a store of Zarr; choose another name.")
+                raise BadParameter.about(
+                    "output_to", f"{output} is not a valid name for a Zarr store. Choose another name."
+                )
             with self._open_target(output, caller, overwrite=overwrite) as target:
                 if not os.access(".", os.W_OK | os.X_OK, dir_fd=target.folder):
-                    raise BadParameter.about("output_to", f"the service lacks permission to write {output}.")
+                    raise BadParameter.about("output_to", f"the service has no permission to write {output}.")
                 check = delivery.check_store if as_zarr else delivery.check_file
                 check(target)
                 if os.fstatvfs(target.folder).f_bavail == 0:
                     raise _disk_full(output)
 
     @contextmanager
-    def open_input(self, place: str, caller: str | None) -> Iterator[Source | RemoteSource]:
-        """Open the regular file, folder of OME-Zarr, or store elsewhere at `place` until the end of the block."""
-        if (url := self._find_url(place, caller)) is None:
-            with self._open_file(place, caller) as source:
+    def open_input(self, location: str, caller: str | None) -> Iterator[Source | RemoteSource]:
+        """Context manager that opens the regular file, OME-Zarr folder or remote store at a location."""
+        if (url := self._find_url(location, caller)) is None:
+            with self._open_file(location, caller) as source:
                 yield source
             return
         with RemoteStore(url) as store:
             yield RemoteSource(store, store.name)
 
-    def _find_url(self, place: str, caller: str | None) -> str | None:
-        """Return the URL of a store that a place names, None for other places. Raises BadParameter."""
+    def _find_url(self, location: str, caller: str | None) -> str | None:
+        """Return the URL if a location refers to a remote store, else None. Raises BadParameter."""
         allowed = self._list_urls(caller)
-        if is_url(place):
-            url = next((url for url in allowed.values() if place.startswith(f"{url}/")), None)
+        if is_url(location):
+            url = next((url for url in allowed.values() if location.startswith(f"{url}/")), None)
             if url is None:
-                names = f" They are {', '.join(allowed.values())}." if allowed else ""
-                raise BadParameter.about(
-                    "input", f"only stores below those may be named that the operator has listed.{names}"
-                )
-            check_url(place)
-            rest = unquote(place[len(url) :])
+                names = f" Allowed URLs: {', '.join(allowed.values())}." if allowed else ""
+                raise BadParameter.about("input", f"the URL is not below one of the configured stores.{names}")
+            check_url(location)
+            subpath = unquote(location[len(url) :])
         else:
-            name, slash, rest = place.partition("/")
+            name, slash, subpath = location.partition("/")
             if name not in allowed:
                 return None
-            url, rest = allowed[name], slash + rest
-        rest = rest.rstrip("/")
-        if not rest or not all(map(_is_file_name, rest.split("/")[1:])):
+            url, subpath = allowed[name], slash + subpath
+        subpath = subpath.rstrip("/")
+        if not subpath or not all(map(_is_file_name, subpath.split("/")[1:])):
             raise BadParameter.about(
-                "input", f"the way from {url} to the store must be names with single slashes in between."
+                "input", f"the path from {url} to the store must consist of names separated by single slashes."
             )
-        return url + quote(rest)
+        return url + quote(subpath)
 
     def _list_urls(self, caller: str | None) -> dict[str, str]:
         """Return the URLs of the stores that a caller may use, by name."""
-        return {name: store.url.rstrip("/") for name, store in self._stores.items() if _may(caller, store.keys)}
+        return {name: store.url.rstrip("/") for name, store in self._stores.items() if _is_allowed(caller, store.keys)}
 
     @contextmanager
-    def _open_file(self, place: str, caller: str | None) -> Iterator[Source]:
-        root, parts = _parse_place("input", place, self._inputs, caller)
-        with _open_below("input", root, parts[:-1], place) as folder:
-            # O_PATH first: opening a pipe or a device for reading has side effects.
-            with _translate_os_errors("input", place):
+    def _open_file(self, location: str, caller: str | None) -> Iterator[Source]:
+        root, parts = _parse_location("input", location, self._inputs, caller)
+        with _open_below("input", root, parts[:-1], location) as folder:
+            # Open with O_PATH first, because opening a pipe or a device for reading has side effects.
+            with _translate_os_errors("input", location):
                 handle = os.open(parts[-1], os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
             try:
                 mode = os.fstat(handle).st_mode
                 if not stat.S_ISREG(mode) and not (stat.S_ISDIR(mode) and is_zarr_folder(descriptor_path(handle))):
                     raise BadParameter.about(
                         "input",
-                        f"{place} is a folder, a link or a device, not a file; of folders, images of OME-Zarr"
-                        " are read, and POST /jobs takes folders of stacks.",
+                        f"{location} is a folder, a link or a device, not a file. Folders must be OME-Zarr images;"
+                        " use POST /jobs for a folder of stacks.",
                     )
-                with _translate_os_errors("input", place):
+                with _translate_os_errors("input", location):
                     file = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC)
             finally:
                 os.close(handle)
@@ -148,66 +149,66 @@ class HostFiles:
         finally:
             os.close(file)
 
-    def is_folder(self, place: str, caller: str | None) -> bool:
-        """Return whether there is a folder at `place` that is no image of OME-Zarr."""
-        with suppress(BadParameter), self.open_folder(place, caller) as folder:
+    def is_folder(self, location: str, caller: str | None) -> bool:
+        """Return whether the location is a folder but not an OME-Zarr image."""
+        with suppress(BadParameter), self.open_folder(location, caller) as folder:
             return not is_zarr_folder(folder.path)
         return False
 
     @contextmanager
-    def open_folder(self, place: str, caller: str | None) -> Iterator[Source]:
-        """Open the folder at `place`, which may be a listed one, to look names up in it until the end of the block."""
-        root, parts = _parse_place("input", place.removesuffix("/"), self._inputs, caller, folder=True)
-        with _open_below("input", root, parts, place) as folder:
-            yield Source(descriptor_path(folder), (parts or [place.removesuffix("/")])[-1])
+    def open_folder(self, location: str, caller: str | None) -> Iterator[Source]:
+        """Context manager that opens the folder at a location, which may be a configured folder itself."""
+        root, parts = _parse_location("input", location.removesuffix("/"), self._inputs, caller, folder=True)
+        with _open_below("input", root, parts, location) as folder:
+            yield Source(descriptor_path(folder), (parts or [location.removesuffix("/")])[-1])
 
     @contextmanager
-    def open_results(self, place: str, caller: str | None) -> Iterator[ResultFolder]:
-        """Use the folder at `place` for results until the end of the block; it is made in one that is there."""
-        root, parts = _parse_place("output_to", place.removesuffix("/"), self._outputs, caller, folder=True)
-        with _open_below("output_to", root, parts[:-1], place) as parent, ExitStack() as stack:
-            with _translate_os_errors("output_to", place):
+    def open_results(self, location: str, caller: str | None) -> Iterator[ResultFolder]:
+        """Context manager that locks a results folder. The folder is created if only its parent exists."""
+        root, parts = _parse_location("output_to", location.removesuffix("/"), self._outputs, caller, folder=True)
+        with _open_below("output_to", root, parts[:-1], location) as parent, ExitStack() as stack:
+            with _translate_os_errors("output_to", location):
                 folder = stack.enter_context(open_below(parent, parts[-1:], make=True))
-                results = stack.enter_context(hold_results(folder))
+                results = stack.enter_context(lock_results(folder))
             yield results
 
-    def list_stacks(self, place: str, output: str, caller: str | None, glob: str | None) -> list[str]:
-        """Return the files of a folder that match a pattern, those in the folder of the results left out.
+    def list_stacks(self, location: str, output: str, caller: str | None, glob: str | None) -> list[str]:
+        """Return the files of a folder that match a pattern, except for those in the results folder `output`.
 
-        Raises BadParameter also where both are one folder.
+        Raises BadParameter also if both are the same folder.
         """
-        root, parts = _parse_place("output_to", output.removesuffix("/"), self._outputs, caller, folder=True)
-        own: os.stat_result | None = None
+        root, parts = _parse_location("output_to", output.removesuffix("/"), self._outputs, caller, folder=True)
+        results_status: os.stat_result | None = None
         with suppress(BadParameter), _open_below("output_to", root, parts, output) as results:
-            own = os.fstat(results)
-        with self.open_folder(place, caller) as folder:
-            if own is not None and os.path.samestat(folder.path.stat(), own):
+            results_status = os.fstat(results)
+        with self.open_folder(location, caller) as folder:
+            if results_status is not None and os.path.samestat(folder.path.stat(), results_status):
                 raise BadParameter.about(
-                    "output_to", f"{output} is the folder of the stacks; name another for the results."
+                    "output_to", f"{output} is the input folder. Choose another folder for the results."
                 )
-            with _translate_os_errors("input", place):
-                return list_files(folder.path, glob or "*", own)
+            with _translate_os_errors("input", location):
+                return list_files(folder.path, glob or "*", results_status)
 
-    def put(self, file: Path, place: str, caller: str | None, ticket: str, *, overwrite: bool = False) -> None:
-        """Copy a finished file to `place`, where it appears whole and after it is on disk.
+    def put(self, file: Path, location: str, caller: str | None, ticket: str, *, overwrite: bool = False) -> None:
+        """Copy a finished file to a location, where it appears after it has been written to disk.
 
-        A second call with the same `ticket`, as after a crash, recognises its own file until `settle`. Raises OSError,
-        OutOfStorage, and OutputExists for a file of others unless `overwrite`.
+        Until `settle`, a second call with the same `ticket`, for example after a crash, recognizes its own file.
+        Raises OSError, OutOfStorage, and OutputExists if another file exists and `overwrite` is False.
         """
-        opening = self._open_target(place, caller, ticket, overwrite=overwrite)
-        with opening as target, _translate_os_errors("output_to", place):
+        opening = self._open_target(location, caller, ticket, overwrite=overwrite)
+        with opening as target, _translate_os_errors("output_to", location):
             delivery.put_file(file, target)
 
-    def is_zarr(self, place: str, caller: str | None) -> bool:
-        """Return whether a result at `place` is OME-Zarr, by its name or as one of the labels of an image."""
-        return place.lower().endswith(".zarr") or self.find_image(place, caller) is not None
+    def is_zarr(self, location: str, caller: str | None) -> bool:
+        """Return whether a result at a location is written as OME-Zarr, because of its suffix or its parent image."""
+        return location.lower().endswith(".zarr") or self.find_image(location, caller) is not None
 
-    def find_image(self, place: str, caller: str | None) -> Literal[2, 3] | None:
-        """Return the format of Zarr of the image whose labels `place` is among, None for other places."""
-        root, parts = _parse_place("output_to", place, self._outputs, caller)
+    def find_image(self, location: str, caller: str | None) -> Literal[2, 3] | None:
+        """Return the Zarr format of the image if a location is in the labels group of an OME-Zarr image, else None."""
+        root, parts = _parse_location("output_to", location, self._outputs, caller)
         if parts[-2:-1] != ["labels"]:
             return None
-        with suppress(BadParameter), _open_below("output_to", root, parts[:-2], place) as image:
+        with suppress(BadParameter), _open_below("output_to", root, parts[:-2], location) as image:
             path = descriptor_path(image)
             if is_zarr_folder(path):
                 return 3 if (path / "zarr.json").is_file() else 2
@@ -216,122 +217,131 @@ class HostFiles:
     def put_zarr(  # noqa: PLR0913
         self,
         store: Path,
-        place: str,
+        location: str,
         caller: str | None,
         ticket: str,
         *,
         overwrite: bool = False,
         cancelled: Cancelling = never,
     ) -> None:
-        """Copy a finished store of Zarr to `place`, as `put` does; only another store is overwritten.
+        """Copy a finished Zarr store to a location, like `put`. Only another Zarr store can be overwritten.
 
-        Among the labels of an image it is listed there: `store` then lies in a group that lists it. Raises also
-        Cancelled, and BadFile for an image whose metadata make no sense.
+        In the labels group of an image, the store is also added to the metadata of the group. The parent
+        folder of `store` is then a group that lists it. Also raises Cancelled, and BadFile if the metadata of the image
+        is invalid.
         """
-        in_image = self.find_image(place, caller) is not None
-        opening = self._open_target(place, caller, ticket, overwrite=overwrite)
-        with opening as target, _translate_os_errors("output_to", place):
+        in_image = self.find_image(location, caller) is not None
+        opening = self._open_target(location, caller, ticket, overwrite=overwrite)
+        with opening as target, _translate_os_errors("output_to", location):
             delivery.put_store(store, target, cancelled)
             try:
                 if in_image:
-                    delivery.list_labels(store.parent, target.folder, cancelled)
+                    delivery.register_labels(store.parent, target.folder, cancelled)
             except BaseException:
-                # What has replaced another is kept: there is nothing else.
+                # Keep a store that has replaced another one, because the previous store no longer exists.
                 if not overwrite:
-                    delivery.take_back(target)
+                    delivery.undo_delivery(target)
                 raise
 
-    def settle(self, place: str, caller: str | None, ticket: str) -> None:
-        """Forget the ticket of a result that is on record."""
-        with self._open_target(place, caller, ticket) as target:
+    def settle(self, location: str, caller: str | None, ticket: str) -> None:
+        """Forget the ticket of a delivered result, after the result has been recorded."""
+        with self._open_target(location, caller, ticket) as target:
             delivery.settle(target)
 
     @contextmanager
     def _open_target(
-        self, place: str, caller: str | None, ticket: str = "", *, overwrite: bool = False
-    ) -> Iterator[Target]:
-        root, parts = _parse_place("output_to", place, self._outputs, caller)
-        if self.find_image(place, caller) is not None:
-            with _open_below("output_to", root, parts[:-2], place) as image, suppress(FileExistsError):
+        self, location: str, caller: str | None, ticket: str = "", *, overwrite: bool = False
+    ) -> Iterator[DeliveryTarget]:
+        root, parts = _parse_location("output_to", location, self._outputs, caller)
+        if self.find_image(location, caller) is not None:
+            with _open_below("output_to", root, parts[:-2], location) as image, suppress(FileExistsError):
                 os.mkdir("labels", dir_fd=image)
-        with _open_below("output_to", root, parts[:-1], place) as folder:
-            yield Target(folder, parts[-1], place, ticket, overwrite)
+        with _open_below("output_to", root, parts[:-1], location) as folder:
+            yield DeliveryTarget(folder, parts[-1], location, ticket, overwrite)
 
 
 def _check_roots(kind: str, roots: Mapping[str, Root], mode: int) -> None:
     for name, root in roots.items():
         if not root.folder.is_dir() or not os.access(root.folder, mode):
-            may = "write to" if mode & os.W_OK else "read"
-            raise ConfigError(f"references.{kind}: {name}: {root.folder} is not a folder that this process may {may}.")
+            access = "write to" if mode & os.W_OK else "read"
+            raise ConfigError(
+                f"references.{kind}: {name}: {root.folder} is not a folder that this process can {access}."
+            )
 
 
-def _parse_place(
-    parameter: str, place: str, roots: Mapping[str, Root], caller: str | None, *, folder: bool = False
+def _parse_location(
+    parameter: str, location: str, roots: Mapping[str, Root], caller: str | None, *, folder: bool = False
 ) -> tuple[Root, list[str]]:
-    """Return the root of a place, and the names from there to the file or the `folder`. Raises BadParameter."""
-    allowed = {name: root for name, root in roots.items() if _may(caller, root.keys)}
+    """Return the root folder of a location, and the path components below it. Raises BadParameter.
+
+    With `folder`, the location may be the root folder itself.
+    """
+    allowed = {name: root for name, root in roots.items() if _is_allowed(caller, root.keys)}
     if not allowed:
-        instead = "post the stack itself" if parameter == "input" else "the result comes back in the answer without it"
-        raise BadParameter.about(parameter, f"no folders of this service's host may be named; {instead}.")
-    name, *parts = place.split("/")
+        instead = (
+            "Upload the stack" if parameter == "input" else "Omit the parameter to receive the result in the response"
+        )
+        raise BadParameter.about(parameter, f"the service has no host folders that you may use. {instead}.")
+    name, *parts = location.split("/")
     if name not in allowed or not (parts or folder):
         raise BadParameter.about(
-            parameter, f"a place begins with one of {', '.join(allowed)}, as in {next(iter(allowed))}/2026/stack.tif."
+            parameter,
+            f"the path must begin with one of {', '.join(allowed)}, such as {next(iter(allowed))}/2026/stack.tif.",
         )
     if not all(map(_is_file_name, parts)):
         raise BadParameter.about(
-            parameter, f"the way from {name} to the file must be names with single slashes in between."
+            parameter, f"the path from {name} to the file must consist of names separated by single slashes."
         )
     return allowed[name], parts
 
 
-def _may(caller: str | None, keys: tuple[str, ...]) -> bool:
-    """Return whether a caller is among the keys, or all are."""
+def _is_allowed(caller: str | None, keys: tuple[str, ...]) -> bool:
+    """Return whether a caller is in the list of keys. An empty list allows all callers."""
     return not keys or caller in keys
 
 
 def _is_file_name(part: str) -> bool:
-    """Return whether a part of a place is the name of a file or a folder."""
+    """Return whether a component of a location is a valid name of a file or folder."""
     encoded = part.encode(errors="replace")
     return part not in {"", ".", ".."} and "\0" not in part and len(encoded) <= 255 and encoded.decode() == part
 
 
 @contextmanager
-def _open_below(parameter: str, root: Root, parts: Sequence[str], place: str) -> Iterator[int]:
-    """Open the folder that the names lead to."""
+def _open_below(parameter: str, root: Root, parts: Sequence[str], location: str) -> Iterator[int]:
+    """Context manager that opens a folder below a root folder. `parts` are the path components."""
     with ExitStack() as stack:
-        # The operator may have listed a link.
-        with _translate_os_errors(parameter, place), open_root(root.folder) as top:
+        # The root folder itself may be a link.
+        with _translate_os_errors(parameter, location), open_root(root.folder) as top:
             folder = stack.enter_context(open_below(top, parts))
         yield folder
 
 
 @contextmanager
-def _translate_os_errors(parameter: str, place: str) -> Iterator[None]:
-    """Raise BadParameter or OutOfStorage for OSError, without the system's message, which may tell of paths."""
+def _translate_os_errors(parameter: str, location: str) -> Iterator[None]:
+    """Translate OSError to BadParameter or OutOfStorage. Omit the system's message, which may contain paths."""
     try:
         yield
     except OSError as error:
         match error.errno:
             case errno.ELOOP | errno.ENOTDIR:
-                problem = "leads over a link or a file; only folders below the named one are walked"
+                problem = "contains a link, or a file in place of a folder. Links are not followed"
             case errno.ENOENT:
                 problem = (
-                    "is not there" if parameter == "input" else "lies in a folder that is not there; make it first"
+                    "does not exist" if parameter == "input" else "is in a folder that does not exist. Create it first"
                 )
             case errno.EACCES | errno.EPERM:
-                problem = "cannot be opened: the service lacks permission"
+                problem = "cannot be opened: the service has no permission"
             case errno.EISDIR | errno.ENOTEMPTY | errno.EROFS | errno.ENAMETOOLONG | errno.EBUSY | errno.ETXTBSY:
                 problem = f"cannot be used: {os.strerror(error.errno)}"
             case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
-                raise _disk_full(place) from error
+                raise _disk_full(location) from error
             case _:
                 raise
-        raise BadParameter.about(parameter, f"{place} {problem}.") from None
+        raise BadParameter.about(parameter, f"{location} {problem}.") from None
 
 
-def _disk_full(place: str) -> OutOfStorage:
+def _disk_full(location: str) -> OutOfStorage:
     return OutOfStorage(
-        f"output_to: the disk that {place} lies on is full; try again later, or choose another folder.",
+        f"output_to: the disk with {location} is full. Try again later, or choose another folder.",
         parameter="output_to",
     )

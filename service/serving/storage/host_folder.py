@@ -1,6 +1,7 @@
-"""Open folders of the host: names in them are looked up, read and written without following links.
+"""Operations on open host folders that do not follow links.
 
-A folder is a descriptor. The file that was checked is the one that is used, whoever renames or links meanwhile.
+A folder is given as a file descriptor. Concurrent renames and links therefore cannot redirect an operation to another
+file than the one that was checked.
 """
 
 from __future__ import annotations
@@ -21,47 +22,47 @@ from service.core.files.whole_file import open_below
 from service.core.types import Cancelling
 
 COPY_BYTES = 2**26
-# Makes a file that does not exist.
+# Flags for creating a file that must not exist.
 _MAKE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# Files and folders that are looked at below one folder.
+# Maximum number of files and folders that are searched below one folder.
 MAX_ENTRIES = 200_000
 
 
 def is_file(folder: int, name: str) -> bool:
-    """Return whether an open folder has a regular file of this name, which is no link."""
+    """Return whether an open folder contains a regular file, not a link, with this name."""
     with suppress(OSError):
         return stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
     return False
 
 
-def is_same_file(folder: int, one: str, other: str) -> bool:
-    """Return whether two names in an open folder are those of one file."""
+def is_same_file(folder: int, first_name: str, second_name: str) -> bool:
+    """Return whether two names in an open folder refer to the same file."""
     try:
-        first, second = (os.stat(name, dir_fd=folder, follow_symlinks=False) for name in (one, other))
+        first, second = (os.stat(name, dir_fd=folder, follow_symlinks=False) for name in (first_name, second_name))
     except FileNotFoundError:
         return False
     return os.path.samestat(first, second)
 
 
 def lock(folder: int) -> None:
-    """Lock an open folder. Raises BlockingIOError where others hold it, OSError for a file system without locks."""
+    """Lock an open folder. Raises BlockingIOError if it is locked, and OSError if the file system lacks locks."""
     fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def unlock(folder: int) -> None:
-    """Give up the lock of an open folder, if there is one."""
+    """Release the lock of an open folder, if there is one."""
     with suppress(OSError):
         fcntl.flock(folder, fcntl.LOCK_UN)
 
 
 def write_file(folder: int, name: str, content: bytes = b"") -> None:
-    """Write a new file to the disk. Raises OSError, also where the name is taken."""
+    """Write a new file and sync it to disk. Raises OSError, also if the name is taken."""
     with _make_file(folder, name) as file:
         file.write(content)
 
 
 def copy_file(source: Path, folder: int, name: str) -> None:
-    """Copy a file into a new one on the disk. Raises OSError, also where the name is taken."""
+    """Copy a file to a new file and sync it to disk. Raises OSError, also if the name is taken."""
     with source.open("rb") as content, _make_file(folder, name) as file:
         shutil.copyfileobj(content, file, COPY_BYTES)
 
@@ -75,11 +76,11 @@ def _make_file(folder: int, name: str) -> Iterator[IO[bytes]]:
 
 
 def copy_folder(source: Path, parent: int, name: str, cancelled: Cancelling) -> None:
-    """Copy the content of a folder into an empty one, and write it to the disk. Raises OSError and Cancelled."""
+    """Copy the contents of a folder to an empty folder and sync them to disk. Raises OSError and Cancelled."""
     with open_below(parent, [name]) as folder:
         for path in source.iterdir():
             if cancelled():
-                raise Cancelled("given up while its result was put in its place")
+                raise Cancelled("cancelled while the result was copied to its destination")
             if path.is_dir():
                 os.mkdir(path.name, dir_fd=folder)
                 copy_folder(path, folder, path.name, cancelled)
@@ -89,35 +90,37 @@ def copy_folder(source: Path, parent: int, name: str, cancelled: Cancelling) -> 
 
 
 def remove_file(folder: int, name: str) -> None:
-    """Delete a file, if there is one. Raises OSError."""
+    """Delete a file if it exists. Raises OSError."""
     with suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder)
 
 
 def remove_folder(folder: int, name: str) -> None:
-    """Delete a folder with all that is in it, if there is one, as far as that is possible."""
+    """Delete a folder and its contents if it exists. Ignore errors."""
     shutil.rmtree(name, ignore_errors=True, dir_fd=folder)
 
 
 def list_files(folder: Path, glob: str, skipped: os.stat_result | None = None) -> list[str]:
-    """Return the regular files below an open folder that match a pattern, by the way to them.
+    """Return the relative paths of the regular files below an open folder that match a pattern.
 
-    The pattern is one of `pathlib.Path.glob`. Neither links nor the folder `skipped` are walked. Raises BadParameter
-    for a pattern that is none, and for a folder that has too much in it.
+    The pattern has the syntax of `pathlib.Path.glob`. Links and the folder `skipped` are not searched. Raises
+    BadParameter if the pattern is invalid, and if the folder contains too many entries.
     """
     pattern = tuple(glob.split("/"))
     if not set(pattern).isdisjoint({"", ".", ".."}):
-        raise BadParameter.about("glob", f"{glob}: a pattern has names with single slashes in between, as in **/*.tif.")
-    found, entries = list[str](), 0
-    for place, folders, files, opened in os.fwalk(f"{folder}/."):
+        raise BadParameter.about(
+            "glob", f"{glob}: a pattern consists of names separated by single slashes, such as **/*.tif."
+        )
+    matches, entries = list[str](), 0
+    for parent, folders, files, opened in os.fwalk(f"{folder}/."):
         entries += len(folders) + len(files)
         if entries > MAX_ENTRIES:
-            raise BadParameter(f"The folder has more than {MAX_ENTRIES:,} files; name one of the folders in it.")
-        parts = Path(place).relative_to(folder).parts
-        deep = "**" in pattern or len(parts) + 1 < len(pattern)
-        folders[:] = [name for name in folders if deep and not _is_skipped(name, opened, skipped)]
-        found += ["/".join((*parts, name)) for name in files if _matches((*parts, name), pattern, opened)]
-    return found
+            raise BadParameter(f"The folder has more than {MAX_ENTRIES:,} files. Choose one of its subfolders.")
+        parts = Path(parent).relative_to(folder).parts
+        is_recursive = "**" in pattern or len(parts) + 1 < len(pattern)
+        folders[:] = [name for name in folders if is_recursive and not _is_skipped(name, opened, skipped)]
+        matches += ["/".join((*parts, name)) for name in files if _matches((*parts, name), pattern, opened)]
+    return matches
 
 
 def _is_skipped(name: str, folder: int, skipped: os.stat_result | None) -> bool:
@@ -129,14 +132,20 @@ def _is_skipped(name: str, folder: int, skipped: os.stat_result | None) -> bool:
 
 
 def _matches(parts: tuple[str, ...], pattern: tuple[str, ...], folder: int) -> bool:
-    """Return whether a path matches, and is that of a regular file in the open folder."""
+    """Return whether a path matches the pattern and refers to a regular file in the open folder."""
 
     @cache
-    def match(part: int, place: int) -> bool:
-        if place == len(pattern):
-            return part == len(parts)
-        if pattern[place] == "**":
-            return match(part, place + 1) or (part < len(parts) - 1 and match(part + 1, place))
-        return part < len(parts) and fnmatchcase(parts[part], pattern[place]) and match(part + 1, place + 1)
+    def match(part_index: int, pattern_index: int) -> bool:
+        if pattern_index == len(pattern):
+            return part_index == len(parts)
+        if pattern[pattern_index] == "**":
+            return match(part_index, pattern_index + 1) or (
+                part_index < len(parts) - 1 and match(part_index + 1, pattern_index)
+            )
+        return (
+            part_index < len(parts)
+            and fnmatchcase(parts[part_index], pattern[pattern_index])
+            and match(part_index + 1, pattern_index + 1)
+        )
 
     return match(0, 0) and is_file(folder, parts[-1])

@@ -1,4 +1,4 @@
-"""A limit of the memory that all requests together take for one purpose."""
+"""A shared memory limit for concurrent requests."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import threading
 
 
 class MemoryBudget:
-    """A number of bytes that requests share. Safe to use from threads."""
+    """A number of bytes that requests share. Thread-safe."""
 
     def __init__(self, nbytes: int) -> None:
         self._free = nbytes
         self._lock = threading.Lock()
 
     def reserve(self, nbytes: int) -> bool:
-        """Take bytes from the budget, to be released later; return False, and take none, if there are fewer."""
+        """Reserve bytes until `release`. Return False, and reserve nothing, if not enough bytes are left."""
         with self._lock:
             if nbytes > self._free:
                 return False
@@ -21,6 +21,6 @@ class MemoryBudget:
             return True
 
     def release(self, nbytes: int) -> None:
-        """Give reserved bytes back."""
+        """Return reserved bytes to the budget."""
         with self._lock:
             self._free += nbytes

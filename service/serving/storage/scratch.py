@@ -1,7 +1,7 @@
-"""The folder of this process for files of requests, and the accounting of the bytes that they hold there.
+"""The scratch folder of this process for the files of requests, and the limits on their size.
 
-They are uploads, decoded pixels, and results until they are taken. The next service deletes the folder if this one is
-killed.
+It contains uploads, decoded pixels, and results until they are sent. If the service is killed, the next one deletes the
+folder.
 """
 
 from __future__ import annotations
@@ -22,52 +22,53 @@ from typing import Self
 from service.core.errors import ConfigError, OutOfStorage, RateLimited, TooLarge
 
 FOLDER_PREFIX = "stackseg-"
-# A folder without this file is not deleted: folders of others may have the same prefix.
+# Folders without this file are not deleted, because other programs may use the same prefix.
 MARKER = ".stackseg-scratch"
 RETRY_SECONDS = 5
 
 
 class ScratchFolder:
-    """A folder that no other process uses, deleted with all that is in it when the service stops.
+    """The scratch folder of this process. It is deleted when the service stops.
 
     path      the folder itself; its name is unique
-    requests  has a folder per request
-    results   has the cached results
-    Raises ConfigError for a parent that this process may not write to.
+    requests  folder with a subfolder for each request
+    results   folder with the cached results
+
+    Raises ConfigError if the process cannot write to the parent folder.
     """
 
     def __init__(self, parent: Path | None) -> None:
         parent = parent or Path(tempfile.gettempdir())
         if not os.access(parent, os.W_OK | os.X_OK) or not parent.is_dir():
-            raise ConfigError(f"server.scratch_folder: {parent} is not a folder that this process may write to.")
+            raise ConfigError(f"server.scratch_folder: {parent} is not a folder that this process can write to.")
         self.path = parent / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
         self.requests, self.results = self.path / "requests", self.path / "cache"
         self._numbers = itertools.count()
         self._lock: int
 
     def create(self) -> None:
-        """Make the folder and lock it. Delete the folders of services that were killed."""
+        """Create and lock the folder. Delete the folders of killed services."""
         sweep(self.path.parent)
         self._lock = make_locked_folder(self.path)
         self.requests.mkdir()
         self.results.mkdir()
 
-    def mend(self) -> str | None:
-        """Make the folder again where somebody has deleted it or part of it; return what is wrong, in one sentence."""
-        inner = self.requests, self.results
+    def repair(self) -> str | None:
+        """Recreate the folder or parts of it after deletion. Return the current problem as one sentence, or None."""
+        subfolders = self.requests, self.results
         try:
-            if (self.path / MARKER).exists() and all(folder.is_dir() for folder in inner):
+            if (self.path / MARKER).exists() and all(folder.is_dir() for folder in subfolders):
                 return None
             if not self.path.is_dir():
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                lost, self._lock = self._lock, make_locked_folder(self.path)
-                os.close(lost)
+                old_lock, self._lock = self._lock, make_locked_folder(self.path)
+                os.close(old_lock)
             (self.path / MARKER).touch(mode=0o600)
-            for folder in inner:
+            for folder in subfolders:
                 folder.mkdir(exist_ok=True)
         except OSError as error:
-            return f"The scratch folder was deleted, and cannot be made again: {error.strerror}."
-        return "The scratch folder was deleted, and is made again."
+            return f"The scratch folder was deleted and cannot be recreated: {error.strerror}."
+        return "The scratch folder was deleted and has been recreated."
 
     def delete(self) -> None:
         """Delete the folder."""
@@ -75,16 +76,16 @@ class ScratchFolder:
         os.close(self._lock)
 
     def make_request_folder(self) -> Path:
-        """Make a folder for one request."""
+        """Create a folder for one request."""
         return Path(tempfile.mkdtemp(dir=self.requests))
 
     def next_request_folder(self) -> Path:
-        """Return a path where a request may make its folder. Its name is unique among all processes."""
+        """Return a path at which a request can create its folder. The name is unique among all processes."""
         return self.requests / f"{self.path.name}-{next(self._numbers)}"
 
 
 def sweep(parent: Path, prefix: str = FOLDER_PREFIX) -> None:
-    """Delete the folders of services that were killed: those with the marker and without a lock."""
+    """Delete the folders of killed services, which have the marker file but no lock."""
     for folder in parent.glob(f"{prefix}*"):
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -101,21 +102,21 @@ def sweep(parent: Path, prefix: str = FOLDER_PREFIX) -> None:
 
 
 def make_locked_folder(folder: Path) -> int:
-    """Make a folder that `sweep` spares as long as the returned file descriptor is open."""
+    """Create a folder that `sweep` does not delete while the returned file descriptor is open."""
     folder.mkdir(mode=0o700)
-    with ExitStack() as undo:
-        undo.callback(folder.rmdir)
+    with ExitStack() as cleanup:
+        cleanup.callback(folder.rmdir)
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        undo.callback(os.close, lock)
+        cleanup.callback(os.close, lock)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # The marker comes after the lock: whoever can lock a marked folder knows that its owner is gone.
+        # Create the marker after locking. A marked folder without a lock then has no owner process.
         (folder / MARKER).touch(mode=0o600)
-        undo.pop_all()
+        cleanup.pop_all()
     return lock
 
 
 def _delete(folder: Path) -> None:
-    """Delete a locked folder. The marker goes last, so that the next service finds what a kill leaves behind."""
+    """Delete a locked folder. Delete the marker last, so that the next service can finish an interrupted deletion."""
     with suppress(OSError):
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
@@ -126,7 +127,7 @@ def _delete(folder: Path) -> None:
 
 
 def _is_marked(folder: int) -> bool:
-    """Return whether an open folder has our marker, and both belong to this user."""
+    """Return whether an open folder contains the marker file, and both belong to the current user."""
     try:
         marker = os.stat(MARKER, dir_fd=folder, follow_symlinks=False)
     except OSError:
@@ -135,10 +136,10 @@ def _is_marked(folder: int) -> bool:
 
 
 class ScratchSpace:
-    """Bytes on disk that several clients share, `limit` at most. Safe to use from threads.
+    """Disk space of `limit` bytes that clients share. Thread-safe.
 
-    No client holds more than it leaves free for others (dynamic thresholds, Choudhury and Hahne 1998): a client alone
-    holds half of the space at most, and whoever comes next finds room.
+    A client cannot reserve more than it leaves free for others (dynamic thresholds, Choudhury and Hahne 1998). A single
+    client gets half of the space at most, and there is always space for another client.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -148,77 +149,79 @@ class ScratchSpace:
 
     @property
     def used(self) -> int:
-        """Bytes that all clients hold."""
+        """Bytes reserved by all clients."""
         return self._used.total()
 
     @property
     def most(self) -> int:
-        """Bytes that a client holds at most, which is alone with the space."""
+        """Maximum number of bytes for a client if no other client uses the space."""
         return self.limit // 2
 
     def hold(self, client: str) -> Hold:
-        """Return an empty hold of this client, to be closed once the files are gone."""
+        """Return an empty reservation for a client. Close it after its files have been deleted."""
         return Hold(self, client)
 
-    def change(self, hold: Hold, nbytes: int, *, checked: bool = False) -> None:
-        """Add to a hold that is not closed. Raises what `Hold.reserve` raises where it is `checked`."""
+    def change(self, reservation: Hold, nbytes: int, *, checked: bool = False) -> None:
+        """Change the size of an open reservation. With `checked`, raises the errors of `Hold.reserve`."""
         with self._lock:
-            if checked and not hold.closed:
-                self._check(hold.client, nbytes)
-            if not hold.closed:
-                hold.nbytes += nbytes
-                self._count(hold.client, nbytes)
+            if checked and not reservation.closed:
+                self._check(reservation.client, nbytes)
+            if not reservation.closed:
+                reservation.nbytes += nbytes
+                self._add_used_bytes(reservation.client, nbytes)
 
-    def release(self, hold: Hold) -> None:
-        """Close a hold."""
+    def release(self, reservation: Hold) -> None:
+        """Close a reservation."""
         with self._lock:
-            self._count(hold.client, -hold.nbytes)
-            hold.nbytes, hold.closed = 0, True
+            self._add_used_bytes(reservation.client, -reservation.nbytes)
+            reservation.nbytes, reservation.closed = 0, True
 
-    def _count(self, client: str, nbytes: int) -> None:
+    def _add_used_bytes(self, client: str, nbytes: int) -> None:
         self._used[client] += nbytes
         if not self._used[client]:
             del self._used[client]
 
     def _check(self, client: str, nbytes: int) -> None:
-        free, held = self.limit - self._used.total() - nbytes, self._used[client]
-        if held + nbytes <= free:
+        free, used_by_client = self.limit - self._used.total() - nbytes, self._used[client]
+        if used_by_client + nbytes <= free:
             return
         if 2 * nbytes > self.limit:
             raise TooLarge(
-                f"The request needs {nbytes:,} bytes on the service's disk, of {self.limit:,} that no caller may have"
-                " more than half of. Select a channel or a time point, crop the stack, or reduce it."
+                f"The request needs {nbytes:,} bytes of disk space on the service. The limit per client is"
+                f" {self.most:,} bytes. Select a channel or a time point, crop the stack, or downsample it."
             )
-        if held:
+        if used_by_client:
             raise RateLimited(
-                f"Your other requests hold {held:,} bytes on the service's disk, and with {nbytes:,} more too little"
-                " would be left for others. Take their results, or wait for one to end.",
+                f"Your other requests use {used_by_client:,} bytes of disk space on the service, and {nbytes:,} more"
+                " would leave too little for other users. Fetch their results, or wait until one of them ends.",
                 RETRY_SECONDS,
             )
-        raise OutOfStorage("The requests of others hold too much of the service's disk; try again later, or send less.")
+        raise OutOfStorage(
+            "Requests of other users fill the disk space of the service. Try again later, or send a smaller file."
+        )
 
 
 class Hold:
-    """Bytes that one request of a client holds, until it is closed; then nothing counts any more."""
+    """The disk space reserved by one request of a client. A closed reservation ignores further changes."""
 
     def __init__(self, space: ScratchSpace, client: str) -> None:
         self._space, self.client = space, client
         self.nbytes, self.closed = 0, False
 
     def reserve(self, nbytes: int) -> None:
-        """Take room for a file before it is written.
+        """Reserve space for a file before it is written.
 
-        Raises TooLarge for more than any client may hold, RateLimited where the client holds too much already, and
-        OutOfStorage where all clients together do.
+        Raises TooLarge if the size exceeds the limit per client, RateLimited if the client already uses too much, and
+        OutOfStorage if all clients together use too much.
         """
         self._space.change(self, nbytes, checked=True)
 
     def add(self, nbytes: int) -> None:
-        """Count a file that is there already; a negative number for one that is gone."""
+        """Count an existing file. Pass a negative number for a deleted file."""
         self._space.change(self, nbytes)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release the reserved space."""
         self._space.release(self)
 
     def __enter__(self) -> Self:

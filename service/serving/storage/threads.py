@@ -1,6 +1,6 @@
-"""Threads for files: pools, one that clients share fairly, and how the event loop waits for blocking work.
+"""Thread pools for file access, including a pool with fair scheduling, and helpers to await blocking work.
 
-Work is awaited to its end, so that nothing it uses disappears meanwhile.
+The helpers await running work to its end even if they are cancelled, because the work may still use files.
 """
 
 from __future__ import annotations
@@ -19,100 +19,100 @@ from service.core.errors import Cancelled
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# For the service's own disk: writing uploads and results, deleting folders.
+# For the service's own disk: write uploads and results, delete folders.
 FILE_THREAD_COUNT = 8
 FILE_THREADS = ThreadPoolExecutor(FILE_THREAD_COUNT, "files")
 
-# For files that requests name. Their folders may lie on a server that does not answer, which must not block the others.
+# For host files. They may be on a file server that does not respond, which must not block the other threads.
 HOST_FILE_THREAD_COUNT = 4
 HOST_FILE_THREADS = ThreadPoolExecutor(HOST_FILE_THREAD_COUNT, "named")
 
-_beginning = threading.Lock()
+_start_lock = threading.Lock()
 
 
 def begin_file_threads() -> None:
-    """Begin the threads of this module, before there is work for them. Raises what `begin_all` raises."""
-    with _beginning:
-        _begin_file_threads()
+    """Start the threads of this module before there is work for them. Raises the errors of `start_all_threads`."""
+    with _start_lock:
+        _start_file_threads_once()
 
 
 @cache
-def _begin_file_threads() -> None:
-    begin_all(FILE_THREADS, FILE_THREAD_COUNT)
-    begin_all(HOST_FILE_THREADS, HOST_FILE_THREAD_COUNT)
+def _start_file_threads_once() -> None:
+    start_all_threads(FILE_THREADS, FILE_THREAD_COUNT)
+    start_all_threads(HOST_FILE_THREADS, HOST_FILE_THREAD_COUNT)
 
 
 def begin_threads(threads: int, name: str) -> ThreadPoolExecutor:
-    """Return a pool whose threads have all begun. Raises what `begin_all` raises."""
+    """Return a pool whose threads have all been started. Raises the errors of `start_all_threads`."""
     pool = ThreadPoolExecutor(threads, name)
-    begin_all(pool, threads)
+    start_all_threads(pool, threads)
     return pool
 
 
-def begin_all(pool: ThreadPoolExecutor, threads: int) -> None:
-    """Begin all threads of a pool that has no work: one that memory does not allow for later would leave work undone.
+def start_all_threads(pool: ThreadPoolExecutor, threads: int) -> None:
+    """Start all threads of an idle pool. A thread that fails to start later, for lack of memory, would drop its work.
 
-    Raises RuntimeError where memory does not allow for them.
+    Raises RuntimeError if there is not enough memory for the threads.
     """
-    begun = threading.Barrier(threads)
+    started = threading.Barrier(threads)
     try:
         for _ in range(threads):
-            pool.submit(begun.wait)
+            pool.submit(started.wait)
     except BaseException:
-        begun.abort()
+        started.abort()
         raise
 
 
 class FairThreadPool:
-    """A few threads, whose work is begun in turn between clients, not first come first served.
+    """A thread pool that serves clients in turn instead of first come, first served.
 
-    The last idle thread begins work only of a client that has none in the others, so that a client alone never occupies
-    all of several threads.
+    The last idle thread is only used for a client that does not occupy another thread. A single client can therefore
+    never occupy all threads of a pool with several threads.
     """
 
     def __init__(self, threads: int, name: str) -> None:
         self._limit = threads
         self._threads = begin_threads(threads, name)
         self._lock = threading.Lock()
-        # In the order of turns: a client whose work has begun goes to the end.
+        # Clients in the order of their turns. A client moves to the end when a call of it begins.
         self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
         self._running: Counter[str] = Counter()
 
     def of(self, client: str) -> Executor:
-        """Return an executor for the work of one client."""
+        """Return an executor that submits calls of one client."""
         return _ClientExecutor(self, client)
 
     def busy(self, client: str) -> bool:
-        """Whether further work of this client has to wait."""
+        """Return whether another call of this client would have to wait."""
         with self._lock:
-            return not self._may_begin(client)
+            return not self._can_begin(client)
 
     @property
     def waiting(self) -> int:
-        """The number of calls that have not begun, those that were cancelled meanwhile included."""
+        """The number of calls that have not begun, including cancelled calls."""
         with self._lock:
             return sum(map(len, self._waiting.values()))
 
     def submit(self, client: str, work: Callable[[], T]) -> Future[T]:
-        """Schedule a call."""
+        """Schedule a call of a client."""
         future: Future[T] = Future()
         with self._lock:
             self._waiting.setdefault(client, deque()).append((future, work))
-            self._begin_waiting()
+            self._begin_waiting_calls()
         return future
 
     def shutdown(self) -> None:
-        """Cancel what has not begun, and wait for the rest."""
+        """Cancel the calls that have not begun, and wait for the others."""
         with self._lock:
-            abandoned = [future for calls in self._waiting.values() for future, _ in calls]
+            cancelled_futures = [future for calls in self._waiting.values() for future, _ in calls]
             self._waiting.clear()
-        for future in abandoned:
+        for future in cancelled_futures:
             future.cancel()
         self._threads.shutdown()
 
-    def _begin_waiting(self) -> None:
-        """Begin what may begin; called with the lock."""
-        while (client := next(filter(self._may_begin, self._waiting), None)) is not None:
+    def _begin_waiting_calls(self) -> None:
+        """Begin all calls that can begin. Call this with the lock held."""
+        while (client := next(filter(self._can_begin, self._waiting), None)) is not None:
             calls = self._waiting.pop(client)
             future, work = calls.popleft()
             if calls:
@@ -121,32 +121,32 @@ class FairThreadPool:
                 self._running[client] += 1
                 self._threads.submit(self._run, client, future, work)
 
-    def _may_begin(self, client: str) -> bool:
+    def _can_begin(self, client: str) -> bool:
         idle = self._limit - self._running.total()
         return idle > 1 or (idle == 1 and not self._running[client])
 
     def _run(self, client: str, future: Future[Any], work: Callable[[], Any]) -> None:
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001 - the future has it
-            self._end(client)
+        except BaseException as error:  # noqa: BLE001 - reported by the future
+            self._end_call(client)
             future.set_exception(error)
-            # The error's traceback has this frame, which would otherwise keep the error.
+            # The traceback of the error refers to this frame. Delete the locals to break the reference cycle.
             del future, work
         else:
-            self._end(client)
+            self._end_call(client)
             future.set_result(result)
 
-    def _end(self, client: str) -> None:
+    def _end_call(self, client: str) -> None:
         with self._lock:
             self._running[client] -= 1
             if not self._running[client]:
                 del self._running[client]
-            self._begin_waiting()
+            self._begin_waiting_calls()
 
 
 class _ClientExecutor(Executor):
-    """The threads of a pool for the work of one client."""
+    """An executor that submits the calls of one client to a fair pool."""
 
     def __init__(self, pool: FairThreadPool, client: str) -> None:
         self._pool, self._client = pool, client
@@ -159,10 +159,10 @@ class _ClientExecutor(Executor):
 async def run_in_thread(
     work: Callable[[], T], executor: Executor = FILE_THREADS, cancelled: threading.Event | None = None
 ) -> T:
-    """Return what `work` returns in a thread, or raise what it raises.
+    """Run `work` in a thread, and return its result or raise its error.
 
-    When the caller is cancelled, work that has not begun never begins. Work that has begun is awaited, however often
-    the caller is cancelled, since it may still use the request's folder; it can poll `cancelled`, which is set then.
+    If the caller is cancelled, work that has not begun is dropped. Work that has begun is awaited, even if the caller
+    is cancelled repeatedly, because it may still use the request's folder. `cancelled` is set then; work can poll it.
     """
     future = executor.submit(work)
     try:
@@ -176,9 +176,9 @@ async def run_in_thread(
 
 
 async def wait_for(future: Future[T]) -> T:
-    """Return the result of a future that a thread sets. Raises Cancelled if it was cancelled.
+    """Return the result of a future that a thread completes. Raises Cancelled if the future was cancelled.
 
-    A caller that is cancelled leaves the future behind.
+    If the caller is cancelled, the future is neither cancelled nor awaited.
     """
     result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     future.add_done_callback(lambda done: _copy_from_thread(result, done))
@@ -190,16 +190,16 @@ async def wait_for(future: Future[T]) -> T:
 
 
 def _copy_from_thread(result: asyncio.Future[Any], done: Future[Any]) -> None:
-    """Have the event loop copy the end of `done`, unless nobody waits for the result any more."""
+    """Let the event loop copy the outcome of `done`, unless the result is no longer awaited."""
     if not result.done():
-        result.get_loop().call_soon_threadsafe(_copy, result, done)
+        result.get_loop().call_soon_threadsafe(_copy_outcome, result, done)
 
 
-def _copy(result: asyncio.Future[Any], done: Future[Any]) -> None:
+def _copy_outcome(result: asyncio.Future[Any], done: Future[Any]) -> None:
     if result.done():
         return
     if done.cancelled():
-        result.set_exception(Cancelled("given up before it began"))
+        result.set_exception(Cancelled("cancelled before it began"))
     elif (error := done.exception()) is not None:
         result.set_exception(error)
     else:
@@ -207,7 +207,7 @@ def _copy(result: asyncio.Future[Any], done: Future[Any]) -> None:
 
 
 async def _wait_until_done(work: Future[Any]) -> None:
-    """Wait for work however often the caller is cancelled: a client hangs up, and a time limit ends meanwhile."""
+    """Wait for work even if the caller is cancelled repeatedly, for example by a disconnect and by a time limit."""
     done = asyncio.wrap_future(work)
     while not done.done():
         with suppress(asyncio.CancelledError):
@@ -216,6 +216,6 @@ async def _wait_until_done(work: Future[Any]) -> None:
 
 
 def _retrieve_error(future: asyncio.Future[Any]) -> None:
-    """Mark the error of a future as seen: asyncio logs errors that nobody has retrieved."""
+    """Mark the error of a future as retrieved, because asyncio logs errors that are never retrieved."""
     if future.done() and not future.cancelled():
         future.exception()

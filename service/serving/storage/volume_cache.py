@@ -1,4 +1,4 @@
-"""Decoded volumes that somebody looks at, plane by plane: decoded once, kept while they are among the last used."""
+"""A least-recently-used cache of decoded volumes, for viewers that request a volume plane by plane."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import NamedTuple
 from service.core.types import Volume
 from service.serving.storage.scratch import Hold, ScratchSpace
 
-# Of all volumes together, as if all of them were decoded to disk. One volume alone may be larger.
+# Limit for all volumes together. A single volume can be larger.
 CACHE_BYTES = 4 * 2**30
-# In the accounts of the scratch folder.
-HOLDER = "volumes that are looked at"
+# The client name under which the cache reserves scratch space.
+CACHE_CLIENT = "volume cache"
 
 
-class _Cached(NamedTuple):
+class _CachedVolume(NamedTuple):
     volume: Volume
-    hold: Hold
+    reservation: Hold
 
 
 class VolumeCache:
-    """Volumes by key, the least recently used ones going first. Safe to use from several threads.
+    """A cache of volumes by key, with least-recently-used eviction. Thread-safe.
 
-    The files of a volume disappear with the last reference to it, so that one in use outlives its place here. No client
-    holds their space: whoever has looked at a stack can still post one.
+    The files of a volume are deleted with the last reference to it, so an evicted volume stays valid while in use. The
+    scratch space of volumes does not count towards the limits of clients: viewing a stack does not prevent uploads.
     """
 
     def __init__(self, limit_bytes: int = CACHE_BYTES) -> None:
-        self._limit = limit_bytes
-        self._volumes: OrderedDict[Hashable, _Cached] = OrderedDict()
+        self._limit_bytes = limit_bytes
+        self._volumes: OrderedDict[Hashable, _CachedVolume] = OrderedDict()
         self._lock = threading.Lock()
 
     def find(self, key: Hashable) -> Volume | None:
-        """Return the volume under a key, if it is kept."""
+        """Return the cached volume with this key, or None."""
         with self._lock:
             if key not in self._volumes:
                 return None
@@ -42,22 +42,22 @@ class VolumeCache:
             return self._volumes[key].volume
 
     def open(self, key: Hashable, space: ScratchSpace, read: Callable[[], Volume]) -> Volume:
-        """Return the volume under a key, else the one that `read` returns, which is kept.
+        """Return the cached volume with this key, or else call `read` and add its volume to the cache.
 
-        Blocks while `read` decodes. Raises its errors, and what `Hold.reserve` raises.
+        Blocks during `read`. Raises its errors, and the errors of `Hold.reserve`.
         """
-        if (kept := self.find(key)) is not None:
-            return kept
+        if (cached := self.find(key)) is not None:
+            return cached
         volume = read()
         with self._lock:
-            # Another thread may have read it meanwhile.
+            # Another thread may have added it in the meantime.
             if key in self._volumes:
                 return self._volumes[key].volume
-            while self._volumes and self._nbytes() + volume.nbytes > min(self._limit, space.most // 2):
-                self._volumes.popitem(last=False)[1].hold.close()
-            hold = space.hold(HOLDER)
-            hold.reserve(volume.nbytes)
-            self._volumes[key] = _Cached(volume, hold)
+            while self._volumes and self._nbytes() + volume.nbytes > min(self._limit_bytes, space.most // 2):
+                self._volumes.popitem(last=False)[1].reservation.close()
+            reservation = space.hold(CACHE_CLIENT)
+            reservation.reserve(volume.nbytes)
+            self._volumes[key] = _CachedVolume(volume, reservation)
         return volume
 
     def _nbytes(self) -> int:

@@ -110,7 +110,7 @@ def test_labels_are_accepted_in_all_supported_formats(
         (npy(TRUTH[:5]), {}, "5x8x10"),
         (npy(TRUTH[0]), {}, "8x10"),
         (npy(TRUTH.astype(np.float32)), {}, "uint32"),
-        (npy(TRUTH.astype(np.int32) - 1), {}, "below 0"),
+        (npy(TRUTH.astype(np.int32) - 1), {}, "negative numbers"),
         (npy(np.asfortranarray(TRUTH)), {}, "ascontiguousarray"),
         (npy()[:-1], {}, "damaged"),
         (gzip.compress(npy(), mtime=0)[:-30], {}, "cut short"),
@@ -186,7 +186,7 @@ def test_form_with_a_stack_and_its_labels_is_stored(service: Service, stack: str
         (
             {"labels": ("a.tif", THICKER)},
             {},
-            "voxel_size: the labels say 0.6,0.2,0.2 micrometres (Z,Y,X) and the stack says 0.5,0.2,0.2",
+            "voxel_size: the labels specify 0.6,0.2,0.2 micrometers (Z,Y,X), but the stack specifies 0.5,0.2,0.2",
         ),
         ({"file": ("a.tif", as_tiff(np.zeros((3, 2, 8, 10), np.uint8), metadata={"axes": "ZCYX"}))}, {}, "2 channels"),
         ({"file": ("a.txt", b"nothing known")}, {}, "TIFF"),
@@ -237,7 +237,7 @@ def test_annotated_stacks_of_others_are_hidden_and_each_key_has_its_own_quota(se
     service.caller = "ann"
     stored = post_labels(service, labels, stack=ids["ann"]).json()
     full = post_labels(service, labels, stack=ids["ann"])
-    assert (problem(full), "delete some" in full.json()["detail"]) == ((507, "out-of-storage"), True)
+    assert (problem(full), "Delete some" in full.json()["detail"]) == ((507, "out-of-storage"), True)
     service.caller = "bob"
     assert post_labels(service, labels, stack=ids["bob"]).status_code == 201
     assert len(service.client.get("/annotations").json()["annotations"]) == 1

@@ -310,7 +310,7 @@ def test_job_reads_and_writes_host_files_even_after_a_restart(
 
 @pytest.mark.parametrize(
     ("missing", "expected"),
-    [("model", "There is no model 'bands'; "), ("file", "input: scans/stack.tif is not there.")],
+    [("model", "There is no model 'bands'; "), ("file", "input: scans/stack.tif does not exist.")],
 )
 def test_job_fails_with_a_reason_if_its_model_or_file_is_missing_after_a_restart(
     bands_repository: Path, random_nuclei: ModelSpec, tmp_path: Path, roots: Any, missing: str, expected: str

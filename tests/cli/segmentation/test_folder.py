@@ -75,7 +75,7 @@ def test_a_folder_is_interrupted_and_resumed(folder: Path, config: Path, tmp_pat
     assert (process.returncode, err) == (130, "stackseg: interrupted\n")
     before = recorded(out)
     assert 4 <= len(before) < 20
-    assert "not begun" in (out / "report.html").read_text()
+    assert "not processed" in (out / "report.html").read_text()
 
     with run() as process:
         told, err = process.communicate(timeout=120)
@@ -93,7 +93,7 @@ def test_a_folder_is_interrupted_and_resumed(folder: Path, config: Path, tmp_pat
         assert f">{name}.tif</a></td><td>{labels.max()}</td>" in report
         assert png_decode((out / f"{name}.png").read_bytes()).shape == (48, 64, 3)
     assert "cut short" in report
-    assert "not begun" not in report
+    assert "not processed" not in report
 
 
 def few(folder: Path, tmp_path: Path, names: Sequence[str] = STACKS[:3]) -> Path:

@@ -1,4 +1,4 @@
-"""Records of a folder of stacks: whatever happens to the file, it is read, or named as damaged."""
+"""Summary files of a folder of stacks: records survive crashes, and damaged records are reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def results(tmp_path: Path) -> Iterator[ResultFolder]:
         yield results
 
 
-GOOD = {"stack": "a.tif", "key": "k", "size": 1, "mtime": 2, "notes": ["seen"], "seconds": 1}
+VALID = {"stack": "a.tif", "key": "k", "size": 1, "mtime": 2, "notes": ["seen"], "seconds": 1}
 
 
 @pytest.mark.parametrize(
@@ -30,24 +30,24 @@ GOOD = {"stack": "a.tif", "key": "k", "size": 1, "mtime": 2, "notes": ["seen"], 
         '{"later": 1}',
         "[]",
         "3",
-        *(json.dumps(GOOD | wrong) for wrong in ({"stack": 3}, {"size": "1"}, {"notes": [1]}, {"later": 1})),
+        *(json.dumps(VALID | invalid) for invalid in ({"stack": 3}, {"size": "1"}, {"notes": [1]}, {"later": 1})),
         '{"series": "k", "diameter": 15, "note": ""}',
         '{"series": ["k"], "diameter": "15px", "note": ""}',
     ],
 )
-def test_damaged_records_are_named(results: ResultFolder, tmp_path: Path, line: str) -> None:
+def test_damaged_records_are_reported(results: ResultFolder, tmp_path: Path, line: str) -> None:
     (tmp_path / RECORDS).write_text(f"{line}\n")
-    with pytest.raises(BadParameter, match=r"stacks\.jsonl .* is damaged, or of another version; delete it"):
+    with pytest.raises(BadParameter, match=r"stacks\.jsonl .* is damaged or from another version. Delete it"):
         Records(results)
 
 
-def test_records_are_read_as_they_were_written(results: ResultFolder, tmp_path: Path) -> None:
-    (tmp_path / RECORDS).write_text(f"{json.dumps(GOOD)}\n")
+def test_records_survive_a_round_trip(results: ResultFolder, tmp_path: Path) -> None:
+    (tmp_path / RECORDS).write_text(f"{json.dumps(VALID)}\n")
     records = Records(results)
     assert records == {"a.tif": StackRecord("k", 1, 2, notes=["seen"], seconds=1)}
-    records.add("b.tif", written := StackRecord("k", 1, 2, "b_labels.ome.tif", 3, 0.5, ("seen", "doubted"), "", True))
+    records.add("b.tif", expected := StackRecord("k", 1, 2, "b_labels.ome.tif", 3, 0.5, ("seen", "doubted"), "", True))
     read = Records(results)["b.tif"]
-    assert read._replace(notes=tuple(read.notes)) == written
+    assert read._replace(notes=tuple(read.notes)) == expected
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_records_are_read_as_they_were_written(results: ResultFolder, tmp_path: 
         ("\ra\n.tif", "\\ra\\n.tif"),
     ],
 )
-def test_no_name_of_a_stack_is_a_formula_or_breaks_a_row(
+def test_table_escapes_stack_names_that_are_formulas_or_contain_line_breaks(
     results: ResultFolder, tmp_path: Path, name: str, cell: str
 ) -> None:
     (tmp_path / "a_objects.csv").write_text("label\n1\n")
@@ -67,27 +67,27 @@ def test_no_name_of_a_stack_is_a_formula_or_breaks_a_row(
         assert [row["stack"] for row in csv.DictReader(file)] == [cell, "inner/=b.tif"]
 
 
-def test_records_survive_an_end_in_the_middle_of_a_line(results: ResultFolder, tmp_path: Path) -> None:
+def test_incomplete_last_record_is_ignored(results: ResultFolder, tmp_path: Path) -> None:
     records = Records(results)
-    records.set_series("key", ("15px", "seen"))
+    records.record_diameter("key", ("15px", "seen"))
     with (tmp_path / RECORDS).open("a") as file:
         file.write('{"stack": "a.tif", "ke')
-    again = Records(results)
-    assert (again.series("key"), len(again)) == (("15px", "seen"), 0)
-    again.set_series("other", ("", ""))
-    assert Records(results).series("other") == ("", "")
+    reopened = Records(results)
+    assert (reopened.find_diameter("key"), len(reopened)) == (("15px", "seen"), 0)
+    reopened.record_diameter("other", ("", ""))
+    assert Records(results).find_diameter("other") == ("", "")
 
 
-def test_records_that_are_a_link_are_not_followed(results: ResultFolder, tmp_path: Path) -> None:
+def test_symbolic_link_in_place_of_the_records_is_not_followed(results: ResultFolder, tmp_path: Path) -> None:
     secret = tmp_path.parent / "secret"
-    secret.write_text("nobody's business")
+    secret.write_text("confidential")
     (tmp_path / RECORDS).symlink_to(secret)
     with pytest.raises(BadParameter, match="damaged"):
         Records(results)
-    assert secret.read_text() == "nobody's business"
+    assert secret.read_text() == "confidential"
 
 
-def test_names_that_are_no_text_can_be_reported(results: ResultFolder, tmp_path: Path) -> None:
+def test_undecodable_stack_names_are_escaped(results: ResultFolder, tmp_path: Path) -> None:
     name = "a\udcff<b>.tif"
     write_report(results, "nuclei/1", [(name, "a\udcff<b>", StackRecord("key", 1, 1, "a\udcff.tif", 2))])
     (tmp_path / "a_objects.csv").write_text("label\n1\n")

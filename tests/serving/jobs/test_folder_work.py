@@ -1,4 +1,4 @@
-"""The work on a folder of stacks, without a model."""
+"""Segmentation of a folder of stacks with a fake model."""
 
 from __future__ import annotations
 
@@ -34,14 +34,18 @@ def stacks(tmp_path: Path) -> Path:
     return folder
 
 
-def work(
+def segment_folder(
     stacks: Path,
     spec: ModelSpec,
-    fault: Exception | None = None,
+    error: Exception | None = None,
     broken: tuple[str, ...] = (),
     used: list[str] | None = None,
 ) -> Done:
-    """Segment with a model that finds one object; estimates raise `fault`, and so does reading `broken` stacks."""
+    """Segment the folder with a fake model that finds one object per stack.
+
+    Diameter estimates raise `error`. Reading one of the `broken` stacks raises BadFile. The diameters in use are
+    appended to `used`.
+    """
 
     @contextmanager
     def open_stack(name: str) -> Iterator[Path]:
@@ -49,7 +53,7 @@ def work(
 
     def read(path: Path, query: Query, scratch: Path) -> Pixels:
         if path.name in broken:
-            raise BadFile("It is cut short.")
+            raise BadFile("The file is truncated.")
         volume = stack_reader.read(path, query.selection, 2**20, scratch)
         return Pixels(volume, volume)
 
@@ -61,66 +65,66 @@ def work(
         return Result(Segmentation(labels, "labels", volume.voxel_size, count=1), {}, ())
 
     def estimate(_volume: Volume, _options: Options) -> Sizing:
-        if fault is not None:
-            raise fault
-        return Sizing(next(widths, None), fits=False, objects=0, windows=1)
+        if error is not None:
+            raise error
+        return Sizing(next(diameters, None), fits=False, objects=0, windows=1)
 
-    widths = iter([Diameter((width, width, width), "px") for width in (7.0, 9.0, 20.0)])
+    diameters = iter([Diameter((size, size, size), "px") for size in (7.0, 9.0, 20.0)])
 
     with open_results(stacks.parent / "out") as results:
         calls = StackCalls(open_stack, read, segment, estimate)
         return FolderWork(results, spec, calls, stacks.parent).run(NAMES, Query())
 
 
-def recorded(stacks: Path) -> str:
+def read_records(stacks: Path) -> str:
     path = stacks.parent / "out" / RECORDS
     return path.read_text() if path.exists() else ""
 
 
-def test_one_width_holds_for_all(stacks: Path, random_nuclei: ModelSpec) -> None:
+def test_all_stacks_share_one_estimated_diameter(stacks: Path, random_nuclei: ModelSpec) -> None:
     used = list[str]()
-    done = work(stacks, random_nuclei, used=used)
+    outcome = segment_folder(stacks, random_nuclei, used=used)
     assert used == [str(Diameter((9.0, 9.0, 9.0), "px"))] * len(NAMES)
-    (note,) = {note for record in done.records.values() for note in record.notes}
+    (note,) = {note for record in outcome.records.values() for note in record.notes}
     assert note.startswith("Objects seem to be 9,9,9px wide (measured in 3 of 5 stacks of the folder)")
 
 
-def test_no_width_is_recorded_where_the_device_was_lost(stacks: Path, random_nuclei: ModelSpec) -> None:
+def test_no_diameter_is_recorded_if_the_device_is_lost(stacks: Path, random_nuclei: ModelSpec) -> None:
     with pytest.raises(DeviceLost):
-        work(stacks, random_nuclei, DeviceLost("The device is gone."))
-    assert recorded(stacks) == ""
+        segment_folder(stacks, random_nuclei, DeviceLost("The device is gone."))
+    assert read_records(stacks) == ""
 
 
-def test_no_width_is_recorded_where_no_stack_could_be_looked_at(stacks: Path, random_nuclei: ModelSpec) -> None:
-    assert work(stacks, random_nuclei, OutOfMemory("There is no memory.", 1)).objects == len(NAMES)
-    assert '"series"' not in recorded(stacks)
-    # Another width may hold for all: nothing of this is done.
-    assert work(stacks, random_nuclei).skipped == 0
-    assert '"series"' in recorded(stacks)
+def test_no_diameter_is_recorded_if_no_estimate_succeeds(stacks: Path, random_nuclei: ModelSpec) -> None:
+    assert segment_folder(stacks, random_nuclei, OutOfMemory("There is no memory.", 1)).objects == len(NAMES)
+    assert '"series"' not in read_records(stacks)
+    # The new estimate may differ, so all stacks are segmented again.
+    assert segment_folder(stacks, random_nuclei).skipped == 0
+    assert '"series"' in read_records(stacks)
 
 
-def test_others_are_looked_at_where_the_sampled_stacks_are_broken(stacks: Path, random_nuclei: ModelSpec) -> None:
-    done = work(stacks, random_nuclei, broken=tuple(name for name in NAMES if name != "2.tif"))
-    assert '"series"' in recorded(stacks)
-    assert [fault.partition(":")[0] for fault in done.faults] == [name for name in NAMES if name != "2.tif"]
+def test_other_stacks_are_sampled_if_the_sampled_stacks_are_broken(stacks: Path, random_nuclei: ModelSpec) -> None:
+    outcome = segment_folder(stacks, random_nuclei, broken=tuple(name for name in NAMES if name != "2.tif"))
+    assert '"series"' in read_records(stacks)
+    assert [error.partition(":")[0] for error in outcome.faults] == [name for name in NAMES if name != "2.tif"]
 
 
-def test_a_link_among_the_results_is_replaced_and_a_folder_fails_its_stack(
+def test_symbolic_link_at_a_result_path_is_replaced_and_a_folder_fails_the_stack(
     stacks: Path, random_nuclei: ModelSpec
 ) -> None:
     secret, out = stacks.parent / "secret", stacks.parent / "out"
-    secret.write_text("nobody's business")
+    secret.write_text("confidential")
     out.mkdir()
     (out / "1_labels.ome.tif").symlink_to(secret)
     (out / "2_labels.ome.tif").mkdir()
-    done = work(stacks, random_nuclei)
-    assert secret.read_text() == "nobody's business"
+    outcome = segment_folder(stacks, random_nuclei)
+    assert secret.read_text() == "confidential"
     assert not (out / "1_labels.ome.tif").is_symlink()
-    assert [fault.partition(" ")[0] for fault in done.faults] == ["2.tif:"]
+    assert [error.partition(" ")[0] for error in outcome.faults] == ["2.tif:"]
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
 
 
-def test_two_stacks_with_one_result_are_refused() -> None:
+def test_two_stacks_with_the_same_result_file_are_rejected() -> None:
     assert select_stacks([".hidden.tif", "b.ome.tif", "a.TIFF", "notes.txt"], None) == ["a.TIFF", "b.ome.tif"]
-    with pytest.raises(BadParameter, match="one result"):
+    with pytest.raises(BadParameter, match="same result file"):
         select_stacks(["a.tif", "a.ome.tif"], None)

@@ -1,4 +1,4 @@
-"""Jobs under faults of the storage, in a server that is killed, in one with many clients, and with a large stack."""
+"""Jobs during storage errors, in a killed server, with many clients, and with a large stack."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ from service.api.messages.headers import ANONYMOUS
 
 @pytest.fixture
 def service(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
-    """A service that gives a fault of the storage a second to pass."""
+    """A service that retries for one second after storage errors."""
     with start(bands_repository, tmp_path) as running:
-        hurry(running)
+        shorten_timeouts(running)
         yield running
 
 
-def hurry(service: Service) -> None:
-    """Have a service wait for less long for a database that is locked, and for faults to pass."""
-    service.async_jobs.runner.fault_seconds = 1
+def shorten_timeouts(service: Service) -> None:
+    """Shorten the time that a service waits for a locked database and retries after storage errors."""
+    service.async_jobs.runner.retry_seconds = 1
     service.async_jobs._store._database.query("PRAGMA busy_timeout = 50")
 
 
 @contextmanager
 def locked_database(folder: Path) -> Iterator[None]:
-    """As another program does it that writes to the database."""
+    """Lock the database like another program that writes to it."""
     with closing(sqlite3.connect(folder / "jobs" / "jobs.sqlite3", isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")
         yield
 
 
-FAULTS = {
+STORAGE_ERRORS = {
     "locked": locked_database,
     "full": lambda _folder: full_disk(),
-    # Enough for the database.
+    # Enough space for the database only.
     "full for results": lambda _folder: full_disk(2**18),
 }
-Fault = Callable[[Path], Any]
+StorageError = Callable[[Path], Any]
 
 
 def submit_two(service: Service, stack: bytes = STACK) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a job that runs until the gate is opened, and one that waits for it."""
+    """Return a job that runs until the gate is opened, and a job that waits for it."""
     service.fake.gate.clear()
     running = service.submit(stack)
     service.wait(running, "running")
@@ -73,15 +73,15 @@ def files_on_disk(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder / "jobs")) for path in (folder / "jobs" / "jobs").rglob("*"))
 
 
-@pytest.mark.parametrize("fault", [FAULTS["locked"], FAULTS["full"]], ids=["locked", "full"])
-def test_jobs_begin_and_end_as_they_should_once_a_fault_has_passed(
-    service: Service, tmp_path: Path, fault: Fault, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("storage_error", [STORAGE_ERRORS["locked"], STORAGE_ERRORS["full"]], ids=["locked", "full"])
+def test_jobs_finish_after_a_temporary_storage_error(
+    service: Service, tmp_path: Path, storage_error: StorageError, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service.async_jobs.runner.fault_seconds = 60
+    service.async_jobs.runner.retry_seconds = 60
     jobs = submit_two(service)
-    with fault(tmp_path):
+    with storage_error(tmp_path):
         service.fake.gate.set()
-        until(lambda: caplog.text.count("Tried again for 60 s") == 2)
+        until(lambda: caplog.text.count("Retrying for 60 s") == 2)
         assert {service.show(job)["state"] for job in jobs} <= {"waiting", "running"}
         refused = service.client.post("/jobs", content=STACK, headers=TIFF)
         assert refused.status_code in {503, 507}
@@ -95,12 +95,12 @@ def test_jobs_begin_and_end_as_they_should_once_a_fault_has_passed(
     assert list((tmp_path / "jobs" / "incoming").iterdir()) == []
 
 
-@pytest.mark.parametrize("fault", [FAULTS["locked"], FAULTS["full"]], ids=["locked", "full"])
-def test_jobs_fail_with_the_reason_when_a_fault_lasts(
-    service: Service, tmp_path: Path, fault: Fault, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("storage_error", [STORAGE_ERRORS["locked"], STORAGE_ERRORS["full"]], ids=["locked", "full"])
+def test_jobs_fail_with_the_reason_if_a_storage_error_persists(
+    service: Service, tmp_path: Path, storage_error: StorageError, caplog: pytest.LogCaptureFixture
 ) -> None:
     jobs = submit_two(service)
-    with fault(tmp_path):
+    with storage_error(tmp_path):
         service.fake.gate.set()
         for job in jobs:
             failed = service.wait(job, "failed")
@@ -118,16 +118,16 @@ def test_jobs_fail_with_the_reason_when_a_fault_lasts(
         assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_service_that_ends_during_a_fault_does_the_jobs_after_it(
-    bands_repository: Path, tmp_path: Path, fault: Fault
+@pytest.mark.parametrize("storage_error", STORAGE_ERRORS.values(), ids=STORAGE_ERRORS)
+def test_jobs_are_resumed_after_a_service_stops_during_a_storage_error(
+    bands_repository: Path, tmp_path: Path, storage_error: StorageError
 ) -> None:
     noise = as_tiff(np.random.default_rng(1).integers(0, 200, (4, 1200, 1200), np.uint8))
-    with ExitStack() as faulty, start(bands_repository, tmp_path) as service:
-        hurry(service)
-        service.async_jobs.runner.fault_seconds = 60
+    with ExitStack() as fault_stack, start(bands_repository, tmp_path) as service:
+        shorten_timeouts(service)
+        service.async_jobs.runner.retry_seconds = 60
         jobs = submit_two(service, noise)
-        faulty.enter_context(fault(tmp_path))
+        fault_stack.enter_context(storage_error(tmp_path))
         service.fake.gate.set()
         until(lambda: not service.runtime.devices.running)
     with start(bands_repository, tmp_path) as service:
@@ -136,7 +136,7 @@ def test_service_that_ends_during_a_fault_does_the_jobs_after_it(
             assert service.result(job).status_code == 200
 
 
-def test_job_that_another_version_has_kept_fails_and_keeps_none_from_running(
+def test_job_stored_by_another_version_fails_without_blocking_other_jobs(
     bands_repository: Path, tmp_path: Path
 ) -> None:
     with start(bands_repository, tmp_path) as service:
@@ -149,7 +149,7 @@ def test_job_that_another_version_has_kept_fails_and_keeps_none_from_running(
 
 
 def delete_folder(service: Service, folder: Path, reason: str) -> None:
-    """Delete a folder, and have a file in its way for as long as it takes the service to notice."""
+    """Delete a folder, and block its path with a file until the service reports the problem."""
     shutil.rmtree(folder)
     folder.touch()
     until(lambda: reason in service.client.get("/health/ready").text)
@@ -158,15 +158,15 @@ def delete_folder(service: Service, folder: Path, reason: str) -> None:
     until(lambda: service.client.get("/health/ready").status_code == 200)
 
 
-def test_deleted_folder_of_jobs_is_made_again_and_no_job_is_lost_silently(
+def test_deleted_jobs_folder_is_recreated_and_lost_results_are_reported(
     service: Service, bands_repository: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     done = service.wait(service.submit(), "done")
     jobs = submit_two(service)
-    delete_folder(service, tmp_path / "jobs", "folder of jobs was deleted, and cannot be made again")
-    assert "The folder of jobs was deleted, and is made again" in caplog.text
-    gone = service.result(done)
-    assert (gone.status_code, gone.json()["type"]) == (410, "urn:stackseg:problem:result-gone")
+    delete_folder(service, tmp_path / "jobs", "jobs folder was deleted and cannot be recreated")
+    assert "The jobs folder was deleted and has been recreated" in caplog.text
+    response = service.result(done)
+    assert (response.status_code, response.json()["type"]) == (410, "urn:stackseg:problem:result-gone")
     service.fake.gate.set()
     jobs = (*jobs, service.submit())
     for job in jobs:
@@ -177,14 +177,14 @@ def test_deleted_folder_of_jobs_is_made_again_and_no_job_is_lost_silently(
 
 
 @pytest.mark.parametrize("part", ["", "requests", "cache"])
-def test_deleted_scratch_folder_is_made_again(service: Service, part: str) -> None:
+def test_deleted_scratch_folder_is_recreated(service: Service, part: str) -> None:
     folder = service.runtime.scratch.path / part
-    delete_folder(service, folder, "scratch folder was deleted, and cannot be made again")
+    delete_folder(service, folder, "scratch folder was deleted and cannot be recreated")
     service.wait(service.submit(), "done")
     assert service.client.post("/segment", content=STACK, headers=TIFF).status_code == 200
 
 
-def test_damaged_database_is_not_ready_and_says_so(service: Service, tmp_path: Path) -> None:
+def test_service_with_a_damaged_database_is_not_ready(service: Service, tmp_path: Path) -> None:
     for _ in range(30):
         service.submit()
     database = tmp_path / "jobs" / "jobs.sqlite3"
@@ -197,35 +197,35 @@ def test_damaged_database_is_not_ready_and_says_so(service: Service, tmp_path: P
     answer = service.client.get("/jobs?limit=1000")
     assert (answer.status_code, answer.json()["type"]) == (503, "urn:stackseg:problem:storage-unavailable")
     assert str(tmp_path) not in answer.text
-    until(lambda: "database of jobs" in service.client.get("/health/ready").text)
+    until(lambda: "job database" in service.client.get("/health/ready").text)
 
 
-def test_nothing_is_lost_and_nothing_half_written_when_the_server_is_killed() -> None:
-    """`benchmarks/chaos.py` does it for longer, with other faults as well; a broken promise is status 1."""
+def test_no_job_is_lost_or_corrupted_when_the_server_is_killed() -> None:
+    """Run `benchmarks/chaos.py` briefly with restarts only. It exits with status 1 if a guarantee is violated."""
     command = [sys.executable, chaos.__file__, "--minutes", "0.2", "--seed", "3", "--faults", "restart"]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout
-    assert "jobs accepted" in ended.stdout
+    process = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout
+    assert "jobs accepted" in process.stdout
 
 
 @pytest.mark.parametrize(("seconds", "clients"), [(1, 8), pytest.param(4, 16, marks=pytest.mark.thorough)])
-def test_many_clients_some_of_them_rude_get_what_each_gets_alone(
+def test_concurrent_clients_get_correct_results_despite_disconnects(
     bands_repository: Path, tmp_path: Path, seconds: int, clients: int
 ) -> None:
-    """`benchmarks/load.py` does it for longer; wrong labels, a 500 or a file that is left raise AssertionError."""
+    """Run `benchmarks/load.py` briefly. It raises AssertionError for wrong labels, a status 500 or leftover files."""
     figures = load.run(seconds, clients, bands_repository, tmp_path / "service")
-    happened = figures["happened"]
-    assert min(happened["labels waited for"], happened["labels fetched later"], happened["hung up"]) > 0
-    # A loop that is blocked while a volume runs would take seconds; the benchmark measures on a quiet machine.
+    event_counts = figures["happened"]
+    assert min(event_counts["labels waited for"], event_counts["labels fetched later"], event_counts["hung up"]) > 0
+    # An event loop that is blocked by a running volume would take seconds. The limit allows for a busy machine.
     assert figures["health_live_milliseconds"]["p99"] < 1000
-    # What one request, one hang-up or one cancelled job left behind would be there for each client. Pools fill up.
+    # A leak per request, disconnect or cancelled job would show up once per client. Thread pools grow to their limit.
     before, after = figures["idle"]["before"], figures["idle"]["after"]
     assert after["descriptors"] < before["descriptors"] + clients
     assert after["threads"] < before["threads"] + 64
 
 
-def test_stack_on_the_host_becomes_labels_on_the_host(tmp_path: Path) -> None:
-    """`benchmarks/large.py` does it with 20 GB; wrong labels or too much memory raise AssertionError."""
+def test_host_stack_is_segmented_to_a_host_file(tmp_path: Path) -> None:
+    """Run `benchmarks/large.py` with a small stack. It raises AssertionError for wrong labels or too much memory."""
     (figures,) = large.run([0.05], tmp_path)
     assert figures["shape"] == [6, *large.PLANE]
     assert figures["peak_anonymous_bytes"] > 0

@@ -33,8 +33,8 @@ from service.serving.jobs.record import JobRequest
 from service.serving.jobs.store import INPUT, JobStore
 from service.serving.results.metadata import AnswerMetadata
 
-ORDER = JobRequest("nuclei", {"overlap": 0.5}, "embryo.tif", windows=8, receive_seconds=0.25)
-OUTCOME = AnswerMetadata(
+REQUEST = JobRequest("nuclei", {"overlap": 0.5}, "embryo.tif", windows=8, receive_seconds=0.25)
+ANSWER = AnswerMetadata(
     "nuclei/1",
     "image/tiff",
     "embryo_labels.ome.tif",
@@ -61,52 +61,52 @@ def store(tmp_path: Path) -> Iterator[JobStore]:
 def accept(store: JobStore, size: int = 10, owner: str | None = None) -> str:
     upload = store.make_incoming() / INPUT
     upload.write_bytes(bytes(size))
-    store.accept(upload, owner, ORDER)
+    store.accept(upload, owner, REQUEST)
     return upload.parent.name
 
 
 def finish(store: JobStore, job: str, size: int = 20) -> bool:
     store.begin(job)
-    written = store.input_path(job).with_name("labels.ome.tif")
-    written.write_bytes(bytes(size))
-    return store.finish(job, written, OUTCOME)
+    result_file = store.input_path(job).with_name("labels.ome.tif")
+    result_file.write_bytes(bytes(size))
+    return store.finish(job, result_file, ANSWER)
 
 
 def files(store: JobStore) -> list[str]:
     return sorted(str(path.relative_to(store._jobs)) for path in store._jobs.rglob("*"))
 
 
-def test_job_goes_its_way(store: JobStore) -> None:
+def test_job_passes_through_its_states_until_it_is_deleted(store: JobStore) -> None:
     job = accept(store, owner="ada")
     record = store.find(job, "ada")
-    assert (record.state, record.request, record.owner, record.input_bytes) == ("waiting", ORDER, "ada", 10)
+    assert (record.state, record.request, record.owner, record.input_bytes) == ("waiting", REQUEST, "ada", 10)
     assert store.begin(job)
     assert not store.begin(job)
     assert store.find(job, "ada").state == "running"
     assert finish(store, job)
     record = store.find(job, "ada")
-    assert (record.state, record.over, record.answer, record.result_bytes) == ("done", True, OUTCOME, 20)
+    assert (record.state, record.over, record.answer, record.result_bytes) == ("done", True, ANSWER, 20)
     assert record.created <= record.started <= record.ended
     assert files(store) == [job, f"{job}/result"]
     store.delete(job)
     with pytest.raises(UnknownJob):
         store.find(job, "ada")
     assert files(store) == []
-    # Numbers and ids are not given twice.
+    # Numbers and IDs are not reused.
     second = accept(store)
     assert (store.find(second, None).number, second != job) == (record.number + 1, True)
 
 
-def test_owner_sees_only_his_own(store: JobStore) -> None:
-    hers, nobodys = accept(store, owner="ada"), accept(store)
+def test_owners_see_only_their_own_jobs(store: JobStore) -> None:
+    adas_job, anonymous = accept(store, owner="ada"), accept(store)
     newest = accept(store, owner="ada")
-    assert [record.id for record in store.newest("ada", 10)] == [newest, hers]
+    assert [record.id for record in store.newest("ada", 10)] == [newest, adas_job]
     assert [record.id for record in store.newest("ada", 1)] == [newest]
-    assert [record.id for record in store.newest(None, 10)] == [nobodys]
-    assert store.find(hers, "ada").id == hers
+    assert [record.id for record in store.newest(None, 10)] == [anonymous]
+    assert store.find(adas_job, "ada").id == adas_job
     for stranger in ("bob", None):
         with pytest.raises(UnknownJob):
-            store.find(hers, stranger)
+            store.find(adas_job, stranger)
 
 
 @pytest.mark.parametrize(
@@ -117,11 +117,11 @@ def test_owner_sees_only_his_own(store: JobStore) -> None:
         (error := NotReady("loading"), error),
         (error := DeviceLost("gone"), error),
         (OSError(errno.ENOMEM, "no"), OutOfMemory(str(translate_error(OSError(errno.ENOMEM, "no"))))),
-        # It may tell secrets.
+        # The text may contain secrets.
         (KeyError("the password"), InternalError(UNEXPECTED_FAILURE)),
     ],
 )
-def test_failure_keeps_its_kind_its_words_and_what_to_try(store: JobStore, error: Any, expected: Any) -> None:
+def test_failure_keeps_its_class_message_and_suggestions(store: JobStore, error: Any, expected: Any) -> None:
     job = accept(store)
     assert store.fail(job, error)
     record = store.find(job, None)
@@ -131,7 +131,7 @@ def test_failure_keeps_its_kind_its_words_and_what_to_try(store: JobStore, error
         assert getattr(record.failure, name, None) == getattr(expected, name, None)
 
 
-def test_what_is_over_stays_as_it_is(store: JobStore) -> None:
+def test_cancelled_job_does_not_change_its_state(store: JobStore) -> None:
     job = accept(store)
     store.begin(job)
     assert store.cancel(job)
@@ -143,64 +143,64 @@ def test_what_is_over_stays_as_it_is(store: JobStore) -> None:
     assert (store.find(job, None).state, files(store)) == ("cancelled", [])
 
 
-def test_work_of_a_process_that_died_is_done_again(store: JobStore) -> None:
+def test_unfinished_jobs_of_a_killed_process_are_recovered(store: JobStore) -> None:
     done, running, waiting = accept(store), accept(store), accept(store)
     finish(store, done)
     store.begin(running)
     (store.input_path(running).parent / ".labels.ome.tif.part").write_bytes(b"half")
-    store.result_path(running).write_bytes(b"written, but the process died before it said so")
+    store.result_path(running).write_bytes(b"written, but not recorded before the process died")
     store.make_incoming().joinpath(INPUT).write_bytes(b"half")
-    # What the next process finds: closing writes nothing that is not on disk already.
+    # Same as a kill: closing writes nothing that is not on disk already.
     store.close()
-    with closing(open_store(store._folder)) as later:
-        assert [record.id for record in later.recover()] == [running, waiting]
-        assert later.find(done, None).answer == OUTCOME
-        assert later.result_path(done).stat().st_size == 20
-        assert {record.state for record in later.pending()} == {"waiting"}
-        assert not list(later._incoming.iterdir())
-        assert [path.name for path in later.input_path(running).parent.iterdir()] == [INPUT]
+    with closing(open_store(store._folder)) as reopened:
+        assert [record.id for record in reopened.recover()] == [running, waiting]
+        assert reopened.find(done, None).answer == ANSWER
+        assert reopened.result_path(done).stat().st_size == 20
+        assert {record.state for record in reopened.list_unfinished()} == {"waiting"}
+        assert not list(reopened._incoming.iterdir())
+        assert [path.name for path in reopened.input_path(running).parent.iterdir()] == [INPUT]
 
 
-def test_folder_without_a_row_goes_a_row_without_its_input_fails_and_files_of_others_stay(
+def test_recovery_deletes_orphaned_folders_and_fails_jobs_without_input(
     store: JobStore,
 ) -> None:
     (store._jobs / "orphan").mkdir()
-    (store._jobs / ".DS_Store").write_bytes(b"seen by a file manager")
-    lost, short = accept(store), accept(store)
-    store.input_path(lost).unlink()
-    store.input_path(short).write_bytes(b"")
+    (store._jobs / ".DS_Store").write_bytes(b"written by a file manager")
+    missing, truncated = accept(store), accept(store)
+    store.input_path(missing).unlink()
+    store.input_path(truncated).write_bytes(b"")
     assert store.recover() == []
-    for record in (store.find(lost, None), store.find(short, None)):
+    for record in (store.find(missing, None), store.find(truncated, None)):
         assert (record.state, "input of the job is lost" in str(record.failure)) == ("failed", True)
     assert files(store) == [".DS_Store"]
     store.clean_up()
     assert files(store) == [".DS_Store"]
 
 
-def test_result_that_is_lost_or_cut_short_is_not_promised_after_a_start(store: JobStore) -> None:
-    lost, short, whole = (accept(store) for _ in range(3))
-    for job in (lost, short, whole):
+def test_recovery_expires_jobs_with_lost_or_truncated_results(store: JobStore) -> None:
+    missing, truncated, intact = (accept(store) for _ in range(3))
+    for job in (missing, truncated, intact):
         finish(store, job)
-    store.result_path(lost).unlink()
-    store.result_path(short).write_bytes(b"")
+    store.result_path(missing).unlink()
+    store.result_path(truncated).write_bytes(b"")
     store.recover()
-    assert [store.find(job, None).state for job in (lost, short, whole)] == ["expired", "expired", "done"]
-    assert files(store) == [whole, f"{whole}/result"]
+    assert [store.find(job, None).state for job in (missing, truncated, intact)] == ["expired", "expired", "done"]
+    assert files(store) == [intact, f"{intact}/result"]
 
 
-def test_files_that_a_fault_left_are_deleted_in_time_and_those_of_jobs_at_work_are_not(store: JobStore) -> None:
+def test_clean_up_deletes_leftover_files_but_none_of_running_jobs(store: JobStore) -> None:
     running, done = accept(store), accept(store)
     store.begin(running)
     finish(store, done)
     (store.input_path(running).with_name("labels.ome.tif")).write_bytes(b"half")
-    store.input_path(done).write_bytes(b"left")
+    store.input_path(done).write_bytes(b"leftover")
     (store._jobs / "orphan").mkdir()
-    (store._jobs / "orphan" / INPUT).write_bytes(b"left")
+    (store._jobs / "orphan" / INPUT).write_bytes(b"leftover")
     store.clean_up()
     assert files(store) == sorted([running, f"{running}/{INPUT}", f"{running}/labels.ome.tif", done, f"{done}/result"])
 
 
-def test_job_that_the_process_dies_of_is_not_begun_for_ever_and_stopping_does_not_count(store: JobStore) -> None:
+def test_job_that_kills_the_process_fails_after_the_last_attempt(store: JobStore) -> None:
     job = accept(store)
     for _ in range(5):
         store.begin(job)
@@ -214,13 +214,13 @@ def test_job_that_the_process_dies_of_is_not_begun_for_ever_and_stopping_does_no
     assert "2 times" in str(store.find(job, None).failure)
 
 
-def test_nothing_is_lost_or_left_when_the_process_is_killed_between_two_lines(tmp_path: Path) -> None:
-    """`python tests/serving/killed_store.py FOLDER` kills between any two."""
+def test_no_job_is_lost_and_no_file_left_if_the_process_is_killed_at_any_line(tmp_path: Path) -> None:
+    """Kill the process at every 61st line. `python tests/serving/killed_store.py FOLDER` kills it at every line."""
     command = [sys.executable, str(ROOT / "tests" / "serving" / "killed_store.py"), str(tmp_path), "61"]
     subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
-def test_inputs_of_jobs_that_are_not_over_stay_and_so_do_results_for_what_does_not_fit_anyway(store: JobStore) -> None:
+def test_quota_evicts_results_but_no_inputs_and_nothing_for_an_input_that_cannot_fit(store: JobStore) -> None:
     done, waiting, running = accept(store), accept(store, size=200), accept(store, size=300)
     finish(store, done, size=300)
     store.begin(running)
@@ -234,29 +234,29 @@ def test_inputs_of_jobs_that_are_not_over_stay_and_so_do_results_for_what_does_n
     accept(store, size=200)
 
 
-def test_results_of_whoever_has_most_make_room_and_those_of_others_stay(store: JobStore) -> None:
-    hers = accept(store, owner="ada")
-    finish(store, hers, size=100)
-    his = [accept(store, owner="bob") for _ in range(3)]
-    for job in his:
+def test_quota_evicts_results_of_the_owner_who_uses_most(store: JobStore) -> None:
+    adas_job = accept(store, owner="ada")
+    finish(store, adas_job, size=100)
+    bobs_jobs = [accept(store, owner="bob") for _ in range(3)]
+    for job in bobs_jobs:
         finish(store, job, size=300)
-    assert [store.find(job, "bob").state for job in his] == ["done", "done", "done"]
+    assert [store.find(job, "bob").state for job in bobs_jobs] == ["done", "done", "done"]
     third = accept(store, size=250, owner="bob")
-    assert [store.find(job, "bob").state for job in his] == ["expired", "done", "done"]
+    assert [store.find(job, "bob").state for job in bobs_jobs] == ["expired", "done", "done"]
     newest = accept(store, size=60, owner="ada")
-    assert store.find(his[1], "bob").state == "expired"
-    assert store.find(hers, "ada").state == "done"
+    assert store.find(bobs_jobs[1], "bob").state == "expired"
+    assert store.find(adas_job, "ada").state == "done"
     with pytest.raises(OutOfStorage):
         accept(store, size=951, owner="bob")
-    assert [store.find(job, "bob").state for job in (his[2], third)] == ["done", "waiting"]
-    assert [store.find(job, "ada").state for job in (hers, newest)] == ["done", "waiting"]
-    assert not store.result_path(his[0]).exists()
-    # So they do for a new result.
+    assert [store.find(job, "bob").state for job in (bobs_jobs[2], third)] == ["done", "waiting"]
+    assert [store.find(job, "ada").state for job in (adas_job, newest)] == ["done", "waiting"]
+    assert not store.result_path(bobs_jobs[0]).exists()
+    # A new result evicts them as well.
     assert finish(store, third, size=800)
-    assert [store.find(job, "bob").state for job in (his[2], third)] == ["expired", "done"]
+    assert [store.find(job, "bob").state for job in (bobs_jobs[2], third)] == ["expired", "done"]
 
 
-def test_inputs_of_an_owner_leave_as_much_as_they_take(tmp_path: Path) -> None:
+def test_inputs_of_one_owner_leave_space_for_others(tmp_path: Path) -> None:
     with closing(open_store(tmp_path / "jobs", shared=True)) as store:
         accept(store, size=500, owner="ada")
         with pytest.raises(OutOfStorage):
@@ -265,7 +265,7 @@ def test_inputs_of_an_owner_leave_as_much_as_they_take(tmp_path: Path) -> None:
         accept(store, size=125, owner="cleo")
 
 
-def test_nobody_else_may_look_into_a_folder_that_was_open_to_others(tmp_path: Path) -> None:
+def test_permissions_of_existing_folders_are_restricted(tmp_path: Path) -> None:
     folder = tmp_path / "jobs"
     for path in (folder, folder / "jobs"):
         path.mkdir(mode=0o755)
@@ -275,12 +275,12 @@ def test_nobody_else_may_look_into_a_folder_that_was_open_to_others(tmp_path: Pa
     store.close()
 
 
-def test_what_is_over_is_forgotten_in_time(store: JobStore) -> None:
+def test_finished_jobs_expire(store: JobStore) -> None:
     done, waiting = accept(store), accept(store)
     finish(store, done)
     store.clean_up()
     assert store.find(done, None).state == "done"
-    store._keep = -1.0  # as if that time had passed
+    store._keep_seconds = -1.0  # as if the retention time had passed
     store.clean_up()
     with pytest.raises(UnknownJob):
         store.find(done, None)
@@ -288,40 +288,40 @@ def test_what_is_over_is_forgotten_in_time(store: JobStore) -> None:
     assert files(store) == [waiting, f"{waiting}/{INPUT}"]
 
 
-def test_deleted_folder_is_made_again_once_the_disk_allows_it(store: JobStore) -> None:
+def test_deleted_folder_is_recreated_as_soon_as_possible(store: JobStore) -> None:
     job, folder = accept(store), store._folder
     shutil.rmtree(folder)
     folder.mkdir()
-    (folder / "jobs.sqlite3").write_bytes(b"of somebody else")
-    assert "another database" in (store.mend() or "")
-    assert (folder / "jobs.sqlite3").read_bytes() == b"of somebody else"
+    (folder / "jobs.sqlite3").write_bytes(b"another database")
+    assert "another database" in (store.repair() or "")
+    assert (folder / "jobs.sqlite3").read_bytes() == b"another database"
     shutil.rmtree(folder)
     in_the_way = folder / "jobs.sqlite3-wal"
     in_the_way.mkdir(parents=True)
     for _ in range(2):
-        assert "cannot be made again" in (store.mend() or "")
+        assert "cannot be recreated" in (store.repair() or "")
         with pytest.raises(StorageUnavailable):
             store.find(job, None)
     in_the_way.rmdir()
-    assert "is made again" in (store.mend() or "")
-    assert store.mend() is None
+    assert "has been recreated" in (store.repair() or "")
+    assert store.repair() is None
     assert store.find(job, None).state == "waiting"
 
 
 def test_only_the_newest_jobs_without_a_result_are_kept(store: JobStore) -> None:
     jobs = {owner: [accept(store, owner=owner) for _ in range(4)] for owner in ("ada", "bob")}
     for job in jobs["ada"]:
-        store.fail(job, BadFile("cut short"))
+        store.fail(job, BadFile("truncated"))
     store.cancel(jobs["bob"][0])
-    store.fail(jobs["bob"][1], BadFile("cut short"))
+    store.fail(jobs["bob"][1], BadFile("truncated"))
     finish(store, jobs["bob"][2])
-    store.clean_up(most=2)
+    store.clean_up(max_without_result=2)
     assert [record.id for record in store.newest("ada", 9)] == [jobs["ada"][3], jobs["ada"][2]]
     assert [record.id for record in store.newest("bob", 9)] == jobs["bob"][::-1]
 
 
-# A store without the rights of root, whose parent folder its user may not enter for a while.
-FORBIDDEN = """
+# A store run without root privileges, whose parent folder is inaccessible for a while.
+INACCESSIBLE_FOLDER_SCRIPT = """
 import os, sys
 from pathlib import Path
 from service.serving.jobs.store import JobStore
@@ -332,19 +332,19 @@ if os.getuid() == 0:
     os.setuid(65534)
 store = JobStore(parent / "jobs", quota_bytes=1, keep_seconds=1, attempts=1)
 parent.chmod(0)
-print(store.mend())
+print(store.repair())
 parent.chmod(0o700)
-print(store.mend())
+print(store.repair())
 """
 
 
-def test_folder_that_may_not_be_entered_is_told_and_used_again_later() -> None:
+def test_inaccessible_folder_is_reported_and_used_again_later() -> None:
     with tempfile.TemporaryDirectory() as parent:
-        command = [sys.executable, "-c", FORBIDDEN, parent]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    problem, later = ended.stdout.splitlines()
-    assert problem == "The folder of jobs cannot be used: Permission denied."
-    assert later == "None"
+        command = [sys.executable, "-c", INACCESSIBLE_FOLDER_SCRIPT, parent]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    problem, later_problem = process.stdout.splitlines()
+    assert problem == "The jobs folder cannot be used: Permission denied."
+    assert later_problem == "None"
 
 
 def test_folder_that_cannot_be_used_is_a_configuration_error(store: JobStore, tmp_path: Path) -> None:
@@ -353,13 +353,13 @@ def test_folder_that_cannot_be_used_is_a_configuration_error(store: JobStore, tm
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"jobs\.folder"):
         open_store(tmp_path / "file" / "jobs")
-    (tmp_path / "odd").mkdir()
-    (tmp_path / "odd" / "jobs.sqlite3").write_bytes(b"no database" * 1000)
+    (tmp_path / "invalid").mkdir()
+    (tmp_path / "invalid" / "jobs.sqlite3").write_bytes(b"not a database" * 1000)
     with pytest.raises(ConfigError, match=r"not a database\. Move the folder away"):
-        open_store(tmp_path / "odd")
+        open_store(tmp_path / "invalid")
 
 
-def test_damaged_database_is_refused_and_its_documented_rescue_keeps_the_jobs_that_can_be_read(store: JobStore) -> None:
+def test_documented_recovery_of_a_damaged_database_keeps_readable_jobs(store: JobStore) -> None:
     jobs = [accept(store, owner="ada") for _ in range(100)]
     store.close()
     with (store._folder / "jobs.sqlite3").open("r+b") as file:
@@ -371,14 +371,14 @@ def test_damaged_database_is_refused_and_its_documented_rescue_keeps_the_jobs_th
         pytest.skip("needs the command sqlite3")
     manual = (ROOT / "docs" / "running.md").read_text(encoding="utf-8").partition("### Damaged database")[2]
     subprocess.run(["bash", "-ec", manual.partition("```sh\n")[2].partition("```")[0]], check=True, cwd=store._folder)
-    with closing(open_store(store._folder)) as rescued:
-        kept = {record.id for record in rescued.recover()}
-        assert kept <= set(jobs)
-        assert len(kept) > 50
-        assert files(rescued) == sorted(part for job in kept for part in (job, f"{job}/{INPUT}"))
+    with closing(open_store(store._folder)) as recovered:
+        recovered_ids = {record.id for record in recovered.recover()}
+        assert recovered_ids <= set(jobs)
+        assert len(recovered_ids) > 50
+        assert files(recovered) == sorted(part for job in recovered_ids for part in (job, f"{job}/{INPUT}"))
 
 
-def test_files_of_jobs_without_their_database_are_not_deleted(store: JobStore) -> None:
+def test_job_files_without_a_database_are_not_deleted(store: JobStore) -> None:
     job = accept(store)
     store.close()
     for path in store._folder.glob("jobs.sqlite3*"):
@@ -388,15 +388,15 @@ def test_files_of_jobs_without_their_database_are_not_deleted(store: JobStore) -
     assert files(store) == [job, f"{job}/{INPUT}"]
 
 
-def test_database_of_another_version_is_left_alone(store: JobStore) -> None:
+def test_database_of_another_version_is_not_changed(store: JobStore) -> None:
     store._database.change("PRAGMA user_version = 7")
     store.close()
     with pytest.raises(ConfigError, match="another version"):
         open_store(store._folder)
 
 
-def test_database_that_finds_the_disk_full_is_out_of_storage(store: JobStore) -> None:
+def test_full_database_raises_out_of_storage(store: JobStore) -> None:
     store._database._connection.execute("PRAGMA max_page_count = 6")
     with pytest.raises(OutOfStorage):
         [accept(store, size=1) for _ in range(200)]
-    assert len(files(store)) == 2 * len(store.pending()), "what was not accepted leaves nothing"
+    assert len(files(store)) == 2 * len(store.list_unfinished()), "rejected jobs must not leave files"

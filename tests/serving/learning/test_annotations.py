@@ -12,120 +12,124 @@ from full_disk import full_disk
 
 from service.core.errors import BadParameter, OutOfStorage
 from service.core.types import Volume
-from service.serving.learning.annotation import MOST_OVERLAPS, Annotation, NewAnnotation, Origin, Region, find_overlaps
+from service.serving.learning.annotation import MAX_OVERLAPS, Annotation, NewAnnotation, Origin, Region, find_overlaps
 from service.serving.learning.annotations import PARTIAL_PREFIX, RECORD, AnnotationStore
 from service.serving.storage.scratch import make_locked_folder
 
-CELL = Volume.from_array(np.ones((1, 1, 2, 2), np.uint8))
+SMALL_VOLUME = Volume.from_array(np.ones((1, 1, 2, 2), np.uint8))
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> AnnotationStore:
-    return AnnotationStore(tmp_path, quota_bytes=2**30, most=2)
+    return AnnotationStore(tmp_path, quota_bytes=2**30, max_stacks=2)
 
 
-def number(first: int, shape: tuple[int, int, int, int]) -> tuple[Volume, Volume]:
-    """An image, and labels with a number of its own for every voxel."""
+def make_numbered_labels(first: int, shape: tuple[int, int, int, int]) -> tuple[Volume, Volume]:
+    """Return an image, and labels with a unique number for each voxel, starting from `first`."""
     labels = np.arange(first, first + np.prod(shape), dtype=np.uint32).reshape(shape)
     return Volume.from_array(np.zeros(shape, np.uint8)), Volume.from_array(labels)
 
 
-def test_objects_with_large_numbers_are_counted_once(store: AnnotationStore) -> None:
-    image, labels = number(2**32 - 600, (1, 2, 16, 16))
-    twice = Volume.from_array(np.concatenate([labels.array(), labels.array()], axis=1))
-    image = Volume.from_array(np.zeros(twice.shape, np.uint8))
-    assert store.keep(image, twice, NewAnnotation(name="a", owner="ann")).objects == 512
+def test_objects_with_large_label_numbers_are_counted_once(store: AnnotationStore) -> None:
+    image, labels = make_numbered_labels(2**32 - 600, (1, 2, 16, 16))
+    doubled = Volume.from_array(np.concatenate([labels.array(), labels.array()], axis=1))
+    image = Volume.from_array(np.zeros(doubled.shape, np.uint8))
+    assert store.add(image, doubled, NewAnnotation(name="a", owner="ann")).objects == 512
     region = Region.parse("0:1,0:16,0:16", (4, 16, 16))
-    assert store.keep(image, twice, NewAnnotation(name="a", owner="ann", region=region)).objects == 256
+    assert store.add(image, doubled, NewAnnotation(name="a", owner="ann", region=region)).objects == 256
 
 
-def test_a_number_for_every_voxel_takes_little_memory_and_is_refused(store: AnnotationStore, tmp_path: Path) -> None:
-    image, labels = number(2**24, (1, 8, 512, 512))
+def test_too_many_large_label_numbers_are_rejected_with_little_memory(store: AnnotationStore, tmp_path: Path) -> None:
+    image, labels = make_numbered_labels(2**24, (1, 8, 512, 512))
     tracemalloc.start()
     try:
-        with pytest.raises(BadParameter, match="from 1 on"):
-            store.keep(image, labels, NewAnnotation(name="a", owner="ann"))
+        with pytest.raises(BadParameter, match="starting from 1"):
+            store.add(image, labels, NewAnnotation(name="a", owner="ann"))
         assert tracemalloc.get_traced_memory()[1] < 2**26
     finally:
         tracemalloc.stop()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_record_is_read_once_and_again_where_another_process_has_changed_it(tmp_path: Path) -> None:
-    store, again = (AnnotationStore(tmp_path, quota_bytes=2**30) for _ in range(2))
-    one, two = (store.keep(CELL, CELL, NewAnnotation(name=name, owner="ann")) for name in ("one", "two"))
-    assert [kept.name for kept in store.newest("ann")] == ["two", "one"]
-    record = one.folder / RECORD
+def test_records_are_cached_until_another_process_changes_them(tmp_path: Path) -> None:
+    store, other_store = (AnnotationStore(tmp_path, quota_bytes=2**30) for _ in range(2))
+    first, second = (
+        store.add(SMALL_VOLUME, SMALL_VOLUME, NewAnnotation(name=name, owner="ann")) for name in ("one", "two")
+    )
+    assert [stored.name for stored in store.newest("ann")] == ["two", "one"]
+    record = first.folder / RECORD
     status, text = record.stat(), record.read_text()
-    # What has the time and the place of a record that was read is that record.
+    # A record with an unchanged inode and modification time is not read again.
     record.write_text("{")
     os.utime(record, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert store.newest("ann") == [two, one]
-    # One that could not be read for a moment is read again.
-    assert again.newest("ann") == [two]
+    assert store.newest("ann") == [second, first]
+    # A record that could not be read is read again, even if its modification time is unchanged.
+    assert other_store.newest("ann") == [second]
     record.write_text(text)
     os.utime(record, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert again.newest("ann") == [two, one]
+    assert other_store.newest("ann") == [second, first]
     record.write_text(text.replace('"one"', '"three"'))
-    assert [kept.name for kept in store.newest("ann")] == ["two", "three"]
+    assert [stored.name for stored in store.newest("ann")] == ["two", "three"]
     record.unlink()
-    assert store.newest("ann") == [two]
+    assert store.newest("ann") == [second]
 
 
-def test_thousands_of_annotated_stacks_of_one_image_are_compared_in_a_moment() -> None:
-    facts: dict[str, Any] = {"name": "a", "owner": "ann", "shape": (1, 9, 9), "voxel_size": None, "objects": 1}
-    facts |= {"digest": "", "origin": Origin(), "nbytes": 1, "created": 0.0}
+def test_overlaps_of_thousands_of_annotations_are_found_quickly() -> None:
+    fields: dict[str, Any] = {"name": "a", "owner": "ann", "shape": (1, 9, 9), "voxel_size": None, "objects": 1}
+    fields |= {"digest": "", "origin": Origin(), "nbytes": 1, "created": 0.0}
     regions = [None, *[Region((0, 1), (y, y + 1), (0, 9)) for y in range(4)]]
-    stacks = [Annotation(folder=Path(f"{n:032x}"), region=regions[n % 5], **facts) for n in range(10_000)]
-    began = time.process_time()
-    found = find_overlaps(stacks)
-    assert time.process_time() - began < 1.5
+    stacks = [Annotation(folder=Path(f"{n:032x}"), region=regions[n % 5], **fields) for n in range(10_000)]
+    start_time = time.process_time()
+    overlaps = find_overlaps(stacks)
+    assert time.process_time() - start_time < 1.5
     for stack in stacks[:5]:
-        alike = [each for each in stacks if None in {each.region, stack.region} or each.region == stack.region]
-        alike.remove(stack)
-        assert [each.id for each in found[stack.id]] == [each.id for each in alike[:MOST_OVERLAPS]]
+        overlapping = [
+            other for other in stacks if None in {other.region, stack.region} or other.region == stack.region
+        ]
+        overlapping.remove(stack)
+        assert [other.id for other in overlaps[stack.id]] == [other.id for other in overlapping[:MAX_OVERLAPS]]
 
 
-def test_what_a_killed_process_has_written_by_half_goes_and_what_others_write_stays(
-    store: AnnotationStore, tmp_path: Path
-) -> None:
-    killed, others = (tmp_path / f"{PARTIAL_PREFIX}{number}" for number in (1, 2))
-    os.close(make_locked_folder(killed))
-    lock = make_locked_folder(others)
+def test_clean_up_deletes_only_incomplete_folders_of_killed_processes(store: AnnotationStore, tmp_path: Path) -> None:
+    abandoned, in_use = (tmp_path / f"{PARTIAL_PREFIX}{number}" for number in (1, 2))
+    os.close(make_locked_folder(abandoned))
+    lock = make_locked_folder(in_use)
     store.clean_up()
-    assert list(tmp_path.iterdir()) == [others]
+    assert list(tmp_path.iterdir()) == [in_use]
     os.close(lock)
-    kept = store.keep(CELL, CELL, NewAnnotation(name="a", owner="ann"))
-    assert list(tmp_path.iterdir()) == [kept.folder]
-    assert {path.name for path in kept.folder.iterdir()} == {"annotation.json", "image.ome.tif", "labels.ome.tif"}
+    stored = store.add(SMALL_VOLUME, SMALL_VOLUME, NewAnnotation(name="a", owner="ann"))
+    assert list(tmp_path.iterdir()) == [stored.folder]
+    assert {path.name for path in stored.folder.iterdir()} == {"annotation.json", "image.ome.tif", "labels.ome.tif"}
 
 
 @pytest.mark.parametrize("region", ["٠:١,0:2,0:2", "0:1,0:2,0:²", "0:1, 0:2,0:2", "-0:1,0:2,0:2"])  # noqa: RUF001 - digits of other scripts
-def test_a_region_is_stated_in_plain_digits(region: str) -> None:
-    with pytest.raises(BadParameter, match="is expected"):
+def test_region_must_consist_of_ascii_digits(region: str) -> None:
+    with pytest.raises(BadParameter, match="expected z0:z1"):
         Region.parse(region, (1, 2, 2))
 
 
-def test_what_all_owners_keep_is_measured_and_each_keeps_so_many_and_no_more(
+def test_usage_is_measured_and_the_number_of_stacks_per_owner_is_limited(
     store: AnnotationStore, tmp_path: Path
 ) -> None:
     assert AnnotationStore(tmp_path / "absent", quota_bytes=1).measure() == (0, 0)
-    kept = [store.keep(CELL, CELL, NewAnnotation(name="a", owner=owner)) for owner in ("ann", "bob", "ann")]
-    assert store.measure() == (3, sum(one.nbytes for one in kept))
-    with pytest.raises(OutOfStorage, match="delete some"):
-        store.keep(CELL, CELL, NewAnnotation(name="a", owner="ann"))
-    store.delete(kept[0].id, "ann")
-    assert store.measure() == (2, kept[1].nbytes + kept[2].nbytes)
-    store.keep(CELL, CELL, NewAnnotation(name="a", owner="ann"))
+    stored = [
+        store.add(SMALL_VOLUME, SMALL_VOLUME, NewAnnotation(name="a", owner=owner)) for owner in ("ann", "bob", "ann")
+    ]
+    assert store.measure() == (3, sum(annotation.nbytes for annotation in stored))
+    with pytest.raises(OutOfStorage, match="Delete some"):
+        store.add(SMALL_VOLUME, SMALL_VOLUME, NewAnnotation(name="a", owner="ann"))
+    store.delete(stored[0].id, "ann")
+    assert store.measure() == (2, stored[1].nbytes + stored[2].nbytes)
+    store.add(SMALL_VOLUME, SMALL_VOLUME, NewAnnotation(name="a", owner="ann"))
 
 
 @pytest.mark.parametrize("limit", [0, 100, 5_000, 20_000])
-def test_a_full_disk_leaves_nothing_wherever_it_is_met(store: AnnotationStore, tmp_path: Path, limit: int) -> None:
+def test_full_disk_at_any_point_leaves_no_files(store: AnnotationStore, tmp_path: Path, limit: int) -> None:
     rng = np.random.default_rng(0)
     image = Volume.from_array(rng.integers(0, 2**8, (1, 4, 64, 64), np.uint8))
-    # Twice as many bytes as the image.
+    # Twice the size of the image.
     labels = Volume.from_array(rng.integers(1, 2**16, (1, 4, 64, 64), np.uint16))
     with full_disk(limit), pytest.raises(OutOfStorage, match="disk"):
-        store.keep(image, labels, NewAnnotation(name="a", owner="ann"))
+        store.add(image, labels, NewAnnotation(name="a", owner="ann"))
     assert list(tmp_path.iterdir()) == []
-    assert store.keep(image, labels, NewAnnotation(name="a", owner="ann")).objects > 0
+    assert store.add(image, labels, NewAnnotation(name="a", owner="ann")).objects > 0

@@ -1,4 +1,4 @@
-"""Trainings with a child process that is done at once, or never, as the name of the new model says."""
+"""Trainings with a fake child process, whose behavior is selected by the name of the new model."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from service.core.types import Options, Volume
 from service.models.spec import ModelSpec
 from service.serving.learning.annotation import NewAnnotation, Region
 from service.serving.learning.annotations import AnnotationStore
-from service.serving.learning.training_child import MODULE
+from service.serving.learning.training_child import TRAINING_MODULE
 from service.serving.learning.training_queue import TrainingQueue
-from service.serving.learning.training_record import INTERRUPTED, TrainingRecord
+from service.serving.learning.training_record import INTERRUPTED_MESSAGE, TrainingRecord
 from service.serving.learning.trainings import NewTraining, Trainings
 from service.serving.runtime import Runtime
 from service.serving.storage.scratch import make_locked_folder
@@ -48,38 +48,38 @@ def base(random_nuclei_content: dict[str, Any], write_model: Callable[..., Model
 
 
 class Service:
-    """A runtime, annotated stacks of `ann`, and trainings."""
+    """A runtime, a store with an annotated stack of `ann`, and trainings."""
 
-    def __init__(self, runtime: Runtime, chosen: Settings, module: str = fake_training.__name__) -> None:
-        self.runtime, self.settings = runtime, chosen
-        self.store = AnnotationStore(chosen.annotations_folder, quota_bytes=2**20)
-        self.trainings = self.make(chosen, module)
+    def __init__(self, runtime: Runtime, service_settings: Settings, module: str = fake_training.__name__) -> None:
+        self.runtime, self.settings = runtime, service_settings
+        self.store = AnnotationStore(service_settings.annotations_folder, quota_bytes=2**20)
+        self.trainings = self.make(service_settings, module)
         self.trainings.start()
         labels = np.zeros((1, 4, 8, 8), np.uint16)
         labels[:, 1:3, 1:3, 1:3] = 1
         volume = Volume.from_array(labels)
-        self.annotation = self.store.keep(volume, volume, NewAnnotation(name="a", owner="ann")).id
+        self.annotation = self.store.add(volume, volume, NewAnnotation(name="a", owner="ann")).id
 
-    def make(self, chosen: Settings, module: str = MODULE) -> Trainings:
-        return Trainings(chosen, self.store, self.runtime.models, lambda: self.runtime.draining, module)
+    def make(self, service_settings: Settings, module: str = TRAINING_MODULE) -> Trainings:
+        return Trainings(service_settings, self.store, self.runtime.models, lambda: self.runtime.draining, module)
 
-    def next_queue(self) -> TrainingQueue:
-        """The trainings as the next process finds them."""
-        again = self.make(self.settings)
-        again.start()
-        again.stop()
-        return again.queue
+    def load_queue(self) -> TrainingQueue:
+        """Return the queue that the next process would load."""
+        trainings = self.make(self.settings)
+        trainings.start()
+        trainings.stop()
+        return trainings.queue
 
     def limit(self, **limits: Any) -> None:
-        """Begin anew with other limits."""
+        """Restart the trainings with other limits."""
         trainings = self.settings.trainings.model_copy(update=limits)
         self.trainings.stop()
         self.trainings = self.make(self.settings.model_copy(update={"trainings": trainings}), fake_training.__name__)
         self.trainings.start()
 
     def submit(self, name: str, owner: str = "ann", **changes: Any) -> TrainingRecord:
-        asked: dict[str, Any] = {"model": "base", "annotations": [self.annotation], "minutes": 1.0, "name": name}
-        return self.trainings.submit(NewTraining(**asked | changes), owner, admin=owner != "ann")
+        request: dict[str, Any] = {"model": "base", "annotations": [self.annotation], "minutes": 1.0, "name": name}
+        return self.trainings.submit(NewTraining(**request | changes), owner, admin=owner != "ann")
 
     def wait(self, record: TrainingRecord, *states: str) -> TrainingRecord:
         until(lambda: record.state in states, 60)
@@ -88,37 +88,39 @@ class Service:
     def train(self, name: str) -> TrainingRecord:
         return self.wait(self.submit(name), "done", "failed")
 
-    def remove(self, name: str, owner: str | None = "ann", has_jobs: Any = lambda _model: False, **who: Any) -> None:
-        self.trainings.trained_models.remove(name, owner, has_jobs=has_jobs, **who)
+    def remove(
+        self, name: str, owner: str | None = "ann", has_jobs: Any = lambda _model: False, **options: Any
+    ) -> None:
+        self.trainings.trained_models.remove(name, owner, has_jobs=has_jobs, **options)
 
-    def hang(self, name: str = "hangs", **given: Any) -> TrainingRecord:
-        record = self.submit(name, **given)
+    def hang(self, name: str = "hangs", **options: Any) -> TrainingRecord:
+        record = self.submit(name, **options)
         until(lambda: record.stage == "evaluating", 60)
         return record
 
 
 @pytest.fixture
-def chosen(base: ModelSpec, tmp_path: Path) -> Settings:
+def service_settings(base: ModelSpec, tmp_path: Path) -> Settings:
     (tmp_path / "scratch").mkdir()
     return settings(base.folder.parent, tmp_path / "scratch", jobs={"folder": tmp_path / "jobs"})
 
 
 @pytest.fixture
-def service(chosen: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+def service(service_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     monkeypatch.setenv("PYTHONPATH", TESTS)
-    with running(chosen, FakeSegmenter) as runtime:
-        made = Service(runtime, chosen)
+    with running(service_settings, FakeSegmenter) as runtime:
+        created = Service(runtime, service_settings)
         try:
-            yield made
+            yield created
         finally:
-            made.trainings.stop()
+            created.trainings.stop()
 
 
 def leftovers(service: Service) -> list[str]:
     return [path.name for path in service.settings.trained_folder.glob(".*")]
 
 
-def test_a_new_model_is_served_with_its_lineage(service: Service) -> None:
+def test_new_model_is_served_with_its_lineage(service: Service) -> None:
     record = service.train("mine")
     assert (record.state, record.message) == ("done", "The new model is better.")
     assert (record.step, record.steps, record.before, record.after, record.better) == (2000, 2000, 0.5, 0.75, True)
@@ -128,19 +130,19 @@ def test_a_new_model_is_served_with_its_lineage(service: Service) -> None:
     assert leftovers(service) == []
     with pytest.raises(BadParameter, match="another name"):
         service.submit("mine")
-    again = service.next_queue().find(record.id, "ann")
-    assert (again.state, vars(again).keys()) == ("done", vars(record).keys())
+    reloaded = service.load_queue().find(record.id, "ann")
+    assert (reloaded.state, vars(reloaded).keys()) == ("done", vars(record).keys())
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("fails", "The annotated stacks in stacks have too few objects."),
-        ("crashes", "Something went wrong while the model was trained; the service's log tells more."),
+        ("crashes", "An internal error occurred during the training."),
         ("broken", "cannot be used"),
     ],
 )
-def test_a_child_that_fails_leaves_nothing_and_says_why(service: Service, name: str, message: str) -> None:
+def test_failed_child_leaves_no_files_and_reports_the_reason(service: Service, name: str, message: str) -> None:
     record = service.train(name)
     assert record.state == "failed"
     assert message in record.message
@@ -148,13 +150,13 @@ def test_a_child_that_fails_leaves_nothing_and_says_why(service: Service, name: 
     assert service.train("mine").state == "done"
 
 
-def test_a_training_is_cancelled_while_it_waits_and_while_it_runs(service: Service) -> None:
+def test_waiting_and_running_trainings_can_be_cancelled(service: Service) -> None:
     first = service.hang()
     second = service.submit("second")
     assert (service.trainings.queue.position(first), service.trainings.queue.position(second)) == (None, 1)
-    left = first.seconds_left
-    assert left is not None
-    assert 0 < left <= 60
+    seconds_left = first.seconds_left
+    assert seconds_left is not None
+    assert 0 < seconds_left <= 60
     for record in (second, first):
         service.trainings.cancel(record.id, "ann")
         assert record.state == "cancelled"
@@ -165,77 +167,77 @@ def test_a_training_is_cancelled_while_it_waits_and_while_it_runs(service: Servi
         service.trainings.queue.find(first.id, "ann")
 
 
-def test_nothing_is_left_of_a_model_that_is_cancelled_before_it_is_served(service: Service) -> None:
-    made = service.settings.trained_folder / "mine"
-    # Somebody else reloads the models.
+def test_model_of_a_training_cancelled_before_serving_is_deleted(service: Service) -> None:
+    model_folder = service.settings.trained_folder / "mine"
+    # Block the reload of models.
     with service.runtime.models._reloading:
         record = service.submit("mine")
-        until(made.exists, 60)
+        until(model_folder.exists, 60)
         service.trainings.cancel(record.id, "ann")
-    until(lambda: not made.exists(), 60)
+    until(lambda: not model_folder.exists(), 60)
     assert service.train("other").state == "done"
     assert [state.name for state in service.runtime.models.states()] == ["base", "other"]
     assert record.state == "cancelled"
 
 
-def child_of(service: Service) -> subprocess.Popen[bytes]:
+def child_process(service: Service) -> subprocess.Popen[bytes]:
     child = service.trainings._child
     assert child is not None
     return child.process
 
 
-def test_what_the_service_does_not_finish_is_interrupted(service: Service) -> None:
+def test_unfinished_trainings_are_interrupted_by_a_stop(service: Service) -> None:
     records = [service.hang(), service.submit("waits")]
-    process = child_of(service)
+    process = child_process(service)
     service.trainings.stop()
     assert process.poll() is not None
-    assert [(record.state, record.message) for record in records] == 2 * [("interrupted", INTERRUPTED)]
+    assert [(record.state, record.message) for record in records] == 2 * [("interrupted", INTERRUPTED_MESSAGE)]
     assert leftovers(service) == []
-    again = service.next_queue()
-    assert [again.find(record.id, "ann").state for record in records] == ["interrupted", "interrupted"]
+    reloaded = service.load_queue()
+    assert [reloaded.find(record.id, "ann").state for record in records] == ["interrupted", "interrupted"]
     with pytest.raises(NotReady):
         service.submit("late")
 
 
-def test_a_killed_child_is_told_from_a_failure(service: Service) -> None:
-    # It takes longer than was asked for.
+def test_killed_child_is_reported_as_out_of_memory(service: Service) -> None:
+    # The training exceeds the requested time.
     record = service.hang(minutes=0.001)
     until(lambda: record.seconds_left is None, 10)
     assert (record.state, record.stage) == ("running", "evaluating")
-    process = child_of(service)
-    # What interrupts the service at a terminal does not reach it.
+    process = child_process(service)
+    # Ctrl+C at the terminal of the service does not reach the child.
     assert (os.getpgid(process.pid), os.getsid(process.pid)) == (process.pid, os.getsid(0))
     process.kill()
     assert "memory" in service.wait(record, "failed").message
 
 
-def test_a_training_that_does_not_end_is_ended_and_the_next_begins(service: Service) -> None:
+def test_training_that_takes_too_long_is_killed_and_the_next_begins(service: Service) -> None:
     service.limit(minutes=0.02)
     record = service.wait(service.submit("hangs", minutes=0.01), "failed")
     assert "too long" in record.message
-    # A busy machine may be too slow to start the child in time, but it has its turn.
+    # On a busy machine, the next child may be too slow as well, but it must begin.
     service.wait(service.submit("mine", minutes=0.01), "done", "failed")
     assert leftovers(service) == []
 
 
-def test_owners_take_turns_and_leave_places_to_others(service: Service) -> None:
+def test_owners_take_turns_and_the_waiting_trainings_of_each_are_limited(service: Service) -> None:
     service.hang()
-    mine = [service.submit(f"mine{number}") for number in range(4)]
-    with pytest.raises(QueueFull, match="of yours"):
+    anns_records = [service.submit(f"mine{number}") for number in range(4)]
+    with pytest.raises(QueueFull, match="of your trainings"):
         service.submit("mine4")
-    others = [service.submit(f"other{number}", "bob") for number in range(4)]
+    bobs_records = [service.submit(f"other{number}", "bob") for number in range(4)]
     with pytest.raises(QueueFull):
         service.submit("another", "eve")
     order = [record.name for record in service.trainings.queue.waiting]
     assert order[:4] == ["other0", "mine0", "other1", "mine1"]
-    assert [service.trainings.queue.position(record) for record in (others[0], mine[0])] == [1, 2]
+    assert [service.trainings.queue.position(record) for record in (bobs_records[0], anns_records[0])] == [1, 2]
     assert [record.owner for record in service.trainings.queue.newest("bob")] == ["bob"] * 4
     assert len(service.trainings.queue.newest("bob", everyone=True)) == 9
     with pytest.raises(UnknownTraining):
-        service.trainings.cancel(mine[0].id, "bob")
+        service.trainings.cancel(anns_records[0].id, "bob")
 
 
-def test_trained_models_do_not_fill_the_disk(service: Service) -> None:
+def test_number_of_trained_models_is_limited(service: Service) -> None:
     service.limit(models=2)
     service.train("mine")
     waiting = service.hang()
@@ -244,7 +246,7 @@ def test_trained_models_do_not_fill_the_disk(service: Service) -> None:
     service.trainings.cancel(waiting.id, "ann")
 
 
-def test_a_trained_model_is_deleted_by_who_has_trained_it_and_its_name_is_free(service: Service) -> None:
+def test_trained_model_is_deleted_by_its_owner_and_its_name_can_be_reused(service: Service) -> None:
     first = service.train("mine")
     trainings, models = service.trainings, service.runtime.models
     spec = models.servable_spec("mine")
@@ -269,7 +271,7 @@ def test_a_trained_model_is_deleted_by_who_has_trained_it_and_its_name_is_free(s
     service.remove("mine", "eve", everyone=True)
 
 
-def test_a_model_that_a_training_goes_on_from_is_kept(service: Service) -> None:
+def test_base_model_of_an_unfinished_training_cannot_be_deleted(service: Service) -> None:
     service.train("mine")
     child = service.submit("hangs", model="mine")
     with pytest.raises(ModelKept, match="training"):
@@ -278,18 +280,20 @@ def test_a_model_that_a_training_goes_on_from_is_kept(service: Service) -> None:
     service.remove("mine")
 
 
-def test_a_model_that_is_the_default_by_its_name_alone_is_kept(service: Service, base: ModelSpec) -> None:
-    made = shutil.copytree(base.folder, service.settings.trained_folder / "nuclei")
-    (made / "model.yaml").write_text((base.folder / "model.yaml").read_text().replace("name: base", "name: nuclei"))
+def test_default_model_by_name_cannot_be_deleted(service: Service, base: ModelSpec) -> None:
+    model_folder = shutil.copytree(base.folder, service.settings.trained_folder / "nuclei")
+    (model_folder / "model.yaml").write_text(
+        (base.folder / "model.yaml").read_text().replace("name: base", "name: nuclei")
+    )
     models = service.runtime.models
     assert models.reload().added == ["nuclei"]
     assert models.servable_spec(None).name == "nuclei"
     with pytest.raises(ModelKept, match="default"):
         service.remove("nuclei", None, everyone=True)
-    assert models.servable_spec(None).folder == made
+    assert models.servable_spec(None).folder == model_folder
 
 
-def test_a_model_is_kept_for_what_was_accepted_while_it_was_to_be_deleted(service: Service) -> None:
+def test_model_is_not_deleted_if_a_job_is_accepted_at_the_same_time(service: Service) -> None:
     service.train("mine")
     models, accepted = service.runtime.models, list[str]()
 
@@ -301,11 +305,11 @@ def test_a_model_is_kept_for_what_was_accepted_while_it_was_to_be_deleted(servic
                 accept(model)
         return bool(accepted)
 
-    # One that was accepted before goes on, for which the model is served all the time.
-    with pytest.raises(ModelKept, match="Jobs wait or run"):
+    # For a job that was accepted before, the model must be served without interruption.
+    with pytest.raises(ModelKept, match="Unfinished jobs use"):
         service.remove("mine", has_jobs=lambda model: model in models.specs)
     accepted.append("a job")
-    with pytest.raises(ModelKept, match="Jobs wait or run"):
+    with pytest.raises(ModelKept, match="Unfinished jobs use"):
         service.remove("mine", has_jobs=has_jobs)
     assert models.spec("mine").folder.is_dir()
     accepted.clear()
@@ -313,10 +317,10 @@ def test_a_model_is_kept_for_what_was_accepted_while_it_was_to_be_deleted(servic
     assert list(models.specs) == ["base"]
 
 
-def test_what_cannot_be_trained_is_refused_at_once(service: Service, bands_repository: Path) -> None:
-    # A model called nuclei would become the default one.
+def test_invalid_trainings_are_rejected_on_submission(service: Service, bands_repository: Path) -> None:
+    # A model called nuclei would become the default model.
     names = [({"name": name}, "another name") for name in ("base", "nuclei")]
-    for changes, text in (({"minutes": 121.0}, "no more than 120"), *names):
+    for changes, text in (({"minutes": 121.0}, "at most 120"), *names):
         with pytest.raises(BadParameter, match=text):
             service.submit(**{"name": "x"} | changes)
     off = Settings.model_validate({**service.settings.model_dump(), "trainings": {"enabled": False}})
@@ -324,29 +328,33 @@ def test_what_cannot_be_trained_is_refused_at_once(service: Service, bands_repos
         service.make(off).check_enabled()
 
 
-def test_annotated_stacks_that_overlap_are_refused_at_once(service: Service) -> None:
+def test_overlapping_annotated_stacks_are_rejected_on_submission(service: Service) -> None:
     labels = np.ones((1, 4, 8, 8), np.uint8)
 
-    def keep(pixels: Any, region: str | None, owner: str = "ann") -> str:
+    def add_stack(pixels: Any, region: str | None, owner: str = "ann") -> str:
         part = None if region is None else Region.parse(region, (4, 8, 8))
-        image, numbers = (Volume.from_array(array) for array in (pixels, labels))
-        return service.store.keep(image, numbers, NewAnnotation(name=str(region), owner=owner, region=part)).id
+        image, label_volume = (Volume.from_array(array) for array in (pixels, labels))
+        return service.store.add(image, label_volume, NewAnnotation(name=str(region), owner=owner, region=part)).id
 
-    first, beside, over = (keep(labels, f"0:4,0:8,{columns}") for columns in ("0:5", "5:8", "4:6"))
-    other, theirs, whole = keep(labels + 1, None), keep(labels, None, "bob"), keep(labels.astype(np.uint16), None)
-    for chosen in ([first, beside, other, whole], [first, first], [over, other]):
-        service.trainings.cancel(service.submit("mine", annotations=chosen).id, "ann")
-    for chosen in ([over, other, first], [beside, over]):
-        older = next(each for each in (first, beside) if each in chosen)
-        with pytest.raises(BadParameter, match=rf"{older} .* and the newer {over} .* leave one of them out"):
-            service.submit("mine", annotations=chosen)
-    with pytest.raises(BadParameter, match="leave one of them out"):
-        service.submit("mine", "eve", annotations=[first, theirs])
+    first, adjacent, overlapping = (add_stack(labels, f"0:4,0:8,{columns}") for columns in ("0:5", "5:8", "4:6"))
+    other, of_bob, converted = (
+        add_stack(labels + 1, None),
+        add_stack(labels, None, "bob"),
+        add_stack(labels.astype(np.uint16), None),
+    )
+    for stack_ids in ([first, adjacent, other, converted], [first, first], [overlapping, other]):
+        service.trainings.cancel(service.submit("mine", annotations=stack_ids).id, "ann")
+    for stack_ids in ([overlapping, other, first], [adjacent, overlapping]):
+        older = next(stack_id for stack_id in (first, adjacent) if stack_id in stack_ids)
+        with pytest.raises(BadParameter, match=rf"{older} .* and the newer {overlapping} .* Remove one of them"):
+            service.submit("mine", annotations=stack_ids)
+    with pytest.raises(BadParameter, match="Remove one of them"):
+        service.submit("mine", "eve", annotations=[first, of_bob])
 
 
-def test_a_full_disk_is_a_failure_that_leaves_nothing(service: Service) -> None:
+def test_training_fails_if_the_model_folder_cannot_be_written(service: Service) -> None:
     folder = service.settings.trained_folder
-    folder.write_text("no folder")
+    folder.write_text("not a folder")
     record = service.train("mine")
     assert record.state == "failed"
     assert str(folder) not in record.message
@@ -354,26 +362,26 @@ def test_a_full_disk_is_a_failure_that_leaves_nothing(service: Service) -> None:
     assert service.train("mine").state == "done"
 
 
-def test_a_training_that_cannot_be_recorded_is_refused_and_leaves_nothing(service: Service) -> None:
+def test_training_that_cannot_be_recorded_is_rejected(service: Service) -> None:
     records = service.settings.annotations_folder / "trainings"
     with full_disk(100), pytest.raises(OutOfStorage, match="disk"):
         service.submit("mine")
     assert (list(records.iterdir()), service.trainings.queue.newest("ann")) == ([], [])
 
 
-def test_what_a_killed_process_has_left_by_half_goes_and_the_work_of_others_stays(service: Service) -> None:
+def test_start_deletes_only_leftover_files_of_killed_processes(service: Service) -> None:
     record, records = service.train("mine"), service.settings.annotations_folder / "trainings"
     (records / ".killed.part").write_text("{")
     killed, other = (service.settings.trained_folder / f".training-{number}" for number in (1, 2))
     os.close(make_locked_folder(killed))
     lock = make_locked_folder(other)
-    service.next_queue()
+    service.load_queue()
     os.close(lock)
     assert leftovers(service) == [other.name]
     assert [path.name for path in records.iterdir()] == [f"{record.id}.json"]
 
 
-def test_an_annotated_stack_that_is_gone_meanwhile_is_named(service: Service) -> None:
+def test_training_on_a_deleted_annotated_stack_fails_with_the_reason(service: Service) -> None:
     hanging, record = service.hang(), service.submit("mine")
     service.store.delete(service.annotation, "ann")
     service.trainings.cancel(hanging.id, "ann")

@@ -1,4 +1,4 @@
-"""What a result says of its making, from a real server and from the command line."""
+"""The provenance in result files of a real server and of the command line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from service.serving.results.provenance import describe_origin, hash_file
 STACK = as_tiff(np.random.default_rng(0).integers(0, 255, (8, 40, 40), dtype=np.uint16))
 
 
-def origin_of(content: bytes, folder: Path) -> dict[str, str]:
+def read_provenance(content: bytes, folder: Path) -> dict[str, str]:
     path = folder / "answer.tif"
     path.write_bytes(content)
     with tifffile.TiffFile(path) as file:
@@ -32,20 +32,20 @@ def origin_of(content: bytes, folder: Path) -> dict[str, str]:
     return {str(entry.get("K")): str(entry.text) for entry in root.iter() if entry.tag.endswith("}M")}
 
 
-def test_what_is_not_known_is_left_out(bands: ModelSpec) -> None:
+def test_unknown_values_are_omitted(bands: ModelSpec) -> None:
     result = Result(Segmentation(np.zeros((1, 2, 2), np.uint8), "labels"), {}, ())
     assert set(describe_origin(Query(), result, "", None)) == {"software"}
-    known = result._replace(diameter=Diameter((15,), "px"), estimated=True, notes=("One.", "Two."), spec=bands)
-    known = known._replace(doubt=Doubt(0.5, "Look twice.", "diameter=15px"))
-    found = describe_origin(Query(overlap=0.5, model="nuclei"), known, "a.tif", "00")
-    assert (found["diameter"], found["source"]) == ("15px; estimated", "a.tif")
-    assert (found["doubt"], found["notes"]) == ("Look twice.", "One. Two.")
-    assert found["model"] == "bands/1"
-    assert json.loads(found["parameters"]) == {"overlap": 0.5}
+    result = result._replace(diameter=Diameter((15,), "px"), estimated=True, notes=("One.", "Two."), spec=bands)
+    result = result._replace(doubt=Doubt(0.5, "Confidence is low.", "diameter=15px"))
+    provenance = describe_origin(Query(overlap=0.5, model="nuclei"), result, "a.tif", "00")
+    assert (provenance["diameter"], provenance["source"]) == ("15px; estimated", "a.tif")
+    assert (provenance["doubt"], provenance["notes"]) == ("Confidence is low.", "One. Two.")
+    assert provenance["model"] == "bands/1"
+    assert json.loads(provenance["parameters"]) == {"overlap": 0.5}
 
 
 @pytest.mark.parametrize("path", ["segment", "jobs"])
-def test_an_answer_says_how_it_was_made(bands_repository: Path, tmp_path: Path, path: str) -> None:
+def test_results_of_the_server_contain_their_provenance(bands_repository: Path, tmp_path: Path, path: str) -> None:
     with serve(eager(bands_repository)) as live:
         headers = {"Content-Type": "image/tiff", "X-Filename": "embryo 7.tif"}
         answer = live.client.post(f"/{path}", content=STACK, params={"overlap": 0.5}, headers=headers)
@@ -53,18 +53,22 @@ def test_an_answer_says_how_it_was_made(bands_repository: Path, tmp_path: Path, 
             job = answer.headers["location"]
             until(lambda: live.client.get(job).json()["state"] == "done", 60)
             answer = live.client.get(f"{job}/result")
-    found = origin_of(answer.content, tmp_path)
-    assert found["model"] == answer.headers["x-stackseg-model"]
-    assert found["engine"].startswith("eager ")
-    assert json.loads(found["parameters"]) == {"overlap": 0.5}
-    assert found.get("source") == ("embryo 7.tif" if path == "jobs" else None)
-    assert found["source_blake3"] == blake3(STACK).hexdigest()
+    provenance = read_provenance(answer.content, tmp_path)
+    assert provenance["model"] == answer.headers["x-stackseg-model"]
+    assert provenance["engine"].startswith("eager ")
+    assert json.loads(provenance["parameters"]) == {"overlap": 0.5}
+    assert provenance.get("source") == ("embryo 7.tif" if path == "jobs" else None)
+    assert provenance["source_blake3"] == blake3(STACK).hexdigest()
 
 
-def test_the_command_line_says_the_same(bands_repository: Path, tmp_path: Path) -> None:
+def test_results_of_the_command_line_contain_their_provenance(bands_repository: Path, tmp_path: Path) -> None:
     stack, labels, config = (tmp_path / name for name in ("stack.tif", "labels.tif", "config.yaml"))
     stack.write_bytes(STACK)
     config.write_text(f"models: {{folder: {bands_repository}}}\nengine: {{kind: eager}}\ndevice: {{name: cpu}}\n")
     assert main(["segment", str(stack), str(labels), "--config", str(config)]) == 0
-    found = origin_of(labels.read_bytes(), tmp_path)
-    assert (found["model"], found["source"], found["source_blake3"]) == ("bands/1", "stack.tif", hash_file(stack))
+    provenance = read_provenance(labels.read_bytes(), tmp_path)
+    assert (provenance["model"], provenance["source"], provenance["source_blake3"]) == (
+        "bands/1",
+        "stack.tif",
+        hash_file(stack),
+    )

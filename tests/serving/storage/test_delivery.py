@@ -1,4 +1,4 @@
-"""A store that is placed appears whole, is recognised after a crash, and follows no link."""
+"""Delivery of Zarr stores: they appear atomically, are recognized after a crash, and links are not followed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import pytest
 from service.core.errors import BadFile, BadParameter, Cancelled, OutputExists
 from service.core.types import Cancelling, never
 from service.serving.storage import delivery
-from service.serving.storage.delivery import Target
+from service.serving.storage.delivery import DeliveryTarget
 
-MARK = ".stackseg-7.part"
+MARKER = ".stackseg-7.part"
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """A finished store, in a group that lists it."""
+    """A finished store in a group that lists it."""
     labels = tmp_path / "labels"
     (labels / "new" / "0" / "c").mkdir(parents=True)
     (labels / "zarr.json").write_text(
@@ -49,30 +49,32 @@ def folder(results: Path) -> Iterator[int]:
 
 
 def put(store: Path, folder: int, *, overwrite: bool = False, cancelled: Cancelling = never) -> None:
-    delivery.put_store(store, Target(folder, "a.zarr", "results/a.zarr", "7", overwrite), cancelled)
+    delivery.put_store(store, DeliveryTarget(folder, "a.zarr", "results/a.zarr", "7", overwrite), cancelled)
 
 
 def settle(folder: int, ticket: str = "7") -> None:
-    delivery.settle(Target(folder, "a.zarr", "results/a.zarr", ticket))
+    delivery.settle(DeliveryTarget(folder, "a.zarr", "results/a.zarr", ticket))
 
 
-def content(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def old_store(path: Path) -> Path:
+def make_old_store(path: Path) -> Path:
     path.mkdir()
     (path / "zarr.json").write_text("old")
     return path
 
 
-def test_a_store_is_copied_whole_and_recognised_until_it_is_settled(store: Path, results: Path, folder: int) -> None:
+def test_delivered_store_is_complete_and_recognized_until_it_is_settled(
+    store: Path, results: Path, folder: int
+) -> None:
     put(store, folder)
-    assert content(results / "a.zarr") == content(store) | {MARK: b""}
+    assert read_files(results / "a.zarr") == read_files(store) | {MARKER: b""}
     put(store, folder)
     settle(folder)
-    assert content(results) == {f"a.zarr/{name}": data for name, data in content(store).items()}
-    with pytest.raises(OutputExists, match=r"results/a\.zarr is there already"):
+    assert read_files(results) == {f"a.zarr/{name}": data for name, data in read_files(store).items()}
+    with pytest.raises(OutputExists, match=r"results/a\.zarr already exists"):
         put(store, folder)
     settle(folder)
 
@@ -83,136 +85,132 @@ def make_folder(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "make",
+    "make_other",
     [lambda path: path.write_text("precious"), make_folder, lambda path: path.symlink_to("thesis")],
     ids=["file", "folder", "link"],
 )
-@pytest.mark.parametrize("meanwhile", [False, True])
-def test_only_another_store_is_replaced(
-    store: Path, results: Path, folder: int, make: Callable[[Path], object], *, meanwhile: bool
+@pytest.mark.parametrize("during_delivery", [False, True])
+def test_only_a_store_can_be_replaced(
+    store: Path, results: Path, folder: int, make_other: Callable[[Path], object], *, during_delivery: bool
 ) -> None:
     target = results / "a.zarr"
 
-    def swap() -> bool:
-        # It is asked between the check of the name and the renaming.
+    def replace_target() -> bool:
+        # Called between the check of the name and the rename.
         if (target / "zarr.json").exists():
             target.rename(results.parent / "elsewhere")
-            make(target)
+            make_other(target)
         return False
 
-    if meanwhile:
-        old_store(target)
+    if during_delivery:
+        make_old_store(target)
     else:
-        make(target)
-    with pytest.raises(BadParameter, match="no folder of Zarr"):
-        put(store, folder, overwrite=True, cancelled=swap)
+        make_other(target)
+    with pytest.raises(BadParameter, match="not a Zarr folder"):
+        put(store, folder, overwrite=True, cancelled=replace_target)
     assert [path.name for path in results.iterdir()] == ["a.zarr"]
-    make(expected := results.parent / "expected")
+    make_other(expected := results.parent / "expected")
     assert stat.S_IFMT(target.lstat().st_mode) == stat.S_IFMT(expected.lstat().st_mode)
-    assert content(target) == content(expected)
+    assert read_files(target) == read_files(expected)
     if target.is_symlink():
         assert target.readlink() == expected.readlink()
     elif target.is_file():
         assert target.read_text() == "precious"
 
 
-def test_stores_that_replace_each_other_leave_one_of_them(store: Path, results: Path, folder: int) -> None:
+def test_concurrent_replacements_leave_one_complete_store(store: Path, results: Path, folder: int) -> None:
     def replace(ticket: str) -> None:
         for _ in range(15):
-            delivery.put_store(store, Target(folder, "a.zarr", "a", ticket, overwrite=True))
+            delivery.put_store(store, DeliveryTarget(folder, "a.zarr", "a", ticket, overwrite=True))
             settle(folder, ticket)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(replace, ("one", "two", "three", "four")))
-    assert content(results) == {f"a.zarr/{name}": data for name, data in content(store).items()}
+    assert read_files(results) == {f"a.zarr/{name}": data for name, data in read_files(store).items()}
 
 
-def test_a_store_is_kept_beside_a_file_that_took_its_name_while_it_was_replaced(
+def test_previous_store_is_kept_if_a_file_takes_its_name_during_replacement(
     store: Path, results: Path, folder: int
 ) -> None:
-    # As a process leaves it that is killed between two names.
-    old_store(results / f"{MARK}.old")
+    # The state that a process leaves if it is killed between the two renames.
+    make_old_store(results / f"{MARKER}.old")
     (results / "a.zarr").write_text("precious")
-    with pytest.raises(BadParameter, match="no folder of Zarr"):
+    with pytest.raises(BadParameter, match="not a Zarr folder"):
         put(store, folder, overwrite=True)
-    assert content(results) == {"a.zarr": b"precious", f"{MARK}.old/zarr.json": b"old"}
+    assert read_files(results) == {"a.zarr": b"precious", f"{MARKER}.old/zarr.json": b"old"}
     (results / "a.zarr").unlink()
     put(store, folder, overwrite=True)
     settle(folder)
-    assert content(results) == {f"a.zarr/{name}": data for name, data in content(store).items()}
+    assert read_files(results) == {f"a.zarr/{name}": data for name, data in read_files(store).items()}
 
 
-def test_labels_of_a_job_that_is_cancelled_are_not_listed_once_others_let_go(
-    store: Path, results: Path, folder: int
-) -> None:
+def test_cancelled_job_stops_waiting_for_the_folder_lock(store: Path, results: Path, folder: int) -> None:
     holder = os.open(results, os.O_RDONLY)
     fcntl.flock(holder, fcntl.LOCK_EX)
     with ThreadPoolExecutor(1) as pool:
         cancelled = threading.Event()
-        listing = pool.submit(delivery.list_labels, store.parent, folder, cancelled.is_set)
+        listing = pool.submit(delivery.register_labels, store.parent, folder, cancelled.is_set)
         with pytest.raises(TimeoutError):
             listing.result(0.2)
         cancelled.set()
         with pytest.raises(Cancelled):
             listing.result(5)
     os.close(holder)
-    delivery.list_labels(store.parent, folder, lambda: True)
+    delivery.register_labels(store.parent, folder, lambda: True)
     assert [path.name for path in results.iterdir()] == ["zarr.json"]
 
 
-@pytest.mark.parametrize("killed", ["while it copied", "between two names", "before it was settled"])
-def test_a_second_call_goes_on_where_the_process_was_killed(
-    store: Path, results: Path, folder: int, killed: str
-) -> None:
-    if killed == "while it copied":
-        old_store(results / "a.zarr")
-        (results / MARK / "0").mkdir(parents=True)
-    elif killed == "between two names":
-        old_store(results / f"{MARK}.old")
-        (results / MARK / "0").mkdir(parents=True)
+@pytest.mark.parametrize("killed_at", ["during the copy", "between the renames", "before it was settled"])
+def test_second_call_completes_an_interrupted_delivery(store: Path, results: Path, folder: int, killed_at: str) -> None:
+    if killed_at == "during the copy":
+        make_old_store(results / "a.zarr")
+        (results / MARKER / "0").mkdir(parents=True)
+    elif killed_at == "between the renames":
+        make_old_store(results / f"{MARKER}.old")
+        (results / MARKER / "0").mkdir(parents=True)
     else:
         put(store, folder)
-        old_store(results / f"{MARK}.old")
+        make_old_store(results / f"{MARKER}.old")
     put(store, folder, overwrite=True)
     settle(folder)
-    assert content(results) == {f"a.zarr/{name}": data for name, data in content(store).items()}
+    assert read_files(results) == {f"a.zarr/{name}": data for name, data in read_files(store).items()}
     assert [path.name for path in results.iterdir()] == ["a.zarr"]
 
 
-def test_what_is_given_up_or_fails_leaves_what_was_there(store: Path, results: Path, folder: int) -> None:
-    old_store(results / "a.zarr")
+def test_cancelled_or_failed_delivery_keeps_the_previous_store(store: Path, results: Path, folder: int) -> None:
+    make_old_store(results / "a.zarr")
     with pytest.raises(Cancelled):
         put(store, folder, overwrite=True, cancelled=lambda: True)
     (store / "0" / "c" / "1").symlink_to("nothing")
     with pytest.raises(FileNotFoundError):
         put(store, folder, overwrite=True)
-    assert content(results) == {"a.zarr/zarr.json": b"old"}
+    assert read_files(results) == {"a.zarr/zarr.json": b"old"}
 
 
-def test_labels_are_listed_beside_others(store: Path, results: Path, folder: int) -> None:
-    delivery.list_labels(store.parent, folder, lambda: False)
-    present = json.loads((results / "zarr.json").read_text())
-    assert present == json.loads((store.parent / "zarr.json").read_text())
-    present["attributes"] = {"mine": 1, "ome": {"version": "0.5", "labels": ["zoo", "a"], "more": 2}}
-    (results / "zarr.json").write_text(json.dumps(present))
-    delivery.list_labels(store.parent, folder, lambda: False)
-    present["attributes"]["ome"]["labels"] = ["a", "new", "zoo"]
-    assert json.loads((results / "zarr.json").read_text()) == present
+def test_labels_are_added_to_existing_labels(store: Path, results: Path, folder: int) -> None:
+    delivery.register_labels(store.parent, folder, lambda: False)
+    metadata = json.loads((results / "zarr.json").read_text())
+    assert metadata == json.loads((store.parent / "zarr.json").read_text())
+    metadata["attributes"] = {"mine": 1, "ome": {"version": "0.5", "labels": ["zoo", "a"], "more": 2}}
+    (results / "zarr.json").write_text(json.dumps(metadata))
+    delivery.register_labels(store.parent, folder, lambda: False)
+    metadata["attributes"]["ome"]["labels"] = ["a", "new", "zoo"]
+    assert json.loads((results / "zarr.json").read_text()) == metadata
     assert [path.name for path in results.iterdir()] == ["zarr.json"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"attributes": 7}', '{"attributes": {"ome": {"labels": 7}}}'])
-def test_metadata_that_make_no_sense_are_left_as_they_are(store: Path, results: Path, folder: int, text: str) -> None:
+def test_invalid_metadata_is_not_changed(store: Path, results: Path, folder: int, text: str) -> None:
     (results / "zarr.json").write_text(text)
     with pytest.raises(BadFile):
-        delivery.list_labels(store.parent, folder, lambda: False)
-    assert content(results) == {"zarr.json": text.encode()}
+        delivery.register_labels(store.parent, folder, lambda: False)
+    assert read_files(results) == {"zarr.json": text.encode()}
 
 
-def test_metadata_are_neither_read_nor_written_through_links(store: Path, results: Path, folder: int) -> None:
+def test_metadata_is_neither_read_nor_written_through_links(store: Path, results: Path, folder: int) -> None:
     secret = results.parent / "secret.json"
     secret.write_text("{}")
     (results / "zarr.json").symlink_to(secret)
     with pytest.raises(BadFile, match="link"):
-        delivery.list_labels(store.parent, folder, lambda: False)
+        delivery.register_labels(store.parent, folder, lambda: False)
     assert secret.read_text() == "{}"

@@ -17,6 +17,6 @@ from service.serving.storage.disk import translate_disk_faults
         (errno.EACCES, PermissionError),
     ],
 )
-def test_faults_of_the_disk_are_told_from_other_errors(number: int, expected: type[Exception]) -> None:
+def test_only_disk_errors_are_translated(number: int, expected: type[Exception]) -> None:
     with pytest.raises(expected), translate_disk_faults():
         raise OSError(number, "faulty")

@@ -18,53 +18,53 @@ from service.serving.storage.host_files import HostFiles
 
 @pytest.fixture
 def host(tmp_path: Path) -> Path:
-    """`scans` and `results`, which may be named, beside `secret`, which may not."""
+    """A folder with the configured folders `scans` and `results`, and the inaccessible folder `secret`."""
     for name in ("scans/2026", "results/2026", "secret"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "scans" / "2026" / "stack.tif").write_bytes(b"a stack")
-    (tmp_path / "secret" / "key").write_bytes(b"nobody's business")
+    (tmp_path / "secret" / "key").write_bytes(b"confidential")
     return tmp_path
 
 
-def references(host: Path, **keys: tuple[str, ...]) -> HostFiles:
+def make_host_files(host: Path, **keys: tuple[str, ...]) -> HostFiles:
     roots = {name: {"folder": host / name, "keys": keys.get(name, ())} for name in ("scans", "results")}
     inputs, outputs = {"scans": roots["scans"]}, {"results": roots["results"]}
     return HostFiles(References.model_validate({"inputs": inputs, "outputs": outputs}))
 
 
-def read(made: HostFiles, place: str, caller: str | None = None) -> bytes:
-    with made.open_input(place, caller) as source:
-        assert source.name == place.rpartition("/")[2]
+def read(host_files: HostFiles, location: str, caller: str | None = None) -> bytes:
+    with host_files.open_input(location, caller) as source:
+        assert source.name == location.rpartition("/")[2]
         assert isinstance(source.path, Path)
         return source.path.read_bytes()
 
 
-def names(folder: Path) -> list[str]:
+def list_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def refused(made: HostFiles, place: str, caller: str | None = None) -> str:
-    with pytest.raises(BadParameter) as refusal:
-        read(made, place, caller)
-    return str(refusal.value)
+def read_error(host_files: HostFiles, location: str, caller: str | None = None) -> str:
+    with pytest.raises(BadParameter) as raised:
+        read(host_files, location, caller)
+    return str(raised.value)
 
 
 @pytest.mark.parametrize(
-    "place",
+    "location",
     [
         "", "/", "scans", "scans/", "secret/key", "results/2026", "/etc/passwd", "scans/../secret/key",
         "scans/2026/../../secret/key", "scans//2026/stack.tif", "scans/./2026/stack.tif", "scans/2026/stack.tif/",
         "scans/2026", "scans/2026/stack.tif/x", "scans/no/such.tif", "scans/\0", "scans/" + "x" * 300, "scans/\ud800",
     ],
 )  # fmt: skip
-def test_what_is_no_file_below_a_listed_folder_is_refused(host: Path, place: str) -> None:
-    message = refused(references(host), place)
+def test_locations_outside_the_configured_folders_are_rejected(host: Path, location: str) -> None:
+    message = read_error(make_host_files(host), location)
     assert message.startswith("input: ")
     assert str(host) not in message
 
 
 @pytest.mark.parametrize(
-    ("where", "reason"),
+    ("location", "reason"),
     [
         ("scans/link.tif", "link"),
         ("scans/folder/key", "link"),
@@ -72,174 +72,180 @@ def test_what_is_no_file_below_a_listed_folder_is_refused(host: Path, place: str
         ("scans/pipe.tif", "not a file"),
     ],
 )
-def test_links_are_not_followed_and_pipes_not_opened(host: Path, where: str, reason: str) -> None:
+def test_links_are_not_followed_and_pipes_are_not_opened(host: Path, location: str, reason: str) -> None:
     scans = host / "scans"
     (scans / "link.tif").symlink_to(host / "secret" / "key")
     (scans / "folder").symlink_to(host / "secret")
     (scans / "2026" / "up").symlink_to("../..")
     os.mkfifo(scans / "pipe.tif")
-    assert reason in refused(references(host), where)
+    assert reason in read_error(make_host_files(host), location)
 
 
-def test_listed_folder_may_itself_be_a_link(host: Path) -> None:
+def test_configured_folder_may_be_a_link(host: Path) -> None:
     (host / "scans").rename(host / "disk")
     (host / "scans").symlink_to("disk")
-    assert read(references(host), "scans/2026/stack.tif") == b"a stack"
+    assert read(make_host_files(host), "scans/2026/stack.tif") == b"a stack"
 
 
-def test_file_stays_the_one_that_was_opened(host: Path) -> None:
-    """Whoever swaps it for a link afterwards does not get the other file read."""
+def test_open_input_is_not_affected_by_replacing_the_file(host: Path) -> None:
+    """Replacing the file with a link after it was opened does not redirect reads."""
     path = host / "scans" / "2026" / "stack.tif"
-    with references(host).open_input("scans/2026/stack.tif", None) as source:
+    with make_host_files(host).open_input("scans/2026/stack.tif", None) as source:
         path.unlink()
         path.symlink_to(host / "secret" / "key")
         assert source.path.read_bytes() == b"a stack"
 
 
-def test_folder_that_is_swapped_for_a_link_on_the_way_leads_nowhere_else(
+def test_replacing_a_parent_folder_with_a_link_does_not_redirect_the_open(
     host: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, opened = os.open, list[Any]()
+    original_open, opened = os.open, list[Any]()
 
-    def swapping(path: Any, *arguments: Any, **options: Any) -> int:
+    def open_and_swap(path: Any, *arguments: Any, **options: Any) -> int:
         opened.append(path)
         if path == "stack.tif":
             (host / "scans" / "2026").rename(host / "scans" / "moved")
             (host / "scans" / "2026").symlink_to(host / "secret")
-            (host / "secret" / "stack.tif").write_bytes(b"nobody's business")
-        return real(path, *arguments, **options)
+            (host / "secret" / "stack.tif").write_bytes(b"confidential")
+        return original_open(path, *arguments, **options)
 
-    monkeypatch.setattr(os, "open", swapping)
-    assert read(references(host), "scans/2026/stack.tif") == b"a stack"
+    monkeypatch.setattr(os, "open", open_and_swap)
+    assert read(make_host_files(host), "scans/2026/stack.tif") == b"a stack"
     assert "2026" in opened
 
 
-def test_folders_are_for_the_keys_that_are_named(host: Path) -> None:
-    made = references(host, scans=("ada",))
-    assert read(made, "scans/2026/stack.tif", "ada") == b"a stack"
+def test_folders_are_restricted_to_their_keys(host: Path) -> None:
+    host_files = make_host_files(host, scans=("ada",))
+    assert read(host_files, "scans/2026/stack.tif", "ada") == b"a stack"
     for caller in ("bob", None):
-        message = refused(made, "scans/2026/stack.tif", caller)
-        assert message == refused(made, "elsewhere/stack.tif", caller)
+        message = read_error(host_files, "scans/2026/stack.tif", caller)
+        assert message == read_error(host_files, "elsewhere/stack.tif", caller)
         assert "scans" not in message
 
 
-def test_without_folders_nothing_can_be_named(host: Path) -> None:
-    assert "post the stack itself" in refused(HostFiles(References()), "scans/2026/stack.tif")
+def test_inputs_are_rejected_if_no_folders_are_configured(host: Path) -> None:
+    assert "Upload the stack" in read_error(HostFiles(References()), "scans/2026/stack.tif")
 
 
 @pytest.mark.parametrize("is_link", [False, True])
-def test_what_is_there_is_replaced_only_if_asked_and_not_written_through(host: Path, *, is_link: bool) -> None:
-    made, result, place = references(host), host / "result", "results/labels.tif"
-    there, secret = host / "results" / "labels.tif", host / "secret" / "key"
-    there.symlink_to(secret) if is_link else there.write_bytes(b"older")
-    older = there.read_bytes()
+def test_existing_output_is_only_replaced_with_overwrite_and_links_are_not_followed(
+    host: Path, *, is_link: bool
+) -> None:
+    host_files, result, location = make_host_files(host), host / "result", "results/labels.tif"
+    output, secret = host / "results" / "labels.tif", host / "secret" / "key"
+    output.symlink_to(secret) if is_link else output.write_bytes(b"older")
+    old_content = output.read_bytes()
     result.write_bytes(b"newer")
     with pytest.raises(OutputExists, match="overwrite=true"):
-        made.check(None, place, None)
+        host_files.check(None, location, None)
     with pytest.raises(OutputExists):
-        made.put(result, place, None, "one")
-    assert there.read_bytes() == older
-    made.check(None, place, None, overwrite=True)
-    made.put(result, place, None, "one", overwrite=True)
-    assert (there.read_bytes(), there.is_symlink(), names(host / "results")) == (
+        host_files.put(result, location, None, "one")
+    assert output.read_bytes() == old_content
+    host_files.check(None, location, None, overwrite=True)
+    host_files.put(result, location, None, "one", overwrite=True)
+    assert (output.read_bytes(), output.is_symlink(), list_names(host / "results")) == (
         b"newer",
         False,
         ["2026", "labels.tif"],
     )
-    assert secret.read_bytes() == b"nobody's business"
+    assert secret.read_bytes() == b"confidential"
 
 
-def test_what_was_put_before_a_crash_is_known_until_it_is_settled(host: Path) -> None:
-    made, result, place = references(host), host / "result", "results/labels.tif"
+def test_output_written_before_a_crash_is_recognized_until_it_is_settled(host: Path) -> None:
+    host_files, result, location = make_host_files(host), host / "result", "results/labels.tif"
     result.write_bytes(b"labels")
-    # Half a file of an earlier crash is written anew.
+    # An incomplete file of an earlier crash is rewritten.
     (host / "results" / ".stackseg-one.part").write_bytes(b"lab")
     for _ in range(2):
-        made.put(result, place, None, "one")
+        host_files.put(result, location, None, "one")
     with pytest.raises(OutputExists):
-        made.put(result, place, None, "two")
-    made.settle(place, None, "one")
-    assert names(host / "results") == ["2026", "labels.tif"]
+        host_files.put(result, location, None, "two")
+    host_files.settle(location, None, "one")
+    assert list_names(host / "results") == ["2026", "labels.tif"]
     labels = host / "results" / "labels.tif"
     assert (labels.read_bytes(), labels.stat().st_nlink) == (b"labels", 1)
 
 
-@pytest.mark.parametrize("place", ["scans/x.tif", "results/no/x.tif", "results/link/x.tif", "results/../x.tif"])
-def test_nothing_is_put_elsewhere(host: Path, place: str) -> None:
+@pytest.mark.parametrize("location", ["scans/x.tif", "results/no/x.tif", "results/link/x.tif", "results/../x.tif"])
+def test_outputs_outside_the_configured_folders_are_rejected(host: Path, location: str) -> None:
     (host / "results" / "link").symlink_to(host / "secret")
     before = sorted(host.rglob("*"))
     with pytest.raises(BadParameter, match="output_to"):
-        references(host).put(host / "secret" / "key", place, None, "one")
+        make_host_files(host).put(host / "secret" / "key", location, None, "one")
     assert sorted(host.rglob("*")) == before
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_folder_in_the_place_of_the_result_is_refused_before_and_after(host: Path, *, overwrite: bool) -> None:
-    made, result = references(host), host / "result.tif"
+def test_output_that_is_a_folder_is_rejected(host: Path, *, overwrite: bool) -> None:
+    host_files, result = make_host_files(host), host / "result.tif"
     result.write_bytes(b"labels")
     with pytest.raises(BadParameter, match="is a folder"):
-        made.check(None, "results/2026", None, overwrite=overwrite)
+        host_files.check(None, "results/2026", None, overwrite=overwrite)
     with pytest.raises(BadParameter, match=r"folder|directory"):
-        made.put(result, "results/2026", None, "ticket", overwrite=overwrite)
-    assert names(host / "results") == ["2026"]
+        host_files.put(result, "results/2026", None, "ticket", overwrite=overwrite)
+    assert list_names(host / "results") == ["2026"]
 
 
-def test_result_that_the_disk_does_not_hold_is_no_fault_of_the_service(host: Path) -> None:
-    made, result = references(host), host / "result.tif"
+def test_full_disk_during_output_raises_out_of_storage(host: Path) -> None:
+    host_files, result = make_host_files(host), host / "result.tif"
     result.write_bytes(bytes(10_000))
     with full_disk(5000), pytest.raises(OutOfStorage, match="results/labels"):
-        made.put(result, "results/labels.tif", None, "ticket")
-    assert names(host / "results") == ["2026"]
+        host_files.put(result, "results/labels.tif", None, "ticket")
+    assert list_names(host / "results") == ["2026"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="needs the right to mount")
-def test_full_disk_is_told_before_anything_is_computed(host: Path) -> None:
-    made, full = references(host), host / "results" / "2026"
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="requires permission to mount")
+def test_full_disk_is_reported_by_the_check_of_the_request(host: Path) -> None:
+    host_files, full = make_host_files(host), host / "results" / "2026"
     mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", full], check=False, capture_output=True)
     if mount.returncode:
-        pytest.skip("the system lets nobody mount")
+        pytest.skip("the system does not permit mounting")
     try:
-        made.check(None, "results/2026/labels.tif", None)
+        host_files.check(None, "results/2026/labels.tif", None)
         with pytest.raises(OSError, match="No space"), (full / "filler").open("wb") as file:
             file.write(bytes(2**20))
         with pytest.raises(OutOfStorage, match="results/2026/labels"):
-            made.check(None, "results/2026/labels.tif", None)
+            host_files.check(None, "results/2026/labels.tif", None)
         subprocess.run(["mount", "-o", "remount,ro", full], check=True)
         with pytest.raises(BadParameter, match="permission"):
-            made.check(None, "results/2026/labels.tif", None)
+            host_files.check(None, "results/2026/labels.tif", None)
     finally:
         subprocess.run(["umount", full], check=True)
 
 
-def test_a_store_gets_no_name_that_harms_its_image_or_is_too_long(host: Path) -> None:
+def test_invalid_store_names_are_rejected(host: Path) -> None:
     image = host / "results" / "image.zarr"
     image.mkdir()
     (image / "zarr.json").write_text("{}")
     for name in ("zarr.json", ".zgroup", ".hidden", "a\\b", "a\nb", "é" * 125):
-        with pytest.raises(BadParameter, match="is no name for a store"):
-            references(host).check(None, f"results/image.zarr/labels/{name}", None, as_zarr=True)
-    references(host).check(None, f"results/image.zarr/labels/{'a' * 249}", None, as_zarr=True)
-    with pytest.raises(BadParameter, match="is no name for a store"):
-        references(host).check(None, "results/.zarr", None, as_zarr=True)
+        with pytest.raises(BadParameter, match="is not a valid name for a Zarr store"):
+            make_host_files(host).check(None, f"results/image.zarr/labels/{name}", None, as_zarr=True)
+    make_host_files(host).check(None, f"results/image.zarr/labels/{'a' * 249}", None, as_zarr=True)
+    with pytest.raises(BadParameter, match="is not a valid name for a Zarr store"):
+        make_host_files(host).check(None, "results/.zarr", None, as_zarr=True)
 
 
-def test_a_table_among_the_labels_of_an_image_is_a_plain_file(host: Path) -> None:
-    image, place, made = host / "results" / "image.zarr", "results/image.zarr/labels/a.csv", references(host)
+def test_table_in_the_labels_group_is_written_as_a_plain_file(host: Path) -> None:
+    image, location, host_files = (
+        host / "results" / "image.zarr",
+        "results/image.zarr/labels/a.csv",
+        make_host_files(host),
+    )
     image.mkdir()
     (image / "zarr.json").write_text("{}")
     (host / "table").write_text("label")
-    query = Query(measurements="csv", output_to=place)
-    check_host_files(made, query, None)
-    made.put(host / "table", place, None, "one")
-    made.settle(place, None, "one")
+    query = Query(measurements="csv", output_to=location)
+    check_host_files(host_files, query, None)
+    host_files.put(host / "table", location, None, "one")
+    host_files.settle(location, None, "one")
     with pytest.raises(OutputExists):
-        check_host_files(made, query, None)
-    check_host_files(made, Query(measurements="csv", output_to=place, overwrite=True), None)
-    with pytest.raises(BadParameter, match="no folder of Zarr"):
-        check_host_files(made, Query(output_to=place, overwrite=True), None)
+        check_host_files(host_files, query, None)
+    check_host_files(host_files, Query(measurements="csv", output_to=location, overwrite=True), None)
+    with pytest.raises(BadParameter, match="not a Zarr folder"):
+        check_host_files(host_files, Query(output_to=location, overwrite=True), None)
 
 
-def test_labels_that_cannot_be_listed_are_taken_back(host: Path) -> None:
+def test_labels_are_deleted_if_they_cannot_be_registered(host: Path) -> None:
     image, store = host / "results" / "image.zarr", host / "made" / "labels" / "cells"
     store.mkdir(parents=True)
     for path in (store, store.parent):
@@ -248,50 +254,50 @@ def test_labels_that_cannot_be_listed_are_taken_back(host: Path) -> None:
     (image / "zarr.json").write_text("{}")
     (image / "labels" / "zarr.json").write_text("[")
     with pytest.raises(BadFile):
-        references(host).put_zarr(store, "results/image.zarr/labels/cells", None, "one")
+        make_host_files(host).put_zarr(store, "results/image.zarr/labels/cells", None, "one")
     assert [path.name for path in (image / "labels").iterdir()] == ["zarr.json"]
 
 
-def test_folder_that_is_not_there_ends_the_start(host: Path) -> None:
+def test_missing_configured_folder_is_a_configuration_error(host: Path) -> None:
     for kind in ("inputs", "outputs"):
         with pytest.raises(ConfigError, match=f"references.{kind}: scans"):
             HostFiles(References.model_validate({kind: {"scans": str(host / "nowhere")}}))
 
 
-def far(**stores: Any) -> HostFiles:
+def make_remote_stores(**stores: Any) -> HostFiles:
     return HostFiles(References.model_validate({"stores": stores}))
 
 
-def test_a_store_elsewhere_is_named_below_a_listed_url_alone(host: Path) -> None:
-    made = far(lab={"url": "https://host.org/data/", "keys": ("ada",)})
-    for place in (
+def test_remote_stores_are_restricted_to_configured_urls(host: Path) -> None:
+    host_files = make_remote_stores(lab={"url": "https://host.org/data/", "keys": ("ada",)})
+    for location in (
         "lab/a.zarr",
         "lab/2026/b/a.zarr/",
         "https://host.org/data/a.zarr",
         "https://host.org/data/x/a.zarr/",
     ):
-        with made.open_input(place, "ada") as source:
+        with host_files.open_input(location, "ada") as source:
             assert source.name == "a.zarr"
-        assert not made.is_folder(place, "ada")
+        assert not host_files.is_folder(location, "ada")
         for caller in ("grace", None):
-            with pytest.raises(BadParameter), made.open_input(place, caller):
+            with pytest.raises(BadParameter), host_files.open_input(location, caller):
                 pass
-    for place in (
+    for location in (
         "lab", "lab/", "lab/../a.zarr", "lab//a.zarr", "lab/./a", "https://host.org/data", "https://host.org/data/",
         "https://host.org/data/../secret", "https://host.org/database/a", "https://host.org.evil/data/a",
         "https://ada@host.org/data/a", "http://host.org/data/a", "http://169.254.169.254/latest", "file:///etc/passwd",
         "https://host.org/data/a?b", "https://host.org/data/a#b", "https://host.org/data/%2e%2e/a",
         "https://host.org/data/b%2f..%2f../a", "https://host.org/data/%00/a",
     ):  # fmt: skip
-        with pytest.raises(BadParameter), made.open_input(place, "ada"):
+        with pytest.raises(BadParameter), host_files.open_input(location, "ada"):
             pass
-    for place, name in (("lab/%2e%2e/a%2fb", "a%2fb"), ("https://host.org/data/my%20image.zarr", "my image.zarr")):
-        with made.open_input(place, "ada") as source:
+    for location, name in (("lab/%2e%2e/a%2fb", "a%2fb"), ("https://host.org/data/my%20image.zarr", "my image.zarr")):
+        with host_files.open_input(location, "ada") as source:
             assert source.name == name
-    for place in ("lab/a.zarr", "s3://bucket/a.zarr"):
+    for location in ("lab/a.zarr", "s3://bucket/a.zarr"):
         with (
-            pytest.raises(BadParameter, match=r"operator has listed|begins with one of scans"),
-            references(host).open_input(place, None),
+            pytest.raises(BadParameter, match=r"below one of the configured stores|must begin with one of scans"),
+            make_host_files(host).open_input(location, None),
         ):
             pass
 
@@ -300,12 +306,12 @@ def test_a_store_elsewhere_is_named_below_a_listed_url_alone(host: Path) -> None
     "stores",
     [{"lab": "ftp://host/a"}, {"lab": "https://a:b@host/a"}, {"lab": "https://host/a?b"}, {"lab": "az://box/a"}],
 )
-def test_a_store_that_cannot_be_used_is_found_at_the_start(stores: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_store_is_a_configuration_error(stores: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises((ConfigError, ValueError)):
-        far(**stores)
+        make_remote_stores(**stores)
 
 
-def test_a_name_is_that_of_one_folder_or_store(host: Path) -> None:
+def test_folder_and_store_with_the_same_name_are_rejected(host: Path) -> None:
     with pytest.raises(ValueError, match="rename one of them"):
         References.model_validate({"inputs": {"lab": str(host)}, "stores": {"lab": "s3://a/b"}})

@@ -11,14 +11,14 @@ from service.core.errors import OutOfStorage, UnknownStack
 from service.serving.storage.stack_store import RECORD, StackStore, StoredStack
 
 
-class Folder:
-    """A store, and uploads for it. `used` tells how many seconds ago a stack was last used."""
+class StoreFixture:
+    """A stack store and uploads for it. `used` is the time since the last use of a stack in seconds."""
 
     def __init__(self, path: Path, quota: int = 100) -> None:
         self._path, self._number = path, 0
         self.store = StackStore(path / "stacks", quota_bytes=quota, keep_seconds=60)
 
-    def keep(self, nbytes: int, owner: str | None = None, used: float = 0) -> StoredStack:
+    def add_stack(self, nbytes: int, owner: str | None = None, used: float = 0) -> StoredStack:
         self._number += 1
         folder = self._path / f"{self._number:032x}"
         folder.mkdir()
@@ -32,11 +32,11 @@ class Folder:
         return {folder.name for folder in (self._path / "stacks").iterdir()}
 
 
-def test_stack_is_found_by_its_owner_alone_also_by_another_process(tmp_path: Path) -> None:
-    stack = Folder(tmp_path).keep(10, "ann")
+def test_stack_is_found_only_by_its_owner_and_after_a_restart(tmp_path: Path) -> None:
+    stack = StoreFixture(tmp_path).add_stack(10, "ann")
     store = StackStore(tmp_path / "stacks", quota_bytes=100, keep_seconds=60)
-    found = store.find(stack.id, "ann")
-    assert (found.path.read_bytes(), found.name, found.digest, found.nbytes) == (b"x" * 10, "1.tif", "digest", 10)
+    stored = store.find(stack.id, "ann")
+    assert (stored.path.read_bytes(), stored.name, stored.digest, stored.nbytes) == (b"x" * 10, "1.tif", "digest", 10)
     for owner in (None, "bob"):
         with pytest.raises(UnknownStack):
             store.find(stack.id, owner)
@@ -45,35 +45,35 @@ def test_stack_is_found_by_its_owner_alone_also_by_another_process(tmp_path: Pat
         store.find(stack.id, "ann")
 
 
-def test_what_is_used_is_kept(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    old, used = folder.keep(10, used=61), folder.keep(10, used=61)
+def test_use_extends_the_retention_of_a_stack(tmp_path: Path) -> None:
+    folder = StoreFixture(tmp_path)
+    old, used = folder.add_stack(10, used=61), folder.add_stack(10, used=61)
     folder.store.find(used.id, None)
     folder.store.clean_up()
     assert folder.ids() == {used.id}
     assert not old.path.exists()
 
 
-def test_the_least_recently_used_stack_of_who_has_most_makes_room(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    small, older = folder.keep(20, "bob", used=9), folder.keep(30, "ann", used=5)
-    newer = folder.keep(40, "ann", used=3)
-    new = folder.keep(20, "bob")
+def test_least_recently_used_stack_of_the_largest_owner_is_evicted(tmp_path: Path) -> None:
+    folder = StoreFixture(tmp_path)
+    small, older = folder.add_stack(20, "bob", used=9), folder.add_stack(30, "ann", used=5)
+    newer = folder.add_stack(40, "ann", used=3)
+    new = folder.add_stack(20, "bob")
     assert folder.ids() == {small.id, newer.id, new.id}
     assert not older.path.exists()
 
 
 @pytest.mark.parametrize("nbytes", [101, 60])
-def test_a_stack_that_gets_no_room_costs_nobody_a_stack(tmp_path: Path, nbytes: int) -> None:
-    folder = Folder(tmp_path)
-    kept = {folder.keep(50, "bob").id, folder.keep(10, "ann").id}
-    with pytest.raises(OutOfStorage, match="room that the operator allows"):
-        folder.keep(nbytes, "ann")
-    assert folder.ids() == kept
+def test_stack_that_does_not_fit_evicts_no_other_stacks(tmp_path: Path, nbytes: int) -> None:
+    folder = StoreFixture(tmp_path)
+    stored_ids = {folder.add_stack(50, "bob").id, folder.add_stack(10, "ann").id}
+    with pytest.raises(OutOfStorage, match="space configured for stacks"):
+        folder.add_stack(nbytes, "ann")
+    assert folder.ids() == stored_ids
 
 
-def test_stacks_that_come_at_once_stay_within_the_quota(tmp_path: Path) -> None:
-    folder, uploads = Folder(tmp_path), list[Path]()
+def test_concurrent_stacks_stay_within_the_quota(tmp_path: Path) -> None:
+    folder, uploads = StoreFixture(tmp_path), list[Path]()
     for number in range(16):
         upload = tmp_path / f"{number + 100:032x}" / "incoming"
         upload.parent.mkdir()
@@ -84,14 +84,14 @@ def test_stacks_that_come_at_once_stay_within_the_quota(tmp_path: Path) -> None:
     assert len(folder.ids()) == 3
 
 
-def test_what_was_deleted_by_half_goes_and_what_has_a_damaged_record_is_no_stack(
+def test_clean_up_deletes_stacks_without_a_record_and_ignores_damaged_records(
     tmp_path: Path,
 ) -> None:
-    folder = Folder(tmp_path)
-    half_deleted, damaged, kept = (folder.keep(10) for _ in range(3))
+    folder = StoreFixture(tmp_path)
+    half_deleted, damaged, intact = (folder.add_stack(10) for _ in range(3))
     (half_deleted.path.parent / RECORD).unlink()
     (damaged.path.parent / RECORD).write_text("[1]")
     with pytest.raises(UnknownStack):
         folder.store.find(damaged.id, None)
     folder.store.clean_up()
-    assert folder.ids() == {damaged.id, kept.id}
+    assert folder.ids() == {damaged.id, intact.id}

@@ -14,8 +14,8 @@ from fakes import until
 from service.core.errors import BadParameter, Cancelled
 from service.serving.storage.threads import FairThreadPool, run_in_thread, wait_for
 
-# Uses a pool once while the process may begin no more threads, and once later.
-SHORT_OF_MEMORY = """
+# Uses a pool once while the process cannot start any more threads, and once after that.
+MEMORY_LIMIT_SCRIPT = """
 import resource, threading
 from pathlib import Path
 from service.serving.storage.threads import FairThreadPool
@@ -35,18 +35,18 @@ print(pool.submit("b", lambda: "second").result(20))
 
 
 class Calls:
-    """Calls in a pool that wait at a gate each, by client."""
+    """Calls of clients in a pool. Each call waits at a gate."""
 
     def __init__(self, pool: FairThreadPool) -> None:
         self._pool = pool
-        self.begun: list[str] = []
+        self.started: list[str] = []
         self._gates: dict[Future[str], threading.Event] = {}
 
     def add(self, client: str) -> Future[str]:
         gate = threading.Event()
 
         def call() -> str:
-            self.begun.append(client)
+            self.started.append(client)
             gate.wait(20)
             return client
 
@@ -55,27 +55,27 @@ class Calls:
         return future
 
     def open(self, *calls: Future[str]) -> None:
-        """Open the gates of these calls, or all."""
+        """Open the gates of the given calls, or of all calls."""
         for call in calls or self._gates:
             self._gates[call].set()
 
 
 @pytest.fixture
 def pool(request: pytest.FixtureRequest) -> Iterator[FairThreadPool]:
-    """A pool of one thread, or of as many as the parameter says."""
-    made = FairThreadPool(getattr(request, "param", 1), "fair")
-    yield made
-    made.shutdown()
+    """A pool with one thread, or with the number of threads given by the parameter."""
+    created = FairThreadPool(getattr(request, "param", 1), "fair")
+    yield created
+    created.shutdown()
 
 
 @pytest.fixture
 def calls(pool: FairThreadPool) -> Iterator[Calls]:
-    made = Calls(pool)
-    yield made
-    made.open()
+    created = Calls(pool)
+    yield created
+    created.open()
 
 
-def test_results_and_errors_are_those_of_the_call(pool: FairThreadPool) -> None:
+def test_executor_returns_results_and_raises_errors(pool: FairThreadPool) -> None:
     assert pool.of("a").submit(divmod, 7, 2).result(20) == (3, 1)
     with pytest.raises(ZeroDivisionError):
         pool.of("a").submit(divmod, 7, 0).result(20)
@@ -83,36 +83,34 @@ def test_results_and_errors_are_those_of_the_call(pool: FairThreadPool) -> None:
 
 
 @pytest.mark.parametrize("pool", [3], indirect=True)
-def test_the_last_thread_is_for_a_client_that_has_none(pool: FairThreadPool, calls: Calls) -> None:
+def test_last_idle_thread_is_reserved_for_other_clients(pool: FairThreadPool, calls: Calls) -> None:
     for _ in range(5):
         calls.add("greedy")
-    until(lambda: calls.begun == ["greedy"] * 2)
+    until(lambda: calls.started == ["greedy"] * 2)
     assert (pool.busy("greedy"), pool.busy("modest")) == (True, False)
     modest = calls.add("modest")
-    until(lambda: calls.begun[2:] == ["modest"])
+    until(lambda: calls.started[2:] == ["modest"])
     assert (pool.busy("modest"), pool.busy("third")) == (True, True)
     calls.open(modest)
     assert modest.result(20) == "modest"
     assert not pool.busy("third")
-    assert calls.begun.count("greedy") == 2
+    assert calls.started.count("greedy") == 2
 
 
-def test_clients_take_turns_however_much_one_has_asked_for(calls: Calls) -> None:
+def test_clients_take_turns(calls: Calls) -> None:
     for client in "aaaabcb":
         calls.add(client)
     calls.open()
-    until(lambda: len(calls.begun) == 7)
-    assert "".join(calls.begun) == "aabcaba"
+    until(lambda: len(calls.started) == 7)
+    assert "".join(calls.started) == "aabcaba"
 
 
-def test_calls_that_are_cancelled_never_begin_nor_do_those_that_wait_at_the_end(
-    pool: FairThreadPool, calls: Calls
-) -> None:
+def test_cancelled_calls_and_calls_waiting_at_shutdown_never_begin(pool: FairThreadPool, calls: Calls) -> None:
     first, second, third, last = (calls.add("a") for _ in range(4))
     assert second.cancel()
     assert not first.cancel()
     calls.open(first)
-    until(lambda: calls.begun == ["a", "a"])
+    until(lambda: calls.started == ["a", "a"])
     ending = threading.Thread(target=pool.shutdown)
     ending.start()
     with pytest.raises(CancelledError):
@@ -120,30 +118,30 @@ def test_calls_that_are_cancelled_never_begin_nor_do_those_that_wait_at_the_end(
     calls.open()
     assert (first.result(20), third.result(20)) == ("a", "a")
     ending.join(20)
-    assert (ending.is_alive(), calls.begun) == (False, ["a", "a"])
+    assert (ending.is_alive(), calls.started) == (False, ["a", "a"])
 
 
-def test_pool_works_where_memory_does_not_allow_for_more_threads() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", SHORT_OF_MEMORY], check=False, capture_output=True, text=True, timeout=60
+def test_pool_works_if_no_more_threads_can_be_started() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", MEMORY_LIMIT_SCRIPT], check=False, capture_output=True, text=True, timeout=60
     )
-    assert ended.stdout.split() == ["short", "first", "second"], ended.stderr
+    assert process.stdout.split() == ["short", "first", "second"], process.stderr
 
 
-def test_thread_is_waited_for_however_often_its_caller_is_cancelled() -> None:
+def test_running_work_is_awaited_even_if_the_caller_is_cancelled_repeatedly() -> None:
     events: list[str] = []
-    begun, release, gone = threading.Event(), threading.Event(), threading.Event()
+    started, release, cancelled = threading.Event(), threading.Event(), threading.Event()
 
     def slow() -> None:
-        begun.set()
+        started.set()
         release.wait(20)
-        events.append(f"thread ended, told: {gone.is_set()}")
-        raise BadParameter("seen by nobody")
+        events.append(f"thread ended, cancelled: {cancelled.is_set()}")
+        raise BadParameter("never retrieved")
 
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: events.append(context["message"]))
-        work = asyncio.ensure_future(run_in_thread(slow, cancelled=gone))
-        await asyncio.to_thread(begun.wait, 20)
+        work = asyncio.ensure_future(run_in_thread(slow, cancelled=cancelled))
+        await asyncio.to_thread(started.wait, 20)
         for _ in range(3):
             work.cancel()
             await asyncio.sleep(0.01)
@@ -151,15 +149,15 @@ def test_thread_is_waited_for_however_often_its_caller_is_cancelled() -> None:
         release.set()
         with pytest.raises(asyncio.CancelledError):
             await work
-        events.append("given up")
+        events.append("caller cancelled")
         del work
         gc.collect()
 
     asyncio.run(main())
-    assert events == ["thread ended, told: True", "given up"]
+    assert events == ["thread ended, cancelled: True", "caller cancelled"]
 
 
-def test_thread_that_has_not_begun_never_will() -> None:
+def test_waiting_work_of_a_cancelled_caller_never_begins() -> None:
     ran: list[int] = []
     release = threading.Event()
 
@@ -178,27 +176,27 @@ def test_thread_that_has_not_begun_never_will() -> None:
     assert ran == []
 
 
-def test_a_future_that_was_left_behind_complains_of_nothing() -> None:
-    left: Future[int] = Future()
-    complaints: list[str] = []
+def test_error_of_an_abandoned_future_is_not_logged() -> None:
+    abandoned: Future[int] = Future()
+    logged_errors: list[str] = []
 
     async def main() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
-        waiting = asyncio.ensure_future(wait_for(left))
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged_errors.append(context["message"]))
+        waiting = asyncio.ensure_future(wait_for(abandoned))
         await asyncio.sleep(0.01)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        left.set_exception(BadParameter("seen by nobody"))
+        abandoned.set_exception(BadParameter("never retrieved"))
         await asyncio.sleep(0.01)
 
     asyncio.run(main())
     gc.collect()
-    assert complaints == []
+    assert logged_errors == []
 
 
-def test_a_cancelled_future_is_an_error_of_its_own() -> None:
-    """The task that waits for it was not cancelled."""
+def test_cancelled_future_raises_cancelled() -> None:
+    """The error differs from asyncio.CancelledError, because the waiting task itself was not cancelled."""
     cancelled: Future[int] = Future()
     cancelled.cancel()
     with pytest.raises(Cancelled):
