@@ -87,7 +87,7 @@ def test_a_doubtful_result_offers_its_next_try(nuclei: Live, open_page: Open) ->
     expect(notes).to_have_text(re.compile("^[3-9] notes$"))
     expect(page.locator("tr[data-row]").first).to_be_in_viewport()
     notes.click()
-    expect(page.locator("#side")).to_contain_text("The file states no voxel size")
+    expect(page.locator("#side")).to_contain_text("The file has no voxel size")
     check_accessibility(page)
     held = hold(page, "**/inspect?*")
     attempt.click()

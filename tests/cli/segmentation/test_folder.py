@@ -92,7 +92,7 @@ def test_a_folder_is_interrupted_and_resumed(folder: Path, config: Path, tmp_pat
         assert [int(row["label"]) for row in found] == list(range(1, labels.max() + 1))
         assert f">{name}.tif</a></td><td>{labels.max()}</td>" in report
         assert png_decode((out / f"{name}.png").read_bytes()).shape == (48, 64, 3)
-    assert "cut short" in report
+    assert "truncated" in report
     assert "not begun" not in report
 
 
