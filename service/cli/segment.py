@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from service.cli.segmentation.parameters import PARAMETERS, name_options
+from service.cli.segmentation.parameters import PARAMETERS, use_option_names
 from service.core.config import Settings
 
 
@@ -16,7 +16,7 @@ def add_arguments(segment: argparse.ArgumentParser) -> None:
         segment.add_argument(f"--{name.replace('_', '-')}", metavar=placeholder, help=text)
     _add_result_options(segment)
     _add_block_options(segment)
-    segment.set_defaults(run=run, reword=name_options, extra="zarr")
+    segment.set_defaults(run=run, reword=use_option_names, extra="zarr")
 
 
 def _add_file_arguments(segment: argparse.ArgumentParser) -> None:

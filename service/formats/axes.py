@@ -92,7 +92,7 @@ def resolve_axes(axes: str, shape: Sequence[int], override: str | None, metadata
         return _apply_override(override.upper(), axes, shape)
     axes, shape = squeeze(axes, shape)
     if not _has_valid_plane(axes) or _makes_axes_ambiguous(metadata_problem, axes):
-        raise _ambiguous_axes_error(axes, shape, metadata_problem)
+        raise _make_ambiguous_axes_error(axes, shape, metadata_problem)
     notes = (f"The file's metadata is ignored: {metadata_problem}.",) if metadata_problem else ()
     if set(axes) <= set(LETTERS):
         return Layout(axes, shape, notes)
@@ -102,7 +102,7 @@ def resolve_axes(axes: str, shape: Sequence[int], override: str | None, metadata
             " channels, set axes=TYX or axes=CYX."
         )
         return Layout("Z" + axes[1:], shape, (*notes, note))
-    raise _ambiguous_axes_error(axes, shape)
+    raise _make_ambiguous_axes_error(axes, shape)
 
 
 def _makes_axes_ambiguous(metadata_problem: str, axes: str) -> bool:
@@ -115,7 +115,7 @@ def _has_valid_plane(axes: str) -> bool:
     return {*"YX"} <= {*axes} and len(set(axes)) == len(axes)
 
 
-def _ambiguous_axes_error(axes: str, shape: Sequence[int], metadata_problem: str = "") -> AmbiguousAxes:
+def _make_ambiguous_axes_error(axes: str, shape: Sequence[int], metadata_problem: str = "") -> AmbiguousAxes:
     lengths = _format_shape(shape)
     if metadata_problem and _has_valid_plane(axes):
         problem = f"The axes of the file are unknown: {metadata_problem}. The stored shape is {lengths}."

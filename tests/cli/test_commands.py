@@ -19,7 +19,7 @@ from zarr_files import write_zarr
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.__main__ import main
 from service.cli.models import choose_model
-from service.cli.segmentation.parameters import PARAMETERS, name_options
+from service.cli.segmentation.parameters import PARAMETERS, use_option_names
 from service.core.config import Settings, read_settings
 from service.core.errors import BadParameter
 from service.core.quantities import VoxelSize
@@ -319,4 +319,4 @@ def test_invalid_tuning_options_are_refused(
     ],
 )
 def test_parameters_in_messages_are_replaced_by_options(message: str | BadParameter, expected: str) -> None:
-    assert name_options(message) == expected
+    assert use_option_names(message) == expected

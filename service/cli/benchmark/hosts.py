@@ -48,7 +48,7 @@ def measure(
     of segmentation.
     """
     volume = Volume.from_array(tile_sample(spec, shape)[None])
-    with _start(spec, settings, connect) as devices:
+    with _start_workers(spec, settings, connect) as devices:
         _time_requests(devices, spec, volume, 1)
         for count in range(1, len(devices) + 1):
             yield _time_requests(devices[:count], spec, volume, repeats)
@@ -61,7 +61,7 @@ def format_row(row: HostsRow, first: HostsRow) -> str:
 
 
 @contextmanager
-def _start(spec: ModelSpec, settings: Settings, connect: ConnectCluster) -> Iterator[Sequence[Device]]:
+def _start_workers(spec: ModelSpec, settings: Settings, connect: ConnectCluster) -> Iterator[Sequence[Device]]:
     """Start the workers and load the model on each of them."""
     all_workers = settings.cluster.model_copy(update={"least_workers": None})
     cluster = open_cluster(settings.model_copy(update={"cluster": all_workers}), connect, Metrics())

@@ -81,7 +81,9 @@ class RequestRunner:
         stages = Stages()
         with stages.measure("read"):
             volume = stack_reader.read(self._stack, Selection(), LIMIT_BYTES, self._folder)
-        result = segment(self._model, volume, AS_SAMPLED, callbacks=Callbacks(self._run, progress=self._count))
+        result = segment(
+            self._model, volume, AS_SAMPLED, callbacks=Callbacks(self._run, progress=self._record_window_count)
+        )
         if result.fallbacks or result.recomputed:
             self.fallback_notes = list(dict.fromkeys([*self.fallback_notes, *result.notes]))
         stages.add("normalise", result.seconds["prepare"])
@@ -195,7 +197,7 @@ class RequestRunner:
             segment(self._model, volume, AS_SAMPLED)
         recorded.export_chrome_trace(str(trace))
 
-    def _count(self, _done: int, total: int) -> None:
+    def _record_window_count(self, _done: int, total: int) -> None:
         self.windows = total
 
 

@@ -44,7 +44,7 @@ def _score_all(options: argparse.Namespace, settings: Settings) -> Iterator[tupl
         raise BadParameter(f"{runner.spec.name} segments classes, not objects. Choose a model that separates objects.")
     runner.warm_up()
     for path, truth_path in pairs:
-        volume, truth = _read(path, truth_path, options.channel, settings)
+        volume, truth = _read_pair(path, truth_path, options.channel, settings)
         methods: list[Callable[[], Line]] = [
             partial(score_model, runner, volume, truth, diameter) for diameter in options.diameter or [None]
         ]
@@ -62,7 +62,7 @@ def _list_pairs(options: argparse.Namespace) -> list[tuple[Path, Path]]:
     return list(zip(images, labels, strict=True))
 
 
-def _read(image: Path, labels: Path, channel: str | None, settings: Settings) -> tuple[Volume, NDArray[Any]]:
+def _read_pair(image: Path, labels: Path, channel: str | None, settings: Settings) -> tuple[Volume, NDArray[Any]]:
     """Read one channel of a stack, and its labels [Z, Y, X]. Raises BadFile, and BadParameter if the shapes differ."""
     channel_selection = int(channel) if channel and is_index(channel) else channel
     limit = settings.limits.decoded_bytes

@@ -64,11 +64,11 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
         folder.begin(plan, settings)
 
         @cache
-        def facts() -> Result:
-            return read_facts(folder, spec)
+        def read_result() -> Result:
+            return read_result_metadata(folder, spec)
 
         def describe() -> dict[str, str]:
-            result = facts()
+            result = read_result()
             if result.doubt is not None and options.strict:
                 raise DoubtfulResult(
                     f"{result.doubt.detail} To write the labels anyway, repeat the command without --strict."
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
         if is_measured:
             run = open_run(str(folder.path), surveyed=True)
             write_csv(output.collect_table(run, read_objects(folder)), options.measurements)
-        result = facts()
+        result = read_result()
         object_count = f"{folder.read_record('join')['objects']} objects, " if plan.output == "labels" else ""
         shutil.rmtree(folder.path)
     return print_result(f"{options.result}: {object_count}{spec.identifier} ({time.monotonic() - start:.2f} s)", result)
@@ -126,7 +126,7 @@ def _make_progress(bar: ProgressBar) -> Progress:
     return report
 
 
-def judge_run(run: OpenRun, sizing: Sizing | None) -> Judgement:
+def assess_confidence(run: OpenRun, sizing: Sizing | None) -> Judgement:
     """Return the confidence in the labels of a run, and the reason if it is low.
 
     The apparent object diameter is considered only if it was estimated.
@@ -160,12 +160,12 @@ def read_objects(folder: RunFolder) -> Objects:
     return Objects(voxels.astype(np.int64), certainties.astype(np.float32), peaks.astype(np.float32))
 
 
-def read_facts(folder: RunFolder, spec: ModelSpec) -> Result:
+def read_result_metadata(folder: RunFolder, spec: ModelSpec) -> Result:
     """Return the metadata of the result without its pixels."""
     survey = folder.survey
     confidence, doubt = None, None
     if folder.done("join"):
-        confidence, doubt = judge_run(open_run(str(folder.path)), survey.sizing)
+        confidence, doubt = assess_confidence(open_run(str(folder.path)), survey.sizing)
     no_pixels = np.zeros((0, 0, 0), np.uint8)
     return Result(
         Segmentation(no_pixels, folder.plan.output),

@@ -12,7 +12,7 @@ from pathlib import Path
 from service.cli.models import choose_model
 from service.cli.progress import show_progress
 from service.cli.segmentation.local_source import local_source
-from service.cli.segmentation.parameters import name_options
+from service.cli.segmentation.parameters import use_option_names
 from service.cli.segmentation.stack import LocalRun, check_output
 from service.core.config import Settings
 from service.core.errors import BadParameter
@@ -103,4 +103,4 @@ def _make_calls(folder: Path, query: Query, run: LocalRun, limit_bytes: int) -> 
         run.bar.begin_step(f"[{number}/{count}] {name}" if number else f"object diameter: {name}")
 
     estimate = run.estimate_diameter if run.is_estimated(query.options) else None
-    return StackCalls(open_stack, read, run.segment, estimate, begin=begin, reword=name_options)
+    return StackCalls(open_stack, read, run.segment, estimate, begin=begin, reword=use_option_names)

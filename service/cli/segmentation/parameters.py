@@ -92,14 +92,14 @@ PARAMETERS = {
 _ASSIGNMENT = re.compile(rf"\b({'|'.join(PARAMETERS)})=([\w'\"-]?)")
 
 
-def name_options(message: str | StackSegError) -> str:
+def use_option_names(message: str | StackSegError) -> str:
     """Replace request parameters in a message by the options of the command, for example `time=0` by `--time 0`."""
     text, parameter = str(message), message.parameter if isinstance(message, StackSegError) else None
     if parameter is not None and text.startswith(f"{parameter}: "):
-        text = spell_option(parameter) + text.removeprefix(parameter)
-    return _ASSIGNMENT.sub(lambda match: f"{spell_option(match[1])}{' ' if match[2] else ''}{match[2]}", text)
+        text = format_option(parameter) + text.removeprefix(parameter)
+    return _ASSIGNMENT.sub(lambda match: f"{format_option(match[1])}{' ' if match[2] else ''}{match[2]}", text)
 
 
-def spell_option(parameter: str) -> str:
+def format_option(parameter: str) -> str:
     """Return the option for a parameter. Parameters without an option keep their names."""
     return f"--{parameter.replace('_', '-')}" if parameter in PARAMETERS else parameter

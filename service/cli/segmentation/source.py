@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from service.cli.models import choose_model
 from service.cli.segmentation import folder as segment_folder
 from service.cli.segmentation import stack as segment_stack
-from service.cli.segmentation.parameters import PARAMETERS, spell_option
+from service.cli.segmentation.parameters import PARAMETERS, format_option
 from service.core.config import Settings
 from service.core.errors import BadParameter
 from service.formats.sandbox.remote_store import RemoteStore
@@ -91,7 +91,7 @@ def _parse_query(options: argparse.Namespace) -> Query:
         values = {name: value for name in names if (value := getattr(options, name)) is not None}
         return Query.model_validate(values | ({"strict": True} if options.strict else {}))
     except ValidationError as error:
-        raise describe_faults(error.errors(), spell=spell_option) from error
+        raise describe_faults(error.errors(), spell=format_option) from error
 
 
 def check_results(stack: Path | Store, results: Mapping[Path, tuple[str, ...]], *, force: bool) -> None:

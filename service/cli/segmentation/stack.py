@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from service.cli.progress import ProgressBar, show_progress
 from service.cli.segmentation.local_source import local_source
-from service.cli.segmentation.parameters import name_options
+from service.cli.segmentation.parameters import use_option_names
 from service.core.config import Settings
 from service.core.errors import BadParameter
 from service.core.quantities import TimeRange
@@ -148,10 +148,10 @@ def print_result(summary: str, result: Result) -> int:
         sys.stdout.write(f"skipped: {result.skipped}\n")
     if result.confidence is not None:
         sys.stdout.write(f"confidence: {result.confidence:.2f}\n")
-    sys.stdout.writelines(f"note: {name_options(note)}\n" for note in result.notes)
+    sys.stdout.writelines(f"note: {use_option_names(note)}\n" for note in result.notes)
     if result.doubt is not None:
-        sys.stderr.write(f"stackseg: warning: {name_options(result.doubt.detail)}\n")
+        sys.stderr.write(f"stackseg: warning: {use_option_names(result.doubt.detail)}\n")
     if result.series is None or result.series.fault is None:
         return 0
-    sys.stderr.write(f"stackseg: {name_options(result.series.fault)}\n")
+    sys.stderr.write(f"stackseg: {use_option_names(result.series.fault)}\n")
     return 1

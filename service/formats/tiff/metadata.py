@@ -32,11 +32,11 @@ def count_expected_planes(tiff: TiffFile, kind: str) -> int:
         channels, slices, frames = (int(metadata.get(key, 1)) for key in ("channels", "slices", "frames"))
         return slices * frames * (1 if channels == page.samplesperpixel else channels)
     if kind == "shaped":
-        return int(math.prod(_shaped_metadata(page).get("shape", ()))) // max(1, page.size)
+        return int(math.prod(_read_shaped_metadata(page).get("shape", ()))) // max(1, page.size)
     return 0
 
 
-def _shaped_metadata(page: TiffPage) -> dict[str, Any]:
+def _read_shaped_metadata(page: TiffPage) -> dict[str, Any]:
     return shaped_description_metadata(page.shaped_description or "{}")
 
 
@@ -53,7 +53,7 @@ def calibration(tiff: TiffFile, page: TiffPage, kind: str) -> Calibration:
         case "imagej":
             return sampling.from_spacing(tiff.imagej_metadata or {}, resolution(page), "ImageJ metadata")
         case "shaped":
-            return sampling.from_spacing(_shaped_metadata(page), resolution(page), "tifffile metadata")
+            return sampling.from_spacing(_read_shaped_metadata(page), resolution(page), "tifffile metadata")
         case "lsm":
             return _read_zeiss(tiff)
         case "stk":
@@ -78,17 +78,17 @@ def _read_metamorph(tiff: TiffFile) -> Calibration:
 
 
 def _read_micromanager(tiff: TiffFile) -> Calibration:
-    summary = _micromanager_summary(tiff)
+    summary = _read_micromanager_summary(tiff)
     sizes = [summary.get(key) or None for key in ("z-step_um", "PixelSize_um", "PixelSize_um")]
     return sampling.from_lengths(sizes, "um", "Micro-Manager metadata")
 
 
-def _micromanager_summary(tiff: TiffFile) -> Mapping[str, Any]:
+def _read_micromanager_summary(tiff: TiffFile) -> Mapping[str, Any]:
     summary: Mapping[str, Any] = (tiff.micromanager_metadata or {}).get("Summary", {})
     return summary
 
 
-def _zeiss_channels(tiff: TiffFile) -> Mapping[str, Any]:
+def _read_zeiss_channels(tiff: TiffFile) -> Mapping[str, Any]:
     """Return the names and colors of the channels from an LSM header."""
     return (tiff.lsm_metadata or {}).get("ChannelColors") or {}
 
@@ -102,7 +102,7 @@ def find_time_interval(tiff: TiffFile, kind: str) -> TimeInterval | None:
         case "lsm":
             return sampling.parse_time_interval((tiff.lsm_metadata or {}).get("TimeIntervall"), "s")
         case "mmstack":
-            summary = _micromanager_summary(tiff)
+            summary = _read_micromanager_summary(tiff)
             return sampling.parse_time_interval(summary.get("Interval_ms"), "ms")
         case _:
             return None
@@ -112,9 +112,9 @@ def channel_names(tiff: TiffFile, kind: str) -> tuple[str, ...]:
     """Read channel names from a vendor's header, or return () if it has none."""
     names: Any = ()
     if kind == "lsm":
-        names = _zeiss_channels(tiff).get("ColorNames", ())
+        names = _read_zeiss_channels(tiff).get("ColorNames", ())
     if kind == "mmstack":
-        names = _micromanager_summary(tiff).get("ChNames", ())
+        names = _read_micromanager_summary(tiff).get("ChNames", ())
     return tuple(str(name) for name in names) if isinstance(names, list | tuple) else ()
 
 
@@ -133,10 +133,10 @@ def _read_colors(tiff: TiffFile, kind: str) -> tuple[str, ...]:
             tables = (tiff.imagej_metadata or {}).get("LUTs", ())
             return tuple(_format_color([row[-1] for row in table]) for table in tables)
         case "lsm":
-            return tuple(_format_color(color[:3]) for color in _zeiss_channels(tiff).get("Colors", ()))
+            return tuple(_format_color(color[:3]) for color in _read_zeiss_channels(tiff).get("Colors", ()))
         case "mmstack":
             # Signed 32-bit integers. The bytes are alpha, red, green, blue from high to low.
-            colors = _micromanager_summary(tiff).get("ChColors", ())
+            colors = _read_micromanager_summary(tiff).get("ChColors", ())
             return tuple(f"#{int(color) & 0xFFFFFF:06x}" for color in colors)
         case _:
             return ()

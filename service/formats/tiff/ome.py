@@ -53,8 +53,8 @@ def parse(text: str, page_count: int) -> list[OmeImage]:
     Raises BadFile if the XML declares entities, contradicts itself, or promises planes that the file does not have.
     Raises UnusableOme if the XML is malformed, points to another file, or describes planes in other files.
     """
-    root = _root(text)
-    tags = {_name(element) for element in root.iter()}
+    root = _parse_root(text)
+    tags = {_get_local_name(element) for element in root.iter()}
     if "BinaryOnly" in tags:
         raise UnusableOme("its OME-XML only points to another file, and referenced files are never opened")
     if any(tag.startswith("ModuloAlong") for tag in tags):
@@ -64,13 +64,13 @@ def parse(text: str, page_count: int) -> list[OmeImage]:
             "its OME-XML describes a set of several files, and referenced files are never opened. To segment the"
             " whole image, export the set as one file"
         )
-    images = [_image(element, page_count) for element in root if _name(element) == "Image"]
+    images = [_parse_image(element, page_count) for element in root if _get_local_name(element) == "Image"]
     if not images:
         raise UnusableOme("its OME-XML does not describe an image")
     return images
 
 
-def _root(text: str) -> Element:
+def _parse_root(text: str) -> Element:
     try:
         root: Element = fromstring(text, forbid_dtd=True)
     except DefusedXmlException as error:
@@ -84,21 +84,23 @@ def _root(text: str) -> Element:
 
 def _has_other_files(root: Element) -> bool:
     """Return whether planes are in other files. Compares UUIDs because the file may have been renamed."""
-    elements = [element for element in root.iter() if _name(element) == "TiffData"]
-    uuids = {_children(element, "UUID")[0].text if _children(element, "UUID") else None for element in elements}
+    elements = [element for element in root.iter() if _get_local_name(element) == "TiffData"]
+    uuids = {
+        _find_children(element, "UUID")[0].text if _find_children(element, "UUID") else None for element in elements
+    }
     own_uuid = root.get("UUID")
     return len(uuids) > 1 if own_uuid is None else bool(uuids - {own_uuid, None})
 
 
-def _name(element: Element) -> str:
+def _get_local_name(element: Element) -> str:
     return element.tag.rpartition("}")[2]
 
 
-def _children(element: Element, name: str) -> list[Element]:
-    return [child for child in element if _name(child) == name]
+def _find_children(element: Element, name: str) -> list[Element]:
+    return [child for child in element if _get_local_name(child) == name]
 
 
-def _integer(element: Element, attribute: str, default: int | None = None) -> int:
+def _parse_integer(element: Element, attribute: str, default: int | None = None) -> int:
     text = element.get(attribute)
     if text is None and default is not None:
         return default
@@ -107,31 +109,31 @@ def _integer(element: Element, attribute: str, default: int | None = None) -> in
     except ValueError:
         value = -1
     if value < 0:
-        raise BadFile(f"The OME-XML is damaged: {_name(element)} has the invalid value {attribute}={text!r}.")
+        raise BadFile(f"The OME-XML is damaged: {_get_local_name(element)} has the invalid value {attribute}={text!r}.")
     return value
 
 
-def _image(element: Element, page_count: int) -> OmeImage:
-    children = _children(element, "Pixels")
+def _parse_image(element: Element, page_count: int) -> OmeImage:
+    children = _find_children(element, "Pixels")
     if len(children) != 1:
         raise BadFile("The OME-XML is damaged: an Image element must have exactly one Pixels element.")
     pixels = children[0]
     order = pixels.get("DimensionOrder", "")
     if sorted(order) != sorted("XYZCT") or order[:2] != "XY":
         raise BadFile(f"The OME-XML is damaged: DimensionOrder={order!r} is not valid.")
-    channels = _children(pixels, "Channel")
-    samples = _samples(channels)
+    channels = _find_children(pixels, "Channel")
+    samples = _count_samples(channels)
     axes = order[:1:-1]
-    shape = tuple(_integer(pixels, f"Size{axis}") // (samples if axis == "C" else 1) for axis in axes)
+    shape = tuple(_parse_integer(pixels, f"Size{axis}") // (samples if axis == "C" else 1) for axis in axes)
     _check_planes(math.prod(shape), page_count)
     return OmeImage(
         name=element.get("Name", ""),
         axes=axes,
         shape=shape,
-        size_y=_integer(pixels, "SizeY"),
-        size_x=_integer(pixels, "SizeX"),
+        size_y=_parse_integer(pixels, "SizeY"),
+        size_x=_parse_integer(pixels, "SizeX"),
         samples=samples,
-        pages=_pages(_children(pixels, "TiffData"), axes, shape, page_count),
+        pages=_parse_pages(_find_children(pixels, "TiffData"), axes, shape, page_count),
         channels=tuple(channel.get("Name", "") for channel in channels),
         colors=tuple(channel.get("Color", "") for channel in channels),
         sizes=tuple(pixels.get(f"PhysicalSize{axis}", "") for axis in "ZYX"),
@@ -150,15 +152,15 @@ def _check_planes(planes: int, page_count: int) -> None:
         )
 
 
-def _samples(channels: list[Element]) -> int:
+def _count_samples(channels: list[Element]) -> int:
     """Return the samples per pixel. Raises UnusableOme if channels have different numbers of samples."""
-    sample_counts = {_integer(channel, "SamplesPerPixel", 1) for channel in channels} or {1}
+    sample_counts = {_parse_integer(channel, "SamplesPerPixel", 1) for channel in channels} or {1}
     if len(sample_counts) > 1:
         raise UnusableOme("its OME-XML has channels with different numbers of samples")
     return max(1, *sample_counts)
 
 
-def _pages(elements: list[Element], axes: str, shape: tuple[int, ...], page_count: int) -> tuple[int, ...]:
+def _parse_pages(elements: list[Element], axes: str, shape: tuple[int, ...], page_count: int) -> tuple[int, ...]:
     """Return the page of every plane. Raises BadFile unless exactly one TiffData element places each plane."""
     planes = math.prod(shape)
     if not elements and planes == page_count:
@@ -179,9 +181,11 @@ def _pages(elements: list[Element], axes: str, shape: tuple[int, ...], page_coun
 
 def _parse_tiff_data(element: Element, axes: str, shape: tuple[int, ...], page_count: int) -> tuple[int, int, int]:
     """Return the first plane, its page, and the number of consecutive planes. Raises BadFile."""
-    planes, first = math.prod(shape), _first_plane(element, axes, shape)
-    page = _integer(element, "IFD", 0)
-    count = _integer(element, "PlaneCount", _integer(element, "NumPlanes", 0 if element.get("IFD") is None else 1))
+    planes, first = math.prod(shape), _parse_first_plane(element, axes, shape)
+    page = _parse_integer(element, "IFD", 0)
+    count = _parse_integer(
+        element, "PlaneCount", _parse_integer(element, "NumPlanes", 0 if element.get("IFD") is None else 1)
+    )
     count = count or min(planes - first, page_count - page)
     if first + count > planes or page + count > page_count:
         raise BadFile(
@@ -191,10 +195,10 @@ def _parse_tiff_data(element: Element, axes: str, shape: tuple[int, ...], page_c
     return first, page, count
 
 
-def _first_plane(element: Element, axes: str, shape: tuple[int, ...]) -> int:
+def _parse_first_plane(element: Element, axes: str, shape: tuple[int, ...]) -> int:
     plane = 0
     for axis, length in zip(axes, shape, strict=True):
-        index = _integer(element, f"First{axis}", 0)
+        index = _parse_integer(element, f"First{axis}", 0)
         if index >= length:
             raise BadFile(f"The OME-XML is damaged: First{axis}={index}, but the length along {axis} is {length}.")
         plane = plane * length + index

@@ -178,7 +178,7 @@ def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: StackPart, 
             else:
                 pixels = image.pages[page_to_decode.index].asarray(lock=lock, maxworkers=host.CORES if is_single else 1)
             pixels = pixels.reshape(layout.shape[outer:]).astype(dtype, copy=False)
-        for channel, block in _blocks(pixels, layout, part, page_to_decode):
+        for channel, block in _select_blocks(pixels, layout, part, page_to_decode):
             store(channel, (page_to_decode.z, 0, 0), block)
 
     host.run_in_threads(decode_page, pages_to_decode, math.prod(axes.part_shape(layout, part)) * dtype.itemsize)
@@ -209,7 +209,7 @@ def _iterate_pages(layout: Layout, part: StackPart, outer: int) -> Iterator[_Pag
             )
 
 
-def _blocks(
+def _select_blocks(
     pixels: Array, layout: Layout, part: StackPart, page_to_decode: _PageToDecode
 ) -> Iterator[tuple[int, Array]]:
     """Yield (position in the selection, pixels [z, Y, X]) for each selected channel of a decoded page."""

@@ -70,7 +70,7 @@ class StoredImage:
     @property
     def page(self) -> TiffPage:
         """Page whose tags are valid for all pages."""
-        return _keyframe(self.pages)
+        return _get_keyframe(self.pages)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -78,7 +78,7 @@ class StoredImage:
         return np.dtype(self.page.dtype).newbyteorder(self.page.parent.byteorder)
 
 
-def _keyframe(pages: Sequence[Page]) -> TiffPage:
+def _get_keyframe(pages: Sequence[Page]) -> TiffPage:
     page = pages[0].keyframe
     if page is None:
         raise BadFile("The file is damaged: a page has no tags. Export it again.")
@@ -113,7 +113,7 @@ def find_image(tiff: TiffFile, structure: Structure, *, use_metadata: bool = Tru
     """
     image = _from_container(tiff, structure)
     if image.metadata_problem and not use_metadata:
-        image = replace(_plain(tiff, structure), container=image.container)
+        image = replace(_read_plain_pages(tiff, structure), container=image.container)
     _check_same_layout([page.offset for page in image.pages], structure)
     _check_decodable(image.page)
     return replace(image, notes=(*image.notes, *metadata.pixel_value_notes(image.page)))
@@ -127,19 +127,19 @@ def _from_container(tiff: TiffFile, structure: Structure) -> StoredImage:
         try:
             return _from_ome(tiff, structure, ome.parse(description, len(structure.offsets)))
         except ome.UnusableOme as error:
-            return replace(_plain(tiff, structure), container="OME-TIFF", metadata_problem=str(error))
+            return replace(_read_plain_pages(tiff, structure), container="OME-TIFF", metadata_problem=str(error))
     if "<OME" in description[:2000]:
         raise BadFile("The OME-XML in the file is truncated. Export the file again.")
     for kind in metadata.CONTAINERS:
         if getattr(tiff, f"is_{kind}"):
             return _from_tifffile(tiff, structure, kind)
-    return _plain(tiff, structure)
+    return _read_plain_pages(tiff, structure)
 
 
 def _from_ome(tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImage]) -> StoredImage:
     image = max(images, key=lambda image: math.prod(image.shape) * image.size_y * image.size_x)
-    pages = _pages(tiff, structure, image.pages)
-    page = _keyframe(pages)
+    pages = _get_pages(tiff, structure, image.pages)
+    page = _get_keyframe(pages)
     stored = dict(zip(page.axes, page.shape, strict=True))
     expected = {"Y": image.size_y, "X": image.size_x, "S": image.samples}
     if any(stored.get(axis, 1) != length for axis, length in expected.items()):
@@ -165,18 +165,18 @@ def _from_tifffile(tiff: TiffFile, structure: Structure, kind: str) -> StoredIma
     _check_complete(tiff, structure, expected, container)
     if kind == "imagej":
         _check_same_layout(structure.offsets, structure)
-    candidates = [series for series in _series(tiff, kind) if math.prod(series.shape)]
+    candidates = [series for series in _list_series(tiff, kind) if math.prod(series.shape)]
     metadata_problem = f"its metadata ({container}) contradicts its pages"
     if not candidates or candidates[0].kind != kind:
-        return replace(_plain(tiff, structure), container=container, metadata_problem=metadata_problem)
+        return replace(_read_plain_pages(tiff, structure), container=container, metadata_problem=metadata_problem)
     series = max(candidates, key=lambda series: math.prod(series.shape))
     is_contiguous = series.dataoffset is not None
-    axes, shape = _dimensions(series)
+    axes, shape = _get_dimensions(series)
     return StoredImage(
         container=container,
         axes=axes,
         shape=shape,
-        pages=(series.keyframe,) if is_contiguous else _require_all(list(series)),
+        pages=(series.keyframe,) if is_contiguous else _check_all_present(list(series)),
         is_contiguous=is_contiguous,
         metadata_problem=metadata_problem if kind == "imagej" and 1 < expected < len(structure.offsets) else "",
         channels=metadata.channel_names(tiff, kind),
@@ -189,27 +189,29 @@ def _from_tifffile(tiff: TiffFile, structure: Structure, kind: str) -> StoredIma
 
 # tifffile 2026.5 can select the kind of series and keep dimensions of length 1. The last version for Python 3.11
 # cannot.
-def _series(tiff: TiffFile, kind: str) -> Sequence[TiffPageSeries]:
+def _list_series(tiff: TiffFile, kind: str) -> Sequence[TiffPageSeries]:
     """Return the images of a container. Older versions of tifffile may return another kind."""
     return tiff.series(kind=kind, squeeze=False) if callable(tiff.series) else tiff.series
 
 
-def _dimensions(series: TiffPageSeries) -> tuple[str, tuple[int, ...]]:
+def _get_dimensions(series: TiffPageSeries) -> tuple[str, tuple[int, ...]]:
     """Return axes and shape, including dimensions of length 1."""
     if hasattr(series, "get_axes") and hasattr(series, "get_shape"):
         return series.get_axes(squeeze=False), tuple(series.get_shape(squeeze=False))
     return series.axes, tuple(series.shape)
 
 
-def _plain(tiff: TiffFile, structure: Structure) -> StoredImage:
+def _read_plain_pages(tiff: TiffFile, structure: Structure) -> StoredImage:
     """Group pages with the same layout into images and return the largest. Reduced copies and masks are ignored."""
     groups: dict[bytes, list[int]] = {}
     for index, offset in enumerate(structure.offsets):
         groups.setdefault(structure.layouts[offset], []).append(index)
-    images = [_pages(tiff, structure, indices) for indices in groups.values()]
-    images = [pages for pages in images if not (_keyframe(pages).is_reduced or _keyframe(pages).is_mask)] or images
-    pages = max(images, key=lambda pages: len(pages) * _area(_keyframe(pages)))
-    page, count = _keyframe(pages), len(pages)
+    images = [_get_pages(tiff, structure, indices) for indices in groups.values()]
+    images = [
+        pages for pages in images if not (_get_keyframe(pages).is_reduced or _get_keyframe(pages).is_mask)
+    ] or images
+    pages = max(images, key=lambda pages: len(pages) * _count_pixels(_get_keyframe(pages)))
+    page, count = _get_keyframe(pages), len(pages)
     return StoredImage(
         container="TIFF",
         axes="I" * (count > 1) + page.axes,
@@ -226,18 +228,18 @@ def _note_choice(count: int, name: str) -> tuple[str, ...]:
     return (f"The file contains {count} images. The largest{f', {name!r},' if name else ''} is used.",)
 
 
-def _area(page: TiffPage) -> int:
+def _count_pixels(page: TiffPage) -> int:
     return math.prod(n for axis, n in zip(page.axes, page.shape, strict=True) if axis != "S")
 
 
-def _pages(tiff: TiffFile, structure: Structure, indices: Sequence[int]) -> tuple[Page, ...]:
+def _get_pages(tiff: TiffFile, structure: Structure, indices: Sequence[int]) -> tuple[Page, ...]:
     _check_same_layout([structure.offsets[index] for index in indices], structure)
     tiff.pages.useframes = True
     tiff.pages.set_keyframe(indices[0])
     return tuple(tiff.pages[index] for index in indices)
 
 
-def _require_all(pages: Sequence[Page | None]) -> tuple[Page, ...]:
+def _check_all_present(pages: Sequence[Page | None]) -> tuple[Page, ...]:
     present = tuple(page for page in pages if page is not None)
     if len(present) < len(pages):
         missing = len(pages) - len(present)

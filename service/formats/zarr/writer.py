@@ -130,7 +130,7 @@ def finish(path: Path) -> None:
     image = find_labeled_image(path)
     if image is not None:
         version: Literal[2, 3] = 3 if (image / "zarr.json").exists() else 2
-        _list_label(zarr.open_group(path.parent, mode="a", zarr_format=version), path.name, version)
+        _register_label(zarr.open_group(path.parent, mode="a", zarr_format=version), path.name, version)
 
 
 def partial_path(path: Path) -> Path:
@@ -197,7 +197,7 @@ def _describe(
     multiscales = {"name": name, "axes": axes, "datasets": datasets, "type": "nearest"}
     ome: dict[str, Any] = {"multiscales": [multiscales | (number if version == 2 else {})]}
     if segmentation.kind == "probabilities":
-        ome["omero"] = {"channels": [_channel(label) for label in segmentation.names]}
+        ome["omero"] = {"channels": [_describe_channel(label) for label in segmentation.names]}
     else:
         ome["image-label"] = (number if version == 2 else {}) | ({"source": {"image": "../../"}} if is_in_image else {})
         if segmentation.names:
@@ -220,11 +220,11 @@ def _describe_axes(segmentation: Segmentation) -> list[dict[str, str]]:
     ]
 
 
-def _channel(label: str) -> dict[str, Any]:
+def _describe_channel(label: str) -> dict[str, Any]:
     return {"label": label, "color": "FFFFFF", "window": {"min": 0, "max": 1, "start": 0, "end": 1}, "active": True}
 
 
-def _list_label(labels: Any, name: str, version: int) -> None:
+def _register_label(labels: Any, name: str, version: int) -> None:
     """Add a name to the list in the group of labels."""
     ome = dict(labels.attrs) if version == 2 else dict(labels.attrs.get("ome", {}))
     ome["labels"] = sorted({*ome.get("labels", ()), name})

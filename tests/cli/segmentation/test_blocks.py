@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from service.__main__ import main
-from service.cli.segmentation.blocks import read_facts
+from service.cli.segmentation.blocks import read_result_metadata
 from service.core.types import Options, Steering
 from tests.block_runs import begin, segment_blocks, segment_whole
 from tests.segmenters import settings_of
@@ -37,7 +37,7 @@ def test_warnings_equal_those_of_the_volume_as_a_whole(
     whole = segment_whole(source, spec, options, settings_of())
     assert whole.doubt is not None
     assert message in whole.doubt.detail
-    assert read_facts(folder, spec).warnings == whole.warnings
+    assert read_result_metadata(folder, spec).warnings == whole.warnings
 
 
 def test_unusable_cluster_is_reported_before_a_run_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
