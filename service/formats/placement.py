@@ -114,7 +114,7 @@ class Placement:
         stored = np.dtype(self.dtype)
         native = stored.newbyteorder("=")
         if min(self.offset, *self.strides) < 0 or self.offset + self._extent(0) > os.fstat(file).st_size:
-            raise ValueError("the pixels lie outside of the file")
+            raise ValueError("the pixels extend beyond the end of the file")
         file = os.dup(file)
         is_direct = stored == native and self.strides[2:] == Placement.dense(native, self.shape).strides[2:]
 

@@ -20,7 +20,7 @@ from service.serving.devices.queue.job import Job
 from service.serving.devices.reservation import Reservation
 from service.serving.metrics import Metrics
 
-HEAD = "| workers | windows/s | per worker, relative to one worker |\n|---|---|---|"
+HEAD = "| workers | windows/s | efficiency relative to one worker |\n|---|---|---|"
 
 # Time limit for threads to end after the measurement.
 JOIN_SECONDS = 4.0
@@ -55,7 +55,7 @@ def measure(
 
 
 def format_row(row: HostsRow, first: HostsRow) -> str:
-    """Return the row of a Markdown table; `first` is the row of one worker."""
+    """Return a row of a Markdown table. `first` is the row of a single worker."""
     efficiency = row.windows_per_second / first.windows_per_second / row.workers
     return f"| {row.workers} | {row.windows_per_second:.1f} | {efficiency:.0%} |"
 

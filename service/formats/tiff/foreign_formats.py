@@ -30,7 +30,7 @@ def _convert_with_bioformats(suffix: str, plugin: str | None = None) -> str:
         return f"{text}."
     install = f"pip install bioio bioio-ome-tiff {plugin}"
     return (
-        f"{text}, or in Python: import bioio; bioio.BioImage('stack.{suffix}').save('stack.ome.tif'), after {install}."
+        f"{text}, or in Python after `{install}`: import bioio; bioio.BioImage('stack.{suffix}').save('stack.ome.tif')."
     )
 
 
