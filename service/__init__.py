@@ -1,7 +1,7 @@
-"""StackSeg: 3D microscopy stacks in, label stacks out, over HTTP."""
+"""StackSeg: segmentation of 3D microscopy stacks over HTTP."""
 
 import os
 
-# Layers of large windows are tens of MiB of fresh memory each, and the system hands that out page by page, which takes
-# as long as computing them. torch asks for large pages where this says so when it first allocates.
+# The layers of large windows allocate tens of MiB each. With small memory pages, page faults take as long as the
+# computation. torch allocates large pages if this variable is set before its first allocation.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

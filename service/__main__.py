@@ -1,7 +1,7 @@
-"""Command line: `stackseg serve`, `segment IN OUT`, `models`, `evaluate`, `train`, `bench`, `tune`, `key NAME`.
+"""Command line interface: `stackseg COMMAND`.
 
-Each command imports what it needs when it runs: torch and MONAI take seconds, and neither `--help` nor `models` nor a
-misspelt option should wait for them.
+Each command imports heavy dependencies only when it runs. torch and MONAI take seconds to import, and `--help`,
+`models` and errors about unknown options should not wait for them.
 """
 
 from __future__ import annotations
@@ -11,40 +11,46 @@ import sys
 from collections.abc import Sequence
 
 from service.cli import bench, evaluate, keys, models, segment, serve, train, tune
-from service.cli.options import CommandParser, add_settings, settings_of
+from service.cli.options import CommandParser, add_settings_options, load_settings
 from service.core import telemetry
 from service.core.errors import ConfigError, StackSegError
 from service.core.files.bundled import software_version
 
 COMMANDS = (
-    ("serve", serve, "run the HTTP service"),
-    ("segment", segment, "segment one file, without a service"),
-    ("models", models, "list the models of the repository"),
-    ("evaluate", evaluate, "score a model on annotated stacks"),
-    ("train", train, "train a model on annotated stacks"),
-    ("bench", bench, "measure a model on this machine"),
-    ("tune", tune, "find the fastest way to run a model on this machine"),
-    ("key", keys, "make an API key, for access.keys of the configuration"),
+    ("serve", serve, "Run the HTTP service and the web UI"),
+    ("segment", segment, "Segment a file or a folder of files without a running service"),
+    ("models", models, "List, import and remove models"),
+    ("evaluate", evaluate, "Score a model on annotated stacks"),
+    ("train", train, "Train a model on annotated stacks"),
+    ("bench", bench, "Measure the speed of a model on this machine"),
+    ("tune", tune, "Find the fastest engine for a model on this machine"),
+    ("key", keys, "Create an API key for the setting access.keys"),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit status: 0 done, 1 refused or failed, 2 not understood, 130 interrupted."""
-    options = make_parser().parse_args(arguments)
+    """Run a command and return its exit status.
+
+    The status is 0 for success, 1 for a refused or failed request, 2 for a usage or configuration error, and 130 if the
+    command was interrupted.
+    """
+    options = create_parser().parse_args(arguments)
     try:
-        settings = settings_of(options)
+        settings = load_settings(options)
         telemetry.configure_logging(settings.logging.level, settings.logging.format)
         status: int = options.run(options, settings)
     except (StackSegError, OSError) as error:
-        # Python's own text begins with [Errno 2].
+        # str(error) would begin with "[Errno 2]".
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
         sys.stderr.write(f"stackseg: {options.reword(text)}\n")
         return 2 if isinstance(error, ConfigError) else 1
     except ModuleNotFoundError as error:
         if options.extra is None:
             raise
-        extra = f"the extra {options.extra}: pip install 'stackseg[{options.extra}]'"
-        sys.stderr.write(f"stackseg: {error.name} is not installed, which comes with {extra}\n")
+        extra = f"pip install 'stackseg[{options.extra}]'"
+        sys.stderr.write(
+            f"stackseg: {error.name} is not installed. Install it with the extra {options.extra}: {extra}\n"
+        )
         return 1
     except KeyboardInterrupt:
         sys.stderr.write("stackseg: interrupted\n")
@@ -52,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line, with one subparser per command."""
+def create_parser() -> argparse.ArgumentParser:
+    """Create the parser of the command line with one subparser per command."""
     root = argparse.ArgumentParser(prog="stackseg", description="Segment 3D microscopy stacks.")
     root.add_argument("--version", action="version", version=software_version())
     root.set_defaults(extra=None, reword=str)
@@ -61,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     for name, module, summary in COMMANDS:
         command = commands.add_parser(name, help=summary)
         module.add_arguments(command)
-        add_settings(command)
+        add_settings_options(command)
     return root
 
 

@@ -114,8 +114,8 @@ def test_answer_job_and_metrics_say_how_many_windows_were_skipped(live: Live, ph
 
 def test_what_was_taken_for_granted_of_a_file_comes_with_its_labels(live: Live, phantom: Any) -> None:
     answered = live.segment(as_tiff(phantom.image, imagej=False, metadata=None))
-    assert "pages are taken for z" in answered.headers["x-stackseg-note"]
-    assert "states no voxel size" in answered.headers["x-stackseg-note"]
+    assert "pages are read as z planes" in answered.headers["x-stackseg-note"]
+    assert "has no voxel size" in answered.headers["x-stackseg-note"]
     assert "x-stackseg-note" not in live.segment(as_tiff(phantom.image), voxel_size="1,0.5,0.5").headers
 
 

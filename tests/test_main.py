@@ -30,7 +30,7 @@ from service.cli.serve import is_public
 from service.core.config import read_settings
 from service.models.spec import ModelSpec
 
-HASHED = {"ada": hash_key("secret")}
+KEY_HASHES = {"ada": hash_key("secret")}
 
 
 @pytest.fixture
@@ -45,10 +45,10 @@ def stack(phantom: Any, tmp_path: Path) -> Path:
     return path
 
 
-def test_models_are_listed(config: Path, stackseg: Any) -> None:
-    listed = stackseg("models", "--config", config)
-    assert "bands/1" in listed
-    assert stackseg("models", "list", "--config", config) == listed
+def test_models_command_lists_models(config: Path, stackseg: Any) -> None:
+    output = stackseg("models", "--config", config)
+    assert "bands/1" in output
+    assert stackseg("models", "list", "--config", config) == output
     (model,) = json.loads(stackseg("models", "--config", config, "--json"))
     assert (model["name"], model["outputs"]) == ("bands", ["background", "dim", "bright"])
 
@@ -58,9 +58,9 @@ def test_file_is_segmented_without_a_service(
 ) -> None:
     result = tmp_path / "classes.tif"
     options = ("--config", config, "--overlap", "0.5", "--sw-batch-size", "1", "--skip-below", "0")
-    told = stackseg("segment", stack, result, *options)
-    for word in ("bands/1", "read", "windows", "write", "skipped: 0 of "):
-        assert word in told
+    output = stackseg("segment", stack, result, *options)
+    for text in ("bands/1", "read", "windows", "write", "skipped: 0 of "):
+        assert text in output
     assert np.mean(tifffile.imread(result) == phantom.classes) > 0.97
 
 
@@ -77,42 +77,44 @@ def test_objects_are_measured_without_a_service(
 
 
 @pytest.mark.parametrize(
-    ("result", "more", "word"),
+    ("result", "extra_arguments", "text"),
     [
-        ("nowhere/out.tif", [], "nowhere is not a folder"),
-        ("out.tif", ["--measurements", "nowhere/objects.csv"], "nowhere is not a folder"),
-        (".", [], "name the file to write"),
-        ("stack.tif", [], "the stack itself"),
-        ("linked.tif", [], "the stack itself"),
-        ("out.tif", ["--measurements", "stack.tif"], "the stack itself"),
-        ("out.tif", ["--measurements", "out.tif"], "two results"),
+        ("nowhere/out.tif", [], "nowhere is not a writable folder"),
+        ("out.tif", ["--measurements", "nowhere/objects.csv"], "nowhere is not a writable folder"),
+        (".", [], "Specify the name of a file"),
+        ("stack.tif", [], "would replace the input stack"),
+        ("linked.tif", [], "would replace the input stack"),
+        ("out.tif", ["--measurements", "stack.tif"], "would replace the input stack"),
+        ("out.tif", ["--measurements", "out.tif"], "labels and measurements at the same time"),
         ("out.png", [], "must end with .tif or .tiff"),
         ("out.tif", ["--measurements", "objects.xlsx"], "must end with .csv"),
-        ("old.tif", [], "old.tif is there already; choose another name, or replace it with --force"),
-        ("out.tif", ["--measurements", "old.csv"], "old.csv is there already"),
-        ("stack.tif", ["--force"], "the stack itself"),
+        ("old.tif", [], "old.tif already exists. Choose another name, or replace it with --force"),
+        ("out.tif", ["--measurements", "old.csv"], "old.csv already exists"),
+        ("stack.tif", ["--force"], "would replace the input stack"),
     ],
 )
-def test_results_that_cannot_be_written_are_refused_before_work_starts(
+def test_unwritable_results_are_refused_before_work_starts(
     config: Path,
     stack: Path,
     stackseg: Any,
     monkeypatch: pytest.MonkeyPatch,
     result: str,
-    more: list[str],
-    word: str,
+    extra_arguments: list[str],
+    text: str,
 ) -> None:
     monkeypatch.chdir(stack.parent)
     Path("linked.tif").symlink_to(stack)
     for old in ("old.tif", "old.csv"):
         Path(old).touch()
-    before = stack.read_bytes()
-    # Were anything read first, that would be refused instead.
-    assert word in stackseg("segment", stack, result, "--config", config, "--model", "livers", *more, status=1)
-    assert stack.read_bytes() == before
+    content = stack.read_bytes()
+    # The unknown model would be refused first if anything had been read before this check.
+    assert text in stackseg(
+        "segment", stack, result, "--config", config, "--model", "livers", *extra_arguments, status=1
+    )
+    assert stack.read_bytes() == content
 
 
-def test_results_are_replaced_where_that_is_asked_for(config: Path, stack: Path, tmp_path: Path, stackseg: Any) -> None:
+def test_existing_results_are_replaced_with_force(config: Path, stack: Path, tmp_path: Path, stackseg: Any) -> None:
     result = tmp_path / "classes.tif"
     result.write_bytes(b"old")
     stackseg("segment", stack, result, "--config", config, "--force")
@@ -120,33 +122,33 @@ def test_results_are_replaced_where_that_is_asked_for(config: Path, stack: Path,
 
 
 @pytest.mark.parametrize(
-    ("shape", "arguments", "words"),
+    ("shape", "arguments", "text"),
     [
         ((3, 2, 40, 50), [], "for example --axes ZCYX."),
-        ((4, 40, 50), ["--axes", "TYX"], "choose one with --time 0 to --time 3."),
+        ((4, 40, 50), ["--axes", "TYX"], "Choose one with --time 0 to --time 3, or all with --time all."),
         ((4, 40, 50), ["--axes", "CYX"], "choose with --channel"),
-        ((4, 40, 50), ["--axes", "ZYX", "--channel", "DAPI"], "--channel 'DAPI': the file has 1"),
+        ((4, 40, 50), ["--axes", "ZYX", "--channel", "DAPI"], "--channel 'DAPI' does not exist: the file has 1"),
         ((4, 40, 50), ["--voxel-size", "1"], "--voxel-size: Expected three positive numbers"),
         ((4, 40, 50), ["--sw-batch-size", "0"], "--sw-batch-size: "),
-        ((4, 40, 50), ["--measurements", "objects.csv"], "only labels"),
+        ((4, 40, 50), ["--measurements", "objects.csv"], "requires labels"),
         ((4, 40, 50), ["--overlap", "2"], "overlap"),
         ((4, 40, 50), ["--overlap", "0.9"], "overlap"),
         ((4, 40, 50), ["--model", "livers"], "livers"),
     ],
 )
-def test_a_refusal_is_one_line_about_options_and_status_one(
+def test_errors_are_one_line_with_option_names(
     config: Path,
     tmp_path: Path,
     stackseg: Any,
     shape: tuple[int, ...],
     arguments: list[str],
-    words: str,
+    text: str,
 ) -> None:
     path = tmp_path / "any.tif"
     tifffile.imwrite(path, np.zeros(shape, np.uint8), photometric="minisblack")
     (line,) = stackseg("segment", path, tmp_path / "out.tif", "--config", config, *arguments, status=1).splitlines()
     assert line.startswith("stackseg: ")
-    assert words in line
+    assert text in line
     assert "=" not in line
     assert not (tmp_path / "out.tif").exists()
 
@@ -155,17 +157,17 @@ def test_a_refusal_is_one_line_about_options_and_status_one(
 def test_help_explains_each_option_with_its_default(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    told = " ".join(capsys.readouterr().out.partition("options:")[2].split())
-    explained = re.split(r" (?=--\w[\w-]* [A-Z]|--force)", told)[1:]
-    assert len(explained) >= 6
-    for option in explained:
+    output = " ".join(capsys.readouterr().out.partition("options:")[2].split())
+    option_texts = re.split(r" (?=--\w[\w-]* [A-Z]|--force)", output)[1:]
+    assert len(option_texts) >= 6
+    for option in option_texts:
         assert "(default: " in option, option
     if command == "serve":
-        assert "127.0.0.1" in told
-        assert "8000" in told
+        assert "127.0.0.1" in output
+        assert "8000" in output
 
 
-def test_progress_is_shown_on_a_terminal_and_the_result_on_standard_output(
+def test_progress_is_on_the_terminal_and_the_result_on_standard_output(
     config: Path, stack: Path, tmp_path: Path
 ) -> None:
     terminal, end = pty.openpty()
@@ -173,40 +175,40 @@ def test_progress_is_shown_on_a_terminal_and_the_result_on_standard_output(
     os.set_blocking(terminal, False)
     command = [sys.executable, "-m", "service", "segment", stack, tmp_path / "out.tif", "--config", config]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=end, text=True, check=True)
-    shown = os.read(terminal, 2**16).decode()
+    output = os.read(terminal, 2**16).decode()
     for descriptor in (terminal, end):
         os.close(descriptor)
     for step in ("reading", "loading bands/1", "windows"):
-        assert step in shown
+        assert step in output
     assert done.stdout.startswith(f"{tmp_path / 'out.tif'}: bands/1 (")
 
 
 def interrupt(process: subprocess.Popen[str]) -> str:
-    """Interrupt a process that reads, and return its messages.
+    """Interrupt a process that waits for a read, and return its messages.
 
-    A signal between opening and reading is noted, and not acted upon before the read ends, so it is sent again.
+    A signal that arrives between opening and reading takes effect only after the read, so it is sent several times.
     """
     for _ in range(10):
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             return process.communicate(timeout=15)[1]
-    raise AssertionError("it does not end")
+    raise AssertionError("the process does not end")
 
 
-def test_a_misspelt_option_is_told_by_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_option_shows_usage_and_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["segment", "a.tif", "b.tif", "--modle", "membranes"])
-    told = capsys.readouterr().err
-    assert "usage: stackseg segment" in told
-    assert "--modle membranes; did you mean --model?" in told
+    output = capsys.readouterr().err
+    assert "usage: stackseg segment" in output
+    assert "--modle membranes; did you mean --model?" in output
 
 
-def test_what_the_header_refuses_waits_for_no_weights(
+def test_invalid_header_is_refused_before_weights_are_loaded(
     bands_repository: Path, config: Path, tmp_path: Path, stackseg: Any
 ) -> None:
     models, stack = shutil.copytree(bands_repository, tmp_path / "models"), tmp_path / "channels.tif"
     (weights,), (spec,) = models.glob("*/weights.*"), models.glob("*/model.yaml")
-    weights.write_bytes(b"no weights at all")
+    weights.write_bytes(b"not weights")
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()
     spec.write_text(re.sub(r"(?<=sha256: )\w+", digest, spec.read_text()))
     stack.write_bytes(as_tiff(np.zeros((8, 3, 16, 16), np.uint16), metadata={"axes": "ZCYX"}))
@@ -215,37 +217,37 @@ def test_what_the_header_refuses_waits_for_no_weights(
     )
 
 
-def test_an_interruption_is_one_line(tmp_path: Path) -> None:
+def test_interruption_prints_one_line(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     os.mkfifo(config)
-    # Whoever runs the tests may have them ignore the signal, which a child inherits.
+    # The process that runs the tests may ignore the signal, and its children inherit this.
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "from service.__main__ import main; sys.exit(main(['models', '--config', sys.argv[1]]))"
     command = [sys.executable, "-c", code, str(config)]
-    ends: list[int] = []
+    descriptors: list[int] = []
 
     def is_read() -> bool:
-        # Only what somebody reads can be opened so; the command then waits for what is never written.
+        # A pipe can be opened for writing only if it has a reader. The command then waits for data that never arrives.
         with suppress(OSError):
-            ends.append(os.open(config, os.O_WRONLY | os.O_NONBLOCK))
-        return bool(ends) or process.poll() is not None
+            descriptors.append(os.open(config, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(descriptors) or process.poll() is not None
 
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         until(is_read, 120)
         err = interrupt(process)
-    for end in ends:
+    for end in descriptors:
         os.close(end)
     assert (process.returncode, err) == (130, "stackseg: interrupted\n")
 
 
-def test_missing_input_is_one_line(config: Path, tmp_path: Path, stackseg: Any) -> None:
+def test_missing_input_prints_one_line(config: Path, tmp_path: Path, stackseg: Any) -> None:
     (line,) = stackseg(
         "segment", tmp_path / "nowhere.tif", tmp_path / "out.tif", "--config", config, status=1
     ).splitlines()
     assert line == f"stackseg: {tmp_path / 'nowhere.tif'}: No such file or directory"
 
 
-def test_configuration_that_is_not_understood_is_status_two(config: Path, stackseg: Any) -> None:
+def test_invalid_configuration_exits_with_status_two(config: Path, stackseg: Any) -> None:
     config.write_text("windows: {overlop: 1}")
     assert stackseg("models", "--config", config, status=2).startswith("stackseg: ")
 
@@ -261,7 +263,7 @@ def test_configuration_that_is_not_understood_is_status_two(config: Path, stacks
         "bench --repeats 1",
     ],
 )
-def test_every_command_takes_a_folder_of_models_and_ends_with_status_two_where_there_is_none(
+def test_missing_model_folder_exits_with_status_two(
     config: Path, stack: Path, tmp_path: Path, stackseg: Any, monkeypatch: Any, command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -270,31 +272,31 @@ def test_every_command_takes_a_folder_of_models_and_ends_with_status_two_where_t
     assert line.startswith("stackseg: The model repository nowhere is not a folder of the working directory; name")
 
 
-def test_folder_of_models_goes_before_the_configuration(config: Path, random_nuclei: ModelSpec, stackseg: Any) -> None:
-    told = stackseg("models", "--config", config, "--models", random_nuclei.folder.parent)
-    assert random_nuclei.identifier in told
-    assert "bands" not in told
+def test_models_option_overrides_the_configuration(config: Path, random_nuclei: ModelSpec, stackseg: Any) -> None:
+    output = stackseg("models", "--config", config, "--models", random_nuclei.folder.parent)
+    assert random_nuclei.identifier in output
+    assert "bands" not in output
 
 
-def test_import_asks_for_the_folder_that_gets_the_model(stack: Path, stackseg: Any) -> None:
+def test_import_requires_a_folder_for_the_model(stack: Path, stackseg: Any) -> None:
     assert "--models FOLDER" in stackseg("models", "import", stack, status=1)
     for before, after in ((["--models", stack.parent], []), ([], ["--models", stack.parent])):
         assert "--models FOLDER" not in stackseg("models", *before, "import", stack, *after, status=1)
 
 
-def test_service_that_cannot_listen_says_so(config: Path, stackseg: Any) -> None:
+def test_serve_reports_an_unusable_address(config: Path, stackseg: Any) -> None:
     assert "192.0.2.1" in stackseg("serve", "--config", config, "--host", "192.0.2.1", "--port", "1", status=2)
 
 
 @pytest.mark.parametrize(
-    ("host", "public"),
+    ("host", "expected"),
     [("127.0.0.1", False), ("::1", False), ("localhost", False), ("0.0.0.0", True), ("::", True), ("gpu-host", True)],
 )
-def test_public_addresses_are_told_apart(host: str, public: bool) -> None:
-    assert is_public(host) == public
+def test_is_public(host: str, expected: bool) -> None:
+    assert is_public(host) == expected
 
 
-def test_key_is_printed_with_the_lines_by_which_the_service_knows_it(stackseg: Any, tmp_path: Path) -> None:
+def test_key_command_prints_key_and_configuration(stackseg: Any, tmp_path: Path) -> None:
     lines = stackseg("key", "microscope-3").splitlines()
     (key,) = [line for line in lines if line.startswith("stackseg_")]
     path = tmp_path / "config.yaml"
@@ -305,41 +307,42 @@ def test_key_is_printed_with_the_lines_by_which_the_service_knows_it(stackseg: A
 
 
 @pytest.mark.parametrize("name", ["", "two words", "-x", "a" * 65, "a\n"])
-def test_name_of_a_key_is_one_that_logs_can_show(stackseg: Any, name: str) -> None:
+def test_invalid_key_names_are_refused(stackseg: Any, name: str) -> None:
     assert "letters, digits" in stackseg("key", "--", name, status=1)
 
 
 @pytest.mark.parametrize(
-    ("host", "keys", "warned"), [("192.0.2.1", {}, True), ("192.0.2.1", HASHED, False), ("127.0.0.1", {}, False)]
+    ("host", "keys", "has_warning"),
+    [("192.0.2.1", {}, True), ("192.0.2.1", KEY_HASHES, False), ("127.0.0.1", {}, False)],
 )
-def test_public_address_without_keys_is_warned_of(
+def test_public_address_without_keys_logs_a_warning(
     configure: Any,
     bands_repository: Path,
     caplog: pytest.LogCaptureFixture,
     host: str,
     keys: Any,
-    warned: bool,
+    has_warning: bool,
     stackseg: Any,
 ) -> None:
     config = configure(bands_repository, access={"keys": keys})
     with socket.create_server(("127.0.0.1", 0)) as taken:
         stackseg("serve", "--config", config, "--host", host, "--port", taken.getsockname()[1], status=2)
-    assert ("there are no access.keys" in caplog.text) == warned
+    assert ("there are no access.keys" in caplog.text) == has_warning
 
 
 @pytest.mark.parametrize(
-    ("options", "word"),
+    ("options", "text"),
     [
         (["--ssl-keyfile", "key.pem"], "ssl_keyfile and ssl_certfile must be set together"),
         (["--ssl-keyfile", "nowhere.pem", "--ssl-certfile", "nowhere.pem"], "server.ssl_keyfile"),
     ],
 )
-def test_unusable_certificate_is_status_two(config: Path, stackseg: Any, options: list[str], word: str) -> None:
-    assert word in stackseg("serve", "--config", config, "--port", "0", *options, status=2)
+def test_unusable_certificate_exits_with_status_two(config: Path, stackseg: Any, options: list[str], text: str) -> None:
+    assert text in stackseg("serve", "--config", config, "--port", "0", *options, status=2)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["models"], ["key", "ada"]])
-def test_what_needs_no_model_does_not_wait_for_torch(arguments: list[str]) -> None:
+def test_commands_without_a_model_do_not_import_torch(arguments: list[str]) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "service", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
@@ -347,9 +350,7 @@ def test_what_needs_no_model_does_not_wait_for_torch(arguments: list[str]) -> No
     assert imported.isdisjoint({"torch", "monai", "tifffile", "fastapi"})
 
 
-def test_service_that_compiles_nothing_waits_neither_for_the_compiler_nor_for_what_networks_of_monai_do_without() -> (
-    None
-):
+def test_app_does_not_import_compilers_or_optional_libraries() -> None:
     modules = "import service.api.app, service.models.monai_architectures, sys; print(*sys.modules)"
     imported = subprocess.run([sys.executable, "-c", modules], cwd=ROOT, capture_output=True, text=True, check=True)
     names = set(imported.stdout.split())

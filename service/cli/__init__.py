@@ -1,1 +1,1 @@
-"""Commands of `stackseg`: each module adds its arguments to the parser and runs."""
+"""Commands of `stackseg`: each module defines the arguments of a command and runs it."""

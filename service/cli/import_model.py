@@ -1,4 +1,4 @@
-"""`stackseg models import PATH` adds a model; options state what its package does not, or a terminal is asked."""
+"""`stackseg models import PATH`: import a model. Options or answers on a terminal provide missing metadata."""
 
 from __future__ import annotations
 
@@ -12,57 +12,57 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from service.cli.options import add_settings
+from service.cli.options import add_settings_options
 from service.core.config import Settings
 from service.core.errors import BadParameter, ConfigError, MissingKeys
 
 
 def _parse_architecture(text: str) -> dict[str, Any]:
-    """Read a call as it stands in Python, `UNet(in_channels=1, strides=(2, 2))`, whose arguments are plain values."""
+    """Parse a call in Python syntax with literal keyword arguments, such as `UNet(in_channels=1, strides=(2, 2))`."""
     call = ast.parse(text.strip(), mode="eval").body
     if isinstance(call, ast.Name):
         return {"name": call.id, "arguments": {}}
     if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name | ast.Attribute):
-        raise ValueError("a name with named arguments is expected")
+        raise ValueError("expected a name with keyword arguments")
     name = call.func.id if isinstance(call.func, ast.Name) else call.func.attr
     return {"name": name, "arguments": {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}}
 
 
-def _parse_normalisation(text: str) -> dict[str, Any]:
+def _parse_normalization(text: str) -> dict[str, Any]:
     kind, _, limits = text.strip().partition(":")
     numbers = [float(number) for number in limits.split(",")] if limits else []
     if len(numbers) not in {"percentile": (0, 2), "zscore": (0,), "range": (2,)}.get(kind, ()):
-        raise ValueError("percentile, percentile:LOW,HIGH, zscore or range:LOW,HIGH is expected")
+        raise ValueError("expected percentile, percentile:LOW,HIGH, zscore or range:LOW,HIGH")
     return {"kind": kind, **dict(zip(("low", "high"), numbers, strict=False))}
 
 
-def _parse_three(number: Callable[[str], float]) -> Callable[[str], list[float]]:
+def _make_triple_parser(number: Callable[[str], float]) -> Callable[[str], list[float]]:
     def parse(text: str) -> list[float]:
         values = [number(part) for part in text.split(",")]
         if len(values) != 3:
-            raise ValueError("three numbers, Z,Y,X, are expected")
+            raise ValueError("expected three numbers Z,Y,X")
         return values
 
     return parse
 
 
-def _parse_choice(*choices: str) -> Callable[[str], str]:
+def _make_choice_parser(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text.strip() not in choices:
-            raise ValueError(f"{' or '.join(choices)} is expected")
+            raise ValueError(f"expected {' or '.join(choices)}")
         return text.strip()
 
     return parse
 
 
 def _parse_decoding(text: str) -> dict[str, Any]:
-    return {"kind": _parse_choice("classes", "instances")(text)}
+    return {"kind": _make_choice_parser("classes", "instances")(text)}
 
 
 class Question(NamedTuple):
-    """One thing that a package may leave open: its option, the key of model.yaml, what it means, and an example.
+    """Metadata that a package may lack: its option, the key in model.yaml, an explanation and an example.
 
-    optional  a model can do without
+    is_optional  whether the model works without it
     """
 
     option: str
@@ -70,112 +70,115 @@ class Question(NamedTuple):
     meaning: str
     example: str
     parse: Callable[[str], Any]
-    optional: bool = False
+    is_optional: bool = False
 
 
 QUESTIONS = (
     Question(
         "--architecture",
         "architecture",
-        "the call that built the network: ShuffleUNet, UNet, BasicUNet, DynUNet or SegResNet with their arguments; any "
-        "other network is imported as a file of torch.export or ONNX",
+        "Call that creates the network, one of ShuffleUNet, UNet, BasicUNet, DynUNet or SegResNet with its arguments; "
+        "other networks have to be imported as torch.export or ONNX files",
         "BasicUNet(spatial_dims=3, in_channels=1, out_channels=2)",
         _parse_architecture,
     ),
-    Question("--channels", "input.channels", "channels that the network reads", "1", int, optional=True),
+    Question("--channels", "input.channels", "Number of input channels", "1", int, is_optional=True),
     Question(
         "--normalisation",
         "input.normalisation",
-        "what was done to grey values: percentile:LOW,HIGH maps these to 0 and 1, range:LOW,HIGH these grey values, "
-        "zscore subtracts the mean and divides by the deviation",
+        "Intensity normalization: percentile:LOW,HIGH maps these percentiles to 0 and 1, range:LOW,HIGH maps these "
+        "intensities to 0 and 1, zscore subtracts the mean and divides by the standard deviation",
         "percentile:1,99.8",
-        _parse_normalisation,
+        _parse_normalization,
     ),
     Question(
         "--roi-size",
         "input.roi_size",
-        "voxels Z,Y,X of a window, as of the crops in training",
+        "Window size Z,Y,X in voxels, as the crops in training",
         "64,64,64",
-        _parse_three(int),
+        _make_triple_parser(int),
     ),
     Question(
         "--outputs",
         "outputs",
-        "names of what the network gives, the background first",
+        "Names of the outputs, beginning with the background",
         "background,cell",
         lambda text: [name.strip() for name in text.split(",")],
     ),
     Question(
         "--activation",
         "activation",
-        "what makes probabilities of scores: softmax, sigmoid, or none where the network does it",
+        "Function that converts scores to probabilities: softmax, sigmoid, or none if the network applies it",
         "softmax",
-        _parse_choice("softmax", "sigmoid", "none"),
+        _make_choice_parser("softmax", "sigmoid", "none"),
     ),
     Question(
         "--decoding",
         "decoding",
-        "classes: the output with the highest score; instances: objects, of outputs called foreground and distance",
+        "classes selects the output with the highest score; instances separates objects with the outputs foreground "
+        "and distance",
         "classes",
         _parse_decoding,
     ),
     Question(
         "--voxel-size",
         "input.voxel_size",
-        "Z,Y,X in um to which stacks are resampled, or none",
+        "Voxel size Z,Y,X in um to which stacks are resampled, or none",
         "0.5,0.2,0.2",
-        lambda text: None if text.strip() == "none" else _parse_three(float)(text),
-        optional=True,
+        lambda text: None if text.strip() == "none" else _make_triple_parser(float)(text),
+        is_optional=True,
     ),
     Question(
         "--diameter",
         "input.diameter",
-        "width in voxels of the objects that it was trained on",
+        "Diameter in voxels of the objects in the training data",
         "20",
         float,
-        optional=True,
+        is_optional=True,
     ),
 )
 
 
-def add_arguments(imported: argparse.ArgumentParser) -> None:
+def add_arguments(import_parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `stackseg models import`."""
-    imported.add_argument(
-        "package", type=Path, metavar="PATH", help="folder, zip archive or file; nothing is downloaded"
+    import_parser.add_argument(
+        "package", type=Path, metavar="PATH", help="Folder, zip archive or file of the model; nothing is downloaded"
     )
-    imported.add_argument("--name", help="name of the model; the package's own if not given")
+    import_parser.add_argument("--name", help="Name of the model (default: the name in the package)")
     for question in QUESTIONS:
-        text = f"{question.meaning}; such as '{question.example}'".replace("%", "%%")
-        imported.add_argument(question.option, dest=question.key, metavar="VALUE", help=text)
-    imported.add_argument(
+        text = f"{question.meaning} (for example '{question.example}')".replace("%", "%%")
+        import_parser.add_argument(question.option, dest=question.key, metavar="VALUE", help=text)
+    import_parser.add_argument(
         "--with",
-        dest="stated",
+        dest="key_file",
         type=Path,
         metavar="YAML",
-        help="keys of model.yaml, before what the package says",
+        help="YAML file with keys of model.yaml, which override the metadata of the package",
     )
-    imported.add_argument(
+    import_parser.add_argument(
         "--trust",
         action="store_true",
-        help="take TorchScript, too: a program, which can do whatever this command and the service can",
+        help="Also accept TorchScript, a program that runs with all permissions of this command and of the service",
     )
-    add_settings(imported, argparse.SUPPRESS)
-    imported.set_defaults(run=run_import)
+    add_settings_options(import_parser, argparse.SUPPRESS)
+    import_parser.set_defaults(run=run_import)
 
 
 def run_import(options: argparse.Namespace, settings: Settings) -> int:
-    """Import one package into the folder of `--models` or models.folder; print notes for the operator."""
+    """Import one package into the folder of `--models` or `models.folder`, and print notes for the operator."""
     from service.inference.preprocessing.resample import prepare_tensor  # noqa: PLC0415
     from service.models.importers.import_model import import_model  # noqa: PLC0415
 
     if settings.models.folder is None:
-        raise BadParameter("Say which folder gets the model: --models FOLDER, which is made where it is missing.")
+        raise BadParameter("Specify the folder for the model with --models FOLDER. It is created if it does not exist.")
     folder = settings.models.folder
-    stated = {} if options.stated is None else _read_stated_keys(options.stated)
-    given = {question.option: text for question in QUESTIONS if (text := getattr(options, question.key)) is not None}
+    key_file = {} if options.key_file is None else _read_key_file(options.key_file)
+    option_texts = {
+        question.option: text for question in QUESTIONS if (text := getattr(options, question.key)) is not None
+    }
 
     def run() -> None:
-        keys = _merge(stated, given) | ({} if options.name is None else {"name": options.name})
+        keys = _merge_keys(key_file, option_texts) | ({} if options.name is None else {"name": options.name})
         spec, notes = import_model(options.package, folder, keys, prepare=prepare_tensor, trust=options.trust)
         sys.stdout.write(f"{spec.folder}: {spec.identifier}, {spec.network}\n")
         for note in notes:
@@ -185,29 +188,35 @@ def run_import(options: argparse.Namespace, settings: Settings) -> int:
         run()
     except MissingKeys as missing:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            raise BadParameter(_explain(options, folder, missing.what, missing.problems, given)) from missing
-        sys.stderr.write(f"{missing.what}. It does not say how the network is used.\n")
-        given |= ask(missing.problems, given, _ask_on_terminal)
-        sys.stderr.write(f"The same without questions:\n  {_command(options, folder, given)}\n")
+            raise BadParameter(
+                _explain_missing_keys(options, folder, missing.what, missing.problems, option_texts)
+            ) from missing
+        sys.stderr.write(f"{missing.what}. It lacks information about how to use the network.\n")
+        option_texts |= ask_questions(missing.problems, option_texts, _ask_on_terminal)
+        sys.stderr.write(f"The same command without questions:\n  {_format_command(options, folder, option_texts)}\n")
         run()
     return 0
 
 
-def ask(problems: Collection[str], given: Mapping[str, str], answer: Callable[[str], str]) -> dict[str, str]:
-    """Return an answer for every key of `problems`, and for optional ones where there is one, by option.
+def ask_questions(
+    problems: Collection[str], option_texts: Mapping[str, str], answer: Callable[[str], str]
+) -> dict[str, str]:
+    """Return answers by option for all keys in `problems`, and for optional keys if the user provides them.
 
-    `answer` is called with a question until what it returns can be read.
+    `answer` is called with a prompt until it returns a valid text.
     """
     answers: dict[str, str] = {}
     for question in QUESTIONS:
-        needed = question.key in problems
-        if question.option in given or not (needed or question.key in {"input.voxel_size", "input.diameter"}):
+        is_required = question.key in problems
+        if question.option in option_texts or not (
+            is_required or question.key in {"input.voxel_size", "input.diameter"}
+        ):
             continue
-        default = "" if needed else "; empty: as sampled"
-        prompt = f"{question.option[2:]}: {question.meaning}\n  such as {question.example}{default}\n> "
-        while (text := answer(prompt).strip()) or needed:
+        default = "" if is_required else "; empty: stacks are not resampled"
+        prompt = f"{question.option[2:]}: {question.meaning}\n  for example {question.example}{default}\n> "
+        while (text := answer(prompt).strip()) or is_required:
             try:
-                _read(question, text)
+                _parse_answer(question, text)
             except BadParameter as error:
                 prompt = f"{error}\n> "
                 continue
@@ -217,7 +226,7 @@ def ask(problems: Collection[str], given: Mapping[str, str], answer: Callable[[s
 
 
 def _ask_on_terminal(prompt: str) -> str:
-    # To standard error, so that standard output has nothing but what was imported.
+    # Standard output is reserved for the imported models.
     sys.stderr.write(prompt)
     sys.stderr.flush()
     line = sys.stdin.readline()
@@ -226,64 +235,68 @@ def _ask_on_terminal(prompt: str) -> str:
     return line
 
 
-def _explain(
-    options: argparse.Namespace, folder: Path, what: str, problems: Mapping[str, str], given: Mapping[str, str]
+def _explain_missing_keys(
+    options: argparse.Namespace, folder: Path, what: str, problems: Mapping[str, str], option_texts: Mapping[str, str]
 ) -> str:
-    """Return what is missing, and one command that states it."""
+    """Return a message with the missing keys and a command that specifies them."""
     missing = [question for question in QUESTIONS if question.key in problems]
-    extra = [question.option for question in QUESTIONS if question.optional and question not in missing]
-    command = _command(options, folder, {**given, **{question.option: question.example for question in missing}})
+    extra = [question.option for question in QUESTIONS if question.is_optional and question not in missing]
+    command = _format_command(
+        options, folder, {**option_texts, **{question.option: question.example for question in missing}}
+    )
     lines = [
-        f"{what}. This is missing:",
+        f"{what}. The following information is missing:",
         *_explain_problems(missing, problems),
-        f"and where it matters {', '.join(extra)}. Correct these examples:",
+        f"Optional: {', '.join(extra)}. Replace the examples in this command:",
         f"  {command}",
     ]
     return "\n".join(lines)
 
 
 def _explain_problems(missing: Collection[Question], problems: Mapping[str, str]) -> Iterator[str]:
-    """Yield lines about the missing options, and about keys that no option states."""
+    """Yield lines about missing options, and about keys without an option."""
     yield from (f"  {question.option} ({question.key}): {question.meaning}" for question in missing)
-    stated = [problems[question.key] for question in missing]
-    yield from (f"    {problem}" for problem in stated if "files do not say it" not in problem)
+    missing_problems = [problems[question.key] for question in missing]
+    yield from (f"    {problem}" for problem in missing_problems if "files do not say it" not in problem)
     others = problems.keys() - {question.key for question in QUESTIONS}
     yield from (f"  {key}: {problem}" for key, problem in problems.items() if key in others)
 
 
-def _command(options: argparse.Namespace, folder: Path, given: Mapping[str, str]) -> str:
+def _format_command(options: argparse.Namespace, folder: Path, option_texts: Mapping[str, str]) -> str:
     parts = ["stackseg", "models", "import", str(options.package), "--models", str(folder)]
-    parts += [part for option, text in given.items() for part in (option, text)]
-    parts += ["--with", str(options.stated)] if options.stated is not None else []
+    parts += [part for option, text in option_texts.items() for part in (option, text)]
+    parts += ["--with", str(options.key_file)] if options.key_file is not None else []
     parts += ["--name", options.name] if options.name is not None else []
     return shlex.join(parts) + (" --trust" if options.trust else "")
 
 
-def _merge(stated: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
-    """Return the keys of model.yaml from a file, with those of options in their place. Raises BadParameter."""
-    merged = dict(stated)
+def _merge_keys(key_file: Mapping[str, Any], option_texts: Mapping[str, str]) -> dict[str, Any]:
+    """Return the keys of model.yaml from a file and from options, which take precedence. Raises BadParameter."""
+    merged = dict(key_file)
     for question in QUESTIONS:
-        if question.option in given:
+        if question.option in option_texts:
             section, _, key = question.key.rpartition(".")
-            value = _read(question, given[question.option])
+            value = _parse_answer(question, option_texts[question.option])
             merged |= {section: {**merged.get(section, {}), key: value}} if section else {key: value}
     return merged
 
 
-def _read(question: Question, text: str) -> Any:
+def _parse_answer(question: Question, text: str) -> Any:
     try:
         return question.parse(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else error
-        raise BadParameter(f"{question.option}: {text!r:.80}: {reason}; such as {question.example}") from error
+        raise BadParameter(
+            f"{question.option}: {text!r:.80} is not valid: {reason}, for example {question.example}"
+        ) from error
 
 
-def _read_stated_keys(path: Path) -> dict[str, Any]:
+def _read_key_file(path: Path) -> dict[str, Any]:
     """Read keys of model.yaml from a YAML file. Raises ConfigError."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: a mapping of keys of model.yaml is expected.")
+        raise ConfigError(f"{path} must contain a mapping with keys of model.yaml.")
     return content

@@ -1,4 +1,4 @@
-"""`stackseg key` makes an API key."""
+"""`stackseg key`: create an API key."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ from service.core.sections.serving import KEY_NAME
 
 def add_arguments(key: argparse.ArgumentParser) -> None:
     """Add the argument of `stackseg key`."""
-    key.add_argument("name", metavar="NAME", help="who or what will use it, as logs and metrics will show it")
+    key.add_argument(
+        "name", metavar="NAME", help="Name of the user or program that will use the key; shown in logs and metrics"
+    )
     key.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, _settings: Settings) -> int:
-    """Print a new API key, and the lines of the configuration that hold its hash."""
+    """Print a new API key, and the lines of the configuration file with its hash."""
     if not re.fullmatch(KEY_NAME, options.name):
-        raise BadParameter(f"{options.name!r}: use up to 64 letters, digits and . _ @ -, a letter or digit first.")
+        raise BadParameter(
+            f"The name {options.name!r} is not valid. Use up to 64 letters, digits and . _ @ -, with a letter or digit"
+            " first."
+        )
     key = api_keys.generate_key()
     sys.stdout.write(
-        f"The key of {options.name}, shown this once; sent as `Authorization: Bearer KEY` or `X-API-Key: KEY`:\n\n"
-        f"{key}\n\nFor the configuration, which holds only its hash:\n\n"
+        f"API key for {options.name}. It is not stored and will not be shown again. Clients send it as\n"
+        f"`Authorization: Bearer KEY` or `X-API-Key: KEY`.\n\n"
+        f"{key}\n\nAdd its hash to the configuration file:\n\n"
         f'access:\n  keys:\n    "{options.name}": {api_keys.hash_key(key)}\n'
     )
     return 0

@@ -1,4 +1,4 @@
-"""`stackseg models`, or `models list`, lists the models; `models import` and `models remove` change which there are."""
+"""`stackseg models`: list, import and remove models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from service.cli import import_model
-from service.cli.options import add_settings
+from service.cli.options import add_settings_options
 from service.core.config import Settings
 from service.core.errors import UnknownModel
 from service.models.repository import FILE_NAME, read_repository, read_spec, select_model
@@ -23,26 +23,26 @@ def add_arguments(models: argparse.ArgumentParser) -> None:
     models.set_defaults(run=run_list)
     _add_list_arguments(models)
     actions = models.add_subparsers(metavar="list|import|remove")
-    listed = actions.add_parser("list", help="list the models, as without any action")
-    _add_list_arguments(listed)
-    add_settings(listed, argparse.SUPPRESS)
-    imported = actions.add_parser("import", help="add a MONAI bundle, a bioimage.io package, or a file of weights")
-    import_model.add_arguments(imported)
-    removed = actions.add_parser("remove", help="delete a model that the service or its page has trained")
-    removed.add_argument("name", help="of the model")
-    removed.set_defaults(run=run_remove)
-    add_settings(removed, argparse.SUPPRESS)
+    list_parser = actions.add_parser("list", help="List the models (the default)")
+    _add_list_arguments(list_parser)
+    add_settings_options(list_parser, argparse.SUPPRESS)
+    import_parser = actions.add_parser("import", help="Import a MONAI bundle, a bioimage.io package, or a weights file")
+    import_model.add_arguments(import_parser)
+    remove_parser = actions.add_parser("remove", help="Delete a model that was trained by the service")
+    remove_parser.add_argument("name", help="Name of the model")
+    remove_parser.set_defaults(run=run_remove)
+    add_settings_options(remove_parser, argparse.SUPPRESS)
 
 
 def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
-    # Of the two parsers that know it the second one must not undo what the first has seen.
+    # SUPPRESS, because the default of the subparser would overwrite a value that the parent parser has set.
     parser.add_argument(
-        "--json", action="store_true", default=argparse.SUPPRESS, help="everything that model files say"
+        "--json", action="store_true", default=argparse.SUPPRESS, help="Print JSON with the complete model files"
     )
 
 
 def run_list(options: argparse.Namespace, settings: Settings) -> int:
-    """List the models and their stored plans; nothing is loaded."""
+    """List the models and their stored tuning results without loading the models."""
     from service.engine.tuning import plans  # noqa: PLC0415
 
     specs = read_repository(settings.models.folder, settings.models.serve, settings.trained_folder)
@@ -68,32 +68,33 @@ def run_remove(options: argparse.Namespace, settings: Settings) -> int:
     trained = {file.parent.name: file.parent for file in sorted(settings.trained_folder.glob(f"*/{FILE_NAME}"))}
     if options.name not in trained:
         raise UnknownModel(
-            f"There is no trained model {options.name!r} in {settings.trained_folder}; there are"
-            f" {', '.join(trained) or 'none'}. Folders of other models are their owner's to remove."
+            f"There is no trained model {options.name!r} in {settings.trained_folder}. Trained models:"
+            f" {', '.join(trained) or 'none'}. To remove another model, delete its folder."
         )
     shutil.rmtree(trained[options.name])
-    sys.stdout.write(f"{trained[options.name]} is removed. A service that runs lists it until POST /models/reload.\n")
+    sys.stdout.write(f"Removed {trained[options.name]}. Running services list it until POST /models/reload.\n")
     return 0
 
 
 def choose_model(name: str | None, settings: Settings) -> ModelSpec:
-    """Return the model of that name in the repository, or else one that was trained by the service; or of that folder.
+    """Find a model by its name or folder. `None` selects the default model.
 
-    What has a slash is a folder first, and may be without a repository. None: the default one. Raises UnknownModel,
-    BrokenModel, and ConfigError for a repository that is none.
+    A name is looked up in the repository, then among the models trained by the service, and then as a folder. If it
+    contains a slash, it is looked up as a folder first, and no repository is needed. Raises UnknownModel, BrokenModel,
+    and ConfigError if there is no valid repository.
     """
-    if name and "/" in name and _is_model(Path(name)):
+    if name and "/" in name and _is_model_folder(Path(name)):
         return read_spec(Path(name))
     specs = read_repository(settings.models.folder, settings.models.serve)
     if name and name not in specs:
         for folder in (settings.trained_folder / name, Path(name)):
-            if _is_model(folder):
+            if _is_model_folder(folder):
                 return read_spec(folder)
     return select_model(specs, name, settings.models.default)
 
 
-def _is_model(folder: Path) -> bool:
-    """Return whether a folder is that of a model; no path is too long to be asked."""
+def _is_model_folder(folder: Path) -> bool:
+    """Return whether a path is a model folder. Paths that are too long for the system are not."""
     with suppress(OSError):
         return (folder / FILE_NAME).is_file()
     return False

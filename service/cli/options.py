@@ -1,4 +1,4 @@
-"""Options of every command."""
+"""Options that all commands share, and the parser of a command."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from service.core.config import Settings, override_settings, read_settings
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser of one command, which names what it does not know with its own usage, not with that of all commands."""
+    """Parser of one command. Errors about unknown options show the usage of this command and a similar option."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse all arguments; end the process with status 2 where one is left over."""
-        found, unknown = super().parse_known_args(args, namespace)
+        """Parse all arguments. Exit with status 2 if there are unknown arguments."""
+        options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             option = next((text for text in unknown if text.startswith("-")), "").partition("=")[0]
-            close = difflib.get_close_matches(option, self._option_string_actions, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            similar_options = difflib.get_close_matches(option, self._option_string_actions, 1)
+            hint = f"; did you mean {similar_options[0]}?" if similar_options else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        return found, unknown
+        return options, unknown
 
 
-def add_settings(command: argparse.ArgumentParser, default: str | None = None) -> None:
-    """Add `--config` and `--models`; with argparse.SUPPRESS as default, one given before a subcommand still holds."""
+def add_settings_options(command: argparse.ArgumentParser, default: str | None = None) -> None:
+    """Add `--config` and `--models`. With `argparse.SUPPRESS` as default, values before a subcommand are preserved."""
     command.add_argument(
         "--config",
         type=Path,
         default=default,
         metavar="FILE",
-        help="configuration file, or a bundled preset: cpu, default or gpu (default: default)",
+        help="Configuration file, or a bundled preset: cpu, default or gpu (default: default)",
     )
     command.add_argument(
         "--models",
         type=Path,
         default=default,
         metavar="FOLDER",
-        help="folder with one subfolder per model (default: the bundled models, or models.folder)",
+        help="Folder with one subfolder per model (default: setting models.folder, else the bundled models)",
     )
 
 
-def settings_of(options: argparse.Namespace) -> Settings:
-    """Return the settings that the options ask for. Raises ConfigError."""
+def load_settings(options: argparse.Namespace) -> Settings:
+    """Load the settings that the options select. Raises ConfigError."""
     settings = read_settings(options.config)
     return settings if options.models is None else override_settings(settings, "models", {"folder": options.models})

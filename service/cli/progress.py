@@ -1,4 +1,4 @@
-"""Progress of a command, on standard error where that is a terminal."""
+"""Progress bar of a command on standard error, shown only if this is a terminal."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 
 class ProgressBar:
-    """One line that tells what is being done, and how much of it is."""
+    """Progress bar that shows the current step and its progress."""
 
     def __init__(self, bar: tqdm[Any]) -> None:
         self._bar = bar
 
-    def begin(self, name: str) -> None:
-        """Show a step of which no end can be told yet."""
+    def begin_step(self, name: str) -> None:
+        """Show a step whose progress is unknown."""
         self._bar.bar_format = "{desc} ({elapsed})"
         self._bar.reset()
         self._bar.set_description_str(name)
 
-    def show(self, done: int, total: int) -> None:
-        """Show that `done` of `total` windows are done; decoding follows, of which no end can be told."""
+    def show_windows(self, done: int, total: int) -> None:
+        """Show the number of computed windows, and after the last one the decoding step, whose progress is unknown."""
         if done == total:
-            self.begin("decoding")
+            self.begin_step("decoding")
             return
         self._bar.bar_format, self._bar.total = None, total
         self._bar.update(done - self._bar.n)
 
-    def count(self, name: str, done: int, total: int) -> None:
-        """Show that `done` of `total` parts of a step are done."""
+    def show_step(self, name: str, done: int, total: int) -> None:
+        """Show that `done` of `total` parts of a step are complete."""
         if done == 0 or self._bar.total != total:
-            self.begin(name)
+            self.begin_step(name)
         self._bar.bar_format, self._bar.total = None, total
         self._bar.update(done - self._bar.n)
 
 
 @contextmanager
 def show_progress() -> Iterator[ProgressBar]:
-    """Show a bar, which is gone after the block; log records appear above it."""
+    """Show a progress bar for the duration of the context. Log records are printed above it."""
     with tqdm(disable=None, leave=False) as bar, logging_redirect_tqdm():
         yield ProgressBar(bar)

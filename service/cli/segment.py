@@ -1,100 +1,101 @@
-"""`stackseg segment` segments one file in this process, without a service."""
+"""`stackseg segment`: segment files in this process, without a running service."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from service.cli.segmentation.parameters import PARAMETERS, name_options
+from service.cli.segmentation.parameters import PARAMETERS, use_option_names
 from service.core.config import Settings
 
 
 def add_arguments(segment: argparse.ArgumentParser) -> None:
     """Add the arguments of `stackseg segment`."""
-    _add_files(segment)
+    _add_file_arguments(segment)
     for name, (placeholder, text) in PARAMETERS.items():
         segment.add_argument(f"--{name.replace('_', '-')}", metavar=placeholder, help=text)
-    _add_results(segment)
-    _add_blocks(segment)
-    segment.set_defaults(run=run, reword=name_options, extra="zarr")
+    _add_result_options(segment)
+    _add_block_options(segment)
+    segment.set_defaults(run=run, reword=use_option_names, extra="zarr")
 
 
-def _add_files(segment: argparse.ArgumentParser) -> None:
-    """Add what is read and where the labels go."""
+def _add_file_arguments(segment: argparse.ArgumentParser) -> None:
+    """Add the arguments for input and output files."""
     segment.add_argument(
         "input",
         type=_parse_input,
         metavar="IN",
-        help="TIFF stack, OME-Zarr image (also at a URL: s3, gs, az, http, https), or a folder of TIFFs",
+        help="TIFF stack, OME-Zarr image (folder or s3, gs, az, http or https URL), or folder of TIFF stacks",
     )
     segment.add_argument(
         "result",
         type=Path,
         nargs="?",
         metavar="OUT",
-        help="what to write: OME-TIFF (a name that ends with .tif), OME-Zarr (.zarr, or IMAGE.zarr/labels/NAME), labels"
-        " as .npy or .nii.gz, or a folder",
+        help="Result: OME-TIFF (.tif), OME-Zarr (.zarr, or IMAGE.zarr/labels/NAME for labels inside an image),"
+        " labels as .npy or .nii.gz, or a folder if IN is a folder of stacks",
     )
-    segment.add_argument("-o", "--out", type=Path, metavar="OUT", help="another way to say OUT (default: none)")
+    segment.add_argument(
+        "-o", "--out", type=Path, metavar="OUT", help="Alternative to the argument OUT (default: none)"
+    )
     segment.add_argument(
         "--glob",
         metavar="PATTERN",
-        help="which files of the folder IN are stacks, as '**/*.tif' (default: all TIFFs in it, not in its subfolders)",
+        help="Pattern of the stacks in the folder IN, for example '**/*.tif' (default: all TIFFs in it, but not in its"
+        " subfolders)",
     )
     segment.add_argument(
         "--format",
         choices=("tiff", "zarr"),
-        help="how labels of a folder's stacks are written: OME-TIFF or OME-Zarr (default: tiff)",
+        help="Format of the labels if IN is a folder of stacks: OME-TIFF or OME-Zarr (default: tiff)",
     )
 
 
-def _add_results(segment: argparse.ArgumentParser) -> None:
-    """Add what is refused, and what is written besides the labels."""
+def _add_result_options(segment: argparse.ArgumentParser) -> None:
+    """Add the options for warnings, measurements and existing results."""
     segment.add_argument(
         "--strict",
         action="store_true",
-        help="fail where the model is not sure of its labels (default: write them, and warn)",
+        help="Fail if confidence in the labels is low (default: write the labels and print a warning)",
     )
     segment.add_argument(
-        "--measurements", type=Path, metavar="CSV", help="also write a table of the objects (default: labels alone)"
+        "--measurements", type=Path, metavar="CSV", help="Also write a table of object measurements (default: no table)"
     )
-    segment.add_argument(
-        "--force", action="store_true", help="replace results that are there already (default: refuse to)"
-    )
+    segment.add_argument("--force", action="store_true", help="Overwrite existing results (default: fail)")
 
 
-def _add_blocks(segment: argparse.ArgumentParser) -> None:
+def _add_block_options(segment: argparse.ArgumentParser) -> None:
     """Add the options of block-wise segmentation."""
     segment.add_argument(
         "--workers",
         type=int,
         metavar="N",
-        help="segment an OME-Zarr of any size block by block, with so many processes (default: as a whole)",
+        help="Segment an OME-Zarr of any size block by block with this number of processes (default: as a whole)",
     )
     segment.add_argument(
         "--ray",
         metavar="HOST:PORT",
-        help="with --workers: a Ray cluster that has these processes; stack, result and scratch lie on storage that its"
-        " hosts mount (default: this host)",
+        help="Run the --workers processes on a Ray cluster; stack, result and scratch folder must be on storage that"
+        " all of its hosts mount (default: this host)",
     )
     segment.add_argument(
         "--scratch",
         type=Path,
         metavar="FOLDER",
-        help="with --workers: what blocks hand on; the same command goes on with it after an interruption (default:"
-        " OUT.blocks)",
+        help="Folder for intermediate results of --workers; repeat the same command to resume an interrupted run"
+        " (default: OUT.blocks)",
     )
 
 
 def _parse_input(text: str) -> Path | str:
-    """Return the path of a file or a folder, or the URL of a store."""
+    """Return a URL as text, and anything else as a path."""
     from service.formats.sandbox.remote_store import is_url  # noqa: PLC0415
 
     return text if is_url(text) else Path(text)
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
-    """Segment a file, a store or a folder; print what was found and the seconds of each stage."""
-    from service.cli.segmentation import source as segment_source  # noqa: PLC0415 - what it imports takes seconds
+    """Segment a file, a store or a folder, and print the number of objects and the seconds of each stage."""
+    from service.cli.segmentation import source as segment_source  # noqa: PLC0415 - its imports take seconds
 
     return segment_source.run(options, settings)

@@ -1,4 +1,4 @@
-"""`stackseg serve` runs the HTTP service."""
+"""`stackseg serve`: run the HTTP service."""
 
 from __future__ import annotations
 
@@ -17,43 +17,47 @@ log = logging.getLogger(__name__)
 def add_arguments(serve: argparse.ArgumentParser) -> None:
     """Add the options of `stackseg serve`."""
     server = Server()
-    serve.add_argument("--host", help=f"address to listen on (default: {server.host}, or server.host)")
+    serve.add_argument("--host", help=f"Address to listen on (default: setting server.host, else {server.host})")
     serve.add_argument(
-        "--port", type=int, help=f"port to listen on, 0 for a free one (default: {server.port}, or server.port)"
+        "--port",
+        type=int,
+        help=f"Port to listen on, or 0 for any free port (default: setting server.port, else {server.port})",
     )
-    for name, meaning in (("keyfile", "private key"), ("certfile", "its certificate")):
+    for name, meaning in (("keyfile", "Private key"), ("certfile", "Certificate")):
         serve.add_argument(
             f"--ssl-{name}",
             type=Path,
             metavar="PEM",
-            help=f"{meaning} for HTTPS (default: plain HTTP, or server.ssl_{name})",
+            help=f"{meaning} for HTTPS in PEM format (default: setting server.ssl_{name}, else plain HTTP)",
         )
     serve.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
-    """Serve until a signal ends it. Raises ConfigError for an address or a folder that cannot be used."""
-    # torch reads it when it is imported. Otherwise threads of the network spin while they wait for each other, on cores
-    # that decode other requests meanwhile.
+    """Serve until a signal arrives. Raises ConfigError if the address or a folder cannot be used."""
+    # torch reads this variable when it is imported. By default, its idle threads spin, and would occupy cores that
+    # decode other requests.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from service.api.server import serve  # noqa: PLC0415
 
-    chosen = {name: getattr(options, name) for name in ("host", "port", "ssl_keyfile", "ssl_certfile")}
+    overrides = {name: getattr(options, name) for name in ("host", "port", "ssl_keyfile", "ssl_certfile")}
     settings = override_settings(
-        settings, "server", {name: value for name, value in chosen.items() if value is not None}
+        settings, "server", {name: value for name, value in overrides.items() if value is not None}
     )
     host = settings.server.host
     if is_public(host) and not settings.access.keys:
-        log.warning("%s is a public address and there are no access.keys: whoever reaches it may use it", host)
+        log.warning(
+            "%s is a public address and there are no access.keys: anyone who can reach it can use the service", host
+        )
     if not serve(settings, host, settings.server.port):
-        # A thread that compiles or computes in native code cannot be ended, and the interpreter would wait or crash.
+        # Threads that compile or run native code cannot be stopped. A normal exit would wait for them or crash.
         logging.shutdown()
         os._exit(0)
     return 0
 
 
 def is_public(host: str) -> bool:
-    """Return whether other machines may reach a service that listens on this address."""
+    """Return whether a service that listens on this address can be reached from other machines."""
     try:
         return not ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""`stackseg tune` finds the fastest way to run models on this machine."""
+"""`stackseg tune`: find the fastest engine for models on this machine."""
 
 from __future__ import annotations
 
@@ -14,27 +14,32 @@ from service.models.repository import read_repository
 
 def add_arguments(tune: argparse.ArgumentParser) -> None:
     """Add the options of `stackseg tune`."""
-    which = tune.add_mutually_exclusive_group()
-    which.add_argument("--model", help="name of a model, or its folder; the default model if not given")
-    which.add_argument("--all", action="store_true", help="every model that is served, one after the other")
+    selection = tune.add_mutually_exclusive_group()
+    selection.add_argument("--model", help="Name or folder of the model (default: setting models.default, else nuclei)")
+    selection.add_argument("--all", action="store_true", help="Tune all served models, one after the other")
     tune.add_argument(
-        "--minutes", type=float, help="of each model, until which anything is begun; overrides engine.tune_seconds"
+        "--minutes",
+        type=float,
+        help="Time limit per model; no measurement begins after it (default: setting engine.tune_seconds)",
     )
-    tune.add_argument("--device", help="auto, cpu, cuda or cuda:N; overrides device.name")
+    tune.add_argument("--device", help="Device: auto, cpu, cuda or cuda:N (default: setting device.name)")
     tune.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
-    """Race the ways to run each model, keep what wins for later starts, print what was tried. Raises ConfigError."""
-    # As `stackseg serve` does, for which engines are compared.
+    """Compare the engines for each model, store the fastest for later starts, and print the results.
+
+    Raises ConfigError.
+    """
+    # `stackseg serve`, for which the engines are compared, sets this as well.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if options.minutes is not None and not options.minutes > 0:
-        raise BadParameter("--minutes: a positive number is expected.")
+        raise BadParameter("--minutes must be a positive number.")
     if options.device is not None:
         settings = override_settings(settings, "device", {"name": options.device, "serve": ()})
     kind = settings.engine.kind
     if kind != "auto":
-        raise ConfigError(f"engine.kind is {kind}, which leaves nothing to choose; set it to auto to tune.")
+        raise ConfigError(f"engine.kind is {kind}, so there is nothing to tune. Set it to auto.")
     specs = [choose_model(options.model, settings)]
     if options.all:
         specs = list(read_repository(settings.models.folder, settings.models.serve).values())

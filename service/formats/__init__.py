@@ -1,1 +1,1 @@
-"""Image file formats: each module turns a file into a Volume, or a segmentation into a file."""
+"""Image file formats: modules that read a file into a `Volume`, or write a segmentation to a file."""

@@ -1,4 +1,4 @@
-"""Arrays as bytes: NumPy's .npy, NIfTI-1 for viewers of medical images, and a compressed form between processes."""
+"""Write arrays as NumPy's .npy and as NIfTI-1 for medical image viewers, and compress arrays sent between processes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from numpy.typing import DTypeLike
 from service.core.errors import BadParameter
 from service.core.types import Array, Volume
 
-# Of the NIfTI-1 standard, https://nifti.nimh.nih.gov/pub/dist/src/niftilib/nifti1.h
+# Codes of the NIfTI-1 standard, https://nifti.nimh.nih.gov/pub/dist/src/niftilib/nifti1.h
 _DATATYPES = {"u1": 2, "i2": 4, "i4": 8, "f4": 16, "f8": 64, "i1": 256, "u2": 512, "u4": 768}
 _INTENT_LABEL = 1002
-_MICROMETRES = 3
+_MICROMETERS = 3
 _HEADER_BYTES = 352
-_MOST_EDGE = 2**15 - 1
+_MAX_AXIS_LENGTH = 2**15 - 1
 _SCANNER_COORDINATES = 1
-# zlib's number for the largest window within gzip's frame.
-_GZIP = 31
+# `wbits` of zlib for the largest window in the gzip format.
+_GZIP_WBITS = 31
 SLAB_PLANES = 16
 
 
 def write_npy(volume: Volume, path: Path) -> None:
-    """Write the first channel as .npy, [Z, Y, X] in C order, little-endian."""
+    """Write the first channel as a little-endian .npy array [Z, Y, X] in C order."""
     dtype = volume.dtype.newbyteorder("<")
     with path.open("wb") as file:
         header = {"descr": dtype.str, "fortran_order": False, "shape": volume.shape[1:]}
@@ -37,12 +37,13 @@ def write_npy(volume: Volume, path: Path) -> None:
 
 
 def write_nifti(volume: Volume, path: Path) -> None:
-    """Write the first channel as NIfTI-1 (.nii.gz): integers as labels, voxels in micrometres, x fastest.
+    """Write the first channel as NIfTI-1 (.nii.gz), with the voxel size in micrometers. Integers are marked as labels.
 
-    Without a voxel size a voxel is 1 in every direction. Raises BadParameter for an axis of more than 32767 voxels.
+    If the voxel size is unknown, it is written as 1 in every direction. Raises BadParameter if an axis has more than
+    32767 voxels.
     """
-    # The last axis of a C-ordered array is the fastest, which is x for both.
-    compressor = isal_zlib.compressobj(1, isal_zlib.DEFLATED, _GZIP)
+    # NIfTI stores x fastest, as does a C-ordered [Z, Y, X] array.
+    compressor = isal_zlib.compressobj(1, isal_zlib.DEFLATED, _GZIP_WBITS)
     with path.open("wb") as file:
         file.write(compressor.compress(nifti_header(volume)))
         for slab in _read_slabs(volume):
@@ -51,17 +52,18 @@ def write_nifti(volume: Volume, path: Path) -> None:
 
 
 def nifti_header(volume: Volume) -> bytes:
-    """Return the header of a volume's first channel, with the four bytes that say that no extension follows.
+    """Return the NIfTI-1 header of a volume's first channel, including the four bytes for "no extension".
 
-    Raises BadParameter for an axis that the header cannot state.
+    Raises BadParameter if an axis is too long for the format.
     """
     z, y, x = volume.shape[1:]
-    if max(z, y, x) > _MOST_EDGE:
+    if max(z, y, x) > _MAX_AXIS_LENGTH:
         raise BadParameter(
-            f"NIfTI holds {_MOST_EDGE} voxels along an axis, and there are {max(z, y, x)}; take the TIFF."
+            f"NIfTI supports up to {_MAX_AXIS_LENGTH} voxels along an axis, but the result has {max(z, y, x)}."
+            " Download the result as TIFF instead."
         )
-    edges = volume.voxel_size
-    step_z, step_y, step_x = (1.0, 1.0, 1.0) if edges is None else edges
+    voxel_size = volume.voxel_size
+    step_z, step_y, step_x = (1.0, 1.0, 1.0) if voxel_size is None else voxel_size
     header = bytearray(_HEADER_BYTES)
     struct.pack_into("<i", header, 0, 348)
     struct.pack_into("<8h", header, 40, 3, x, y, z, 1, 1, 1, 1)
@@ -69,7 +71,7 @@ def nifti_header(volume: Volume) -> bytes:
     struct.pack_into("<4h", header, 68, intent, _DATATYPES[volume.dtype.str[1:]], 8 * volume.dtype.itemsize, 0)
     struct.pack_into("<8f", header, 76, 1.0, step_x, step_y, step_z, 1.0, 1.0, 1.0, 1.0)
     struct.pack_into("<3f", header, 108, _HEADER_BYTES, 1.0, 0.0)
-    header[123] = 0 if edges is None else _MICROMETRES
+    header[123] = 0 if voxel_size is None else _MICROMETERS
     struct.pack_into("<h", header, 254, _SCANNER_COORDINATES)
     for row, step in enumerate((step_x, step_y, step_z)):
         struct.pack_into("<f", header, 280 + 20 * row, step)
@@ -84,11 +86,11 @@ def _read_slabs(volume: Volume) -> Iterator[Array]:
 
 
 def pack(array: Array) -> bytes:
-    """Compress an array of labels, quickly: to a few percent."""
+    """Compress an array of labels. Speed matters more than the compression ratio."""
     return isal_zlib.compress(np.ascontiguousarray(array).data, 1)
 
 
 def unpack(data: bytes, shape: Sequence[int], dtype: DTypeLike) -> Array:
-    """Invert `pack`."""
+    """Decompress an array that was compressed with `pack`."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     return np.frombuffer(isal_zlib.decompress(data, bufsize=max(nbytes, 1)), dtype).reshape(shape)

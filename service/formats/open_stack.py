@@ -1,4 +1,4 @@
-"""An open file of any format, with its image, axes and selected part, before a pixel is decoded."""
+"""Base class of opened stacks: the image, its axes and the selected part, before any pixels are decoded."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from service.core.errors import BadParameter
 from service.core.quantities import TimeInterval, TimeRange, VoxelSize
 from service.core.types import Description, Selection, StackShape
 from service.formats import axes
-from service.formats.axes import Layout, Part
+from service.formats.axes import Layout, StackPart
 from service.formats.placement import Placement, StoreBlock, native_dtype
 from service.formats.sampling import Calibration
 
 
 class Image(Protocol):
-    """Facts that a format knows of an image."""
+    """Image properties that every format provides."""
 
     @property
     def container(self) -> str:
@@ -31,62 +31,65 @@ class Image(Protocol):
 
     @property
     def calibration(self) -> Calibration:
-        """Sampling in space."""
+        """Voxel size as stored in the file."""
 
     @property
     def time_interval(self) -> TimeInterval | None:
-        """Sampling in time."""
+        """Time between two time points, or None if unknown."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes about what was chosen and assumed."""
+        """Notes for the user about choices and assumptions."""
 
 
 @dataclass(frozen=True)
 class OpenStack(ABC):
-    """An image with its axes, the selected part and the names of all channels."""
+    """An image with its axes, the selected part, and the names of all channels."""
 
     image: Image
     layout: Layout
-    part: Part
+    part: StackPart
     names: tuple[str, ...]
 
     @property
     @abstractmethod
-    def colours(self) -> tuple[str, ...]:
-        """One colour per stored channel, as in `Description`."""
+    def colors(self) -> tuple[str, ...]:
+        """One color per stored channel, as in `Description.colours`."""
 
     @property
     @abstractmethod
     def decoded_bytes(self) -> int:
-        """Bytes that are decoded on the way to the selected part where it cannot be located."""
+        """Bytes to decode for the selected part if `locate` cannot find it in the file."""
 
     @cached_property
     def placement(self) -> Placement | None:
-        """Location of uncompressed pixels at regular distances, None where there are none such. Raises BadParameter."""
+        """Location of the selected pixels in the file, or None if they have to be decoded.
+
+        Raises BadParameter if the stack has several time points and none is selected.
+        """
         if self.part.time is None:
             raise BadParameter(axes.explain_time_choice(self.layout), parameter="time", suggested={"time": "all"})
         return self.locate()
 
     @abstractmethod
     def locate(self) -> Placement | None:
-        """Return the place of uncompressed pixels at regular distances, None where there are none such."""
+        """Locate the selected pixels. Return None unless they are stored uncompressed and at regular distances."""
 
     @abstractmethod
     def decode(self, store: StoreBlock) -> None:
-        """Decode the selected part, each voxel once, and pass it to `store` in blocks, from several threads.
+        """Decode each voxel of the selected part once and pass blocks to `store`, which is called from several threads.
 
         Raises BadFile, BadParameter, TooLarge.
         """
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Dtype of a volume, in native byte order."""
+        """Dtype of the volume, in native byte order."""
         return native_dtype(self.image.dtype)
 
     @property
     def shape(self) -> StackShape:
-        """(C, Z, Y, X) of the selected part."""
+        """Shape (C, Z, Y, X) of the selected part."""
         return axes.part_shape(self.layout, self.part)
 
     @property
@@ -95,26 +98,26 @@ class OpenStack(ABC):
         return tuple(self.names[number] for number in self.part.channels)
 
     def voxel_size(self, selection: Selection) -> VoxelSize | None:
-        """Return the caller's voxel size, else the file's."""
+        """Return the voxel size of the request, or else that of the file."""
         return selection.voxel_size or self.image.calibration.voxel_size()
 
     def notes(self, selection: Selection) -> tuple[str, ...]:
-        """Return what a user should know of how the file was understood."""
+        """Return notes for the user about how the file was interpreted."""
         notes = [*self.image.notes, *self.layout.notes]
         if selection.voxel_size is None:
-            notes += self.image.calibration.remarks()
+            notes += self.image.calibration.user_notes()
         if self.layout.length("Z") == 1:
-            notes.append("The selection is a single plane; it is treated as a stack of one.")
+            notes.append("The selection is a single plane. It is segmented as a stack with one plane.")
         return tuple(notes)
 
     def facts(self, selection: Selection) -> tuple[VoxelSize | None, tuple[str, ...], tuple[str, ...]]:
-        """Return what a volume knows beside its pixels: voxel size, names of its channels, and notes."""
+        """Return the voxel size, the channel names and the notes of a volume."""
         return self.voxel_size(selection), self.channels, self.notes(selection)
 
     def describe(self, selection: Selection) -> Description:
         """Describe the file and the selected part."""
         times = axes.select_times(self.layout, selection.time) if isinstance(selection.time, TimeRange) else None
-        is_unclear = self.part.time is None and times is None
+        is_time_open = self.part.time is None and times is None
         voxel_size = self.voxel_size(selection)
         source = self.image.calibration.source if voxel_size else "not stated"
         return Description(
@@ -126,10 +129,10 @@ class OpenStack(ABC):
             voxel_size=voxel_size,
             voxel_size_from="the request" if selection.voxel_size else source,
             channels=self.names,
-            colours=self.colours,
+            colours=self.colors,
             times=self.layout.length("T"),
             notes=self.notes(selection),
             time_interval=self.image.time_interval,
             time_points=None if times is None else (times.start, times.stop),
-            problem=axes.explain_time_choice(self.layout) if is_unclear else "",
+            problem=axes.explain_time_choice(self.layout) if is_time_open else "",
         )

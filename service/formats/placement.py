@@ -1,7 +1,7 @@
-"""Location of the pixels of a volume in a file, and the volume that reads them there.
+"""Location of a volume's pixels in a file, and volumes that read them from there.
 
-Uncompressed pixels at regular distances are never copied: a `Placement` locates them, and the volume maps the file.
-Decoded pixels go to a file of their own, which is read in the same way.
+Uncompressed pixels at regular distances are not copied: a `Placement` locates them, and the volume maps the file.
+Decoded pixels are written to a separate file, which is read in the same way.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from service.core.quantities import VoxelSize
 from service.core.types import Array, StackShape, Volume
 
 StoreBlock = Callable[[int, tuple[int, int, int], Array], None]
-"""store_block(channel, (z0, y0, x0), block): store a block [z, y, x] of a channel, by its number among those selected.
+"""store_block(channel, (z0, y0, x0), block): store a block [z, y, x] of a channel.
 
-Several threads call it.
+The channel is given by its position in the selection. The function is called from several threads.
 """
 
 
 def store_into(pixels: Array) -> StoreBlock:
-    """Return a function that stores blocks in an array [C, Z, Y, X]."""
+    """Return a `StoreBlock` function that writes to an array [C, Z, Y, X]."""
 
     def store(channel: int, start: tuple[int, int, int], block: Array) -> None:
         z, y, x = (slice(first, first + length) for first, length in zip(start, block.shape, strict=True))
@@ -41,7 +41,7 @@ def store_into(pixels: Array) -> StoreBlock:
 
 
 def make_file(folder: Path, nbytes: int) -> IO[bytes]:
-    """Make a file without a name in a folder, which is made where it is missing; nothing is left of it once closed."""
+    """Create an unnamed file, and its folder if it does not exist. The file disappears when it is closed."""
     folder.mkdir(mode=0o700, exist_ok=True)
     with ExitStack() as undo:
         file = undo.enter_context(tempfile.TemporaryFile(dir=folder))
@@ -51,9 +51,9 @@ def make_file(folder: Path, nbytes: int) -> IO[bytes]:
 
 
 def map_file(file: Path | int) -> mmap.mmap:
-    """Map a whole file, copy-on-write, several times as fast as `numpy.memmap`. Raises ValueError for an empty one.
+    """Map a whole file copy-on-write, which is several times as fast as `numpy.memmap`.
 
-    `file` is a path, or a descriptor, which stays open.
+    `file` is a path, or a descriptor, which stays open. Raises ValueError for an empty file.
     """
     if isinstance(file, int):
         return mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
@@ -63,7 +63,7 @@ def map_file(file: Path | int) -> mmap.mmap:
 
 @dataclass(frozen=True)
 class Placement:
-    """Location of pixels [C, Z, Y, X] in a file: offset and strides in bytes, dtype with its byte order."""
+    """Location of pixels [C, Z, Y, X] in a file: offset and strides in bytes, and the dtype with its byte order."""
 
     dtype: str
     offset: int
@@ -72,14 +72,14 @@ class Placement:
 
     @classmethod
     def dense(cls, dtype: np.dtype[Any], shape: StackShape) -> Placement:
-        """Locate pixels that fill a whole file in C order."""
+        """Return the placement of C-ordered pixels that fill a whole file."""
         _, z, y, x = shape
         size = dtype.itemsize
         return cls(dtype.str, 0, shape, (z * y * x * size, y * x * size, x * size, size))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pixels."""
+        """Size of the pixels in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def map_volume(
@@ -89,10 +89,10 @@ class Placement:
         channels: tuple[str, ...],
         notes: tuple[str, ...],
     ) -> Volume:
-        """Return the volume in the content of a whole file, mapped or in memory.
+        """Return a volume that reads from the content of a whole file, which is mapped or in memory.
 
-        Slabs are views, or copies where the stored byte order is not native or pixels are not aligned.
-        Raises ValueError where the placement reaches beyond the file.
+        Slabs are views. They are copied only if the stored byte order is not native or the pixels are not aligned.
+        Raises ValueError if the placement extends beyond the file.
         """
         pixels: Array = np.ndarray(self.shape, np.dtype(self.dtype), content, self.offset, self.strides)
         native = pixels.dtype.newbyteorder("=")
@@ -105,15 +105,16 @@ class Placement:
     def stream_volume(
         self, file: int, voxel_size: VoxelSize | None, channels: tuple[str, ...], notes: tuple[str, ...]
     ) -> Volume:
-        """Return a volume that reads each slab from an open file into new memory, through a descriptor of its own.
+        """Return a volume that reads each slab from an open file into new memory.
 
-        Reading a slab raises BadFile where the file has become shorter. Raises ValueError where the placement reaches
-        beyond the file.
+        The volume keeps its own duplicate of the descriptor. Reading a slab raises BadFile if the file has become
+        shorter.
+        Raises ValueError if the placement extends beyond the file.
         """
         stored = np.dtype(self.dtype)
         native = stored.newbyteorder("=")
         if min(self.offset, *self.strides) < 0 or self.offset + self._extent(0) > os.fstat(file).st_size:
-            raise ValueError("the pixels lie outside of the file")
+            raise ValueError("the pixels extend beyond the end of the file")
         file = os.dup(file)
         is_direct = stored == native and self.strides[2:] == Placement.dense(native, self.shape).strides[2:]
 
@@ -131,14 +132,14 @@ class Placement:
         return Volume(self.shape, native, read, voxel_size, channels, notes)
 
     def _extent(self, axis: int) -> int:
-        """Return the bytes from the first to the end of the last pixel, over the axes from this one on."""
+        """Return the number of bytes from the first pixel to the end of the last one, over the axes from `axis` on."""
         steps = zip(self.shape[axis:], self.strides[axis:], strict=True)
         return sum((length - 1) * stride for length, stride in steps) + np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
-class Extract:
-    """Location of a volume in the file that was read, or in the one that it was decoded to, in plain values."""
+class VolumeLocation:
+    """Location and metadata of a volume, in the source file or in the file that it was decoded to."""
 
     placement: Placement
     voxel_size: VoxelSize | None
@@ -152,22 +153,24 @@ def _read_all(file: int, into: Array, offset: int) -> None:
     while rest:
         count = os.preadv(file, [rest], offset)
         if not count:
-            raise BadFile("The file became shorter while it was read; send the request again once it is complete.")
+            raise BadFile(
+                "The file became shorter while it was read. Send the request again when the file is complete."
+            )
         rest, offset = rest[count:], offset + count
 
 
 def native_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype of a volume: as stored, in native byte order, uint8 (0 and 1) for 1-bit pixels."""
+    """Return the dtype of a volume: the stored dtype in native byte order, or uint8 (0 and 1) for 1-bit pixels."""
     native = stored.newbyteorder("=")
     return np.dtype(np.uint8) if native.kind == "b" else native
 
 
-def check_size(nbytes: int, limit_bytes: int, what: str = "The selected volume") -> None:
-    """Raise TooLarge where `what` decodes to more than the limit."""
+def check_size(nbytes: int, limit_bytes: int, subject: str = "The selected volume") -> None:
+    """Raise TooLarge if `subject` decodes to more bytes than the limit."""
     if nbytes > limit_bytes:
         raise TooLarge(
-            f"{what} decodes to {_format_bytes(nbytes)}; this service reads up to {_format_bytes(limit_bytes)}. Select"
-            " a channel or a time point, crop it, or reduce it."
+            f"{subject} decodes to {_format_bytes(nbytes)}, but this service reads up to {_format_bytes(limit_bytes)}."
+            " Select a single channel or time point, or crop or downsample the stack."
         )
 
 

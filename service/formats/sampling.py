@@ -1,7 +1,7 @@
-"""Voxel sizes and time intervals from files: numbers in many units, under many names, often missing or wrong.
+"""Voxel sizes and time intervals from file metadata, which uses many units and names and is often missing or wrong.
 
-Every voxel size becomes micrometres or None. A file never fails for its sampling: a value that is not a positive number
-of a known unit counts as unknown, and an unknown voxel size leaves a note.
+Voxel sizes are converted to micrometers. A wrong voxel size never makes a file unreadable: a value that is not a
+positive number of a known unit counts as unknown, and an unknown voxel size adds a note.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from typing import Any
 
 from service.core.quantities import PLAUSIBLE_LENGTHS, TimeInterval, VoxelSize
 
-_SI = {
+_SI_EXPONENTS = {
     "Y": 24, "Z": 21, "E": 18, "P": 15, "T": 12, "G": 9, "M": 6, "k": 3, "h": 2, "da": 1, "": 0, "d": -1, "c": -2,
     "m": -3, "µ": -6, "n": -9, "p": -12, "f": -15, "a": -18, "z": -21, "y": -24,
 }  # fmt: skip
-_INCH = 25_400.0
+_INCH_IN_MICROMETERS = 25_400.0
 
-# All lengths in UnitsLength of the OME schema, and spellings of the common ones by ImageJ and others.
-MICROMETRES: dict[str, float] = {
-    **{f"{prefix}m": 10.0 ** (power + 6) for prefix, power in _SI.items()},
+# All units of UnitsLength in the OME schema, and other spellings of common units, such as those of ImageJ.
+MICROMETERS_PER_UNIT: dict[str, float] = {
+    **{f"{prefix}m": 10.0 ** (power + 6) for prefix, power in _SI_EXPONENTS.items()},
     "Å": 1e-4,
-    "thou": _INCH / 1000,
-    "li": _INCH / 12,
-    "in": _INCH,
-    "ft": _INCH * 12,
-    "yd": _INCH * 36,
-    "mi": _INCH * 63_360,
+    "thou": _INCH_IN_MICROMETERS / 1000,
+    "li": _INCH_IN_MICROMETERS / 12,
+    "in": _INCH_IN_MICROMETERS,
+    "ft": _INCH_IN_MICROMETERS * 12,
+    "yd": _INCH_IN_MICROMETERS * 36,
+    "mi": _INCH_IN_MICROMETERS * 63_360,
     "ua": 149_597_870_700e6,
     "ly": 9_460_730_472_580_800e6,
     "pc": 3.0856775814913673e22,
-    "pt": _INCH / 72,
+    "pt": _INCH_IN_MICROMETERS / 72,
     "um": 1.0,
-    "inch": _INCH,
-    "inches": _INCH,
-    '"': _INCH,
+    "inch": _INCH_IN_MICROMETERS,
+    "inches": _INCH_IN_MICROMETERS,
+    '"': _INCH_IN_MICROMETERS,
     "angstrom": 1e-4,
 }
-for _word, _metres in (("meter", 1e6), ("metre", 1e6), ("micron", 1.0)):
+for _word, _micrometers in (("meter", 1e6), ("metre", 1e6), ("micron", 1.0)):
     for _name, _factor in (("", 1.0), ("milli", 1e-3), ("centi", 1e-2), ("micro", 1e-6), ("nano", 1e-9)):
         if _word != "micron" or not _name:
-            MICROMETRES[f"{_name}{_word}"] = MICROMETRES[f"{_name}{_word}s"] = _metres * _factor
+            MICROMETERS_PER_UNIT[f"{_name}{_word}"] = MICROMETERS_PER_UNIT[f"{_name}{_word}s"] = _micrometers * _factor
 
-# UnitsTime of the OME schema as far as microscopes need it, by its spellings there and in ImageJ.
+# Units of UnitsTime in the OME schema that are relevant for microscopy, by their spellings in OME and ImageJ.
 TIME_UNITS = {
     spelling: unit
     for unit, spellings in {
@@ -62,7 +62,7 @@ TIME_UNITS = {
 
 @dataclass(frozen=True)
 class Calibration:
-    """Sampling of a file: micrometres along z, y, x, each None where unknown, and the name of its source."""
+    """Voxel size of a file along z, y and x in micrometers, each None if unknown, and the name of its source."""
 
     z: float | None
     y: float | None
@@ -71,13 +71,13 @@ class Calibration:
     notes: tuple[str, ...] = ()
 
     def voxel_size(self) -> VoxelSize | None:
-        """Return the voxel size where all three edges are known, else None."""
+        """Return the voxel size, or None unless all three edges are known."""
         if self.z is None or self.y is None or self.x is None:
             return None
         return VoxelSize(self.z, self.y, self.x)
 
-    def remarks(self) -> tuple[str, ...]:
-        """Return the notes, with one more where not all edges are known."""
+    def user_notes(self) -> tuple[str, ...]:
+        """Return the notes, and one more if the voxel size is not completely known."""
         known = {axis: size for axis, size in zip("zyx", (self.z, self.y, self.x), strict=True) if size is not None}
         if len(known) == 3:
             return self.notes
@@ -86,21 +86,22 @@ class Calibration:
         stated = ", ".join(f"{axis} {size:g} um" for axis, size in known.items())
         return (
             *self.notes,
-            f"Only part of the voxel size is stated ({stated}), so it counts as unknown; state it as voxel_size=Z,Y,X.",
+            f"The file has only a part of the voxel size ({stated}), so it is not used. Set voxel_size=Z,Y,X in"
+            " micrometers.",
         )
 
 
 NO_VOXEL_SIZE = (
-    "The file states no voxel size, so planes are taken to be as far apart as pixels, and sizes are in voxels; state it"
-    " as voxel_size=Z,Y,X in micrometres."
+    "The file has no voxel size. Planes are assumed to be as far apart as pixels, and sizes are given in voxels. Set"
+    " voxel_size=Z,Y,X in micrometers."
 )
-NOTHING = Calibration(None, None, None, "not stated")
+UNKNOWN_CALIBRATION = Calibration(None, None, None, "not stated")
 
 
-def normalise_unit(unit: str) -> str:
-    """Return a unit without padding and with U+00B5 for micro.
+def normalize_unit(unit: str) -> str:
+    """Return a unit without padding and with U+00B5 as the micro sign.
 
-    In files that may be U+00B5, U+03BC, ImageJ's escape, or UTF-8 that was read as Latin-1.
+    Files contain U+00B5, U+03BC, ImageJ's escape sequence, or UTF-8 that was decoded as Latin-1.
     """
     name = unit.strip().strip("\0")
     for alias in ("\\u00B5", "\\u00b5", "Âµ", "Î¼", "μ"):
@@ -108,15 +109,15 @@ def normalise_unit(unit: str) -> str:
     return name
 
 
-def micrometres(unit: str) -> float | None:
-    """Return the length of a unit in um, None for "pixel", "reference frame" and unknown units."""
-    name = normalise_unit(unit)
-    return MICROMETRES.get(name, MICROMETRES.get(name.lower()))
+def micrometers_per_unit(unit: str) -> float | None:
+    """Return the length of a unit in micrometers, or None for "pixel", "reference frame" and unknown units."""
+    name = normalize_unit(unit)
+    return MICROMETERS_PER_UNIT.get(name, MICROMETERS_PER_UNIT.get(name.lower()))
 
 
-def length(value: Any, unit: str) -> float | None:
-    """Convert `value` of `unit` to um; None where it is no number or beyond `PLAUSIBLE_LENGTHS`."""
-    factor = micrometres(unit)
+def to_micrometers(value: Any, unit: str) -> float | None:
+    """Convert a value to micrometers. Return None unless it is a number within `PLAUSIBLE_LENGTHS`."""
+    factor = micrometers_per_unit(unit)
     try:
         size = float(value) * factor if factor is not None else math.nan
     except (TypeError, ValueError, OverflowError):
@@ -125,74 +126,74 @@ def length(value: Any, unit: str) -> float | None:
 
 
 def _convert_edge(axis: str, value: Any, unit: str, notes: list[str]) -> float | None:
-    """Convert one edge to um; a value that is no plausible length leaves a note."""
+    """Convert one edge of a voxel to micrometers, and add a note if the value is not a plausible length."""
     if value in (None, ""):
         return None
-    size = length(value, unit)
+    size = to_micrometers(value, unit)
     if size is None:
         stated = f"{str(value)[:32]} {unit[:16] or '(no unit)'}"
-        notes.append(f"The file states a voxel size of {stated} along {axis}, which is taken as unknown.")
+        notes.append(f"The file has a voxel size of {stated} along {axis}, which is not plausible and is not used.")
     return size
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """The tags XResolution, YResolution (numerator, denominator) and ResolutionUnit of a page."""
+    """The tags XResolution and YResolution (numerator, denominator), and ResolutionUnit of a page."""
 
     ratios: tuple[tuple[int, int] | None, tuple[int, int] | None]
     unit: str
 
-    def pixel(self, index: int) -> float | str | None:
-        """Return the units per pixel along x (0) or y (1); "1/0" for a ratio that is not a number."""
+    def pixel_size(self, index: int) -> float | str | None:
+        """Return the pixel size in units along x (0) or y (1), or "1/0" if the ratio is not a number."""
         ratio = self.ratios[index]
         if ratio is None:
             return None
         return ratio[1] / ratio[0] if ratio[0] else "1/0"
 
     def calibration(self) -> Calibration:
-        """Return the pixel size in the plane, where the tags state a plausible one.
+        """Return the pixel size in the plane if the tags have a plausible one.
 
-        Image editors and screens write meaningless dots per inch (72, 96, 300), so only centimetres, and pixels below
-        20 um, count. No tag holds the distance between planes.
+        Image editors and screens write meaningless dots per inch (72, 96, 300). Therefore only tags in centimeters and
+        pixels below 20 um are used. There is no tag for the distance between planes.
         """
-        y, x = length(self.pixel(1), self.unit), length(self.pixel(0), self.unit)
+        y, x = to_micrometers(self.pixel_size(1), self.unit), to_micrometers(self.pixel_size(0), self.unit)
         if self.unit != "cm" or not y or not x or max(y, x) > 20:
-            return NOTHING
+            return UNKNOWN_CALIBRATION
         return Calibration(None, y, x, "resolution tags")
 
 
 def from_spacing(metadata: Mapping[str, Any], tags: Resolution, source: str) -> Calibration:
-    """Convert ImageJ's `spacing` and `unit`: z is a length, x and y are pixels per unit in the resolution tags."""
+    """Convert ImageJ's `spacing` and `unit`: z is a length, but x and y are pixels per unit in the resolution tags."""
     unit = str(metadata.get("unit") or "")
-    if micrometres(unit) is None:
-        return tags.calibration() if not unit else NOTHING
+    if micrometers_per_unit(unit) is None:
+        return tags.calibration() if not unit else UNKNOWN_CALIBRATION
     notes: list[str] = []
     z = _convert_edge("z", metadata.get("spacing"), str(metadata.get("zunit") or unit), notes)
-    y = _convert_edge("y", tags.pixel(1), str(metadata.get("yunit") or unit), notes)
-    x = _convert_edge("x", tags.pixel(0), unit, notes)
+    y = _convert_edge("y", tags.pixel_size(1), str(metadata.get("yunit") or unit), notes)
+    x = _convert_edge("x", tags.pixel_size(0), unit, notes)
     if tags.ratios == ((1, 1), (1, 1)):
         notes.append(
-            f"The file states exactly one pixel per {unit[:16]} in the plane, which some programs also write when they"
-            " do not know it; voxel_size=Z,Y,X overrides it."
+            f"The file has exactly one pixel per {unit[:16]} in the plane. Some programs write this if they do not know"
+            " the pixel size. If it is wrong, set voxel_size=Z,Y,X in micrometers."
         )
-    return Calibration(z, y, x, source, tuple(notes)) if any((z, y, x)) else NOTHING
+    return Calibration(z, y, x, source, tuple(notes)) if any((z, y, x)) else UNKNOWN_CALIBRATION
 
 
 def from_lengths(sizes: Sequence[Any], units: str | Sequence[str], source: str) -> Calibration:
-    """Convert edges along z, y, x, in one unit or each in its own."""
+    """Convert voxel edges along z, y and x, given in one common unit or each in its own unit."""
     notes: list[str] = []
-    of_axes = (units,) * 3 if isinstance(units, str) else units
-    z, y, x = (_convert_edge(a, s, u, notes) for a, s, u in zip("zyx", sizes, of_axes, strict=True))
+    axis_units = (units,) * 3 if isinstance(units, str) else units
+    z, y, x = (_convert_edge(a, s, u, notes) for a, s, u in zip("zyx", sizes, axis_units, strict=True))
     return Calibration(z, y, x, source, tuple(notes))
 
 
 def parse_time_interval(value: Any, unit: str) -> TimeInterval | None:
-    """Return the interval of `value` units, None where that is no positive number of a known unit."""
-    name = normalise_unit(unit)
-    # OME's Ms are 10**6 seconds.
-    known = None if name == "Ms" else TIME_UNITS.get(name.lower())
+    """Return a time interval, or None unless `value` is a positive number of a known unit."""
+    name = normalize_unit(unit)
+    # In OME, Ms means 10**6 seconds.
+    known_unit = None if name == "Ms" else TIME_UNITS.get(name.lower())
     try:
         length = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return TimeInterval(length, known) if known and math.isfinite(length) and length > 0 else None
+    return TimeInterval(length, known_unit) if known_unit and math.isfinite(length) and length > 0 else None

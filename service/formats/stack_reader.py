@@ -1,7 +1,6 @@
-"""Read stacks: TIFFs (`formats.tiff`), and OME-Zarr in folders and zip archives (`formats.zarr`).
+"""Read stacks: TIFF (`formats.tiff`), and OME-Zarr in folders and zip archives (`formats.zarr`).
 
-Everything is checked before a pixel is decoded. Files that cannot be trusted are read through
-`service.formats.sandbox.reader`.
+Files are validated before any pixels are decoded. Read untrusted files with `service.formats.sandbox.reader` instead.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 from service.core.errors import BadParameter
 from service.core.types import Array, Description, Selection, Volume
 from service.formats.open_stack import OpenStack
-from service.formats.placement import Extract, Placement, make_file, map_file, store_into
+from service.formats.placement import Placement, VolumeLocation, make_file, map_file, store_into
 from service.formats.tiff import reader as tiff_reader
 from service.formats.zarr import reader as zarr_reader
 from service.formats.zarr.reader import ZarrStack
@@ -29,13 +28,14 @@ from service.formats.zarr.store import FolderStore, Store, ZipStore, open_file
 _ZIP = b"PK\x03\x04"
 
 Source = Path | int | Store
-"""A file or folder by its path, an open file, or a store of Zarr."""
+"""Path of a file or folder, descriptor of an open file, or a Zarr store."""
 
 
 def inspect(file: Source, selection: Selection, limit_bytes: int, *, keep: bool = False) -> Description:
     """Describe a file and the selected part without decoding pixels.
 
-    A descriptor is closed, unless it is to be kept open. Several time points without a choice are told as `problem`.
+    A descriptor is closed unless `keep` is set. If the file has several time points and none is selected, this is
+    reported in `problem`.
     Raises UnsupportedMedia, BadFile, AmbiguousAxes, BadParameter, TooLarge.
     """
     with _open(file, selection, limit_bytes, keep=keep) as stack:
@@ -43,10 +43,11 @@ def inspect(file: Source, selection: Selection, limit_bytes: int, *, keep: bool 
 
 
 def read(path: Path | Store, selection: Selection, limit_bytes: int, scratch: Path | None = None) -> Volume:
-    """Read the selected channels and time point as [C, Z, Y, X] in native byte order, dtype as stored (1-bit: uint8).
+    """Read the selected channels and time point as a volume [C, Z, Y, X].
 
-    Uncompressed pixels at regular distances are mapped, so the file must outlive the volume; others are decoded to
-    memory, or to a file in the folder `scratch`.
+    The dtype is the stored one in native byte order, or uint8 for 1-bit pixels. Uncompressed pixels at regular
+    distances are mapped, so the file must not be deleted before the volume. Other pixels are decoded to memory, or to a
+    file in the folder `scratch`.
     Raises UnsupportedMedia, BadFile, AmbiguousAxes, BadParameter, TooLarge.
     """
     if scratch is not None:
@@ -62,21 +63,21 @@ def read(path: Path | Store, selection: Selection, limit_bytes: int, scratch: Pa
 
 @contextmanager
 def open_blocks(path: Path, selection: Selection) -> Iterator[ZarrStack]:
-    """Open the selected part of an OME-Zarr image of any size, to read it box by box. Raises what `inspect` raises."""
+    """Open the selected part of an OME-Zarr image to read it region by region. Raises the errors of `inspect`."""
     with ExitStack() as files:
         if not path.is_dir():
-            raise BadParameter(f"{path} is no folder of OME-Zarr, which alone is read block by block.")
+            raise BadParameter(f"{path} is not an OME-Zarr folder. Block-wise processing requires one.")
         yield zarr_reader.open_stack(_open_folder(path, files), selection, sys.maxsize)
 
 
 def extract(
     file: Source, selection: Selection, limit_bytes: int, make_output: Callable[[int], int], small_bytes: int
-) -> Extract | Description:
-    """Locate the selected pixels in the file itself, or decode them to another one.
+) -> VolumeLocation | Description:
+    """Locate the selected pixels in the file, or decode them to another file.
 
-    `make_output` takes the bytes of the decoded pixels and returns the descriptor of a file of that length; it is
-    called only where pixels have to be decoded. Descriptors are closed. Where more than `small_bytes` would have to be
-    decoded, nothing is, and the description is returned. Raises the errors of `read`, and those of `make_output`.
+    `make_output` receives the size of the decoded pixels in bytes and returns the descriptor of a file of that size. It
+    is called only if pixels have to be decoded. Descriptors are closed. If more than `small_bytes` would have to be
+    decoded, nothing is decoded and the description is returned. Raises the errors of `read` and of `make_output`.
     """
     with _open(file, selection, limit_bytes) as stack:
         if stack.placement is None and stack.decoded_bytes > small_bytes:
@@ -84,28 +85,31 @@ def extract(
         return _extract(stack, selection, make_output)
 
 
-def extract_all(file: Source, selection: Selection, limit_bytes: int, make_output: Callable[[int], int]) -> Extract:
-    """Locate or decode the selected pixels, as `extract` does, however many there are to decode."""
+def extract_all(
+    file: Source, selection: Selection, limit_bytes: int, make_output: Callable[[int], int]
+) -> VolumeLocation:
+    """Locate or decode the selected pixels like `extract`, without a limit on the size of the decoded pixels."""
     with _open(file, selection, limit_bytes) as stack:
         return _extract(stack, selection, make_output)
 
 
-def _extract(stack: OpenStack, selection: Selection, make_output: Callable[[int], int]) -> Extract:
-    facts, placement = stack.facts(selection), stack.placement
+def _extract(stack: OpenStack, selection: Selection, make_output: Callable[[int], int]) -> VolumeLocation:
+    metadata, placement = stack.facts(selection), stack.placement
     if placement is not None:
-        return Extract(placement, *facts, decoded=False)
+        return VolumeLocation(placement, *metadata, decoded=False)
     placement = Placement.dense(stack.dtype, stack.shape)
     with os.fdopen(make_output(placement.nbytes), "r+b", buffering=0) as output:
 
         def store(channel: int, start: tuple[int, int, int], block: Array) -> None:
-            # Of blocks with a part of X rows lie apart, of those with a part of Y planes.
-            apart = 2 if block.shape[2] < stack.shape[3] else int(block.shape[1] < stack.shape[2])
-            for place in np.ndindex(block.shape[:apart]):
-                at = np.add(start, (*place, 0, 0, 0)[:3])
-                _write_all(output.fileno(), block[place], np.dot((channel, *at), placement.strides))
+            # Bytes are contiguous in the output only within a row, a plane or a whole block, depending on what the
+            # block covers.
+            separate_axes = 2 if block.shape[2] < stack.shape[3] else int(block.shape[1] < stack.shape[2])
+            for place in np.ndindex(block.shape[:separate_axes]):
+                origin = np.add(start, (*place, 0, 0, 0)[:3])
+                _write_all(output.fileno(), block[place], np.dot((channel, *origin), placement.strides))
 
         stack.decode(store)
-    return Extract(placement, *facts, decoded=True)
+    return VolumeLocation(placement, *metadata, decoded=True)
 
 
 def _read_to_file(path: Path | Store, selection: Selection, limit_bytes: int, scratch: Path) -> Volume:
@@ -117,9 +121,9 @@ def _read_to_file(path: Path | Store, selection: Selection, limit_bytes: int, sc
             return os.dup(outputs[0].fileno())
 
         with _open(path, selection, limit_bytes) as stack:
-            found = _extract(stack, selection, make_output)
-        content = map_file(path if isinstance(path, Path) and not found.decoded else outputs[0].fileno())
-    return found.placement.map_volume(content, found.voxel_size, found.channels, found.notes)
+            location = _extract(stack, selection, make_output)
+        content = map_file(path if isinstance(path, Path) and not location.decoded else outputs[0].fileno())
+    return location.placement.map_volume(content, location.voxel_size, location.channels, location.notes)
 
 
 def _write_all(descriptor: int, block: Array, offset: int) -> None:
@@ -131,7 +135,7 @@ def _write_all(descriptor: int, block: Array, offset: int) -> None:
 
 @contextmanager
 def _open(file: Source, selection: Selection, limit_bytes: int, *, keep: bool = False) -> Iterator[OpenStack]:
-    """Open a file or a folder as what its content says that it is."""
+    """Open a file or folder in the format that its content has."""
     with ExitStack() as files:
         opened = _open_source(file, files, keep=keep)
         store = _open_archive(opened) if isinstance(opened, BufferedReader) else opened
@@ -142,7 +146,7 @@ def _open(file: Source, selection: Selection, limit_bytes: int, *, keep: bool = 
 
 
 def _open_source(file: Source, files: ExitStack, *, keep: bool) -> Store | BufferedReader:
-    """Return a store, also that in a folder, or else an open file."""
+    """Return the store itself, the store in a folder, or an open file."""
     if isinstance(file, int):
         return files.enter_context(os.fdopen(file, "rb", closefd=not keep))
     if not isinstance(file, Path):
@@ -158,10 +162,10 @@ def _open_folder(file: Path, files: ExitStack) -> Store:
 
 
 def _open_archive(stream: BinaryIO) -> Store | None:
-    """Return the store in a zip archive, None for any other file, which is as it was."""
-    # Whoever sent the descriptor may have read or written before.
+    """Return the store in a zip archive, or None for any other file, which is rewound."""
+    # The process that passed the descriptor may have moved its position.
     stream.seek(0)
     is_zip = stream.read(len(_ZIP)) == _ZIP
     stream.seek(0)
     archive = ZipStore(stream) if is_zip else None
-    return archive if archive is not None and archive.holds_zarr else None
+    return archive if archive is not None and archive.has_zarr else None

@@ -1,4 +1,4 @@
-"""Write a segmentation in the format that the suffix of its file name selects."""
+"""Write a segmentation in the format that corresponds to the file name."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from service.core.files.whole_file import write_whole
 from service.core.types import Segmentation, Volume
 from service.formats import npy_nifti
 from service.formats.tiff import writer as tiff_writer
-from service.formats.zarr.store import find_image
+from service.formats.zarr.store import find_labeled_image
 
 TIFF_SUFFIXES = (".tif", ".tiff")
-# Forms of labels of one time point.
+# Formats for labels and classes of a single time point.
 ARRAY_WRITERS = {".npy": npy_nifti.write_npy, ".nii.gz": npy_nifti.write_nifti}
 
 
 def is_tiff(path: Path) -> bool:
-    """Return whether `write` writes a TIFF."""
+    """Return whether `write` would write a TIFF to this path."""
     return path.name.lower().endswith(TIFF_SUFFIXES)
 
 
 def is_zarr(path: Path) -> bool:
-    """Return whether `write` writes OME-Zarr: a store of its own, or among the labels of an image."""
-    return path.name.lower().endswith(".zarr") or find_image(path) is not None
+    """Return whether `write` would write OME-Zarr to this path, as a separate store or among the labels of an image."""
+    return path.name.lower().endswith(".zarr") or find_labeled_image(path) is not None
 
 
 def write(segmentation: Segmentation, path: Path, origin: Mapping[str, str]) -> None:
-    """Write OME-TIFF, OME-Zarr, .npy or NIfTI, depending on the suffix of the name.
+    """Write OME-TIFF, OME-Zarr, .npy or NIfTI, depending on the suffix of the file name.
 
-    origin  describes how the segmentation was made; .npy and NIfTI have no place for it
+    origin  describes how the segmentation was made; it cannot be stored in .npy and NIfTI
 
-    Raises BadParameter for OME-Zarr without the extra `zarr`, and OSError.
+    Raises BadParameter if OME-Zarr is requested and the extra `zarr` is not installed, and OSError.
     """
     if is_tiff(path):
         tiff_writer.write(segmentation, path, origin)
     elif is_zarr(path):
-        from service.formats.zarr import writer as zarr_writer  # noqa: PLC0415 - it needs the extra `zarr`
+        from service.formats.zarr import writer as zarr_writer  # noqa: PLC0415 - requires the extra `zarr`
 
         zarr_writer.write(segmentation, path, origin)
     else:

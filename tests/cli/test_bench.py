@@ -1,4 +1,4 @@
-"""`stackseg bench` as a command: what it prints, when, and its exit status."""
+"""The command `stackseg bench`: output, order of the lines, and exit status."""
 
 from __future__ import annotations
 
@@ -24,67 +24,67 @@ def bench(bands_repository: Path, configure: Any) -> list[str]:
     return ["bench", "--shape", "4", "20", "20", "--repeats", "1", "--config", str(path)]
 
 
-def test_a_network_that_runs_as_configured_is_status_zero(bench: list[str], stackseg: Any) -> None:
+def test_exit_status_is_zero_if_the_network_runs_as_configured(bench: list[str], stackseg: Any) -> None:
     lines = stackseg(*bench).splitlines()
     assert "bands/1: eager fp32 contiguous, compile_mode none, batch size 2, streams 1" in lines
     assert lines[-1].startswith("peak memory: ")
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [(["--repeats", "0"], "--repeats"), (["--hosts", "--plot", "bench.png"], "does not go with --hosts")],
+    ("options", "message"),
+    [(["--repeats", "0"], "--repeats"), (["--hosts", "--plot", "bench.png"], "Remove --plot or --hosts")],
 )
-def test_what_cannot_be_measured_is_refused(bench: list[str], stackseg: Any, options: list[str], words: str) -> None:
-    assert words in stackseg(*bench, *options, status=1)
+def test_invalid_options_are_refused(bench: list[str], stackseg: Any, options: list[str], message: str) -> None:
+    assert message in stackseg(*bench, *options, status=1)
 
 
-def test_a_fallback_is_printed_after_the_whole_report_and_is_status_one(
+def test_deviation_is_printed_after_the_report_with_exit_status_one(
     bench: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = ModelRunner.report
     compiled = {"compile_mode": "default", "engine": "compiled", "warnings": ("It is slow.",)}
     monkeypatch.setattr(ModelRunner, "report", lambda self: replace(report(self), **compiled))
-    numbers, picture = tmp_path / "bench.json", tmp_path / "bench.png"
-    assert main([*bench, "--device", "cpu", "--json", str(numbers), "--plot", str(picture)]) == 1
+    json_path, plot_path = tmp_path / "bench.json", tmp_path / "bench.png"
+    assert main([*bench, "--device", "cpu", "--json", str(json_path), "--plot", str(plot_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "warning: It is slow." in lines
     assert lines[-3].startswith("peak memory: ")
     assert lines[-2:] == ["", "engine.kind is eager, but the network ran with compiled"]
-    content = json.loads(numbers.read_text())
+    content = json.loads(json_path.read_text())
     assert (content["model"], content["engine"]["warnings"]) == ("bands/1", ["It is slow."])
-    assert picture.exists()
+    assert plot_path.exists()
 
 
-def test_each_line_is_flushed_before_the_next_is_measured(
+def test_each_line_is_flushed_before_the_next_measurement(
     bench: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out.md"
-    once = session.RequestRunner.once
+    run_request = session.RequestRunner.run_request
 
-    def interrupted(self: Any) -> dict[str, float]:
+    def interrupt_second_repeat(self: Any) -> dict[str, float]:
         if "| 1 |" in output.read_text():
             raise KeyboardInterrupt
-        return once(self)
+        return run_request(self)
 
-    monkeypatch.setattr(session.RequestRunner, "once", interrupted)
+    monkeypatch.setattr(session.RequestRunner, "run_request", interrupt_second_repeat)
     with output.open("w", buffering=io.DEFAULT_BUFFER_SIZE) as file:
         monkeypatch.setattr(sys, "stdout", file)
         assert main([*bench, "--repeats", "2"]) == 130
         assert output.read_text().splitlines()[-1].startswith("| 1 | ")
 
 
-def test_each_row_of_hosts_is_shown_as_soon_as_it_is_measured(
+def test_each_row_of_hosts_is_printed_immediately(
     bench: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown = []
+    printed = []
 
     def measure(*_: object) -> Any:
         for row in (HostsRow(1, 100, 10.0), HostsRow(2, 200, 12.5)):
             yield row
-            shown.append(capsys.readouterr().out)
+            printed.append(capsys.readouterr().out)
 
     monkeypatch.setattr(hosts, "measure", measure)
-    numbers = tmp_path / "hosts.json"
-    assert main([*bench, "--hosts", "--json", str(numbers)]) == 0
-    assert shown == [f"{hosts.HEAD}\n| 1 | 10.0 | 100% |\n", "| 2 | 16.0 | 80% |\n"]
-    assert [row["workers"] for row in json.loads(numbers.read_text())] == [1, 2]
+    json_path = tmp_path / "hosts.json"
+    assert main([*bench, "--hosts", "--json", str(json_path)]) == 0
+    assert printed == [f"{hosts.HEAD}\n| 1 | 10.0 | 100% |\n", "| 2 | 16.0 | 80% |\n"]
+    assert [row["workers"] for row in json.loads(json_path.read_text())] == [1, 2]

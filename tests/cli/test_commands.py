@@ -1,4 +1,4 @@
-"""`stackseg evaluate`, `stackseg train` and `stackseg tune`, with files."""
+"""The commands `segment`, `evaluate`, `train`, `tune` and `models` with real files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zarr_files import write_zarr
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.__main__ import main
 from service.cli.models import choose_model
-from service.cli.segmentation.parameters import PARAMETERS, name_options
+from service.cli.segmentation.parameters import PARAMETERS, use_option_names
 from service.core.config import Settings, read_settings
 from service.core.errors import BadParameter
 from service.core.quantities import VoxelSize
@@ -43,17 +43,17 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def base(random_nuclei_content: dict[str, Any], write_model: Callable[..., ModelSpec]) -> ModelSpec:
-    """A model to go on from."""
+    """Return a model from which training continues."""
     return write_model(random_nuclei_content | {"activation": "sigmoid"})
 
 
-# In float32, as what a model is expected to give was made: after 20 steps of training BF16 gives other labels.
+# Expected labels of a model are made in float32. After 20 training steps, BF16 gives other labels.
 FLOAT32 = {"kind": "eager", "precision": "fp32"}
 
 
 @pytest.fixture
 def config(base: ModelSpec, configure: Callable[..., Path]) -> list[str]:
-    """Options that name a configuration with `base` alone."""
+    """Return the options for a configuration whose only model is `base`."""
     return ["--config", str(configure(base.folder.parent, engine=FLOAT32))]
 
 
@@ -61,30 +61,30 @@ def read(path: Path) -> Volume:
     return stack_reader.read(path, Selection(), 2**30)
 
 
-def annotated(stack: Path) -> list[str]:
+def annotation_options(stack: Path) -> list[str]:
     return ["--images", str(stack / "image.tif"), "--labels", str(stack / "mask.tif")]
 
 
-def training(stack: Path, base: ModelSpec) -> list[str]:
-    """`train` on small crops of the stack."""
-    return ["train", *annotated(stack), "--edge", "16", "--from", str(base.folder)]
+def training_command(stack: Path, base: ModelSpec) -> list[str]:
+    """Return a `train` command with small crops of the stack."""
+    return ["train", *annotation_options(stack), "--edge", "16", "--from", str(base.folder)]
 
 
-def test_crops_that_the_network_cannot_take_are_refused_with_those_that_it_can(
+def test_unsupported_crop_size_is_refused_with_supported_sizes(
     base: ModelSpec, config: list[str], stack: Path, tmp_path: Path, stackseg: Any
 ) -> None:
-    told = stackseg(*training(stack, base), "--edge", "17", "--out", tmp_path / "out", *config, status=1)
-    assert "--edge 17: the network does not support cubes of 17 voxels. Use one of 8, 16, " in told
+    output = stackseg(*training_command(stack, base), "--edge", "17", "--out", tmp_path / "out", *config, status=1)
+    assert "--edge 17: the network does not support cubes of 17 voxels. Use one of 8, 16, " in output
 
 
-def test_a_model_is_scored_beside_the_classical_method(
+def test_evaluate_compares_model_and_classical_method(
     base: ModelSpec, config: list[str], stack: Path, stackseg: Any, capsys: Any
 ) -> None:
     model, classical = json.loads(stackseg("evaluate", stack, "--json", *config))
     assert (model["method"], classical["method"]) == (base.identifier, "classical")
     assert model["stack"] == stack.name
     assert model["true"] == classical["true"] == len(np.unique(read(stack / "mask.tif").array())) - 1
-    lines = stackseg("evaluate", *annotated(stack), "--no-floor", *config).splitlines()
+    lines = stackseg("evaluate", *annotation_options(stack), "--no-floor", *config).splitlines()
     assert len(lines) == 3
     assert lines[2].startswith(f"| {stack.name} | {base.identifier} | as sampled | {model['true']} |")
     nowhere = str(stack / "nowhere.tif")
@@ -93,88 +93,88 @@ def test_a_model_is_scored_beside_the_classical_method(
     assert "1 images and 0 labels" in stackseg("evaluate", "--images", stack / "image.tif", *config, status=1)
 
 
-def test_a_model_is_scored_with_and_without_what_is_true_of_the_objects(
+def test_evaluate_uses_each_requested_diameter(
     write_model: Any, random_nuclei_content: dict[str, Any], configure: Any, stack: Path, tmp_path: Path, stackseg: Any
 ) -> None:
-    given = random_nuclei_content["input"] | {"diameter": 8}
-    model = write_model(random_nuclei_content | {"input": given}).folder
+    model_input = random_nuclei_content["input"] | {"diameter": 8}
+    model = write_model(random_nuclei_content | {"input": model_input}).folder
     options = ["--model", model, "--config", configure(tmp_path / "nowhere", engine=FLOAT32), "--json"]
     *lines, classical = json.loads(stackseg("evaluate", stack, *options, "--diameter", "none", "mean", "extents"))
     sampled, mean, extents = (line["diameter"] for line in lines)
     assert sampled == "as sampled"
-    # A ball of the same volume, of which half as many planes as pixels are to be seen.
+    # A ball of the same volume spans half as many planes as pixels.
     widths = [float(text.removesuffix("px")) for text in (mean, classical["diameter"])]
     assert widths[0] == pytest.approx(widths[1] * 2 ** (1 / 3), rel=0.01)
     assert extents.count(",") == 2
     assert {line["true"] for line in lines} == {classical["true"]}
 
 
-def test_a_trained_model_is_served_at_once(
+def test_trained_model_is_available_immediately(
     base: ModelSpec, config: list[str], stack: Path, tmp_path: Path, stackseg: Any, capsys: Any
 ) -> None:
-    out, quickly = base.folder.parent / "mine", ["--learning-rate", "0.01", "--steps", "20"]
-    train = [*training(stack, base), *quickly, "--out", str(out), *config]
+    out, training_options = base.folder.parent / "mine", ["--learning-rate", "0.01", "--steps", "20"]
+    train = [*training_command(stack, base), *training_options, "--out", str(out), *config]
     assert main(train) == 0
-    said = capsys.readouterr()
-    assert "mine/1, 20 steps, validation loss " in said.out
-    assert "nan" not in said.out + said.err + (out / "training.csv").read_text()
+    output = capsys.readouterr()
+    assert "mine/1, 20 steps, validation loss " in output.out
+    assert "nan" not in output.out + output.err + (out / "training.csv").read_text()
     spec = read_spec(out)
     assert spec.weights.sha256 != base.weights.sha256
     assert (spec.architecture, spec.decoding) == (base.architecture, base.decoding)
     written = {"model.yaml", "weights.safetensors", "training.csv", "sample.tif", "expected.tif"}
     assert {file.name for file in out.iterdir()} == written
-    again = tmp_path / "again.tif"
-    stackseg("segment", out / "sample.tif", again, "--model", "mine", *config)
-    assert np.array_equal(read(again).array(), read(out / "expected.tif").array())
+    labels_path = tmp_path / "labels.tif"
+    stackseg("segment", out / "sample.tif", labels_path, "--model", "mine", *config)
+    assert np.array_equal(read(labels_path).array(), read(out / "expected.tif").array())
     assert "is not empty" in stackseg(*train, status=1)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "word", "status"),
+    ("arguments", "message", "status"),
     [
         (["--validation", "0.9"], "training.validation", 2),
         (["--steps", "0"], "training.steps", 2),
         (["--from", "nowhere"], "nowhere", 1),
     ],
 )
-def test_bad_options_are_refused_by_name(
-    stack: Path, tmp_path: Path, stackseg: Any, arguments: list[str], word: str, status: int
+def test_error_names_the_invalid_option(
+    stack: Path, tmp_path: Path, stackseg: Any, arguments: list[str], message: str, status: int
 ) -> None:
-    assert word in stackseg("train", *annotated(stack), "--out", tmp_path / "mine", *arguments, status=status)
+    assert message in stackseg(
+        "train", *annotation_options(stack), "--out", tmp_path / "mine", *arguments, status=status
+    )
 
 
-def test_labels_are_written_in_the_form_that_a_name_asks_for(
-    config: list[str], stack: Path, tmp_path: Path, stackseg: Any
-) -> None:
+def test_suffix_selects_the_format_of_labels(config: list[str], stack: Path, tmp_path: Path, stackseg: Any) -> None:
     for name in ("labels.tif", "labels.npy", "labels.nii.gz"):
         stackseg("segment", stack / "image.tif", tmp_path / name, *config)
     labels = read(tmp_path / "labels.tif").array()[0]
     assert np.array_equal(np.load(tmp_path / "labels.npy"), labels)
     stored = gzip.decompress((tmp_path / "labels.nii.gz").read_bytes())[352:]
     assert np.array_equal(np.frombuffer(stored, labels.dtype).reshape(labels.shape), labels)
-    refused = ["segment", str(stack / "image.tif"), str(tmp_path / "scores.npy"), "--output", "probabilities", *config]
-    assert "only TIFF and OME-Zarr hold probabilities" in stackseg(*refused, status=1)
+    command = ["segment", str(stack / "image.tif"), str(tmp_path / "scores.npy"), "--output", "probabilities", *config]
+    assert "only TIFF and OME-Zarr support probabilities" in stackseg(*command, status=1)
 
 
-@pytest.mark.parametrize("end", [["labels.tif"], ["out"], ["labels.zarr", "--workers", "1"]])
-def test_the_path_of_a_model_may_be_as_long_as_the_system_allows(
-    base: ModelSpec, configure: Any, stack: Path, tmp_path: Path, end: list[str], stackseg: Any
+@pytest.mark.parametrize("result_arguments", [["labels.tif"], ["out"], ["labels.zarr", "--workers", "1"]])
+def test_model_path_may_be_long(
+    base: ModelSpec, configure: Any, stack: Path, tmp_path: Path, result_arguments: list[str], stackseg: Any
 ) -> None:
     model = shutil.copytree(base.folder, tmp_path / ("a" * 100) / ("b" * 100) / base.name)
     source = stack / "image.tif"
-    if end == ["out"]:
+    if result_arguments == ["out"]:
         source = tmp_path / "stacks"
         source.mkdir()
         shutil.copy(stack / "image.tif", source)
-    if "--workers" in end:
+    if "--workers" in result_arguments:
         source = write_zarr(tmp_path / "in.zarr", np.zeros((4, 8, 8), np.uint8), chunks=(4, 8, 8))
-    result, *options = end
+    result, *options = result_arguments
     options += ["--model", str(model), "--config", str(configure(tmp_path / "nowhere"))]
     stackseg("segment", source, tmp_path / result, *options)
     assert (tmp_path / result).exists()
 
 
-def test_a_bare_name_is_that_of_the_repository_before_it_is_a_folder(
+def test_model_name_is_found_in_the_repository_before_a_folder(
     base: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings.model_validate({"models": {"folder": base.folder.parent, "trained_folder": tmp_path / "none"}})
@@ -185,54 +185,58 @@ def test_a_bare_name_is_that_of_the_repository_before_it_is_a_folder(
     assert choose_model("other", settings).folder.resolve() == other
 
 
-@pytest.mark.parametrize("letters", [65, 300, 5000])
-def test_a_long_name_of_no_model_is_refused(
-    config: list[str], stack: Path, tmp_path: Path, stackseg: Any, letters: int
+@pytest.mark.parametrize("length", [65, 300, 5000])
+def test_long_unknown_model_name_is_refused(
+    config: list[str], stack: Path, tmp_path: Path, stackseg: Any, length: int
 ) -> None:
-    command = ["segment", str(stack / "image.tif"), str(tmp_path / "labels.tif"), "--model", "m" * letters]
+    command = ["segment", str(stack / "image.tif"), str(tmp_path / "labels.tif"), "--model", "m" * length]
     assert "random-nuclei" in stackseg(*command, *config, status=1)
 
 
-def test_ome_zarr_is_read_and_written_beside_its_image_or_in_it(
+def test_ome_zarr_labels_are_written_to_a_store_or_into_the_image(
     config: list[str], stack: Path, tmp_path: Path, stackseg: Any
 ) -> None:
     image = write_zarr(tmp_path / "image.ome.zarr", read(stack / "image.tif").array()[0], chunks=(8, 20, 20))
     size = ["--voxel-size", "0.5,0.2,0.2"]
     stackseg("segment", stack / "image.tif", tmp_path / "labels.tif", *size, *config)
     labels = read(tmp_path / "labels.tif")
-    for place in (tmp_path / "labels.ome.zarr", image / "labels" / "nuclei"):
-        stackseg("segment", image, place, *config)
-        written = read(place)
+    for path in (tmp_path / "labels.ome.zarr", image / "labels" / "nuclei"):
+        stackseg("segment", image, path, *config)
+        written = read(path)
         assert np.array_equal(written.array(), labels.array())
         assert written.voxel_size == VoxelSize(0.5, 0.2, 0.2)
-        assert "is there already" in stackseg("segment", image, place, *config, status=1)
-        stackseg("segment", image, place, "--force", *config)
+        assert "already exists" in stackseg("segment", image, path, *config, status=1)
+        stackseg("segment", image, path, "--force", *config)
     with serve_objects(tmp_path) as server:
-        far = tmp_path / "far.tif"
-        stackseg("segment", f"{server.url}/image.ome.zarr", far, "--measurements", f"{far}.csv", *config)
-        assert np.array_equal(read(far).array(), labels.array())
-        assert "no image of OME-Zarr" in stackseg(
+        remote_result = tmp_path / "far.tif"
+        stackseg(
+            "segment", f"{server.url}/image.ome.zarr", remote_result, "--measurements", f"{remote_result}.csv", *config
+        )
+        assert np.array_equal(read(remote_result).array(), labels.array())
+        assert "no OME-Zarr image" in stackseg(
             "segment", f"{server.url}/no.zarr", str(tmp_path / "no.tif"), *config, status=1
         )
     for source in (image, image / "labels" / "nuclei"):
-        assert "would be replaced" in stackseg("segment", source, image, "--force", *config, status=1)
+        assert "would replace the input stack" in stackseg("segment", source, image, "--force", *config, status=1)
 
 
 @pytest.mark.parametrize("name", ["threshold", "min_confidence"])
-def test_defaults_in_the_help_are_those_of_the_default_model(name: str) -> None:
+def test_help_contains_the_defaults_of_the_default_model(name: str) -> None:
     value = getattr(read_spec(ROOT / "models" / "nuclei").decoding, name)
-    assert f"the model's file says, {value:g} for nuclei" in PARAMETERS[name][1]
+    assert f"the model's setting, {value:g} for nuclei" in PARAMETERS[name][1]
 
 
-def test_a_model_folder_must_be_named(stack: Path, stackseg: Any) -> None:
-    assert "--out" in stackseg("train", *annotated(stack), status=1)
+def test_train_requires_a_model_folder(stack: Path, stackseg: Any) -> None:
+    assert "--out" in stackseg("train", *annotation_options(stack), status=1)
 
 
-def test_the_benchmark_trains_with_and_without_mixed_precision_and_writes_nothing(
+def test_training_benchmark_measures_both_precisions_and_writes_no_files(
     base: ModelSpec, config: list[str], stack: Path, tmp_path: Path, stackseg: Any
 ) -> None:
     before = set(tmp_path.rglob("*"))
-    _head, _rule, *rows = stackseg(*training(stack, base), "--batch-size", "3", "--benchmark", *config).splitlines()
+    _head, _rule, *rows = stackseg(
+        *training_command(stack, base), "--batch-size", "3", "--benchmark", *config
+    ).splitlines()
     assert set(tmp_path.rglob("*")) == before
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert [row[0] for row in cells] == ["fp32", "bf16"]
@@ -242,8 +246,8 @@ def test_the_benchmark_trains_with_and_without_mixed_precision_and_writes_nothin
 
 
 @pytest.fixture
-def tunable(base: ModelSpec, configure: Callable[..., Path], tmp_path: Path) -> Callable[..., list[str]]:
-    """tunable(**device) -> options that name a configuration of few engines to try."""
+def make_tuning_options(base: ModelSpec, configure: Callable[..., Path], tmp_path: Path) -> Callable[..., list[str]]:
+    """make_tuning_options(**device): return the options for a configuration with few engines to try."""
     engine = {"precision": "fp32", "streams": 1, "cache_folder": str(tmp_path / "cache")}
 
     def write(**device: Any) -> list[str]:
@@ -253,13 +257,13 @@ def tunable(base: ModelSpec, configure: Callable[..., Path], tmp_path: Path) -> 
     return write
 
 
-@pytest.mark.parametrize("which", [[], ["--all"], ["--model", "random-nuclei"]])
-def test_tuning_keeps_what_won_for_the_next_start(
-    tunable: Callable[..., list[str]], which: list[str], stackseg: Any
+@pytest.mark.parametrize("model_options", [[], ["--all"], ["--model", "random-nuclei"]])
+def test_tuning_stores_the_fastest_engine(
+    make_tuning_options: Callable[..., list[str]], model_options: list[str], stackseg: Any
 ) -> None:
-    config = tunable()
-    # Whatever is tried first is all that there is time for.
-    table = stackseg("tune", *which, "--minutes", "0.0001", *config)
+    config = make_tuning_options()
+    # The time limit only allows the first engine.
+    table = stackseg("tune", *model_options, "--minutes", "0.0001", *config)
     assert "random-nuclei/1" in table
     assert "chosen" in table
     assert "the time was up" in table
@@ -267,23 +271,25 @@ def test_tuning_keeps_what_won_for_the_next_start(
 
 
 def test_trained_models_are_listed_and_removed(base: ModelSpec, configure: Any, tmp_path: Path, stackseg: Any) -> None:
-    mine = tmp_path / "trained" / "mine"
-    path = configure(base.folder.parent, models={"folder": str(base.folder.parent), "trained_folder": str(mine.parent)})
-    copy_model(base.folder, mine)
+    trained_model = tmp_path / "trained" / "mine"
+    path = configure(
+        base.folder.parent, models={"folder": str(base.folder.parent), "trained_folder": str(trained_model.parent)}
+    )
+    copy_model(base.folder, trained_model)
     assert [line.split("/")[0] for line in stackseg("models", "--config", path).splitlines()] == [
         "random-nuclei",
         "mine",
     ]
     for name in ("random-nuclei", "..", "mine/../mine", ""):
-        assert "there are mine" in stackseg("models", "remove", name, "--config", path, status=1)
+        assert "Trained models: mine" in stackseg("models", "remove", name, "--config", path, status=1)
     stackseg("models", "remove", "mine", "--config", path)
-    assert (mine.exists(), base.folder.is_dir()) == (False, True)
+    assert (trained_model.exists(), base.folder.is_dir()) == (False, True)
 
 
-def test_what_tuning_finds_holds_for_every_device_that_is_served(
-    base: ModelSpec, tunable: Callable[..., list[str]], stackseg: Any
+def test_tuning_result_is_used_by_all_devices_of_a_kind(
+    base: ModelSpec, make_tuning_options: Callable[..., list[str]], stackseg: Any
 ) -> None:
-    config = tunable(serve=["cpu", "cpu"])
+    config = make_tuning_options(serve=["cpu", "cpu"])
     assert stackseg("tune", "--minutes", "0.0001", *config).count("random-nuclei/1") == 1
     for _name, settings in split_settings(read_settings(Path(config[1]))):
         segmenter = ModelRunner(base, settings)
@@ -292,18 +298,18 @@ def test_what_tuning_finds_holds_for_every_device_that_is_served(
 
 
 @pytest.mark.parametrize(
-    ("options", "engine", "status", "words"),
-    [(["--minutes", "0"], "auto", 1, "positive"), ([], "eager", 2, "set it to auto")],
+    ("options", "engine", "status", "message"),
+    [(["--minutes", "0"], "auto", 1, "positive"), ([], "eager", 2, "Set it to auto")],
 )
-def test_what_cannot_be_tuned_is_refused(
-    base: ModelSpec, configure: Any, stackseg: Any, options: list[str], engine: str, status: int, words: str
+def test_invalid_tuning_options_are_refused(
+    base: ModelSpec, configure: Any, stackseg: Any, options: list[str], engine: str, status: int, message: str
 ) -> None:
     path = configure(base.folder.parent, engine={"kind": engine})
-    assert words in stackseg("tune", *options, "--config", path, status=status)
+    assert message in stackseg("tune", *options, "--config", path, status=status)
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "expected"),
     [
         (BadParameter("voxel_size: wrong.", parameter="voxel_size"), "--voxel-size: wrong."),
         (BadParameter("time: say which, as time=0.", parameter="time"), "--time: say which, as --time 0."),
@@ -312,5 +318,5 @@ def test_what_cannot_be_tuned_is_refused(
         ("skip_below: of another kind", "skip_below: of another kind"),
     ],
 )
-def test_parameters_are_named_as_options(message: str | BadParameter, told: str) -> None:
-    assert name_options(message) == told
+def test_parameters_in_messages_are_replaced_by_options(message: str | BadParameter, expected: str) -> None:
+    assert use_option_names(message) == expected

@@ -1,4 +1,4 @@
-"""`stackseg models import` of a file that says nothing but its tensors: by options, and on a terminal."""
+"""`stackseg models import` of a weights file without metadata, with options and with answers on a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from service.__main__ import main
-from service.cli.import_model import QUESTIONS, ask
+from service.cli.import_model import QUESTIONS, ask_questions
 from service.models.architectures import ShuffleUNet
 from service.models.repository import read_spec
 
@@ -28,27 +28,30 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_command_in_the_message_works_once_it_names_the_network(
+def test_suggested_command_works_with_the_right_architecture(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["models", "import", str(file), "--models", str(tmp_path / "models"), "--diameter", "20"]) == 1
-    said = capsys.readouterr().err
-    assert "my net.pth is a checkpoint, whose 'model' holds " in said
+    output = capsys.readouterr().err
+    assert "my net.pth is a checkpoint, whose 'model' holds " in output
     for question in QUESTIONS:
-        assert question.option in said
-    command = shlex.split(said.splitlines()[-1])
+        assert question.option in output
+    command = shlex.split(output.splitlines()[-1])
     assert command[0] == "stackseg"
-    place = command.index("--architecture") + 1
-    assert main([*command[1:place], "UNet(3, norm=Norm.BATCH)", *command[place + 1 :]]) == 1
-    assert "--architecture: 'UNet(3, norm=Norm.BATCH)': a name with named arguments" in capsys.readouterr().err
-    assert main([*command[1:place], ARCHITECTURE, *command[place + 1 :]]) == 0
+    index = command.index("--architecture") + 1
+    assert main([*command[1:index], "UNet(3, norm=Norm.BATCH)", *command[index + 1 :]]) == 1
+    assert (
+        "--architecture: 'UNet(3, norm=Norm.BATCH)' is not valid: expected a name with keyword arguments"
+        in capsys.readouterr().err
+    )
+    assert main([*command[1:index], ARCHITECTURE, *command[index + 1 :]]) == 0
     spec = read_spec(tmp_path / "models" / "my-net")
     assert (spec.input.channels, spec.input.diameter, spec.outputs) == (2, 20.0, ("background", "cell"))
     assert spec.input.normalisation.model_dump() == {"kind": "percentile", "low": 1.0, "high": 99.8, "clip": None}
     assert "left out: epoch" in capsys.readouterr().out
 
 
-def test_a_terminal_is_asked_until_the_answers_can_be_read(
+def test_terminal_questions_are_repeated_until_answers_are_valid(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     scores = ["background,cell", "", "softmax", "classes", "", "12"]
@@ -59,21 +62,23 @@ def test_a_terminal_is_asked_until_the_answers_can_be_read(
         monkeypatch.setattr("sys.stdin", reading)
         monkeypatch.setattr("sys.stderr", writing)
         assert main(["models", "import", str(file), "--models", str(tmp_path / "models")]) == 0
-    shown = os.read(control, 2**16).decode()
-    assert "range:LOW,HIGH is expected" in shown
-    assert "The same without questions:" in shown
+    output = os.read(control, 2**16).decode()
+    assert "zscore or range:LOW,HIGH" in output
+    assert "The same command without questions:" in output
     spec = read_spec(tmp_path / "models" / "my-net")
     assert spec.input.voxel_size is None
     assert (spec.input.diameter, spec.input.roi_size) == (12.0, (16, 16, 16))
     assert "my-net/1, ShuffleUNet" in capfd.readouterr().out
 
 
-def test_only_what_is_missing_is_asked_for() -> None:
-    asked = list[str]()
+def test_only_missing_metadata_is_requested() -> None:
+    requested = list[str]()
 
     def answer(prompt: str) -> str:
-        asked.append(prompt.partition(":")[0])
-        return "" if "as sampled" in prompt else "sigmoid"
+        requested.append(prompt.partition(":")[0])
+        return "" if "not resampled" in prompt else "sigmoid"
 
-    assert ask({"activation", "input.roi_size"}, {"--roi-size": "8,8,8"}, answer) == {"--activation": "sigmoid"}
-    assert asked == ["activation", "voxel-size", "diameter"]
+    assert ask_questions({"activation", "input.roi_size"}, {"--roi-size": "8,8,8"}, answer) == {
+        "--activation": "sigmoid"
+    }
+    assert requested == ["activation", "voxel-size", "diameter"]

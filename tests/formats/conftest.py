@@ -1,4 +1,4 @@
-"""Readers in child processes, for tests of what they read and of what they refuse."""
+"""Readers with child processes, for tests of reading and of rejecting files."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from service.formats.sandbox.reader import Reader
 
 @pytest.fixture(scope="module")
 def reader() -> Iterator[Reader]:
-    """Selections up to 256 MiB; several children."""
+    """Return a reader with several child processes that accepts selections up to 256 MiB."""
     with Reader(memory_bytes=2**29, seconds=30, decoded_bytes=2**28) as reader:
         yield reader
 
 
 @pytest.fixture
-def taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Reader]]:
-    """taken_over(expression, seconds=20) -> a reader whose only child sends the bytes of this as every reply."""
+def make_compromised_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Reader]]:
+    """make_compromised_reader(expression, seconds=20): make a reader whose only child replies with this expression."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with ExitStack() as readers:
 
-        def make(reply: str, seconds: float = 20) -> Reader:
-            (tmp_path / "lying.py").write_text(
+        def make_reader(reply: str, seconds: float = 20) -> Reader:
+            (tmp_path / "compromised.py").write_text(
                 "import socket\nchannel = socket.socket(fileno=0)\nchannel.sendall(b'{\"missing\": {}}\\n')\n"
                 f"while channel.recv(2**16):\n    channel.sendall({reply})\n",
                 encoding="ascii",
             )
-            lying = Reader(memory_bytes=2**29, seconds=seconds, decoded_bytes=2**28, processes=1, module="lying")
-            return readers.enter_context(lying)
+            compromised = Reader(
+                memory_bytes=2**29, seconds=seconds, decoded_bytes=2**28, processes=1, module="compromised"
+            )
+            return readers.enter_context(compromised)
 
-        yield make
+        yield make_reader

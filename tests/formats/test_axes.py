@@ -1,4 +1,4 @@
-"""Axes: what a file says, what a caller overrides, and what is refused."""
+"""Resolve the axes of files, override them, and select channels and time points."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ def test_axes_of_the_file_are_used(stored: str, shape: tuple[int, ...], expected
         ("ZZYX", (2, 5, 6, 7), r"\w{4}"),
     ],
 )
-def test_what_the_file_leaves_open_is_refused_with_the_likely_axes(
-    stored: str, shape: tuple[int, ...], suggested: str
-) -> None:
+def test_ambiguous_axes_are_refused_with_a_suggestion(stored: str, shape: tuple[int, ...], suggested: str) -> None:
     with pytest.raises(AmbiguousAxes, match=f"axes={suggested}[.]") as caught:
         axes.resolve_axes(stored, shape, None)
 
@@ -63,10 +61,10 @@ def test_what_the_file_leaves_open_is_refused_with_the_likely_axes(
 
 
 @given(st.text("TZCYXSQIRMP", min_size=2, max_size=7), st.data())
-def test_suggested_axes_fit(stored: str, data: st.DataObject) -> None:
+def test_suggested_axes_are_valid(stored: str, data: st.DataObject) -> None:
     shape = data.draw(st.tuples(*[st.integers(2, 60)] * len(stored)))
     try:
-        axes.resolve_axes(stored, shape, None, "of rain")
+        axes.resolve_axes(stored, shape, None, "the metadata is damaged")
     except AmbiguousAxes as error:
         found = re.search(r"axes=(\w*)", str(error))
         assert bool(found) == (len(stored) <= len(axes.LETTERS))
@@ -74,35 +72,37 @@ def test_suggested_axes_fit(stored: str, data: st.DataObject) -> None:
             axes.resolve_axes(stored, shape, found[1])
 
 
-def test_a_doubted_description_is_refused_for_stacks_and_noted_for_planes() -> None:
-    with pytest.raises(AmbiguousAxes, match=r"because of rain.*axes="):
-        axes.resolve_axes("IYX", (5, 6, 7), None, "because of rain")
+def test_unusable_metadata_is_refused_for_stacks_and_noted_for_planes() -> None:
+    with pytest.raises(AmbiguousAxes, match=r"the metadata is damaged.*axes="):
+        axes.resolve_axes("IYX", (5, 6, 7), None, "the metadata is damaged")
 
-    assert "because of rain" in axes.resolve_axes("YX", (6, 7), None, "because of rain").notes[0]
-    assert axes.resolve_axes("IYX", (5, 6, 7), "TYX", "because of rain").axes == "TYX"
+    assert "the metadata is damaged" in axes.resolve_axes("YX", (6, 7), None, "the metadata is damaged").notes[0]
+    assert axes.resolve_axes("IYX", (5, 6, 7), "TYX", "the metadata is damaged").axes == "TYX"
 
 
 @pytest.mark.parametrize(
-    ("stored", "shape", "override", "read"),
+    ("stored", "shape", "override", "expected"),
     [
         *(("ZYX", (5, 6, 7), override, (5, 6, 7)) for override in ("TYX", "tyx", "CYX", "ZYX", "XYZ")),
-        # Dimensions of length 1 may be named or left out.
+        # Dimensions of length 1 may be included or left out.
         ("TZCYXS", (1, 5, 2, 6, 7, 1), "TCYX", (5, 2, 6, 7)),
         ("TZCYXS", (1, 5, 2, 6, 7, 1), "ZTCYXS", (1, 5, 2, 6, 7, 1)),
     ],
 )
-def test_the_override_wins(stored: str, shape: tuple[int, ...], override: str, read: tuple[int, ...]) -> None:
-    assert axes.resolve_axes(stored, shape, override) == Layout(override.upper(), read)
+def test_override_takes_precedence(
+    stored: str, shape: tuple[int, ...], override: str, expected: tuple[int, ...]
+) -> None:
+    assert axes.resolve_axes(stored, shape, override) == Layout(override.upper(), expected)
 
 
 @pytest.mark.parametrize("override", ["", "ZY", "ZYYX", "ZYXQ", "ZZYX", "YX", "CZYX", "TCZYX", "Z Y X", "ÄYX"])
-def test_an_override_that_does_not_fit_names_the_stored_shape_or_the_letters(override: str) -> None:
+def test_error_for_invalid_override_contains_stored_shape_or_letters(override: str) -> None:
     with pytest.raises(BadParameter, match=r"5 x 6 x 7|TZCYXS"):
         axes.resolve_axes("ZYX", (5, 6, 7), override)
 
 
 @given(st.text(max_size=7), st.lists(st.integers(1, 5), min_size=2, max_size=6))
-def test_any_override_fits_or_is_a_bad_parameter(override: str, shape: list[int]) -> None:
+def test_any_override_is_valid_or_a_bad_parameter(override: str, shape: list[int]) -> None:
     stored = "TZCYXS"[-len(shape) :]
     try:
         layout = axes.resolve_axes("QQQQYX"[-len(stored) :], shape, override)
@@ -113,46 +113,46 @@ def test_any_override_fits_or_is_a_bad_parameter(override: str, shape: list[int]
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 5), (3, 0, 5), (3, 5, 0)])
-def test_nothing_is_not_a_stack(shape: tuple[int, ...]) -> None:
-    with pytest.raises(BadFile, match="without pixels"):
+def test_empty_dimensions_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(BadFile, match="has no pixels"):
         axes.resolve_axes("ZYX", shape, None)
 
 
 @pytest.mark.parametrize(
     ("channel", "number"), [(0, 0), (3, 3), ("2", 2), (" 1 ", 1), ("DAPI", 0), ("dapi", 0), ("gfp", 2)]
 )
-def test_a_channel_is_chosen_by_number_or_name(channel: int | str, number: int) -> None:
+def test_channel_is_selected_by_number_or_name(channel: int | str, number: int) -> None:
     assert axes.select(Layout("CYX", (4, 6, 7)), NAMES, Selection(channel=channel)).channels == (number,)
 
 
 @pytest.mark.parametrize("channel", [-1, 4, "4", "RFP", "", "Gfp", "1.0"])
-def test_an_unknown_channel_is_refused_with_what_there_is(channel: int | str) -> None:
-    with pytest.raises(BadParameter, match=r"0 \(DAPI\), 1 \(GFP\), 2 \(gfp\), 3|choose one by its number"):
+def test_error_for_unknown_channel_lists_existing_channels(channel: int | str) -> None:
+    with pytest.raises(BadParameter, match=r"0 \(DAPI\), 1 \(GFP\), 2 \(gfp\), 3|Choose one by its number"):
         axes.select(Layout("CYX", (4, 6, 7)), NAMES, Selection(channel=channel))
 
 
-def test_a_channel_named_like_a_number_is_found_by_its_name() -> None:
+def test_channel_name_takes_precedence_over_number() -> None:
     assert axes.select(Layout("CYX", (3, 6, 7)), ("405", "1", "0"), Selection(channel="0")).channels == (2,)
     assert axes.select(Layout("CYX", (3, 6, 7)), ("405", "1", "0"), Selection()).channels == (0, 1, 2)
 
 
-def test_one_time_point_needs_no_choice_and_several_do() -> None:
+def test_single_time_point_is_selected_by_default() -> None:
     assert axes.select(Layout("ZYX", (5, 6, 7)), ("",), Selection()).time == 0
     assert axes.select(Layout("TYX", (5, 6, 7)), ("",), Selection()).time is None
     assert axes.select(Layout("TYX", (5, 6, 7)), ("",), Selection(time=4)).time == 4
 
 
 @pytest.mark.parametrize("time", [-1, 5])
-def test_a_time_point_that_is_not_there_is_refused(time: int) -> None:
+def test_missing_time_point_is_refused(time: int) -> None:
     with pytest.raises(BadParameter, match="time=0 to time=4"):
         axes.select(Layout("TYX", (5, 6, 7)), ("",), Selection(time=time))
     with pytest.raises(BadParameter, match="one time point"):
         axes.select(Layout("ZYX", (5, 6, 7)), ("",), Selection(time=5))
 
 
-def test_the_way_out_of_a_time_series_names_both_parameters() -> None:
-    sentence = axes.explain_time_choice(Layout("TYX", (5, 6, 7)))
+def test_time_choice_message_suggests_time_and_axes() -> None:
+    message = axes.explain_time_choice(Layout("TYX", (5, 6, 7)))
 
-    assert "time=0 to time=4" in sentence
-    assert "axes=ZYX" in sentence
+    assert "time=0 to time=4" in message
+    assert "axes=ZYX" in message
     assert "axes=" not in axes.explain_time_choice(Layout("TZYX", (5, 3, 6, 7)))

@@ -1,7 +1,7 @@
-"""Public files of every kind: each is understood as tifffile understands it, or refused for a reason.
+"""Public test files in all formats are read in the same way as by tifffile, or refused with the expected error.
 
-The files lie beside the repository and are not part of it; `pixel_sha256` in the manifest is the hash of the whole
-stored array, so that reading every channel of every time point and putting them back in order must give it.
+The files are in a folder next to the repository. `pixel_sha256` in the manifest is the hash of the whole stored array.
+The test reads every channel of every time point and restores the stored order to compute the hash.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from service.core.types import Description, Selection
 from service.formats import stack_reader
 
 LIMIT = 2**30
-MISSING = "the folder of public test files, ../shared/data, is not there"
+MISSING_DATA = "the folder of public test files, ../shared/data, does not exist"
 
-pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=MISSING)
+pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=MISSING_DATA)
 
 
-def manifest(folder: str) -> list[dict[str, Any]]:
+def read_manifest(folder: str) -> list[dict[str, Any]]:
     path = DATA / folder / "manifest.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
 
 
-def files(entries: list[dict[str, Any]]) -> pytest.MarkDecorator:
-    parameters = entries or [pytest.param({}, marks=pytest.mark.skip(MISSING))]
+def parametrize_entries(entries: list[dict[str, Any]]) -> pytest.MarkDecorator:
+    parameters = entries or [pytest.param({}, marks=pytest.mark.skip(MISSING_DATA))]
     return pytest.mark.parametrize("entry", parameters, ids=[entry["file"] for entry in entries] or ["none"])
 
 
-REFUSED: dict[str, type[RequestError]] = {
+EXPECTED_ERRORS: dict[str, type[RequestError]] = {
     "codecs/BigTIFFSubIFD8.tif": AmbiguousAxes,
     "codecs/off_l16.tif": BadFile,
     "codecs/subsubifds.tif": AmbiguousAxes,
@@ -53,37 +53,37 @@ def sha256(array: NDArray[Any]) -> str:
     return hashlib.sha256(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<")))).hexdigest()
 
 
-def stored_array(path: Path, found: Description) -> NDArray[Any]:
-    """Everything in the file, read part by part, in the order in which it is stored."""
-    parts = [stack_reader.read(path, Selection(time=time), LIMIT).array() for time in range(found.times)]
-    lengths = dict(zip(found.axes, found.stored_shape, strict=True))
+def read_stored_array(path: Path, description: Description) -> NDArray[Any]:
+    """Read the whole file time point by time point, and return the array in its stored order."""
+    parts = [stack_reader.read(path, Selection(time=time), LIMIT).array() for time in range(description.times)]
+    lengths = dict(zip(description.axes, description.stored_shape, strict=True))
     letters = "TCSZYX"
-    order = [axis for axis in letters if axis not in found.axes] + list(found.axes)
+    order = [axis for axis in letters if axis not in description.axes] + list(description.axes)
     array = np.stack(parts).reshape([lengths.get(axis, 1) for axis in letters])
     array = array.transpose([letters.index(axis) for axis in order])
-    return array.reshape(found.stored_shape)
+    return array.reshape(description.stored_shape)
 
 
-@files(manifest("formats"))
-def test_every_format_is_understood_or_refused_for_a_reason(entry: dict[str, Any]) -> None:
+@parametrize_entries(read_manifest("formats"))
+def test_every_format_is_read_or_refused_as_expected(entry: dict[str, Any]) -> None:
     path = DATA / "formats" / entry["file"]
-    if entry["file"] in REFUSED:
-        with pytest.raises(REFUSED[entry["file"]]) as caught:
+    if entry["file"] in EXPECTED_ERRORS:
+        with pytest.raises(EXPECTED_ERRORS[entry["file"]]) as caught:
             stack_reader.inspect(path, Selection(), LIMIT)
         assert "axes=" in str(caught.value) or not isinstance(caught.value, AmbiguousAxes)
         return
 
-    found = stack_reader.inspect(path, Selection(), LIMIT)
+    description = stack_reader.inspect(path, Selection(), LIMIT)
 
     assert entry["reads"] == "ok"
-    assert found.axes == entry["axes"].replace("Q", "Z").replace("I", "Z")
-    assert list(found.stored_shape) == entry["shape"]
-    assert found.dtype == entry["dtype"]
-    assert sha256(stored_array(path, found)) == entry["pixel_sha256"]
+    assert description.axes == entry["axes"].replace("Q", "Z").replace("I", "Z")
+    assert list(description.stored_shape) == entry["shape"]
+    assert description.dtype == entry["dtype"]
+    assert sha256(read_stored_array(path, description)) == entry["pixel_sha256"]
 
 
-@files([entry for entry in manifest("formats") if "logical_zyx_sha256" in entry])
-def test_the_same_volume_comes_out_of_every_container(entry: dict[str, Any], tmp_path: Path) -> None:
+@parametrize_entries([entry for entry in read_manifest("formats") if "logical_zyx_sha256" in entry])
+def test_all_containers_contain_the_same_volume(entry: dict[str, Any], tmp_path: Path) -> None:
     path = DATA / "formats" / entry["file"]
 
     volume = stack_reader.read(path, Selection(channel=0, time=0), LIMIT, tmp_path)
@@ -107,15 +107,17 @@ def test_the_same_volume_comes_out_of_every_container(entry: dict[str, Any], tmp
         ("synthetic_nuclei_stardist", "ZYX", None),
     ],
 )
-def test_real_volumes(name: str, axes: str, voxel_size: tuple[float, ...] | None) -> None:
-    (entry,) = (entry for entry in manifest("real") if entry["name"] == name)
+def test_recorded_volumes(name: str, axes: str, voxel_size: tuple[float, ...] | None) -> None:
+    (entry,) = (entry for entry in read_manifest("real") if entry["name"] == name)
 
-    found = stack_reader.inspect(DATA / "real" / name / "image.tif", Selection(), LIMIT)
+    description = stack_reader.inspect(DATA / "real" / name / "image.tif", Selection(), LIMIT)
 
-    assert found.axes == axes
-    assert list(found.stored_shape) == entry["shape"]
-    assert found.dtype == entry["dtype"]
-    assert (found.voxel_size and tuple(found.voxel_size)) == (voxel_size and pytest.approx(voxel_size, abs=5e-5))
+    assert description.axes == axes
+    assert list(description.stored_shape) == entry["shape"]
+    assert description.dtype == entry["dtype"]
+    assert (description.voxel_size and tuple(description.voxel_size)) == (
+        voxel_size and pytest.approx(voxel_size, abs=5e-5)
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,20 +129,20 @@ def test_real_volumes(name: str, axes: str, voxel_size: tuple[float, ...] | None
         ("ome/cells-2t.ome.tif", VoxelSize(1.0, 0.25, 0.25), ""),
         ("ome/time-series.ome.tif", None, "time=0 to time=6"),
         ("vendor/test.lsm", None, "1e-19 m along z"),
-        ("stacks/mri.tif", None, "colour palette"),
+        ("stacks/mri.tif", None, "color palette"),
     ],
 )
 def test_voxel_sizes_and_notes(file: str, voxel_size: VoxelSize | None, note: str) -> None:
-    found = stack_reader.inspect(DATA / "formats" / file, Selection(), LIMIT)
+    description = stack_reader.inspect(DATA / "formats" / file, Selection(), LIMIT)
 
-    assert found.voxel_size == voxel_size
-    assert note in " ".join((found.problem, *found.notes))
+    assert description.voxel_size == voxel_size
+    assert note in " ".join((description.problem, *description.notes))
 
 
-def test_a_part_of_a_set_of_files_is_a_plane_and_says_so() -> None:
-    found = stack_reader.inspect(
+def test_single_file_of_a_multifile_set_is_read_with_a_note() -> None:
+    description = stack_reader.inspect(
         DATA / "formats" / "ome" / "multifile_companion" / "multifile-Z3.ome.tiff", Selection(), LIMIT
     )
 
-    assert found.shape == (1, 1, 24, 18)
-    assert "never opened" in found.notes[0]
+    assert description.shape == (1, 1, 24, 18)
+    assert "never opened" in description.notes[0]

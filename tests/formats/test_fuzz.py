@@ -1,6 +1,6 @@
-"""Files that fuzzing found something with, and a short, repeatable fuzz: refused, or read as described.
+"""Short deterministic fuzz tests, and regression tests for files found by fuzzing.
 
-`benchmarks/fuzz_tiff.py` fuzzes longer, guided by coverage.
+Each file is either refused or read as described. `benchmarks/fuzz_tiff.py` fuzzes longer, guided by coverage.
 """
 
 from __future__ import annotations
@@ -21,49 +21,50 @@ from service.core.types import Selection
 from service.formats import stack_reader
 
 LIMIT = 2**24
-ENTRY = struct.Struct("<HHII")
-WIDTH, LENGTH = 256, 257
-SIGNED_BYTE = 6
+TAG_ENTRY = struct.Struct("<HHII")
+WIDTH_TAG = 256
+LENGTH_TAG = 257
+SIGNED_BYTE_TYPE = 6
 
 
-def with_entry(data: bytes, index: int, **changes: int) -> bytes:
-    """A little-endian classic TIFF with an entry of its first directory changed: tag, kind, count, value."""
-    place = struct.unpack_from("<I", data, 4)[0] + 2 + index * ENTRY.size
-    entry = dict(zip(("tag", "kind", "count", "value"), ENTRY.unpack_from(data, place), strict=True))
-    changed = bytearray(data)
-    ENTRY.pack_into(changed, place, *({**entry, **changes}.values()))
-    return bytes(changed)
+def change_entry(data: bytes, index: int, **changes: int) -> bytes:
+    """Return a little-endian classic TIFF with an entry of its first directory changed (tag, kind, count, value)."""
+    offset = struct.unpack_from("<I", data, 4)[0] + 2 + index * TAG_ENTRY.size
+    entry = dict(zip(("tag", "kind", "count", "value"), TAG_ENTRY.unpack_from(data, offset), strict=True))
+    content = bytearray(data)
+    TAG_ENTRY.pack_into(content, offset, *({**entry, **changes}.values()))
+    return bytes(content)
 
 
-def tags_of(data: bytes) -> list[int]:
+def read_tag_codes(data: bytes) -> list[int]:
     start = struct.unpack_from("<I", data, 4)[0]
     count = struct.unpack_from("<H", data, start)[0]
-    return [ENTRY.unpack_from(data, start + 2 + index * ENTRY.size)[0] for index in range(count)]
+    return [TAG_ENTRY.unpack_from(data, start + 2 + index * TAG_ENTRY.size)[0] for index in range(count)]
 
 
-def written(**options: object) -> bytes:
+def make_tiff(**options: object) -> bytes:
     file = io.BytesIO()
     tifffile.imwrite(file, np.arange(3 * 8 * 16, dtype=np.uint16).reshape(3, 8, 16), **options)
     return file.getvalue()
 
 
-PLAIN = written(photometric="minisblack", metadata=None)
+PLAIN_TIFF = make_tiff(photometric="minisblack", metadata=None)
 SEEDS = [
-    PLAIN,
-    written(imagej=True, metadata={"axes": "ZYX"}),
-    written(ome=True, metadata={"axes": "ZYX"}),
-    written(photometric="minisblack", metadata=None, compression="zlib", predictor=True),
-    written(photometric="minisblack", metadata=None, tile=(16, 16), compression="packbits"),
+    PLAIN_TIFF,
+    make_tiff(imagej=True, metadata={"axes": "ZYX"}),
+    make_tiff(ome=True, metadata={"axes": "ZYX"}),
+    make_tiff(photometric="minisblack", metadata=None, compression="zlib", predictor=True),
+    make_tiff(photometric="minisblack", metadata=None, tile=(16, 16), compression="packbits"),
 ]
-# Whose tags have another form.
+# Files whose tags have another binary format.
 OTHER_SEEDS = [
-    written(photometric="minisblack", metadata={"axes": "ZYX"}),
-    written(photometric="minisblack", metadata={"axes": "ZYX"}, bigtiff=True, tile=(16, 16)),
+    make_tiff(photometric="minisblack", metadata={"axes": "ZYX"}),
+    make_tiff(photometric="minisblack", metadata={"axes": "ZYX"}, bigtiff=True, tile=(16, 16)),
 ]
 
 
-def look(data: bytes) -> None:
-    """Describe and read; what is refused must be refused by name, what is not must be as it was described."""
+def check_inspect_and_read(data: bytes) -> None:
+    """Check that a file is refused with a `RequestError`, or read as described."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "fuzzed.tif"
         path.write_bytes(data)
@@ -77,13 +78,13 @@ def look(data: bytes) -> None:
         assert volume.array().dtype == np.dtype(described.dtype)
 
 
-@pytest.mark.parametrize(("tag", "value"), [(LENGTH, 0xA0), (WIDTH, 0x80), (WIDTH, 0xFF)])
+@pytest.mark.parametrize(("tag", "value"), [(LENGTH_TAG, 0xA0), (WIDTH_TAG, 0x80), (WIDTH_TAG, 0xFF)])
 @pytest.mark.parametrize("compression", [None, "zlib"])
-def test_size_of_a_signed_type_is_refused(tmp_path: Path, compression: str | None, tag: int, value: int) -> None:
+def test_negative_image_size_is_refused(tmp_path: Path, compression: str | None, tag: int, value: int) -> None:
     path = tmp_path / "negative.tif"
     tifffile.imwrite(path, np.zeros((8, 16), np.uint16), metadata=None, compression=compression)
     data = path.read_bytes()
-    path.write_bytes(with_entry(data, tags_of(data).index(tag), kind=SIGNED_BYTE, count=1, value=value))
+    path.write_bytes(change_entry(data, read_tag_codes(data).index(tag), kind=SIGNED_BYTE_TYPE, count=1, value=value))
     for call in (stack_reader.inspect, stack_reader.read):
         with pytest.raises(BadFile, match=r"pixels|negative|damaged"):
             call(path, Selection(), LIMIT)
@@ -103,14 +104,14 @@ CHANGES = st.fixed_dictionaries(
 def test_changed_tags_are_refused_or_read_as_described(seed: int, edits: list[tuple[int, dict[str, int]]]) -> None:
     data = SEEDS[seed]
     for index, changes in edits:
-        data = with_entry(data, index % len(tags_of(SEEDS[seed])), **changes)
-    look(data)
+        data = change_entry(data, index % len(read_tag_codes(SEEDS[seed])), **changes)
+    check_inspect_and_read(data)
 
 
 @settings(max_examples=100, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(SEEDS + OTHER_SEEDS), st.lists(st.tuples(st.integers(0, 1999), st.integers(0, 255)), min_size=1))
 def test_changed_bytes_are_refused_or_read_as_described(seed: bytes, edits: list[tuple[int, int]]) -> None:
     data = bytearray(seed)
-    for place, value in edits[:4]:
-        data[place % len(data)] = value
-    look(bytes(data))
+    for offset, value in edits[:4]:
+        data[offset % len(data)] = value
+    check_inspect_and_read(bytes(data))

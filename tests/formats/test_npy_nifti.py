@@ -11,35 +11,35 @@ from service.core.quantities import VoxelSize
 from service.core.types import Volume
 from service.formats.npy_nifti import write_nifti, write_npy
 
-SIZE = VoxelSize(0.5, 0.25, 0.125)
+VOXEL_SIZE = VoxelSize(0.5, 0.25, 0.125)
 
 
-def labels(dtype: str = "uint16", voxel_size: VoxelSize | None = SIZE) -> Volume:
+def make_labels(dtype: str = "uint16", voxel_size: VoxelSize | None = VOXEL_SIZE) -> Volume:
     pixels = np.arange(20 * 3 * 4, dtype=dtype).reshape(1, 20, 3, 4)
     return Volume.from_array(pixels, voxel_size)
 
 
 @pytest.mark.parametrize(("dtype", "code"), [("uint8", 2), ("uint16", 512), ("uint32", 768), ("float32", 16)])
-def test_nifti_states_what_the_pixels_are(tmp_path: Path, dtype: str, code: int) -> None:
-    write_nifti(labels(dtype), tmp_path / "a.nii.gz")
+def test_nifti_header_describes_the_pixels(tmp_path: Path, dtype: str, code: int) -> None:
+    write_nifti(make_labels(dtype), tmp_path / "a.nii.gz")
     content = gzip.decompress((tmp_path / "a.nii.gz").read_bytes())
     assert struct.unpack_from("<i", content, 0) == (348,)
     assert struct.unpack_from("<4h", content, 40) == (3, 4, 3, 20)
-    intent, kind, bits = struct.unpack_from("<3h", content, 68)
-    assert (intent, kind, bits) == (1002 if dtype != "float32" else 0, code, 8 * np.dtype(dtype).itemsize)
+    intent, datatype, bits = struct.unpack_from("<3h", content, 68)
+    assert (intent, datatype, bits) == (1002 if dtype != "float32" else 0, code, 8 * np.dtype(dtype).itemsize)
     assert struct.unpack_from("<3f", content, 80) == (0.125, 0.25, 0.5)
     assert content[344:352] == b"n+1\0\0\0\0\0"
-    assert np.array_equal(np.frombuffer(content[352:], dtype).reshape(20, 3, 4), labels(dtype).array()[0])
+    assert np.array_equal(np.frombuffer(content[352:], dtype).reshape(20, 3, 4), make_labels(dtype).array()[0])
 
 
 def test_nifti_without_a_voxel_size_has_no_unit(tmp_path: Path) -> None:
-    write_nifti(labels(voxel_size=None), tmp_path / "a.nii.gz")
+    write_nifti(make_labels(voxel_size=None), tmp_path / "a.nii.gz")
     content = gzip.decompress((tmp_path / "a.nii.gz").read_bytes())
     assert struct.unpack_from("<3f", content, 80) == (1, 1, 1)
     assert content[123] == 0
 
 
-def test_npy_holds_the_first_channel(tmp_path: Path) -> None:
+def test_npy_contains_the_first_channel(tmp_path: Path) -> None:
     pixels = np.arange(2 * 20 * 3 * 4, dtype=np.uint16).reshape(2, 20, 3, 4)
     write_npy(Volume.from_array(pixels), tmp_path / "a.npy")
     assert np.array_equal(np.load(tmp_path / "a.npy"), pixels[0])

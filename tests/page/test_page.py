@@ -87,7 +87,7 @@ def test_low_confidence_result_suggests_another_model(nuclei: Live, open_page: O
     expect(notes).to_have_text(re.compile("^[3-9] notes$"))
     expect(page.locator("tr[data-row]").first).to_be_in_viewport()
     notes.click()
-    expect(page.locator("#side")).to_contain_text("The file states no voxel size")
+    expect(page.locator("#side")).to_contain_text("The file has no voxel size")
     check_accessibility(page)
     release = hold_requests(page, "**/inspect?*")
     suggestion.click()

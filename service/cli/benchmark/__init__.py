@@ -1,1 +1,1 @@
-"""Measurements of `stackseg bench`, `tune` and `evaluate`, which import torch."""
+"""Implementation of `stackseg bench`, `tune` and `evaluate`. These modules import torch."""

@@ -1,4 +1,4 @@
-"""`stackseg bench --hosts`: windows per second by the number of workers of a cluster."""
+"""`stackseg bench --hosts`: throughput of a cluster depending on the number of workers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from service.serving.devices.queue.job import Job
 from service.serving.devices.reservation import Reservation
 from service.serving.metrics import Metrics
 
-HEAD = "| workers | windows/s | per worker, relative to one worker |\n|---|---|---|"
+HEAD = "| workers | windows/s | efficiency relative to one worker |\n|---|---|---|"
 
-# For threads that end with the measurement.
+# Time limit for threads to end after the measurement.
 JOIN_SECONDS = 4.0
 
 
 class HostsRow(NamedTuple):
-    """Windows that so many workers have computed, and the seconds from the first request to the last answer."""
+    """Number of windows computed by a number of workers, and the seconds from the first request to the last result."""
 
     workers: int
     windows: int
@@ -41,31 +41,32 @@ class HostsRow(NamedTuple):
 def measure(
     spec: ModelSpec, settings: Settings, shape: Size, repeats: int, connect: ConnectCluster = DEFAULT_PARTS.connect
 ) -> Iterator[HostsRow]:
-    """Have 1, 2, ... workers of the cluster segment a stack `repeats` times each, all at the same time.
+    """Measure 1, 2, ... workers of a cluster, each of which segments a stack `repeats` times, all concurrently.
 
-    Pixels and labels go through the shared folder, as in the service. Waits until all workers are there. Each row is
-    yielded as soon as it is measured. Raises ConfigError without a cluster, and what segmenting raises.
+    Pixels and labels are passed through the shared folder, as in the service. The measurement begins when all workers
+    are ready. Each row is yielded as soon as it is measured. Raises ConfigError if there is no cluster, and the errors
+    of segmentation.
     """
     volume = Volume.from_array(tile_sample(spec, shape)[None])
-    with _start(spec, settings, connect) as devices:
+    with _start_workers(spec, settings, connect) as devices:
         _time_requests(devices, spec, volume, 1)
         for count in range(1, len(devices) + 1):
             yield _time_requests(devices[:count], spec, volume, repeats)
 
 
 def format_row(row: HostsRow, first: HostsRow) -> str:
-    """Return the row of a Markdown table; `first` is the row of one worker."""
-    share = row.windows_per_second / first.windows_per_second / row.workers
-    return f"| {row.workers} | {row.windows_per_second:.1f} | {share:.0%} |"
+    """Return a row of a Markdown table. `first` is the row of a single worker."""
+    efficiency = row.windows_per_second / first.windows_per_second / row.workers
+    return f"| {row.workers} | {row.windows_per_second:.1f} | {efficiency:.0%} |"
 
 
 @contextmanager
-def _start(spec: ModelSpec, settings: Settings, connect: ConnectCluster) -> Iterator[Sequence[Device]]:
-    """Start the workers, each of which loads the model."""
-    every = settings.cluster.model_copy(update={"least_workers": None})
-    cluster = open_cluster(settings.model_copy(update={"cluster": every}), connect, Metrics())
+def _start_workers(spec: ModelSpec, settings: Settings, connect: ConnectCluster) -> Iterator[Sequence[Device]]:
+    """Start the workers and load the model on each of them."""
+    all_workers = settings.cluster.model_copy(update={"least_workers": None})
+    cluster = open_cluster(settings.model_copy(update={"cluster": all_workers}), connect, Metrics())
     if cluster is None:
-        raise ConfigError("--hosts measures the workers of a cluster, and cluster.address names none.")
+        raise ConfigError("--hosts requires a cluster. Set cluster.address to its address.")
     try:
         for device in cluster.devices:
             device.start({spec.name: spec}, [spec.name])
@@ -80,11 +81,11 @@ def _start(spec: ModelSpec, settings: Settings, connect: ConnectCluster) -> Iter
 
 
 def _time_requests(devices: Sequence[Device], spec: ModelSpec, volume: Volume, repeats: int) -> HostsRow:
-    began = time.monotonic()
+    start = time.monotonic()
     jobs = [_submit(device.scheduler, spec, volume) for _ in range(repeats) for device in devices]
     for job in jobs:
         job.future.result()
-    return HostsRow(len(devices), sum(job.progress.total for job in jobs), time.monotonic() - began)
+    return HostsRow(len(devices), sum(job.progress.total for job in jobs), time.monotonic() - start)
 
 
 def _submit(scheduler: Scheduler, spec: ModelSpec, volume: Volume) -> Job[Any]:

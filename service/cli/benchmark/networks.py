@@ -1,4 +1,4 @@
-"""Comparison of the engines that run one network."""
+"""Compare the speed of engines for one network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from service.cli.benchmark.timing import Spread, matrix_peak, synchronised, time_in_turn
+from service.cli.benchmark.timing import Spread, make_synchronized, matrix_peak, time_in_turn
 from service.core.config import Settings
 from service.core.hardware import devices
 from service.core.sections.computing import Engine as EngineSettings
@@ -28,7 +28,9 @@ from service.models.loader import load_network
 from service.models.network import Network
 from service.models.spec import ModelSpec
 
-ROUNDS, SECONDS = 12, 60.0
+# Number of rounds of a comparison, and their time limit.
+ROUNDS = 12
+SECONDS = 60.0
 # Time limit for the rounds of one pair of runners.
 PAIR_SECONDS = 10.0
 
@@ -36,9 +38,9 @@ log = logging.getLogger(__name__)
 
 
 class Runner(NamedTuple):
-    """Network that is ready to be timed: `call` runs one batch of `windows`.
+    """Network that is ready for timing. `call` runs one batch of `windows` windows.
 
-    precision  selects the peak that its speed is compared with
+    precision  selects the peak speed to which the network is compared
     exact      whether that peak is measured without TF32, as the network runs
     """
 
@@ -51,11 +53,11 @@ class Runner(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one way to run a network.
+    """Result for one engine.
 
-    problem     why there are no numbers
-    ratio       its windows per second over those of the first row of its group, round by round
-    peak_share  speed over that of a large matrix product in this precision; above 1 where an engine saves arithmetic
+    problem     reason if there are no measurements
+    ratio       windows per second relative to the first row of the group, round by round
+    peak_share  speed relative to a large matrix product in this precision; above 1 if an engine reduces the arithmetic
     """
 
     group: str
@@ -71,11 +73,11 @@ class Row:
 
 @dataclass
 class DevicePeak:
-    """Peak speed of a device, to which networks are compared.
+    """Peak speed of a device, used as a reference for networks.
 
     gflop  arithmetic of one window of the network
-    peaks  GFLOP per second of a large matrix product, by precision; "fp32 exact" is without TF32
-    clock  on a busy machine CPU seconds (`time.process_time`) of one thread leave out what others took
+    peaks  GFLOP/s of a large matrix product by precision; "fp32 exact" is without TF32
+    clock  `time.process_time` excludes the time of other processes on a busy machine, for a single thread
     """
 
     device: torch.device
@@ -84,7 +86,7 @@ class DevicePeak:
     clock: Callable[[], float] = time.perf_counter
 
     def measure(self, name: str, *, exact: bool = False) -> float:
-        """Measure the peak again and keep the highest, so that a moment in which the device was busy does not count.
+        """Measure the peak and return the highest value so far, which excludes moments when the device was busy.
 
         exact  measure without TF32
         """
@@ -96,13 +98,15 @@ class DevicePeak:
 
 
 def compare_runners(group: str, runners: Sequence[Runner], peak: DevicePeak, seconds: float = SECONDS) -> Iterator[Row]:
-    """Time all runners in turn, and compare them with the first; rows follow once all are timed."""
+    """Time all runners alternately and compare them with the first one. Rows are yielded after all timings."""
     times = time_in_turn([runner.call for runner in runners], ROUNDS, seconds, peak.clock)
     kinds = {(runner.precision, runner.exact) for runner in runners}
     peaks = {(name, exact): peak.measure(name, exact=exact) for name, exact in kinds}
-    per_window = [[t / runner.windows for t in taken] for runner, taken in zip(runners, times, strict=True)]
-    for runner, taken in zip(runners, per_window, strict=True):
-        spread = Spread.of([1000 * t for t in taken])
+    seconds_per_window = [
+        [t / runner.windows for t in durations] for runner, durations in zip(runners, times, strict=True)
+    ]
+    for runner, durations in zip(runners, seconds_per_window, strict=True):
+        spread = Spread.of([1000 * t for t in durations])
         speed = 1000 / spread.median
         yield Row(
             group,
@@ -112,14 +116,14 @@ def compare_runners(group: str, runners: Sequence[Runner], peak: DevicePeak, sec
             windows_per_second=speed,
             gflop_per_second=speed * peak.gflop,
             peak_share=speed * peak.gflop / peaks[runner.precision, runner.exact],
-            ratio=Spread.ratio(per_window[0], taken),
+            ratio=Spread.ratio(seconds_per_window[0], durations),
         )
 
 
 class RunnerBuilder(NamedTuple):
-    """Builder of a `Runner`; `build` raises one of `backends.ENGINE_FAILURES` if it does not run here.
+    """Builder of a `Runner`. `build` raises one of `backends.ENGINE_FAILURES` if the engine does not run here.
 
-    compiled  whether building calls torch.compile, which takes long
+    compiled  whether building calls torch.compile, which is slow
     """
 
     name: str
@@ -136,39 +140,42 @@ def compare_with(
     build_seconds: float = math.inf,
     pair_seconds: float = PAIR_SECONDS,
 ) -> Iterator[Row]:
-    """Yield the row of `first`, then build each runner, time it in turn with `first`, and yield its row immediately.
+    """Yield the row of `first`. Then build each runner, time it alternately with `first`, and yield its row.
 
-    A runner is released before the next one is built. A runner that fails has a row with the reason.
+    Each runner is released before the next one is built. The row of a runner that fails contains the reason.
 
-    build_seconds  time limit for building all runners together, after which no further one is built
+    build_seconds  time limit for building all runners; no other runner is built after it
     pair_seconds   time limit for the rounds of each pair
     """
     group = "engines"
     yield from compare_runners(group, [first], peak, pair_seconds)
-    spent = 0.0
+    elapsed = 0.0
     for builder in builders:
-        if spent > build_seconds:
-            yield Row(group, builder.name, builder.windows, f"not built: {build_seconds:g} s were over")
+        if elapsed > build_seconds:
+            yield Row(group, builder.name, builder.windows, f"not built: the limit of {build_seconds:g} s was reached")
             continue
-        began = time.monotonic()
+        start = time.monotonic()
         try:
-            row, taken = _compare_pair(group, first, builder, peak, pair_seconds)
+            row, build_duration = _compare_pair(group, first, builder, peak, pair_seconds)
         except backends.ENGINE_FAILURES as error:
-            row, taken = Row(group, builder.name, builder.windows, backends.first_line(error)), time.monotonic() - began
-        spent += taken
+            row, build_duration = (
+                Row(group, builder.name, builder.windows, backends.first_line(error)),
+                time.monotonic() - start,
+            )
+        elapsed += build_duration
         yield row
 
 
 def _compare_pair(
     group: str, first: Runner, builder: RunnerBuilder, peak: DevicePeak, seconds: float
 ) -> tuple[Row, float]:
-    """Return the row of what `builder` makes, timed in turn with `first`, and the seconds that building took."""
+    """Return the row of a built runner, timed alternately with `first`, and the seconds that building took."""
     log.info("building %s x%d", builder.name, builder.windows)
-    began = time.monotonic()
+    start = time.monotonic()
     runner = builder.build()
-    taken = time.monotonic() - began
+    build_duration = time.monotonic() - start
     _, row = compare_runners(group, [first, runner], peak, seconds)
-    return row, taken
+    return row, build_duration
 
 
 def collect_rows(rows: Iterable[Row], collected: list[Row]) -> Iterator[Row]:
@@ -181,7 +188,7 @@ def collect_rows(rows: Iterable[Row], collected: list[Row]) -> Iterator[Row]:
 def list_engines(
     spec: ModelSpec, settings: Settings, device: torch.device, batch_sizes: Iterable[int]
 ) -> Iterator[RunnerBuilder]:
-    """List every engine that the settings allow and that suits the network, at every batch size."""
+    """List builders for every engine that the settings allow and that suits the network, at every batch size."""
     network, selector = load_selector(spec, settings, device)
     names = precision.list_precisions(settings.engine.precision, devices.native_precisions(device))
     with_tf32 = allows_tf32(settings.engine, device)
@@ -203,33 +210,33 @@ def list_engines(
 
 
 def load_selector(spec: ModelSpec, settings: Settings, device: torch.device) -> tuple[nn.Module, EngineSelector]:
-    """Load the network of a model, and make what builds it for a device; return both."""
+    """Load the network of a model, and create the selector that builds it for a device."""
     network = load_network(spec)
     window_bytes = activation_bytes(network, (1, spec.input.channels, *spec.input.roi_size))
     return network, EngineSelector(spec, settings, device, network, window_bytes)
 
 
 def allows_tf32(settings: EngineSettings, device: torch.device) -> bool:
-    """Return whether float32 products may use TF32: on GPUs since Ampere, unless the settings disable it."""
+    """Return whether float32 products may use TF32: on GPUs since Ampere, unless disabled in the settings."""
     if device.type != "cuda" or settings.matmul_precision == "highest":
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def format_config(choice: EngineConfig, *, with_tf32: bool = False) -> str:
-    """Name an engine configuration, without its batch size.
+    """Format an engine configuration without its batch size.
 
-    with_tf32  whether float32 products may use TF32; the name of a float32 configuration then includes it
+    with_tf32  whether float32 products may use TF32; if so, the text of a float32 configuration includes it
     """
     mode = f" ({choice.compile_mode})" if choice.compile_mode else ""
     return f"{choice.engine}{mode} {format_precision(choice.precision, with_tf32=with_tf32)} {choice.memory_format}"
 
 
 def format_precision(name: str, *, with_tf32: bool) -> str:
-    """Name a precision, and TF32 if float32 products may use it."""
+    """Format a precision, with TF32 if float32 products may use it."""
     return f"{name} (TF32)" if with_tf32 and name == "fp32" else name
 
 
 def make_call(network: Network, batch: Tensor, device: torch.device) -> Callable[[], None]:
     """Return a function that runs the network on the batch and waits for the device."""
-    return synchronised(lambda: network(batch), device)
+    return make_synchronized(lambda: network(batch), device)

@@ -1,4 +1,4 @@
-"""Report of `stackseg bench` as lines of Markdown, as JSON, and as a picture."""
+"""Format the report of `stackseg bench` as Markdown lines, JSON, or an image."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from service.cli.benchmark.timing import Spread
 from service.core.quantities import Size
 from service.inference.types import EngineReport
 
-DERIVED = ("voxels_per_second", "gflop_per_second", "peak_share")
-HEAD = "| {} | batch size | ms per window | windows/s | GFLOP/s | share of peak | speed relative to the first |"
+DERIVED_VALUES = ("voxels_per_second", "gflop_per_second", "peak_share")
+TABLE_HEAD = "| {} | batch size | ms per window | windows/s | GFLOP/s | share of peak | speed relative to the first |"
 
 
 def format_device(name: str, threads: int) -> str:
-    """Return the line about the machine."""
+    """Return the line with the device, the threads and the torch version."""
     return f"{name}, {threads} threads, torch {torch.__version__}"
 
 
-def format_start(seconds: float, how: str) -> str:
-    """Return the line about one start; `how` says how the engine was chosen."""
-    return f"ready after {seconds:.1f} s ({how})"
+def format_start(seconds: float, selection: str) -> str:
+    """Return the line for one start. `selection` describes how the engine was selected."""
+    return f"ready after {seconds:.1f} s ({selection})"
 
 
 def format_engine(model: str, engine: EngineReport, *, with_tf32: bool) -> Iterator[str]:
-    """Return the line about the engine in use, then one line for each of its warnings."""
+    """Return the line for the engine in use, and one line for each of its warnings."""
     precision = format_precision(engine.precision, with_tf32=with_tf32)
     network = f"{engine.engine} {precision} {engine.memory_format}, compile_mode {engine.compile_mode or 'none'}"
     yield f"{model}: {network}, batch size {engine.sw_batch_size}, streams {engine.streams}"
@@ -44,13 +44,13 @@ def format_warnings(warnings: Iterable[str]) -> Iterator[str]:
 
 
 def format_first_request(shape: Size, windows: int, seconds: float) -> Iterator[str]:
-    """Return the lines about the stack and the first request."""
+    """Return the lines for the stack and the first request."""
     yield ""
     yield f"{'x'.join(map(str, shape))} voxels, {windows} windows; first request {seconds:.2f} s"
 
 
 def format_repeat_head(repeat: Repeat) -> Iterator[str]:
-    """Return the lines above the rows of repeats like this one."""
+    """Return the head of the table of repeats with the columns of this repeat."""
     names = ["repeat", *(f"{stage} s" for stage in repeat.stages), "windows per second / bare loop"]
     if repeat.plain:
         names += [f"{_name_plain_script(tf32=repeat.plain_tf32)}, total s", "plain script / total"]
@@ -60,7 +60,7 @@ def format_repeat_head(repeat: Repeat) -> Iterator[str]:
 
 
 def format_repeat(number: int, repeat: Repeat) -> str:
-    """Return the row of one repeat."""
+    """Return the table row of one repeat."""
     cells = [str(number), *(f"{seconds:.3f}" for seconds in repeat.stages.values()), f"{repeat.windows.ratio:.2f}"]
     if repeat.plain:
         cells += [f"{repeat.plain['total']:.3f}", f"{repeat.speedup:.2f}"]
@@ -68,11 +68,11 @@ def format_repeat(number: int, repeat: Repeat) -> str:
 
 
 def format_summary(report: Report) -> Iterator[str]:
-    """Return the lines that summarise all repeats."""
+    """Return the lines that summarize all repeats."""
     times, peak = report.answered, report.peaks[report.engine.precision]
     plain = _name_plain_script(tf32=times.plain_tf32)
     yield ""
-    yield "| stage | median s (least to most) |" + (f" {plain} |" if times.plain else "")
+    yield "| stage | median s (minimum to maximum) |" + (f" {plain} |" if times.plain else "")
     yield "|---|---|" + ("---|" if times.plain else "")
     for stage in dict.fromkeys((*times.stages, *times.plain)):
         columns = [times.stages, times.plain] if times.plain else [times.stages]
@@ -97,9 +97,9 @@ def _name_plain_script(*, tf32: bool) -> str:
 
 
 def format_table(title: str, rows: Iterable[Row]) -> Iterator[str]:
-    """Return the lines of the table of one comparison, each row as soon as `rows` has it."""
-    yield HEAD.format(title)
-    yield "|---" * HEAD.count(" |") + "|"
+    """Return the lines of a comparison table. Each row is yielded as soon as `rows` provides it."""
+    yield TABLE_HEAD.format(title)
+    yield "|---" * TABLE_HEAD.count(" |") + "|"
     for row in rows:
         name = f"| {row.name} | {row.windows} |"
         if row.ms_per_window is None or row.ratio is None:
@@ -119,14 +119,14 @@ def _format_ratio(spread: Spread) -> str:
 
 
 def to_json(report: Report) -> str:
-    """Return every number of the report as JSON."""
-    derived = {name: getattr(report, name) for name in DERIVED}
+    """Return all measurements of the report as JSON."""
+    derived = {name: getattr(report, name) for name in DERIVED_VALUES}
     derived["windows_per_second"] = report.answered.windows_per_second
     return json.dumps(asdict(report) | derived, indent=1)
 
 
 def plot(report: Report, path: Path) -> None:
-    """Draw stages and comparisons as bars. Needs the extra `demo`."""
+    """Plot stages and comparisons as bar charts. Requires the extra `demo`."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - optional
 
     rows = [row for row in report.rows if row.windows_per_second]

@@ -1,4 +1,4 @@
-"""Requests in this process, stage by stage, from a file to a file."""
+"""Time requests in this process by stage, from the input file to the result file."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ from service.models.spec import ModelSpec
 
 LIMIT_BYTES = 2**40
 
-# Measures the network on the stack at hand, without resampling to another diameter of objects.
+# Processes the stack at its original resolution, so that the measurement does not depend on the object diameter.
 AS_SAMPLED = Options(diameter="none")
-PLAIN = Path(__file__).resolve().parents[3] / "benchmarks" / "plain.py"
+PLAIN_SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "plain.py"
 
 
 class PlainRun(NamedTuple):
-    """Seconds of the plain script by stage, and whether it may use TF32."""
+    """Seconds of the plain script by stage, and whether it was allowed to use TF32."""
 
     seconds: dict[str, float]
     tf32: bool = False
 
 
 class RequestRunner:
-    """Requests for one stack to one model, the windows of the stack alone, and their forwards alone.
+    """Runner of complete requests for one stack, of its windows alone, or of their forward passes alone.
 
-    windows         number of windows of the stack, once there was a request
-    threads         threads of all streams of the device together
-    fallback_notes  notes of the requests that ran with a smaller batch or again in float32, without duplicates
+    windows         number of windows of the stack, known after the first request
+    threads         number of threads of all streams of the device together
+    fallback_notes  unique notes of requests that used a smaller batch or repeated the computation in float32
     """
 
     def __init__(self, model: ModelRunner, stack: Path, folder: Path, device: WindowBatcher, threads: int) -> None:
@@ -66,22 +66,24 @@ class RequestRunner:
 
     @property
     def _latest(self) -> tuple[SlidingWindow, Image, float]:
-        """Window, image and overlap of the latest request. Raises RuntimeError before the first one."""
+        """Window, image and overlap of the latest request. Raises RuntimeError before the first request."""
         if self._latest_request is None:
-            raise RuntimeError("there was no request yet")
+            raise RuntimeError("no request has run yet")
         return self._latest_request
 
-    def once(self) -> dict[str, float]:
-        """Return the seconds of one request, by stage and in `total`.
+    def run_request(self) -> dict[str, float]:
+        """Run one request and return its seconds by stage and in `total`.
 
-        normalise    statistics of the stack, resampling, copying to a GPU
-        windows      waiting for scores; while they are decoded, further ones are computed
+        normalise    intensity statistics, resampling, and copying to a GPU
+        windows      waiting for scores; later windows are computed while earlier ones are decoded
         postprocess  decoding
         """
         stages = Stages()
         with stages.measure("read"):
             volume = stack_reader.read(self._stack, Selection(), LIMIT_BYTES, self._folder)
-        result = segment(self._model, volume, AS_SAMPLED, callbacks=Callbacks(self._run, progress=self._count))
+        result = segment(
+            self._model, volume, AS_SAMPLED, callbacks=Callbacks(self._run, progress=self._record_window_count)
+        )
         if result.fallbacks or result.recomputed:
             self.fallback_notes = list(dict.fromkeys([*self.fallback_notes, *result.notes]))
         stages.add("normalise", result.seconds["prepare"])
@@ -91,60 +93,60 @@ class RequestRunner:
             tiff_writer.write(result.segmentation, self._folder / "labels.tif")
         return stages.seconds | {"total": stages.total}
 
-    def stitched(self) -> None:
-        """Compute the windows of the latest request again, from its pixels to scores, without decoding."""
+    def run_windows(self) -> None:
+        """Compute the windows of the latest request again, from pixels to scores, without decoding."""
         window, image, overlap = self._latest
         with torch.inference_mode():
             deque(self._device.run(window, image, overlap, cancelled=lambda: False, progress=lambda *_: None), maxlen=0)
 
-    def bare_loop(self) -> None:
-        """Run as many forwards as `stitched`, in as many streams with as many threads, and nothing else.
+    def run_bare_loop(self) -> None:
+        """Run only the forward passes of `run_windows`, with the same number of streams and threads.
 
-        All threads compute the remaining batches together, like a device.
+        All threads together compute the remaining batches, as on the device.
         """
         window = self._latest[0]
-        batches, last = divmod(self.windows, window.capacity)
-        if last and not window.any_batch_size:
-            batches, last = batches + 1, 0
-        each, rest = divmod(batches, window.streams)
+        batches, last_batch_windows = divmod(self.windows, window.capacity)
+        if last_batch_windows and not window.any_batch_size:
+            batches, last_batch_windows = batches + 1, 0
+        batches_per_stream, remaining_batches = divmod(batches, window.streams)
         if window.streams > 1:
-            # All start together, so that no thread takes the work of another one's stream.
+            # All threads start together, so that no thread processes the work of another stream.
             start = Barrier(window.streams)
 
             def compute(stream: int) -> None:
                 start.wait()
-                self._forwards(stream, each)
+                self._run_forwards(stream, batches_per_stream)
 
             list(self._streams.map(compute, range(window.streams)))
-            self.forward(rest)
+            self.run_forward(remaining_batches)
         else:
-            self.forward(batches)
-        if last:
-            self.forward(1, last)
+            self.run_forward(batches)
+        if last_batch_windows:
+            self.run_forward(1, last_batch_windows)
 
-    def forward(self, times: int = 1, windows: int | None = None) -> None:
-        """Run the network on the first stream's batch with all threads, until the device has finished.
+    def run_forward(self, times: int = 1, windows: int | None = None) -> None:
+        """Run the network on the batch of the first stream with all threads, and wait until the device has finished.
 
-        windows  number of windows of the batch, for a network that takes fewer; None: all
+        windows  number of windows in the batch, for networks that accept fewer; None: all
         """
 
-        def work() -> None:
-            before = torch.get_num_threads()
+        def run() -> None:
+            previous_threads = torch.get_num_threads()
             devices.use_threads(self._threads)
             try:
-                self._forwards(0, times, windows)
+                self._run_forwards(0, times, windows)
             finally:
-                # The device relies on the number of threads that it has set.
-                devices.use_threads(before)
+                # The device expects that the number of threads does not change.
+                devices.use_threads(previous_threads)
 
-        self._device.call(work)
+        self._device.call(run)
 
     @property
     def batch(self) -> Tensor:
         """Batch of the first stream, [B, C, *roi]."""
         return self._latest[0].batch
 
-    def _forwards(self, stream: int, times: int, windows: int | None = None) -> None:
+    def _run_forwards(self, stream: int, times: int, windows: int | None = None) -> None:
         window = self._latest[0]
         with torch.inference_mode():
             for _ in range(times):
@@ -173,41 +175,45 @@ class RequestRunner:
         self._latest_request = window, image, overlap
         return self._device.run(window, image, overlap, cancelled=cancelled, progress=progress)
 
-    def plain_script(self) -> PlainRun:
-        """Run `benchmarks/plain.py` in a process of its own. Raises BadParameter."""
+    def run_plain_script(self) -> PlainRun:
+        """Run `benchmarks/plain.py` in a separate process. Raises BadParameter."""
         model, result = self._model.spec.folder, self._folder / "plain.tif"
-        command = [sys.executable, str(PLAIN), str(self._stack), str(result), "--model", str(model)]
+        command = [sys.executable, str(PLAIN_SCRIPT), str(self._stack), str(result), "--model", str(model)]
         command += ["--threads", str(self._threads), "--device", str(self.batch.device)]
-        done = subprocess.run(command, cwd=PLAIN.parents[1], capture_output=True, text=True, check=False)  # noqa: S603
+        done = subprocess.run(command, cwd=PLAIN_SCRIPT.parents[1], capture_output=True, text=True, check=False)  # noqa: S603
         if done.returncode:
-            raise BadParameter(f"The plain script failed: {(done.stderr.strip().splitlines() or ['silently'])[-1]}")
+            raise BadParameter(
+                f"The plain script failed: {(done.stderr.strip().splitlines() or ['no error message'])[-1]}"
+            )
         printed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         stages: dict[str, float] = printed["stages"]
-        seconds = {{"decode": "postprocess"}.get(name, name): taken for name, taken in stages.items()}
+        seconds = {{"decode": "postprocess"}.get(name, name): duration for name, duration in stages.items()}
         return PlainRun(seconds | {"total": sum(stages.values())}, printed.get("tf32", False))
 
-    def profile(self, trace: Path) -> None:
+    def write_profile(self, trace: Path) -> None:
         """Write a trace of one request in one stream, for chrome://tracing or Perfetto."""
         volume = stack_reader.read(self._stack, Selection(), LIMIT_BYTES, self._folder)
         with torch.profiler.profile() as recorded:
             segment(self._model, volume, AS_SAMPLED)
         recorded.export_chrome_trace(str(trace))
 
-    def _count(self, _done: int, total: int) -> None:
+    def _record_window_count(self, _done: int, total: int) -> None:
         self.windows = total
 
 
 def tile_sample(spec: ModelSpec, shape: Size) -> Array:
-    """Repeat the middle of the model's sample, uint16 [Z, Y, X]. Raises BadParameter for several channels."""
+    """Return a stack [Z, Y, X] of uint16 that repeats the model's sample. Raises BadParameter for several channels."""
     if spec.input.channels != 1:
-        raise BadParameter(f"{spec.name} takes {spec.input.channels} channels; bench makes stacks of one.")
+        raise BadParameter(
+            f"{spec.name} requires {spec.input.channels} channels, but bench supports only models with one channel."
+        )
     image = image_of(spec)[0, 0].numpy()
     counts = ((image - image.min()) / max(float(np.ptp(image)), 1e-6) * 4000 + 300).astype(np.uint16)
-    reach = [(0, max(edge - length, 0)) for edge, length in zip(shape, counts.shape, strict=True)]
+    padding = [(0, max(edge - length, 0)) for edge, length in zip(shape, counts.shape, strict=True)]
     z, y, x = shape
-    return np.pad(counts, reach, mode="symmetric")[:z, :y, :x]
+    return np.pad(counts, padding, mode="symmetric")[:z, :y, :x]
 
 
 def write_stack(spec: ModelSpec, shape: Size, path: Path) -> None:
-    """Write the repeated sample of the model as a file."""
+    """Write a stack that repeats the model's sample."""
     tiff_writer.write_uncompressed(tile_sample(spec, shape), path)

@@ -1,4 +1,4 @@
-"""Results of `stackseg bench`, as they are measured and as they are summarised."""
+"""Results of `stackseg bench`: single measurements and summaries."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Seconds = dict[str, float]
 
 @dataclass(frozen=True)
 class WindowSeconds:
-    """Seconds of all windows of a stack.
+    """Seconds for all windows of a stack.
 
-    bare      a bare loop of their forward passes
+    bare      only their forward passes, in a bare loop
     stitched  from pixels to scores
     """
 
@@ -29,7 +29,7 @@ class WindowSeconds:
 
     @property
     def ratio(self) -> float:
-        """Windows per second from pixels to scores, relative to the bare loop."""
+        """Windows per second from pixels to scores relative to the bare loop."""
         return self.bare / self.stitched
 
 
@@ -37,11 +37,11 @@ class WindowSeconds:
 class Repeat:
     """Measurements of one repeat.
 
-    stages       seconds of the request by stage, `total` among them
+    stages       seconds of the request by stage, including `total`
     windows      wall-clock seconds of the windows alone
-    cpu_windows  the same in CPU seconds
+    cpu_windows  CPU seconds of the windows alone
     plain        seconds of the plain script by stage; empty without `--baseline`
-    plain_tf32   whether the plain script may use TF32
+    plain_tf32   whether the plain script was allowed to use TF32
     """
 
     stages: Seconds
@@ -52,19 +52,22 @@ class Repeat:
 
     @property
     def speedup(self) -> float:
-        """Total seconds of the plain script over those of the request."""
+        """Total seconds of the plain script divided by those of the request."""
         return self.plain["total"] / self.stages["total"]
 
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """Seconds of requests: of the first one, and of the repeats.
+    """Seconds of the first request and of the repeats.
 
-    stages      seconds of the repeats by stage, `total` among them
-    stitched    seconds of the windows alone, from pixels to scores; `bare`: of a bare loop of their forward passes
-    stitching   windows per second of stitched over bare, pair by pair; `cpu_stitching`: by CPU seconds
-    plain       seconds of the plain script by stage; `speedup`: its time over ours, repeat by repeat
-    plain_tf32  whether the plain script may use TF32
+    stages         seconds of the repeats by stage, including `total`
+    stitched       seconds of the windows alone, from pixels to scores
+    bare           seconds of a bare loop of their forward passes
+    stitching      windows per second of `stitched` relative to `bare`, pair by pair
+    cpu_stitching  the same ratio in CPU seconds
+    plain          seconds of the plain script by stage
+    speedup        time of the plain script divided by that of the request, repeat by repeat
+    plain_tf32     whether the plain script was allowed to use TF32
     """
 
     windows: int
@@ -79,18 +82,18 @@ class RequestTimes:
     plain_tf32: bool = False
 
     @classmethod
-    def summarise(cls, windows: int, first: float, repeats: Sequence[Repeat]) -> RequestTimes:
-        """Summarise the repeats, of which there is at least one."""
+    def summarize(cls, windows: int, first: float, repeats: Sequence[Repeat]) -> RequestTimes:
+        """Summarize one or more repeats."""
         has_plain = bool(repeats[0].plain)
         return cls(
             windows=windows,
             first=first,
-            stages=_summarise_stages([repeat.stages for repeat in repeats]),
+            stages=_summarize_stages([repeat.stages for repeat in repeats]),
             stitched=Spread.of([repeat.windows.stitched for repeat in repeats]),
             bare=Spread.of([repeat.windows.bare for repeat in repeats]),
             stitching=Spread.of([repeat.windows.ratio for repeat in repeats]),
             cpu_stitching=Spread.of([repeat.cpu_windows.ratio for repeat in repeats]),
-            plain=_summarise_stages([repeat.plain for repeat in repeats]),
+            plain=_summarize_stages([repeat.plain for repeat in repeats]),
             speedup=Spread.of([repeat.speedup for repeat in repeats]) if has_plain else None,
             plain_tf32=any(repeat.plain_tf32 for repeat in repeats),
         )
@@ -103,13 +106,15 @@ class RequestTimes:
 
 @dataclass
 class Report:
-    """Results of a run.
+    """Results of a complete run.
 
-    starts      seconds of loading the model and making its network ready, by how its engine was chosen
-    gflop       of one window; `peaks`: GFLOP per second of a large matrix product, by precision
-    peak_bytes  largest resident memory of the process until the last request; `device_bytes` on a GPU
-    tf32        whether float32 products of the engine may use TF32
-    rows        of the comparisons
+    starts        seconds for loading the model and preparing its network, by how its engine was selected
+    gflop         arithmetic of one window
+    peaks         GFLOP/s of a large matrix product by precision
+    peak_bytes    peak resident memory of the process until the last request
+    device_bytes  peak memory on a GPU
+    tf32          whether float32 products of the engine may use TF32
+    rows          of the comparisons
     """
 
     model: str
@@ -140,5 +145,5 @@ class Report:
         return self.gflop_per_second / self.peaks[self.engine.precision]
 
 
-def _summarise_stages(runs: Sequence[Seconds]) -> dict[str, Spread]:
-    return {stage: Spread.of([taken[stage] for taken in runs]) for stage in runs[0]}
+def _summarize_stages(runs: Sequence[Seconds]) -> dict[str, Spread]:
+    return {stage: Spread.of([run[stage] for run in runs]) for stage in runs[0]}

@@ -1,4 +1,4 @@
-"""Scores of a model on annotated stacks, beside those of a classical method, as a table or as JSON."""
+"""Score a model on annotated stacks and compare it with a classical method, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from service.training.evaluate import HEADER, Line, format_row, score_classical,
 
 
 def run(options: argparse.Namespace, settings: Settings) -> None:
-    """Print the scores of each stack, line by line unless they are printed as JSON. Raises BadParameter."""
+    """Print the scores of each stack, row by row, or all at the end if the output is JSON. Raises BadParameter."""
     results: list[dict[str, Any]] = []
     for stack, line in _score_all(options, settings):
         if not results and not options.json:
@@ -41,10 +41,10 @@ def _score_all(options: argparse.Namespace, settings: Settings) -> Iterator[tupl
     pairs = _list_pairs(options)
     runner = ModelRunner(choose_model(options.model, settings), settings)
     if runner.spec.decoding.kind != "instances":
-        raise BadParameter(f"{runner.spec.name} tells classes apart, not objects, so there is nothing to match.")
+        raise BadParameter(f"{runner.spec.name} segments classes, not objects. Choose a model that separates objects.")
     runner.warm_up()
     for path, truth_path in pairs:
-        volume, truth = _read(path, truth_path, options.channel, settings)
+        volume, truth = _read_pair(path, truth_path, options.channel, settings)
         methods: list[Callable[[], Line]] = [
             partial(score_model, runner, volume, truth, diameter) for diameter in options.diameter or [None]
         ]
@@ -54,20 +54,22 @@ def _score_all(options: argparse.Namespace, settings: Settings) -> Iterator[tupl
 
 
 def _list_pairs(options: argparse.Namespace) -> list[tuple[Path, Path]]:
-    """Return the files of stacks, each with that of its labels. Raises BadParameter."""
+    """Return pairs of files: a stack and its labels. Raises BadParameter."""
     images = [*options.images, *(folder / "image.tif" for folder in options.folders)]
     labels = [*options.labels, *(folder / "mask.tif" for folder in options.folders)]
     if len(images) != len(labels) or not images:
-        raise BadParameter(f"Every image needs its labels: there are {len(images)} images and {len(labels)} labels.")
+        raise BadParameter(f"Every image needs labels, but there are {len(images)} images and {len(labels)} labels.")
     return list(zip(images, labels, strict=True))
 
 
-def _read(image: Path, labels: Path, channel: str | None, settings: Settings) -> tuple[Volume, NDArray[Any]]:
-    """Read one channel of a stack, and its labels [Z, Y, X]. Raises BadFile, and BadParameter for unequal shapes."""
-    selected = int(channel) if channel and is_index(channel) else channel
+def _read_pair(image: Path, labels: Path, channel: str | None, settings: Settings) -> tuple[Volume, NDArray[Any]]:
+    """Read one channel of a stack, and its labels [Z, Y, X]. Raises BadFile, and BadParameter if the shapes differ."""
+    channel_selection = int(channel) if channel and is_index(channel) else channel
     limit = settings.limits.decoded_bytes
-    volume = stack_reader.read(image, Selection(channel=selected), limit)
+    volume = stack_reader.read(image, Selection(channel=channel_selection), limit)
     truth = stack_reader.read(labels, Selection(), limit)
     if truth.shape != (1, *volume.shape[1:]):
-        raise BadParameter(f"{image} and {labels} differ in shape: {volume.shape[1:]} and {truth.shape}.")
+        raise BadParameter(
+            f"{image} and {labels} must have the same shape, but have {volume.shape[1:]} and {truth.shape}."
+        )
     return volume, truth.array()[0]

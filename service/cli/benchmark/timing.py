@@ -1,7 +1,7 @@
-"""Timing of calls in turn, the spread of their seconds, and the peak of a device.
+"""Alternating timing of calls, statistics of the timings, and the peak speed of a device.
 
-Machines are shared and their clocks vary, so calls that are compared run in turn, and a ratio is the median of the
-ratios of single rounds.
+Machines are shared and clock frequencies vary. Calls that are compared therefore run alternately, and a ratio is the
+median of the ratios of single rounds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MATRIX_EDGE = 2048
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and range of repeated measurements, in their unit."""
+    """Median and range of repeated measurements."""
 
     median: float
     least: float
@@ -34,7 +34,7 @@ class Spread:
 
     @classmethod
     def ratio(cls, values: Sequence[float], others: Sequence[float]) -> Spread:
-        """Return the spread of `values` over `others`, round by round."""
+        """Return the spread of the ratios of `values` to `others`, round by round."""
         return cls.of([value / other for value, other in zip(values, others, strict=True)])
 
 
@@ -44,21 +44,21 @@ def time_in_turn(
     seconds: float = math.inf,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
-    """Return the seconds of every call in every round; after `seconds` no round but the second begins."""
+    """Return the seconds of every call in every round. After `seconds`, no round begins except the second one."""
     times: list[list[float]] = [[] for _ in calls]
     deadline = time.monotonic() + seconds
     for done in range(rounds):
         if done >= 2 and time.monotonic() > deadline:
             break
-        for call, taken in zip(calls, times, strict=True):
-            began = clock()
+        for call, durations in zip(calls, times, strict=True):
+            start = clock()
             call()
-            taken.append(clock() - began)
+            durations.append(clock() - start)
     return times
 
 
-def synchronised(call: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """Return a function that runs `call` in inference mode and waits for the device."""
+def make_synchronized(call: Callable[[], object], device: torch.device) -> Callable[[], None]:
+    """Return a function that runs `call` in inference mode and waits for the device to finish."""
 
     def run() -> None:
         with torch.inference_mode():
@@ -69,7 +69,7 @@ def synchronised(call: Callable[[], object], device: torch.device) -> Callable[[
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for the device to finish."""
+    """Wait until the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -77,22 +77,22 @@ def synchronise(device: torch.device) -> None:
 def matrix_peak(
     dtype: torch.dtype, device: torch.device, calls: int = 5, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Return the FLOP per second of a large square matrix product, by the least time of several."""
+    """Measure the FLOP/s of a large square matrix product, using the shortest of several timings."""
     edge = MATRIX_EDGE if device.type == "cpu" else 4 * MATRIX_EDGE
     a, b = (torch.rand(edge, edge, device=device).to(dtype) for _ in range(2))
-    call = synchronised(lambda: torch.matmul(a, b), device)
+    call = make_synchronized(lambda: torch.matmul(a, b), device)
     call()
     return float(2 * edge**3 / min(time_in_turn([call], calls, clock=clock)[0]))
 
 
 @torch.inference_mode()
 def flop_of_window(network: nn.Module, shape: tuple[int, ...]) -> float:
-    """Count multiplications and additions of a network, as it is written, for one window of `shape` (C, z, y, x)."""
+    """Count the multiplications and additions of a network for one window of `shape` (C, z, y, x)."""
     with FlopCounterMode(display=False) as counter:
         network(torch.zeros(1, *shape))
     return float(counter.get_total_flops())
 
 
 def peak_bytes() -> int:
-    """Return the largest resident memory of this process so far."""
+    """Return the peak resident memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

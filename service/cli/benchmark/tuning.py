@@ -1,4 +1,4 @@
-"""The race of the ways to run a model, on each kind of device that the service would use."""
+"""Compare engines for models on each kind of device that the service would use."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from service.serving.devices.local.settings import split_settings
 
 
 def tune_models(specs: list[ModelSpec], settings: Settings, seconds: float) -> Iterator[tuple[ModelSpec, EnginePlan]]:
-    """Race the ways to run each model on each kind of device, and yield the plan that wins and is kept."""
+    """Tune each model on each kind of device, and yield the stored plan with the fastest engine."""
     for device_settings in _list_devices(settings):
         for spec in specs:
             yield spec, _tune(spec, device_settings, seconds)
 
 
 def _list_devices(settings: Settings) -> list[Settings]:
-    """Return the settings of each device that `stackseg serve` would use, one of those that are alike."""
-    alike: dict[tuple[str, int], Settings] = {}
-    for _name, each in split_settings(settings):
-        alike.setdefault((devices.device_name(devices.choose_device(each.device.name)), each.device.threads), each)
-    return list(alike.values())
+    """Return the settings of one device of each kind that `stackseg serve` would use."""
+    settings_by_kind: dict[tuple[str, int], Settings] = {}
+    for _name, device_settings in split_settings(settings):
+        settings_by_kind.setdefault(
+            (devices.device_name(devices.choose_device(device_settings.device.name)), device_settings.device.threads),
+            device_settings,
+        )
+    return list(settings_by_kind.values())
 
 
 def _tune(spec: ModelSpec, settings: Settings, seconds: float) -> EnginePlan:
-    with tqdm(desc=spec.identifier, unit="way", disable=None) as bar, logging_redirect_tqdm():
+    with tqdm(desc=spec.identifier, unit="engine", disable=None) as bar, logging_redirect_tqdm():
 
         def announce(config: EngineConfig, total: int) -> None:
             bar.total = total

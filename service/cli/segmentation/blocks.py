@@ -1,4 +1,4 @@
-"""`stackseg segment IN.zarr OUT.zarr --workers N`: an OME-Zarr of any size, block by block."""
+"""`stackseg segment IN.zarr OUT.zarr --workers N`: segment an OME-Zarr of any size block by block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter, DoubtfulResult, StackSegError
 from service.core.hardware import host
 from service.core.types import Objects, Segmentation, Steering
-from service.formats.zarr import writer as zarr_writer  # noqa: F401 (An extra may be missing, which is told before anything is computed.)
+from service.formats.zarr import writer as zarr_writer  # noqa: F401 (Fails before any computation if the extra is missing.)
 from service.inference.blockwise import output
 from service.inference.blockwise.driver import Driver, Progress, make_plan
 from service.inference.blockwise.run_folder import OpenRun, RunFolder, open_run
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# What the bar says of each step.
-_STEPS = {
-    "count": "reading all of it",
+# Names of the steps in the progress bar.
+_STEP_NAMES = {
+    "count": "reading the image",
     "survey": "surveying",
     "tile": "blocks",
     "link": "linking",
@@ -50,44 +50,46 @@ _STEPS = {
 
 
 def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Settings) -> int:
-    """Segment one OME-Zarr image block by block, or go on with that where it was interrupted."""
-    _check(options)
-    began, out = time.monotonic(), options.result.absolute()
+    """Segment one OME-Zarr image block by block, or resume an interrupted run."""
+    _check_options(options)
+    start, out = time.monotonic(), options.result.absolute()
     settings = share_threads(settings, options.workers, remote=options.ray is not None)
-    measured = options.measurements is not None
+    is_measured = options.measurements is not None
     plan = make_plan(
-        options.input, query.selection, spec, query.options, settings, workers=options.workers, measured=measured
+        options.input, query.selection, spec, query.options, settings, workers=options.workers, measured=is_measured
     )
-    check_output(plan.output, query, measured=measured)
+    check_output(plan.output, query, measured=is_measured)
     folder = RunFolder((options.scratch or out.with_name(f"{out.name}.blocks")).absolute())
     with folder.held():
         folder.begin(plan, settings)
 
         @cache
-        def facts() -> Result:
-            return read_facts(folder, spec)
+        def read_result() -> Result:
+            return read_result_metadata(folder, spec)
 
         def describe() -> dict[str, str]:
-            result = facts()
+            result = read_result()
             if result.doubt is not None and options.strict:
-                raise DoubtfulResult(f"{result.doubt.detail} The same command without --strict writes the labels.")
+                raise DoubtfulResult(
+                    f"{result.doubt.detail} To write the labels anyway, repeat the command without --strict."
+                )
             return describe_origin(query, result, options.input.name, None)
 
         with show_progress() as bar, closing(_make_workers(options, settings)) as workers:
-            Driver(folder, workers, _show(bar)).run(out, describe)
-        if measured:
+            Driver(folder, workers, _make_progress(bar)).run(out, describe)
+        if is_measured:
             run = open_run(str(folder.path), surveyed=True)
             write_csv(output.collect_table(run, read_objects(folder)), options.measurements)
-        result = facts()
-        found = f"{folder.read_record('join')['objects']} objects, " if plan.output == "labels" else ""
+        result = read_result()
+        object_count = f"{folder.read_record('join')['objects']} objects, " if plan.output == "labels" else ""
         shutil.rmtree(folder.path)
-    return print_result(f"{options.result}: {found}{spec.identifier} ({time.monotonic() - began:.2f} s)", result)
+    return print_result(f"{options.result}: {object_count}{spec.identifier} ({time.monotonic() - start:.2f} s)", result)
 
 
 def share_threads(settings: Settings, workers: int, *, remote: bool = False) -> Settings:
-    """Return settings with which so many workers share the cores, where the operator does not say how.
+    """Return settings that divide the cores among the workers, unless the number of threads is configured.
 
-    Those of a cluster have the cores that it gives each.
+    Remote workers use the number of cores that the cluster assigns to each of them.
     """
     if settings.device.threads:
         return settings
@@ -104,36 +106,36 @@ def _make_workers(options: argparse.Namespace, settings: Settings) -> Workers:
     return ActorWorkers(make_actors(options.ray, settings.cluster, options.workers, BlockActor))
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Raise BadParameter for options that do not go together, and ConfigError where no cluster can be used."""
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise BadParameter for an invalid number of workers, and ConfigError if no cluster can be used."""
     if options.workers < 1:
-        raise BadParameter("--workers: at least one process is needed.")
+        raise BadParameter("--workers must be at least 1.")
     if options.ray is not None:
         from service.serving.devices.cluster.ray_cluster import check_usable  # noqa: PLC0415
 
         check_usable()
 
 
-def _show(bar: ProgressBar) -> Progress:
-    def show(step: str, done: int, total: int) -> None:
+def _make_progress(bar: ProgressBar) -> Progress:
+    def report(step: str, done: int, total: int) -> None:
         if total > 1:
-            bar.count(_STEPS[step], done, total)
+            bar.show_step(_STEP_NAMES[step], done, total)
         elif not done:
-            bar.begin(_STEPS[step])
+            bar.begin_step(_STEP_NAMES[step])
 
-    return show
+    return report
 
 
-def judge_run(run: OpenRun, sizing: Sizing | None) -> Judgement:
-    """Return the confidence in the labels of a run, and why it is low.
+def assess_confidence(run: OpenRun, sizing: Sizing | None) -> Judgement:
+    """Return the confidence in the labels of a run, and the reason if it is low.
 
-    How wide objects seem to be is known only where it was estimated.
+    The apparent object diameter is considered only if it was estimated.
     """
     plan, spec = run.plan, run.spec
 
     def find_evidence() -> Evidence:
         return Evidence(
-            _look_again(run),
+            _read_strongest_windows(run),
             guess=None if sizing is None else sizing.guess,
             used=used_width(plan, spec, plan.diameter if sizing is None else sizing.diameter),
             stated=plan.diameter is not None,
@@ -143,30 +145,30 @@ def judge_run(run: OpenRun, sizing: Sizing | None) -> Judgement:
     return judge_objects(read_objects(run.folder), spec, find_evidence)
 
 
-def _look_again(run: OpenRun) -> list[Tensor]:
-    """Return windows where most is to be seen; none where that fails, as labels are worth more than advice."""
+def _read_strongest_windows(run: OpenRun) -> list[Tensor]:
+    """Return the windows with the strongest signal, or none if reading fails: labels matter more than advice."""
     try:
         return look_again(run)
     except (RuntimeError, MemoryError, OSError, StackSegError) as error:
-        log.warning("%s: why a result is doubtful cannot be told: %s", run.spec.identifier, error)
+        log.warning("%s: the reason for the low confidence could not be determined: %s", run.spec.identifier, error)
         return []
 
 
 def read_objects(folder: RunFolder) -> Objects:
-    """Return what decoding knows of the objects, once they are joined."""
-    voxels, sure, peaks = folder.read_array("objects.npy")
-    return Objects(voxels.astype(np.int64), sure.astype(np.float32), peaks.astype(np.float32))
+    """Return the joined statistics of the objects from decoding."""
+    voxels, certainties, peaks = folder.read_array("objects.npy")
+    return Objects(voxels.astype(np.int64), certainties.astype(np.float32), peaks.astype(np.float32))
 
 
-def read_facts(folder: RunFolder, spec: ModelSpec) -> Result:
-    """Return what is known of the result beside its pixels."""
+def read_result_metadata(folder: RunFolder, spec: ModelSpec) -> Result:
+    """Return the metadata of the result without its pixels."""
     survey = folder.survey
     confidence, doubt = None, None
     if folder.done("join"):
-        confidence, doubt = judge_run(open_run(str(folder.path)), survey.sizing)
-    nothing = np.zeros((0, 0, 0), np.uint8)
+        confidence, doubt = assess_confidence(open_run(str(folder.path)), survey.sizing)
+    no_pixels = np.zeros((0, 0, 0), np.uint8)
     return Result(
-        Segmentation(nothing, folder.plan.output),
+        Segmentation(no_pixels, folder.plan.output),
         {},
         survey.notes,
         skipped=survey.skipped,

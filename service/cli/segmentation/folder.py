@@ -1,4 +1,4 @@
-"""`stackseg segment FOLDER -o OUT`: all stacks of a folder, with one table, one report, and resumption."""
+"""`stackseg segment FOLDER -o OUT`: segment all stacks of a folder with one table, one report, and resumption."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from service.cli.models import choose_model
 from service.cli.progress import show_progress
 from service.cli.segmentation.local_source import local_source
-from service.cli.segmentation.parameters import name_options
+from service.cli.segmentation.parameters import use_option_names
 from service.cli.segmentation.stack import LocalRun, check_output
 from service.core.config import Settings
 from service.core.errors import BadParameter
@@ -27,14 +27,14 @@ from service.serving.storage.result_folder import open_results
 
 
 def run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
-    """Segment the stacks of a folder that are not done yet; return 1 if any failed.
+    """Segment the unfinished stacks of a folder. Return 1 if any failed.
 
-    Raises BadParameter for a folder without stacks, and for an output folder that holds something else.
+    Raises BadParameter if the folder contains no stacks, or the output folder contains other files.
     """
     folder, out = options.input, options.result
     _check_folders(folder, out)
     if query.format == "zarr":
-        # Before anything is computed: an extra may be missing.
+        # Fail before any computation if the extra is missing.
         from service.formats.zarr import writer as zarr_writer  # noqa: F401, PLC0415
     stacks = find_stacks(folder, options.glob, out)
     spec = choose_model(options.model, settings)
@@ -45,8 +45,10 @@ def run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
         show_progress() as bar,
     ):
         if not is_free(results) and not options.force:
-            raise BadParameter(f"{out} holds something else already; name another folder, or use it with --force.")
-        bar.begin(f"loading {spec.identifier}")
+            raise BadParameter(
+                f"{out} already contains other files. Choose another folder, or use it anyway with --force."
+            )
+        bar.begin_step(f"loading {spec.identifier}")
         runner = ModelRunner(spec, settings)
         check_output(runner.estimator.output(query.options), query, measured=False)
         device.call(runner.warm_up)
@@ -57,31 +59,33 @@ def run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
 
 
 def _check_folders(folder: Path, out: Path) -> None:
-    """Raise BadParameter for an output folder that is the input folder, or a file."""
+    """Raise BadParameter if the output folder is the input folder or a file."""
     if out.resolve() == folder.resolve():
-        raise BadParameter(f"{out} is the folder of the stacks; name another for the results.")
+        raise BadParameter(f"{out} is the folder of the stacks. Choose another folder for the results.")
     if out.exists() and not out.is_dir():
-        raise BadParameter(f"{out} is a file; name a folder for the results.")
+        raise BadParameter(f"{out} is a file. Choose a folder for the results.")
 
 
 def _print_summary(done: Done, stacks: int, out: Path, spec: ModelSpec) -> None:
-    """Print the faults and warnings of single stacks, and how many are done."""
+    """Print errors and warnings of single stacks, and the number of completed stacks."""
     sys.stderr.writelines(f"stackseg: {fault}\n" for fault in done.faults)
     sys.stderr.writelines(f"stackseg: {doubt.replace(': ', ': warning: ', 1)}\n" for doubt in done.doubts)
-    before = f", {done.skipped} of them before" if done.skipped else ""
+    before = f", {done.skipped} of them previously" if done.skipped else ""
     counted = f"{stacks - len(done.faults)} of {stacks} stacks{before}"
     objects = "" if done.objects is None else f", {done.objects} objects"
     sys.stdout.write(f"{out / REPORT}: {counted}{objects}, {spec.identifier}\n")
 
 
 def find_stacks(folder: Path, glob: str | None, out: Path) -> list[str]:
-    """Return the stacks of a folder by their places in it, sorted. Raises BadParameter where there is none."""
+    """Return the sorted relative paths of the stacks in a folder. Raises BadParameter if there are none."""
     found = [
         path for path in folder.glob(glob or "*") if path.is_file() and out.resolve() not in path.resolve().parents
     ]
     stacks = select_stacks((str(path.relative_to(folder)) for path in found), glob)
     if not stacks:
-        raise BadParameter(f"{folder} holds no stack that matches {glob or '*.tif'}; say which with --glob.")
+        raise BadParameter(
+            f"{folder} contains no stacks that match {glob or '*.tif'}. Set --glob to the pattern of the stacks."
+        )
     return stacks
 
 
@@ -96,7 +100,7 @@ def _make_calls(folder: Path, query: Query, run: LocalRun, limit_bytes: int) -> 
         return local_source(path, query, limit_bytes, scratch, measured=measured).read_pixels()
 
     def begin(name: str, number: int, count: int) -> None:
-        run.bar.begin(f"[{number}/{count}] {name}" if number else f"width of objects: {name}")
+        run.bar.begin_step(f"[{number}/{count}] {name}" if number else f"object diameter: {name}")
 
     estimate = run.estimate_diameter if run.is_estimated(query.options) else None
-    return StackCalls(open_stack, read, run.segment, estimate, begin=begin, reword=name_options)
+    return StackCalls(open_stack, read, run.segment, estimate, begin=begin, reword=use_option_names)

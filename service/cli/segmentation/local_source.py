@@ -1,4 +1,4 @@
-"""Read a file of the user's own in this process."""
+"""Read a user's own file in this process, without the sandbox."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.serving.reading import PixelSource
 
 
 def local_source(path: Path | Store, query: Query, limit_bytes: int, scratch: Path, *, measured: bool) -> PixelSource:
-    """Return a file that this process reads, with decoded pixels in the folder `scratch`."""
+    """Return a source that reads a file in this process and decodes pixels to the folder `scratch`."""
 
     def read(selection: Selection) -> Volume:
         return stack_reader.read(path, selection, limit_bytes, scratch)

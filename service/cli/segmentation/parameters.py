@@ -1,4 +1,4 @@
-"""The parameters of a request as options of `stackseg segment`."""
+"""Request parameters as options of `stackseg segment`."""
 
 from __future__ import annotations
 
@@ -6,99 +6,100 @@ import re
 
 from service.core.errors import StackSegError
 
-# Parameters that the command shares with POST /segment, under the names they have there: placeholder and help.
+# Parameters that the command shares with POST /segment, by their names in the API: placeholder and help text.
 PARAMETERS = {
     "model": (
         "MODEL",
-        "name of a model, or a model's folder (default: nuclei, or models.default of the configuration)",
+        "Name or folder of the model (default: setting models.default, else nuclei)",
     ),
     "channel": (
         "CHANNEL",
-        "index from 0, name, or all where the model takes as many (default: the only one, or all where the model takes"
-        " as many)",
+        "Index from 0 or name of the channel, or all if the model has several input channels (default: the only"
+        " channel, or all if the model has as many input channels)",
     ),
     "time": (
         "INDEX",
-        "time point, from 0; all, or a range without its end as 2:5, for one result with an axis T (default: the only"
-        " time point)",
+        "Time point from 0, or all or a range such as 2:5 (without its end) for a time series as result (default: the"
+        " only time point)",
     ),
     "link": (
         "HOW",
-        "of several time points: overlap gives each object one number through time (default: numbers of their own at"
-        " each)",
+        "Method to link objects of several time points: overlap gives each object the same label at all time points"
+        " (default: objects are not linked)",
     ),
-    "axes": ("AXES", "one letter of TZCYXS per stored dimension, as in ZCYX (default: what the file says)"),
-    "voxel_size": ("Z,Y,X", "voxel size in micrometres, as in 0.5,0.2,0.2 (default: what the file says)"),
+    "axes": (
+        "AXES",
+        "Axes of the file, one letter of TZCYXS per stored dimension, for example ZCYX (default: from the file)",
+    ),
+    "voxel_size": ("Z,Y,X", "Voxel size in micrometers, for example 0.5,0.2,0.2 (default: from the file)"),
     "diameter": (
-        "WIDTH",
-        "how wide objects are: 15px, 7,15,15px (along z, y, x), 6.5um; auto estimates it, none uses the stack as it is"
-        " sampled (default: auto where the model's file says so, as those of nuclei and membranes do, else none)",
+        "DIAMETER",
+        "Object diameter, for example 15px, 6.5um, or 7,15,15px along z, y, x; auto estimates it, none processes the"
+        " stack at its original resolution (default: the model's setting, auto for nuclei and membranes)",
     ),
     "skip_below": (
-        "GREY",
-        "do not compute windows in which nothing is brighter; auto: than the background, none: compute all (default:"
-        " none, or windows.skip_below of the configuration)",
+        "INTENSITY",
+        "Skip windows without brighter voxels; auto uses the background level, none computes all windows (default:"
+        " setting windows.skip_below, else none)",
     ),
     "threshold": (
         "PROBABILITY",
-        "of foreground above which a voxel belongs to an object; higher: smaller and fewer objects (default: what the"
-        " model's file says, 0.6 for nuclei)",
+        "Minimum foreground probability of object voxels; higher values give smaller and fewer objects (default: the"
+        " model's setting, 0.6 for nuclei)",
     ),
     "minimum_size": (
         "SIZE",
-        "drop objects of fewer voxels of the stack, or less volume: 60, 12.5um3 (default: what the model's file says,"
-        " for nuclei a 64th of a whole object)",
+        "Remove objects below this number of voxels or volume, for example 60 or 12.5um3 (default: the model's setting,"
+        " 1/64 of a complete object for nuclei)",
     ),
     "border": (
         "keep|drop",
-        "whether objects stay that touch a face of the stack, where they may be cut (default: what the model's file"
-        " says, keep for nuclei)",
+        "Keep or drop objects that touch a face of the stack, where they may be incomplete (default: the model's"
+        " setting, keep for nuclei)",
     ),
     "fill_holes": (
         "true|false",
-        "whether background inside of one object becomes part of it (default: what the model's file says, false for"
-        " nuclei)",
+        "Fill holes inside objects (default: the model's setting, false for nuclei)",
     ),
     "min_confidence": (
         "PROBABILITY",
-        "drop objects whose voxels have a lower mean probability of foreground (default: what the model's file says,"
-        " 0.8 for nuclei)",
+        "Remove objects with a lower mean foreground probability (default: the model's setting, 0.8 for nuclei)",
     ),
     "output": (
         "KIND",
-        "labels, classes or probabilities (default: labels where the model tells objects apart, else classes)",
+        "Result: labels, classes or probabilities (default: labels if the model separates objects, else classes)",
     ),
     "sw_batch_size": (
         "N",
-        "windows per call of the network (default: what suits the device, or windows.sw_batch_size)",
+        "Number of windows per batch (default: setting windows.sw_batch_size, else suitable for the device)",
     ),
     "roi_size": (
         "Z,Y,X",
-        "window in voxels, for models that take others than their own, as 96,96,96 (default: what the model's file"
-        " says, 64,64,64 for nuclei)",
+        "Window size in voxels, for models that allow other sizes, for example 96,96,96 (default: the model's setting,"
+        " 64,64,64 for nuclei)",
     ),
     "quality": (
         "fast|best",
-        "best scores every window in three views that overlap by half, for some ten times the time (default: fast)",
+        "fast, or best, which combines three views of windows that overlap by half and takes about ten times as long"
+        " (default: fast)",
     ),
     "overlap": (
-        "SHARE",
-        "share of a window that it has in common with the next (default: 0.25, or windows.overlap of the"
-        " configuration)",
+        "FRACTION",
+        "Overlap of neighboring windows as a fraction of the window (default: setting windows.overlap, else 0.25)",
     ),
 }
-# A parameter with its value, as sentences mention it.
+# An assignment of a parameter as it occurs in messages, such as time=0.
 _ASSIGNMENT = re.compile(rf"\b({'|'.join(PARAMETERS)})=([\w'\"-]?)")
 
 
-def name_options(message: str | StackSegError) -> str:
-    """Return a message with the options of the command in place of the parameters of a request."""
+def use_option_names(message: str | StackSegError) -> str:
+    """Replace request parameters in a message by the options of the command, for example `time=0` by `--time 0`."""
     text, parameter = str(message), message.parameter if isinstance(message, StackSegError) else None
     if parameter is not None and text.startswith(f"{parameter}: "):
-        text = spell_option(parameter) + text.removeprefix(parameter)
-    return _ASSIGNMENT.sub(lambda found: f"{spell_option(found[1])}{' ' if found[2] else ''}{found[2]}", text)
+        text = format_option(parameter) + text.removeprefix(parameter)
+    return _ASSIGNMENT.sub(lambda match: f"{format_option(match[1])}{' ' if match[2] else ''}{match[2]}", text)
 
 
-def spell_option(parameter: str) -> str:
-    """Return the option that has a parameter; parameters that the command lacks keep their names."""
+def format_option(parameter: str) -> str:
+    """Return the option for a parameter. Parameters without an option keep their names."""
     return f"--{parameter.replace('_', '-')}" if parameter in PARAMETERS else parameter

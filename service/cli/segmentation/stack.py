@@ -1,4 +1,4 @@
-"""Read, segment and write one stack in this process, for `stackseg segment`."""
+"""`stackseg segment` for a single stack: read, segment and write it in this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from service.cli.progress import ProgressBar, show_progress
 from service.cli.segmentation.local_source import local_source
-from service.cli.segmentation.parameters import name_options
+from service.cli.segmentation.parameters import use_option_names
 from service.core.config import Settings
 from service.core.errors import BadParameter
 from service.core.quantities import TimeRange
@@ -32,27 +32,27 @@ from service.serving.results.provenance import describe_origin, hash_file
 
 
 def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Settings) -> int:
-    """Segment one file, or a store that is open."""
+    """Segment one file, or an open remote store."""
     stages, limit = Stages(), settings.limits.decoded_bytes
     with (
         tempfile.TemporaryDirectory(prefix="segment-") as scratch,
         open_batcher(settings) as device,
         show_progress() as bar,
     ):
-        bar.begin("reading")
+        bar.begin_step("reading")
         with stages.measure("read"):
             measured = options.measurements is not None
             _check_header(options, query, Estimator(spec, settings), limit)
             source = local_source(options.input, query, limit, Path(scratch), measured=measured)
             pixels = source.read_pixels()
-        bar.begin(f"loading {spec.identifier}")
+        bar.begin_step(f"loading {spec.identifier}")
         with stages.measure("load"):
             runner = ModelRunner(spec, settings)
             device.call(runner.warm_up)
-        bar.begin("windows")
+        bar.begin_step("windows")
         result = LocalRun(runner, device, Path(scratch), bar).segment(pixels.segmented, query.options)
         stages.update(result.seconds)
-        bar.begin("writing")
+        bar.begin_step("writing")
         with stages.measure("write"):
             digest = hash_file(options.input) if isinstance(options.input, Path) else None
             origin = describe_origin(query, result, options.input.name, digest)
@@ -62,15 +62,15 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
                 table = measure_objects(result, pixels.measured)
                 assert table is not None  # noqa: S101 - `_check_header` refuses other outputs
                 write_csv(table, options.measurements)
-    return print_result(_summarise(str(options.result), spec, result, stages), result)
+    return print_result(_summarize(str(options.result), spec, result, stages), result)
 
 
 class LocalRun(NamedTuple):
     """A model that runs in this process.
 
-    device   computes its windows
-    scratch  folder for the labels of a series
-    bar      shows the progress
+    device   batcher that computes its windows
+    scratch  folder for the labels of a time series
+    bar      progress bar
     """
 
     runner: ModelRunner
@@ -79,59 +79,59 @@ class LocalRun(NamedTuple):
     bar: ProgressBar
 
     def segment(self, pixels: Volume | Series, options: Options) -> Result:
-        """Segment a volume or a series, and show how far that is. Raises what `segment_series` raises."""
+        """Segment a volume or a time series and show the progress. Raises the errors of `segment_series`."""
         if isinstance(pixels, Volume):
-            return self._segment_volume(pixels, options, self.bar.show)
+            return self._segment_volume(pixels, options, self.bar.show_windows)
         return segment_series(
             pixels,
             options,
             PointSegmenter(self._segment_volume, self.estimate_diameter if self.is_estimated(options) else None),
             self.scratch,
-            began=lambda number: self.bar.begin(f"time point {number + 1} of {len(pixels.times)}"),
-            progress=self.bar.show,
+            began=lambda number: self.bar.begin_step(f"time point {number + 1} of {len(pixels.times)}"),
+            progress=self.bar.show_windows,
         )
 
     def _segment_volume(self, volume: Volume, options: Options, progress: Progress) -> Result:
         return segment(self.runner, volume, options, callbacks=Callbacks(self.device.run, progress=progress))
 
     def is_estimated(self, options: Options) -> bool:
-        """Return whether the diameter of the objects is estimated."""
+        """Return whether the object diameter is estimated."""
         return self.runner.estimator.plan(options).estimated
 
     def estimate_diameter(self, volume: Volume, options: Options) -> Sizing | None:
-        """Estimate the diameter of the objects of a volume, as `service.inference.segment.estimate_diameter` does."""
+        """Estimate the object diameter of a volume with `service.inference.segment.estimate_diameter`."""
         return estimate_diameter(self.runner, volume, options, Callbacks(self.device.run))
 
 
 def _check_header(options: argparse.Namespace, query: Query, estimator: Estimator, limit_bytes: int) -> None:
-    """Raise what the options and the header of the file tell already, which need not wait for pixels and weights."""
+    """Raise errors that the options and the file header already reveal, before pixels and weights are loaded."""
     kind = estimator.output(query.options)
     check_output(kind, query, measured=options.measurements is not None)
-    _check_form(kind, query, options.result)
+    _check_format(kind, query, options.result)
     description = stack_reader.inspect(options.input, query.selection, limit_bytes)
     if not description.problem:
         estimator.plan_request(description, query.options)
 
 
 def check_output(kind: OutputKind, query: Query, *, measured: bool) -> None:
-    """Raise BadParameter where the objects of a result would be asked for that has none."""
+    """Raise BadParameter if measurements or links are requested for a result without objects."""
     if kind != "labels" and measured:
-        raise BadParameter(f"--measurements: only labels can be measured, and the result would be {kind}.")
+        raise BadParameter(f"--measurements requires labels, but the result is {kind}.")
     if kind != "labels" and query.link is not None:
-        raise BadParameter(f"--link: only labels have objects to link, and the result would be {kind}.")
+        raise BadParameter(f"--link requires labels, but the result is {kind}.")
 
 
-def _check_form(kind: OutputKind, query: Query, path: Path) -> None:
-    """Raise BadParameter for a result that the form which its name asks for cannot hold."""
+def _check_format(kind: OutputKind, query: Query, path: Path) -> None:
+    """Raise BadParameter if the format of the result does not support the segmentation."""
     if writers.is_tiff(path) or writers.is_zarr(path):
         return
     if kind == "probabilities" or isinstance(query.selection.time, TimeRange):
         raise BadParameter(
-            f"{path}: only TIFF and OME-Zarr hold probabilities, or several time points; call it .tif or .zarr."
+            f"{path}: only TIFF and OME-Zarr support probabilities and time series. Use the suffix .tif or .zarr."
         )
 
 
-def _summarise(path: str, spec: ModelSpec, result: Result, stages: Stages) -> str:
+def _summarize(path: str, spec: ModelSpec, result: Result, stages: Stages) -> str:
     """Return one line with the number of objects and the seconds of each stage."""
     count = result.segmentation.count
     objects = "" if count is None else f"{count} objects, "
@@ -142,16 +142,16 @@ def _summarise(path: str, spec: ModelSpec, result: Result, stages: Stages) -> st
 
 
 def print_result(summary: str, result: Result) -> int:
-    """Print a summary of a result and what to know of it; on stderr what is wrong with it. Returns the exit status."""
+    """Print a summary and notes to standard output, and warnings to standard error. Return the exit status."""
     sys.stdout.write(f"{summary}\n")
     if result.skipped is not None:
         sys.stdout.write(f"skipped: {result.skipped}\n")
     if result.confidence is not None:
         sys.stdout.write(f"confidence: {result.confidence:.2f}\n")
-    sys.stdout.writelines(f"note: {name_options(note)}\n" for note in result.notes)
+    sys.stdout.writelines(f"note: {use_option_names(note)}\n" for note in result.notes)
     if result.doubt is not None:
-        sys.stderr.write(f"stackseg: warning: {name_options(result.doubt.detail)}\n")
+        sys.stderr.write(f"stackseg: warning: {use_option_names(result.doubt.detail)}\n")
     if result.series is None or result.series.fault is None:
         return 0
-    sys.stderr.write(f"stackseg: {name_options(result.series.fault)}\n")
+    sys.stderr.write(f"stackseg: {use_option_names(result.series.fault)}\n")
     return 1

@@ -1,1 +1,1 @@
-"""Reading files of unknown origin in confined child processes."""
+"""Reading untrusted files in confined child processes."""

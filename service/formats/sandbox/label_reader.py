@@ -1,4 +1,4 @@
-"""Read labels that somebody has made elsewhere: a TIFF, or NumPy's .npy, also within gzip. For the sandbox's child."""
+"""Read uploaded labels: a TIFF, or NumPy's .npy with or without gzip. Runs in the confined child process."""
 
 from __future__ import annotations
 
@@ -16,68 +16,69 @@ from service.core.errors import BadFile, BadParameter, RequestError, TooLarge
 from service.core.quantities import Size
 from service.core.types import Selection
 from service.formats import stack_reader
-from service.formats.placement import Extract, Placement
+from service.formats.placement import Placement, VolumeLocation
 
-_GZIP, _NPY = b"\x1f\x8b", b"\x93NUMPY"
-_TYPES = {"uint8", "uint16", "uint32", "int32"}
-# A header states three numbers; numpy.load refuses longer ones than this, too.
+_GZIP_MAGIC = b"\x1f\x8b"
+_NPY_MAGIC = b"\x93NUMPY"
+_LABEL_TYPES = {"uint8", "uint16", "uint32", "int32"}
+# The header of a three-dimensional array is short. `numpy.load` has the same limit.
 _MAX_HEADER_BYTES = 10_000
-_BLOCK_BYTES = 2**20
-_SAVE = "save them as uint16 or uint32, as with labels.astype('uint32')."
+_COPY_BLOCK_BYTES = 2**20
+_SAVE_ADVICE = "Save the labels as uint16 or uint32, for example with labels.astype('uint32')."
 
 
-def extract(file: int, shape: Size, make_output: Callable[[int], int]) -> Extract:
-    """Locate labels of one channel in an open file, or decode them to another one, as `stack_reader.extract` does.
+def extract(file: int, shape: Size, make_output: Callable[[int], int]) -> VolumeLocation:
+    """Locate labels with a single channel in an open file, or decode them to another file, like `stack_reader.extract`.
 
-    `file` is a descriptor, which is closed. `shape` (Z, Y, X) is that of the stack which they belong to: nothing is
-    decoded of labels with another one. Raises BadFile, BadParameter, and what `stack_reader.extract` raises.
+    `file` is a descriptor, which is closed. `shape` (Z, Y, X) is the shape of the stack to which the labels belong.
+    Labels of another shape are not decoded. Raises BadFile, BadParameter, and the errors of `stack_reader.extract`.
     """
-    start = os.pread(file, len(_NPY), 0)
-    if start == _NPY or start.startswith(_GZIP):
+    start = os.pread(file, len(_NPY_MAGIC), 0)
+    if start == _NPY_MAGIC or start.startswith(_GZIP_MAGIC):
         with os.fdopen(file, "rb") as stream:
-            if start == _NPY:
-                return _describe(_place(stream, shape), decoded=False)
+            if start == _NPY_MAGIC:
+                return _make_location(_parse_npy_header(stream, shape), decoded=False)
             return _decompress(stream, shape, make_output)
     return _extract_tiff(file, shape, make_output)
 
 
-def _extract_tiff(file: int, shape: Size, make_output: Callable[[int], int]) -> Extract:
+def _extract_tiff(file: int, shape: Size, make_output: Callable[[int], int]) -> VolumeLocation:
     limit = 4 * math.prod(shape)
     try:
         selection = _choose_axes(file, shape, limit)
-        located = stack_reader.extract_all(file, selection, limit, make_output)
+        location = stack_reader.extract_all(file, selection, limit, make_output)
     except TooLarge as error:
         raise BadParameter(
-            f"The labels are larger than the stack, {'x'.join(map(str, shape))} (ZYX), or have more than 32 bits;"
-            f" {_SAVE}"
+            f"The labels are larger than the stack, {'x'.join(map(str, shape))} (ZYX), or have more than 32 bits per"
+            f" voxel. {_SAVE_ADVICE}"
         ) from error
-    placement = located.placement
+    placement = location.placement
     if placement.shape[0] > 1:
-        raise BadParameter(f"The labels have {placement.shape[0]} channels; send one.")
-    _check(np.dtype(placement.dtype), placement.shape[1:], shape)
-    return located
+        raise BadParameter(f"The labels have {placement.shape[0]} channels. Upload labels with a single channel.")
+    _check_labels(np.dtype(placement.dtype), placement.shape[1:], shape)
+    return location
 
 
 def _choose_axes(file: int, shape: Size, limit: int) -> Selection:
-    """Return how to read labels, whose planes most programs save as if they were channels or time points.
+    """Choose the axes of labels. Many programs save the planes of labels as channels or time points.
 
-    `file` stays open. What has the three dimensions of the stack is labels of its planes, whatever the file calls them.
+    A three-dimensional array with the shape of the stack is read as ZYX, regardless of its metadata. `file` stays open.
     """
     planes = Selection(axes="ZYX")
     try:
-        fits = stack_reader.inspect(file, planes, limit, keep=True).shape == (1, *shape)
+        has_stack_shape = stack_reader.inspect(file, planes, limit, keep=True).shape == (1, *shape)
     except RequestError:
-        fits = False
+        has_stack_shape = False
     os.lseek(file, 0, os.SEEK_SET)
-    return planes if fits else Selection()
+    return planes if has_stack_shape else Selection()
 
 
-def _describe(placement: Placement, *, decoded: bool) -> Extract:
-    return Extract(placement, voxel_size=None, channels=("",), notes=(), decoded=decoded)
+def _make_location(placement: Placement, *, decoded: bool) -> VolumeLocation:
+    return VolumeLocation(placement, voxel_size=None, channels=("",), notes=(), decoded=decoded)
 
 
-def _place(stream: IO[bytes], shape: Size) -> Placement:
-    """Parse the header of .npy, and return the place of the pixels after it. Raises BadFile and BadParameter."""
+def _parse_npy_header(stream: IO[bytes], shape: Size) -> Placement:
+    """Parse the header of a .npy file and return the placement of the pixels after it. Raises BadFile, BadParameter."""
     header: tuple[tuple[int, ...], bool, np.dtype[Any]]
     try:
         version = np.lib.format.read_magic(stream)
@@ -88,44 +89,47 @@ def _place(stream: IO[bytes], shape: Size) -> Placement:
     except (ValueError, EOFError) as error:
         raise BadFile(f"The .npy file cannot be read: {error}") from error
     stored, fortran_order, dtype = header
-    _check(dtype, stored, shape)
+    _check_labels(dtype, stored, shape)
     if fortran_order and min(sorted(shape)[1:]) > 1:
-        raise BadFile("The .npy file is in Fortran order; save numpy.ascontiguousarray(labels).")
+        raise BadFile("The .npy file is in Fortran order. Save numpy.ascontiguousarray(labels) instead.")
     return replace(Placement.dense(dtype, (1, *shape)), offset=stream.tell())
 
 
-def _check(dtype: np.dtype[Any], stored: tuple[int, ...], shape: Size) -> None:
+def _check_labels(dtype: np.dtype[Any], stored: tuple[int, ...], shape: Size) -> None:
     if stored != shape:
-        text = "x".join(map(str, stored)) or "a single number"
+        text = "x".join(map(str, stored)) or "a scalar"
         raise BadParameter(
-            f"The labels are {text} and the selected part of the stack is {'x'.join(map(str, shape))} (ZYX); send"
-            " labels of the whole stack, with region= where only a part of it was corrected."
+            f"The labels are {text}, but the selected part of the stack is {'x'.join(map(str, shape))} (ZYX). Upload"
+            " labels of the whole stack, and set region= if only a part of it was corrected."
         )
-    if dtype.name not in _TYPES:
-        raise BadFile(f"The labels are {dtype.name}; {_SAVE}")
+    if dtype.name not in _LABEL_TYPES:
+        raise BadFile(f"Labels of type {dtype.name} are not supported. {_SAVE_ADVICE}")
 
 
-def _decompress(stream: IO[bytes], shape: Size, make_output: Callable[[int], int]) -> Extract:
+def _decompress(stream: IO[bytes], shape: Size, make_output: Callable[[int], int]) -> VolumeLocation:
     try:
         with cast("IO[bytes]", gzip.GzipFile(fileobj=stream)) as content:
-            if content.read(len(_NPY)) != _NPY:
-                raise BadFile("Within gzip labels are read as .npy alone; send a TIFF as it is, it may be compressed.")
+            if content.read(len(_NPY_MAGIC)) != _NPY_MAGIC:
+                raise BadFile(
+                    "Only .npy labels may be compressed with gzip. Upload a TIFF without gzip. It may use TIFF"
+                    " compression."
+                )
             content.seek(0)
-            placement = replace(_place(content, shape), offset=0)
+            placement = replace(_parse_npy_header(content, shape), offset=0)
             with os.fdopen(make_output(placement.nbytes), "r+b", buffering=0) as output:
                 _copy(content, output, placement.nbytes)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise BadFile(f"The gzip stream is cut short or damaged: {error}") from error
-    return _describe(placement, decoded=True)
+        raise BadFile(f"The gzip stream is truncated or damaged: {error}") from error
+    return _make_location(placement, decoded=True)
 
 
 def _copy(content: IO[bytes], output: IO[bytes], nbytes: int) -> None:
-    left = nbytes
-    while left:
-        block = content.read(min(left, _BLOCK_BYTES))
+    remaining_bytes = nbytes
+    while remaining_bytes:
+        block = content.read(min(remaining_bytes, _COPY_BLOCK_BYTES))
         if not block:
-            raise EOFError(f"{left} bytes are missing")
+            raise EOFError(f"{remaining_bytes} bytes are missing")
         view = memoryview(block)
         while view:
             view = view[output.write(view) or 0 :]
-        left -= len(block)
+        remaining_bytes -= len(block)

@@ -1,8 +1,9 @@
-"""Read untrusted stacks in child processes, which may run out of memory or time, crash, or be taken over, without harm.
+"""Read untrusted stacks in child processes. If a child crashes, hangs, or is compromised, the service is not affected.
 
-A `Reader` keeps a few started children. A child parses and decodes; requests and answers are JSON on a socket, files go
-to it as open descriptors, those of a folder when it asks for them, and pixels come back as a location in one of them,
-which this process maps. A child that dies or takes too long is replaced. `confinement` has what it cannot do.
+A `Reader` keeps several started child processes that parse and decode files. Requests and replies are JSON messages on
+a socket. Files are passed as open descriptors, and files in a folder are passed when the child requests them. A child
+returns the location of the pixels in one of these files, which this process maps. A child that crashes or takes too
+long is replaced. `confinement` describes what a child is prevented from doing.
 """
 
 from __future__ import annotations
@@ -30,41 +31,43 @@ from service.core.errors import (
 )
 from service.core.quantities import Size
 from service.core.types import Cancelling, Description, Selection, Volume, never
-from service.formats.placement import Extract, map_file
+from service.formats.placement import VolumeLocation, map_file
 from service.formats.sandbox.child_process import ReaderProcess
 from service.formats.sandbox.remote_store import RemoteStore
-from service.formats.sandbox.request_files import NONSENSE, RequestFiles, make_unnamed_file
+from service.formats.sandbox.request_files import INVALID_REPLY_MESSAGE, RequestFiles, make_unnamed_file
 
-# It is not imported here: what parses files runs in the child alone.
+# Not imported here, because only the child may run code that parses files.
 CHILD_MODULE = "service.formats.sandbox.child_main"
-# Processes that start before a file comes. Each takes 20 MB, and a start 0.2 s.
-STARTED_EARLY = 2
-# What decodes to no more than this is decoded at once: mostly in less than a second.
-SMALL_BYTES = 2**25
+# Number of processes that start before the first request. Each uses 20 MB, and its start takes 0.2 s.
+PRESTARTED_PROCESSES = 2
+# Files that decode to at most this size are decoded immediately, usually in less than a second.
+SMALL_FILE_BYTES = 2**25
 _ERRORS = {error.slug: error for error in (AmbiguousAxes, BadFile, BadParameter, TooLarge, UnsupportedMedia)}
-_DESCRIPTION, _EXTRACT = TypeAdapter(Description), TypeAdapter(Extract)
-# The parameter that an error is about, and values to try.
-_ADVICE = TypeAdapter(tuple[str | None, dict[str, str]])
+_DESCRIPTION_ADAPTER = TypeAdapter(Description)
+_LOCATION_ADAPTER = TypeAdapter(VolumeLocation)
+# The parameter that caused an error, and suggested values.
+_ADVICE_ADAPTER = TypeAdapter(tuple[str | None, dict[str, str]])
 
 T = TypeVar("T")
 
 Source = Path | bytearray | RemoteStore
-"""A file, a folder of Zarr, the whole content of a file, or a store of Zarr elsewhere."""
+"""Path of a file or a Zarr folder, the content of a file, or a remote Zarr store."""
 
 
 class Reader:
-    """Reader of stacks in child processes; thread-safe.
+    """Thread-safe reader of stacks that parses files in child processes.
 
     Args:
-        memory_bytes: memory of a child for one file, beyond that of an idle child
-        seconds: time for one file
-        decoded_bytes: largest selection from an upload
-        shared_bytes: largest selection from a shared file; None: `decoded_bytes`
-        processes: number of files that are read at the same time; further callers wait
-        module: what the children run, with the arguments and the socket of `CHILD_MODULE`
+            memory_bytes: memory that a child may use for one file, in addition to that of an idle child
+            seconds: time limit for one file
+            decoded_bytes: maximum decoded size of a selection from an upload
+            shared_bytes: maximum decoded size of a selection from a shared file; None: `decoded_bytes`
+            processes: number of files that can be read at the same time; additional callers wait
+            module: module that the children run; it must accept the arguments and the socket of `CHILD_MODULE`
 
-    small_bytes  what decodes to no more than this is decoded by `read_small`
-    Where `cancelled` returns True while a file is read, its child is killed, and Cancelled is raised.
+    small_bytes  maximum decoded size of the selections that `read_small` decodes
+
+    If `cancelled` returns True while a file is read, its child is killed and Cancelled is raised.
     """
 
     def __init__(  # noqa: PLR0913
@@ -77,27 +80,27 @@ class Reader:
         processes: int = 2,
         module: str = CHILD_MODULE,
     ) -> None:
-        self.small_bytes = SMALL_BYTES
+        self.small_bytes = SMALL_FILE_BYTES
         self._decoded_bytes, self._shared_bytes = decoded_bytes, shared_bytes or decoded_bytes
         max_bytes = max(self._decoded_bytes, self._shared_bytes)
         self._children = [ReaderProcess(module, memory_bytes, max_bytes, seconds) for _ in range(processes)]
-        # Whoever was idle last is asked first.
+        # The child that became idle last is used first.
         self._idle: queue.LifoQueue[ReaderProcess] = queue.LifoQueue()
-        for number, child in enumerate(reversed(self._children), 1 + STARTED_EARLY - processes):
+        for number, child in enumerate(reversed(self._children), 1 + PRESTARTED_PROCESSES - processes):
             if number > 0:
-                child.begin()
+                child.restart()
             self._idle.put(child)
 
     def inspect(
         self, source: Source, selection: Selection, *, shared: bool = False, cancelled: Cancelling = never
     ) -> Description:
-        """Describe a file and the selected part, as `stack_reader.inspect` does.
+        """Describe a file and the selected part like `stack_reader.inspect`.
 
-        Raises its errors, BadFile where the child crashes, TooLarge where it runs out of time, and ReaderKilled.
+        Raises its errors, BadFile if the child crashes, TooLarge if it runs out of time, and ReaderKilled.
         """
         request = self._request("inspect", selection, source, shared=shared)
-        with _open(source) as file:
-            return self._call(request, RequestFiles(file), cancelled, _DESCRIPTION.validate_python)
+        with _open_source(source) as file:
+            return self._call(request, RequestFiles(file), cancelled, _DESCRIPTION_ADAPTER.validate_python)
 
     def read(
         self,
@@ -108,19 +111,20 @@ class Reader:
         shared: bool = False,
         cancelled: Cancelling = never,
     ) -> Volume:
-        """Read the selected part of a file, as `stack_reader.read` does.
+        """Read the selected part of a file like `stack_reader.read`.
 
-        Decoded pixels go to a file without a name in the folder `scratch`, which is made when it is needed. The volume
-        maps that file or the uploaded one, or shares the memory of `source`. Others may change a `shared` file at any
-        time, so it is read and never mapped: access to a mapped file that became shorter kills the process.
+        Decoded pixels are written to an unnamed file in the folder `scratch`, which is created if necessary. The volume
+        maps that file or the uploaded one, or shares the memory of `source`. Other processes can change a `shared` file
+        at any time. Such a file is read and never mapped, because access to a mapped file that became shorter kills the
+        process.
 
-        Raises the errors of `stack_reader.read`, BadFile where the child crashes, TooLarge where it runs out of time,
-        and ReaderKilled.
+        Raises the errors of `stack_reader.read`, BadFile if the child crashes, TooLarge if it runs out of time, and
+        ReaderKilled.
         """
         request = self._request("extract", selection, source, shared=shared, small_bytes=sys.maxsize)
         volume = self._extract(request, source, scratch, cancelled, shared=shared)
         if not isinstance(volume, Volume):
-            raise BadFile(NONSENSE)
+            raise BadFile(INVALID_REPLY_MESSAGE)
         return volume
 
     def read_small(
@@ -132,33 +136,33 @@ class Reader:
         shared: bool = False,
         cancelled: Cancelling = never,
     ) -> Volume | Description:
-        """Read like `read` where at most `self.small_bytes` have to be decoded, else describe it and decode nothing."""
+        """Read the selected part like `read` if it decodes to at most `small_bytes`, else only describe it."""
         request = self._request("extract", selection, source, shared=shared, small_bytes=self.small_bytes)
         return self._extract(request, source, scratch, cancelled, shared=shared)
 
     def read_labels(self, source: Source, shape: Size, scratch: Path, *, cancelled: Cancelling = never) -> Volume:
-        """Read labels for a stack of this shape (Z, Y, X) from a TIFF, or .npy that may be within gzip.
+        """Read labels for a stack of the given shape (Z, Y, X) from a TIFF, or from .npy with or without gzip.
 
-        Raises BadParameter for labels of another shape, and what `read` raises.
+        Raises BadParameter if the labels have another shape, and the errors of `read`.
         """
         request = self._request("labels", Selection(), source, shared=False) | {"shape": shape}
         volume = self._extract(request, source, scratch, cancelled, shared=False)
         if not isinstance(volume, Volume) or volume.shape != (1, *shape):
-            raise BadFile(NONSENSE)
+            raise BadFile(INVALID_REPLY_MESSAGE)
         return volume
 
     @property
     def kills(self) -> int:
-        """The number of children that others have killed while they read a file."""
-        return sum(child.kills for child in self._children)
+        """Number of children that were killed from outside while they read a file."""
+        return sum(child.kill_count for child in self._children)
 
     @property
     def missing(self) -> dict[str, str]:
-        """Layers of `confinement` that do not hold on this host, with the reasons; empty until a child has started."""
-        return next((child.missing for child in self._children if child.missing is not None), {})
+        """Layers of `confinement` that are not in force on this host, with reasons; empty until a child has started."""
+        return next((child.missing_layers for child in self._children if child.missing_layers is not None), {})
 
     def await_start(self) -> None:
-        """Wait until a child has started. Raises NotReady where it does not start."""
+        """Wait until a child has started. Raises NotReady if it does not start."""
         child = self._idle.get()
         try:
             child.await_start()
@@ -166,11 +170,11 @@ class Reader:
             self._idle.put(child)
 
     def close(self) -> None:
-        """End the child processes; callers that still wait for an answer get NotReady."""
+        """End the child processes. Callers that still wait for a reply get NotReady."""
         for child in self._children:
-            child.retire()
+            child.shut_down()
         for child in [self._idle.get() for _ in self._children]:
-            child.end()
+            child.kill()
             self._idle.put(child)
 
     def __enter__(self) -> Self:
@@ -183,25 +187,27 @@ class Reader:
         self, request: dict[str, Any], source: Source, scratch: Path, cancelled: Cancelling, *, shared: bool
     ) -> Volume | Description:
         limit = request["limit_bytes"]
-        with _open(source) as file, RequestFiles(file, scratch, limit) as files:
+        with _open_source(source) as file, RequestFiles(file, scratch, limit) as files:
 
-            def parse(result: dict[str, Any]) -> Description | tuple[Extract, bytearray | int]:
+            def parse(result: dict[str, Any]) -> Description | tuple[VolumeLocation, bytearray | int]:
                 if "description" in result:
-                    return _DESCRIPTION.validate_python(result["description"])
-                located = _parse_extract(result, limit)
+                    return _DESCRIPTION_ADAPTER.validate_python(result["description"])
+                location = _parse_location(result, limit)
                 stored = source if isinstance(source, bytearray) else file
                 if isinstance(stored, RemoteStore):
-                    return located, files.output
-                return located, files.output if located.decoded else stored
+                    return location, files.output
+                return location, files.output if location.decoded else stored
 
-            found = self._call(request, files, cancelled, parse)
-            if isinstance(found, Description):
-                return found
-            located, content = found
+            result = self._call(request, files, cancelled, parse)
+            if isinstance(result, Description):
+                return result
+            location, content = result
             try:
-                return _volume(located, content, streamed=shared and not located.decoded)
+                return _make_volume(location, content, is_streamed=shared and not location.decoded)
             except (ValueError, OverflowError) as error:
-                raise BadFile("The file is damaged: its pixels lie outside of it.") from error
+                raise BadFile(
+                    "The file is damaged: its pixels extend beyond its end. Copy or export it again."
+                ) from error
 
     def _request(
         self, call: str, selection: Selection, source: Source, *, shared: bool, small_bytes: int | None = None
@@ -218,29 +224,29 @@ class Reader:
         cancelled: Cancelling,
         parse: Callable[[Any], T],
     ) -> T:
-        """Have a child answer a request, and return what `parse` makes of its result.
+        """Send a request to a child, and return the result after parsing it with `parse`.
 
-        A child whose reply makes no sense is not asked again: the file may have taken it over.
+        A child that sends an invalid reply is restarted, because the file may have compromised it.
         """
         child = self._idle.get()
         try:
             try:
-                reply = child.ask(request, files, cancelled)
+                reply = child.call(request, files, cancelled)
             except ReaderKilled:
-                reply = child.ask(request, files, cancelled)
+                reply = child.call(request, files, cancelled)
             try:
                 _raise_error(reply)
                 return parse(reply["result"])
             except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
-                child.begin()
-                raise BadFile(NONSENSE) from error
+                child.restart()
+                raise BadFile(INVALID_REPLY_MESSAGE) from error
         finally:
             self._idle.put(child)
 
 
 @contextmanager
-def _open(source: Source) -> Iterator[int | RemoteStore]:
-    """Open a file, a folder, or a copy in memory of its content, until the end of the block; a store is open."""
+def _open_source(source: Source) -> Iterator[int | RemoteStore]:
+    """Yield the descriptor of a file, a folder, or an in-memory copy of the content, or the remote store itself."""
     if isinstance(source, RemoteStore):
         yield source
         return
@@ -258,7 +264,7 @@ def _open(source: Source) -> Iterator[int | RemoteStore]:
 
 
 def _raise_error(reply: dict[str, Any]) -> None:
-    """Raise the error that a child has met, if it has."""
+    """Raise the error in a child's reply, if there is one."""
     if "errno" in reply:
         raise OSError(int(reply["errno"]), str(reply["message"]))
     if "error" in reply:
@@ -266,30 +272,30 @@ def _raise_error(reply: dict[str, Any]) -> None:
 
 
 def _parse_error(reply: dict[str, Any]) -> RequestError:
-    """Return the error in a child's reply. Raises ValueError where the reply makes no sense."""
-    parameter, suggested = _ADVICE.validate_python((reply.get("parameter"), reply.get("suggested", {})))
+    """Parse the error in a child's reply. Raises ValueError if the reply is invalid."""
+    parameter, suggested = _ADVICE_ADAPTER.validate_python((reply.get("parameter"), reply.get("suggested", {})))
     kind: type[RequestError] = _ERRORS.get(str(reply["error"]), BadFile)
     return kind(str(reply["message"]), parameter=parameter, suggested=suggested)
 
 
-def _parse_extract(reply: dict[str, Any], limit_bytes: int) -> Extract:
-    """Parse a child's reply about the place of pixels. Raises ValueError where it makes no sense."""
-    located = _EXTRACT.validate_python({**reply, "placement": reply})
-    placement = located.placement
+def _parse_location(reply: dict[str, Any], limit_bytes: int) -> VolumeLocation:
+    """Parse the location of pixels in a child's reply. Raises ValueError if it is invalid."""
+    location = _LOCATION_ADAPTER.validate_python({**reply, "placement": reply})
+    placement = location.placement
     if np.dtype(placement.dtype).kind not in "uif" or min(placement.shape) < 1 or placement.nbytes > limit_bytes:
-        raise ValueError(NONSENSE)
-    return located
+        raise ValueError(INVALID_REPLY_MESSAGE)
+    return location
 
 
-def _volume(located: Extract, content: bytearray | int, *, streamed: bool) -> Volume:
-    """Return the volume in memory or in an open file, which is mapped only where it is small and not to be `streamed`.
+def _make_volume(location: VolumeLocation, content: bytearray | int, *, is_streamed: bool) -> Volume:
+    """Return the volume in memory or in an open file. Large or `is_streamed` files are read instead of mapped.
 
-    Raises ValueError where the content ends before the pixels.
+    Raises ValueError if the content ends before the pixels.
     """
-    placement, facts = located.placement, (located.voxel_size, located.channels, located.notes)
+    placement, volume_metadata = location.placement, (location.voxel_size, location.channels, location.notes)
     if isinstance(content, bytearray):
-        return placement.map_volume(content, *facts)
-    # A large mapped file would fill memory with its pages, which count as used.
-    if placement.nbytes >= LARGE_BYTES or streamed:
-        return placement.stream_volume(content, *facts)
-    return placement.map_volume(map_file(content), *facts)
+        return placement.map_volume(content, *volume_metadata)
+    # The pages of a large mapped file would fill the memory and count as used.
+    if placement.nbytes >= LARGE_BYTES or is_streamed:
+        return placement.stream_volume(content, *volume_metadata)
+    return placement.map_volume(map_file(content), *volume_metadata)

@@ -1,9 +1,9 @@
-"""Zarr stores that lie elsewhere: on S3, Google and Azure by obstore (the extra `remote`), and on web servers.
+"""Remote Zarr stores: on S3, Google and Azure with obstore (the extra `remote`), and on web servers.
 
-Credentials come from the environment alone. Nothing outside of the URL that a store was opened with is asked for, and
-redirects of web servers are not followed, which could lead anywhere. Those of object storage are: obstore has no option
-against it, but does not leave https for them, and sends credentials to no other host. What comes is parsed in a
-child process of `sandbox.reader`.
+Credentials come only from the environment. Only objects below the URL of the store are requested. Redirects of web
+servers are not followed, because they could lead to any address. Redirects of object storage are followed, because
+obstore cannot disable them. However, obstore stays on https and does not send credentials to other hosts. The contents
+are parsed in a child process of `sandbox.reader`.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from urllib.parse import quote, unquote, urlsplit
 
 from service.core.errors import BadFile, BadParameter, Cancelled, StackSegError, StorageUnavailable, TooLarge
 from service.core.types import Cancelling, never
-from service.formats.zarr.store import Part, place_part, split_key
+from service.formats.zarr.store import FileRange, resolve_range, split_key
 
-# For one object, and for a server to say anything at all.
-OBJECT_SECONDS, SILENT_SECONDS = 60.0, 10.0
-# How often it is asked whether the caller still waits for an answer.
+# Time limit for receiving one object.
+OBJECT_TIMEOUT_SECONDS = 60.0
+# Time limit for connecting, and for each response of a server.
+RESPONSE_TIMEOUT_SECONDS = 10.0
+# Interval between checks for cancellation.
 POLL_SECONDS = 0.2
-# Objects that one reader asks for at the same time.
-_AT_ONCE = 16
-# Of all that is asked for at a time and held in memory, such as one large chunk.
-_MOST_BYTES = 2**29
-_READ_BYTES = 2**18
-_CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-# Schemes of obstore, and variables of the environment one of which says who asks. Without them nobody in particular
-# does: the libraries would look for credentials at addresses of the host's network.
-_CLOUDS: Mapping[str, tuple[str, ...]] = {
+# Number of objects that one store requests concurrently.
+_MAX_CONCURRENT_REQUESTS = 16
+# Maximum size of the ranges that are fetched together and held in memory, for example one large chunk.
+_MAX_FETCH_BYTES = 2**29
+_RECEIVE_CHUNK_BYTES = 2**18
+_CONNECTION_TYPES = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+# Schemes of obstore, and environment variables that indicate the presence of credentials. Requests are anonymous if
+# none of them is set. Otherwise the libraries would search for credentials at addresses in the host's network.
+_CREDENTIAL_VARIABLES: Mapping[str, tuple[str, ...]] = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_"),
     "gs": ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_BEARER_TOKEN"),
     "az": (
@@ -46,82 +48,87 @@ _CLOUDS: Mapping[str, tuple[str, ...]] = {
         *(f"AZURE_{name}" for name in ("CLIENT_", "FEDERATED_TOKEN_FILE", "MSI_ENDPOINT", "IDENTITY_ENDPOINT")),
     ),
 }
-SCHEMES = (*_CLOUDS, *_CONNECTIONS)
+SCHEMES = (*_CREDENTIAL_VARIABLES, *_CONNECTION_TYPES)
 
 _log = logging.getLogger(__name__)
 
 
 class _Backend(Protocol):
-    """Objects below a prefix; safe in several threads."""
+    """Objects below a prefix; thread-safe."""
 
-    def get(self, part: Part) -> bytes | None:
-        """Return a part of an object, None where there is none. Raises BadFile, StorageUnavailable."""
+    def get(self, file_range: FileRange) -> bytes | None:
+        """Return a range of an object, or None if the object does not exist. Raises BadFile, StorageUnavailable."""
 
     def close(self) -> None:
-        """Give up what is being read, as far as that is possible."""
+        """Cancel running requests if possible."""
 
 
-def is_url(place: str) -> bool:
-    """Return whether a place is written as a URL."""
-    return "://" in place
+def is_url(location: str) -> bool:
+    """Return whether a location is a URL."""
+    return "://" in location
 
 
 def check_url(url: str) -> str:
-    """Return the URL of a store or of a prefix, without a slash at its end. Raises BadParameter for one of no use."""
+    """Return the URL of a store or a prefix without a trailing slash. Raises BadParameter if it is not supported."""
     try:
         parts = urlsplit(url)
         is_plain = not (parts.query or parts.fragment or parts.username or parts.password or "@" in parts.netloc)
-        is_known = parts.scheme in SCHEMES and parts.hostname is not None
+        is_supported = parts.scheme in SCHEMES and parts.hostname is not None
         _ = parts.port
     except ValueError:
-        is_plain = is_known = False
-    if not is_known or not is_plain:
+        is_plain = is_supported = False
+    if not is_supported or not is_plain:
         raise BadParameter(
-            f"The URL of a store is s3://BUCKET/PATH, or one of {', '.join(SCHEMES[1:])}, without credentials, a query"
-            " or a fragment; credentials belong into the environment."
+            f"The URL of the store is not valid. Use s3://BUCKET/PATH or one of {', '.join(SCHEMES[1:])}, without"
+            " credentials, query and fragment. Set credentials in the environment of the service."
         )
     return url.rstrip("/")
 
 
 class RemoteStore:
-    """The store at a URL; a `formats.zarr.store.Store` that may be asked from several threads.
+    """Store at a URL that implements `formats.zarr.store.Store`; thread-safe.
 
-    Raises BadParameter for a URL of no use, and for one that needs the extra `remote` where it is not installed.
+    Raises BadParameter if the URL is not supported, or if it needs the extra `remote` and this is not installed.
     """
 
     def __init__(self, url: str) -> None:
         url = check_url(url)
         scheme = urlsplit(url).scheme
         self.name = unquote(url.rpartition("/")[2])
-        self._backend: _Backend = _Cloud(url) if scheme in _CLOUDS else _WebServer(url)
-        self._threads = ThreadPoolExecutor(_AT_ONCE, "fetch")
+        self._backend: _Backend = _ObjectStorage(url) if scheme in _CREDENTIAL_VARIABLES else _WebServer(url)
+        self._threads = ThreadPoolExecutor(_MAX_CONCURRENT_REQUESTS, "fetch")
 
-    def read(self, parts: Sequence[Part]) -> list[bytes | None]:
-        """Read parts of objects, None for each that is not there. Raises BadFile, StorageUnavailable."""
-        return self.fetch(parts, never)
+    def read(self, ranges: Sequence[FileRange]) -> list[bytes | None]:
+        """Read ranges of objects, with None for each missing object. Raises BadFile, StorageUnavailable."""
+        return self.fetch(ranges, never)
 
-    def fetch(self, parts: Sequence[Part], cancelled: Cancelling) -> list[bytes | None]:
-        """Read parts of objects, several at a time, and give up once nobody waits for them.
+    def fetch(self, ranges: Sequence[FileRange], cancelled: Cancelling) -> list[bytes | None]:
+        """Read ranges of objects concurrently until `cancelled` returns True. The result is None for missing objects.
 
-        Raises BadFile for keys that lead elsewhere and for what is not as long as it should be, TooLarge for more than
-        is held in memory, StorageUnavailable where the server fails or takes too long, and Cancelled.
+        Raises BadFile if a key leads outside the store or an object has the wrong length, TooLarge if the ranges exceed
+        the memory limit, StorageUnavailable if the server fails or takes too long, and Cancelled.
         """
-        if sum(max(part.size, 0) for part in parts) > _MOST_BYTES:
-            raise TooLarge("The store is to be read in parts of more than 512 MiB; write it with smaller chunks.")
-        for part in parts:
-            split_key(part.key)
-        futures: list[Future[bytes | None]] = [self._threads.submit(self._backend.get, part) for part in parts]
+        if sum(max(file_range.size, 0) for file_range in ranges) > _MAX_FETCH_BYTES:
+            raise TooLarge(
+                "The chunks of the store are too large: one read requires more than 512 MiB. Save it with smaller"
+                " chunks."
+            )
+        for file_range in ranges:
+            split_key(file_range.key)
+        futures: list[Future[bytes | None]] = [
+            self._threads.submit(self._backend.get, file_range) for file_range in ranges
+        ]
         rest: set[Future[bytes | None]] = set(futures)
         while rest:
             done, rest = wait(rest, POLL_SECONDS, FIRST_EXCEPTION)
             for future in done:
                 future.result()
             if cancelled():
-                raise Cancelled("given up while its store was read")
+                raise Cancelled("cancelled while its store was read")
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """Give up what is still being read."""
+        """Cancel running requests."""
         self._backend.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -133,7 +140,7 @@ class RemoteStore:
 
 
 class _WebServer:
-    """Files below a URL of HTTP. Each thread has a connection of its own."""
+    """Files below an HTTP URL. Each thread has its own connection."""
 
     def __init__(self, url: str) -> None:
         self._url = urlsplit(url)
@@ -141,158 +148,176 @@ class _WebServer:
         self._connections = list[http.client.HTTPConnection]()
         self._closed = False
 
-    def get(self, part: Part) -> bytes | None:
-        """Return a part of a file, None where there is none. Raises BadFile, StorageUnavailable."""
+    def get(self, file_range: FileRange) -> bytes | None:
+        """Return a range of a file, or None if the file does not exist. Raises BadFile, StorageUnavailable."""
         try:
             try:
-                return self._get(part)
+                return self._get(file_range)
             except (http.client.RemoteDisconnected, ConnectionError):
-                # The server may have closed a connection that it kept for a while.
-                return self._get(part)
+                # The server may have closed an idle connection.
+                return self._get(file_range)
         except TimeoutError:
-            raise _unavailable(part.key, "the server takes too long") from None
+            raise _make_unavailable_error(file_range.key, "the server takes too long") from None
         except http.client.IncompleteRead:
-            raise _cut_short(part.key) from None
+            raise _make_truncated_error(file_range.key) from None
         except (OSError, ValueError, http.client.HTTPException) as error:
-            # Their texts may tell of addresses.
-            raise _unavailable(part.key, f"the connection failed, {type(error).__name__}") from error
+            # The messages of these errors may contain addresses, so they are not shown.
+            raise _make_unavailable_error(file_range.key, f"the connection failed, {type(error).__name__}") from error
 
     def close(self) -> None:
-        """Close all connections, which ends what is being read from them."""
+        """Close all connections, which cancels running requests."""
         self._closed = True
         for connection in self._connections:
-            if (used := connection.sock) is not None:
+            if (open_socket := connection.sock) is not None:
                 with suppress(OSError):
-                    used.shutdown(socket.SHUT_RDWR)
+                    open_socket.shutdown(socket.SHUT_RDWR)
             connection.close()
 
-    def _get(self, part: Part) -> bytes | None:
+    def _get(self, file_range: FileRange) -> bytes | None:
         if self._closed:
-            raise Cancelled("given up while its store was read")
-        connection = self._connection()
+            raise Cancelled("cancelled while its store was read")
+        connection = self._get_connection()
         try:
-            content = self._ask(connection, part)
+            content = self._request(connection, file_range)
         except BaseException:
             connection.close()
             raise
         return content
 
-    def _ask(self, connection: http.client.HTTPConnection, part: Part) -> bytes | None:
+    def _request(self, connection: http.client.HTTPConnection, file_range: FileRange) -> bytes | None:
         headers = {"Accept-Encoding": "identity", "User-Agent": "stackseg"}
-        if part.start is not None:
-            end = part.start + part.size - 1
-            headers["Range"] = f"bytes={part.start}" if part.start < 0 else f"bytes={part.start}-{end}"
-        connection.request("GET", f"{self._url.path}/{quote(part.key)}", headers=headers)
-        answer = connection.getresponse()
-        if answer.status == (200 if part.start is None else 206):
-            return _receive(answer, part)
+        if file_range.start is not None:
+            end = file_range.start + file_range.size - 1
+            headers["Range"] = (
+                f"bytes={file_range.start}" if file_range.start < 0 else f"bytes={file_range.start}-{end}"
+            )
+        connection.request("GET", f"{self._url.path}/{quote(file_range.key)}", headers=headers)
+        response = connection.getresponse()
+        if response.status == (200 if file_range.start is None else 206):
+            return _receive(response, file_range)
         connection.close()
-        if answer.status in {404, 410}:
+        if response.status in {404, 410}:
             return None
-        raise _explain(part.key, answer.status)
+        raise _make_status_error(file_range.key, response.status)
 
-    def _connection(self) -> http.client.HTTPConnection:
+    def _get_connection(self) -> http.client.HTTPConnection:
         if not hasattr(self._local, "connection"):
             host, port = self._url.hostname or "", self._url.port
-            self._local.connection = _CONNECTIONS[self._url.scheme](host, port, timeout=SILENT_SECONDS)
+            self._local.connection = _CONNECTION_TYPES[self._url.scheme](host, port, timeout=RESPONSE_TIMEOUT_SECONDS)
             self._connections.append(self._local.connection)
         connection: http.client.HTTPConnection = self._local.connection
         return connection
 
 
-def _receive(answer: http.client.HTTPResponse, part: Part) -> bytes:
-    """Receive no more bytes than the part may have, for no longer than an object may take."""
-    deadline, blocks, size = time.monotonic() + OBJECT_SECONDS, list[bytes](), 0
-    while block := answer.read1(_READ_BYTES):
+def _receive(response: http.client.HTTPResponse, file_range: FileRange) -> bytes:
+    """Receive a response, limited to the size of the range and to `OBJECT_TIMEOUT_SECONDS`."""
+    deadline, blocks, size = time.monotonic() + OBJECT_TIMEOUT_SECONDS, list[bytes](), 0
+    while block := response.read1(_RECEIVE_CHUNK_BYTES):
         blocks.append(block)
         size += len(block)
-        if size > part.size:
-            raise BadFile(f"{part.key[:80]} of the Zarr store takes more than {part.size} bytes.")
+        if size > file_range.size:
+            raise BadFile(f"{file_range.key[:80]} of the Zarr store is larger than {file_range.size} bytes.")
         if time.monotonic() > deadline:
             raise TimeoutError
-    if (part.start is not None and size != part.size) or answer.length:
-        raise _cut_short(part.key)
-    # The connection is then free for another part.
-    answer.close()
+    if (file_range.start is not None and size != file_range.size) or response.length:
+        raise _make_truncated_error(file_range.key)
+    # Closing the response makes the connection available for the next request.
+    response.close()
     return b"".join(blocks)
 
 
-class _Cloud:
-    """Objects below a URL of S3, Google or Azure."""
+class _ObjectStorage:
+    """Objects below an S3, Google or Azure URL."""
 
     def __init__(self, url: str) -> None:
         try:
             import obstore  # noqa: PLC0415 - optional
         except ImportError:
             raise BadParameter(
-                "Stores of S3, Google and Azure need the extra: pip install 'stackseg[remote]'."
+                "Stores on S3, Google and Azure require the extra `remote`: pip install 'stackseg[remote]'."
             ) from None
         open_url: Callable[..., Any] = obstore.store.from_url
         self._library, self._error = obstore, obstore.exceptions.BaseError
-        variables = _CLOUDS[urlsplit(url).scheme]
-        is_known = any(name.startswith(variables) and value for name, value in os.environ.items())
-        # Options of the client replace all that the environment says of it, as AWS_ALLOW_HTTP does.
+        variables = _CREDENTIAL_VARIABLES[urlsplit(url).scheme]
+        has_credentials = any(name.startswith(variables) and value for name, value in os.environ.items())
+        # Client options override the environment, including variables such as AWS_ALLOW_HTTP.
         http = os.environ.get(variables[0].partition("_")[0] + "_ALLOW_HTTP", "").lower() == "true"
-        limits = {"timeout": f"{OBJECT_SECONDS:g}s", "connect_timeout": f"{SILENT_SECONDS:g}s", "allow_http": http}
-        retries = {"max_retries": 2, "retry_timeout": timedelta(seconds=OBJECT_SECONDS)}
-        options: dict[str, Any] = {} if is_known else {"skip_signature": True}
+        limits = {
+            "timeout": f"{OBJECT_TIMEOUT_SECONDS:g}s",
+            "connect_timeout": f"{RESPONSE_TIMEOUT_SECONDS:g}s",
+            "allow_http": http,
+        }
+        retries = {"max_retries": 2, "retry_timeout": timedelta(seconds=OBJECT_TIMEOUT_SECONDS)}
+        options: dict[str, Any] = {} if has_credentials else {"skip_signature": True}
         try:
-            # The library reads the variables of the environment, such as AWS_ENDPOINT.
+            # obstore reads environment variables such as AWS_ENDPOINT.
             self._store: Any = open_url(url, client_options=limits, retry_config=retries, **options)
         except (self._error, ValueError) as error:
             reason = str(error).partition("\n")[0][:160]
-            raise BadParameter(f"The store cannot be opened with the service's environment: {reason}") from error
+            raise BadParameter(
+                f"The store cannot be opened. Check the environment variables of the service: {reason}"
+            ) from error
 
-    def get(self, part: Part) -> bytes | None:
-        """Return a part of an object, None where there is none. Raises BadFile, StorageUnavailable."""
+    def get(self, file_range: FileRange) -> bytes | None:
+        """Return a range of an object, or None if the object does not exist. Raises BadFile, StorageUnavailable."""
         try:
-            return self._get(part)
+            return self._get(file_range)
         except FileNotFoundError:
             return None
         except self._error as error:
-            # The library's text tells of addresses, and has the status in it.
+            # The message of the error contains addresses, so it is not shown. It also contains the status.
             name = type(error).__name__
-            _log.debug("a store failed: %s", name)
+            _log.debug("request to a store failed: %s", name)
             if name in {"PermissionDeniedError", "UnauthenticatedError"}:
-                raise _explain(part.key, 403) from None
+                raise _make_status_error(file_range.key, 403) from None
             if "status code: 416" in str(error):
-                raise _cut_short(part.key) from None
-            raise _unavailable(part.key, f"the request failed, {name}") from None
+                raise _make_truncated_error(file_range.key) from None
+            raise _make_unavailable_error(file_range.key, f"the request failed, {name}") from None
 
-    def _get(self, part: Part) -> bytes | None:
-        if part.start is None:
-            answer = self._library.get(self._store, part.key)
-            place_part(part, answer.meta["size"])
-            return bytes(answer.bytes())
-        start = part.start
+    def _get(self, file_range: FileRange) -> bytes | None:
+        if file_range.start is None:
+            response = self._library.get(self._store, file_range.key)
+            resolve_range(file_range, response.meta["size"])
+            return bytes(response.bytes())
+        start = file_range.start
         if start < 0:
-            # Azure gives no last bytes of an object without being told where they begin.
-            start, _ = place_part(part, self._library.head(self._store, part.key)["size"])
-        content = bytes(self._library.get_range(self._store, part.key, start=start, length=part.size))
-        if len(content) != part.size:
-            raise _cut_short(part.key)
+            # Azure does not support suffix ranges.
+            start, _ = resolve_range(file_range, self._library.head(self._store, file_range.key)["size"])
+        content = bytes(self._library.get_range(self._store, file_range.key, start=start, length=file_range.size))
+        if len(content) != file_range.size:
+            raise _make_truncated_error(file_range.key)
         return content
 
     def close(self) -> None:
-        """Leave what is being read to its time limit."""
+        """Do nothing: running requests end by their time limits."""
 
 
-def _explain(key: str, status: int) -> StackSegError:
-    """Return the error for an answer that has no object."""
+def _make_status_error(key: str, status: int) -> StackSegError:
+    """Return the error for a response without an object."""
     if status in {401, 403, 407}:
-        return BadFile(f"The store refuses {key[:80]} (status {status}): the service has no credentials for it.")
+        return BadFile(
+            f"The store denies access to {key[:80]} (status {status}). Set credentials in the environment of the"
+            " service."
+        )
     if 300 <= status < 400:
-        return BadFile(f"The store redirects {key[:80]}, which is not followed; name the address that it leads to.")
+        return BadFile(
+            f"The store redirects {key[:80]} to another address. Use the final address as the URL of the store."
+        )
     if status == 416:
-        return _cut_short(key)
+        return _make_truncated_error(key)
     if status == 200:
-        return BadFile("The server gives no parts of files (HTTP ranges), which shards need; write the image without.")
-    return _unavailable(key, f"status {status}")
+        return BadFile(
+            "The server does not support HTTP range requests, which sharded images require. Save the image without"
+            " sharding."
+        )
+    return _make_unavailable_error(key, f"status {status}")
 
 
-def _cut_short(key: str) -> BadFile:
-    return BadFile(f"{key[:80]} of the Zarr store is cut short. Copy or export it again.")
+def _make_truncated_error(key: str) -> BadFile:
+    return BadFile(f"{key[:80]} of the Zarr store is truncated. Copy or export it again.")
 
 
-def _unavailable(key: str, reason: str) -> StorageUnavailable:
-    return StorageUnavailable(f"The store of the image cannot be read now ({key[:80]}: {reason}); try again later.")
+def _make_unavailable_error(key: str, reason: str) -> StorageUnavailable:
+    return StorageUnavailable(
+        f"The store of the image is not available at the moment ({key[:80]}: {reason}). Try again later."
+    )

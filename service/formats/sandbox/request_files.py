@@ -1,4 +1,4 @@
-"""Open files that a child process may ask for while it answers one request."""
+"""The open files that a child process may use while it handles one request."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from service.core.errors import BadFile
 from service.core.types import Cancelling
 from service.formats.placement import make_file
 from service.formats.sandbox.remote_store import RemoteStore
-from service.formats.zarr.store import Part, open_file
+from service.formats.zarr.store import FileRange, open_file
 
-NONSENSE = "The file is damaged: what was read of it makes no sense."
-_PARTS = TypeAdapter(list[Part])
+INVALID_REPLY_MESSAGE = "The file is damaged: reading it gave an invalid result. Export it again."
+_FILE_RANGES = TypeAdapter(list[FileRange])
 
 
 def make_unnamed_file() -> IO[bytes]:
-    """Make a file in memory, or a temporary one on systems without memfd."""
+    """Create an in-memory file, or a temporary file on systems without memfd."""
     try:
         return os.fdopen(os.memfd_create("upload"), "wb")
     except (OSError, AttributeError):
@@ -31,12 +31,12 @@ def make_unnamed_file() -> IO[bytes]:
 
 
 class RequestFiles:
-    """The open source of a request, and the file that its pixels are decoded to, made when a child asks for it.
+    """The input of a request, and the output file for decoded pixels, which is created when the child needs it.
 
-    input  descriptor of the file that the request is about, None for a folder or a store elsewhere
+    input  descriptor of the input file, or None for a folder or a remote store
 
-    A child gets a file, of a folder only the regular files in it that it asks for, and of a store elsewhere copies of
-    such parts.
+    The child receives the descriptor of an input file. From a folder it receives only the regular files that it
+    requests, and from a remote store copies of the ranges that it requests.
     """
 
     def __init__(self, source: int | RemoteStore, scratch: Path | None = None, limit_bytes: int = 0) -> None:
@@ -51,37 +51,37 @@ class RequestFiles:
             self.input = source
         self._scratch, self._limit_bytes = scratch, limit_bytes
         self._files = ExitStack()
-        self._file: IO[bytes] | None = None
+        self._output_file: IO[bytes] | None = None
 
     def make_output(self, nbytes: int) -> int:
-        """Make the file to decode to and return its descriptor. Raises BadFile for more than the limit."""
+        """Create the output file and return its descriptor. Raises BadFile if it would exceed the size limit."""
         if self._scratch is None or not isinstance(nbytes, int) or not 0 <= nbytes <= self._limit_bytes:
-            raise BadFile(NONSENSE)
-        self._file = self._files.enter_context(make_file(self._scratch, nbytes))
-        return self._file.fileno()
+            raise BadFile(INVALID_REPLY_MESSAGE)
+        self._output_file = self._files.enter_context(make_file(self._scratch, nbytes))
+        return self._output_file.fileno()
 
     @contextmanager
-    def open_part(self, key: str) -> Iterator[int | None]:
-        """Open a file of the folder until the end of the block, None where there is none. Raises BadFile."""
+    def open_file_in_folder(self, key: str) -> Iterator[int | None]:
+        """Yield the descriptor of a file in the folder, or None if the file does not exist. Raises BadFile."""
         if self._folder is None or not isinstance(key, str):
-            raise BadFile(NONSENSE)
-        part = open_file(self._folder, key)
+            raise BadFile(INVALID_REPLY_MESSAGE)
+        descriptor = open_file(self._folder, key)
         try:
-            yield part
+            yield descriptor
         finally:
-            if part is not None:
-                os.close(part)
+            if descriptor is not None:
+                os.close(descriptor)
 
     @contextmanager
-    def fetch(self, parts: Any, cancelled: Cancelling) -> Iterator[tuple[list[int], int]]:
-        """Fetch parts of objects of a store elsewhere, until the end of the block.
+    def fetch(self, ranges: Any, cancelled: Cancelling) -> Iterator[tuple[list[int], int]]:
+        """Fetch ranges of the objects in a remote store.
 
-        Returns their sizes, -1 for each whose object is not there, and the descriptor of a file that holds them one
-        after the other.
+        Yields their sizes, with -1 for each object that does not exist, and the descriptor of a file that contains the
+        ranges one after the other.
         """
         if self._store is None:
-            raise BadFile(NONSENSE)
-        contents = self._store.fetch(_PARTS.validate_python(parts, strict=True), cancelled)
+            raise BadFile(INVALID_REPLY_MESSAGE)
+        contents = self._store.fetch(_FILE_RANGES.validate_python(ranges, strict=True), cancelled)
         with make_unnamed_file() as file:
             file.writelines(content for content in contents if content)
             file.flush()
@@ -89,10 +89,10 @@ class RequestFiles:
 
     @property
     def output(self) -> int:
-        """The descriptor of the file to decode to. Raises ValueError where none was asked for."""
-        if self._file is None:
-            raise ValueError(NONSENSE)
-        return self._file.fileno()
+        """Descriptor of the output file. Raises ValueError if the child has not requested one."""
+        if self._output_file is None:
+            raise ValueError(INVALID_REPLY_MESSAGE)
+        return self._output_file.fileno()
 
     def __enter__(self) -> Self:
         return self

@@ -1,1 +1,1 @@
-"""TIFF: OME, ImageJ and plain."""
+"""Reading and writing TIFF: OME-TIFF, ImageJ, plain pages, and the TIFF variants of microscope vendors."""

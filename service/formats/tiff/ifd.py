@@ -1,7 +1,8 @@
-"""Header and chain of page directories (IFDs) of a TIFF, checked before anything else is read.
+"""Validate the header and the chain of image file directories (IFDs) of a TIFF before anything else is read.
 
-TIFF readers take a chain that leaves the file for a complete one, and so read half a stack as a whole; and they take
-every page for a copy of the first. Both are checked here. Layout: TIFF revision 6.0 (1992) and BigTIFF (libtiff).
+Common TIFF readers accept a chain that points beyond the end of the file as complete, and so read half a stack without
+an error. They also assume that all pages have the layout of the first one. Both cases are detected here. The file
+layout is that of TIFF revision 6.0 (1992) and BigTIFF (libtiff).
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from service.formats.tiff import foreign_formats
 MAX_PAGES = 1_000_000
 MAX_TAGS = 4096
 
-# Tags that decide how a page is decoded: size, bits, compression, colour, order, strips, tiles, format.
+# Tags that define how a page is decoded: size, bits, compression, color, order, strips, tiles, sample format.
 _LAYOUT_TAGS = frozenset(
     (254, 256, 257, 258, 259, 262, 266, 277, 278, 284, 317, 322, 323, 338, 339, 32996, 32997, 32998)
 )
 _TYPE_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}
-_LONGEST_VALUE = 1024
-# Codes of `struct` for the fields of `Packing`, by the version in the header: classic TIFF and BigTIFF.
-_PACKINGS = {42: ("H", "HHI4s", "I"), 43: ("Q", "HHQ8s", "Q")}
+_MAX_LAYOUT_VALUE_BYTES = 1024
+# `struct` codes of the fields of `DirectoryFormat` by the version in the header: classic TIFF and BigTIFF.
+_DIRECTORY_FORMATS = {42: ("H", "HHI4s", "I"), 43: ("Q", "HHQ8s", "Q")}
 
 
 @dataclass(frozen=True)
 class Structure:
-    """Pages of a file, and which of them are decoded alike.
+    """Offsets and layouts of the pages of a file.
 
     size     of the file in bytes
     offsets  of the page directories in bytes, in the order of the chain
-    layouts  directory offset -> key of everything that decides how the page is decoded
+    layouts  directory offset -> key that is equal for pages that are decoded in the same way
     """
 
     size: int
@@ -42,8 +43,8 @@ class Structure:
 
 
 @dataclass(frozen=True)
-class Packing:
-    """Binary form of a page directory: number of entries, then tag, type, count, value each, then the next offset."""
+class DirectoryFormat:
+    """Binary format of a page directory: entry count, entries (tag, type, count, value), and the next offset."""
 
     count: struct.Struct
     entry: struct.Struct
@@ -51,129 +52,142 @@ class Packing:
 
 
 def scan(stream: BinaryIO, max_pages: int = MAX_PAGES) -> Structure:
-    """Walk the chain of page directories of a classic or Big TIFF of either byte order.
+    """Follow the chain of page directories of a classic TIFF or BigTIFF in either byte order.
 
-    Raises UnsupportedMedia where the file is no TIFF, BadFile where the chain leaves the file or is a circle, and
-    TooLarge for more than `max_pages` pages.
+    Raises UnsupportedMedia if the file is not a TIFF, BadFile if the chain leaves the file or contains a loop, and
+    TooLarge if there are more than `max_pages` pages.
     """
     size = stream.seek(0, os.SEEK_END)
-    packing, offset = _read_header(stream)
+    directory_format, offset = _read_header(stream)
     offsets: list[int] = []
     layouts: dict[int, bytes] = {}
-    directories = _DirectoryReader(stream, packing, size)
+    directories = _DirectoryReader(stream, directory_format, size)
     while offset:
         if offset in layouts:
-            raise BadFile("The file's chain of pages runs in a circle. Save it again with another program.")
+            raise BadFile("The file is damaged: its list of pages contains a loop. Save it again with another program.")
         if len(offsets) == max_pages:
-            raise TooLarge(f"The file has more than {max_pages} pages. Send a part of it.")
+            raise TooLarge(f"The file has more than {max_pages} pages. Split it into smaller files.")
         layouts[offset], following = directories.read(offset, len(offsets))
         offsets.append(offset)
         offset = following
     if not offsets:
-        raise BadFile("The file is a TIFF without a single page.")
+        raise BadFile("The file is a TIFF without pages. Export it again.")
     return Structure(size, tuple(offsets), layouts)
 
 
-def _read_header(stream: BinaryIO) -> tuple[Packing, int]:
-    """Return the packing of a TIFF's directories and the offset of the first. Raises UnsupportedMedia, BadFile."""
+def _read_header(stream: BinaryIO) -> tuple[DirectoryFormat, int]:
+    """Return the directory format and the offset of the first directory. Raises UnsupportedMedia, BadFile."""
     stream.seek(0)
     header = stream.read(16)
     order = {b"II": "<", b"MM": ">"}.get(header[:2])
     version = struct.unpack(f"{order}H", header[2:4])[0] if order and len(header) >= 4 else None
-    if version in _PACKINGS:
-        packing = Packing(*(struct.Struct(f"{order}{code}") for code in _PACKINGS[version]))
-        width = packing.offset.size
+    if version in _DIRECTORY_FORMATS:
+        directory_format = DirectoryFormat(*(struct.Struct(f"{order}{code}") for code in _DIRECTORY_FORMATS[version]))
+        width = directory_format.offset.size
         if len(header) >= 2 * width:
-            return packing, packing.offset.unpack_from(header, width)[0]
-        raise BadFile(f"The file is cut short: a TIFF header and nothing else, {len(header)} bytes.")
+            return directory_format, directory_format.offset.unpack_from(header, width)[0]
+        raise BadFile(
+            f"The file is truncated: it contains only a part of a TIFF header ({len(header)} bytes). Copy it again."
+        )
     raise UnsupportedMedia(foreign_formats.explain(header + stream.read(foreign_formats.HEAD_BYTES - len(header))))
 
 
-class _Pattern(NamedTuple):
-    """The part of a page directory that decides about the page's layout, for comparison with other directories.
+class _DirectoryPattern(NamedTuple):
+    """Bits of a page directory that define the layout of the page, for comparison with other directories.
 
-    length  of the directory in bytes
-    mask    bits that decide about the layout and the lengths of values, as one little-endian number
-    bits    the directory under that mask
-    layout  key of the page in `Structure.layouts`
-    far     (tag, position of the offset in the directory, bytes) of each value outside of the directory
+    length    of the directory in bytes
+    mask      selects the bits that define the layout and the lengths of values, as a little-endian number
+    bits      the directory under this mask
+    layout    key of the page in `Structure.layouts`
+    external  (tag, position of the offset in the directory, size in bytes) of each value outside the directory
     """
 
     length: int
     mask: int
     bits: int
     layout: bytes
-    far: tuple[tuple[int, int, int], ...]
+    external: tuple[tuple[int, int, int], ...]
 
-    def fits(self, data: bytes) -> bool:
-        """Whether another directory has the same layout, and values of the same lengths in the same places."""
+    def matches(self, data: bytes) -> bool:
+        """Return whether another directory has the same layout, and values of the same sizes at the same positions."""
         return len(data) == self.length and int.from_bytes(data, "little") & self.mask == self.bits
 
 
 class _DirectoryReader:
     """Reader of the page directories of one file of `size` bytes.
 
-    Directories of a stack differ only in offsets, so one that fits the pattern of the last is not parsed again.
+    The directories of a stack usually differ only in offsets. A directory that matches the pattern of the previous one
+    is not parsed again.
     """
 
-    def __init__(self, stream: BinaryIO, packing: Packing, size: int) -> None:
-        self._stream, self._packing, self._size = stream, packing, size
-        self._last: _Pattern | None = None
+    def __init__(self, stream: BinaryIO, directory_format: DirectoryFormat, size: int) -> None:
+        self._stream, self._format, self._size = stream, directory_format, size
+        self._last: _DirectoryPattern | None = None
 
     def read(self, offset: int, index: int) -> tuple[bytes, int]:
-        """Return the layout of one page, and the offset of the next directory (0 after the last)."""
+        """Return the layout of one page and the offset of the next directory, or 0 after the last one."""
         pattern = self._last
         data = b"" if pattern is None else self._read_bytes(offset, pattern.length)
-        if pattern is None or not pattern.fits(data):
+        if pattern is None or not pattern.matches(data):
             data = self._read_directory(offset, index)
             pattern = self._last = self._parse(data, index)
         else:
-            for tag, position, length in pattern.far:
+            for tag, position, length in pattern.external:
                 self._check_inside(data, position, length, tag, index)
-        return pattern.layout, self._packing.offset.unpack_from(data, len(data) - self._packing.offset.size)[0]
+        return pattern.layout, self._format.offset.unpack_from(data, len(data) - self._format.offset.size)[0]
 
     def _read_bytes(self, offset: int, length: int) -> bytes:
-        """Read up to `length` bytes, fewer at the end of the file."""
+        """Read up to `length` bytes, or fewer at the end of the file."""
         if offset >= self._size:
             return b""
         self._stream.seek(offset)
         return self._stream.read(length)
 
     def _read_directory(self, offset: int, index: int) -> bytes:
-        """Read the number of entries of a directory, the entries, and the offset of the next."""
-        packing = self._packing
-        data = self._read_bytes(offset, packing.count.size)
-        count = packing.count.unpack(data)[0] if len(data) == packing.count.size else 0
+        """Read the entry count, the entries, and the offset of the next directory."""
+        directory_format = self._format
+        data = self._read_bytes(offset, directory_format.count.size)
+        count = directory_format.count.unpack(data)[0] if len(data) == directory_format.count.size else 0
         if count > MAX_TAGS:
-            raise BadFile(f"The directory of page {index} claims {count} entries: the file is damaged.")
-        length = packing.count.size + count * packing.entry.size + packing.offset.size
+            raise BadFile(
+                f"The file is damaged: page {index} claims to have {count} tags, but at most {MAX_TAGS} are accepted."
+            )
+        length = directory_format.count.size + count * directory_format.entry.size + directory_format.offset.size
         data = self._read_bytes(offset, length)
         if len(data) < length:
             raise BadFile(
-                f"The file is cut short or damaged: the directory of page {index}, at byte {offset}, is not within its"
+                f"The file is truncated or damaged: the tags of page {index}, at byte {offset}, are outside its"
                 f" {self._size} bytes. Copy or export it again."
             )
         return data
 
-    def _parse(self, data: bytes, index: int) -> _Pattern:
+    def _parse(self, data: bytes, index: int) -> _DirectoryPattern:
         """Parse a directory entry by entry."""
-        entry, width, first = self._packing.entry, self._packing.offset.size, self._packing.count.size
-        layout, far, mask = [], [], bytearray(b"\xff" * first)
+        entry, width, first = (
+            self._format.entry,
+            self._format.offset.size,
+            self._format.count.size,
+        )
+        layout, external, mask = [], [], bytearray(b"\xff" * first)
         for start in range(first, len(data) - width, entry.size):
             tag, kind, number, value = entry.unpack_from(data, start)
             position, length = start + entry.size - width, number * _TYPE_SIZES.get(kind, 0)
             if length > width:
                 self._check_inside(data, position, length, tag, index)
-                far.append((tag, position, length))
-            decides_layout = tag in _LAYOUT_TAGS
-            mask += b"\xff" * (entry.size - width) + (b"\xff" if decides_layout else b"\0") * width
-            if decides_layout:
-                if width < length <= _LONGEST_VALUE:
-                    value = self._read_bytes(self._packing.offset.unpack(value)[0], length)
+                external.append((tag, position, length))
+            defines_layout = tag in _LAYOUT_TAGS
+            mask += b"\xff" * (entry.size - width) + (b"\xff" if defines_layout else b"\0") * width
+            if defines_layout:
+                if width < length <= _MAX_LAYOUT_VALUE_BYTES:
+                    value = self._read_bytes(self._format.offset.unpack(value)[0], length)
                 layout.append(struct.pack("=HHQ", tag, kind, number) + value)
         bits = int.from_bytes(mask, "little")
-        return _Pattern(len(data), bits, int.from_bytes(data, "little") & bits, b"".join(sorted(layout)), tuple(far))
+        return _DirectoryPattern(
+            len(data), bits, int.from_bytes(data, "little") & bits, b"".join(sorted(layout)), tuple(external)
+        )
 
     def _check_inside(self, data: bytes, position: int, length: int, tag: int, index: int) -> None:
-        if self._packing.offset.unpack_from(data, position)[0] + length > self._size:
-            raise BadFile(f"The file is cut short: tag {tag} of page {index} lies beyond its end. Copy it again.")
+        if self._format.offset.unpack_from(data, position)[0] + length > self._size:
+            raise BadFile(
+                f"The file is truncated: tag {tag} of page {index} is beyond the end of the file. Copy it again."
+            )

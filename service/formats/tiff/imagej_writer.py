@@ -1,7 +1,7 @@
-"""A second ImageDescription for ImageJ's own TIFF reader, which ignores OME-XML and so would lose the voxel depth.
+"""A second ImageDescription for ImageJ's built-in TIFF reader, which ignores OME-XML and would lose the voxel depth.
 
-Readers of OME-TIFF take the first ImageDescription of a page; ImageJ takes the one that begins with its name.
-Micro-Manager writes both descriptions, too.
+OME-TIFF readers use the first ImageDescription of a page. ImageJ uses the one that begins with "ImageJ=".
+Micro-Manager writes both descriptions as well.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from service.core.types import Segmentation
 
-COLOR_MAP = 320
+COLOR_MAP_TAG = 320
 
 
 def describe(segmentation: Segmentation) -> str:
-    """Return dimensions and sampling in ImageJ's syntax; lengths in cm, the smallest unit of the resolution tags.
+    """Return dimensions and sampling in ImageJ's syntax. Lengths are in cm, the smallest unit of the resolution tags.
 
-    The display range of labels is such that each of up to 255 has a colour of its own.
+    The display range of labels is chosen so that up to 255 labels have distinct colors.
     """
     pixels = segmentation.pixels
     lines = ["ImageJ=1.54f", f"slices={pixels.shape[-3]}"]
@@ -39,21 +39,20 @@ def describe(segmentation: Segmentation) -> str:
 
 
 def describe_origin(origin: Mapping[str, str]) -> str:
-    """Return facts about an image as further lines of a description, which ImageJ shows with Image > Show Info."""
-    lines = (f"stackseg_{name}={''.join(filter(str.isprintable, fact))}\n" for name, fact in origin.items())
+    """Return the origin of an image as additional description lines, which ImageJ displays with Image > Show Info."""
+    lines = (f"stackseg_{name}={''.join(filter(str.isprintable, value))}\n" for name, value in origin.items())
     return "".join(lines).encode("ascii", "replace").decode()
 
 
 @cache
-def label_colours() -> tuple[int, ...]:
-    """Return 256 reds, greens and blues of 16 bits, as the tag ColorMap has them; 0 is black, neighbours differ.
+def label_colors() -> tuple[int, ...]:
+    """Return the ColorMap tag for labels: 256 red, 256 green and 256 blue values of 16 bits. Color 0 is black.
 
-    Hues follow the golden ratio, so that any run of labels is spread over the circle. ImageJ reads the tag with grey
-    images of 8, 16 and 32 bits; other readers look at it for palette images only.
+    Hues follow the golden ratio, so any run of consecutive labels is spread over the color circle.
     """
-    colours = [(0.0, 0.0, 0.0)]
+    colors = [(0.0, 0.0, 0.0)]
     for label in range(255):
-        colours.append(
+        colors.append(
             colorsys.hsv_to_rgb(label * 0.618034 % 1, (1.0, 0.55, 0.8)[label % 3], (1.0, 0.9, 0.7)[label % 3])
         )
-    return tuple(round(65535 * colour[channel]) for channel in range(3) for colour in colours)
+    return tuple(round(65535 * color[channel]) for channel in range(3) for color in colors)

@@ -1,4 +1,4 @@
-"""Metadata in the tags and headers of a TIFF: sampling, channel names, colours."""
+"""Read metadata from the tags and headers of a TIFF: voxel size, channel names and colors."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ CONTAINERS = {
 }
 
 
-def stated_planes(tiff: TiffFile, kind: str) -> int:
-    """Return the number of planes that the metadata promise, 0 where they promise none."""
+def count_expected_planes(tiff: TiffFile, kind: str) -> int:
+    """Return the number of planes that the metadata promises, or 0 if it contains no such number."""
     page = tiff.pages.first
     if kind == "imagej":
         metadata = tiff.imagej_metadata or {}
         channels, slices, frames = (int(metadata.get(key, 1)) for key in ("channels", "slices", "frames"))
         return slices * frames * (1 if channels == page.samplesperpixel else channels)
     if kind == "shaped":
-        return int(math.prod(_shaped_metadata(page).get("shape", ()))) // max(1, page.size)
+        return int(math.prod(_read_shaped_metadata(page).get("shape", ()))) // max(1, page.size)
     return 0
 
 
-def _shaped_metadata(page: TiffPage) -> dict[str, Any]:
+def _read_shaped_metadata(page: TiffPage) -> dict[str, Any]:
     return shaped_description_metadata(page.shaped_description or "{}")
 
 
@@ -48,12 +48,12 @@ def resolution(page: TiffPage) -> Resolution:
 
 
 def calibration(tiff: TiffFile, page: TiffPage, kind: str) -> Calibration:
-    """Read the sampling that a container states, else that of the resolution tags."""
+    """Read the voxel size from the container's metadata, or else from the resolution tags."""
     match kind:
         case "imagej":
             return sampling.from_spacing(tiff.imagej_metadata or {}, resolution(page), "ImageJ metadata")
         case "shaped":
-            return sampling.from_spacing(_shaped_metadata(page), resolution(page), "tifffile metadata")
+            return sampling.from_spacing(_read_shaped_metadata(page), resolution(page), "tifffile metadata")
         case "lsm":
             return _read_zeiss(tiff)
         case "stk":
@@ -78,23 +78,23 @@ def _read_metamorph(tiff: TiffFile) -> Calibration:
 
 
 def _read_micromanager(tiff: TiffFile) -> Calibration:
-    summary = _micromanager_summary(tiff)
+    summary = _read_micromanager_summary(tiff)
     sizes = [summary.get(key) or None for key in ("z-step_um", "PixelSize_um", "PixelSize_um")]
     return sampling.from_lengths(sizes, "um", "Micro-Manager metadata")
 
 
-def _micromanager_summary(tiff: TiffFile) -> Mapping[str, Any]:
+def _read_micromanager_summary(tiff: TiffFile) -> Mapping[str, Any]:
     summary: Mapping[str, Any] = (tiff.micromanager_metadata or {}).get("Summary", {})
     return summary
 
 
-def _zeiss_channels(tiff: TiffFile) -> Mapping[str, Any]:
-    """Return names and colours of the channels from the header of LSM."""
+def _read_zeiss_channels(tiff: TiffFile) -> Mapping[str, Any]:
+    """Return the names and colors of the channels from an LSM header."""
     return (tiff.lsm_metadata or {}).get("ChannelColors") or {}
 
 
 def find_time_interval(tiff: TiffFile, kind: str) -> TimeInterval | None:
-    """Read the time between time points that a container states."""
+    """Read the time between two time points from the container's metadata, or return None."""
     match kind:
         case "imagej":
             header = tiff.imagej_metadata or {}
@@ -102,71 +102,73 @@ def find_time_interval(tiff: TiffFile, kind: str) -> TimeInterval | None:
         case "lsm":
             return sampling.parse_time_interval((tiff.lsm_metadata or {}).get("TimeIntervall"), "s")
         case "mmstack":
-            summary = _micromanager_summary(tiff)
+            summary = _read_micromanager_summary(tiff)
             return sampling.parse_time_interval(summary.get("Interval_ms"), "ms")
         case _:
             return None
 
 
 def channel_names(tiff: TiffFile, kind: str) -> tuple[str, ...]:
-    """Read channel names from a vendor's header; () where it has none."""
+    """Read channel names from a vendor's header, or return () if it has none."""
     names: Any = ()
     if kind == "lsm":
-        names = _zeiss_channels(tiff).get("ColorNames", ())
+        names = _read_zeiss_channels(tiff).get("ColorNames", ())
     if kind == "mmstack":
-        names = _micromanager_summary(tiff).get("ChNames", ())
+        names = _read_micromanager_summary(tiff).get("ChNames", ())
     return tuple(str(name) for name in names) if isinstance(names, list | tuple) else ()
 
 
-def channel_colours(tiff: TiffFile, kind: str) -> tuple[str, ...]:
-    """Read colours of channels as #rrggbb; () where a container has none, or none that can be understood."""
+def channel_colors(tiff: TiffFile, kind: str) -> tuple[str, ...]:
+    """Read channel colors as #rrggbb, or return () if the container has no readable colors."""
     try:
-        return _read_colours(tiff, kind)
+        return _read_colors(tiff, kind)
     except (AttributeError, LookupError, TypeError, ValueError):
         return ()
 
 
-def _read_colours(tiff: TiffFile, kind: str) -> tuple[str, ...]:
+def _read_colors(tiff: TiffFile, kind: str) -> tuple[str, ...]:
     match kind:
         case "imagej":
-            # By channel a table [3, 256] of what grey values are shown as.
+            # One lookup table [3, 256] per channel. The last entry is the color of the brightest pixels.
             tables = (tiff.imagej_metadata or {}).get("LUTs", ())
-            return tuple(_format_colour([row[-1] for row in table]) for table in tables)
+            return tuple(_format_color([row[-1] for row in table]) for table in tables)
         case "lsm":
-            return tuple(_format_colour(colour[:3]) for colour in _zeiss_channels(tiff).get("Colors", ()))
+            return tuple(_format_color(color[:3]) for color in _read_zeiss_channels(tiff).get("Colors", ()))
         case "mmstack":
-            # Signed numbers, from high to low: alpha, red, green, blue.
-            colours = _micromanager_summary(tiff).get("ChColors", ())
-            return tuple(f"#{int(colour) & 0xFFFFFF:06x}" for colour in colours)
+            # Signed 32-bit integers. The bytes are alpha, red, green, blue from high to low.
+            colors = _read_micromanager_summary(tiff).get("ChColors", ())
+            return tuple(f"#{int(color) & 0xFFFFFF:06x}" for color in colors)
         case _:
             return ()
 
 
-def parse_ome_colour(text: str) -> str:
-    """Return the colour of a channel in OME-XML, a signed number RGBA, as #rrggbb; "" where it is none."""
+def parse_ome_color(text: str) -> str:
+    """Convert a channel color of OME-XML, a signed RGBA integer, to #rrggbb. Return "" if it is not a number."""
     try:
         return f"#{int(text) >> 8 & 0xFFFFFF:06x}"
     except ValueError:
         return ""
 
 
-def _format_colour(parts: Sequence[int]) -> str:
+def _format_color(parts: Sequence[int]) -> str:
     red, green, blue = (int(part) & 0xFF for part in parts)
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 
 def sample_names(page: TiffPage, count: int) -> tuple[str, ...]:
-    """Return names of `count` samples of a pixel by the page's colour space; one sample more is transparency."""
+    """Return the names of `count` samples per pixel in the color space of the page. An extra sample is named alpha."""
     spaces = {2: ("red", "green", "blue"), 6: ("red", "green", "blue"), 5: ("cyan", "magenta", "yellow", "black")}
     space = spaces.get(int(page.photometric), ("grey",) if count == 2 else ())[:count]
     names = space + ("alpha",) * (0 < len(space) == count - 1)
     return names + ("",) * (count - len(names))
 
 
-def remarks(page: TiffPage) -> tuple[str, ...]:
-    """Return notes for pages whose stored numbers are not brightness."""
+def pixel_value_notes(page: TiffPage) -> tuple[str, ...]:
+    """Return notes for pages whose stored values are not proportional to brightness."""
     if page.photometric == 3:
-        return ("The image has a colour palette; the stored numbers are used, not the colours.",)
+        return ("The image has a color palette. The stored values are used instead of the colors.",)
     if page.photometric == 0:
-        return ("The image is stored with 0 as white; the stored numbers are used, bright is low.",)
+        return (
+            "The image is stored inverted, with 0 as white. The stored values are used: bright areas have low values.",
+        )
     return ()

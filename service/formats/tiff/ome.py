@@ -1,7 +1,7 @@
-"""OME-XML: the images of an OME-TIFF, and the page of each plane.
+"""Parse OME-XML: the images of an OME-TIFF, and the page of each plane.
 
-Schema: OME 2016-06, https://docs.openmicroscopy.org/ome-model/. Only this module reads XML. Entities and document types
-are refused, and references to other files are never followed.
+Schema: OME 2016-06, https://docs.openmicroscopy.org/ome-model/. Only this module parses XML. It rejects entities and
+document types, and never follows references to other files.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from service.core.errors import BadFile
 
 
 class UnusableOme(Exception):
-    """The OME-XML does not describe the pages; the message is a clause. Never leaves this package."""
+    """The OME-XML does not describe the pages. The message is a clause. The exception does not leave this package."""
 
 
 @dataclass(frozen=True)
 class OmeImage:
     """One Image element.
 
-    axes, shape  slowest first, as in `DimensionOrder`, C without the samples inside a page; Y and X left out
-    samples      per pixel inside a page (3 for RGB)
-    colours      of the channels, Color as written, "" where absent
-    pages        page index per plane, in C order of `shape`
-    sizes        PhysicalSizeZ, Y, X as written, "" where absent
-    units        their units, "µm" where absent
-    time_increment  TimeIncrement as written, "" where absent, and its unit
+    axes, shape  without Y and X, slowest first as in `DimensionOrder`; C does not include the samples of a pixel
+    samples      per pixel (3 for RGB)
+    colors       Color of each channel as written, "" if absent
+    pages        page index of each plane, in C order of `shape`
+    sizes        PhysicalSizeZ, Y, X as written, "" if absent
+    units        units of `sizes`, "µm" if absent
+    time_increment  TimeIncrement as written, "" if absent, and its unit
     """
 
     name: str
@@ -41,62 +41,66 @@ class OmeImage:
     samples: int
     pages: tuple[int, ...]
     channels: tuple[str, ...]
-    colours: tuple[str, ...]
+    colors: tuple[str, ...]
     sizes: tuple[str, ...]
     units: tuple[str, ...]
     time_increment: tuple[str, str]
 
 
 def parse(text: str, page_count: int) -> list[OmeImage]:
-    """Parse the images that an OME-XML describes, in its order.
+    """Parse the images of an OME-XML, in their order.
 
-    Raises BadFile where it declares entities, contradicts itself or promises planes that the file does not have,
-    and UnusableOme where it cannot be read, points to another file, or has planes in other files.
+    Raises BadFile if the XML declares entities, contradicts itself, or promises planes that the file does not have.
+    Raises UnusableOme if the XML is malformed, points to another file, or describes planes in other files.
     """
-    root = _root(text)
-    tags = {_name(element) for element in root.iter()}
+    root = _parse_root(text)
+    tags = {_get_local_name(element) for element in root.iter()}
     if "BinaryOnly" in tags:
-        raise UnusableOme("its OME-XML only points to another file, and files that a file names are never opened")
+        raise UnusableOme("its OME-XML only points to another file, and referenced files are never opened")
     if any(tag.startswith("ModuloAlong") for tag in tags):
-        raise UnusableOme("its OME-XML nests further dimensions inside Z, C or T (ModuloAlong)")
+        raise UnusableOme("its OME-XML nests additional dimensions in Z, C or T (ModuloAlong)")
     if _has_other_files(root):
         raise UnusableOme(
-            "its OME-XML describes a set of several files, and files that a file names are never opened; to get the"
+            "its OME-XML describes a set of several files, and referenced files are never opened. To segment the"
             " whole image, export the set as one file"
         )
-    images = [_image(element, page_count) for element in root if _name(element) == "Image"]
+    images = [_parse_image(element, page_count) for element in root if _get_local_name(element) == "Image"]
     if not images:
-        raise UnusableOme("its OME-XML describes no image")
+        raise UnusableOme("its OME-XML does not describe an image")
     return images
 
 
-def _root(text: str) -> Element:
+def _parse_root(text: str) -> Element:
     try:
         root: Element = fromstring(text, forbid_dtd=True)
     except DefusedXmlException as error:
-        raise BadFile("The OME-XML declares a document type or entities, which are not read. Remove them.") from error
+        raise BadFile(
+            "The OME-XML declares a document type or entities, which are not supported. Remove them."
+        ) from error
     except (ParseError, ValueError) as error:
         raise UnusableOme(f"its OME-XML is not well-formed ({error})") from error
     return root
 
 
 def _has_other_files(root: Element) -> bool:
-    """Whether planes are in other files, by UUIDs: a single file may have been renamed."""
-    elements = [element for element in root.iter() if _name(element) == "TiffData"]
-    uuids = {_children(element, "UUID")[0].text if _children(element, "UUID") else None for element in elements}
-    own = root.get("UUID")
-    return len(uuids) > 1 if own is None else bool(uuids - {own, None})
+    """Return whether planes are in other files. Compares UUIDs because the file may have been renamed."""
+    elements = [element for element in root.iter() if _get_local_name(element) == "TiffData"]
+    uuids = {
+        _find_children(element, "UUID")[0].text if _find_children(element, "UUID") else None for element in elements
+    }
+    own_uuid = root.get("UUID")
+    return len(uuids) > 1 if own_uuid is None else bool(uuids - {own_uuid, None})
 
 
-def _name(element: Element) -> str:
+def _get_local_name(element: Element) -> str:
     return element.tag.rpartition("}")[2]
 
 
-def _children(element: Element, name: str) -> list[Element]:
-    return [child for child in element if _name(child) == name]
+def _find_children(element: Element, name: str) -> list[Element]:
+    return [child for child in element if _get_local_name(child) == name]
 
 
-def _integer(element: Element, attribute: str, default: int | None = None) -> int:
+def _parse_integer(element: Element, attribute: str, default: int | None = None) -> int:
     text = element.get(attribute)
     if text is None and default is not None:
         return default
@@ -105,33 +109,33 @@ def _integer(element: Element, attribute: str, default: int | None = None) -> in
     except ValueError:
         value = -1
     if value < 0:
-        raise BadFile(f"The OME-XML is damaged: {_name(element)} has {attribute}={text!r}.")
+        raise BadFile(f"The OME-XML is damaged: {_get_local_name(element)} has the invalid value {attribute}={text!r}.")
     return value
 
 
-def _image(element: Element, page_count: int) -> OmeImage:
-    children = _children(element, "Pixels")
+def _parse_image(element: Element, page_count: int) -> OmeImage:
+    children = _find_children(element, "Pixels")
     if len(children) != 1:
-        raise BadFile("The OME-XML is damaged: an Image needs exactly one Pixels element.")
+        raise BadFile("The OME-XML is damaged: an Image element must have exactly one Pixels element.")
     pixels = children[0]
     order = pixels.get("DimensionOrder", "")
     if sorted(order) != sorted("XYZCT") or order[:2] != "XY":
-        raise BadFile(f"The OME-XML is damaged: DimensionOrder={order!r}.")
-    channels = _children(pixels, "Channel")
-    samples = _samples(channels)
+        raise BadFile(f"The OME-XML is damaged: DimensionOrder={order!r} is not valid.")
+    channels = _find_children(pixels, "Channel")
+    samples = _count_samples(channels)
     axes = order[:1:-1]
-    shape = tuple(_integer(pixels, f"Size{axis}") // (samples if axis == "C" else 1) for axis in axes)
+    shape = tuple(_parse_integer(pixels, f"Size{axis}") // (samples if axis == "C" else 1) for axis in axes)
     _check_planes(math.prod(shape), page_count)
     return OmeImage(
         name=element.get("Name", ""),
         axes=axes,
         shape=shape,
-        size_y=_integer(pixels, "SizeY"),
-        size_x=_integer(pixels, "SizeX"),
+        size_y=_parse_integer(pixels, "SizeY"),
+        size_x=_parse_integer(pixels, "SizeX"),
         samples=samples,
-        pages=_pages(_children(pixels, "TiffData"), axes, shape, page_count),
+        pages=_parse_pages(_find_children(pixels, "TiffData"), axes, shape, page_count),
         channels=tuple(channel.get("Name", "") for channel in channels),
-        colours=tuple(channel.get("Color", "") for channel in channels),
+        colors=tuple(channel.get("Color", "") for channel in channels),
         sizes=tuple(pixels.get(f"PhysicalSize{axis}", "") for axis in "ZYX"),
         units=tuple(pixels.get(f"PhysicalSize{axis}Unit", "µm") for axis in "ZYX"),
         time_increment=(pixels.get("TimeIncrement", ""), pixels.get("TimeIncrementUnit", "s")),
@@ -140,24 +144,24 @@ def _image(element: Element, page_count: int) -> OmeImage:
 
 def _check_planes(planes: int, page_count: int) -> None:
     if planes == 0:
-        raise BadFile("The OME-XML is damaged: an image without any plane.")
+        raise BadFile("The OME-XML is damaged: an image has no planes.")
     if planes > page_count:
         raise BadFile(
-            f"The OME-XML promises {planes} planes, but the file has {page_count} pages: it is cut short or one of"
+            f"The OME-XML promises {planes} planes, but the file has {page_count} pages. It is truncated or one of"
             " several files. Export the whole image as one file."
         )
 
 
-def _samples(channels: list[Element]) -> int:
-    """Return the samples per pixel. Raises UnusableOme where channels differ in them."""
-    stated = {_integer(channel, "SamplesPerPixel", 1) for channel in channels} or {1}
-    if len(stated) > 1:
-        raise UnusableOme("its OME-XML mixes channels of different numbers of samples")
-    return max(1, *stated)
+def _count_samples(channels: list[Element]) -> int:
+    """Return the samples per pixel. Raises UnusableOme if channels have different numbers of samples."""
+    sample_counts = {_parse_integer(channel, "SamplesPerPixel", 1) for channel in channels} or {1}
+    if len(sample_counts) > 1:
+        raise UnusableOme("its OME-XML has channels with different numbers of samples")
+    return max(1, *sample_counts)
 
 
-def _pages(elements: list[Element], axes: str, shape: tuple[int, ...], page_count: int) -> tuple[int, ...]:
-    """Return the page of every plane. Raises BadFile where no TiffData, or more than one, places a plane."""
+def _parse_pages(elements: list[Element], axes: str, shape: tuple[int, ...], page_count: int) -> tuple[int, ...]:
+    """Return the page of every plane. Raises BadFile unless exactly one TiffData element places each plane."""
     planes = math.prod(shape)
     if not elements and planes == page_count:
         return tuple(range(planes))
@@ -166,32 +170,36 @@ def _pages(elements: list[Element], axes: str, shape: tuple[int, ...], page_coun
         first, page, count = _parse_tiff_data(element, axes, shape, page_count)
         for plane in range(first, first + count):
             if plane in pages:
-                raise BadFile(f"The OME-XML places plane {plane} in the file twice. Export the file again.")
+                raise BadFile(f"The OME-XML assigns plane {plane} to two pages. Export the file again.")
             pages[plane] = page + plane - first
     if len(pages) < planes:
-        raise BadFile(f"The OME-XML promises {planes} planes and places only {len(pages)} of them in the file.")
+        raise BadFile(
+            f"The OME-XML promises {planes} planes but assigns pages to {len(pages)} of them. Export the file again."
+        )
     return tuple(pages[plane] for plane in range(planes))
 
 
 def _parse_tiff_data(element: Element, axes: str, shape: tuple[int, ...], page_count: int) -> tuple[int, int, int]:
-    """Return the first plane, its page, and the number of planes that follow each other. Raises BadFile."""
-    planes, first = math.prod(shape), _first_plane(element, axes, shape)
-    page = _integer(element, "IFD", 0)
-    count = _integer(element, "PlaneCount", _integer(element, "NumPlanes", 0 if element.get("IFD") is None else 1))
+    """Return the first plane, its page, and the number of consecutive planes. Raises BadFile."""
+    planes, first = math.prod(shape), _parse_first_plane(element, axes, shape)
+    page = _parse_integer(element, "IFD", 0)
+    count = _parse_integer(
+        element, "PlaneCount", _parse_integer(element, "NumPlanes", 0 if element.get("IFD") is None else 1)
+    )
     count = count or min(planes - first, page_count - page)
     if first + count > planes or page + count > page_count:
         raise BadFile(
-            f"The OME-XML places planes {first} to {first + count - 1} of {planes} on pages {page} to"
-            f" {page + count - 1}, but the file has {page_count} pages: it is cut short or damaged."
+            f"The OME-XML assigns planes {first} to {first + count - 1} of {planes} to pages {page} to"
+            f" {page + count - 1}, but the file has {page_count} pages. It is truncated or damaged. Export it again."
         )
     return first, page, count
 
 
-def _first_plane(element: Element, axes: str, shape: tuple[int, ...]) -> int:
+def _parse_first_plane(element: Element, axes: str, shape: tuple[int, ...]) -> int:
     plane = 0
     for axis, length in zip(axes, shape, strict=True):
-        index = _integer(element, f"First{axis}", 0)
+        index = _parse_integer(element, f"First{axis}", 0)
         if index >= length:
-            raise BadFile(f"The OME-XML is damaged: First{axis}={index} where there are {length}.")
+            raise BadFile(f"The OME-XML is damaged: First{axis}={index}, but the length along {axis} is {length}.")
         plane = plane * length + index
     return plane

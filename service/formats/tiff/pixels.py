@@ -1,6 +1,6 @@
-"""Location of the selected pixels in a TIFF, and decoding of those that are compressed or scattered.
+"""Locate the selected pixels in a TIFF, and decode pixels that are compressed or scattered.
 
-Pixels are decoded page by page, in as many threads as there are cores, with no more pages than threads in memory.
+Pages are decoded in as many threads as there are cores. Each thread holds one page in memory.
 """
 
 from __future__ import annotations
@@ -18,84 +18,87 @@ from service.core.errors import BadFile, BadParameter
 from service.core.hardware import host
 from service.core.types import Array
 from service.formats import axes
-from service.formats.axes import Layout, Part
+from service.formats.axes import Layout, StackPart
 from service.formats.placement import Placement, StoreBlock, check_size, native_dtype
 from service.formats.tiff.ifd import Structure
 from service.formats.tiff.series import Page, StoredImage, translate_errors
 
-_STRIP_BYTE_COUNTS, _TILE_BYTE_COUNTS = 279, 325
+_STRIP_BYTE_COUNTS_TAG = 279
+_TILE_BYTE_COUNTS_TAG = 325
 
 
-def check(image: StoredImage, structure: Structure, layout: Layout, part: Part, limit_bytes: int) -> None:
-    """Check every page and offset that decoding uses, before any pixel is read.
+def check(image: StoredImage, structure: Structure, layout: Layout, part: StackPart, limit_bytes: int) -> None:
+    """Validate every page and offset that decoding uses, before any pixels are read.
 
-    Raises TooLarge where the selection, or one page on the way to it, decodes to more than `limit_bytes`, and BadFile
-    where a plane lies outside the file or has no pixels in it, and BadParameter where Y and X are not within a page.
+    Raises TooLarge if the selection, or a single page of it, decodes to more than `limit_bytes`, BadFile if a plane has
+    no pixels or lies outside the file, and BadParameter if Y and X are not within a page.
     """
     needed = math.prod(axes.part_shape(layout, part)) * native_dtype(image.dtype).itemsize
-    check_size(max(needed, 0 if image.whole else image.page.nbytes), limit_bytes)
-    if image.whole:
+    check_size(max(needed, 0 if image.is_contiguous else image.page.nbytes), limit_bytes)
+    if image.is_contiguous:
         _check_inside(image.page.dataoffsets[0] + math.prod(image.shape) * image.dtype.itemsize, structure, 0)
         return
     if len(image.pages) * image.page.size != math.prod(layout.shape):
-        raise BadFile("The planes in the file do not add up to the stack that its metadata describe.")
+        raise BadFile(
+            "The planes in the file do not match the size of the stack in its metadata. Export the file again."
+        )
     for index, stored in enumerate(image.pages):
         _check_page(image, stored, index, structure)
-    # What holds for one time point holds for all.
+    # All time points have the same layout, so it is enough to check one.
     if locate(image, layout, replace(part, time=part.time or 0)) is None:
         _check_axes(image, layout)
 
 
 def _check_axes(image: StoredImage, layout: Layout) -> None:
-    """Raise BadParameter unless Y and X lie within a page, as pages are decoded one by one into planes."""
-    inner = layout.axes[_count_outer(image, layout) :]
+    """Raise BadParameter unless Y and X lie within a page. Each page is decoded to whole planes."""
+    inner = layout.axes[_count_outer_axes(image, layout) :]
     if not {*"YX"} <= {*inner}:
         raise BadParameter(
-            f"axes={layout.axes} has the pages of this file hold {inner or 'single pixels'}; each must hold Y and X."
-            " Correct axes, or save the stack uncompressed.",
+            f"axes={layout.axes} is not possible: each page of this file would contain {inner or 'a single pixel'}, but"
+            " it must contain Y and X. Correct axes, or save the stack uncompressed.",
             parameter="axes",
         )
 
 
 def _check_page(image: StoredImage, page: Page, index: int, structure: Structure) -> None:
-    if page is image.page and 0 in _stated_lengths(page):
-        raise BadFile(f"Plane {index} is said to take no bytes in the file. Export the file again.")
+    if page is image.page and 0 in _read_byte_counts(page):
+        raise BadFile(f"Plane {index} has no pixels in the file: its byte count is 0. Export the file again.")
     if image.page.is_contiguous:
         if not page.dataoffsets:
-            raise BadFile(f"Plane {index} has no pixels in the file.")
-        stated = max(page.databytecounts[:1], default=0) if len(page.dataoffsets) == 1 else 0
-        _check_inside(page.dataoffsets[0] + max(image.page.nbytes, stated), structure, index)
+            raise BadFile(f"Plane {index} has no pixels in the file. Export the file again.")
+        byte_count = max(page.databytecounts[:1], default=0) if len(page.dataoffsets) == 1 else 0
+        _check_inside(page.dataoffsets[0] + max(image.page.nbytes, byte_count), structure, index)
         return
     segments = math.prod(image.page.chunked)
     if min(len(page.dataoffsets), len(page.databytecounts)) < segments or 0 in page.dataoffsets[:segments]:
-        raise BadFile(f"Plane {index} lacks some of its {segments} strips or tiles. Export the file again.")
+        raise BadFile(f"Plane {index} has fewer than its {segments} strips or tiles. Export the file again.")
     _check_inside(max(map(sum, zip(page.dataoffsets, page.databytecounts, strict=False))), structure, index)
 
 
-def _stated_lengths(page: TiffPage) -> tuple[int, ...]:
-    """Return the bytes of each strip or tile from the tag; tifffile would read 0 as the whole rest of the file."""
-    tag = page.tags.get(_STRIP_BYTE_COUNTS) or page.tags.get(_TILE_BYTE_COUNTS)
+def _read_byte_counts(page: TiffPage) -> tuple[int, ...]:
+    """Return the byte counts of the strips or tiles from the tag. tifffile would replace 0 by the rest of the file."""
+    tag = page.tags.get(_STRIP_BYTE_COUNTS_TAG) or page.tags.get(_TILE_BYTE_COUNTS_TAG)
     return () if tag is None else tuple(np.atleast_1d(tag.value).tolist())
 
 
 def _check_inside(end: int, structure: Structure, index: int) -> None:
     if end > structure.size:
         raise BadFile(
-            f"The file is cut short: plane {index} ends at byte {end}, but the file has {structure.size} bytes."
+            f"The file is truncated: plane {index} ends at byte {end}, but the file has {structure.size} bytes."
             " Copy or export it again."
         )
 
 
-def locate(image: StoredImage, layout: Layout, part: Part) -> Placement | None:
-    """Locate the selected pixels in the file, None where they are compressed or not at regular distances."""
+def locate(image: StoredImage, layout: Layout, part: StackPart) -> Placement | None:
+    """Locate the selected pixels in the file. Return None if they are compressed or not at regular distances."""
     if part.time is None or not image.page.is_final or image.dtype.kind not in "uif":
         return None
     starts = [page.dataoffsets[0] for page in image.pages]
-    pitch = _pitch(starts)
-    if pitch is None:
+    page_distance = _find_page_distance(starts)
+    if page_distance is None:
         return None
-    stride = _strides(image, layout, pitch)
-    channel = _channel_stride(layout, part, stride)
+    stride = _compute_strides(image, layout, page_distance)
+    channel = _find_channel_stride(layout, part, stride)
     if channel is None:
         return None
     c, s = divmod(part.channels[0], layout.length("S"))
@@ -105,29 +108,29 @@ def locate(image: StoredImage, layout: Layout, part: Part) -> Placement | None:
     return Placement(image.dtype.str, offset, axes.part_shape(layout, part), strides)
 
 
-def count_decoded_bytes(image: StoredImage, layout: Layout, part: Part) -> int:
-    """Return the bytes that `decode` decompresses or copies on the way to the selected part, whole tiles and pages."""
-    if image.whole:
+def count_decoded_bytes(image: StoredImage, layout: Layout, part: StackPart) -> int:
+    """Return the number of bytes that `decode` decompresses or copies: whole tiles or pages."""
+    if image.is_contiguous:
         return math.prod(layout.shape) * image.dtype.itemsize
     page = image.page
-    # A page may be far smaller than its tiles are.
+    # A page can be much smaller than its tiles.
     tiles = math.prod(page.chunked) * math.prod(page.chunks) * image.dtype.itemsize
     stored = tiles if page.is_tiled else page.nbytes
-    return stored * sum(1 for _ in _frames(layout, part, _count_outer(image, layout)))
+    return stored * sum(1 for _ in _iterate_pages(layout, part, _count_outer_axes(image, layout)))
 
 
-def _pitch(starts: Sequence[int]) -> int | None:
-    """Return the distance of consecutive pages, 0 for a single one, None where it is irregular or negative."""
+def _find_page_distance(starts: Sequence[int]) -> int | None:
+    """Return the distance of consecutive pages, 0 for a single page, or None if it is irregular or negative."""
     distances = {b - a for a, b in itertools.pairwise(starts)} or {0}
-    pitch = distances.pop()
-    return None if distances or pitch < 0 else pitch
+    page_distance = distances.pop()
+    return None if distances or page_distance < 0 else page_distance
 
 
-def _strides(image: StoredImage, layout: Layout, pitch: int) -> dict[str, int]:
-    """Return the stride of every axis in bytes: within a page dense, across pages by their distance."""
-    outer = _count_outer(image, layout)
+def _compute_strides(image: StoredImage, layout: Layout, page_distance: int) -> dict[str, int]:
+    """Return the stride of every axis in bytes: contiguous inside a page, multiples of the page distance outside."""
+    outer = _count_outer_axes(image, layout)
     steps = [
-        pitch * math.prod(layout.shape[index + 1 : outer])
+        page_distance * math.prod(layout.shape[index + 1 : outer])
         if index < outer
         else image.dtype.itemsize * math.prod(layout.shape[index + 1 :])
         for index in range(len(layout.shape))
@@ -135,8 +138,8 @@ def _strides(image: StoredImage, layout: Layout, pitch: int) -> dict[str, int]:
     return dict(zip(layout.axes, steps, strict=True))
 
 
-def _channel_stride(layout: Layout, part: Part, stride: dict[str, int]) -> int | None:
-    """Return the stride of the selected channels in bytes, 0 for a single one, None where it is irregular."""
+def _find_channel_stride(layout: Layout, part: StackPart, stride: dict[str, int]) -> int | None:
+    """Return the stride of the selected channels in bytes, 0 for a single channel, or None if it is irregular."""
     samples = layout.length("S")
     if len(part.channels) == 1:
         return 0
@@ -147,43 +150,43 @@ def _channel_stride(layout: Layout, part: Part, stride: dict[str, int]) -> int |
     return None
 
 
-def _count_outer(image: StoredImage, layout: Layout) -> int:
-    """Count the first dimensions of the layout, those across pages. Raises BadFile where a page splits one."""
-    size = math.prod(layout.shape) if image.whole else image.page.size
+def _count_outer_axes(image: StoredImage, layout: Layout) -> int:
+    """Count the leading axes that run across pages. Raises BadFile if an axis is only partly within a page."""
+    size = math.prod(layout.shape) if image.is_contiguous else image.page.size
     for outer in range(len(layout.shape) + 1):
         if math.prod(layout.shape[outer:]) == size:
             return outer
-    raise BadFile("The axes of the stack run across the borders of its pages, which is not supported.")
+    raise BadFile("The pages of the file do not match the axes of the stack. Export the file again.")
 
 
-def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: Part, store: StoreBlock) -> None:
-    """Decode the selected part, each voxel once, and pass it to `store` in blocks [z, Y, X] of `native_dtype`.
+def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: StackPart, store: StoreBlock) -> None:
+    """Decode each voxel of the selected part once and pass blocks [z, Y, X] of `native_dtype` to `store`.
 
     Raises BadFile, BadParameter, TooLarge.
     """
     lock = threading.RLock()
     dtype = native_dtype(image.dtype)
     _check_axes(image, layout)
-    outer = _count_outer(image, layout)
-    frames = list(_frames(layout, part, outer))
-    is_single = len(frames) == 1
+    outer = _count_outer_axes(image, layout)
+    pages_to_decode = list(_iterate_pages(layout, part, outer))
+    is_single = len(pages_to_decode) == 1
 
-    def decode_frame(frame: _Frame) -> None:
+    def decode_page(page_to_decode: _PageToDecode) -> None:
         with translate_errors("decoding its pixels"):
-            if image.whole:
+            if image.is_contiguous:
                 pixels = tiff.filehandle.read_array(image.dtype, math.prod(layout.shape), image.page.dataoffsets[0])
             else:
-                pixels = image.pages[frame.index].asarray(lock=lock, maxworkers=host.CORES if is_single else 1)
+                pixels = image.pages[page_to_decode.index].asarray(lock=lock, maxworkers=host.CORES if is_single else 1)
             pixels = pixels.reshape(layout.shape[outer:]).astype(dtype, copy=False)
-        for channel, block in _blocks(pixels, layout, part, frame):
-            store(channel, (frame.z, 0, 0), block)
+        for channel, block in _select_blocks(pixels, layout, part, page_to_decode):
+            store(channel, (page_to_decode.z, 0, 0), block)
 
-    host.run_in_threads(decode_frame, frames, math.prod(axes.part_shape(layout, part)) * dtype.itemsize)
+    host.run_in_threads(decode_page, pages_to_decode, math.prod(axes.part_shape(layout, part)) * dtype.itemsize)
 
 
 @dataclass(frozen=True)
-class _Frame:
-    """One page to decode: its number, the axes inside it, and the position of its first voxel."""
+class _PageToDecode:
+    """A page to decode: its index, the axes inside it, and the channel, sample and plane where it begins."""
 
     index: int
     axes: str
@@ -192,24 +195,28 @@ class _Frame:
     z: int
 
 
-def _frames(layout: Layout, part: Part, outer: int) -> Iterator[_Frame]:
-    """Yield the pages that hold a part of the selection."""
+def _iterate_pages(layout: Layout, part: StackPart, outer: int) -> Iterator[_PageToDecode]:
+    """Yield the pages that contain a part of the selection."""
     samples = layout.length("S")
     wanted = {divmod(number, samples) for number in part.channels}
     for index, position in enumerate(np.ndindex(layout.shape[:outer])):
-        at = dict(zip(layout.axes, position, strict=False))
-        if at.get("T", part.time) != part.time:
+        indices = dict(zip(layout.axes, position, strict=False))
+        if indices.get("T", part.time) != part.time:
             continue
-        if any(at.get("C", c) == c and at.get("S", s) == s for c, s in wanted):
-            yield _Frame(index, layout.axes[outer:], at.get("C", 0), at.get("S", 0), at.get("Z", 0))
+        if any(indices.get("C", c) == c and indices.get("S", s) == s for c, s in wanted):
+            yield _PageToDecode(
+                index, layout.axes[outer:], indices.get("C", 0), indices.get("S", 0), indices.get("Z", 0)
+            )
 
 
-def _blocks(pixels: Array, layout: Layout, part: Part, frame: _Frame) -> Iterator[tuple[int, Array]]:
-    """Yield the selected channels of a decoded page: (number among the selected, [z, Y, X])."""
-    letters = frame.axes
+def _select_blocks(
+    pixels: Array, layout: Layout, part: StackPart, page_to_decode: _PageToDecode
+) -> Iterator[tuple[int, Array]]:
+    """Yield (position in the selection, pixels [z, Y, X]) for each selected channel of a decoded page."""
+    letters = page_to_decode.axes
     if "T" in letters:
         pixels = pixels.take(part.time or 0, axis=letters.index("T"))
         letters = letters.replace("T", "")
     pixels = axes.expand(pixels, letters)
-    for number, place in axes.find_channels(layout, part, (frame.channel, frame.sample), pixels):
+    for number, place in axes.find_channels(layout, part, (page_to_decode.channel, page_to_decode.sample), pixels):
         yield number, np.ascontiguousarray(pixels[place])

@@ -1,6 +1,6 @@
-"""Read TIFFs: ImageJ hyperstacks, OME-TIFF, plain pages and microscope vendors' TIFFs, with the codecs of imagecodecs.
+"""Read TIFF: ImageJ hyperstacks, OME-TIFF, plain pages and TIFFs of microscope vendors, with the codecs of imagecodecs.
 
-They are classic or Big, of either byte order. No file that a file names is opened.
+Classic TIFF and BigTIFF are supported in both byte orders. Files that are referenced by a file are never opened.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ class TiffStack(OpenStack):
     tiff: TiffFile
 
     @property
-    def colours(self) -> tuple[str, ...]:
-        """One colour per stored channel."""
-        return _colour_channels(self.image, self.layout)
+    def colors(self) -> tuple[str, ...]:
+        """One color per stored channel, or "" if unknown."""
+        return _channel_colors(self.image, self.layout)
 
     @property
     def decoded_bytes(self) -> int:
-        """Bytes of the pages or tiles that hold a part of the selection."""
+        """Size of all pages or tiles that contain a part of the selection."""
         return pixels.count_decoded_bytes(self.image, self.layout, self.part)
 
     def locate(self) -> Placement | None:
-        """Locate uncompressed pixels at regular distances."""
+        """Locate the selected pixels, or return None if they are compressed or scattered."""
         return pixels.locate(self.image, self.layout, self.part)
 
     def decode(self, store: StoreBlock) -> None:
-        """Decode page by page."""
+        """Decode the selected part page by page."""
         pixels.decode(self.tiff, self.image, self.layout, self.part, store)
 
 
 def open_stack(stream: BinaryIO, selection: Selection, limit_bytes: int) -> OpenStack:
-    """Open a TIFF, which has to stay open, and check all that can be checked before a pixel is decoded.
+    """Open a TIFF from a stream, which must stay open, and validate it as far as possible without decoding pixels.
 
     Raises UnsupportedMedia, BadFile, AmbiguousAxes, BadParameter, TooLarge.
     """
@@ -54,25 +54,25 @@ def open_stack(stream: BinaryIO, selection: Selection, limit_bytes: int) -> Open
     stream.seek(0)
     with series.translate_errors("reading its tags"):
         tiff = series.open_pages(stream)
-        image = series.find_image(tiff, structure, trust=selection.axes is None)
-        layout = axes.resolve_axes(image.axes, image.shape, selection.axes, image.doubt)
-        names = _name_channels(image, layout)
+        image = series.find_image(tiff, structure, use_metadata=selection.axes is None)
+        layout = axes.resolve_axes(image.axes, image.shape, selection.axes, image.metadata_problem)
+        names = _channel_names(image, layout)
         part = axes.select(layout, names, selection)
         pixels.check(image, structure, layout, part, limit_bytes)
     return TiffStack(image, layout, part, names, tiff)
 
 
-def _colour_channels(image: StoredImage, layout: Layout) -> tuple[str, ...]:
-    """Return one colour per channel, "" where the file has none; colour samples are red, green and blue themselves."""
+def _channel_colors(image: StoredImage, layout: Layout) -> tuple[str, ...]:
+    """Return one color per channel, or "" if the file has none. Color samples are red, green and blue."""
     channels, samples = layout.length("C"), layout.length("S")
     if samples > 1:
         rgb = ("#ff0000", "#00ff00", "#0000ff") if samples in {3, 4} else ()
         return (*rgb, *("",) * (samples - len(rgb))) * channels
-    return image.colours if len(image.colours) == channels else ("",) * channels
+    return image.colors if len(image.colors) == channels else ("",) * channels
 
 
-def _name_channels(image: StoredImage, layout: Layout) -> tuple[str, ...]:
-    """Return one name per channel and colour sample, such as "DAPI", "GFP red", or "" where the file has none."""
+def _channel_names(image: StoredImage, layout: Layout) -> tuple[str, ...]:
+    """Return one name per channel and color sample, such as "DAPI" or "GFP red", or "" if the file has none."""
     channels, samples = layout.length("C"), layout.length("S")
     channel_names = image.channels if len(image.channels) == channels else ("",) * channels
     sample_names = metadata.sample_names(image.page, samples) if samples > 1 else ("",)

@@ -24,23 +24,23 @@ from service.core.quantities import TimeInterval, VoxelSize
 from service.core.types import Array, OutputKind, Segmentation, Volume
 from service.formats.tiff import imagej_writer
 
-NOTHING: Mapping[str, str] = MappingProxyType({})
+NO_ORIGIN: Mapping[str, str] = MappingProxyType({})
 ORIGIN_NAMESPACE = "stackseg/origin"
 
-# A classic TIFF has 32-bit offsets, and might not hold its pages beyond this many bytes of pixels.
-_CLASSIC_BYTES = 2**32 - 2**26
-# Largest file, in bytes of pixels, that is made in memory. On two cores, threads do not pay off for smaller ones.
-_SMALL_BYTES = 4 * 2**20
-# Threads that compress. More have brought nothing on a host with 16 cores.
+# A classic TIFF has 32-bit offsets. With more than this many bytes of pixels, its pages might not fit.
+_MAX_CLASSIC_TIFF_BYTES = 2**32 - 2**26
+# Files with up to this many bytes of pixels are encoded in memory. On two cores, threads do not pay off for them.
+_MAX_IN_MEMORY_BYTES = 4 * 2**20
+# Maximum number of compression threads. More were not faster on a host with 16 cores.
 _MAX_THREADS = 8
-# Bytes of pixels in a task of such a thread. With single planes of 128 KiB, two threads are slower than none.
+# Bytes of pixels per compression task. With single planes of 128 KiB, two threads are slower than none.
 _TASK_BYTES = 2**20
-# Bytes that are read of a mapped array between two releases of its memory.
+# Number of bytes that are read from a mapped array before its memory pages are released.
 _RELEASE_BYTES = 2**24
 
 
-class _Form(NamedTuple):
-    """Everything that decides about a file but its pixels and origin."""
+class _FileLayout(NamedTuple):
+    """Properties of a file except its pixels and origin."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -59,24 +59,25 @@ class _Form(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write(segmentation: Segmentation, path: Path, origin: Mapping[str, str] = NOTHING) -> None:
-    """Write labels, classes [Z, Y, X] or probabilities [K, Z, Y, X] as OME-TIFF; `path` appears only once complete.
+def write(segmentation: Segmentation, path: Path, origin: Mapping[str, str] = NO_ORIGIN) -> None:
+    """Write labels or classes [Z, Y, X], or probabilities [K, Z, Y, X], as OME-TIFF. `path` appears only when complete.
 
-    A series has a first axis T and its time interval.
+    The array of a time series has an additional first axis T.
 
-    One page per plane, Deflate and no predictor, which every reader opens. BigTIFF only where a classic TIFF might be
-    too small. The voxel size goes to PhysicalSizeX, Y, Z in um, to the resolution tags, and to a second description for
-    ImageJ's own reader. So does `origin`, facts about how the segmentation was made by their names: it is an annotation
-    of the image in the OME-XML, and lines of that description. Labels and classes have colours.
+    The file has one page per plane, compressed with Deflate without a predictor, which every reader supports. It is a
+    BigTIFF only if a classic TIFF might be too small. The voxel size is stored as PhysicalSizeX, Y, Z in um, in the
+    resolution tags, and in a second description for ImageJ's built-in reader. `origin` describes how the segmentation
+    was made as names and values. It is stored as an annotation of the image in the OME-XML, and as lines of the second
+    description. Labels and classes have a color map.
     """
-    # Whoever keeps the file has it written to the disk: most are sent to a client and deleted.
+    # Most files are sent to a client and deleted, so syncing to disk is left to callers that keep them.
     with write_whole(path, sync=False) as partial, partial.open("w+b") as file:
         _write_segmentation(file, segmentation, origin)
 
 
-def encode(segmentation: Segmentation, origin: Mapping[str, str] = NOTHING) -> bytes | None:
-    """Return the bytes that `write` writes, or None where the file is too large to be made in memory."""
-    if segmentation.pixels.nbytes > _SMALL_BYTES:
+def encode(segmentation: Segmentation, origin: Mapping[str, str] = NO_ORIGIN) -> bytes | None:
+    """Return the bytes of the file that `write` would write, or None if it is too large to be encoded in memory."""
+    if segmentation.pixels.nbytes > _MAX_IN_MEMORY_BYTES:
         return None
     file = io.BytesIO()
     _write_segmentation(file, segmentation, origin)
@@ -84,21 +85,21 @@ def encode(segmentation: Segmentation, origin: Mapping[str, str] = NOTHING) -> b
 
 
 def write_image(volume: Volume, path: Path) -> None:
-    """Write the first channel of a stack as OME-TIFF ZYX with its voxel size; `path` appears only once complete."""
+    """Write the first channel of a stack as OME-TIFF ZYX with its voxel size. `path` appears only when complete."""
     shape = volume.shape[1:]
     planes = (volume.read(z, z + 1)[0, 0] for z in range(shape[0]))
     with write_whole(path, sync=False) as partial, partial.open("w+b") as file:
-        _write_pages(file, _Form(shape, volume.dtype, "image", volume.voxel_size, "ZYX"), planes, {})
+        _write_pages(file, _FileLayout(shape, volume.dtype, "image", volume.voxel_size, "ZYX"), planes, {})
 
 
 def write_uncompressed(pixels: Array, path: Path) -> None:
-    """Write a stack [Z, Y, X] as most microscopes do: an ImageJ TIFF without compression, of up to 16 bits."""
+    """Write a stack [Z, Y, X] as most microscopes do: as an uncompressed ImageJ TIFF of up to 16 bits per pixel."""
     imwrite(path, pixels, imagej=True, metadata={"axes": "ZYX"})
 
 
 def _write_segmentation(file: BinaryIO, segmentation: Segmentation, origin: Mapping[str, str]) -> None:
     pixels = segmentation.pixels
-    form = _Form(
+    layout = _FileLayout(
         pixels.shape,
         pixels.dtype,
         segmentation.kind,
@@ -108,63 +109,63 @@ def _write_segmentation(file: BinaryIO, segmentation: Segmentation, origin: Mapp
         segmentation.time_interval,
     )
     description = imagej_writer.describe(segmentation) + imagej_writer.describe_origin(origin)
-    _write_pages(file, form, _planes(pixels), _clean(origin), description)
+    _write_pages(file, layout, _iterate_planes(pixels), _remove_control_characters(origin), description)
 
 
-def _clean(origin: Mapping[str, str]) -> dict[str, str]:
-    """Leave out control characters, which XML cannot carry."""
-    return {name: "".join(filter(str.isprintable, fact)) for name, fact in origin.items()}
+def _remove_control_characters(origin: Mapping[str, str]) -> dict[str, str]:
+    """Remove control characters, which XML cannot represent."""
+    return {name: "".join(filter(str.isprintable, value)) for name, value in origin.items()}
 
 
-def _describe(form: _Form, origin: Mapping[str, str]) -> dict[str, object]:
-    """Return tifffile's metadata for the OME-XML of a file."""
-    # XML cannot carry control characters.
-    names = ["".join(filter(str.isprintable, name)) for name in form.names]
+def _describe(layout: _FileLayout, origin: Mapping[str, str]) -> dict[str, object]:
+    """Return the metadata from which tifffile makes the OME-XML of a file."""
+    # XML cannot represent control characters.
+    names = ["".join(filter(str.isprintable, name)) for name in layout.names]
     metadata: dict[str, object] = {
         "UUID": str(uuid.uuid4()),
         "Creator": "StackSeg",
-        "axes": form.axes,
-        "Name": form.kind,
-        "Channel": {"Name": names if "C" in form.axes else form.kind},
+        "axes": layout.axes,
+        "Name": layout.kind,
+        "Channel": {"Name": names if "C" in layout.axes else layout.kind},
     }
     if origin:
         metadata["MapAnnotation"] = {"Namespace": ORIGIN_NAMESPACE, "Value": dict(origin)}
-    if form.time_interval is not None:
-        metadata |= {"TimeIncrement": form.time_interval.length, "TimeIncrementUnit": form.time_interval.unit}
-    for axis, edge in zip("ZYX", form.voxel_size or (), strict=False):
+    if layout.time_interval is not None:
+        metadata |= {"TimeIncrement": layout.time_interval.length, "TimeIncrementUnit": layout.time_interval.unit}
+    for axis, edge in zip("ZYX", layout.voxel_size or (), strict=False):
         metadata |= {f"PhysicalSize{axis}": edge, f"PhysicalSize{axis}Unit": "µm"}
     return metadata
 
 
 def _write_pages(
-    file: BinaryIO, form: _Form, planes: Iterator[Array], origin: Mapping[str, str], description: str = ""
+    file: BinaryIO, layout: _FileLayout, planes: Iterator[Array], origin: Mapping[str, str], description: str = ""
 ) -> None:
-    """Write an OME-TIFF of planes [Y, X]; `description` is the one for ImageJ."""
-    size, tags = form.voxel_size, list[tuple[int | str, str, int, Any, bool]]()
+    """Write an OME-TIFF from planes [Y, X]. `description` is the second description for ImageJ."""
+    voxel_size, tags = layout.voxel_size, list[tuple[int | str, str, int, Any, bool]]()
     if description:
-        # By its name, as tifffile takes the number for that of the description which it writes itself.
+        # Given by name, because tifffile reserves the tag number for the description that it writes itself.
         tags.append(("ImageDescription", "s", 0, description, True))
-    if form.kind in {"labels", "classes"}:
-        colours = imagej_writer.label_colours()
-        tags.append((imagej_writer.COLOR_MAP, "H", len(colours), colours, True))
-    with TiffWriter(file, ome=True, bigtiff=form.nbytes > _CLASSIC_BYTES) as writer:
+    if layout.kind in {"labels", "classes"}:
+        colors = imagej_writer.label_colors()
+        tags.append((imagej_writer.COLOR_MAP_TAG, "H", len(colors), colors, True))
+    with TiffWriter(file, ome=True, bigtiff=layout.nbytes > _MAX_CLASSIC_TIFF_BYTES) as writer:
         writer.write(
-            _compress_planes(planes, form),
-            shape=form.shape,
-            dtype=form.dtype,
+            _compress_planes(planes, layout),
+            shape=layout.shape,
+            dtype=layout.dtype,
             photometric="minisblack",
             compression="adobe_deflate",
-            rowsperstrip=form.shape[-2],
-            resolution=None if size is None else (1e4 / size.x, 1e4 / size.y),
-            resolutionunit=None if size is None else "CENTIMETER",
-            metadata=_describe(form, origin),
+            rowsperstrip=layout.shape[-2],
+            resolution=None if voxel_size is None else (1e4 / voxel_size.x, 1e4 / voxel_size.y),
+            resolutionunit=None if voxel_size is None else "CENTIMETER",
+            metadata=_describe(layout, origin),
             software="StackSeg",
             extratags=tags,
         )
 
 
-def _planes(pixels: Array) -> Iterator[Array]:
-    """Yield the planes [Y, X] of an array, and keep only a few planes of a mapped one in memory."""
+def _iterate_planes(pixels: Array) -> Iterator[Array]:
+    """Yield the planes [Y, X] of an array. Only a few planes of a mapped array are held in memory."""
     step = math.ceil(_RELEASE_BYTES / (math.prod(pixels.shape[-2:]) * pixels.itemsize))
     for number, index in enumerate(np.ndindex(pixels.shape[:-2])):
         if number % step == 0:
@@ -172,13 +173,13 @@ def _planes(pixels: Array) -> Iterator[Array]:
         yield pixels[index]
 
 
-def _compress_planes(planes: Iterator[Array], form: _Form) -> Iterator[bytes]:
-    """Yield planes [Y, X] compressed, in order. Of all but small files, threads compress the next few meanwhile."""
-    if form.nbytes <= _SMALL_BYTES:
+def _compress_planes(planes: Iterator[Array], layout: _FileLayout) -> Iterator[bytes]:
+    """Yield compressed planes in order. Unless the file is small, threads compress the next planes in the meantime."""
+    if layout.nbytes <= _MAX_IN_MEMORY_BYTES:
         yield from map(_compress, planes)
         return
     workers = min(host.usable_cores(), _MAX_THREADS)
-    planes_per_task = max(1, _TASK_BYTES * form.pages // form.nbytes)
+    planes_per_task = max(1, _TASK_BYTES * layout.pages // layout.nbytes)
     pending: deque[Future[list[bytes]]] = deque()
     with ThreadPoolExecutor(workers, "compress") as threads:
         while batch := list(itertools.islice(planes, planes_per_task)):
@@ -194,6 +195,6 @@ def _compress_batch(planes: list[Array]) -> list[bytes]:
 
 
 def _compress(plane: Array) -> bytes:
-    """Compress a plane to a zlib stream of little-endian pixels."""
+    """Compress the little-endian pixels of a plane to a zlib stream."""
     pixels = np.require(plane, plane.dtype.newbyteorder("<"), ["C"])
     return isal_zlib.compress(pixels, 1)

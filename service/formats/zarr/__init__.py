@@ -1,1 +1,1 @@
-"""OME-Zarr."""
+"""Reading and writing OME-Zarr."""

@@ -1,4 +1,4 @@
-"""Find the image of an OME-Zarr store, and what its metadata state: axes, channels, colours, voxel size."""
+"""Find the image of an OME-Zarr store and parse its metadata: axes, channels, colors and voxel size."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from service.formats.zarr import store as zarr_store
 from service.formats.zarr.array import ZarrArray, open_array
 from service.formats.zarr.store import Store, read_json, translate_errors
 
-_IMAGE = "Name the folder of one image, whose metadata have multiscales."
+_IMAGE_ADVICE = "Choose the folder of a single image, whose metadata contains `multiscales`."
 
 
 @dataclass(frozen=True)
 class ZarrImage:
-    """The finest resolution of an OME-Zarr image; `axes` has one letter per stored dimension."""
+    """The full resolution of an OME-Zarr image. `axes` has one letter per stored dimension."""
 
     container: str
     array: ZarrArray
     axes: str
     channels: tuple[str, ...]
-    colours: tuple[str, ...]
+    colors: tuple[str, ...]
     calibration: Calibration
     time_interval: TimeInterval | None
     notes: tuple[str, ...]
@@ -36,16 +36,16 @@ class ZarrImage:
     @property
     def dtype(self) -> np.dtype[Any]:
         """Dtype of the pixels, in the byte order of the file."""
-        return self.array.coding.dtype
+        return self.array.codec.dtype
 
 
 def find_image(store: Store) -> ZarrImage:
-    """Find the image of a store, and the finest of its resolutions. Raises BadFile, TooLarge."""
+    """Find the image of a store and open its full resolution. Raises BadFile, TooLarge."""
     folder, attributes, notes = _find_group(store)
     with translate_errors("its OME metadata"):
         multiscales = attributes["multiscales"]
         if len(multiscales) > 1:
-            notes.append(f"The store describes {len(multiscales)} images at one place; the first of them is read.")
+            notes.append(f"The store describes {len(multiscales)} images in one group. The first one is used.")
         described = multiscales[0]
         dataset = described["datasets"][0]
         path = zarr_store.join(folder, dataset["path"])
@@ -55,13 +55,13 @@ def find_image(store: Store) -> ZarrImage:
         letters, units = _parse_axes(described.get("axes"), len(array.shape))
         scale = _parse_scale(dataset, described, len(array.shape))
         steps = dict(zip(letters, zip(scale, units, strict=True), strict=True)) if scale else {}
-        names, colours = _parse_channels(attributes)
+        names, colors = _parse_channels(attributes)
         return ZarrImage(
             f"OME-Zarr {version}".strip(),
             array,
             letters,
             names,
-            colours,
+            colors,
             _parse_calibration(steps),
             sampling.parse_time_interval(*steps["T"]) if "T" in steps else None,
             tuple(notes),
@@ -69,71 +69,71 @@ def find_image(store: Store) -> ZarrImage:
 
 
 def _find_group(store: Store) -> tuple[str, dict[str, Any], list[str]]:
-    """Return the group of the image, its OME metadata, and notes about its choice. Raises BadFile."""
-    folder, attributes, notes = "", _attributes(store, ""), list[str]()
+    """Return the group of the image, its OME metadata, and notes about the choice of the image. Raises BadFile."""
+    folder, attributes, notes = "", _read_attributes(store, ""), list[str]()
     if "multiscales" not in attributes and "bioformats2raw.layout" in attributes:
-        folder, notes = "0", ["The store is a collection of images; the first of them is read."]
-        attributes = _attributes(store, folder)
+        folder, notes = "0", ["The store is a collection of images. The first one is used."]
+        attributes = _read_attributes(store, folder)
     if not attributes.get("multiscales"):
-        kind = "a plate" if "plate" in attributes else "a well" if "well" in attributes else "no image of OME-Zarr"
-        raise BadFile(f"The Zarr store holds {kind}. {_IMAGE}")
+        kind = "a plate" if "plate" in attributes else "a well" if "well" in attributes else "no OME-Zarr image"
+        raise BadFile(f"The Zarr store contains {kind}. {_IMAGE_ADVICE}")
     return folder, attributes, notes
 
 
-def _attributes(store: Store, folder: str) -> dict[str, Any]:
+def _read_attributes(store: Store, folder: str) -> dict[str, Any]:
     """Return the OME metadata of a group. Raises BadFile."""
     prefix = f"{folder}/" if folder else ""
     group = read_json(store, f"{prefix}zarr.json")
     with translate_errors("zarr.json"):
         if group is not None:
             if group["node_type"] != "group":
-                raise BadFile(f"The folder is a single array of Zarr. {_IMAGE}")
+                raise BadFile(f"The folder is a single Zarr array. {_IMAGE_ADVICE}")
             return dict(group.get("attributes", {}).get("ome", {}))
     return read_json(store, f"{prefix}.zattrs") or {}
 
 
-def _parse_axes(stated: Any, dimensions: int) -> tuple[str, list[str]]:
-    """Return one letter per dimension, Q where it has no meaning here, and the units."""
-    if stated is None and dimensions == 5:
+def _parse_axes(value: Any, dimensions: int) -> tuple[str, list[str]]:
+    """Return the letter and the unit of each dimension. Dimensions that are not supported get the letter Q."""
+    if value is None and dimensions == 5:
         return "TCZYX", [""] * 5
     letters, units = "", []
-    for axis in stated or ["?"] * dimensions:
+    for axis in value or ["?"] * dimensions:
         fields = axis if isinstance(axis, dict) else {"name": axis}
         name = str(fields["name"]).upper()
         letters += {"time": "T", "channel": "C"}.get(str(fields.get("type")), name if name in {*"TCZYX"} else "Q")
         units.append(str(fields.get("unit") or ""))
     if len(letters) != dimensions:
-        raise BadFile(f"The OME metadata name {len(letters)} axes of an array of {dimensions} dimensions.")
+        raise BadFile(f"The OME metadata has {len(letters)} axes, but the array has {dimensions} dimensions.")
     return letters, units
 
 
 def _parse_scale(dataset: dict[str, Any], described: dict[str, Any], dimensions: int) -> list[float]:
-    """Return the step along each dimension, [] where none is stated."""
+    """Return the pixel size along each dimension, or [] if the metadata has no scale."""
     steps: list[float] = []
     for transformations in (dataset.get("coordinateTransformations"), described.get("coordinateTransformations")):
         for transformation in transformations or ():
             if transformation.get("type") == "scale":
                 factors = [float(factor) for factor in transformation["scale"]]
                 if len(factors) != dimensions:
-                    raise BadFile(f"The OME metadata state a scale of {len(factors)} numbers for {dimensions} axes.")
+                    raise BadFile(f"The OME metadata has a scale of {len(factors)} numbers for {dimensions} axes.")
                 steps = [step * factor for step, factor in zip(steps or [1.0] * dimensions, factors, strict=True)]
     return steps
 
 
 def _parse_calibration(steps: Mapping[str, tuple[float, str]]) -> Calibration:
-    """Return the voxel size from the step along each axis and its unit."""
+    """Return the voxel size from the pixel size and unit along each axis."""
     edges = [steps.get(axis, (None, "")) for axis in "ZYX"]
     return sampling.from_lengths([size for size, _ in edges], [unit for _, unit in edges], "OME-Zarr")
 
 
 def _parse_channels(attributes: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return a name and a colour per channel, () where there are none."""
+    """Return a name and a color per channel, or () if the metadata has none."""
     channels = (attributes.get("omero") or {}).get("channels") or ()
     names = tuple(str(channel.get("label") or "")[:200] for channel in channels)
-    return names, tuple(_parse_colour(channel.get("color")) for channel in channels)
+    return names, tuple(_parse_color(channel.get("color")) for channel in channels)
 
 
-def _parse_colour(stated: Any) -> str:
-    """Return a colour as #rrggbb, "" where none is stated."""
-    is_colour = isinstance(stated, str) and re.fullmatch("[0-9a-fA-F]{6}", stated)
-    return f"#{stated.lower()}" if is_colour else ""
+def _parse_color(value: Any) -> str:
+    """Return a color as #rrggbb, or "" if it is missing or invalid."""
+    is_color = isinstance(value, str) and re.fullmatch("[0-9a-fA-F]{6}", value)
+    return f"#{value.lower()}" if is_color else ""

@@ -1,6 +1,6 @@
-"""Read OME-Zarr 0.4 and 0.5, and earlier ones: the finest resolution, chunk by chunk, with what its metadata state.
+"""Read the full resolution of OME-Zarr 0.4, 0.5 and earlier versions chunk by chunk.
 
-https://ngff.openmicroscopy.org. Stores that cannot be trusted are read through `service.formats.sandbox.reader`.
+Specification: https://ngff.openmicroscopy.org. Read untrusted stores with `service.formats.sandbox.reader` instead.
 """
 
 from __future__ import annotations
@@ -22,118 +22,121 @@ from service.formats.placement import Placement, StoreBlock, check_size, store_i
 from service.formats.zarr.image import ZarrImage, find_image
 from service.formats.zarr.store import Store
 
-# Chunks of a selection; each is a file to open, or a part of one.
+# Maximum number of chunks of a selection. Each chunk is a file or a byte range of one.
 _MAX_CHUNKS = 2**21
 _MAX_CHANNELS = 2**16
-# Of chunks along X that are decoded together, so that what is stored of them is whole planes or rows.
-_ROW_BYTES = 2**26
-# Of chunks that are asked for at a time, once they are decoded, and their number.
-_BATCH_BYTES, _BATCH_CHUNKS = 2**25, 64
-# Of all that threads hold at a time.
-_DECODING_BYTES = 2**29
+# Decoded size of the neighboring chunks along X that are stored together, so that whole rows or planes are written.
+_MAX_ROW_BYTES = 2**26
+# Decoded size and number of the chunks that are read from the store together.
+_MAX_BATCH_BYTES = 2**25
+_MAX_BATCH_CHUNKS = 64
+# Memory of all decoding threads.
+_MAX_DECODING_BYTES = 2**29
 
-Place = tuple[int, ...]
-"""Place of a chunk in the grid."""
+ChunkIndex = tuple[int, ...]
+"""Index of a chunk along each dimension of the chunk grid."""
 
 Region = tuple[range, range, range]
-"""Voxels along Z, Y and X, one after the other."""
+"""Contiguous ranges of voxels along Z, Y and X."""
 
 
 @dataclass(frozen=True)
 class ZarrStack(OpenStack):
-    """An image with its axes and the selected part."""
+    """An OME-Zarr image with its axes and the selected part."""
 
     image: ZarrImage
 
     @property
-    def colours(self) -> tuple[str, ...]:
-        """One colour per stored channel."""
-        return self.image.colours if len(self.image.colours) == len(self.names) else ("",) * len(self.names)
+    def colors(self) -> tuple[str, ...]:
+        """One color per stored channel, or "" if unknown."""
+        return self.image.colors if len(self.image.colors) == len(self.names) else ("",) * len(self.names)
 
     @property
     def decoded_bytes(self) -> int:
-        """Bytes of all chunks that hold a part of the selection."""
-        return math.prod(len(indices) for indices in self._grid) * self.image.array.chunk_bytes
+        """Decoded size of all chunks that contain a part of the selection."""
+        return math.prod(len(indices) for indices in self._selected_chunks) * self.image.array.chunk_bytes
 
     def locate(self) -> Placement | None:
-        """Return None: chunks lie in files of their own."""
+        """Return None, because the pixels of a chunked image are never at regular distances in one file."""
         return None
 
     def check(self, limit_bytes: int) -> None:
-        """Check what decoding takes. Raises TooLarge."""
+        """Check the size of the selection and of its chunks. Raises TooLarge."""
         try:
             check_size(math.prod(self.shape) * self.dtype.itemsize, limit_bytes)
         except TooLarge as error:
-            raise TooLarge(f"{error} An OME-Zarr of any size: stackseg segment IN OUT --workers N.") from None
-        check_size(self.image.array.chunk_bytes, limit_bytes, "A chunk on the way to the selected volume")
-        chunks = math.prod(len(indices) for indices in self._grid)
+            raise TooLarge(
+                f"{error} To segment an OME-Zarr of any size, run `stackseg segment IN OUT --workers N`."
+            ) from None
+        check_size(self.image.array.chunk_bytes, limit_bytes, "A chunk of the selected volume")
+        chunks = math.prod(len(indices) for indices in self._selected_chunks)
         if chunks > _MAX_CHUNKS:
             size = "x".join(map(str, self.image.array.chunks))
-            raise TooLarge(f"The selected volume is in {chunks} chunks of {size}; write it with larger ones.")
+            raise TooLarge(f"The selected volume has {chunks} chunks of {size} voxels. Save it with larger chunks.")
 
     def decode(self, store: StoreBlock) -> None:
-        """Decode the selected part, rows of chunks along X at a time, or chunk by chunk where rows are large."""
-        self._decode(self._whole, store)
+        """Decode the selected part by rows of chunks along X, or chunk by chunk if rows are too large."""
+        self._decode(self._full_region, store)
 
     def read_region(self, region: Region) -> Array:
-        """Decode a part of the selection, [C, Z, Y, X] in native byte order, and read no chunk outside of it.
+        """Decode a region of the selection as [C, Z, Y, X] in native byte order. Raises BadFile.
 
-        `region` has the voxels along Z, Y and X. Raises BadFile.
+        Chunks outside the region are not read.
         """
         decoded: Array = np.empty((self.shape[0], *map(len, region)), self.dtype)
         self._decode(region, store_into(decoded))
         return decoded
 
     @property
-    def _whole(self) -> Region:
+    def _full_region(self) -> Region:
         z, y, x = map(range, self.shape[1:])
         return z, y, x
 
     def _decode(self, region: Region, store: StoreBlock) -> None:
-        """Decode a part of the selection; places that `store` gets are relative to it."""
+        """Decode a region of the selection. Positions passed to `store` are relative to the region."""
         array, x = self.image.array, self._axes.index("X")
-        grid = self._grid_of(region)
-        count = len(grid[x]) if len(grid[x]) * array.chunk_bytes <= _ROW_BYTES else 1
-        rows = _split_rows(grid, x, count)
-        # Stores that are far away are asked for many chunks at a time.
-        step = max(1, min(_BATCH_BYTES // array.chunk_bytes, _BATCH_CHUNKS) // count)
+        chunks_by_axis = self._chunks_of_region(region)
+        count = len(chunks_by_axis[x]) if len(chunks_by_axis[x]) * array.chunk_bytes <= _MAX_ROW_BYTES else 1
+        rows = _split_rows(chunks_by_axis, x, count)
+        # Reading many chunks together hides the latency of remote stores.
+        step = max(1, min(_MAX_BATCH_BYTES // array.chunk_bytes, _MAX_BATCH_CHUNKS) // count)
         batches = [rows[first : first + step] for first in range(0, len(rows), step)]
 
-        def decode_batch(batch: list[list[Place]]) -> None:
-            stored = iter(array.read_chunks([place for row in batch for place in row]))
+        def decode_batch(batch: list[list[ChunkIndex]]) -> None:
+            stored = iter(array.read_chunks([chunk_index for row in batch for chunk_index in row]))
             for row in batch:
                 self._decode_row(row, list(itertools.islice(stored, len(row))), region, store)
 
-        # A thread holds a batch as it is stored, and a row of it.
-        most = max(1, _DECODING_BYTES // ((step + 2) * count * array.chunk_bytes))
-        host.run_in_threads(decode_batch, batches, math.prod(map(len, region)) * self.dtype.itemsize, most)
+        # Each thread holds an encoded batch and a decoded row of chunks.
+        max_threads = max(1, _MAX_DECODING_BYTES // ((step + 2) * count * array.chunk_bytes))
+        host.run_in_threads(decode_batch, batches, math.prod(map(len, region)) * self.dtype.itemsize, max_threads)
 
     @property
     def chunk_size(self) -> tuple[int, int, int]:
-        """Voxels of a chunk along Z, Y and X."""
+        """Shape of a chunk along Z, Y and X in voxels."""
         edges = dict(zip(self._axes, self.image.array.chunks, strict=True))
         return edges.get("Z", 1), edges.get("Y", 1), edges.get("X", 1)
 
     @property
     def _axes(self) -> str:
-        """One letter per stored dimension, of those of length 1 that the layout leaves out a dot."""
-        return _spread(self.layout, self.image.array.shape)
+        """One letter per stored dimension. Dimensions of length 1 that the layout leaves out have a dot."""
+        return _align_axes(self.layout, self.image.array.shape)
 
     @property
-    def _grid(self) -> list[Sequence[int]]:
-        """Places of the chunks along each dimension that hold a part of the selection."""
-        return self._grid_of(self._whole)
+    def _selected_chunks(self) -> list[Sequence[int]]:
+        """Indices of the chunks along each dimension that contain a part of the selection."""
+        return self._chunks_of_region(self._full_region)
 
-    def _grid_of(self, region: Region) -> list[Sequence[int]]:
-        """Places of the chunks along each dimension that hold a part of a region of the selection."""
+    def _chunks_of_region(self, region: Region) -> list[Sequence[int]]:
+        """Return the indices of the chunks along each dimension that contain a part of a region of the selection."""
         samples = self.layout.length("S")
         channels = [divmod(number, samples) for number in self.part.channels]
-        wanted = {"T": {self.part.time or 0}, "C": {c for c, _ in channels}, "S": {s for _, s in channels}}
+        selected = {"T": {self.part.time or 0}, "C": {c for c, _ in channels}, "S": {s for _, s in channels}}
         extent = dict(zip("ZYX", region, strict=True))
         array = self.image.array
         return [
-            sorted({index // step for index in wanted[axis]})
-            if axis in wanted
+            sorted({index // step for index in selected[axis]})
+            if axis in selected
             else range(extent[axis].start // step, -(-extent[axis].stop // step))
             if axis in extent
             else range(-(-length // step))
@@ -141,36 +144,38 @@ class ZarrStack(OpenStack):
         ]
 
     def _decode_row(
-        self, row: Sequence[Place], stored: Sequence[bytes | None], region: Region, store: StoreBlock
+        self, row: Sequence[ChunkIndex], stored: Sequence[bytes | None], region: Region, store: StoreBlock
     ) -> None:
-        """Decode neighbours along X, and store what lies in the region."""
-        blocks = [self._decode_chunk(place, data) for place, data in zip(row, stored, strict=True)]
-        joined = np.concatenate(blocks, axis=4) if len(blocks) > 1 else blocks[0]
+        """Decode neighboring chunks along X, and store the pixels inside the region."""
+        blocks = [self._decode_chunk(chunk_index, data) for chunk_index, data in zip(row, stored, strict=True)]
+        row_pixels = np.concatenate(blocks, axis=4) if len(blocks) > 1 else blocks[0]
         steps = zip(self._axes, row[0], self.image.array.chunks, strict=True)
         first = {axis: index * step for axis, index, step in steps}
-        start, inside = list[int](), list[slice]()
-        for axis, extent, length in zip("ZYX", region, joined.shape[2:], strict=True):
+        start, slices = list[int](), list[slice]()
+        for axis, extent, length in zip("ZYX", region, row_pixels.shape[2:], strict=True):
             begin = max(first.get(axis, 0), extent.start)
             start.append(begin - extent.start)
-            inside.append(slice(begin - first.get(axis, 0), min(length, extent.stop - first.get(axis, 0))))
+            slices.append(slice(begin - first.get(axis, 0), min(length, extent.stop - first.get(axis, 0))))
         z, y, x = start
-        cropped: Array = joined[:, :, inside[0], inside[1], inside[2]]
-        start_of_channels = first.get("C", 0), first.get("S", 0)
-        for number, channel in axes.find_channels(self.layout, self.part, start_of_channels, joined):
+        cropped: Array = row_pixels[:, :, slices[0], slices[1], slices[2]]
+        first_channel = first.get("C", 0), first.get("S", 0)
+        for number, channel in axes.find_channels(self.layout, self.part, first_channel, row_pixels):
             store(number, (z, y, x), np.ascontiguousarray(cropped[channel]))
 
-    def _decode_chunk(self, place: Place, stored: bytes | None) -> Array:
-        """Decode one chunk without what lies beyond the array, [C, S, Z, Y, X] at the selected time."""
+    def _decode_chunk(self, chunk_index: ChunkIndex, stored: bytes | None) -> Array:
+        """Decode one chunk at the selected time as [C, S, Z, Y, X], without the padding beyond the end of the array."""
         array, letters = self.image.array, self._axes
-        inside = tuple(min(step, n - i * step) for i, n, step in zip(place, array.shape, array.chunks, strict=True))
+        inner_shape = tuple(
+            min(step, n - i * step) for i, n, step in zip(chunk_index, array.shape, array.chunks, strict=True)
+        )
         if stored is None:
-            chunk: Array = np.broadcast_to(array.fill, inside)
+            chunk: Array = np.broadcast_to(array.fill_value, inner_shape)
         else:
-            chunk = array.coding.decode(stored, array.chunks)
-        chunk = chunk[tuple(slice(length) for length in inside)].astype(self.dtype, copy=False)
+            chunk = array.codec.decode(stored, array.chunks)
+        chunk = chunk[tuple(slice(length) for length in inner_shape)].astype(self.dtype, copy=False)
         for axis in reversed(range(len(letters))):
             if letters[axis] in ".T":
-                time = (self.part.time or 0) - place[axis] * array.chunks[axis] if letters[axis] == "T" else 0
+                time = (self.part.time or 0) - chunk_index[axis] * array.chunks[axis] if letters[axis] == "T" else 0
                 chunk = chunk.take(time, axis)
         return axes.expand(chunk, letters.replace(".", "").replace("T", ""))
 
@@ -181,24 +186,26 @@ def open_stack(store: Store, selection: Selection, limit_bytes: int) -> ZarrStac
     layout = axes.resolve_axes(image.axes, image.array.shape, selection.axes)
     channels = layout.length("C") * layout.length("S")
     if channels > _MAX_CHANNELS:
-        raise TooLarge(f"The image has {channels} channels; send one with at most {_MAX_CHANNELS}.")
+        raise TooLarge(f"The image has {channels} channels, but at most {_MAX_CHANNELS} are supported.")
     names = image.channels if len(image.channels) == channels else ("",) * channels
     stack = ZarrStack(image, layout, axes.select(layout, names, selection), names)
     stack.check(limit_bytes)
     return stack
 
 
-def _split_rows(grid: Sequence[Sequence[int]], x: int, count: int) -> list[list[Place]]:
-    """Return the places of chunks in rows of up to `count` along the dimension `x`."""
+def _split_rows(chunks_by_axis: Sequence[Sequence[int]], x: int, count: int) -> list[list[ChunkIndex]]:
+    """Return the indices of chunks in rows of up to `count` chunks along the dimension `x`."""
     return [
-        [(*place[:x], index, *place[x + 1 :]) for index in grid[x][first : first + count]]
-        for place in itertools.product(*(indices if axis != x else range(1) for axis, indices in enumerate(grid)))
-        for first in range(0, len(grid[x]), count)
+        [(*chunk_index[:x], index, *chunk_index[x + 1 :]) for index in chunks_by_axis[x][first : first + count]]
+        for chunk_index in itertools.product(
+            *(indices if axis != x else range(1) for axis, indices in enumerate(chunks_by_axis))
+        )
+        for first in range(0, len(chunks_by_axis[x]), count)
     ]
 
 
-def _spread(layout: Layout, shape: Sequence[int]) -> str:
-    """Return a letter per stored dimension, where the layout may leave out those of length 1."""
+def _align_axes(layout: Layout, shape: Sequence[int]) -> str:
+    """Return one letter per stored dimension, or a dot for dimensions of length 1 that the layout leaves out."""
     letters, rest = "", list(zip(layout.axes, layout.shape, strict=True))
     for length in shape:
         is_next = bool(rest) and rest[0][1] == length

@@ -27,22 +27,22 @@ PRESET = Engine(kind="cudagraph", precision="bf16", channels_last=True, compile_
         (PRESET, GPU),
         (Engine(kind="cudagraph"), replace(GPU, compile_mode=None)),
         (Engine(kind="eager", precision="fp32", channels_last=False), CPU),
-        # The same settings on a GPU: nothing compiles an eager network.
+        # The eager engine is never compiled, on a GPU either.
         (Engine(kind="eager", compile_mode="default"), replace(CPU, device="cuda:0")),
         (Engine(kind="compiled", compile_mode="default"), replace(CPU, engine="compiled", compile_mode="default")),
-        # OpenVINO chooses its memory format itself.
+        # OpenVINO selects the memory format itself.
         (Engine(kind="openvino", channels_last=True), replace(CPU, engine="openvino")),
-        # Engines of a CPU that do not compile.
+        # CPU engines that do not use compilation.
         (Engine(kind="auto", compile_mode="reduce-overhead"), CPU),
         (Engine(kind="eager", compile_mode="reduce-overhead"), CPU),
         (Engine(kind="winograd", compile_mode="reduce-overhead"), replace(CPU, engine="winograd")),
         (Engine(kind="openvino", compile_mode="reduce-overhead"), replace(CPU, engine="openvino")),
-        # Warnings on a CPU, or where the engine is chosen automatically.
+        # Warnings on a CPU, or with an automatically selected engine.
         (Engine(kind="eager"), replace(CPU, warnings=("This device has no bf16 units.",))),
         (Engine(), replace(GPU, warnings=("This device has no bf16 units.",))),
     ],
 )
-def test_a_network_that_runs_as_configured_has_no_deviations(settings, report):
+def test_network_that_runs_as_configured_has_no_deviations(settings, report):
     assert find_deviations(settings, report) == []
 
 
@@ -79,15 +79,15 @@ def test_a_network_that_runs_as_configured_has_no_deviations(settings, report):
         (
             Engine(kind="cudagraph"),
             replace(GPU, warnings=("It is not finished.",)),
-            "engine.kind is cudagraph, but there is a warning: It is not finished.",
+            "engine.kind is cudagraph, but the engine reported a warning: It is not finished.",
         ),
     ],
 )
-def test_a_deviation_names_the_setting_and_what_ran(settings, report, expected):
+def test_deviation_contains_the_setting_and_the_actual_value(settings, report, expected):
     assert find_deviations(settings, report) == [expected]
 
 
-def test_a_network_that_falls_back_to_eager_deviates_in_several_settings():
+def test_fallback_to_eager_deviates_in_several_settings():
     eager = replace(CPU, device="cuda:0", warnings=("The cudagraph engine failed: no compiler",))
     assert [line.split(",")[0] for line in find_deviations(PRESET, eager)] == [
         "engine.kind is cudagraph",

@@ -1,4 +1,4 @@
-"""`stackseg bench --hosts` with actors in threads of the test."""
+"""`stackseg bench --hosts` with actors that are threads of the test process."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def test_every_number_of_workers_is_measured(bands_repository: Path, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_table_compares_with_one_worker() -> None:
+def test_table_compares_with_one_worker() -> None:
     rows = [HostsRow(1, 100, 10.0), HostsRow(2, 200, 12.5)]
     assert [format_row(row, rows[0]) for row in rows] == ["| 1 | 10.0 | 100% |", "| 2 | 16.0 | 80% |"]
 
 
-def test_without_a_cluster_there_is_nothing_to_measure(bands_repository: Path) -> None:
+def test_missing_cluster_is_refused(bands_repository: Path) -> None:
     spec = read_repository(bands_repository)["bands"]
-    with pytest.raises(ConfigError, match=r"cluster\.address names none"):
+    with pytest.raises(ConfigError, match=r"Set cluster\.address"):
         next(measure(spec, eager(bands_repository), (16, 32, 32), 1))

@@ -32,11 +32,11 @@ def peak():
     return DevicePeak(CPU, 2.0, {"fp32": 1e6})
 
 
-def test_rows_compare_with_the_first_round_by_round(peak):
+def test_rows_are_compared_with_the_first_row(peak):
     batch = torch.zeros(2, 1, 4, 4, 4)
     slow = Runner("slow", 2, "fp32", lambda: [batch + 1 for _ in range(2000)])
-    quick = Runner("quick", 2, "fp32", lambda: None)
-    first, second = networks.compare_runners("engines", [slow, quick], peak)
+    fast = Runner("fast", 2, "fp32", lambda: None)
+    first, second = networks.compare_runners("engines", [slow, fast], peak)
     assert (first.name, first.ratio.median) == ("slow", 1.0)
     assert second.ratio.least > 1
     for row in (first, second):
@@ -45,12 +45,12 @@ def test_rows_compare_with_the_first_round_by_round(peak):
         assert row.peak_share == pytest.approx(row.gflop_per_second / 1e6)
 
 
-def test_a_peak_keeps_the_best_it_saw(peak):
+def test_device_peak_keeps_the_highest_value(peak):
     assert peak.measure("fp32") == 1e6
     assert DevicePeak(CPU, 1.0, {}).measure("fp32") > 0.1
 
 
-def test_engines_are_compared_at_every_batch_size_with_what_is_in_use(bands, peak):
+def test_engines_are_compared_with_the_one_in_use_at_every_batch_size(bands, peak):
     settings = Settings.model_validate({"engine": {"kind": "eager", "precision": "fp32"}})
     builders = networks.list_engines(bands, settings, CPU, (1, 2))
     rows = list(compare_with(IN_USE, builders, peak))
@@ -61,24 +61,24 @@ def test_engines_are_compared_at_every_batch_size_with_what_is_in_use(bands, pea
     assert all(row.ms_per_window is not None for row in rows)
 
 
-def test_an_engine_that_fails_has_a_row_that_says_why(bands, peak, monkeypatch):
+def test_row_of_a_missing_engine_contains_the_reason(bands, peak, monkeypatch):
     settings = Settings.model_validate({"engine": {"kind": "openvino", "precision": "fp32"}})
-    absent = change(backends.BACKENDS["openvino"], explain_missing=lambda: "not installed")
-    monkeypatch.setitem(backends.BACKENDS, "openvino", absent)
+    missing_engine = change(backends.BACKENDS["openvino"], explain_missing=lambda: "not installed")
+    monkeypatch.setitem(backends.BACKENDS, "openvino", missing_engine)
     other, row = compare_with(IN_USE, networks.list_engines(bands, settings, CPU, (3,)), peak)
     assert (row.name, row.windows, row.problem) == ("openvino fp32 contiguous", 3, "not installed")
     assert row.ms_per_window is None
     assert other.name == "in use"
 
 
-def test_nothing_is_built_once_time_is_up(peak):
+def test_no_engine_is_built_after_the_time_limit(peak):
     builders = [RunnerBuilder("slow", 2, lambda: pytest.fail("was built"))]
     _, row = compare_with(IN_USE, builders, peak, build_seconds=-1.0)
     assert (row.name, row.windows, row.ms_per_window) == ("slow", 2, None)
     assert "not built" in row.problem
 
 
-def test_each_runner_is_timed_in_turn_with_the_first_before_the_next_one_is_built(peak):
+def test_each_runner_is_timed_before_the_next_one_is_built(peak):
     calls = []
 
     def build(name):
@@ -98,21 +98,23 @@ def test_each_runner_is_timed_in_turn_with_the_first_before_the_next_one_is_buil
 
 
 @pytest.mark.parametrize("phase", ["build", "call"])
-def test_a_runner_that_fails_has_a_row_with_the_reason_and_the_next_one_runs(peak, phase):
+def test_failed_runner_has_a_row_and_the_next_one_runs(peak, phase):
     def fail():
         raise RuntimeError("too large")
 
     broken = fail if phase == "build" else lambda: Runner("broken", 4, "fp32", fail)
-    builders = [RunnerBuilder("broken", 4, broken), RunnerBuilder("sound", 1, lambda: IN_USE)]
-    _, failed, sound = compare_with(IN_USE, builders, peak)
+    builders = [RunnerBuilder("broken", 4, broken), RunnerBuilder("working", 1, lambda: IN_USE)]
+    _, failed, working = compare_with(IN_USE, builders, peak)
     assert (failed.name, failed.windows, failed.problem, failed.ms_per_window) == ("broken", 4, "too large", None)
-    assert sound.ms_per_window is not None
+    assert working.ms_per_window is not None
 
 
-def test_builders_say_whether_they_compile(bands):
+def test_builders_report_whether_they_compile(bands):
     settings = Settings.model_validate({"engine": {"precision": "fp32"}})
     builders = list(networks.list_engines(bands, settings, CPU, (1, 2)))
-    plain, compiled = ({one.name for one in builders if one.compiled is compiles} for compiles in (False, True))
+    plain, compiled = (
+        {builder.name for builder in builders if builder.compiled is is_compiled} for is_compiled in (False, True)
+    )
     assert plain >= {"eager fp32 contiguous", "eager fp32 channels_last_3d"}
     assert "compiled (default) fp32 channels_last_3d" in compiled
     assert {builder.windows for builder in builders} == {1, 2}
@@ -120,7 +122,7 @@ def test_builders_say_whether_they_compile(bands):
 
 @pytest.fixture
 def ampere(monkeypatch):
-    """A GPU with TF32, on which nothing can run."""
+    """Simulate a GPU with TF32, which cannot run anything."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
     monkeypatch.setattr(devices, "native_precisions", lambda _device: devices.cuda_precisions((8, 0)))
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
@@ -130,7 +132,7 @@ def ampere(monkeypatch):
 
 
 @pytest.mark.usefixtures("ampere")
-def test_names_on_a_gpu_say_where_tf32_is_allowed(bands):
+def test_names_on_a_gpu_show_whether_tf32_is_allowed(bands):
     def names(**engine):
         settings = Settings.model_validate({"engine": {"kind": "eager", "channels_last": False, **engine}})
         return [builder.name for builder in networks.list_engines(bands, settings, CUDA, (8,))]
@@ -142,7 +144,7 @@ def test_names_on_a_gpu_say_where_tf32_is_allowed(bands):
     assert format_config(recorded, with_tf32=True) == "cudagraph (default) fp32 (TF32) contiguous"
 
 
-def test_tf32_needs_a_gpu_that_has_it(monkeypatch):
+def test_tf32_requires_a_gpu_that_supports_it(monkeypatch):
     for capability, expected in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device, known=capability: known)
         assert allows_tf32(Engine(), CUDA) is expected
@@ -150,12 +152,12 @@ def test_tf32_needs_a_gpu_that_has_it(monkeypatch):
     assert not allows_tf32(Engine(), CPU)
 
 
-def test_an_exact_runner_is_compared_with_a_peak_without_tf32(peak, monkeypatch):
-    seen = {}
+def test_exact_runner_is_compared_with_the_peak_without_tf32(peak, monkeypatch):
+    matmul_precisions = {}
 
     def matrix_peak(dtype, device, *, clock):
         allowed = torch.backends.cudnn.allow_tf32
-        seen[allowed] = torch.get_float32_matmul_precision()
+        matmul_precisions[allowed] = torch.get_float32_matmul_precision()
         return (2e15 if allowed else 1e15) * 1.0
 
     monkeypatch.setattr(networks, "matrix_peak", matrix_peak)
@@ -166,7 +168,7 @@ def test_an_exact_runner_is_compared_with_a_peak_without_tf32(peak, monkeypatch)
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
-    assert seen == {True: "high", False: "highest"}
+    assert matmul_precisions == {True: "high", False: "highest"}
     assert peak.peaks == {"fp32": 2e6, "fp32 exact": 1e6}
     assert fast.peak_share == pytest.approx(fast.gflop_per_second / 2e6)
     assert exact.peak_share == pytest.approx(exact.gflop_per_second / 1e6)

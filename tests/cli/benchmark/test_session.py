@@ -54,7 +54,7 @@ def ignore(_line):
     pass
 
 
-def test_requests_are_measured_stage_by_stage(report):
+def test_requests_are_timed_by_stage(report):
     answered = report.answered
     stages = answered.stages
     assert list(stages) == ["read", "normalise", "windows", "postprocess", "write", "total"]
@@ -65,7 +65,7 @@ def test_requests_are_measured_stage_by_stage(report):
     assert answered.windows_per_second == pytest.approx(12 / answered.stitched.median)
     for ratio in (answered.stitching, answered.cpu_stitching):
         assert 0.1 < ratio.least <= ratio.median <= ratio.most
-    # Whatever else runs on the machine takes none of the process's own seconds, but its caches now and then.
+    # Other processes do not count toward CPU seconds, but they can slow this process down through shared caches.
     assert answered.cpu_stitching.least < 3
     assert answered.stitching.least >= answered.bare.least / answered.stitched.most
     assert report.voxels_per_second == pytest.approx(20 * 40 * 70 / stages["total"].median)
@@ -76,67 +76,67 @@ def test_requests_are_measured_stage_by_stage(report):
 
 
 @pytest.mark.parametrize("streams", [1, 2])
-def test_a_bare_loop_makes_the_forwards_of_the_windows_in_as_many_streams(bands, tmp_path, streams):
+def test_bare_loop_runs_the_same_forward_passes_in_the_same_streams(bands, tmp_path, streams):
     settings = override_settings(
         override_settings(SETTINGS, "engine", {"streams": streams}), "device", {"threads": streams}
     )
     shape = (16, 40, 70)
     with open_batcher(settings) as device:
-        segmenter, calls = ModelRunner(bands, settings), []
+        model_runner, calls = ModelRunner(bands, settings), []
 
-        def counted(network):
+        def count_calls(network):
             return lambda batch: calls.append((len(batch), get_ident(), torch.get_num_threads())) or network(batch)
 
-        device.call(segmenter.warm_up)
-        segmenter.instrument(counted)
+        device.call(model_runner.warm_up)
+        model_runner.instrument(count_calls)
         requests.write_stack(bands, shape, tmp_path / "stack.tif")
-        runner = requests.RequestRunner(segmenter, tmp_path / "stack.tif", tmp_path, device, streams)
+        runner = requests.RequestRunner(model_runner, tmp_path / "stack.tif", tmp_path, device, streams)
         with pytest.raises(RuntimeError, match="no request"):
-            runner.stitched()
-        runner.once()
+            runner.run_windows()
+        runner.run_request()
         batches = -(-runner.windows // 2)
         assert batches % 2
-        for work in (runner.stitched, runner.bare_loop, runner.stitched):
+        for run_work in (runner.run_windows, runner.run_bare_loop, runner.run_windows):
             calls.clear()
-            work()
+            run_work()
             assert [size for size, _, _ in calls] == [2] * batches
-            if work == runner.bare_loop:
+            if run_work == runner.run_bare_loop:
                 assert len({thread for _, thread, _ in calls[:-1]}) == streams
                 assert {threads for _, _, threads in calls[:-1]} == {1}
                 assert calls[-1][2] == streams
 
 
-def test_a_bare_loop_ends_with_fewer_windows_where_the_network_takes_them(bands, tmp_path):
+def test_bare_loop_ends_with_a_smaller_batch_if_the_network_allows_it(bands, tmp_path):
     settings = override_settings(override_settings(SETTINGS, "engine", {"streams": 1}), "windows", {"sw_batch_size": 4})
     with open_batcher(settings) as device:
-        segmenter, calls = ModelRunner(bands, settings), []
-        device.call(segmenter.warm_up)
-        window = segmenter._ready.window
-        counted = window.with_network(
+        model_runner, calls = ModelRunner(bands, settings), []
+        device.call(model_runner.warm_up)
+        window = model_runner._ready.window
+        count_calls = window.with_network(
             lambda batch: calls.append(len(batch)) or window.network(batch), any_batch_size=True
         )
-        segmenter._use(replace(segmenter._ready, window=counted))
+        model_runner._use(replace(model_runner._ready, window=count_calls))
         requests.write_stack(bands, (16, 40, 70), tmp_path / "stack.tif")
-        runner = requests.RequestRunner(segmenter, tmp_path / "stack.tif", tmp_path, device, 1)
-        runner.once()
-        for work in (runner.stitched, runner.bare_loop):
+        runner = requests.RequestRunner(model_runner, tmp_path / "stack.tif", tmp_path, device, 1)
+        runner.run_request()
+        for run_work in (runner.run_windows, runner.run_bare_loop):
             calls.clear()
-            work()
+            run_work()
             assert calls == [4, 2]
 
 
-def test_a_trace_is_written(report, trace):
+def test_trace_is_written(report, trace):
     assert "traceEvents" in json.loads(trace.read_text())
 
 
-def test_the_report_has_a_header_rows_and_a_summary_and_every_number_is_in_the_json(finished, tmp_path):
+def test_report_has_header_rows_and_summary_and_json_has_all_values(finished, tmp_path):
     report, text = finished.report, "\n".join(finished.lines)
     assert finished.lines[0].endswith(f", 1 threads, torch {torch.__version__}")
     assert finished.lines[1].startswith("ready after ")
     assert finished.lines[2] == "bands/1: eager fp32 channels_last_3d, compile_mode none, batch size 2, streams 1"
     rows = [line for line in finished.lines if line.startswith(("| repeat |", "| 1 |", "| 2 |"))]
     assert [row.count("|") for row in rows] == [9] * 3
-    for words in (
+    for text_part in (
         "| windows |",
         "windows from pixels to scores: ",
         "in CPU seconds ",
@@ -146,16 +146,16 @@ def test_the_report_has_a_header_rows_and_a_summary_and_every_number_is_in_the_j
         "| in use: eager fp32 channels_last_3d | 2 |",
         "| eager fp32 contiguous | 2 |",
     ):
-        assert words in text
-    numbers = json.loads(report_module.to_json(report))
-    assert numbers["answered"]["stages"]["total"]["median"] == report.answered.stages["total"].median
-    assert numbers["peak_share"] == report.peak_share
-    assert [row["name"] for row in numbers["rows"]] == [row.name for row in report.rows]
+        assert text_part in text
+    content = json.loads(report_module.to_json(report))
+    assert content["answered"]["stages"]["total"]["median"] == report.answered.stages["total"].median
+    assert content["peak_share"] == report.peak_share
+    assert [row["name"] for row in content["rows"]] == [row.name for row in report.rows]
     report_module.plot(report, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_repeat_has_a_row_with_its_ratios():
+def test_row_of_a_repeat_contains_its_ratios():
     windows = WindowSeconds(bare=1.5, stitched=2.0)
     repeat = Repeat({"windows": 2.25, "total": 2.5}, windows, windows, {"windows": 9.0, "total": 10.0})
     _, head, rule = report_module.format_repeat_head(repeat)
@@ -168,11 +168,11 @@ def test_a_repeat_has_a_row_with_its_ratios():
     assert report_module.format_repeat(3, replace(repeat, plain={})) == "| 3 | 2.250 | 2.500 | 0.75 |"
 
 
-def test_tf32_is_named_wherever_it_may_be_used(report):
-    used = report_module.format_engine("bands/1", replace(report.engine, device="cuda:0"), with_tf32=True)
-    assert next(used).startswith("bands/1: eager fp32 (TF32) channels_last_3d, ")
-    narrow = report_module.format_engine("bands/1", replace(report.engine, precision="bf16"), with_tf32=True)
-    assert next(narrow).startswith("bands/1: eager bf16 channels_last_3d, ")
+def test_report_shows_where_tf32_is_allowed(report):
+    engine_lines = report_module.format_engine("bands/1", replace(report.engine, device="cuda:0"), with_tf32=True)
+    assert next(engine_lines).startswith("bands/1: eager fp32 (TF32) channels_last_3d, ")
+    bf16_lines = report_module.format_engine("bands/1", replace(report.engine, precision="bf16"), with_tf32=True)
+    assert next(bf16_lines).startswith("bands/1: eager bf16 channels_last_3d, ")
     answered = replace(report.answered, plain=report.answered.stages, plain_tf32=True)
     text = "\n".join(report_module.format_summary(replace(report, tf32=True, answered=answered)))
     assert "GFLOP/s of a large fp32 (TF32) matrix product" in text
@@ -187,49 +187,49 @@ def test_compile_mode_and_each_warning_are_printed(report):
     assert warnings == ["warning: It is slow.", "warning: It is old."]
 
 
-def test_a_request_with_a_smaller_batch_is_a_warning(bands, monkeypatch):
+def test_smaller_batch_is_reported_as_a_warning(bands, monkeypatch):
     segment, lines = requests.segment, []
 
-    def short_of_memory(*arguments, **options):
+    def segment_with_fallback(*arguments, **options):
         return segment(*arguments, **options)._replace(fallbacks=1, notes=("Memory did not hold 2 windows.",))
 
-    monkeypatch.setattr(requests, "segment", short_of_memory)
+    monkeypatch.setattr(requests, "segment", segment_with_fallback)
     report = run(bands, SETTINGS, BenchPlan((16, 32, 32), repeats=2), lines.append)
     assert report.engine.warnings == ("Memory did not hold 2 windows.",)
     assert lines.count("warning: Memory did not hold 2 windows.") == 1
 
 
-def test_a_row_without_numbers_says_why():
+def test_row_without_measurements_contains_the_reason():
     (*_head, row) = report_module.format_table("engine", [Row("engines", "openvino", 2, "not installed")])
     assert "openvino" in row
     assert "not installed" in row
 
 
-def test_a_cold_start_is_followed_by_one_that_knows(bands):
+def test_cold_start_is_followed_by_a_cached_start(bands):
     settings = Settings.model_validate({"device": {"name": "cpu", "threads": 1}, "engine": {"precision": "fp32"}})
     starts = run(bands, settings, BenchPlan((16, 32, 32), repeats=1, cold=True), ignore).starts
     assert list(starts) == ["known-order", "known-order, cached"]
 
 
-def test_a_stack_of_any_shape_is_made_of_the_sample(bands):
+def test_stack_of_any_shape_is_tiled_from_the_sample(bands):
     stack = requests.tile_sample(bands, (3, 100, 65))
     assert stack.shape == (3, 100, 65)
     assert stack.dtype == "uint16"
     assert stack.min() >= 300
     assert stack.std() > 100
-    several = bands.model_copy(update={"input": bands.input.model_copy(update={"channels": 2})})
+    multichannel_spec = bands.model_copy(update={"input": bands.input.model_copy(update={"channels": 2})})
     with pytest.raises(BadParameter, match="2 channels"):
-        requests.tile_sample(several, (3, 4, 5))
+        requests.tile_sample(multichannel_spec, (3, 4, 5))
 
 
-def test_the_plain_script_runs_where_there_is_one(bands, monkeypatch, tmp_path):
+def test_plain_script_runs_if_it_exists(bands, monkeypatch, tmp_path):
     script, lines = tmp_path / "plain.py", []
-    monkeypatch.setattr(requests, "PLAIN", script)
-    wanted = BenchPlan((16, 32, 32), repeats=1, baseline=True)
+    monkeypatch.setattr(requests, "PLAIN_SCRIPT", script)
+    plan = BenchPlan((16, 32, 32), repeats=1, baseline=True)
     with pytest.raises(BadParameter, match=r"plain\.py"):
-        run(bands, SETTINGS, wanted, ignore)
+        run(bands, SETTINGS, plan, ignore)
     script.write_text('print(\'{"stages": {"windows": 2000.0, "write": 0.5}, "tf32": true}\')')
-    answered = run(bands, SETTINGS, wanted, lines.append).answered
+    answered = run(bands, SETTINGS, plan, lines.append).answered
     assert answered.plain["total"].median == 2000.5
     assert answered.plain_tf32
     assert answered.speedup.median == pytest.approx(2000.5 / answered.stages["total"].median)
@@ -237,5 +237,5 @@ def test_the_plain_script_runs_where_there_is_one(bands, monkeypatch, tmp_path):
     assert "| 2000.500 |" in row
     script.write_text("raise SystemExit('no')")
     with pytest.raises(BadParameter, match="no"):
-        run(bands, SETTINGS, wanted, ignore)
+        run(bands, SETTINGS, plan, ignore)
     assert torch.get_num_threads() == 1

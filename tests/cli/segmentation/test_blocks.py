@@ -1,4 +1,4 @@
-"""Messages of the command line about runs in blocks."""
+"""Warnings and errors of block-wise segmentation on the command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from service.__main__ import main
-from service.cli.segmentation.blocks import read_facts
+from service.cli.segmentation.blocks import read_result_metadata
 from service.core.types import Options, Steering
 from tests.block_runs import begin, segment_blocks, segment_whole
 from tests.segmenters import settings_of
@@ -19,30 +19,28 @@ CONFIDENCE = {"intercept": -9, "certainty": 0, "peak": 0, "size": 0, "giants": 0
 
 
 @pytest.mark.parametrize(
-    ("pixels", "options", "says"),
+    ("pixels", "options", "message"),
     [
         (np.full((8, 16, 16), 7, np.uint8), Options(steering=Steering(min_confidence=1.0)), "has the same gray value"),
         (NOISE, Options(steering=Steering(min_confidence=1.0)), "may exclude all objects"),
         (NOISE, Options(), "The labels may be wrong"),
     ],
 )
-def test_a_run_is_doubted_in_the_words_of_the_volume_in_one_piece(
-    tmp_path: Path, write_model, random_nuclei_content, pixels: np.ndarray, options: Options, says: str
+def test_warnings_equal_those_of_the_volume_as_a_whole(
+    tmp_path: Path, write_model, random_nuclei_content, pixels: np.ndarray, options: Options, message: str
 ) -> None:
-    sized = random_nuclei_content["input"] | {"diameter": 8, "estimate_diameter": True}
-    spec = write_model(random_nuclei_content | {"input": sized, "confidence": CONFIDENCE})
+    model_input = random_nuclei_content["input"] | {"diameter": 8, "estimate_diameter": True}
+    spec = write_model(random_nuclei_content | {"input": model_input, "confidence": CONFIDENCE})
     source = write_zarr(tmp_path / "in.zarr", pixels, chunks=(8, 16, 16))
     folder = begin(tmp_path / "run", source, spec, options, settings_of())
     segment_blocks(folder, tmp_path / "out.zarr")
     whole = segment_whole(source, spec, options, settings_of())
     assert whole.doubt is not None
-    assert says in whole.doubt.detail
-    assert read_facts(folder, spec).warnings == whole.warnings
+    assert message in whole.doubt.detail
+    assert read_result_metadata(folder, spec).warnings == whole.warnings
 
 
-def test_a_cluster_that_cannot_be_used_is_told_before_a_run_begins(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unusable_cluster_is_reported_before_a_run_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_zarr(tmp_path / "in.zarr", NOISE, chunks=(8, 16, 16))
     assert main(["segment", str(source), str(tmp_path / "out.zarr"), "--workers", "1", "--ray", "127.0.0.1:1"]) == 2
     assert "luster" in capsys.readouterr().err

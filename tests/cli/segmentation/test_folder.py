@@ -1,4 +1,4 @@
-"""`stackseg segment FOLDER`: through the real command line, interrupted and resumed, with a file that is broken."""
+"""`stackseg segment FOLDER` with the real command line: interruption, resumption, and a damaged file."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ STACKS = [f"stack {number:02}" for number in range(19)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twenty small stacks, of which one is broken."""
+    """Return a folder with twenty small stacks, one of which is damaged."""
     folder = tmp_path_factory.mktemp("stacks")
     image, _labels = synthesise(np.random.default_rng(0), (16, 48, 64))
     for number, name in enumerate(STACKS):
         (folder / f"{name}.tif").write_bytes(as_tiff(np.roll(image, 3 * number, 1)))
     (folder / "broken.tif").write_bytes(as_tiff(image)[:5000])
-    (folder / "notes.txt").write_text("no stack")
+    (folder / "notes.txt").write_text("not a stack")
     return folder
 
 
@@ -46,21 +46,21 @@ def config(random_nuclei: ModelSpec, configure: Any) -> Path:
     return Path(configure(random_nuclei.folder.parent))
 
 
-def recorded(out: Path) -> list[str]:
-    """The stacks in the records, in the order in which they were added."""
+def read_recorded_stacks(out: Path) -> list[str]:
+    """Return the recorded stacks in the order in which they were added."""
     path = out / "stacks.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [content["stack"] for content in map(json.loads, lines) if "stack" in content]
 
 
-def rows(path: Path) -> list[dict[str, str]]:
+def read_table(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
-def test_a_folder_is_interrupted_and_resumed(folder: Path, config: Path, tmp_path: Path) -> None:
+def test_interrupted_folder_is_resumed(folder: Path, config: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    # Whoever runs the tests may have them ignore the signal, which a child inherits.
+    # The process that runs the tests may ignore the signal, and its children inherit this.
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "from service.__main__ import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "segment", str(folder), "-o", str(out), "--config", str(config)]
@@ -69,35 +69,37 @@ def test_a_folder_is_interrupted_and_resumed(folder: Path, config: Path, tmp_pat
         return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     with run() as process:
-        until(lambda: len(recorded(out)) >= 4 or process.poll() is not None, 120)
+        until(lambda: len(read_recorded_stacks(out)) >= 4 or process.poll() is not None, 120)
         process.send_signal(signal.SIGINT)
-        _told, err = process.communicate(timeout=60)
+        _output, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "stackseg: interrupted\n")
-    before = recorded(out)
-    assert 4 <= len(before) < 20
+    previous = read_recorded_stacks(out)
+    assert 4 <= len(previous) < 20
     assert "not processed" in (out / "report.html").read_text()
 
     with run() as process:
-        told, err = process.communicate(timeout=120)
+        output, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert err.startswith("stackseg: broken.tif: ")
-    # Only what has failed is tried again.
-    assert sorted(recorded(out)) == sorted([*(f"{name}.tif" for name in STACKS), "broken.tif", "broken.tif"])
-    assert told.startswith(f"{out / 'report.html'}: 19 of 20 stacks, {len(before) - 1} of them before, ")
+    # Only failed stacks are tried again.
+    assert sorted(read_recorded_stacks(out)) == sorted(
+        [*(f"{name}.tif" for name in STACKS), "broken.tif", "broken.tif"]
+    )
+    assert output.startswith(f"{out / 'report.html'}: 19 of 20 stacks, {len(previous) - 1} of them previously, ")
 
-    table, report = rows(out / "objects.csv"), (out / "report.html").read_text()
+    table, report = read_table(out / "objects.csv"), (out / "report.html").read_text()
     for name in STACKS:
         labels = tifffile.imread(out / f"{name}_labels.ome.tif")
         found = [row for row in table if row["stack"] == f"{name}.tif"]
         assert [int(row["label"]) for row in found] == list(range(1, labels.max() + 1))
         assert f">{name}.tif</a></td><td>{labels.max()}</td>" in report
         assert png_decode((out / f"{name}.png").read_bytes()).shape == (48, 64, 3)
-    assert "cut short" in report
+    assert "truncated" in report
     assert "not processed" not in report
 
 
-def few(folder: Path, tmp_path: Path, names: Sequence[str] = STACKS[:3]) -> Path:
-    """A folder with some of the stacks."""
+def copy_few_stacks(folder: Path, tmp_path: Path, names: Sequence[str] = STACKS[:3]) -> Path:
+    """Copy some of the stacks to a new folder, and return it."""
     chosen = tmp_path / "few"
     chosen.mkdir()
     for name in names:
@@ -105,36 +107,36 @@ def few(folder: Path, tmp_path: Path, names: Sequence[str] = STACKS[:3]) -> Path
     return chosen
 
 
-def test_what_is_done_is_skipped_unless_parameters_or_the_file_differ(
+def test_completed_stacks_are_skipped_unless_parameters_or_files_changed(
     folder: Path, config: Path, tmp_path: Path, stackseg: Any
 ) -> None:
-    chosen, out = few(folder, tmp_path), tmp_path / "out"
+    chosen, out = copy_few_stacks(folder, tmp_path), tmp_path / "out"
 
-    def before(*arguments: object) -> str:
-        told = stackseg("segment", chosen, out, "--config", config, *arguments).partition(" stacks, ")[2]
-        return told.partition(" of them")[0] if "before" in told else "0"
+    def previous(*arguments: object) -> str:
+        output = stackseg("segment", chosen, out, "--config", config, *arguments).partition(" stacks, ")[2]
+        return output.partition(" of them")[0] if "previously" in output else "0"
 
-    assert before() == "0"
-    assert before() == "3"
-    assert before("--overlap", "0.5") == "0"
-    assert before("--overlap", "0.5") == "3"
+    assert previous() == "0"
+    assert previous() == "3"
+    assert previous("--overlap", "0.5") == "0"
+    assert previous("--overlap", "0.5") == "3"
     (chosen / f"{STACKS[1]}.tif").write_bytes((folder / f"{STACKS[5]}.tif").read_bytes())
-    assert before("--overlap", "0.5") == "2"
+    assert previous("--overlap", "0.5") == "2"
     (out / f"{STACKS[0]}_labels.ome.tif").unlink()
-    assert before("--overlap", "0.5") == "2"
+    assert previous("--overlap", "0.5") == "2"
 
 
-def test_labels_of_a_folder_are_ome_zarr_where_they_are_asked_for(
+def test_labels_of_a_folder_are_written_as_ome_zarr_on_request(
     folder: Path, config: Path, tmp_path: Path, stackseg: Any
 ) -> None:
-    chosen, out = few(folder, tmp_path), tmp_path / "out"
+    chosen, out = copy_few_stacks(folder, tmp_path), tmp_path / "out"
     names = sorted(path.stem for path in chosen.glob("*.tif"))
     stackseg("segment", chosen, out, "--config", config)
-    for before in (0, len(names) - 1):
-        if before:
+    for previous in (0, len(names) - 1):
+        if previous:
             (out / f"{names[0]}_labels.ome.zarr" / "zarr.json").unlink()
-        told = stackseg("segment", chosen, out, "--config", config, "--format", "zarr")
-        assert (f", {before} of them before" in told) == (before > 0)
+        output = stackseg("segment", chosen, out, "--config", config, "--format", "zarr")
+        assert (f", {previous} of them previously" in output) == (previous > 0)
         for name in names:
             store = out / f"{name}_labels.ome.zarr"
             yaozarrs.validate_zarr_store(str(store))
@@ -145,59 +147,59 @@ def test_labels_of_a_folder_are_ome_zarr_where_they_are_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["{few}", "{few}"], "is the folder of the stacks"),
-        (["{few}", "{full}"], "holds something else already; name another folder, or use it with --force"),
-        (["{few}", "{few}/stack 00.tif"], "is a file; name a folder"),
+        (["{few}", "{full}"], "already contains other files. Choose another folder, or use it anyway with --force"),
+        (["{few}", "{few}/stack 00.tif"], "is a file. Choose a folder"),
         (["{few}", "out", "--diameter", "auto"], "has no object diameter"),
-        (["{few}", "out", "--glob", "*.lsm"], "holds no stack that matches *.lsm"),
-        (["{full}", "out"], "holds no stack that matches *.tif"),
-        (["{few}", "out", "--measurements", "objects.csv"], "objects.csv among its results"),
-        (["{few}"], "Say once where the result goes"),
-        (["{few}", "out", "-o", "out"], "Say once where the result goes"),
+        (["{few}", "out", "--glob", "*.lsm"], "contains no stacks that match *.lsm"),
+        (["{full}", "out"], "contains no stacks that match *.tif"),
+        (["{few}", "out", "--measurements", "objects.csv"], "objects.csv among the results"),
+        (["{few}"], "Specify the result exactly once"),
+        (["{few}", "out", "-o", "out"], "Specify the result exactly once"),
         (["{few}/stack 00.tif", "out.tif", "--glob", "*"], "is not a folder"),
-        (["{few}", "out", "--workers", "2"], "no folder of OME-Zarr, which alone is read block by block"),
-        (["s3://bucket/a.zarr", "out.zarr", "--workers", "2"], "no folder of OME-Zarr, which alone is read block by"),
-        (["{few}", "out", "--scratch", "here"], "--scratch: it is for a run block by block"),
+        (["{few}", "out", "--workers", "2"], "--workers requires an OME-Zarr folder"),
+        (["s3://bucket/a.zarr", "out.zarr", "--workers", "2"], "--workers requires an OME-Zarr folder"),
+        (["{few}", "out", "--scratch", "here"], "--scratch requires block-wise segmentation"),
         (["{zarr}", "out.tif", "--workers", "2"], "must end with .zarr"),
     ],
 )
-def test_what_cannot_be_done_is_refused(
-    folder: Path, config: Path, tmp_path: Path, stackseg: Any, monkeypatch: Any, arguments: list[str], words: str
+def test_invalid_arguments_are_refused(
+    folder: Path, config: Path, tmp_path: Path, stackseg: Any, monkeypatch: Any, arguments: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     zarr = write_zarr(tmp_path / "in.zarr", np.zeros((4, 8, 8), np.uint8), chunks=(4, 8, 8))
-    places = {"few": few(folder, tmp_path), "full": tmp_path / "full", "zarr": zarr}
-    places["full"].mkdir()
-    (places["full"] / "thesis.doc").touch()
-    given = [argument.format(**places) for argument in arguments]
-    assert words in stackseg("segment", *given, "--config", config, status=1)
+    paths = {"few": copy_few_stacks(folder, tmp_path), "full": tmp_path / "full", "zarr": zarr}
+    paths["full"].mkdir()
+    (paths["full"] / "thesis.doc").touch()
+    formatted = [argument.format(**paths) for argument in arguments]
+    assert message in stackseg("segment", *formatted, "--config", config, status=1)
 
 
 def test_time_series_of_a_folder_have_linked_objects(folder: Path, config: Path, tmp_path: Path, stackseg: Any) -> None:
-    movies, out = tmp_path / "movies", tmp_path / "out"
-    movies.mkdir()
+    time_series, out = tmp_path / "movies", tmp_path / "out"
+    time_series.mkdir()
     points = np.stack([tifffile.imread(folder / f"{name}.tif")[:8] for name in STACKS[:3]])
     axes = {"axes": "TZYX", "spacing": 0.5, "unit": "um"}
     for name in ("one", "two"):
-        (movies / f"{name}.tif").write_bytes(as_tiff(points, metadata=axes))
+        (time_series / f"{name}.tif").write_bytes(as_tiff(points, metadata=axes))
     content = as_tiff(points, metadata=axes, compression="zlib")
-    with tifffile.TiffFile(movies / "one.tif") as plain:
+    with tifffile.TiffFile(time_series / "one.tif") as plain:
         assert plain.series[0].axes == "TZYX"
-    (movies / "cut.tif").write_bytes(content[: len(content) // 2])
+    (time_series / "cut.tif").write_bytes(content[: len(content) // 2])
     arguments = ["--config", config, "--diameter", "none", "--time", "all", "--link", "overlap"]
 
-    assert "stackseg: cut.tif: " in stackseg("segment", movies, out, *arguments, status=1)
+    assert "stackseg: cut.tif: " in stackseg("segment", time_series, out, *arguments, status=1)
 
-    table = rows(out / "objects.csv")
+    table = read_table(out / "objects.csv")
     for name in ("one", "two"):
         labels = tifffile.imread(out / f"{name}_labels.ome.tif")
         assert labels.shape == points.shape
         tracks = {int(row["track_id"]) for row in table if row["stack"] == f"{name}.tif"}
         assert tracks == set(np.unique(labels[labels > 0]).tolist())
         assert png_decode((out / f"{name}.png").read_bytes()).shape == (48, 64, 3)
-    # The same as of the file alone.
-    stackseg("segment", movies / "one.tif", tmp_path / "one.tif", *arguments)
-    alone = tifffile.imread(tmp_path / "one.tif")
-    np.testing.assert_array_equal(alone, tifffile.imread(out / "one_labels.ome.tif"))
+    # The result is the same as for the single file.
+    stackseg("segment", time_series / "one.tif", tmp_path / "one.tif", *arguments)
+    single_result = tifffile.imread(tmp_path / "one.tif")
+    np.testing.assert_array_equal(single_result, tifffile.imread(out / "one_labels.ome.tif"))

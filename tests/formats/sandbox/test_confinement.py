@@ -1,4 +1,4 @@
-"""Confinement: what a codec that was taken over tries in a reader's process fails, by each of the layers alone."""
+"""Attacks by a compromised codec in a child process fail, and each confinement layer stops its part of them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from service.core.types import Selection
 from service.formats.sandbox import child_process, confinement
 from service.formats.sandbox.reader import Reader
 
-# Those that nothing but a layer of confinement stops, whoever runs the tests, and that do no harm.
-ALWAYS_POSSIBLE = (
+# Harmless attacks that only a layer of confinement stops, regardless of the user who runs the tests.
+POSSIBLE_WITHOUT_CONFINEMENT = (
     "read the jobs",
     "read accounts",
     "write the jobs",
@@ -35,19 +35,19 @@ ALWAYS_POSSIBLE = (
 
 
 @pytest.fixture(autouse=True)
-def module_of_attacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def attacks_in_python_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(attacks.__file__).parent))
 
 
 @pytest.fixture(scope="module")
-def from_reader(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], dict[str, str]]:
+def attack_results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], dict[str, str]]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("PYTHONPATH", str(Path(attacks.__file__).parent))
         return attacks.attack_from_reader(tmp_path_factory.mktemp("attacked"))
 
 
-def attack_alone(layers: list[str], attempts: list[str], folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Attack from a process with these layers; returns those that do not hold, and the outcomes."""
+def attack_with_layers(layers: list[str], attempts: list[str], folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Attack from a process with the given layers. Return the layers that are not in force, and the outcomes."""
     with attacks.targets_in(folder) as targets:
         arguments = [",".join(layers), json.dumps(targets | {"attempts": attempts})]
         command = [sys.executable, "-P", attacks.__file__, "alone", *arguments]
@@ -58,45 +58,48 @@ def attack_alone(layers: list[str], attempts: list[str], folder: Path) -> tuple[
 
 
 @pytest.mark.parametrize("name", attacks.ATTACKS)
-def test_attempt_of_a_codec_fails(from_reader: tuple[dict[str, str], dict[str, str]], name: str) -> None:
-    missing, outcomes = from_reader
+def test_attack_by_a_codec_fails(attack_results: tuple[dict[str, str], dict[str, str]], name: str) -> None:
+    missing, outcomes = attack_results
     if name not in outcomes:
-        pytest.skip(f"no layer that stops it holds on this host: {missing}")
+        pytest.skip(f"no layer that stops it is in force on this host: {missing}")
     assert outcomes[name] in {"EACCES", "EPERM", "ENOSYS", "ENETUNREACH"}
 
 
 @pytest.mark.parametrize("layer", ["namespaces", "landlock", "seccomp"])
-def test_layer_alone_stops_what_it_should(layer: str, tmp_path: Path) -> None:
+def test_single_layer_stops_its_attacks(layer: str, tmp_path: Path) -> None:
     attempts = attacks.attempts_that_fail([layer])
-    missing, outcomes = attack_alone([layer], attempts, tmp_path)
+    missing, outcomes = attack_with_layers([layer], attempts, tmp_path)
     if missing:
-        pytest.skip(f"this host lacks it: {missing}")
+        pytest.skip(f"this host does not support the layer: {missing}")
     assert outcomes.keys() == set(attempts)
     assert {name for name, refused in outcomes.items() if not refused} == set()
 
 
-def test_attempts_succeed_without_confinement(tmp_path: Path) -> None:
-    assert attack_alone([], [*ALWAYS_POSSIBLE], tmp_path) == ({}, dict.fromkeys(ALWAYS_POSSIBLE, ""))
+def test_attacks_succeed_without_confinement(tmp_path: Path) -> None:
+    assert attack_with_layers([], [*POSSIBLE_WITHOUT_CONFINEMENT], tmp_path) == (
+        {},
+        dict.fromkeys(POSSIBLE_WITHOUT_CONFINEMENT, ""),
+    )
 
 
-def test_process_says_what_holds(tmp_path: Path) -> None:
+def test_reported_layers_match_the_process(tmp_path: Path) -> None:
     with Reader(memory_bytes=2**29, seconds=10, decoded_bytes=2**20, processes=1) as reader:
         reader.await_start()
         process = Path(f"/proc/{reader._children[0]._process.pid}")
         status = dict(line.split(":\t") for line in (process / "status").read_text(encoding="ascii").splitlines())
-        facts = {
+        layers_in_force = {
             "no_new_privs": status["NoNewPrivs"] == "1",
             "seccomp": status["Seccomp"] == "2",
             "namespaces": (process / "ns/net").readlink() != Path("/proc/self/ns/net").readlink(),
         }
-        assert facts == {layer: layer not in reader.missing for layer in facts}
+        assert layers_in_force == {layer: layer not in reader.missing for layer in layers_in_force}
         assert status["Threads"] == "1"
 
 
-def test_layer_that_the_host_lacks_is_told_and_no_hindrance(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_layer_is_reported_and_files_are_still_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, stack = tmp_path / "stack.tif", np.arange(60, dtype=np.uint8).reshape(3, 4, 5)
     tifffile.imwrite(path, stack, photometric="minisblack", compression="zlib", metadata={"axes": "ZYX"})
-    child_process._warn_of_missing.cache_clear()
+    child_process._warn_about_missing_layer.cache_clear()
     with (
         caplog.at_level(logging.WARNING),
         Reader(memory_bytes=2**29, seconds=10, decoded_bytes=2**20, module=doomed_reader.__name__) as reader,
@@ -106,12 +109,12 @@ def test_layer_that_the_host_lacks_is_told_and_no_hindrance(tmp_path: Path, capl
         for _ in range(2):
             reader.await_start()
         assert "pyseccomp" in reader.missing["seccomp"]
-    assert [record.message for record in caplog.records if "without seccomp" in record.message] == [
-        f"The processes that read files run without seccomp: {reader.missing['seccomp']}."
-    ]
+    assert [
+        record.message for record in caplog.records if "without the confinement layer seccomp" in record.message
+    ] == [f"Processes that read files run without the confinement layer seccomp: {reader.missing['seccomp']}."]
 
 
-def test_layer_that_would_hold_for_one_of_several_threads_does_not_count(tmp_path: Path) -> None:
+def test_landlock_is_not_applied_to_one_of_several_threads(tmp_path: Path) -> None:
     code = (
         "import threading, time, service.formats.sandbox.confinement as confinement\n"
         "threading.Thread(target=time.sleep, args=[5], daemon=True).start()\n"
@@ -121,7 +124,7 @@ def test_layer_that_would_hold_for_one_of_several_threads_does_not_count(tmp_pat
     assert "landlock" in done.stdout
 
 
-def test_all_layers_are_tried_by_default() -> None:
+def test_all_layers_are_applied_by_default() -> None:
     code = (
         "import service.formats.sandbox.confinement as c; print(c.confine().keys() <= c.LAYERS.keys(), c.confine([]))"
     )

@@ -1,4 +1,4 @@
-"""Stores on S3 and on web servers: the pixels of the store, read in the sandbox, or an error that says why not."""
+"""Remote stores on object storage and web servers are read in the sandbox, or refused with the right error."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from service.formats import stack_reader
 from service.formats.sandbox.reader import Reader
 from service.formats.sandbox.remote_store import RemoteStore, check_url
 from service.formats.zarr import reader as zarr_reader
-from service.formats.zarr.store import Part
+from service.formats.zarr.store import FileRange
 
 LIMIT = 2**28
 PIXELS = np.random.default_rng(0).integers(0, 60_000, (2, 9, 40, 50)).astype(np.uint16)
-# Of the file that all faults are tried on: in the sharded store the only one.
+# Key of the file to which all server faults apply. The selected channel of the sharded store is only in this file.
 SHARD = "sharded.zarr/0/c/1/0/0/0"
 
 
@@ -42,17 +42,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
         yield server
 
 
-# Where storage lies that is no cloud's, and by which names its objects are asked for.
-CLOUDS = {
+# Environment variables with which each kind of object storage uses another endpoint.
+ENDPOINT_VARIABLES = {
     "s3": {"AWS_ENDPOINT": "{url}", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "eu-central-1"},
     "gs": {"GOOGLE_BASE_URL": "{url}", "GOOGLE_ALLOW_HTTP": "true"},
     "az": {"AZURE_STORAGE_ENDPOINT": "{url}", "AZURE_ALLOW_HTTP": "true", "AZURE_STORAGE_ACCOUNT_NAME": "lab"},
 }
 
 
-def name_endpoint(cloud: str, url: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Have the environment name a server of objects as a cloud's; return the URL of its bucket."""
-    for name, value in CLOUDS[cloud].items():
+def set_endpoint(cloud: str, url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Set the environment so that a cloud's client uses a local object server. Return the URL of its bucket."""
+    for name, value in ENDPOINT_VARIABLES[cloud].items():
         monkeypatch.setenv(name, value.format(url=url))
     return f"{cloud}://data"
 
@@ -64,19 +64,19 @@ def prefix(request: pytest.FixtureRequest, server: ObjectServer, monkeypatch: py
     server.faults.clear()
     if request.param == "http":
         return f"{server.url}/data"
-    return name_endpoint(request.param, server.url, monkeypatch)
+    return set_endpoint(request.param, server.url, monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     if shutil.which("openssl") is None:
-        pytest.skip("openssl, which makes the certificate, is not installed")
+        pytest.skip("openssl, which creates the certificate, is not installed")
     return key_and_certificate(tmp_path_factory.mktemp("certificate"))
 
 
-@pytest.mark.parametrize("prefix", ["http", *CLOUDS], indirect=True)
+@pytest.mark.parametrize("prefix", ["http", *ENDPOINT_VARIABLES], indirect=True)
 @pytest.mark.parametrize("name", ["plain.zarr", "sharded.zarr"])
-def test_pixels_are_those_of_the_store_and_no_others_are_fetched(
+def test_selected_pixels_are_read_and_no_others_are_fetched(
     name: str, prefix: str, server: ObjectServer, reader: Reader, tmp_path: Path
 ) -> None:
     with RemoteStore(f"{prefix}/{name}/") as store:
@@ -103,33 +103,33 @@ def test_pixels_are_those_of_the_store_and_no_others_are_fetched(
         ("az", {"AZURE_STORAGE_ACCOUNT_KEY": "c2VjcmV0"}),
     ],
 )
-def test_objects_are_asked_for_with_credentials_where_there_are_some(
+def test_requests_are_signed_only_if_credentials_are_set(
     cloud: str, credentials: dict[str, str], server: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefix = name_endpoint(cloud, server.url, monkeypatch)
-    for known in (False, True):
+    prefix = set_endpoint(cloud, server.url, monkeypatch)
+    for has_credentials in (False, True):
         server.authorized.clear()
-        for name, value in credentials.items() if known else ():
+        for name, value in credentials.items() if has_credentials else ():
             monkeypatch.setenv(name, value)
         with RemoteStore(f"{prefix}/plain.zarr") as store:
-            assert store.read([Part(".zattrs", 3, 0)]) == [b"{\n "]
-        assert server.authorized == ["/data/plain.zarr/.zattrs"] * known
+            assert store.read([FileRange(".zattrs", 3, 0)]) == [b"{\n "]
+        assert server.authorized == ["/data/plain.zarr/.zattrs"] * has_credentials
 
 
-def test_a_server_is_trusted_by_its_certificate(
+def test_servers_are_trusted_by_certificate(
     server: ObjectServer, certificate: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serve_objects(server.folder, certificate) as secure:
-        for trusted in (False, True):
-            if trusted:
+        for is_trusted in (False, True):
+            if is_trusted:
                 monkeypatch.setenv("SSL_CERT_FILE", certificate["ssl_certfile"])
-            for prefix in (f"{secure.url}/data", name_endpoint("s3", secure.url, monkeypatch)):
+            for prefix in (f"{secure.url}/data", set_endpoint("s3", secure.url, monkeypatch)):
                 with RemoteStore(f"{prefix}/plain.zarr") as store:
-                    if trusted:
-                        assert store.read([Part(".zattrs", 3, 0)]) == [b"{\n "]
+                    if is_trusted:
+                        assert store.read([FileRange(".zattrs", 3, 0)]) == [b"{\n "]
                     else:
                         with pytest.raises(StorageUnavailable, match="failed"):
-                            store.read([Part(".zattrs", 3, 0)])
+                            store.read([FileRange(".zattrs", 3, 0)])
         assert secure.asked == ["/data/plain.zarr/.zattrs"] * 2
 
 
@@ -137,13 +137,13 @@ def test_a_server_is_trusted_by_its_certificate(
     ("fault", "error", "words"),
     [
         (404, None, ""),
-        (403, BadFile, "no credentials"),
-        ("cut", (BadFile, StorageUnavailable), "cut short|failed"),
-        (500, StorageUnavailable, "cannot be read now"),
-        (416, BadFile, "cut short"),
+        (403, BadFile, "Set credentials"),
+        ("cut", (BadFile, StorageUnavailable), "truncated|failed"),
+        (500, StorageUnavailable, "not available at the moment"),
+        (416, BadFile, "truncated"),
     ],
 )
-def test_faults_of_the_server_are_told(fault: Any, error: Any, words: str, prefix: str, server: ObjectServer) -> None:
+def test_server_errors_are_reported(fault: Any, error: Any, words: str, prefix: str, server: ObjectServer) -> None:
     server.faults = {SHARD: fault}
     with RemoteStore(f"{prefix}/sharded.zarr") as store:
         if error is None:
@@ -154,16 +154,16 @@ def test_faults_of_the_server_are_told(fault: Any, error: Any, words: str, prefi
         assert "127.0.0.1" not in str(raised.value)
 
 
-def test_a_reader_reads_on_after_a_fault_of_a_server(server: ObjectServer, reader: Reader, tmp_path: Path) -> None:
+def test_reader_recovers_after_a_server_error(server: ObjectServer, reader: Reader, tmp_path: Path) -> None:
     server.faults = {SHARD: 500}
     with RemoteStore(f"{server.url}/data/sharded.zarr") as store:
-        with pytest.raises(StorageUnavailable, match="cannot be read now"):
+        with pytest.raises(StorageUnavailable, match="not available at the moment"):
             reader.read(store, Selection(channel=1), tmp_path)
         server.faults = {}
         assert np.array_equal(reader.read(store, Selection(channel=1), tmp_path).array()[0], PIXELS[1])
 
 
-def test_a_store_of_20_gb_is_described_by_two_objects(server: ObjectServer, reader: Reader) -> None:
+def test_store_of_20_gb_is_described_from_two_objects(server: ObjectServer, reader: Reader) -> None:
     path = write_zarr(server.folder / "data" / "big.zarr", np.ones((4, 64, 64), np.uint16), chunks=(4, 64, 64))
     described = json.loads((path / "0" / "zarr.json").read_text()) | {"shape": [1024, 3200, 3200]}
     (path / "0" / "zarr.json").write_text(json.dumps(described))
@@ -177,43 +177,43 @@ def test_a_store_of_20_gb_is_described_by_two_objects(server: ObjectServer, read
     assert chunks == ["/data/big.zarr/0/c/0/0/0", "/data/big.zarr/0/c/0/1/0"]
 
 
-def test_a_redirect_is_not_followed(server: ObjectServer, reader: Reader, tmp_path: Path) -> None:
+def test_redirects_of_web_servers_are_not_followed(server: ObjectServer, reader: Reader, tmp_path: Path) -> None:
     server.faults = {"zarr.json": f"{server.url}/secret.json"}
     server.asked.clear()
     with (
         RemoteStore(f"{server.url}/data/sharded.zarr") as store,
-        pytest.raises(BadFile, match=r"redirects zarr\.json, which is not followed"),
+        pytest.raises(BadFile, match=r"redirects zarr\.json to another address"),
     ):
         reader.read(store, Selection(), tmp_path)
     assert server.asked == ["/data/sharded.zarr/zarr.json"]
     server.faults = {}
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
-def test_redirects_of_object_storage_lead_to_https_alone_and_without_credentials(
-    encrypted: bool, server: ObjectServer, certificate: dict[str, str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_redirects_of_object_storage_are_https_only_and_without_credentials(
+    is_encrypted: bool, server: ObjectServer, certificate: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", certificate["ssl_certfile"])
     with (
         serve_objects(server.folder, certificate) as endpoint,
-        serve_objects(server.folder, certificate if encrypted else None) as other,
+        serve_objects(server.folder, certificate if is_encrypted else None) as other,
     ):
-        prefix = name_endpoint("s3", endpoint.url, monkeypatch)
+        prefix = set_endpoint("s3", endpoint.url, monkeypatch)
         monkeypatch.delenv("AWS_ALLOW_HTTP")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "ada")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
         endpoint.faults = {"zarr.json": f"{other.url}/secret.json"}
         with RemoteStore(f"{prefix}/sharded.zarr") as store:
-            if encrypted:
-                assert store.read([Part("zarr.json", 3)]) == [b"{}"]
+            if is_encrypted:
+                assert store.read([FileRange("zarr.json", 3)]) == [b"{}"]
             else:
                 with pytest.raises(StorageUnavailable, match="failed"):
-                    store.read([Part("zarr.json", 3)])
+                    store.read([FileRange("zarr.json", 3)])
         assert set(endpoint.authorized) == {"/data/sharded.zarr/zarr.json"}
-        assert (other.asked, other.authorized) == (["/secret.json"] if encrypted else [], [])
+        assert (other.asked, other.authorized) == (["/secret.json"] if is_encrypted else [], [])
 
 
-def test_a_slow_store_is_given_up_with_the_request(
+def test_cancelled_request_does_not_wait_for_a_slow_store(
     prefix: str, server: ObjectServer, reader: Reader, tmp_path: Path
 ) -> None:
     server.faults = {SHARD: 3.0}
@@ -222,24 +222,24 @@ def test_a_slow_store_is_given_up_with_the_request(
         reading = pool.submit(reader.read, store, Selection(channel=1), tmp_path, cancelled=cancelled.is_set)
         with pytest.raises(TimeoutError):
             reading.result(0.5)
-        began = time.monotonic()
+        start = time.monotonic()
         cancelled.set()
         with pytest.raises(Cancelled):
             reading.result(10)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - start < 2
     server.faults = {}
 
 
-def test_a_child_that_was_taken_over_does_not_fetch_for_ever(
-    server: ObjectServer, taken_over: Callable[..., Reader]
+def test_compromised_child_cannot_fetch_forever(
+    server: ObjectServer, make_compromised_reader: Callable[..., Reader]
 ) -> None:
-    asking = taken_over('b\'{"fetch": [["nothing", 1, null]]}\\n\'', seconds=0.05)
-    give_up = time.monotonic() + 10
+    compromised_reader = make_compromised_reader('b\'{"fetch": [["nothing", 1, null]]}\\n\'', seconds=0.05)
+    deadline = time.monotonic() + 10
     with RemoteStore(f"{server.url}/data") as store, pytest.raises(TooLarge, match="took more than"):
-        asking.inspect(store, Selection(), cancelled=lambda: time.monotonic() > give_up)
+        compromised_reader.inspect(store, Selection(), cancelled=lambda: time.monotonic() > deadline)
 
 
-def test_a_server_that_is_not_there_is_told(reader: Reader, tmp_path: Path) -> None:
+def test_unreachable_server_is_reported(reader: Reader, tmp_path: Path) -> None:
     with (
         RemoteStore("http://127.0.0.1:9/a.zarr") as store,
         pytest.raises(StorageUnavailable, match="connection failed"),
@@ -250,24 +250,24 @@ def test_a_server_that_is_not_there_is_told(reader: Reader, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "key", ["../secret.json", "/secret.json", "a/../../secret.json", "", "a//b", ".hidden", "a\\b", "a\nb", "\ud800"]
 )
-def test_keys_do_not_leave_the_store(key: str, prefix: str, server: ObjectServer) -> None:
-    with RemoteStore(f"{prefix}/plain.zarr") as store, pytest.raises(BadFile, match="no path within"):
-        store.read([Part(key, 100)])
-    # A request that was given up in the test before may arrive late.
+def test_keys_cannot_leave_the_store(key: str, prefix: str, server: ObjectServer) -> None:
+    with RemoteStore(f"{prefix}/plain.zarr") as store, pytest.raises(BadFile, match="not a path inside"):
+        store.read([FileRange(key, 100)])
+    # A request that was cancelled in the previous test may arrive late.
     assert [path for path in server.asked if not path.endswith(SHARD)] == []
 
 
-def test_no_more_is_fetched_than_was_asked_for(prefix: str, server: ObjectServer) -> None:
+def test_fetched_size_is_limited(prefix: str, server: ObjectServer) -> None:
     with RemoteStore(f"{prefix}/plain.zarr") as store:
-        with pytest.raises(BadFile, match=r"takes (no )?more than"):
-            store.read([Part(".zattrs", 10)])
+        with pytest.raises(BadFile, match=r"larger than|at most"):
+            store.read([FileRange(".zattrs", 10)])
         with pytest.raises(TooLarge, match="512 MiB"):
-            store.read([Part(".zattrs", 2**40)])
+            store.read([FileRange(".zattrs", 2**40)])
         with pytest.raises(TooLarge, match="512 MiB"):
-            store.read([Part(".zattrs", 2**40), Part("nothing", -(2**40))])
+            store.read([FileRange(".zattrs", 2**40), FileRange("nothing", -(2**40))])
         with pytest.raises(StackSegError):
-            store.read([Part(".zattrs", 10, 10_000)])
-        assert store.read([Part(".zattrs", 3, 0), Part("nothing", 5, 1)]) == [b"{\n ", None]
+            store.read([FileRange(".zattrs", 10, 10_000)])
+        assert store.read([FileRange(".zattrs", 3, 0), FileRange("nothing", 5, 1)]) == [b"{\n ", None]
 
 
 @pytest.mark.parametrize(
@@ -277,12 +277,12 @@ def test_no_more_is_fetched_than_was_asked_for(prefix: str, server: ObjectServer
         "http://host/a#b", "http://host:port/a", "http://[::1/a", "gopher://host",
     ],
 )  # fmt: skip
-def test_urls_of_no_use_are_refused(url: str) -> None:
-    with pytest.raises(BadParameter, match="credentials belong into the environment"):
+def test_unsupported_urls_are_refused(url: str) -> None:
+    with pytest.raises(BadParameter, match="Set credentials in the environment"):
         check_url(url)
 
 
-def test_a_store_that_lacks_its_account_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_storage_account_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(BadParameter, match="Account must be specified"):
         RemoteStore("az://container/a.zarr")

@@ -1,4 +1,4 @@
-"""Files that are no TIFF: each is told by its content, with what makes a TIFF of it."""
+"""Unsupported formats are recognized by their content, and the error explains how to convert them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from service.formats.tiff import foreign_formats, ifd
 PLANE = np.zeros((8, 9), np.uint8)
 
 
-def zipped(*names: str) -> bytes:
+def make_zip(*names: str) -> bytes:
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
         for name in names:
@@ -28,14 +28,14 @@ def zipped(*names: str) -> bytes:
     return stream.getvalue()
 
 
-def tarred() -> bytes:
+def make_tar() -> bytes:
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         archive.addfile(tarfile.TarInfo("stack.tif"))
     return stream.getvalue()
 
 
-def saved(array: Any) -> bytes:
+def make_npy(array: Any) -> bytes:
     stream = io.BytesIO()
     np.save(stream, array)
     return stream.getvalue()
@@ -52,28 +52,28 @@ FILES = {
     "NIfTI": (b"\x5c\1\0\0" + bytes(340) + b"n+1\0", "nibabel.load"),
     "PNG": (png_encode(PLANE), "Image Sequence"),
     "JPEG": (jpeg_encode(PLANE), "Image Sequence"),
-    "zip": (zipped("stack.tif"), "unzip"),
+    "zip": (make_zip("stack.tif"), "unzip"),
     "gzip": (gzip.compress(b"II*\0", mtime=0), "gunzip"),
-    "tar": (tarred(), "tar -xf"),
-    "NumPy": (saved(np.zeros((2, 3, 4))), "numpy.load"),
-    "HTML": (b"<!DOCTYPE html><html>", "in place of the stack"),
+    "tar": (make_tar(), "tar -xf"),
+    "NumPy": (make_npy(np.zeros((2, 3, 4))), "numpy.load"),
+    "HTML": (b"<!DOCTYPE html><html>", "instead of the stack"),
     "OME-XML": (b"<?xml version='1.0'?>\n<OME xmlns='...'>", "one OME-TIFF"),
 }
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_format_is_named_with_what_makes_a_tiff_of_it(name: str) -> None:
+def test_error_names_the_format_and_explains_the_conversion(name: str) -> None:
     content, advice = FILES[name]
-    with pytest.raises(UnsupportedMedia, match=re.escape(f"Send a TIFF; this file is {name}. ")) as caught:
+    with pytest.raises(UnsupportedMedia, match=re.escape(f"This file is {name}, which is not supported. ")) as caught:
         ifd.scan(io.BytesIO(content))
     assert advice in str(caught.value)
 
 
-def test_python_lines_can_be_run_where_their_libraries_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suggested_python_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     np.save("stack.npy", np.arange(24, dtype=np.uint16).reshape(2, 3, 4))
     for name in ("HDF5", "NIfTI", "NumPy"):
-        line = re.findall(r"in Python: (import .*?\)); and", foreign_formats.explain(FILES[name][0]))[0]
+        line = re.findall(r"in Python: (import .*?\))\. Then", foreign_formats.explain(FILES[name][0]))[0]
         code = compile(line, name, "exec")
     exec(code, {})
     assert ifd.scan(io.BytesIO(Path("stack.tif").read_bytes())).offsets

@@ -1,4 +1,4 @@
-"""The walk along a TIFF's chain of pages."""
+"""Validation of the chain of page directories in a TIFF."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.core.errors import BadFile, RequestError, TooLarge, UnsupportedMedi
 from service.formats.tiff import ifd
 
 
-def written(pages: list[np.ndarray], **options: Any) -> io.BytesIO:
+def write_pages(pages: list[np.ndarray], **options: Any) -> io.BytesIO:
     stream = io.BytesIO()
     tifffile.imwrite(stream, np.stack(pages), photometric="minisblack", metadata=None, **options)
     return stream
@@ -22,14 +22,14 @@ def written(pages: list[np.ndarray], **options: Any) -> io.BytesIO:
 
 @pytest.mark.parametrize("bigtiff", [False, True])
 @pytest.mark.parametrize("byteorder", ["<", ">"])
-def test_finds_every_page(bigtiff: bool, byteorder: str) -> None:
-    stream = written([np.zeros((4, 5), np.uint16)] * 3, bigtiff=bigtiff, byteorder=byteorder)
+def test_scan_finds_every_page(bigtiff: bool, byteorder: str) -> None:
+    stream = write_pages([np.zeros((4, 5), np.uint16)] * 3, bigtiff=bigtiff, byteorder=byteorder)
 
-    found = ifd.scan(stream)
+    structure = ifd.scan(stream)
 
-    assert len(found.offsets) == 3
-    assert found.size == len(stream.getvalue())
-    assert len(set(found.layouts.values())) == 1
+    assert len(structure.offsets) == 3
+    assert structure.size == len(stream.getvalue())
+    assert len(set(structure.layouts.values())) == 1
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,11 @@ def test_finds_every_page(bigtiff: bool, byteorder: str) -> None:
         (np.zeros((4, 5), np.uint16), np.zeros((4, 5), np.uint8), {}),
         (np.zeros((4, 5), np.uint16), np.zeros((4, 5), np.uint16), {"compression": "zlib"}),
         (np.zeros((4, 5), np.uint16), np.zeros((4, 5), np.uint16), {"rowsperstrip": 2}),
-        # Depths of samples are stored apart from their entry.
+        # The bits per sample of three samples are stored outside the directory.
         (np.zeros((4, 5, 3), np.uint8), np.zeros((4, 5, 3), np.uint16), {}),
     ],
 )
-def test_tells_pages_of_another_kind_apart(first: np.ndarray, second: np.ndarray, options: dict[str, Any]) -> None:
+def test_different_pages_have_different_layouts(first: np.ndarray, second: np.ndarray, options: dict[str, Any]) -> None:
     stream, photometric = io.BytesIO(), "rgb" if first.ndim > 2 else "minisblack"
     with tifffile.TiffWriter(stream) as writer:
         writer.write(first, photometric=photometric, metadata=None)
@@ -53,12 +53,12 @@ def test_tells_pages_of_another_kind_apart(first: np.ndarray, second: np.ndarray
     assert len(set(ifd.scan(stream).layouts.values())) == 2
 
 
-@pytest.mark.parametrize("share", [0.1, 0.2, 0.5, 0.7])
-def test_a_chain_that_leaves_the_file_is_refused(share: float) -> None:
-    data = written([np.arange(200, dtype=np.uint16).reshape(10, 20)] * 5).getvalue()
+@pytest.mark.parametrize("fraction", [0.1, 0.2, 0.5, 0.7])
+def test_chain_beyond_the_end_of_the_file_is_refused(fraction: float) -> None:
+    data = write_pages([np.arange(200, dtype=np.uint16).reshape(10, 20)] * 5).getvalue()
 
-    with pytest.raises(BadFile, match="cut short"):
-        ifd.scan(io.BytesIO(data[: int(len(data) * share)]))
+    with pytest.raises(BadFile, match="truncated"):
+        ifd.scan(io.BytesIO(data[: int(len(data) * fraction)]))
 
 
 @pytest.mark.parametrize(
@@ -67,21 +67,21 @@ def test_a_chain_that_leaves_the_file_is_refused(share: float) -> None:
         (b"", UnsupportedMedia, "Send a TIFF"),
         (b"I", UnsupportedMedia, "Send a TIFF"),
         (b"II\x2c\x00" + bytes(20), UnsupportedMedia, "Send a TIFF"),
-        (b"II*\x00", BadFile, "cut short"),
-        (b"II*\x00\x08\x00\x00\x00", BadFile, "cut short"),
-        (b"II+\x00\x08\x00\x00\x00", BadFile, "cut short"),
-        (b"II*\x00" + bytes(8), BadFile, "without a single page"),
-        (b"II*\x00" + struct.pack("<IHI", 8, 0, 8), BadFile, "circle"),
-        (b"II*\x00" + struct.pack("<IH", 8, 5000) + bytes(100), BadFile, "entries"),
+        (b"II*\x00", BadFile, "truncated"),
+        (b"II*\x00\x08\x00\x00\x00", BadFile, "truncated"),
+        (b"II+\x00\x08\x00\x00\x00", BadFile, "truncated"),
+        (b"II*\x00" + bytes(8), BadFile, "without pages"),
+        (b"II*\x00" + struct.pack("<IHI", 8, 0, 8), BadFile, "loop"),
+        (b"II*\x00" + struct.pack("<IH", 8, 5000) + bytes(100), BadFile, "5000 tags"),
     ],
 )
-def test_what_is_no_tiff_or_a_damaged_one_is_refused(data: bytes, error: type[RequestError], words: str) -> None:
+def test_other_files_and_damaged_tiffs_are_refused(data: bytes, error: type[RequestError], words: str) -> None:
     with pytest.raises(error, match=words):
         ifd.scan(io.BytesIO(data))
 
 
-def test_too_many_pages_are_too_large() -> None:
-    stream = written([np.zeros((1, 1), np.uint8)] * 4)
+def test_number_of_pages_is_limited() -> None:
+    stream = write_pages([np.zeros((1, 1), np.uint8)] * 4)
 
     assert len(ifd.scan(stream, max_pages=4).offsets) == 4
     with pytest.raises(TooLarge, match="more than 3 pages"):
@@ -91,10 +91,8 @@ def test_too_many_pages_are_too_large() -> None:
 @pytest.mark.parametrize("bigtiff", [False, True])
 @pytest.mark.parametrize("byteorder", ["<", ">"])
 @pytest.mark.parametrize("tag", [256, 259, 262])
-def test_a_page_among_many_that_differs_in_one_entry_has_another_layout(
-    bigtiff: bool, byteorder: str, tag: int
-) -> None:
-    stream = written([np.zeros((4, 5), np.uint16)] * 5, bigtiff=bigtiff, byteorder=byteorder)
+def test_page_that_differs_in_one_tag_has_another_layout(bigtiff: bool, byteorder: str, tag: int) -> None:
+    stream = write_pages([np.zeros((4, 5), np.uint16)] * 5, bigtiff=bigtiff, byteorder=byteorder)
     with tifffile.TiffFile(io.BytesIO(stream.getvalue())) as tiff:
         place = tiff.pages[2].tags[tag].valueoffset
     content = bytearray(stream.getvalue())
@@ -105,12 +103,12 @@ def test_a_page_among_many_that_differs_in_one_entry_has_another_layout(
     assert [layout == layouts[0] for layout in layouts] == [True, True, False, True, True]
 
 
-def test_values_of_every_page_must_lie_within_the_file() -> None:
-    stream = written([np.zeros((4, 5), np.uint16)] * 5, resolution=(3.5, 4.5))
+def test_tag_values_beyond_the_end_of_the_file_are_refused() -> None:
+    stream = write_pages([np.zeros((4, 5), np.uint16)] * 5, resolution=(3.5, 4.5))
     with tifffile.TiffFile(io.BytesIO(stream.getvalue())) as tiff:
         entry = tiff.pages[3].tags["YResolution"].offset
     content = bytearray(stream.getvalue())
     content[entry + 8 : entry + 12] = struct.pack("<I", len(content) - 4)
 
-    with pytest.raises(BadFile, match="tag 283 of page 3 lies beyond its end"):
+    with pytest.raises(BadFile, match="tag 283 of page 3 is beyond the end"):
         ifd.scan(io.BytesIO(content))

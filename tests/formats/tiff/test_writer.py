@@ -1,4 +1,4 @@
-"""OME-TIFF out: labels, classes and probabilities, small and large, as this and other readers see them."""
+"""Written OME-TIFFs with labels, classes and probabilities, as read by this service and by other readers."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from service.formats import stack_reader
 from service.formats.tiff import writer as tiff_writer
 
 LIMIT = 2**28
-ALL = Selection()
+EVERYTHING = Selection()
 
 
 @pytest.fixture(params=[False, True], ids=["classic", "big"])
 def is_big(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether files become BigTIFFs, which they do if a classic one might be too small for their pixels."""
+    """Return whether files are forced to be BigTIFFs, as if a classic TIFF could be too small for their pixels."""
     if request.param:
-        monkeypatch.setattr(tiff_writer, "_CLASSIC_BYTES", 100)
+        monkeypatch.setattr(tiff_writer, "_MAX_CLASSIC_TIFF_BYTES", 100)
     return bool(request.param)
 
 
-def pixels(path: Path) -> NDArray[Any]:
-    return stack_reader.read(path, ALL, LIMIT).array()
+def read_pixels(path: Path) -> NDArray[Any]:
+    return stack_reader.read(path, EVERYTHING, LIMIT).array()
 
 
-def test_other_readers_see_the_same(tmp_path: Path, is_big: bool) -> None:
+def test_other_readers_read_the_same_data(tmp_path: Path, is_big: bool) -> None:
     scores, path = noise(2, 5, 70, 90, dtype="float32"), tmp_path / "scores.ome.tif"
     segmentation = Segmentation(scores, "probabilities", VoxelSize(0.5, 0.2, 0.1), names=("a", "b"))
 
@@ -62,7 +62,7 @@ def test_other_readers_see_the_same(tmp_path: Path, is_big: bool) -> None:
         np.testing.assert_array_equal(file.asarray(), scores)
 
 
-def test_writing_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_existing_file(tmp_path: Path) -> None:
     path = tmp_path / "labels.ome.tif"
     path.write_bytes(b"old")
 
@@ -83,7 +83,7 @@ size = st.floats(1e-4, 1e4)
     kind=st.sampled_from(["labels", "classes", "probabilities"]),
     names=st.lists(st.text(max_size=12), min_size=2, max_size=4) | st.just(["background", '<&> "µ"', "edge\0s"]),
 )
-def test_whatever_is_written_is_read_the_same(
+def test_any_segmentation_is_read_back_unchanged(
     tmp_path: Path, shape: tuple[int, int, int], voxel_size: VoxelSize | None, dtype: str, kind: Any, names: list[str]
 ) -> None:
     path, channels = tmp_path / "any.ome.tif", tuple(names) if kind == "probabilities" else ()
@@ -91,9 +91,9 @@ def test_whatever_is_written_is_read_the_same(
 
     tiff_writer.write(Segmentation(array, kind, voxel_size, names=channels), path)
 
-    found, volume = stack_reader.inspect(path, ALL, LIMIT), stack_reader.read(path, ALL, LIMIT)
+    description, volume = stack_reader.inspect(path, EVERYTHING, LIMIT), stack_reader.read(path, EVERYTHING, LIMIT)
     printable = tuple("".join(filter(str.isprintable, name)) for name in channels)
-    assert (found.container, volume.channels) == ("OME-TIFF", printable or (kind,))
+    assert (description.container, volume.channels) == ("OME-TIFF", printable or (kind,))
     assert (volume.dtype, volume.voxel_size) == (array.dtype, voxel_size)
     np.testing.assert_array_equal(volume.array(), array if channels else array[None])
     assert [entry.name for entry in tmp_path.iterdir()] == ["any.ome.tif"]
@@ -102,7 +102,7 @@ def test_whatever_is_written_is_read_the_same(
 @pytest.mark.usefixtures("is_big")
 @pytest.mark.parametrize("kind", ["labels", "probabilities"])
 @pytest.mark.parametrize("interval", [TimeInterval(5, "min"), TimeInterval(80, "µs"), None])
-def test_a_series_keeps_its_axes_and_interval(tmp_path: Path, kind: Any, interval: TimeInterval | None) -> None:
+def test_time_series_keeps_axes_and_interval(tmp_path: Path, kind: Any, interval: TimeInterval | None) -> None:
     axes, names = ("TZYX", ()) if kind == "labels" else ("TCZYX", ("background", "object"))
     lengths = {"T": 3, "C": 2, "Z": 4, "Y": 20, "X": 30}
     array = noise(*(lengths[axis] for axis in axes), dtype="uint16" if kind == "labels" else "float32")
@@ -111,24 +111,24 @@ def test_a_series_keeps_its_axes_and_interval(tmp_path: Path, kind: Any, interva
 
     tiff_writer.write(segmentation, path)
 
-    found = stack_reader.inspect(path, ALL, LIMIT)
-    assert (found.axes, found.stored_shape, found.times) == (axes, array.shape, 3)
-    assert (found.voxel_size, found.time_interval) == (VoxelSize(0.5, 0.2, 0.1), interval)
+    description = stack_reader.inspect(path, EVERYTHING, LIMIT)
+    assert (description.axes, description.stored_shape, description.times) == (axes, array.shape, 3)
+    assert (description.voxel_size, description.time_interval) == (VoxelSize(0.5, 0.2, 0.1), interval)
     for time in range(3):
         volume = stack_reader.read(path, Selection(time=time), LIMIT)
         np.testing.assert_array_equal(volume.array().reshape(array.shape[1:]), array[time])
     with tifffile.TiffFile(path) as file:
         assert file.series[0].axes == axes
-        # ImageJ takes the description that begins with its name.
-        description = file.pages.first.tags.getall(270)[1].value
-    seen = tifffile.tifffile.imagej_description_metadata(description)
-    assert (seen["frames"], seen["slices"], seen.get("channels", 1)) == (3, 4, lengths["C"] if names else 1)
-    assert (seen["hyperstack"], seen["order"]) == (True, "zct")
-    stated = None if interval is None else (interval.length, interval.unit.replace("µ", "u"))
-    assert stated == (None if "finterval" not in seen else (seen["finterval"], seen["tunit"]))
+        # ImageJ uses the description that begins with its name.
+        imagej_text = file.pages.first.tags.getall(270)[1].value
+    imagej = tifffile.tifffile.imagej_description_metadata(imagej_text)
+    assert (imagej["frames"], imagej["slices"], imagej.get("channels", 1)) == (3, 4, lengths["C"] if names else 1)
+    assert (imagej["hyperstack"], imagej["order"]) == (True, "zct")
+    expected_interval = None if interval is None else (interval.length, interval.unit.replace("µ", "u"))
+    assert expected_interval == (None if "finterval" not in imagej else (imagej["finterval"], imagej["tunit"]))
 
 
-def test_files_have_a_number_and_a_range_of_grey_values_of_their_own(tmp_path: Path) -> None:
+def test_files_have_unique_ids_and_a_display_range_for_all_labels(tmp_path: Path) -> None:
     path, identifiers = tmp_path / "labels.ome.tif", set()
     for count in (1, 2**32 - 1, 70):
         tiff_writer.write(Segmentation(noise(2, 3, 4), "labels", count=count), path)
@@ -139,7 +139,7 @@ def test_files_have_a_number_and_a_range_of_grey_values_of_their_own(tmp_path: P
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "<u2", ">u2", "<f4", ">f4"])
-def test_pages_are_streams_of_zlib_in_one_byte_order(tmp_path: Path, dtype: str) -> None:
+def test_pages_are_little_endian_zlib_streams(tmp_path: Path, dtype: str) -> None:
     stack, path = noise(3, 60, 70).astype(dtype).transpose(0, 2, 1), tmp_path / "stack.tif"
     tiff_writer.write(Segmentation(stack, "classes"), path)
     content = path.read_bytes()
@@ -159,10 +159,10 @@ def test_only_small_files_are_encoded_in_memory(tmp_path: Path, shape: tuple[int
     if content is not None:
         path.write_bytes(content)
         np.testing.assert_array_equal(tifffile.imread(path), labels)
-        assert origin_of(path)[0] == ORIGIN
+        assert read_origin(path)[0] == ORIGIN
 
 
-def test_arrays_on_disk_are_written_as_they_are_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_mapped_arrays_is_released_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     released = list[Any]()
     monkeypatch.setattr(tiff_writer, "_RELEASE_BYTES", 2**21)
     monkeypatch.setattr(tiff_writer, "release_pages", lambda array: (released.append(array), release_pages(array)))
@@ -175,7 +175,7 @@ def test_arrays_on_disk_are_written_as_they_are_released(tmp_path: Path, monkeyp
     np.testing.assert_array_equal(tifffile.imread(path), labels)
 
 
-def test_large_files_are_not_in_memory_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_not_completely_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "usable_cores", lambda: 2)
     scores, path = noise(2, 32, 256, 512, dtype="float32"), tmp_path / "scores.ome.tif"
     tracemalloc.start()
@@ -187,56 +187,56 @@ def test_large_files_are_not_in_memory_as_a_whole(tmp_path: Path, monkeypatch: p
     assert peak < path.stat().st_size / 2
 
 
-def origin_of(path: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """The origin as the OME-XML of the only image has it, and as the description for ImageJ has it."""
+def read_origin(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the origin in the OME-XML and the origin in the description for ImageJ. The file has one image."""
     with tifffile.TiffFile(path) as file:
         root = ElementTree.fromstring(str(file.ome_metadata))
         imagej = file.imagej_metadata or {}
     for element in root.iter():
         element.tag = element.tag.partition("}")[2]
-    referred = {element.get("ID") for element in root.iterfind("Image/AnnotationRef")}
+    referenced = {element.get("ID") for element in root.iterfind("Image/AnnotationRef")}
     annotations = root.findall("StructuredAnnotations/MapAnnotation")
-    assert referred == {annotation.get("ID") for annotation in annotations}
+    assert referenced == {annotation.get("ID") for annotation in annotations}
     assert {annotation.get("Namespace") for annotation in annotations} <= {"stackseg/origin"}
-    found = {str(entry.get("K")): entry.text or "" for entry in root.iterfind("StructuredAnnotations/*/Value/M")}
+    description = {str(entry.get("K")): entry.text or "" for entry in root.iterfind("StructuredAnnotations/*/Value/M")}
     lines = {name.removeprefix("stackseg_"): str(text) for name, text in imagej.items() if name.startswith("stackseg_")}
-    return found, lines
+    return description, lines
 
 
 ORIGIN = {"model": "nuclei/1", "parameters": '{"overlap": 0.5, "channel": "<DAPI> & \u00b5"}', "source": "Stück 1.tif"}
 
 
 @pytest.mark.usefixtures("is_big")
-def test_files_tell_how_they_were_made(tmp_path: Path) -> None:
+def test_origin_is_stored_in_both_descriptions(tmp_path: Path) -> None:
     labels, path = noise(5, 17, 23), tmp_path / "labels.ome.tif"
     origin = ORIGIN | {"warnings": "Too few objects. " * 60}
     tiff_writer.write(Segmentation(labels, "labels", VoxelSize(3, 2, 1), count=7), path, origin)
-    in_xml, for_imagej = origin_of(path)
+    in_xml, for_imagej = read_origin(path)
     assert in_xml == origin
     assert for_imagej == {name: text.strip().replace("µ", "?").replace("ü", "?") for name, text in origin.items()}
-    assert stack_reader.inspect(path, ALL, LIMIT).voxel_size == VoxelSize(3, 2, 1)
-    np.testing.assert_array_equal(pixels(path)[0], labels)
+    assert stack_reader.inspect(path, EVERYTHING, LIMIT).voxel_size == VoxelSize(3, 2, 1)
+    np.testing.assert_array_equal(read_pixels(path)[0], labels)
 
 
 @given(st.dictionaries(st.sampled_from(["model", "source", "warnings"]), st.text(max_size=900)))
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_text_breaks_a_file(tmp_path: Path, origin: dict[str, str]) -> None:
+def test_any_origin_text_is_stored(tmp_path: Path, origin: dict[str, str]) -> None:
     path = tmp_path / "any.ome.tif"
     tiff_writer.write(Segmentation(noise(2, 3, 4), "labels", count=1), path, origin)
     expected = {name: "".join(filter(str.isprintable, text)) for name, text in origin.items()}
-    assert origin_of(path)[0] == expected
+    assert read_origin(path)[0] == expected
 
 
-def test_labels_have_a_colour_each_for_imagej(tmp_path: Path) -> None:
+def test_labels_have_distinct_colors_in_imagej(tmp_path: Path) -> None:
     path = tmp_path / "labels.ome.tif"
     tiff_writer.write(Segmentation(noise(2, 17, 23), "labels", count=7), path)
     with tifffile.TiffFile(path) as file:
-        colours = np.reshape(file.pages.first.tags["ColorMap"].value, (3, 256)).T
+        colors = np.reshape(file.pages.first.tags["ColorMap"].value, (3, 256)).T
         assert file.pages.first.photometric == tifffile.PHOTOMETRIC.MINISBLACK
         assert (file.imagej_metadata or {})["max"] == 255
-    assert tuple(colours[0]) == (0, 0, 0)
-    assert len(np.unique(colours, axis=0)) == 256
-    assert np.abs(np.diff(colours[1:].astype(int), axis=0)).max(axis=1).min() > 10_000
+    assert tuple(colors[0]) == (0, 0, 0)
+    assert len(np.unique(colors, axis=0)) == 256
+    assert np.abs(np.diff(colors[1:].astype(int), axis=0)).max(axis=1).min() > 10_000
     tiff_writer.write(Segmentation(noise(2, 2, 17, 23, dtype="float32"), "probabilities", names=("a", "b")), path)
     with tifffile.TiffFile(path) as file:
         assert "ColorMap" not in file.pages.first.tags

@@ -1,4 +1,4 @@
-"""OME-Zarr that is written: valid, read back alike, with labels that keep their numbers at every resolution."""
+"""Written OME-Zarr is valid, is read back unchanged, and keeps label ids at every resolution."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ from service.formats import stack_reader
 from service.formats.zarr import writer as zarr_writer
 
 LIMIT = 2**28
-SIZE = VoxelSize(0.5, 0.2, 0.2)
+VOXEL_SIZE = VoxelSize(0.5, 0.2, 0.2)
 
 
-def labels(shape: tuple[int, ...] = (20, 300, 520), dtype: Any = np.uint16) -> np.ndarray:
-    numbers = np.arange(np.prod([-(-n // 10) for n in shape])).reshape([-(-n // 10) for n in shape]).astype(dtype)
+def make_labels(shape: tuple[int, ...] = (20, 300, 520), dtype: Any = np.uint16) -> np.ndarray:
+    ids = np.arange(np.prod([-(-n // 10) for n in shape])).reshape([-(-n // 10) for n in shape]).astype(dtype)
     for axis in range(len(shape)):
-        numbers = numbers.repeat(10, axis)
-    return numbers[tuple(map(slice, shape))]
+        ids = ids.repeat(10, axis)
+    return ids[tuple(map(slice, shape))]
 
 
-def levels(path: Path) -> list[np.ndarray]:
+def read_levels(path: Path) -> list[np.ndarray]:
     group = zarr.open_group(path, mode="r")
     return [np.asarray(group[str(number)][...]) for number in range(len(list(group.array_keys())))]
 
 
-def test_a_store_of_its_own_is_valid_and_read_back_alike(tmp_path: Path) -> None:
-    pixels, path = labels(), tmp_path / "labels.ome.zarr"
-    zarr_writer.write(Segmentation(pixels, "labels", SIZE, 7), path, {"software": "StackSeg 1", "model": "nuclei/1"})
+def test_separate_store_is_valid_and_read_back_unchanged(tmp_path: Path) -> None:
+    pixels, path = make_labels(), tmp_path / "labels.ome.zarr"
+    zarr_writer.write(
+        Segmentation(pixels, "labels", VOXEL_SIZE, 7), path, {"software": "StackSeg 1", "model": "nuclei/1"}
+    )
     yaozarrs.validate_zarr_store(str(path))
     volume = stack_reader.read(path, Selection(), LIMIT)
     assert np.array_equal(volume.array()[0], pixels)
-    assert (volume.voxel_size, volume.dtype) == (SIZE, np.uint16)
+    assert (volume.voxel_size, volume.dtype) == (VOXEL_SIZE, np.uint16)
     attributes = dict(zarr.open_group(path, mode="r").attrs)
     assert attributes["stackseg/origin"] == {"software": "StackSeg 1", "model": "nuclei/1"}
     assert "image-label" in attributes["ome"]
@@ -48,12 +50,12 @@ def test_a_store_of_its_own_is_valid_and_read_back_alike(tmp_path: Path) -> None
     assert [entry.name for entry in tmp_path.iterdir()] == ["labels.ome.zarr"]
 
 
-def test_an_archive_has_its_metadata_first_and_is_read_back_alike(tmp_path: Path) -> None:
-    pixels, path = labels(), tmp_path / "labels.ozx"
-    zarr_writer.write_archive(Segmentation(pixels, "labels", SIZE), path)
+def test_archive_begins_with_metadata_and_is_read_back_unchanged(tmp_path: Path) -> None:
+    pixels, path = make_labels(), tmp_path / "labels.ozx"
+    zarr_writer.write_archive(Segmentation(pixels, "labels", VOXEL_SIZE), path)
     volume = stack_reader.read(path, Selection(), LIMIT)
     assert np.array_equal(volume.array()[0], pixels)
-    assert volume.voxel_size == SIZE
+    assert volume.voxel_size == VOXEL_SIZE
     with ZipFile(path) as archive:
         names = archive.namelist()
         assert names[:4] == ["zarr.json", "0/zarr.json", "1/zarr.json", "2/zarr.json"]
@@ -66,61 +68,61 @@ def test_an_archive_has_its_metadata_first_and_is_read_back_alike(tmp_path: Path
 
 
 @pytest.mark.parametrize("version", ["0.4", "0.5"])
-def test_labels_of_an_image_are_listed_in_its_format(tmp_path: Path, version: str) -> None:
-    image = write_zarr(tmp_path / "image.ome.zarr", labels(), version=version)
+def test_labels_of_an_image_have_its_version_and_are_listed(tmp_path: Path, version: str) -> None:
+    image = write_zarr(tmp_path / "image.ome.zarr", make_labels(), version=version)
     for name in ("nuclei", "cells", "nuclei"):
-        zarr_writer.write(Segmentation(labels(), "labels", SIZE, 7), image / "labels" / name)
+        zarr_writer.write(Segmentation(make_labels(), "labels", VOXEL_SIZE, 7), image / "labels" / name)
     yaozarrs.validate_zarr_store(str(image))
     attributes = dict(zarr.open_group(image / "labels", mode="r").attrs)
     assert attributes.get("ome", attributes)["labels"] == ["cells", "nuclei"]
     stored = dict(zarr.open_group(image / "labels" / "nuclei", mode="r").attrs)
     assert stored.get("ome", stored)["image-label"]["source"] == {"image": "../../"}
     assert (image / "labels" / "nuclei" / "zarr.json").exists() == (version == "0.5")
-    assert np.array_equal(stack_reader.read(image / "labels" / "nuclei", Selection(), LIMIT).array()[0], labels())
+    assert np.array_equal(stack_reader.read(image / "labels" / "nuclei", Selection(), LIMIT).array()[0], make_labels())
 
 
-def test_coarser_resolutions_keep_the_numbers_and_places_of_labels(tmp_path: Path) -> None:
+def test_coarser_resolutions_keep_ids_and_positions_of_labels(tmp_path: Path) -> None:
     path = tmp_path / "labels.zarr"
-    zarr_writer.write(Segmentation(labels((20, 600, 700)), "labels", SIZE, 7), path)
+    zarr_writer.write(Segmentation(make_labels((20, 600, 700)), "labels", VOXEL_SIZE, 7), path)
     attributes: dict[str, Any] = dict(zarr.open_group(path, mode="r").attrs)
     scales = [
         dataset["coordinateTransformations"][0]["scale"] for dataset in attributes["ome"]["multiscales"][0]["datasets"]
     ]
     assert scales == [[0.5, 0.2, 0.2], [0.5, 0.4, 0.4], [1.0, 0.8, 0.8]]
-    finest = levels(path)[0]
-    for level, scale in zip(levels(path), scales, strict=True):
-        z, y, x = (round(step / size) for step, size in zip(scale, SIZE, strict=True))
-        assert np.array_equal(level, finest[::z, ::y, ::x])
+    full_resolution = read_levels(path)[0]
+    for level, scale in zip(read_levels(path), scales, strict=True):
+        z, y, x = (round(step / size) for step, size in zip(scale, VOXEL_SIZE, strict=True))
+        assert np.array_equal(level, full_resolution[::z, ::y, ::x])
 
 
 @pytest.mark.parametrize(
     "segmentation",
     [
-        Segmentation(labels((3, 20, 50, 60)), "labels", SIZE, 7, time_interval=TimeInterval(2, "min")),
+        Segmentation(make_labels((3, 20, 50, 60)), "labels", VOXEL_SIZE, 7, time_interval=TimeInterval(2, "min")),
         Segmentation(
-            np.random.default_rng(0).random((2, 5, 30, 40), np.float32), "probabilities", SIZE, None, ("a", "b")
+            np.random.default_rng(0).random((2, 5, 30, 40), np.float32), "probabilities", VOXEL_SIZE, None, ("a", "b")
         ),
-        Segmentation(labels((1, 9, 7), np.uint8) % 3, "classes", None, None, ("background", "a", "b")),
+        Segmentation(make_labels((1, 9, 7), np.uint8) % 3, "classes", None, None, ("background", "a", "b")),
         Segmentation(np.zeros((70, 300, 30), np.uint32), "labels", None, 0),
     ],
 )
-def test_every_kind_is_valid_and_read_back_alike(tmp_path: Path, segmentation: Segmentation) -> None:
+def test_every_kind_is_valid_and_read_back_unchanged(tmp_path: Path, segmentation: Segmentation) -> None:
     path = tmp_path / "result.zarr"
     zarr_writer.write(segmentation, path)
     yaozarrs.validate_zarr_store(str(path))
     description = stack_reader.inspect(path, Selection(), LIMIT)
     assert description.time_interval == segmentation.time_interval
-    assert np.array_equal(levels(path)[0], segmentation.pixels)
+    assert np.array_equal(read_levels(path)[0], segmentation.pixels)
     if segmentation.kind == "probabilities":
         assert description.channels == segmentation.names
     if segmentation.time_interval is None:
         assert stack_reader.read(path, Selection(), LIMIT).voxel_size == segmentation.voxel_size
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_existing_store(tmp_path: Path) -> None:
     path = tmp_path / "labels.zarr"
-    zarr_writer.write(Segmentation(labels(), "labels", SIZE, 7), path)
+    zarr_writer.write(Segmentation(make_labels(), "labels", VOXEL_SIZE, 7), path)
     with pytest.raises(TypeError):
-        zarr_writer.write(Segmentation(labels(), "labels", SIZE, 7), path, {"not": object()})  # type: ignore[dict-item]
-    assert np.array_equal(stack_reader.read(path, Selection(), LIMIT).array()[0], labels())
+        zarr_writer.write(Segmentation(make_labels(), "labels", VOXEL_SIZE, 7), path, {"not": object()})  # type: ignore[dict-item]
+    assert np.array_equal(stack_reader.read(path, Selection(), LIMIT).array()[0], make_labels())
     assert [entry.name for entry in tmp_path.iterdir()] == ["labels.zarr"]
