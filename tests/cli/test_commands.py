@@ -262,7 +262,7 @@ def test_tuning_keeps_what_won_for_the_next_start(
     table = stackseg("tune", *which, "--minutes", "0.0001", *config)
     assert "random-nuclei/1" in table
     assert "chosen" in table
-    assert "the time was up" in table
+    assert "time limit reached" in table
     assert "chosen" in stackseg("models", *config)
 
 
