@@ -1,8 +1,8 @@
-// Watershed of one block of a height map whose other blocks are worked on elsewhere, or at another time.
+// Watershed of one block of a height map. The other blocks are computed elsewhere or at another time.
 //
-// Paths are those of `streaming_watershed.hpp`: they depend on heights and on places in the whole volume alone. A path that
-// leaves the block ends at the voxel behind its border, which has a number of its own here, and which the block that it
-// lies in knows by another one.
+// Paths are the same as in `streaming_watershed.hpp`, because they depend only on heights and on positions in the whole
+// volume. A path that leaves the block ends at the first voxel outside of it. That voxel becomes a separate piece here,
+// and has another number in the block that contains it.
 
 #pragma once
 
@@ -19,11 +19,12 @@ namespace {
 
 class BlockWatershed {
 public:
-  // size     of the block, [Z, Y, X]
-  // origin   of its first voxel in the volume of `volume` voxels
-  // margins  whether there is a voxel before and behind the block along each axis, [Z, Y, X] x 2
-  // heights, inside   of the block with these voxels
-  // pieces   [Z, Y, X], to be written: 0 for background, else the number of a piece from 1
+  // size     size of the block, [Z, Y, X]
+  // origin   position of the first voxel of the block in the volume
+  // volume   size of the volume, [Z, Y, X]
+  // margins  for each axis, 1 or 0 for whether there is a voxel before and one after the block, [Z, Y, X] x 2
+  // heights, inside   heights and foreground of the block including the voxels in the margins
+  // pieces   output [Z, Y, X]: 0 for background, otherwise the number of a piece, counted from 1
   BlockWatershed(const int64_t *size, const int64_t *origin, const int64_t *volume, const int32_t *margins, float threshold,
                  Persistence persistence, const Planes &heights, const Planes &inside, int32_t *pieces)
       : origin_{origin[0], origin[1], origin[2]}, volume_{volume[0], volume[1], volume[2]}, rows_(size[1] + 2),
@@ -41,14 +42,14 @@ public:
         std::copy_n(pieces_.get() + z * plane_ + y * width_ + 1, width_ - 2, pieces);
   }
 
-  // By number, from 1.
+  // The pieces, in the order of their numbers, which start at 1.
   const std::vector<Piece> &pieces() const { return piece_ends_; }
 
-  // Between two pieces, the highest of each pair.
+  // The highest pass between each pair of pieces: two piece numbers and the key.
   const std::vector<std::array<int32_t, 3>> &passes() const { return between_; }
 
 private:
-  // Of a voxel behind the border that nothing has led to yet.
+  // Marks a voxel outside the block that no path has reached yet.
   static constexpr int32_t RIM = INT32_MIN;
 
   void fill(const int64_t *size, const int32_t *margins, float threshold, const Planes &heights, const Planes &inside) {
@@ -60,7 +61,7 @@ private:
       for (int64_t z = 0; z < lengths[0]; ++z)
         for (int64_t y = 0; y < lengths[1]; ++y) {
           const int64_t place = (z + 1 - margins[0]) * plane_ + (y + 1 - margins[2]) * width_ + 1 - margins[4];
-          // As in the volume with its rim, whose first voxel has place 1 along each axis.
+          // Positions in the volume with its rim, whose first voxel is at position 1 along each axis.
           const int64_t plane = origin_[0] - margins[0] + z + 1, row = origin_[1] - margins[2] + y + 1,
                         first = origin_[2] - margins[4] + 1;
           const int32_t level = static_cast<int32_t>(9 * (plane % 3) + 3 * (row % 3));
@@ -91,7 +92,7 @@ private:
       }
   }
 
-  // Along one axis, from the place modulo 3 of one voxel to that of its neighbour.
+  // Step along one axis from a voxel to its neighbor, computed from their positions modulo 3.
   static int64_t step(int from, int to, int64_t weight) { return (to / weight % 3 - from / weight % 3 + 4) % 3 - 1; }
 
   int32_t add_piece(int64_t place) {
@@ -123,7 +124,7 @@ private:
         if (target == place || pieces[target] == RIM)
           pieces[place] = add_piece(target);
         else
-          // What lies behind may know its piece already; what lies ahead is still zero.
+          // The piece of a voxel earlier in the scan may be known already. For voxels later in the scan it is still zero.
           pieces[place] = pieces[target] > 0 ? pieces[target] : ~target;
       }
     }
@@ -150,7 +151,7 @@ private:
     }
   }
 
-  // Finds the ways between voxels near the tops of pieces and neighbours that belong to other pieces.
+  // Finds the passes from voxels near the tops of pieces to neighbors in other pieces.
   void find_passes() {
     std::vector<int32_t> limits;
     for (const Piece &piece : piece_ends_)

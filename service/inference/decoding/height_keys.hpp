@@ -1,7 +1,7 @@
-// Integer keys that order voxels by height, and helpers to find the highest neighbour of each voxel.
+// Integer keys that order voxels by height, and helpers to find the highest neighbor of each voxel.
 //
 // A key holds the bits of a float32 height in an order-preserving form. Its last five bits are replaced by the position of
-// the voxel modulo 3 along each axis: they tell 27 neighbours apart and break ties, so that every path ends.
+// the voxel modulo 3 along each axis. They distinguish the 27 neighbors and break ties, so that every path ends.
 
 #pragma once
 
@@ -29,7 +29,7 @@ constexpr int CODES = 32, NEIGHBOURS = 26;
 template <typename Score> inline bool is_above(const Score *score, float threshold) { return load_one(score) > threshold; }
 inline bool is_above(const uint8_t *inside, float) { return *inside != 0; }
 
-// The foreground's logit in steps of 1/16 from -8 to 8, which a byte holds; a mask is certain.
+// Returns the foreground logit, quantized to one byte in steps of 1/16 from -8 to 8. A mask gives the highest code.
 template <typename Score> inline uint8_t code_of(const Score *score) {
   return static_cast<uint8_t>(std::min(std::max(0.0f, load_one(score) * 16 + 128.5f), 255.0f));
 }
@@ -37,7 +37,7 @@ inline uint8_t code_of(const uint8_t *) { return 255; }
 
 constexpr double PROBABILITY_ONE = 65536;
 
-// The probability of every code.
+// Returns the foreground probability of every code, in units of 1 / PROBABILITY_ONE.
 inline const std::array<int32_t, 256> &probabilities() {
   static const std::array<int32_t, 256> table = [] {
     std::array<int32_t, 256> filled;
@@ -48,14 +48,14 @@ inline const std::array<int32_t, 256> &probabilities() {
   return table;
 }
 
-// In the same order as the heights; the bits of the place are zero.
+// Returns the key of a height, with zeros as the position bits. Keys have the same order as heights.
 inline int32_t key_of(float height) {
   int32_t bits;
   std::memcpy(&bits, &height, sizeof bits);
   return (bits ^ ((bits >> 31) & INT32_MAX)) & ~PLACE_BITS;
 }
 
-// The inverse, but for the bits that were dropped.
+// Returns the height of a key, without the bits that the position has replaced.
 inline float height_of(int32_t key) {
   const int32_t ordered = key & ~PLACE_BITS, bits = ordered ^ ((ordered >> 31) & INT32_MAX);
   float height;
@@ -65,7 +65,7 @@ inline float height_of(int32_t key) {
 
 inline int32_t highest_of(int32_t a, int32_t b, int32_t c) { return std::max(std::max(a, b), c); }
 
-// The highest key among each voxel of one plane and its 8 neighbours there; nothing for the rim.
+// Computes the highest key among each voxel of a plane and its 8 neighbors in the plane. The rim is not written.
 void widen(const int32_t *keys, int64_t size, int64_t width, int32_t *along_x, int32_t *highest) {
   for (int64_t i = 1; i < size - 1; ++i)
     along_x[i] = highest_of(keys[i - 1], keys[i], keys[i + 1]);
@@ -73,8 +73,8 @@ void widen(const int32_t *keys, int64_t size, int64_t width, int32_t *along_x, i
     highest[i] = highest_of(along_x[i - width], along_x[i], along_x[i + width]);
 }
 
-// Adds the places from `begin` to `end` that are no background to `count` others, and up to 15 numbers behind them; gives
-// how many there are then.
+// Appends the foreground positions from `begin` to `end` to `places`, which has `count` entries. Returns the new number of
+// entries. Up to 15 numbers after the last entry may be overwritten.
 inline int64_t list_foreground(const int32_t *keys, int64_t begin, int64_t end, int32_t *places, int64_t count) {
 #ifdef __AVX512F__
   const __m512i background = _mm512_set1_epi32(BACKGROUND);
@@ -86,7 +86,7 @@ inline int64_t list_foreground(const int32_t *keys, int64_t begin, int64_t end, 
     count += __builtin_popcount(inside);
   }
 #endif
-  // Without a branch, which would be guessed wrongly at the edge of every object.
+  // Without a branch, because it would be mispredicted at the edge of every object.
   for (int64_t place = begin; place < end; ++place) {
     places[count] = static_cast<int32_t>(place);
     count += keys[place] != BACKGROUND;
@@ -94,7 +94,7 @@ inline int64_t list_foreground(const int32_t *keys, int64_t begin, int64_t end, 
   return count;
 }
 
-// Memory that is taken, and costs, only where it is written.
+// An uninitialized array. The operating system provides its pages only when they are written.
 template <typename T> class Pages {
 public:
   explicit Pages(int64_t size, bool zeros = false)
@@ -111,7 +111,8 @@ private:
   std::unique_ptr<T, Free> data_;
 };
 
-// How deep a pass must lie below a peak to part two objects, in units of the distance; `logits` heights are its logits.
+// How far a pass must lie below a peak to separate two objects, in units of the distance. `logits`: whether heights are
+// logits of the distance.
 struct Persistence {
   double depth;
   bool logits;
@@ -120,7 +121,7 @@ struct Persistence {
     return logits ? 1 / (1 + std::exp(-static_cast<double>(height))) : static_cast<double>(height);
   }
 
-  // The least key of what a pass near a top may touch; a little less does no harm.
+  // Returns the lowest key that a pass near a top can have to be relevant. A slightly lower value is harmless.
   int32_t limit(int32_t top) const {
     double lowest = distance(height_of(top)) - depth;
     if (logits) {
@@ -132,7 +133,7 @@ struct Persistence {
   }
 };
 
-// Values of one kind in some planes, with any strides: 0 float32, 1 bfloat16, 2 bytes.
+// Values in a number of planes, with any strides in elements. kind: 0 for float32, 1 for bfloat16, 2 for bytes.
 struct Planes {
   const void *data;
   int32_t kind;

@@ -1,4 +1,4 @@
-// Passes between pieces and basins of the watershed, and union-find to merge these.
+// Passes between pieces and basins of the watershed, and union-find to merge them.
 
 #pragma once
 
@@ -11,15 +11,15 @@
 
 namespace {
 
-// Where a path of one block ends: the piece of voxels that come there.
+// A piece: all voxels of one block whose paths end at the same voxel.
 struct Piece {
-  int64_t place;  // of the highest neighbour of the end, in the volume with its rim; of itself at a maximum
+  int64_t place;  // position of the end in the volume with its rim: a maximum, or the first voxel outside the block
   int32_t voxels;
-  int32_t top; // key there
-  int64_t foreground = 0; // sum over its voxels of the foreground's probability, in units of `PROBABILITY_ONE`
+  int32_t top; // key at the end
+  int64_t foreground = 0; // sum of the foreground probabilities of its voxels, in units of 1 / PROBABILITY_ONE
 };
 
-// From a voxel near the top of a piece to a neighbour whose piece was not yet known.
+// A pass from a voxel near the top of a piece to a neighbor whose piece is not known yet.
 struct PendingPass {
   int64_t place;
   int32_t piece, key;
@@ -31,10 +31,10 @@ template <typename Number> Number root_of(std::vector<Number> &parent, Number on
   return one;
 }
 
-// By two numbers, neither of which is 0, the highest of the keys of passes between them.
+// The highest key of the passes between two numbers, for each pair of nonzero numbers.
 //
-// A hash table with open addressing and linear probing, in one piece of memory: the C library frees millions of nodes
-// with a lock that everybody else who allocates waits for, seconds long.
+// A hash table with open addressing and linear probing in contiguous memory. With one node per pair, the C library would
+// free millions of nodes under a lock and block the allocations of all other threads for seconds.
 class Passes {
 public:
   void add(int64_t one, int64_t other, int32_t key) {
@@ -55,9 +55,10 @@ public:
         visit(first_of(known.pair), second_of(known.pair), known.key);
   }
 
-  // Gives each pair the numbers, below `count`, that `rename` returns, and forgets those that become one, and those that
-  // are lower, by `level` of their keys, than every pass of another way between their two sides: whatever peaks these
-  // rise to, they are joined by that way, or deep below the peak of either side. So hardly more are left than numbers.
+  // Renumbers both sides of every pass with `rename`, which returns numbers below `count`. Drops passes whose sides become
+  // equal, and passes that are not needed because a chain of higher passes connects the same sides (a maximum spanning
+  // forest by `level` of the keys): these cannot affect which objects are merged. At most slightly more passes than
+  // numbers remain.
   template <typename Rename, typename Level> void prune(int64_t count, Rename rename, Level level) {
     std::vector<Known> known;
     known.reserve(count_ + recent_.size());
@@ -78,7 +79,7 @@ public:
       end = begin + 1;
       while (end < known.size() && level(known[end].key) == height)
         ++end;
-      // Which of several as high as each other is taken first is not yet known.
+      // The order among passes of equal height is not defined yet, so keep all of them that connect different sides.
       const auto needed = std::partition(known.begin() + begin, known.begin() + end, [&](const Known &pass) {
         const auto [one, other] = roots(pass);
         return one != other;
@@ -91,11 +92,11 @@ public:
     }
   }
 
-  // How many pairs there are, but for those that were met a moment ago.
+  // Number of pairs, without those in the cache of recent pairs.
   size_t size() const { return count_; }
 
 private:
-  // Most passes are between pairs that were met a moment ago.
+  // Size of the cache of recent pairs. Most passes are between pairs that occurred shortly before.
   static constexpr int SLOT_BITS = 9;
   struct Known {
     uint64_t pair;
@@ -120,7 +121,7 @@ private:
     slot.pair = 0;
   }
 
-  // Where the pair is, or would be.
+  // Returns the slot of a pair, or the empty slot where it belongs.
   Known &find(uint64_t pair) {
     const size_t last = highest_.size() - 1;
     size_t place = mixed(pair) >> (64 - bits_);

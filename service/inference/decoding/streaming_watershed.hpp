@@ -1,8 +1,9 @@
-// Watershed of a height map that comes in planes. `watershed.py` and `instances.py` compute the same with torch and NumPy.
+// Watershed of a height map that arrives in planes. `watershed.py` and `instances.py` compute the same with torch and
+// NumPy.
 //
-// A block is a run of planes with a rim of background around each, in flat memory, so that the 26 neighbours of a voxel
-// are at fixed distances; its first and last plane are only neighbours of others. While a block is worked on, a negative
-// number in `pieces` is the complement of the place of the voxel's highest neighbour in the block.
+// A block consists of consecutive planes, each with a rim of background, in contiguous memory, so that the 26 neighbors of
+// a voxel are at fixed offsets. The first and the last plane of a block only serve as neighbors. While a block is being
+// processed, a negative number in `pieces` is the complement of the position of the voxel's highest neighbor in the block.
 
 #pragma once
 
@@ -19,19 +20,19 @@
 
 namespace {
 
-// Passes that are kept before any is forgotten, 16 bytes each.
+// Number of passes above which unneeded passes are pruned. Each takes 16 bytes.
 constexpr size_t MANY_PASSES = size_t(1) << 16;
 
 class StreamingWatershed {
 public:
-  // As `stackseg_watershed`.
+  // Arguments as for `stackseg_watershed`.
   StreamingWatershed(const int64_t *size, bool along_y, float threshold, Persistence persistence, int64_t block)
       : along_y_(along_y), threshold_(threshold), persistence_(persistence), depth_(size[along_y]), rows_(size[!along_y] + 2),
         width_(size[2] + 2), plane_(rows_ * width_), block_planes_(std::min(std::max(block / plane_, int64_t(1)), depth_)),
         weights_{along_y ? 3 : 9, along_y ? 9 : 3}, keys_((block_planes_ + 3) * plane_), scratch_(4 * plane_),
         foreground_((block_planes_ + 3) * plane_), targets_((block_planes_ + 3) * plane_), pieces_((depth_ + 2) * plane_, true),
         scores_((block_planes_ + 3) * plane_), codes_(width_ - 2), limits_{BACKGROUND}, piece_ends_{{-1, 0, BACKGROUND}} {
-    // The plane below the volume, and the rims of the others: what they surround is written when it comes.
+    // Fill the plane below the volume and the rims of all other planes. Their insides are written when the planes arrive.
     std::fill_n(keys_.get(), plane_, BACKGROUND);
     for (int64_t z = 1; z < block_planes_ + 3; ++z) {
       int32_t *const plane = keys_.get() + z * plane_;
@@ -54,13 +55,13 @@ public:
             offsets_[neighbour++] = z * plane_ + y * width_ + x;
   }
 
-  // The next planes; the last of them waits for its upper neighbour.
+  // Adds the next planes. The last one is processed when its upper neighbor is known.
   void add(const Planes &heights, const Planes &inside, int64_t planes) {
     for (int64_t low = 0; low < planes; low += block_planes_) {
       const int64_t count = std::min(block_planes_, planes - low);
       fill(heights, inside, low, count);
       int64_t length = pending_planes_ + count;
-      // With the plane of background at the end, a small volume is done in one go.
+      // Append the final plane of background here, so that a small volume is processed in one pass.
       if (z_ + length - 2 == depth_)
         std::fill(keys_.get() + length * plane_, keys_.get() + (length + 1) * plane_, BACKGROUND), ++length;
       if (length > 2) {
@@ -77,7 +78,7 @@ public:
     }
   }
 
-  // Joins pieces to basins and basins to objects, and drops the unwanted; gives the number of those that are left.
+  // Merges pieces into basins and basins into objects, and drops unwanted objects. Returns the number of objects.
   int64_t join(int64_t least, bool drop_border) {
     const int64_t basins = number_basins();
     const std::vector<int64_t> object = merge(basins);
@@ -105,16 +106,16 @@ public:
     return count;
   }
 
-  // After `join`, of every object: voxels, the sum of their probabilities, the distance at its peak.
+  // Returns for every object, after `join`: the number of voxels, the sum of their probabilities, the distance at the peak.
   const std::vector<std::array<double, 3>> &facts() const { return facts_; }
 
-  // Replaces the number of each object by that of `numbers` [objects + 1], after `join`; number 0 is the background.
+  // Replaces the number of each object, after `join`, by its entry in `numbers` [objects + 1]. Number 0 is the background.
   void renumber(const int32_t *numbers) {
     for (int32_t &number : number_of_)
       number = numbers[number];
   }
 
-  // After `join`, into [Z, Y, X].
+  // Writes the labels [Z, Y, X], after `join`.
   template <typename Label> void label(Label *labels) const {
     const int64_t z_step = along_y_ ? width_ : plane_, y_step = along_y_ ? plane_ : width_;
     const int64_t z_size = along_y_ ? rows_ - 2 : depth_, y_size = along_y_ ? depth_ : rows_ - 2;
@@ -127,7 +128,7 @@ public:
   }
 
 private:
-  // Along one axis, from the place modulo 3 of one voxel to that of its neighbour.
+  // Step along one axis from a voxel to its neighbor, computed from their positions modulo 3.
   static int64_t step(int from, int to, int64_t weight) { return (to / weight % 3 - from / weight % 3 + 4) % 3 - 1; }
 
   void fill(const Planes &heights, const Planes &inside, int64_t low, int64_t count) {
@@ -147,7 +148,7 @@ private:
       fill_planes(heights, steps, static_cast<const uint8_t *>(inside.data), inside.steps, low, count);
   }
 
-  // Writes the keys of planes that come next into the inside of their rims.
+  // Writes the keys of the next planes inside their rims.
   template <typename Height, typename Inside>
   void fill_planes(const Height *heights, const int64_t *by, const Inside *inside, const int64_t *in_by, int64_t low,
                    int64_t count) {
@@ -178,8 +179,8 @@ private:
       scores[x] = code_of(inside + x * in_step);
   }
 
-  // Finds out for every voxel of the foreground which piece it belongs to; gives how many there are. Where a path ends, or
-  // leads above the block, a piece begins: they are numbered from `first` in the order of these places.
+  // Finds the piece of every foreground voxel, and returns the number of these voxels. A new piece is created where a path
+  // ends or leaves the block upwards. New pieces are numbered from `first` in the order of these voxels.
   int64_t trace_paths(int64_t planes, int32_t first) {
     const int32_t *const keys = keys_.get();
     int32_t *const pieces = pieces_.get() + (z_ - 1) * plane_, *const scratch = scratch_.get();
@@ -203,7 +204,7 @@ private:
           pieces[place] = static_cast<int32_t>(first + ends);
           targets[ends++] = target;
         } else {
-          // What lies behind may know its piece already; what lies ahead is still zero.
+          // The piece of a voxel earlier in the scan may be known already. For voxels later in the scan it is still zero.
           pieces[place] = pieces[target] > 0 ? pieces[target] : ~target;
         }
       }
@@ -216,7 +217,7 @@ private:
     return count;
   }
 
-  // Follows every path to its end. What lies ahead of a voxel comes first, and then knows its piece.
+  // Follows every path to its end. Voxels are visited in reverse order, so paths that lead forward meet known pieces.
   void settle(int32_t *pieces, int64_t count) {
     const int32_t *const foreground = foreground_.get();
     const std::array<int32_t, 256> &probability = probabilities();
@@ -225,12 +226,12 @@ private:
     int64_t run = count, sum = 0;
     for (int64_t n = count - 1; n >= 0; --n) {
       const int32_t here = foreground[n], known = pieces[here];
-      // Most are there after one step or none, which of the two nobody could guess.
+      // Most paths end after zero or one step. A branch between these two would be unpredictable.
       int32_t piece = pieces[known < 0 ? ~known : here];
       if (piece < 0)
         piece = follow(pieces, here);
       pieces[here] = piece;
-      // Counted in runs: one number that is raised voxel by voxel would be waited for.
+      // Count voxels in runs, because incrementing one number for every voxel would stall.
       if (piece != counted) {
         piece_ends_[counted].voxels += static_cast<int32_t>(run - n - 1);
         piece_ends_[counted].foreground += sum;
@@ -244,7 +245,7 @@ private:
     }
   }
 
-  // The piece at the end of a path. Every voxel on the way is visited once more, and from then on is an end for others.
+  // Returns the piece at the end of a path, and stores it in every voxel on the path, so that other paths can end there.
   static int32_t follow(int32_t *pieces, int32_t here) {
     int32_t end = here;
     while (pieces[end] < 0)
@@ -258,7 +259,7 @@ private:
     return piece;
   }
 
-  // Finds the ways between voxels near the tops of the block's pieces and neighbours that belong to other pieces.
+  // Finds the passes from voxels near the tops of the block's pieces to neighbors in other pieces.
   void find_passes(int64_t count) {
     const int64_t low = (z_ - 1) * plane_;
     const int32_t *const keys = keys_.get(), *const pieces = pieces_.get() + low, *const foreground = foreground_.get();
@@ -280,7 +281,7 @@ private:
     }
   }
 
-  // Of the neighbours that lay beyond the block before, the pieces are known now.
+  // Adds the passes to neighbors beyond the previous block, whose pieces are known now.
   void note_pending_passes() {
     for (const PendingPass &way : pending_passes_)
       if (const int32_t other = pieces_.get()[way.place]; other != way.piece)
@@ -288,7 +289,8 @@ private:
     pending_passes_.clear();
   }
 
-  // In crowded stacks without clear peaks passes would take many times the memory of the stack.
+  // Prunes the passes if there are many. In dense stacks without clear peaks, they would take many times the memory of the
+  // stack.
   void forget_passes() {
     if (passes_.size() < most_passes_)
       return;
@@ -297,7 +299,7 @@ private:
     most_passes_ = std::max(MANY_PASSES, 2 * passes_.size());
   }
 
-  // The last piece, of those known so far, that the path of a piece leads to.
+  // Returns the last piece known so far to which the path of a piece leads.
   int64_t piece_above(int64_t piece) {
     int64_t last = piece;
     while (const int64_t next = pieces_.get()[piece_ends_[last].place]) {
@@ -308,10 +310,10 @@ private:
     return last;
   }
 
-  // Which basin every piece belongs to; gives the number of basins, which are in the order of the places of their maxima.
+  // Assigns a basin to every piece, and returns the number of basins. Basins are ordered by the positions of their maxima.
   int64_t number_basins() {
     const int64_t count = static_cast<int64_t>(piece_ends_.size());
-    // Paths that went up could not know the piece above.
+    // When a path left its block upwards, the piece above was not known yet.
     std::vector<int64_t> link(count);
     std::vector<int64_t> maxima;
     for (int64_t piece = 1; piece < count; ++piece)
@@ -330,7 +332,7 @@ private:
     return static_cast<int64_t>(maxima.size());
   }
 
-  // In the order in which voxels are in the volume, by their places with the rim.
+  // Maps a position in the volume with its rim to its rank in the order [Z, Y, X].
   int64_t order(int64_t place) const {
     if (!along_y_)
       return place;
@@ -338,7 +340,7 @@ private:
     return (row * (depth_ + 2) + plane) * width_ + x;
   }
 
-  // The object of every basin, numbered from 0 in the order of the highest basins that objects have.
+  // Returns the object of every basin. An object has the number of its highest basin.
   std::vector<int64_t> merge(int64_t basins) {
     std::vector<int64_t> parent(basins);
     std::iota(parent.begin(), parent.end(), 0);
@@ -354,13 +356,14 @@ private:
     return parent;
   }
 
-  // Between basins, the highest first; of those as high the one with the lower numbers. Two basins may have several.
+  // Returns the passes between basins that may merge them, the highest first, and for equal heights those with lower basin
+  // numbers first. Two basins may have several passes.
   std::vector<Pass> shallow_passes() {
     std::vector<Pass> shallow;
     passes_.visit_all([&](int64_t one_piece, int64_t other_piece, int32_t key) {
       const int64_t first = basin_of_[one_piece], second = basin_of_[other_piece];
       const double height = persistence_.distance(height_of(key)), one = peaks_[first], other = peaks_[second];
-      // What is not a number is not near anything.
+      // A peak that is NaN is never merged.
       const bool comparable = !std::isnan(one) && !std::isnan(other);
       if (first != second && comparable && std::min(one, other) - height < persistence_.depth)
         shallow.push_back({height, std::min(first, second), std::max(first, second)});
@@ -371,7 +374,7 @@ private:
     return shallow;
   }
 
-  // Calls with every piece of a voxel in the first or last plane along an axis that has more than one.
+  // Calls `visit` with the piece of every foreground voxel on a face of the volume, except along axes of size 1.
   template <typename Visit> void visit_faces(Visit visit) const {
     const std::array<int64_t, 3> edges = {depth_, rows_ - 2, width_ - 2}, by = {plane_, width_, 1};
     for (size_t axis = 0; axis < 3; ++axis) {
@@ -388,19 +391,19 @@ private:
   const float threshold_;
   const Persistence persistence_;
   const int64_t depth_, rows_, width_, plane_, block_planes_;
-  // What a place modulo 3 along planes and rows counts in a code.
+  // Weights in a position code of the positions modulo 3 along planes and rows.
   const std::array<int64_t, 2> weights_;
   Pages<int32_t> keys_, scratch_, foreground_, targets_, pieces_;
-  // Of the foreground's scores, as `code_of` has them.
+  // Foreground scores, quantized by `code_of`.
   Pages<uint8_t> scores_;
   std::vector<int32_t> codes_;
-  // From a voxel of one code to its neighbour of another; and to each neighbour.
+  // Offsets from a voxel to its neighbor by their position codes, and offsets to all neighbors.
   std::array<int32_t, CODES * CODES> steps_;
   std::array<int64_t, NEIGHBOURS> offsets_;
-  // The first plane of the next block, counted with the rim, and how many planes of it are there: the one below it,
-  // and then the one that waits for its upper neighbour.
+  // The first plane of the next block, counted with the rim, and the number of its planes that are present: the plane below
+  // it, and later also the plane that waits for its upper neighbor.
   int64_t z_ = 1, pending_planes_ = 1;
-  // By number; 0 is the background. The key below which no pass of a piece matters, and the rest.
+  // Data of the pieces by number, where 0 is the background. `limits_` are keys below which passes are irrelevant.
   std::vector<int32_t> limits_;
   std::vector<Piece> piece_ends_;
   Passes passes_;

@@ -1,9 +1,9 @@
-// Weighted means of the scores of overlapping windows, one pass per window.
+// Weighted means of the scores of overlapping windows, computed in one pass per window.
 //
-// Means leave with the last window that covers them, and sums are kept only of what two windows share. What makes it fast:
-// vectors stay in registers from the scores to the means (`in_blocks`) and are as wide as the processor's; all sums that a
-// window needs lie together in the order in which they are read; means are written past the caches, because no later
-// window reads them; and a line of summed weights is computed twice, which takes less time than reading it.
+// Means are written with the last window that covers them, and sums are kept only where windows overlap. It is fast for
+// these reasons: values stay in registers from the scores to the means, in the processor's widest vectors (`in_blocks`).
+// All sums that a window needs are contiguous, in the order in which they are read. Means bypass the caches, because no
+// later window reads them. Summed weights are recomputed, which takes less time than reading stored ones.
 
 #pragma once
 
@@ -20,7 +20,7 @@
 
 namespace {
 
-// Floats that the processor takes at a time. The compiler makes little of wider vectors.
+// Floats per vector register. The compiler generates poor code for wider vectors.
 #if defined(__AVX512F__)
 constexpr int WIDE = 16;
 #elif defined(__AVX__)
@@ -30,7 +30,7 @@ constexpr int WIDE = 4;
 #endif
 template <int N> using Width = std::integral_constant<int, N>;
 
-// Calls work(width, x) for all of begin to end, so many at a time as there are blocks.
+// Calls work(width, x) for x from begin to end, in steps of the widest possible vectors.
 template <typename Work> inline void in_blocks(int64_t begin, int64_t end, Work work) {
   for (; begin + WIDE <= end; begin += WIDE)
     work(Width<WIDE>{}, begin);
@@ -40,7 +40,7 @@ template <typename Work> inline void in_blocks(int64_t begin, int64_t end, Work 
     work(Width<1>{}, begin);
 }
 
-// Writes what this core will not see again: a whole line of the cache goes to memory without being read from there before.
+// Writes values that this core will not read again. Whole cache lines go to memory without being read first.
 template <int N> inline void pass_on(float *to, Floats<N> values) {
   if (N == WIDE && reinterpret_cast<uintptr_t>(to) % sizeof values == 0) {
 #if defined(__AVX512F__)
@@ -52,45 +52,46 @@ template <int N> inline void pass_on(float *to, Floats<N> values) {
   store<N>(to, values);
 }
 
-// Along one axis: where windows begin, and how long they are.
+// The windows along one axis: their starts and their size.
 struct Axis {
   const int64_t *starts;
   int64_t count, edge;
 
-  // From the window before to this one; of the first, beyond its end.
+  // Distance from the previous window to this one. For the first window, its size.
   int64_t step_to(int64_t window) const { return window ? starts[window] - starts[window - 1] : edge; }
-  // First voxels of a window that the one before reaches, and those that the one behind does not.
+  // Number of voxels at the start of a window that the previous window covers, and number that the next one does not cover.
   int64_t known(int64_t window) const { return edge - step_to(window); }
   int64_t leaving(int64_t window) const { return window + 1 < count ? step_to(window + 1) : edge; }
 };
 
-// Of all windows: how many outputs they have, where they lie, most planes and rows that two of them share, and how long the
-// volume is along x.
+// All windows: the number of outputs, the positions, the largest overlap in planes and rows, and the size of the volume
+// along x.
 struct Windows {
   int64_t outputs;
   Axis z, y, x;
   int64_t shared_planes, shared_rows, width;
 };
 
-// Importance is the product of three vectors, but at least so much; of so many voxels beyond the edge along x, as blocks
-// reach some of them, both are zero.
+// The importance of a voxel is the product of three vectors, limited from below by `least`. `x` and `least` are followed by
+// BEYOND zeros, because vectors may reach beyond the edge.
 constexpr int BEYOND = 16;
 struct Importance {
   const float *z, *y, *x, *least;
 };
 
-// Weights of lines of a window.
+// Weights of the lines of a window.
 class Weights {
 public:
   Weights(const Windows &windows, const Importance &importance, const int64_t *at)
       : windows_(windows), importance_(importance), at_(at), own_(windows.x.edge), all_(windows.x.edge) {}
 
-  // Of one line: its own, and those of all windows over the voxels that leave, as none behind this one reaches these.
+  // Computes the window's own weights of one line.
   void weigh(int64_t z, int64_t y) {
     const float weight = importance_.z[z] * importance_.y[y];
     in_blocks(0, windows_.x.edge, [&](auto width, int64_t x) { store<width>(&own_[x], weighted(width, weight, x)); });
   }
 
+  // Computes the sum of the weights of all windows, for the first voxels of a line, which no later window covers.
   void add_up(int64_t in_z, int64_t in_y, int64_t leaving) {
     lines_.clear();
     for (int64_t i = at_[0], z = in_z; z < windows_.z.edge; z += windows_.z.step_to(i--))
@@ -120,7 +121,7 @@ private:
   std::vector<float> own_, all_, lines_;
 };
 
-// The scores of a line side by side: where they are, or else put into `room`.
+// Returns the scores of a line as contiguous memory: the original if it is contiguous, otherwise a copy in `room`.
 template <typename Score> inline const Score *dense(const Score *scores, int64_t step, int64_t count, Score *room) {
   const auto gather = [&](auto known_step) {
     for (int64_t x = 0; x < count; ++x)
@@ -128,27 +129,28 @@ template <typename Score> inline const Score *dense(const Score *scores, int64_t
     return room;
   };
   if (step == 1) return scores;
-  // Channels last, with few channels.
+  // Channels last with few channels.
   if (step == 2) return gather(std::integral_constant<int64_t, 2>{});
   if (step == 3) return gather(std::integral_constant<int64_t, 3>{});
   if (step == 4) return gather(std::integral_constant<int64_t, 4>{});
   return gather(step);
 }
 
-// Where a line of sums goes that no later window along x reaches, and what is added to it; null for nowhere and nothing.
+// The destination of a line of sums that no later window along x covers, and the sums to add to it. Null if not used.
 struct Way {
   const float *above, *below;
   float *kept, *means;
 };
 
-// Takes in one window; returns whether all that leaves is finite.
+// Adds the scores of one window. Returns whether all means that it completes are finite.
 //
-// Of what it has in common with the window before along x the sums lie in `beside`, and those for the one behind go to
-// `aside`. What no later window along x reaches goes on to `rows`, for the row behind, unless that does not reach it, and then
-// to `layer`, or if it is final to `means`; what lies there of the row and of the layer before is added.
+// `beside` holds the sums where this window overlaps the previous one along x. The sums for the next window along x are
+// written to `aside`. Sums that no later window along x covers are written to `rows` if the next row of windows covers
+// them, otherwise to `layer` if the next layer does, and otherwise, divided by the weights, to `means`. The sums of the
+// previous row and the previous layer in these buffers are added first.
 //
-// first_row, end_row  of those that leave: its part are these, and those whole multiples of all that leave below. Sums go
-//                     from one of these rows to another one of them, and there when that was read.
+// first_row, end_row  the part of the leaving rows that this call processes, together with the rows at multiples of the
+//                     number of leaving rows below them. Sums are passed on only between these rows, after they were read.
 template <typename Score>
 bool blend(const Score *scores, const int64_t *steps, const Windows &w, const int64_t *at, const Importance &importance,
            const float *beside, float *aside, float *rows, float *layer, float *means, int64_t first_row, int64_t end_row) {
@@ -157,7 +159,7 @@ bool blend(const Score *scores, const int64_t *steps, const Windows &w, const in
   const int64_t reached_planes = w.z.known(at[0]), final_planes = w.z.leaving(at[0]);
   const int64_t reached_rows = w.y.known(at[1]), leaving_rows = w.y.leaving(at[1]);
   const int64_t known = w.x.known(at[2]), leaving = w.x.leaving(at[2]), staying = across - leaving;
-  // What windows one behind another along y, and along z, hand on to each other lies together.
+  // Sums that are passed on to the next window along y, and along z, are contiguous.
   rows += left * w.outputs * depth * w.shared_rows;
   layer += (top * w.width + leaving_rows * left) * w.outputs * w.shared_planes;
   std::vector<Score> room(across);
@@ -196,7 +198,7 @@ bool blend(const Score *scores, const int64_t *steps, const Windows &w, const in
             if (way.kept) return store<width>(way.kept + x, sum);
             const auto mean = sum / load<width>(weights.all() + x);
             pass_on<width>(way.means + x, mean);
-            // Nothing where it is finite, else NaN.
+            // Adds 0 if the mean is finite, otherwise NaN.
             if constexpr (width == WIDE)
               not_finite += mean * 0;
             else
@@ -210,7 +212,7 @@ bool blend(const Score *scores, const int64_t *steps, const Windows &w, const in
         }
       }
 #ifdef __AVX__
-  _mm_sfence(); // What was passed on is there before others are told of it.
+  _mm_sfence(); // Make the streamed writes visible before other threads are notified.
 #endif
   for (int i = 0; i < WIDE; ++i)
     if (not_finite[i] != 0) return false;

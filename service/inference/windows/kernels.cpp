@@ -1,5 +1,5 @@
-// Normalisation of pixels into a batch, and blending of scores, one pass each. They compute what
-// `service/inference/preprocessing/normalize.py` and `blending.py` compute with NumPy and torch.
+// Normalization of pixels into a batch, and blending of scores, in one pass each. They compute the same as
+// `service/inference/preprocessing/normalize.py` and `blending.py` with NumPy and torch.
 //
 // Pixels and scores may have any strides, counted in elements; buffers of sums are dense.
 
@@ -13,8 +13,8 @@
 
 namespace {
 
-// Calls work(part) for so many parts, each in a thread of its own; a single one without the ado that OpenMP makes of it,
-// which is long where a network has emptied the caches.
+// Calls work(part) for each part in a separate thread. A single part runs without OpenMP, whose overhead is large after a
+// network has evicted its data from the caches.
 template <typename Work> void in_parts(int parts, Work work) {
   if (parts == 1) return work(0);
 #pragma omp parallel for num_threads(parts)
@@ -35,7 +35,7 @@ void cut_line(const Pixel *from, int64_t from_step, Out *out, int64_t out_step, 
   }
 }
 
-// Of what is cut: its edges along z, y and x, the bytes from pixel to pixel along each, and the elements in what is written.
+// A box of pixels: its size along z, y and x, the strides of the pixels in bytes, and the strides of the output in elements.
 struct Box {
   int64_t size[3], bytes[3], steps[3];
 
@@ -75,10 +75,10 @@ void cut_into(const void *pixels, void *out, int32_t narrow, const Box &box, Sca
 
 extern "C" {
 
-// pixels [z, y, x] -> out [z, y, x]: minus offset, by scale, within the limits.
+// Normalizes pixels [z, y, x] -> out [z, y, x]: subtracts offset, divides by scale, and clips to [lowest, highest].
 //
-// kind    of the pixels: 0 uint8, 1 int8, 2 uint16, 3 int16, 4 float32
-// narrow  out is bfloat16, else float32
+// kind    type of the pixels: 0 uint8, 1 int8, 2 uint16, 3 int16, 4 float32
+// narrow  whether out is bfloat16 instead of float32
 void stackseg_scale(const void *pixels, int32_t kind, void *out, int32_t narrow, const Box *box, float offset, float scale,
                   float lowest, float highest, int32_t threads) {
   const Scaling s{offset, scale, lowest, highest};
@@ -87,20 +87,19 @@ void stackseg_scale(const void *pixels, int32_t kind, void *out, int32_t narrow,
   BY_KIND[kind](pixels, out, narrow, *box, s, threads);
 }
 
-// Takes in the scores of one window; what no later one reaches leaves.
+// Adds the scores of one window, and writes the means that no later window covers.
 //
-// scores   [outputs, depth, height, across], bfloat16 if `narrow`, else float32; `steps` between its elements
-// shape    outputs, depth, height, across; how many windows there are along z, y and x; most planes and rows that two of
-//          them share; width of the volume
-// starts   of the windows along z, y and x, one after the other
-// at       which of them this one's are
-// weights  importance along z, y and x, and the least there is along x, one after the other, the last two with 16
-//          zeros behind them
-// kept     twice room for columns, of which one is read and the other one written where two windows share another number of
-//          columns than the two before; for rows; and for planes
-// means    [outputs, planes, rows, width], of which the columns that leave are written
+// scores   [outputs, depth, height, across], bfloat16 if `narrow`, otherwise float32, with strides `steps` in elements
+// shape    outputs, depth, height, across; number of windows along z, y and x; largest overlap of two windows in planes and
+//          in rows; width of the volume
+// starts   starts of the windows along z, y and x, concatenated
+// at       index of this window along z, y and x
+// weights  importance along z, y and x, and its lower limit along x, concatenated, with 16 zeros after each of the last two
+// kept     four buffers of sums: two for columns, which are read and written in turn if the overlap along x changes; one
+//          for rows; and one for planes
+// means    [outputs, planes, rows, width], of which only the completed columns are written
 //
-// Returns 1 where a mean is not finite, else 0.
+// Returns 1 if any mean is not finite, otherwise 0.
 int32_t stackseg_blend(const void *scores, int32_t narrow, const int64_t *steps, const int64_t *shape,
                        const int64_t *starts, const int64_t *at, const float *weights, float *const *kept, float *means,
                        int32_t threads) {
@@ -112,7 +111,7 @@ int32_t stackseg_blend(const void *scores, int32_t narrow, const int64_t *steps,
                   shape[7], shape[8], shape[9]};
   const float *const along_x = weights + edges[0] + edges[1];
   const Importance importance{weights, weights + edges[0], along_x, along_x + edges[2] + BEYOND};
-  // As long as windows share as much as the two before, a line of sums takes the place of another.
+  // As long as the overlap along x stays the same, sums are updated in place. Otherwise, switch to the other buffer.
   int64_t beside = 0;
   for (int64_t n = 1; n <= at[2]; ++n)
     beside ^= w.x.known(n) != w.x.known(n - 1);
