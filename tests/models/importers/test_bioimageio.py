@@ -89,7 +89,7 @@ def write_05(folder: Path, network: nn.Module, image: np.ndarray) -> Path:
                 "postprocessing": [softmax],
             }
         ],
-        "make_weights": {
+        "weights": {
             "pytorch_state_dict": {
                 "source": "weights.pt",
                 "sha256": digest(folder / "weights.pt"),
@@ -125,7 +125,7 @@ def write_04(folder: Path, network: nn.Module, image: np.ndarray) -> Path:
         ],
         "test_inputs": ["input.npy"],
         "test_outputs": ["output.npy"],
-        "make_weights": {"torchscript": {"source": "weights.ts", "sha256": digest(folder / "weights.ts")}},
+        "weights": {"torchscript": {"source": "weights.ts", "sha256": digest(folder / "weights.ts")}},
     }
     with torch.inference_mode():
         scores = network(torch.from_numpy((np.load(folder / "input.npy") - 400) / 2000))
@@ -162,7 +162,7 @@ def package(bands_network: nn.Module, tmp_path: Path, image: np.ndarray) -> Path
 
 
 def make_weights(kind: str, **entry: Any) -> dict[str, Any]:
-    return {"make_weights": {kind: entry}}
+    return {"weights": {kind: entry}}
 
 
 def change_description(package: Path, change: Callable[[dict[str, Any]], object]) -> Path:
