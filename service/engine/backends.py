@@ -138,8 +138,8 @@ def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: En
         module_bytes = weight_bytes(transformed)
         network = backend.build(transformed, example, config, settings)
         owns_scores = on_device.warm_up(network, example)
-        varying = backend.varying_batch and config.compile_mode is None
-        any_batch_size = varying and supports_any_batch_size(network, example, config.streams)
+        may_accept_smaller_batches = backend.accepts_smaller_batches and config.compile_mode is None
+        any_batch_size = may_accept_smaller_batches and supports_any_batch_size(network, example, config.streams)
     frozen = config.compile_mode is not None and settings.freeze and example.device.type == "cpu"
     copies = (transformed is not module) + (backend.packs_weights or frozen)
     nbytes = copies * module_bytes + on_device.count_buffer_bytes(network, config.streams)

@@ -22,18 +22,20 @@ ANY_FORMAT = ("channels_last_3d", "contiguous")
 class Backend(ABC):
     """Base class of engines. Subclasses override the defaults that differ.
 
-    memory_formats  memory formats to try, the most promising first, by device type; other devices are not supported
-    precisions      supported precisions
-    float32_batch   whether batch and weights stay float32 and `precision` is only a hint to the engine
-    packs_weights   whether the engine holds a copy of the weights in its own layout
-    varying_batch   whether the network may accept smaller batches than it was built for, unless torch.compile built it
+    memory_formats           memory formats to try by device type, the most promising first; other device types are not
+                             supported
+    precisions               supported precisions
+    float32_batch            whether batch and weights stay float32 and `precision` is only a hint to the engine
+    packs_weights            whether the engine holds a copy of the weights in its own layout
+    accepts_smaller_batches  whether networks accept smaller batches than the one they were built for, unless
+                             torch.compile built them
     """
 
     memory_formats: ClassVar[dict[str, tuple[str, ...]]]
     precisions: tuple[str, ...] = tuple(DTYPES)
     float32_batch: bool = False
     packs_weights: bool = False
-    varying_batch: bool = False
+    accepts_smaller_batches: bool = False
 
     @abstractmethod
     def build(self, module: nn.Module, example: Tensor, config: EngineConfig, settings: EngineSettings, /) -> Network:

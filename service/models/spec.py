@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 
 from service.core.errors import BadParameter
 
-# Texts without control characters, so that they are safe in terminals, HTTP headers and OME-XML.
-Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
-Text = Annotated[str, Field(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f]*$")]
+# Texts without control characters, which are safe in terminals, HTTP headers and OME-XML.
+SingleLineText = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+MultilineText = Annotated[str, Field(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f]*$")]
 PositiveTriple = tuple[PositiveFloat, PositiveFloat, PositiveFloat]
 
 
@@ -92,7 +92,7 @@ class Input(_FrozenModel):
     """
 
     channels: PositiveInt = 1
-    channel_names: tuple[Line, ...] = ()
+    channel_names: tuple[SingleLineText, ...] = ()
     voxel_size: PositiveTriple | None = None
     diameter: PositiveFloat | None = None
     estimate_diameter: bool = False
@@ -162,8 +162,8 @@ class Calibration(_FrozenModel):
     size: float
     giants: float
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    sheets: Line | None = None
-    blobs: Line | None = None
+    sheets: SingleLineText | None = None
+    blobs: SingleLineText | None = None
 
 
 class Sample(_FrozenModel):
@@ -184,12 +184,12 @@ class Lineage(_FrozenModel):
     remark       sentence that describes the data used for the scores
     """
 
-    parent: Line
+    parent: SingleLineText
     annotations: PositiveInt
     before: float
     after: float
     better: bool
-    remark: Line
+    remark: SingleLineText
 
 
 class ModelSpec(_FrozenModel):
@@ -198,13 +198,13 @@ class ModelSpec(_FrozenModel):
     format: Literal[1] = 1
     name: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9_-]{0,63}$")]
     version: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")]
-    summary: Text
-    licence: Text
-    training_data: Text
+    summary: MultilineText
+    licence: MultilineText
+    training_data: MultilineText
     architecture: Architecture | None = None
     weights: Weights
     input: Input
-    outputs: Annotated[tuple[Line, ...], Field(min_length=1)]
+    outputs: Annotated[tuple[SingleLineText, ...], Field(min_length=1)]
     activation: Literal["none", "sigmoid", "softmax"] = "none"
     decoding: Annotated[Instances | Classes, Field(discriminator="kind")]
     confidence: Calibration | None = None

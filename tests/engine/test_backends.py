@@ -79,7 +79,7 @@ def test_module_is_transformed_before_the_network_is_built(build_other):
 
 
 @pytest.mark.parametrize(
-    ("network", "varying_batch", "any_batch_size"),
+    ("network", "accepts_smaller_batches", "any_batch_size"),
     [
         (lambda x: 2 * x, True, True),
         (lambda x: 2 * x, False, False),
@@ -87,8 +87,12 @@ def test_module_is_transformed_before_the_network_is_built(build_other):
     ],
     ids=["any batch size", "engine does not support it", "different scores"],
 )
-def test_any_batch_size_requires_equal_scores_in_smaller_batches(build_other, network, varying_batch, any_batch_size):
-    assert build_other(lambda _: network, varying_batch=varying_batch).any_batch_size == any_batch_size
+def test_any_batch_size_requires_equal_scores_in_smaller_batches(
+    build_other, network, accepts_smaller_batches, any_batch_size
+):
+    assert (
+        build_other(lambda _: network, accepts_smaller_batches=accepts_smaller_batches).any_batch_size == any_batch_size
+    )
 
 
 @pytest.mark.parametrize(("streams", "any_batch_size"), [(1, True), (2, False)])
@@ -100,7 +104,9 @@ def test_any_batch_size_requires_equal_scores_with_the_threads_of_any_stream(bui
     before = torch.get_num_threads()
     devices.use_threads(2)
     try:
-        built = build_other(lambda _: network, replace(make_config("other"), streams=streams), varying_batch=True)
+        built = build_other(
+            lambda _: network, replace(make_config("other"), streams=streams), accepts_smaller_batches=True
+        )
         assert built.any_batch_size == any_batch_size
         assert torch.get_num_threads() == 2
     finally:

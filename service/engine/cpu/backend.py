@@ -27,7 +27,7 @@ class WinogradBackend(Backend):
 
     memory_formats: ClassVar = {"cpu": ("channels_last_3d",)}
     precisions = ("bf16", "fp32")
-    varying_batch = True
+    accepts_smaller_batches = True
 
     def explain_missing(self) -> str | None:
         return winograd.KERNELS.problem
