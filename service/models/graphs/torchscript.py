@@ -23,7 +23,7 @@ from service.models.graphs.allowed_operators import ATEN, PRIM
 
 # Methods that run while a file is loaded, hooks that run in addition to the checked graph, and classes of extensions.
 # In a pickle the name of a class may span two lines, and in code a name may contain spaces.
-FORBIDDEN = re.compile(rb"__(?:[gs]etstate|forward_(?:pre_)?hooks)__|torch[\s.\\]+classes")
+FORBIDDEN_NAMES = re.compile(rb"__(?:[gs]etstate|forward_(?:pre_)?hooks)__|torch[\s.\\]+classes")
 # Archive entries with the bytes of one tensor, which are not searched. torch ignores the case of names, but this
 # pattern does not.
 TENSOR_ENTRY = re.compile(r"[^/]+/(data|constants)/[0-9]+")
@@ -48,14 +48,14 @@ def load_torchscript(path: Path, _window: Sequence[int] = ()) -> TorchScriptNetw
     """Load and check a TorchScript file, for any window. Raises BrokenModel with the reason if it is rejected."""
     try:
         script = torch.jit.load(_read_checked(path), map_location="cpu")  # type: ignore[no-untyped-call]
-        refused = sorted({*_iter_operators(script.inlined_graph)} - ALLOWED_OPERATORS)
+        disallowed = sorted({*_iter_operators(script.inlined_graph)} - ALLOWED_OPERATORS)
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error
     except (RuntimeError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise BrokenModel(f"{path}: cannot be read as TorchScript: {reason[0]}") from error
-    if refused:
-        names = ", ".join(refused)
+    if disallowed:
+        names = ", ".join(disallowed)
         raise BrokenModel(
             f"{path}: its program uses {names}, which is not allowed; see service/models/graphs/allowed_operators.py."
         )
@@ -71,7 +71,7 @@ def _read_checked(path: Path) -> BytesIO:
         copy = copy_members(archive)
     with zipfile.ZipFile(copy) as checked:
         for name in names:
-            found = None if TENSOR_ENTRY.fullmatch(name) else FORBIDDEN.search(checked.read(name))
+            found = None if TENSOR_ENTRY.fullmatch(name) else FORBIDDEN_NAMES.search(checked.read(name))
             if found:
                 raise BrokenModel(f"{name} contains {found[0].decode()}, which is not allowed.")
     copy.seek(0)

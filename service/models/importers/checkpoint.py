@@ -170,8 +170,8 @@ def _choose_key(path: Path, content: dict[Any, Any]) -> Any:
 
 def _describe_content(networks: list[Any], content: dict[Any, Any]) -> str:
     names = ", ".join(map(str, list(networks or content)[:6])) or "nothing"
-    found = "several networks" if networks else "no tensors of a network"
-    return f"{found} ({names})"
+    content_kind = "several networks" if networks else "no tensors of a network"
+    return f"{content_kind} ({names})"
 
 
 def _is_state_dict(value: object) -> bool:

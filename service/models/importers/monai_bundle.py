@@ -244,7 +244,7 @@ def _find_normalisation(config: Fields) -> Fields | None:
     others = [f"{step.location('_target_')}: {_read_name(step)}" for step in steps if step not in known]
     if others:
         raise UnsupportedPackage(
-            f"{', '.join(others)} not supported; only {SPACING_TRANSFORM} and one of {', '.join(_TRANSLATORS)} are."
+            f"{', '.join(others)}: not supported; only {SPACING_TRANSFORM} and one of {', '.join(_TRANSLATORS)} are."
         )
     return known[0] if known else None
 

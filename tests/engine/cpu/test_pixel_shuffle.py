@@ -39,8 +39,8 @@ def test_unaligned_views_and_non_finite_values_are_moved_unchanged(block, dtype)
         x[0, 0, 1, 2, :3] = torch.tensor([torch.nan, torch.inf, -0.0])
         folded = pixel_shuffle.SpaceToDepth(block)(x)
         expected = (architectures.space_to_depth(x, block), x)
-        for actual, wanted in zip((folded, pixel_shuffle.DepthToSpace(block)(folded)), expected, strict=True):
-            torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
+        for actual, reference in zip((folded, pixel_shuffle.DepthToSpace(block)(folded)), expected, strict=True):
+            torch.testing.assert_close(actual, reference, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("size", [(3, 4, 4), (4, 3, 4), (4, 4, 3)])

@@ -272,7 +272,7 @@ def test_unsupported_spacing_is_rejected_unless_overridden(
 def test_unsupported_transforms_are_reported(import_bundle: Callable[..., Imported]) -> None:
     orientation, crop = {"_target_": "Orientationd", "axcodes": "RAS"}, {"_target_": "CropForegroundd"}
     steps = make_preprocessing_config(orientation, RANGE, crop)
-    with pytest.raises(UnsupportedPackage, match=r"Orientationd, .*CropForegroundd not supported"):
+    with pytest.raises(UnsupportedPackage, match=r"Orientationd, .*CropForegroundd: not supported"):
         import_bundle(steps)
     spec, notes = import_bundle(steps, input={"normalisation": {"kind": "zscore"}})
     assert any("Orientationd" in note and "CropForegroundd" in note for note in notes)
