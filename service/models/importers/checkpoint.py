@@ -53,7 +53,7 @@ class Checkpoint(NamedTuple):
         kind = f"a state dict of {count}"
         if self.skipped_keys:
             others = ", ".join(self.skipped_keys)
-            kind = f"a checkpoint with {count} in {'.'.join(self.path)!r}, and the other keys {others}"
+            kind = f"a checkpoint with {count} in {'.'.join(self.path)!r} (other keys: {others})"
         kernels = [tensor for tensor in self.tensors.values() if tensor.dim() == 5]
         if not kernels:
             return f"{kind}, without any 3D convolution"

@@ -137,7 +137,7 @@ def test_training_checkpoint_is_described_and_read(tmp_path: Path) -> None:
     torch.save(content, tmp_path / "last.ckpt")
     checkpoint = read_checkpoint(tmp_path / "last.ckpt")
     assert (checkpoint.path, checkpoint.skipped_keys) == (("weights",), ("epoch", "optimizer"))
-    assert re.match(r"a checkpoint with \d+ tensors in 'weights', and the other keys epoch", checkpoint.describe())
+    assert re.match(r"a checkpoint with \d+ tensors in 'weights' \(other keys: epoch", checkpoint.describe())
     assert "have the shape 4 x 8 x 3 x 3 x 3" in checkpoint.describe()
     torch.save(content | {"ema": network.state_dict()}, tmp_path / "two.ckpt")
     with pytest.raises(UnsupportedPackage, match=r"several networks \(weights, ema\)"):
