@@ -1,4 +1,4 @@
-# Everything happens in .venv, which the first target that needs it creates; nothing is installed outside the clone.
+# All targets use .venv, which is created when first needed. Nothing is installed outside of the clone.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -12,41 +12,41 @@ SERVE_ARGS ?=
 PYTEST_ARGS ?=
 CHAOS_MINUTES ?= 2
 
-# One stamp per set of dependencies (run, demo, dev, ray); changing the pins or the set-up itself makes them stale.
+# One stamp per set of dependencies (run, demo, dev, ray). Changes of the pins or of the setup script make them stale.
 STAMP := .venv/stamp-
 $(STAMP)%: pyproject.toml constraints.txt scripts/setup.sh
 	scripts/setup.sh $*
 
 .PHONY: help
-help: ## this list
+help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 .PHONY: demo
-demo: $(STAMP)demo kernels ## serve the bundled models, segment a sample stack, draw the result, stop
+demo: $(STAMP)demo kernels ## start the service, segment a sample stack, plot the result, and stop the service
 	$(BIN)/python scripts/demo.py
 
 .PHONY: serve
-serve: $(STAMP)run kernels ## serve until interrupted (CONFIG=configs/default.yaml SERVE_ARGS="--port 8000")
+serve: $(STAMP)run kernels ## run the service until interrupted (CONFIG=configs/default.yaml SERVE_ARGS="--port 8000")
 	$(BIN)/stackseg serve --config $(CONFIG) $(SERVE_ARGS)
 
 .PHONY: kernels
-kernels: $(STAMP)run ## compile the C++ kernels for this processor again, where their sources have changed
+kernels: $(STAMP)run ## compile the C++ kernels for this processor if their sources have changed
 	@$(BIN)/python hatch_build.py
 
-# Many tests wait for servers, so that two at a time take little longer than one. Those of a module share its servers,
-# and idle threads of one process leave the processor to the others.
+# Many tests wait for servers, so running two tests in parallel takes little longer than one. The tests of a module share
+# servers. With the passive wait policy, idle OpenMP threads do not block the CPU for other processes.
 .PHONY: test
-test: lint ## every check: lint, then the tests (PYTEST_ARGS="-k windows", --cov, or -n 0 to have one at a time)
+test: lint ## run lint and all tests (PYTEST_ARGS="-k windows", --cov, or -n 0 to run one test at a time)
 	$(BIN)/python hatch_build.py --all
 	OMP_WAIT_POLICY=passive $(BIN)/pytest -n auto --maxprocesses 4 --dist loadscope $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: $(STAMP)ray test ## the tests, the thorough ones too, then random faults at a running server for CHAOS_MINUTES=2; a release wants 10
+test-all: $(STAMP)ray test ## run all tests, including thorough ones, and inject random faults for CHAOS_MINUTES=2 (10 for a release)
 	$(BIN)/pytest -m thorough --timeout 1200
 	$(BIN)/python benchmarks/chaos.py --minutes $(CHAOS_MINUTES)
 
 .PHONY: lint
-lint: $(STAMP)dev ## style, types, import rules, dependencies, shell scripts, container files
+lint: $(STAMP)dev ## check style, types, import rules, dependencies, shell scripts and container files
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -55,37 +55,37 @@ lint: $(STAMP)dev ## style, types, import rules, dependencies, shell scripts, co
 	$(BIN)/shellcheck .ci/run scripts/*.sh benchmarks/*.sh
 	$(BIN)/hadolint docker/Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml docker/compose.cpu.yaml
-	@if command -v npm >/dev/null; then $(MAKE) lint-page; else echo "There is no npm: the page is not checked." >&2; fi
+	@if command -v npm >/dev/null; then $(MAKE) lint-page; else echo "npm is not installed; the web UI is not checked." >&2; fi
 
-# package.json pins exact versions, and these depend on nothing but their own binaries.
+# package.json pins exact versions of packages that depend only on their own binaries, so no lock file is needed.
 PAGE_TOOLS := node_modules/.stamp
 $(PAGE_TOOLS): package.json
 	npm install --no-package-lock --ignore-scripts --no-audit --no-fund
 	@touch $@
 
 .PHONY: lint-page
-lint-page: $(STAMP)dev $(PAGE_TOOLS) ## style and types of the page's modules (needs npm)
+lint-page: $(STAMP)dev $(PAGE_TOOLS) ## check style and types of the web UI (needs npm)
 	node_modules/.bin/biome check
 	$(BIN)/python scripts/page_types.py
 	node_modules/.bin/tsc -p .
 
 .PHONY: format
-format: $(STAMP)dev ## let ruff rewrite what it can
+format: $(STAMP)dev ## format the code and apply automatic fixes
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 	@if command -v npm >/dev/null; then $(MAKE) $(PAGE_TOOLS) && node_modules/.bin/biome check --write; fi
 
 .PHONY: train-bundled
-train-bundled: $(STAMP)dev ## train the bundled models from nothing into build/models, on from where it was interrupted
+train-bundled: $(STAMP)dev ## train the bundled models from scratch into build/models, or resume an interrupted training
 	scripts/train_bundled.sh
 
 .PHONY: container
-container: ## build the CPU image, run it locked down, segment a stack through it, stop it (GPU image: scripts/container.sh gpu)
+container: ## build and test the CPU image in a restricted container (GPU image: scripts/container.sh gpu)
 	scripts/container.sh
 
 CRDS ?=
 .PHONY: manifests
-manifests: ## check the Kubernetes manifests (needs kubectl; CRDS="ray.io_rayclusters.yaml ..." for custom resources)
+manifests: ## validate the Kubernetes manifests (needs kubectl; CRDS="ray.io_rayclusters.yaml ..." for custom resources)
 	python3 -m venv .cache/manifests
 	.cache/manifests/bin/pip install --quiet kubernetes-validate==1.37.0
 	.cache/manifests/bin/python scripts/manifests.py $(CRDS)
@@ -95,5 +95,5 @@ constraints: ## pin the newest versions that pyproject.toml allows (needs uv)
 	scripts/constraints.sh
 
 .PHONY: clean
-clean: ## remove the virtual environment and every cache
+clean: ## remove the virtual environment, caches and build outputs
 	rm -rf .venv .cache node_modules demo-output build dist service/core/native/kernels-*.so .coverage .*_cache .hypothesis

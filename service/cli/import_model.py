@@ -257,7 +257,7 @@ def _explain_problems(missing: Collection[Question], problems: Mapping[str, str]
     """Yield lines about missing options, and about keys without an option."""
     yield from (f"  {question.option} ({question.key}): {question.meaning}" for question in missing)
     missing_problems = [problems[question.key] for question in missing]
-    yield from (f"    {problem}" for problem in missing_problems if "files do not say it" not in problem)
+    yield from (f"    {problem}" for problem in missing_problems if "files do not contain it" not in problem)
     others = problems.keys() - {question.key for question in QUESTIONS}
     yield from (f"  {key}: {problem}" for key, problem in problems.items() if key in others)
 

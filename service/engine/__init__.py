@@ -1,1 +1,1 @@
-"""Engines: each module turns a torch module into a fast Network for one fixed shape."""
+"""Inference engines. Each one turns a torch module into a fast `Network` for one fixed input shape."""

@@ -1,4 +1,4 @@
-"""The registry of engines: listing the configurations that the settings leave open, and building one of them."""
+"""Registry of engines: list the configurations that the settings allow, and build one of them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from service.engine.precision import DTYPES
 from service.engine.tuning.plans import EngineConfig
 from service.models.network import Network, weight_bytes
 
-# Errors of an engine that cannot run a network; inductor's CUDA graphs check themselves with assertions.
+# Errors raised by an engine that cannot run a network. Inductor's CUDA graphs report problems as assertion errors.
 ENGINE_FAILURES = (RuntimeError, OSError, ImportError, AssertionError)
 
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.channels_last_3d}
 
 
 class EagerBackend(Backend):
-    """PyTorch's own execution: the reference, and what remains when nothing else works."""
+    """PyTorch eager execution, the reference for other engines and the fallback if none of them works."""
 
     memory_formats: ClassVar = {"cpu": ANY_FORMAT, "cuda": ANY_FORMAT}
 
@@ -38,7 +38,7 @@ class EagerBackend(Backend):
         return module
 
 
-# By `engine.kind`, in the order in which they are tried.
+# Engines by `engine.kind`, in the order in which they are tried.
 BACKENDS: dict[str, Backend] = {
     "winograd": WinogradBackend(),
     "openvino": OpenVinoBackend(),
@@ -49,13 +49,14 @@ BACKENDS: dict[str, Backend] = {
 
 
 class BuiltNetwork(NamedTuple):
-    """A network that has run.
+    """A network that was built and warmed up.
 
-    seconds         that building and the first calls took
-    nbytes          of weights beside the module's, and of what each stream keeps
-    any_batch_size  whether fewer windows than the batch has get the same scores, to the bit, in all its streams
-    owns_scores     whether its scores stay unchanged after the next call
-    score_bytes     of one window, where a forward allocates nothing else beside what its stream keeps; None: it does
+    seconds         time for building and the warm-up calls
+    nbytes          bytes of weights held in addition to the module's, and of the buffers of all streams
+    any_batch_size  whether smaller batches give bit-identical scores in all streams
+    owns_scores     whether returned scores stay valid after the next call
+    score_bytes     bytes of the scores of one window if a forward pass allocates nothing else outside the buffers of
+                    its stream; otherwise None
     """
 
     network: Network
@@ -69,10 +70,10 @@ class BuiltNetwork(NamedTuple):
 def list_configs(
     settings: EngineSettings, device: torch.device, precisions: tuple[str, ...], batch_size: int
 ) -> tuple[EngineConfig, ...]:
-    """Return every configuration that the settings leave open, in the order in which it is worth trying.
+    """Return every configuration that the settings allow, the most promising first.
 
-    precisions  to try, the narrowest first
-    batch_size  windows per call of all of them
+    precisions  precisions to try, the narrowest first
+    batch_size  windows per call, for all configurations
     """
     configs = []
     backends = BACKENDS if settings.kind == "auto" else {settings.kind: BACKENDS[settings.kind]}
@@ -87,15 +88,15 @@ def list_configs(
 
 
 def list_known_order(configs: Sequence[EngineConfig], features: Sequence[str]) -> list[EngineConfig]:
-    """Return those of `configs` that are built within seconds and known to be fast, the fastest first.
+    """Return the configurations that build within seconds and are usually fast, the fastest first.
 
-    configs   as from `list_configs`
-    features  of the processor, as in `host.FEATURES`
+    configs   configurations from `list_configs`
+    features  features of the processor, from `host.FEATURES`
     """
     quick = [config for config in configs if config.engine not in {"compiled", "eager"}]
     # The first configuration of a precision is the most promising one.
     by_precision = {(config.engine, config.precision): config for config in reversed(quick)}
-    # oneDNN's convolutions in AMX tiles, which OpenVINO has in bfloat16, are faster than ours.
+    # On processors with AMX, OpenVINO's bfloat16 convolutions (oneDNN) are faster than our kernels.
     best = ("openvino", "bf16") if "amx_bf16" in features else None
     return sorted(
         by_precision.values(), key=lambda config: ((config.engine, config.precision) != best, quick.index(config))
@@ -103,14 +104,14 @@ def list_known_order(configs: Sequence[EngineConfig], features: Sequence[str]) -
 
 
 def explain_missing(config: EngineConfig, device: torch.device) -> str | None:
-    """Return why a configuration cannot be built on this machine, None where it can."""
+    """Return why a configuration cannot be built on this machine, or None if it can."""
     missing = BACKENDS[config.engine].explain_missing()
     compiles = config.compile_mode is not None and device.type == "cpu"
     return explain_missing_compiler() if missing is None and compiles else missing
 
 
 def needs_single_stream(config: EngineConfig, settings: EngineSettings) -> bool:
-    """Return whether only one batch may run at a time: torch.compile's guards fix the number of threads."""
+    """Return whether only one batch may run at a time, because torch.compile's guards fix the number of threads."""
     return config.compile_mode is not None and not settings.freeze
 
 
@@ -120,11 +121,11 @@ def batch_dtype(config: EngineConfig) -> torch.dtype:
 
 
 def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: EngineSettings) -> BuiltNetwork:
-    """Build a network of `module`, as `service.engine.prepare` leaves it, and call it until it runs as it always will.
+    """Build a network from a module that `service.engine.prepare` has prepared, and warm it up.
 
-    example  [B, C, z, y, x], the one batch that it will be called with
+    example  batch [B, C, z, y, x] with the shape, dtype and layout of all later batches
 
-    Raises one of `ENGINE_FAILURES` where this engine does not run here.
+    Raises one of `ENGINE_FAILURES` if the engine cannot run the module on this machine.
     """
     backend = BACKENDS[config.engine]
     if (reason := explain_missing(config, example.device)) is not None:
@@ -133,24 +134,24 @@ def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: En
     on_device: DeviceBuild = CudaBuild(example.device) if example.device.type == "cuda" else CpuBuild()
     with torch.inference_mode():
         transformed = backend.transform(module)
-        # Counted before building: engines may move weights into a layout whose size cannot be read.
+        # Counted before building, because engines may move weights into a layout whose size cannot be read.
         module_bytes = weight_bytes(transformed)
         network = backend.build(transformed, example, config, settings)
         owns_scores = on_device.warm_up(network, example)
-        varying = backend.varying_batch and config.compile_mode is None
-        any_batch_size = varying and takes_any_batch_size(network, example, config.streams)
+        may_accept_smaller_batches = backend.accepts_smaller_batches and config.compile_mode is None
+        any_batch_size = may_accept_smaller_batches and supports_any_batch_size(network, example, config.streams)
     frozen = config.compile_mode is not None and settings.freeze and example.device.type == "cpu"
     copies = (transformed is not module) + (backend.packs_weights or frozen)
-    nbytes = copies * module_bytes + on_device.count_kept_bytes(network, config.streams)
+    nbytes = copies * module_bytes + on_device.count_buffer_bytes(network, config.streams)
     score_bytes = on_device.count_score_bytes(network)
     seconds = time.perf_counter() - start
     return BuiltNetwork(network, seconds, nbytes, any_batch_size, owns_scores, score_bytes)
 
 
-def takes_any_batch_size(network: Network, example: Tensor, streams: int) -> bool:
-    """Return whether each smaller batch gets the scores that it gets within `example`, in up to `streams` streams.
+def supports_any_batch_size(network: Network, example: Tensor, streams: int) -> bool:
+    """Return whether every smaller batch gives the same scores as within a full batch, in up to `streams` streams.
 
-    Every number of threads that a stream may have is tried, since libraries choose their algorithms by it.
+    The check runs with every number of threads that a stream may have, because libraries choose algorithms by it.
     """
     if len(example) == 1:
         return True
@@ -158,9 +159,9 @@ def takes_any_batch_size(network: Network, example: Tensor, streams: int) -> boo
 
     def check(threads: int) -> bool:
         devices.use_threads(threads)
-        return _scores_smaller_batches(network, example)
+        return _matches_smaller_batches(network, example)
 
-    # All cores come last: threads that have not asked yet take the number that was set last.
+    # All cores come last: threads that have not yet read the setting use the last value.
     thread_counts = sorted({max(cores // count, 1) for count in range(1, streams + 1)})
     with ThreadPoolExecutor(1, "any_batch_size") as executor:
         checks = list(executor.map(check, thread_counts))
@@ -168,7 +169,7 @@ def takes_any_batch_size(network: Network, example: Tensor, streams: int) -> boo
 
 
 @torch.inference_mode()
-def _scores_smaller_batches(network: Network, example: Tensor) -> bool:
+def _matches_smaller_batches(network: Network, example: Tensor) -> bool:
     generator = torch.Generator(example.device).manual_seed(0)
     batch = torch.empty_like(example).uniform_(generator=generator)
     scores = network(batch).clone()
@@ -176,6 +177,6 @@ def _scores_smaller_batches(network: Network, example: Tensor) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a foreign library's error message, or the error's name where it has none."""
+    """Return the first line of an error message from a library, or the name of the exception if it has no message."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__

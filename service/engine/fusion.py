@@ -1,4 +1,4 @@
-"""Modules that follow each other in a network, found without tracing, and their replacement by fused ones."""
+"""Find consecutive modules of a network without tracing it, and replace them by fused modules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kind = TypeVar("Kind", bound=nn.Module)
 
 
 class ModuleSlot(NamedTuple):
-    """A place in a sequence, and the module in it."""
+    """A module, and its parent and name, by which it can be replaced."""
 
     owner: nn.Module
     name: str
@@ -27,20 +27,20 @@ class ModuleSlot(NamedTuple):
 
 
 def adjacent_modules(network: nn.Module) -> Iterator[tuple[ModuleSlot, ModuleSlot]]:
-    """Yield every two modules that an `nn.Sequential` in `network` calls one after the other.
+    """Yield every pair of modules that an `nn.Sequential` in `network` calls one after the other.
 
-    Nested sequences count as their modules, unless they have hooks or occur in several places, where different modules
-    follow. Modules that do nothing in inference are left out. Replacing while iterating is safe.
+    A nested sequence counts as the modules in it, unless it has hooks or is used in several places, where different
+    modules follow it. Modules without effect during inference are skipped. Modules may be replaced while iterating.
     """
     modules = list(iter_modules(network))
-    places = Counter(child for module in modules for _, child in iter_children(module))
+    usages = Counter(child for module in modules for _, child in iter_children(module))
     for module in modules:
         if is_sequence(module):
-            yield from itertools.pairwise(list(_iterate_slots(module, places)))
+            yield from itertools.pairwise(list(_iterate_slots(module, usages)))
 
 
 def fuse_pairs(network: nn.Module, fuse: Callable[[nn.Module, nn.Module], nn.Module | None]) -> nn.Module:
-    """Replace every two adjacent modules for which `fuse` returns one by that, in place, and return `network`."""
+    """Replace, in place, every pair of adjacent modules for which `fuse` returns a fused module. Return `network`."""
     for first, second in adjacent_modules(network):
         if (fused := fuse(first.module, second.module)) is not None:
             first.put(fused)
@@ -49,7 +49,7 @@ def fuse_pairs(network: nn.Module, fuse: Callable[[nn.Module, nn.Module], nn.Mod
 
 
 def replace_modules(network: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
-    """Replace every module within `network` for which `replacement` returns one, in place, and return `network`."""
+    """Replace, in place, every submodule for which `replacement` returns another module. Return `network`."""
     if not isinstance(network, torch.jit.ScriptModule):
         for name, child in network.named_children():
             if (other := replacement(child)) is not None:
@@ -60,24 +60,24 @@ def replace_modules(network: nn.Module, replacement: Callable[[nn.Module], nn.Mo
 
 
 def is_plain(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
-    """Return whether a module computes what a `kind` does: a subclass with its own forward, or hooks, need not."""
-    return isinstance(module, kind) and type(module).forward is kind.forward and not _hooked(module)
+    """Return whether a module computes exactly what `kind` does: it has no hooks and no other `forward`."""
+    return isinstance(module, kind) and type(module).forward is kind.forward and not _has_hooks(module)
 
 
-def _hooked(module: nn.Module) -> bool:
+def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def _iterate_slots(sequence: nn.Module, places: Counter[nn.Module]) -> Iterator[ModuleSlot]:
+def _iterate_slots(sequence: nn.Module, usages: Counter[nn.Module]) -> Iterator[ModuleSlot]:
     for name, child in iter_children(sequence):
-        if is_sequence(child) and places[child] == 1 and not _hooked(child):
-            yield from _iterate_slots(child, places)
+        if is_sequence(child) and usages[child] == 1 and not _has_hooks(child):
+            yield from _iterate_slots(child, usages)
         elif not any(is_plain(child, kind) for kind in (nn.Identity, nn.Dropout, nn.Dropout3d)):
             yield ModuleSlot(sequence, name, child)
 
 
 def read_slope(activation: nn.Module) -> float | None:
-    """Return the factor of a ReLU for negative values; None where that is not one number, or is another function."""
+    """Return the negative slope of a ReLU, LeakyReLU or PReLU. None for several slopes or any other module."""
     if is_plain(activation, nn.PReLU) and activation.weight.numel() == 1:
         return activation.weight.item()
     if is_plain(activation, nn.LeakyReLU):

@@ -1,4 +1,4 @@
-"""OpenVINO on the CPU, for one static shape; an optional dependency (`stackseg[openvino]`)."""
+"""OpenVINO on the CPU, for one static shape. An optional dependency (`stackseg[openvino]`)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from service.engine.base import Backend
 from service.engine.tuning.plans import EngineConfig
 from service.models.network import Network
 
-# On import openvino reports to its vendor, unless the user has opted out or the reporter cannot be imported. A service
-# for other people's images has nothing to report.
+# On import, openvino sends telemetry to its vendor unless the user has opted out or `openvino_telemetry` cannot be
+# imported. A service that processes other people's images must not send any.
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 
-HINTS = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}
+PRECISION_HINTS = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}
 
 
 class OpenVinoBackend(Backend):
-    """OpenVINO's CPU plugin; it computes in the configured precision, from a float32 module and batch."""
+    """OpenVINO's CPU plugin. It computes in the configured precision; the module and the batches stay float32."""
 
     memory_formats: ClassVar = {"cpu": ("contiguous",)}
     float32_batch = True
@@ -37,15 +37,15 @@ class OpenVinoBackend(Backend):
         return None
 
     def build(self, module: nn.Module, example: Tensor, config: EngineConfig, /, *_: object) -> Network:
-        """Convert and compile `module` for the shape of `example`, with all of torch's threads among its streams.
+        """Convert and compile `module` for the shape of `example`. The streams share all of torch's threads.
 
-        Raises ImportError without openvino, RuntimeError for what it cannot convert.
+        Raises ImportError if openvino is not installed, RuntimeError if it cannot convert the module.
         """
-        # Optional, and a second of start-up.
+        # Imported here because it is optional and takes a second.
         openvino = import_module("openvino")
         graph = _convert(module, example)
         options = {
-            "INFERENCE_PRECISION_HINT": HINTS[config.precision],
+            "INFERENCE_PRECISION_HINT": PRECISION_HINTS[config.precision],
             "PERFORMANCE_HINT": "LATENCY" if config.streams == 1 else "THROUGHPUT",
             "NUM_STREAMS": str(config.streams),
             "INFERENCE_NUM_THREADS": str(torch.get_num_threads()),
@@ -57,10 +57,10 @@ class OpenVinoBackend(Backend):
 class CompiledNetwork:
     """A compiled graph for batches of one shape.
 
-    Scores lie in a buffer that belongs to the batch's memory: they are valid until that is handed over again.
+    Every batch buffer has its own score buffer. Scores stay valid until the same batch buffer is passed again.
 
-    create_request  makes an inference request, which computes one batch at a time
-    streams         batch buffers that are in use, at most
+    create_request  creates an inference request, which computes one batch at a time
+    streams         largest number of batch buffers in use
     """
 
     def __init__(self, create_request: Callable[[], Any], shape: torch.Size, streams: int) -> None:
@@ -70,10 +70,15 @@ class CompiledNetwork:
         self._bindings: dict[int, _Binding] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[B, C, z, y, x], contiguous, of the example's shape -> float32 [B, K, z, y, x]. Raises BadParameter."""
+        """Compute float32 scores [B, K, z, y, x] of a contiguous batch [B, C, z, y, x].
+
+        Raises BadParameter if the shape differs from that of the example.
+        """
         if x.shape != self._shape:
-            raise BadParameter(f"This network was made for {tuple(self._shape)} and cannot run {tuple(x.shape)}.")
-        # Windows arrive in a few lasting buffers, one for each stream; each is bound to a request once.
+            raise BadParameter(
+                f"This network was built for batches of shape {tuple(self._shape)}, not {tuple(x.shape)}."
+            )
+        # Windows arrive in a few long-lived buffers, one per stream. Each buffer is bound to a request once.
         binding = self._bindings.get(x.data_ptr())
         if binding is None:
             binding = self._bind(x)
@@ -82,7 +87,7 @@ class CompiledNetwork:
 
     def _bind(self, x: Tensor) -> _Binding:
         if len(self._bindings) == self._streams:
-            # The buffers of an earlier caller, such as a trial, are not used any more.
+            # These buffers belong to an earlier caller, such as a trial, and are no longer used.
             self._bindings.clear()
         request = self._create_request()
         scores = torch.from_numpy(request.get_output_tensor(0).data)
@@ -91,7 +96,7 @@ class CompiledNetwork:
 
 
 class _Binding(NamedTuple):
-    """A batch buffer and the request that computes it; `batch` keeps the buffer alive, and so its address taken."""
+    """A batch buffer and its inference request. `batch` keeps the buffer alive, so its address is not reused."""
 
     request: Any
     inputs: dict[int, Any]
@@ -100,13 +105,13 @@ class _Binding(NamedTuple):
 
 
 def _convert(module: nn.Module, example: Tensor) -> Any:
-    """Convert `module` to a graph for the shape of `example`.
+    """Convert `module` to an OpenVINO graph for the shape of `example`.
 
-    `openvino.convert_model` would do that too, and set the level and filters of all logging in the process.
+    `openvino.convert_model` is not used because it changes the log level and filters of the whole process.
     """
     ts_decoder = import_module("openvino.frontend.pytorch.ts_decoder")
     with warnings.catch_warnings():
-        # torch warns about tracing; with static shapes, as here, traces are exact.
+        # torch warns that a trace may be inexact. With static shapes it is exact.
         warnings.simplefilter("ignore")
         decoder = ts_decoder.TorchScriptPythonDecoder(module, example_input=example)
     frontend = import_module("openvino.frontend").FrontEndManager().load_by_framework("pytorch")

@@ -1,4 +1,4 @@
-"""The floating-point dtype that a network runs in on a device."""
+"""Choice of the floating-point dtype in which a network runs on a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_FAULTS: Mapping[torch.dtype, str] = MappingProxyType({})
 
 
 class ChosenPrecision(NamedTuple):
-    """A precision by its configuration name, and a warning where the operator should know more."""
+    """The name of a precision in the configuration, and an optional warning for the operator."""
 
     name: str
     warning: str | None = None
@@ -29,11 +29,11 @@ class ChosenPrecision(NamedTuple):
 def choose(
     setting: Precision, native: frozenset[torch.dtype], faulty: Mapping[torch.dtype, str] = NO_FAULTS
 ) -> ChosenPrecision:
-    """Choose a precision: for `auto` BF16 where it is native, else FP16, else FP32.
+    """Choose a precision. `auto` selects the first native one of BF16, FP16 and FP32.
 
-    An explicit setting is honoured, with a warning if the device does not have it, or not without faults.
+    An explicit setting is always used, with a warning if the device only emulates it or has a known fault in it.
 
-    faulty  as from `devices.faulty_precisions`
+    faulty  descriptions of known faults by dtype, from `devices.faulty_precisions`
     """
     if setting == "auto":
         name = next(name for name in ("bf16", "fp16", "fp32") if DTYPES[name] in native)
@@ -43,7 +43,7 @@ def choose(
         return ChosenPrecision(setting)
     if DTYPES[setting] in faulty:
         return ChosenPrecision(
-            setting, f"{setting} is used, as engine.precision is set to it. {faulty[DTYPES[setting]]}"
+            setting, f"{setting} is used because engine.precision is set to it. {faulty[DTYPES[setting]]}"
         )
     return ChosenPrecision(
         setting, f"This device has no {setting} units; {setting} is emulated and likely slower than fp32."
@@ -51,5 +51,5 @@ def choose(
 
 
 def list_precisions(setting: Precision, native: frozenset[torch.dtype]) -> tuple[str, ...]:
-    """Return the precisions to try, the narrowest and so the fastest first: what is set, or everything native."""
+    """Return the precisions to try, the fastest (narrowest) first: the setting, or all native ones for `auto`."""
     return tuple(name for name, dtype in DTYPES.items() if dtype in native) if setting == "auto" else (setting,)

@@ -1,4 +1,4 @@
-"""Preparation of a module for any engine: fold batch norms, convert dtype and memory format."""
+"""Prepare a module for any engine: fold batch norms, convert the dtype and the memory format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.engine.fusion import fuse_pairs, is_plain
 
 
 class Float32Scores(nn.Module):
-    """A network whose scores leave as float32, whatever it computes in: blending sums many of them."""
+    """A wrapper that converts the scores of a network to float32, because blending sums many of them."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -35,14 +35,14 @@ def prepare(
 ) -> nn.Module:
     """Return a copy of `network` for inference on `device`: batch norms folded, weights in `dtype` and `memory_format`.
 
-    Folding happens in float32, before the conversion, so that a narrow dtype rounds every weight once only. With
-    channels last, other norms are replaced by ones that keep that format.
+    Folding happens in float32, before the conversion, so that every weight is rounded to a narrow dtype only once. With
+    channels last, the other norms are replaced by norms that preserve that format.
     """
     copied = copy.deepcopy(network).eval()
     folded = fold_batch_norms(copied) if fold else copied
     laid_out = norm.replace_norms(folded) if memory_format == torch.channels_last_3d else folded
     moved = laid_out.to(device=device, dtype=dtype)
-    # Module.to refuses a 3D format for modules that also hold 4-dimensional tensors, so each is set on its own.
+    # Module.to rejects a 3D format if any tensor of the module has 4 dimensions, so convert tensors individually.
     for parameter in moved.parameters():
         if parameter.dim() == 5:
             parameter.data = parameter.data.contiguous(memory_format=memory_format)
@@ -52,7 +52,7 @@ def prepare(
 def fold_batch_norms(module: nn.Module) -> nn.Module:
     """Fold every batch norm that directly follows a convolution in an `nn.Sequential` into that convolution, in place.
 
-    Only a sequence, also a nested one, tells the order of calls without tracing; other modules stay unchanged.
+    Only sequences, including nested ones, define the order of calls without tracing. Other modules stay unchanged.
     """
     return fuse_pairs(module, _fold)
 

@@ -1,1 +1,1 @@
-"""Model folder -> spec and torch module; packages from elsewhere -> model folder."""
+"""Model folders: read their specification, load their networks, and import packages of other formats."""

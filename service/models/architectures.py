@@ -1,4 +1,4 @@
-"""Architectures that a model file may name, and building one."""
+"""Network architectures that a model file can specify."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from service.core.errors import BrokenModel
 from service.models.spec import Architecture
 
-# Calls of torch while a network is constructed: some for each layer.
-MAX_CALLS = 20_000
+# Largest number of torch calls while a network is constructed. Each layer makes a few.
+MAX_CONSTRUCTION_CALLS = 20_000
 
 
 def space_to_depth(x: Tensor, block: Sequence[int]) -> Tensor:
@@ -31,7 +31,7 @@ def space_to_depth(x: Tensor, block: Sequence[int]) -> Tensor:
 def depth_to_space(x: Tensor, block: Sequence[int]) -> Tensor:
     """Invert `space_to_depth`: [B, K * prod(block), z, y, x] -> [B, K, z * bz, y * by, x * bx].
 
-    The sub-pixel shuffle of Shi et al. 2016, in three dimensions.
+    This is the sub-pixel shuffle of Shi et al. 2016, extended to three dimensions.
     """
     batch, channels, z, y, w = x.shape
     bz, by, bx = block
@@ -41,7 +41,7 @@ def depth_to_space(x: Tensor, block: Sequence[int]) -> Tensor:
 
 
 class _BlockShuffle(nn.Module):
-    """Base of the two shuffles as modules, which an engine can replace; `block` is (bz, by, bx)."""
+    """Base class of the shuffles as modules, which engines can replace. `block` is (bz, by, bx)."""
 
     def __init__(self, block: Sequence[int]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class SpaceToDepth(_BlockShuffle):
     """`space_to_depth` as a module."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [B, C * prod(block), z / bz, y / by, x / bx] of [B, C, z, y, x]."""
+        """Rearrange [B, C, z, y, x] -> [B, C * prod(block), z / bz, y / by, x / bx]."""
         return space_to_depth(x, self.block)
 
 
@@ -61,12 +61,12 @@ class DepthToSpace(_BlockShuffle):
     """`depth_to_space` as a module."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [B, K, z * bz, y * by, x * bx] of [B, K * prod(block), z, y, x]."""
+        """Rearrange [B, K * prod(block), z, y, x] -> [B, K, z * bz, y * by, x * bx]."""
         return depth_to_space(x, self.block)
 
 
 class _DoubleConv(nn.Sequential):
-    """3x3x3 convolution, batch norm and ReLU, twice."""
+    """Two times a 3x3x3 convolution, batch norm and ReLU."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         layers: list[nn.Module] = []
@@ -82,10 +82,10 @@ class _DoubleConv(nn.Sequential):
 class ShuffleUNet(nn.Module):
     """U-Net (Cicek et al. 2016) that works on blocks of voxels and shuffles its scores back to single voxels.
 
-    A convolution at full resolution that reads one channel keeps a matrix unit idle. `space_to_depth` therefore turns
-    each block of voxels into channels first, and the top layers run on 1 / prod(block) of the positions. Skip
-    connections are added, not concatenated, which halves the decoder's first convolutions. Every edge of the input must
-    be a multiple of block * 2 ** (len(widths) - 1).
+    A full-resolution convolution of a single channel uses matrix units poorly. Therefore, `space_to_depth` first moves
+    each block of voxels into channels, and the top layers run at 1 / prod(block) of the positions. Skip connections are
+    added instead of concatenated, which halves the cost of the first convolutions in the decoder. Every edge of the
+    input must be a multiple of block * 2 ** (len(widths) - 1).
     """
 
     def __init__(
@@ -114,20 +114,20 @@ class ShuffleUNet(nn.Module):
         self.head = nn.Conv3d(widths[0], out_channels * factor, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return scores [B, out_channels, z, y, x] of an image [B, in_channels, z, y, x]."""
+        """Compute scores [B, out_channels, z, y, x] from an image [B, in_channels, z, y, x]."""
         features = [self.stem(self.unfold(x))]
         for down in self.down:
             features.append(down(features[-1]))
         top = features.pop()
         for up, merge in zip(reversed(self.up), reversed(self.merge), strict=True):
-            # In place, because allocating memory for the sum takes longer than adding.
+            # Add in place, because allocating memory for the sum takes longer than the addition.
             top = merge(up(top).add_(features.pop()))
         scores: Tensor = self.fold(self.head(top))
         return scores
 
 
 def _from_monai(name: str) -> Callable[..., nn.Module]:
-    """Return a constructor of MONAI's network `name` that imports MONAI, which takes seconds, only when called."""
+    """Return a constructor of a MONAI network that imports MONAI only when called, because that takes seconds."""
 
     def construct(**arguments: Any) -> nn.Module:
         module = import_module("service.models.monai_architectures")
@@ -143,8 +143,8 @@ ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-# Errors of constructors for arguments that do not fit.
-_MISFIT = (
+# Errors that constructors raise for invalid arguments.
+_ARGUMENT_ERRORS = (
     TypeError,
     ValueError,
     LookupError,
@@ -157,19 +157,19 @@ _MISFIT = (
 
 
 def describe_tensors(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a network's tensors by name, without memory for them. Raise what `build_network` raises."""
-    # The limit may end the end of an inner `no_grad`, too: the outer one puts the mode back.
+    """Return the shapes of a network's tensors by name, without allocating them. Raises like `build_network`."""
+    # The call limit can interrupt the exit of an inner `no_grad`. The outer one restores the gradient mode.
     with torch.no_grad(), torch.device("meta"), _CallLimit():
         return {name: tuple(tensor.shape) for name, tensor in build_network(architecture).state_dict().items()}
 
 
 def count_parameters(architecture: Architecture) -> int:
-    """Return the numbers in a network's tensors without memory for them. Raise what `build_network` raises."""
+    """Return the number of elements in a network's tensors, without allocating them. Raises like `build_network`."""
     return sum(map(math.prod, describe_tensors(architecture).values()))
 
 
 class _CallLimit(TorchFunctionMode):
-    """Ends the construction of a network that has more layers than any: a model file states any number."""
+    """A mode that stops the construction of networks with excessive numbers of layers, set in a model file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,21 +177,24 @@ class _CallLimit(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._calls += 1
-        if self._calls > MAX_CALLS:
-            raise ValueError("they ask for more layers than any network has")
+        if self._calls > MAX_CONSTRUCTION_CALLS:
+            raise ValueError("they define too many layers")
         if func is torch.Tensor.normal_:
-            # For tensors without memory torch imports its compiler here, under the modes of this construction: that
-            # takes seconds, and on a host with a GPU it leaves modules that are only half imported.
+            # For meta tensors torch imports its compiler here, with the modes of this construction active. This takes
+            # seconds, and on a host with a GPU it leaves partially imported modules behind.
             return args[0]
         return func(*args, **(kwargs or {}))
 
 
 def build_network(architecture: Architecture) -> nn.Module:
-    """Build a freshly initialised network, float32 on the CPU. Raise BrokenModel for unknown names or bad arguments."""
+    """Build a newly initialized network, in float32 on the CPU.
+
+    Raises BrokenModel if the name is unknown or the arguments are invalid.
+    """
     constructor = ARCHITECTURES.get(architecture.name)
     if constructor is None:
-        raise BrokenModel(f"There is no architecture {architecture.name!r}; known are {', '.join(ARCHITECTURES)}.")
+        raise BrokenModel(f"Unknown architecture {architecture.name!r}; choose one of {', '.join(ARCHITECTURES)}.")
     try:
         return constructor(**architecture.arguments)
-    except _MISFIT as error:
-        raise BrokenModel(f"{architecture.name} does not take the arguments in the model file: {error}") from error
+    except _ARGUMENT_ERRORS as error:
+        raise BrokenModel(f"{architecture.name} does not accept the arguments in the model file: {error}") from error

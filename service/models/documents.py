@@ -1,4 +1,4 @@
-"""YAML and JSON of others -> plain values, whose size is known before they are made."""
+"""Read untrusted YAML and JSON files with limits on their size."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 import yaml
 
 MAX_BYTES = 2**20
-# Characters of all values, those that aliases repeat included.
+# Total length of all values, including repetitions by aliases.
 MAX_CHARACTERS = 2**22
-# A longer number takes long to read.
-MAX_SCALAR = 2**16
+# Length of a single value. Longer numbers take long to parse.
+MAX_SCALAR_CHARACTERS = 2**16
 
 
 def read_document(path: Path) -> Any:
-    """Read a JSON or YAML file, by its suffix. Raise OSError or ValueError, saying why it cannot be read."""
+    """Read a file as JSON if its suffix is `.json`, otherwise as YAML. Raises OSError or ValueError."""
     if path.exists() and not path.is_file():
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     with path.open("rb") as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise ValueError(f"it is larger than {MAX_BYTES} bytes, which no description of a model is")
+        raise ValueError(f"it is larger than the limit of {MAX_BYTES} bytes")
     text = data.decode("utf-8")
     try:
         return json.loads(text) if path.suffix == ".json" else _read_yaml(text)
@@ -45,17 +45,17 @@ def _read_yaml(text: str) -> Any:
 
 
 def _check_size(node: yaml.Node) -> None:
-    """Raise ValueError where values are too large, aliases written out: a few nested ones would fill any memory."""
+    """Raise ValueError if the values with expanded aliases are too large. A few nested aliases could exhaust memory."""
     nodes, characters = [node], 0
     while nodes:
         node = nodes.pop()
-        # Characters of a text, or entries of a list or mapping, which may be one of its own entries.
+        # Count the characters of a text, or the entries of a list or mapping, which may contain itself.
         characters += 1 + len(node.value)
         if characters > MAX_CHARACTERS:
-            raise ValueError(f"its aliases repeat more than {MAX_CHARACTERS} characters")
+            raise ValueError(f"it expands to more than {MAX_CHARACTERS} characters")
         if isinstance(node, yaml.ScalarNode):
-            if len(node.value) > MAX_SCALAR:
-                raise ValueError(f"a value has more than {MAX_SCALAR} characters")
+            if len(node.value) > MAX_SCALAR_CHARACTERS:
+                raise ValueError(f"it has a value of more than {MAX_SCALAR_CHARACTERS} characters")
         elif isinstance(node, yaml.SequenceNode):
             nodes.extend(node.value)
         elif isinstance(node, yaml.MappingNode):

@@ -1,6 +1,6 @@
-"""Model folder -> torch module with its weights.
+"""Load the network of a model folder with its weights.
 
-Every network maps float [B, C, z, y, x] to raw scores [B, K, z, y, x]; activations belong to decoding.
+Every network maps a float image [B, C, z, y, x] to raw scores [B, K, z, y, x]. Activations are a part of decoding.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from service.models.network import MAX_ELEMENTS, observe_calls
 from service.models.spec import Architecture, ModelSpec
 
 _GRAPHS = "service.models.graphs"
-# Module and function that read weights which bring their own network, by `weights.kind`. Each is imported when a model
-# needs it: most services serve no such model.
+# Module and function that read weights files which contain a network, by `weights.kind`. They are imported only when a
+# model needs them, because most services have no such model.
 _READERS = {
     "torchscript": ("torchscript", "load_torchscript"),
     "exported": ("torch_export", "load_torch_export"),
@@ -38,12 +38,12 @@ def compute_scores(network: nn.Module, x: Tensor) -> Tensor:
 
 
 def load_network(spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor] = compute_scores) -> nn.Module:
-    """Load the network of a model with its weights, float32 on the CPU, in evaluation mode, gradients off.
+    """Load the network of a model with its weights, in float32 on the CPU, in evaluation mode, without gradients.
 
-    `forward` runs the network on an empty window, whose scores are checked; a caller may measure that run. Raise
-    BrokenModel where the weights do not fit, or the scores do not have the shape that the model file states.
+    `forward` runs the network on an empty window to check its scores. Callers can pass a function that also measures
+    this run. Raises BrokenModel if the weights do not fit, or if the shape of the scores differs from the model file.
     """
-    # Tensors that are made in inference mode do not count how often they are changed.
+    # Tensors created in inference mode have no version counter, which the check needs.
     with torch.inference_mode(mode=False):
         network = _load(spec).eval().requires_grad_(requires_grad=False).float()
     _check_shapes(network, spec, forward)
@@ -55,8 +55,8 @@ def _load(spec: ModelSpec) -> nn.Module:
         return _build_with_weights(spec.architecture, spec)
     if spec.weights.kind == "torchscript" and not spec.weights.trusted:
         raise BrokenModel(
-            f"{spec.weights_path}: TorchScript is a program, which can do whatever this process can; say "
-            "weights.trusted: true in model.yaml if you trust its author like one of a program that you install."
+            f"{spec.weights_path}: a TorchScript file is a program that can do everything this process can do; set "
+            "weights.trusted: true in model.yaml if you trust its author as you would for a program that you install."
         )
     module, function = _READERS[spec.weights.kind]
     read: Callable[[Path, Sequence[int]], nn.Module] = getattr(import_module(f"{_GRAPHS}.{module}"), function)
@@ -64,21 +64,21 @@ def _load(spec: ModelSpec) -> nn.Module:
 
 
 def _build_with_weights(architecture: Architecture, spec: ModelSpec) -> nn.Module:
-    # Before there is memory for it: arguments in a model file ask for any network.
+    # Check before allocating memory, because the arguments in a model file could describe a network of any size.
     if count_parameters(architecture) > spec.weights_path.stat().st_size:
-        raise BrokenModel(f"{spec.weights_path}: the weights do not fit {architecture.name}, which has more numbers.")
+        raise BrokenModel(f"{spec.weights_path}: the weights do not fit {architecture.name}, which has more elements.")
     network = build_network(architecture)
     try:
         state: dict[str, Any] = load_file(spec.weights_path)
         network.load_state_dict(state)
     except (OSError, SafetensorError, RuntimeError) as error:
-        summary = _summarise(error)
+        summary = _summarize(error)
         raise BrokenModel(f"{spec.weights_path}: the weights do not fit {architecture.name}: {summary}") from error
     return network
 
 
-def _summarise(error: Exception) -> str:
-    """Return the first two lines of a message in which torch lists every tensor that differs, one a line."""
+def _summarize(error: Exception) -> str:
+    """Return the first two lines of a message in which torch lists every mismatched tensor on a separate line."""
     lines = [line.strip() for line in str(error).splitlines()]
     return " ".join(lines[:2]) + (f" (and {len(lines) - 2} more)" if len(lines) > 2 else "")
 
@@ -95,10 +95,14 @@ def _check_shapes(network: nn.Module, spec: ModelSpec, forward: Callable[[nn.Mod
         with observe_calls(network):
             scores = forward(network, torch.zeros(shape))
     except (RuntimeError, ValueError, ArithmeticError, TypeError, LookupError, AttributeError) as error:
-        raise BrokenModel(f"{spec.folder}: the network does not take a window of shape {shape}: {error}") from error
+        raise BrokenModel(f"{spec.folder}: the network does not accept a window of shape {shape}: {error}") from error
     if not isinstance(scores, Tensor):
-        raise BrokenModel(f"{spec.folder}: the network returned a {type(scores).__name__} where scores were expected.")
+        raise BrokenModel(
+            f"{spec.folder}: the network returned a {type(scores).__name__} instead of a tensor of scores."
+        )
     if tuple(scores.shape) != expected:
-        raise BrokenModel(f"{spec.folder}: the network returned {tuple(scores.shape)} where {expected} was expected.")
+        raise BrokenModel(f"{spec.folder}: the network returned scores of shape {tuple(scores.shape)}, not {expected}.")
     if [tensor._version for tensor in stored] != versions:
-        raise BrokenModel(f"{spec.folder}: the network changes its own tensors, and would keep what others have sent.")
+        raise BrokenModel(
+            f"{spec.folder}: the network modifies its own tensors and could retain data of other requests."
+        )

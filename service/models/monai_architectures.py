@@ -1,7 +1,7 @@
-"""MONAI's networks; `service.models.architectures` imports this module when one of them is built.
+"""MONAI's networks. `service.models.architectures` imports this module only when one of them is built.
 
 `import monai` also imports optional libraries for plots, filters and files, which takes seconds and a hundred MiB.
-Networks need none of them, so they are hidden from MONAI, which does without what is not installed.
+Networks do not need them, so they are hidden from MONAI, which then treats them as not installed.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# Packages that `monai.utils.optional_import` imports where they are installed.
+# Packages that `monai.utils.optional_import` imports if they are installed.
 HIDDEN = frozenset(["IPython", "PIL", "jsonschema", "matplotlib", "pandas", "requests", "scipy", "skimage"])
 
 
 class _HidingFinder(MetaPathFinder):
-    """An import finder that reports packages as not installed, to one thread: others may import them meanwhile."""
+    """An import finder that reports packages as not installed to one thread. Other threads can still import them."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names, self._thread = names, threading.get_ident()
 
     def find_spec(self, fullname: str, _path: Sequence[str] | None, _target: object = None, /) -> None:
-        """Return None, which leaves the search to other finders. Raise ModuleNotFoundError for a hidden package."""
+        """Raise ModuleNotFoundError for hidden packages. Return None otherwise, so that other finders are used."""
         if fullname.partition(".")[0] in self._names and threading.get_ident() == self._thread:
             raise ModuleNotFoundError(f"{fullname} is hidden", name=fullname)
 
 
 @contextmanager
 def hide_packages(names: frozenset[str]) -> Iterator[None]:
-    """Hide packages from imports of this thread as long as the context lasts, unless they are imported already."""
+    """Hide packages from imports of this thread within the context, unless they are already imported."""
     finder = _HidingFinder(names)
     sys.meta_path.insert(0, finder)
     try:
@@ -52,10 +52,10 @@ with hide_packages(HIDDEN):
 
 
 class _CompilableUpCat(UpCat):
-    """MONAI's `UpCat` without `torch.jit.isinstance`, at which `torch.compile` breaks the graph."""
+    """MONAI's `UpCat` without `torch.jit.isinstance`, which causes graph breaks in `torch.compile`."""
 
     def forward(self, x: Tensor, x_e: Tensor | None) -> Tensor:
-        """Upsample `x` [B, C, z, y, x], pad it where the skip connection `x_e` has an odd edge, and join both."""
+        """Upsample `x` [B, C, z, y, x], pad it if the skip connection `x_e` has odd edges, and concatenate both."""
         x = self.upsample(x)
         if x_e is not None:
             padding = [int(edge != skip) for edge, skip in zip(x.shape[2:], x_e.shape[2:], strict=True)]

@@ -1,4 +1,4 @@
-"""A torch network: its type once it runs, its size, its modules, and which `nn.Sequential` run in sequence."""
+"""Utilities for torch networks: their type, size and modules, and which `nn.Sequential` are really run in sequence."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch import Tensor, nn
 Network = Callable[[Tensor], Tensor]
 """A network ready to run: windows [B, C, z, y, x] -> scores [B, K, z, y, x], of one fixed shape."""
 
-# Most elements of a value: as float32 they take 8 GiB, and a file asks for any number in a few bytes.
+# Largest number of elements in a value, which take 8 GiB as float32. Untrusted files could specify any number.
 MAX_ELEMENTS = 2**31
-# Set on an `nn.Sequential` that `is_sequence` must not count as one; copies have it too.
-_BYPASSED = "_stackseg_bypassed"
+# Attribute of every `nn.Sequential` that `is_sequence` must reject. Copies of the module have it too.
+_BYPASSED_ATTRIBUTE = "_stackseg_bypassed"
 
 
 def weight_bytes(network: nn.Module) -> int:
-    """Return the bytes of parameters and buffers of `network`; tensors that share memory count once."""
+    """Return the bytes of the parameters and buffers of `network`. Tensors that share memory are counted once."""
     tensors = itertools.chain(network.parameters(), network.buffers())
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def is_sequence(module: nn.Module) -> bool:
-    """Return whether `module` only calls its children in turn, and `observe_calls` saw nothing to the contrary."""
-    plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-    return plain and not getattr(module, _BYPASSED, False)
+    """Return whether `module` only calls its children in order, and `observe_calls` found no other calls of them."""
+    is_plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return is_plain and not getattr(module, _BYPASSED_ATTRIBUTE, False)
 
 
 def iter_modules(network: nn.Module) -> Iterator[nn.Module]:
@@ -38,17 +38,18 @@ def iter_modules(network: nn.Module) -> Iterator[nn.Module]:
 
 
 def iter_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and child; a child under several names comes several times, unlike with `named_children`."""
+    """Yield the names and children of a module. Unlike `named_children`, yield a child once for each of its names."""
     return ((name, child) for name, child in module._modules.items() if child is not None)
 
 
 @contextmanager
 def observe_calls(network: nn.Module) -> Iterator[None]:
-    """Count calls of modules while `network` runs, and mark every `nn.Sequential` whose children others call.
+    """Count calls of modules while `network` runs, and mark every `nn.Sequential` whose children are called elsewhere.
 
-    A module may use parts of an `nn.Sequential` that it owns: some of them, in another order, or besides the whole.
-    Two cases stay unseen: direct calls of a child's `forward`, and, besides calls of the whole, calls of a child that
-    has another parent too. Tuning catches both, because it compares an engine's scores with the original network's.
+    A module can use an `nn.Sequential` that it owns in parts: only some children, in another order, or in addition to
+    the whole. Two cases are not detected: direct calls of a child's `forward`, and additional calls of a child that
+    also has another parent. Tuning catches both, because it compares the scores of an engine with those of the original
+    network.
     """
     modules, calls = list(iter_modules(network)), Counter[nn.Module]()
 
@@ -62,14 +63,14 @@ def observe_calls(network: nn.Module) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
     for sequence in _find_bypassed(modules, calls):
-        setattr(sequence, _BYPASSED, True)
+        setattr(sequence, _BYPASSED_ATTRIBUTE, True)
 
 
 def _find_bypassed(modules: Sequence[nn.Module], calls: Counter[nn.Module]) -> list[nn.Module]:
-    """Return the sequences that were never called, or of which a child was called more often than its sequences were.
+    """Return the sequences that were never called, or with a child that was called more often than its sequences.
 
-    Fusing such a sequence would change the network, because something reads values from between its children. A child
-    that also has a parent which is no sequence is exempt from the count: the parent makes the additional calls.
+    Fusing such a sequence would change the network, because values between its children are used elsewhere. A child
+    that also has a parent other than a sequence is exempt, because that parent makes the additional calls.
     """
     sequences = [module for module in modules if is_sequence(module)]
     others = set(modules).difference(sequences)
@@ -83,7 +84,7 @@ def _find_bypassed(modules: Sequence[nn.Module], calls: Counter[nn.Module]) -> l
 
 
 def _count_calls_by(sequences: Sequence[nn.Module], calls: Counter[nn.Module]) -> Counter[nn.Module]:
-    """Return how often each child is called where sequences alone call it."""
+    """Return how often each child is called by its sequences."""
     counts = Counter[nn.Module]()
     for sequence in sequences:
         for _, child in iter_children(sequence):

@@ -1,4 +1,4 @@
-"""The model repository: `models/<name>/model.yaml` -> ModelSpec. Nothing in a folder is executed."""
+"""The model repository: read `models/<name>/model.yaml` into a `ModelSpec`. Nothing in a model folder is executed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from service.models.spec import ModelSpec
 
 FILE_NAME = "model.yaml"
 
-# Served by default where no other default is configured, so that a model added beside it does not take its place.
+# The default model if none is configured, so that adding other models does not change the default.
 DEFAULT_NAME = "nuclei"
 
-CORRECTION = "name the folder of your models with --models or models.folder, or neither for the bundled models"
+FOLDER_HINT = "set --models or models.folder to the folder of your models, or omit both to use the bundled models"
 
 T = TypeVar("T")
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """Read and check one model folder, with the SHA-256 of its weights. Raise BrokenModel."""
+    """Read and check one model folder, including the SHA-256 of its weights. Raises BrokenModel."""
     path = folder / FILE_NAME
     try:
         content = read_document(path)
@@ -42,46 +42,46 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def find_model_folders(root: Path | None, names: tuple[str, ...] = (), trained: Path | None = None) -> list[Path]:
-    """Return the folders below `root` that hold a model file, or those of `names`; None: of the bundled models.
+    """Return the model folders in `root`, or only those in `names`, followed by the model folders in `trained`.
 
-    They are followed by those below `trained`, of which there may be none.
+    `root` None means the bundled models. `trained` may be missing or empty.
 
-    Raises ConfigError where `root` is no folder, or holds no model.
+    Raises ConfigError if `root` is not a folder or contains no model.
     """
     root = bundled_folder("models") if root is None else root
     if not root.is_dir():
-        where = "" if root.is_absolute() else " of the working directory"
-        raise ConfigError(f"The model repository {root} is not a folder{where}; {CORRECTION}.")
+        location = "" if root.is_absolute() else " in the working directory"
+        raise ConfigError(f"The model repository {root} is not a folder{location}; {FOLDER_HINT}.")
     folders = [root / name for name in names] or _list_folders(root)
     if not folders:
         is_model = (root / FILE_NAME).is_file()
         raise ConfigError(
-            f"{root} is a model; name the folder that holds it, {root.resolve().parent}."
+            f"{root} is a single model; specify the folder that contains it, {root.resolve().parent}."
             if is_model
-            else f"The model repository {root} holds no */{FILE_NAME}; {CORRECTION}."
+            else f"The model repository {root} contains no */{FILE_NAME}; {FOLDER_HINT}."
         )
-    return folders if trained is None else _join(folders, _list_folders(trained))
+    return folders if trained is None else _append_new_folders(folders, _list_folders(trained))
 
 
-def _join(folders: list[Path], others: list[Path]) -> list[Path]:
-    """Return folders, and those of others that are not among them."""
+def _append_new_folders(folders: list[Path], others: list[Path]) -> list[Path]:
+    """Return `folders`, followed by the folders in `others` that are not among them."""
     known = {folder.resolve() for folder in folders}
     return [*folders, *(folder for folder in others if folder.resolve() not in known)]
 
 
 def _list_folders(root: Path) -> list[Path]:
-    """Return the folders in `root` that have a model file, by name; none where `root` is missing."""
+    """Return the folders in `root` with a model file, sorted by name, or none if `root` does not exist."""
     return sorted(file.parent for file in root.glob(f"*/{FILE_NAME}"))
 
 
 def read_repository(
     root: Path | None, names: tuple[str, ...] = (), trained: Path | None = None
 ) -> dict[str, ModelSpec]:
-    """Read every model folder below `root`, or only `names`, by model name; None: of the bundled models.
+    """Read the model folders in `root`, or only those in `names`, and then those in `trained`; return specs by name.
 
-    They are followed by those below `trained` whose names are not taken.
+    `root` None means the bundled models. Trained models whose names are already used are skipped.
 
-    Raises BrokenModel, and ConfigError where `root` is no folder, or holds no model.
+    Raises BrokenModel, or ConfigError if `root` is not a folder or contains no model.
     """
     specs: dict[str, ModelSpec] = {}
     for folder in find_model_folders(root, names, trained):
@@ -89,34 +89,36 @@ def read_repository(
         if spec.name in specs and folder.parent == trained:
             continue
         if spec.name in specs:
-            raise BrokenModel(f"{folder}: the name {spec.name!r} is taken by {specs[spec.name].folder}")
+            raise BrokenModel(f"{folder}: the name {spec.name!r} is already used by {specs[spec.name].folder}")
         specs[spec.name] = spec
     return specs
 
 
 def default_name(models: Collection[str]) -> str:
-    """Return the default among names of models where none is configured: `nuclei`, else the first."""
+    """Return the name of the default model if none is configured: `nuclei` if present, otherwise the first one."""
     return DEFAULT_NAME if DEFAULT_NAME in models else next(iter(models))
 
 
 def select_model(models: Mapping[str, T], name: str | None, default: str | None) -> T:
-    """Return the model called `name`, else `default`, else the one of `default_name`. Raise UnknownModel."""
-    wanted = name or default or default_name(models)
-    if wanted not in models:
-        raise UnknownModel(f"There is no model {wanted!r}; served are: {', '.join(models)}.", parameter="model")
-    return models[wanted]
+    """Return the model `name`, else `default`, else the one that `default_name` returns. Raises UnknownModel."""
+    selected = name or default or default_name(models)
+    if selected not in models:
+        raise UnknownModel(
+            f"There is no model {selected!r}; the available models are: {', '.join(models)}.", parameter="model"
+        )
+    return models[selected]
 
 
 def _describe_errors(error: ValidationError) -> str:
-    """Return every fault after the key it concerns, in one line."""
-    faults = [(".".join(map(str, fault["loc"])), validation_message(fault)) for fault in error.errors()]
-    return "; ".join(f"{key}: {message}" if key else message for key, message in faults)
+    """Return all validation errors in one line, each after its key."""
+    problems = [(".".join(map(str, problem["loc"])), validation_message(problem)) for problem in error.errors()]
+    return "; ".join(f"{key}: {message}" if key else message for key, message in problems)
 
 
 def check_weights(spec: ModelSpec) -> None:
     """Compare the weights with the SHA-256 in the model file. Raises BrokenModel."""
     if spec.weights_path.exists() and not spec.weights_path.is_file():
-        raise BrokenModel(f"{spec.weights_path}: the weights cannot be read: it is no regular file.")
+        raise BrokenModel(f"{spec.weights_path}: the weights cannot be read: it is not a regular file.")
     try:
         with spec.weights_path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -125,5 +127,5 @@ def check_weights(spec: ModelSpec) -> None:
     if digest != spec.weights.sha256:
         raise BrokenModel(
             f"{spec.weights_path}: the SHA-256 of the weights is {digest}, "
-            f"but {FILE_NAME} says {spec.weights.sha256}; restore the weights or correct the model file."
+            f"but {FILE_NAME} specifies {spec.weights.sha256}; restore the weights or correct the model file."
         )

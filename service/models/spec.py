@@ -1,4 +1,4 @@
-"""The keys of a model file, `model.yaml`, checked against each other."""
+"""The schema of a model file, `model.yaml`, with checks of the consistency of its keys."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 
 from service.core.errors import BadParameter
 
-# Nothing that a terminal, a header or OME-XML would take for more than text.
-Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
-Text = Annotated[str, Field(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f]*$")]
+# Texts without control characters, which are safe in terminals, HTTP headers and OME-XML.
+SingleLineText = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+MultilineText = Annotated[str, Field(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f]*$")]
 PositiveTriple = tuple[PositiveFloat, PositiveFloat, PositiveFloat]
 
 
@@ -20,16 +20,16 @@ class _FrozenModel(BaseModel):
 
 
 class Architecture(_FrozenModel):
-    """Name of a network in `service.models.architectures`, and its keyword arguments."""
+    """The name of a network in `service.models.architectures`, and its keyword arguments."""
 
     name: str
     arguments: dict[str, Any] = {}
 
 
 class Weights(_FrozenModel):
-    """A file inside the model folder: tensors for `architecture`, or a program or graph that needs none.
+    """The weights file in the model folder: tensors for `architecture`, or a program or graph with its own network.
 
-    trusted  whether a program (`torchscript`) may be loaded, which can do whatever the process can
+    trusted  whether a `torchscript` file may be loaded, which is a program that can do everything this process can do
     """
 
     kind: Literal["safetensors", "torchscript", "exported", "onnx"] = "safetensors"
@@ -39,7 +39,7 @@ class Weights(_FrozenModel):
 
 
 class PercentileNormalisation(_FrozenModel):
-    """(x - p_low) / (p_high - p_low), percentiles over the whole volume of one channel; not clipped unless `clip`."""
+    """(x - p_low) / (p_high - p_low) with percentiles of the whole volume of a channel; optionally clipped."""
 
     kind: Literal["percentile"]
     low: Annotated[float, Field(ge=0, le=100)] = 1.0
@@ -54,13 +54,13 @@ class PercentileNormalisation(_FrozenModel):
 
 
 class ZScoreNormalisation(_FrozenModel):
-    """(x - mean) / standard deviation, over the whole volume of one channel."""
+    """(x - mean) / standard deviation, over the whole volume of a channel."""
 
     kind: Literal["zscore"]
 
 
 class RangeNormalisation(_FrozenModel):
-    """(x - low) / (high - low) with fixed intensities; not clipped unless `clip`."""
+    """(x - low) / (high - low) with fixed intensities; optionally clipped."""
 
     kind: Literal["range"]
     low: float
@@ -80,19 +80,19 @@ Normalisation = Annotated[
 
 
 class Input(_FrozenModel):
-    """Input of the network.
+    """The input of the network.
 
-    channels    number of channels, in the order of `channel_names` where given
-    voxel_size  (z, y, x) in um to which a volume is resampled; None: not resampled
-    diameter    width in voxels of the objects that the model works best for; None: a request cannot state a diameter
-    estimate_diameter  whether the diameter is estimated where a request states none
-    roi_size    window (z, y, x) in voxels, the only spatial shape that the network is called with
-    roi_multiple  numbers (z, y, x) whose multiples are windows that a request may ask for instead, where the network is
-                fully convolutional; None: no others
+    channels           number of channels, in the order of `channel_names` if specified
+    voxel_size         (z, y, x) in um to which volumes are resampled, or None for no resampling
+    diameter           object diameter in voxels for which the model works best, or None if requests cannot specify one
+    estimate_diameter  whether the diameter is estimated if a request does not specify it
+    roi_size           window (z, y, x) in voxels, the only spatial shape with which the network is called
+    roi_multiple       factors (z, y, x) of which the edges of other windows must be multiples, for fully convolutional
+                       networks, or None if requests cannot override the window
     """
 
     channels: PositiveInt = 1
-    channel_names: tuple[Line, ...] = ()
+    channel_names: tuple[SingleLineText, ...] = ()
     voxel_size: PositiveTriple | None = None
     diameter: PositiveFloat | None = None
     estimate_diameter: bool = False
@@ -109,21 +109,21 @@ class Input(_FrozenModel):
 
 
 class Instances(_FrozenModel):
-    """Instances from two output channels: every foreground voxel ascends to a maximum of the distance.
+    """Instances from two output channels, by assigning every foreground voxel to a maximum of the distance.
 
-    foreground     name of the output that holds the foreground logit
-    distance       name of the output that holds the distance to the object's outline, in voxels or normalised
-    threshold      foreground probability above which a voxel belongs to an object
-    persistence    a maximum shallower than this, in units of the distance, joins its higher neighbour
-    minimum_size   objects of fewer voxels are dropped
-    minimum_fraction  so are those of less than this part of a ball of `input.diameter`, or of a typical object of the
-                   stack where that is smaller
-    min_confidence objects whose voxels have a lower mean probability of foreground are dropped
-    min_relative_odds  so are those whose odds p / (1 - p), of that probability p, are below this part of the odds of a
-                   typical object of the stack, unless p is 0.9 or more
-    smoothing      how often the distance is averaged over neighbours, with weights 1, 2, 1 along each axis
-    border         keep or drop objects that touch a face of the volume
-    holes          keep or fill background that one object encloses
+    foreground         name of the output with the foreground logit
+    distance           name of the output with the distance to the outline of the object, in voxels or normalized
+    threshold          foreground probability above which a voxel belongs to an object
+    persistence        height, in units of the distance, below which a maximum is merged with its higher neighbor
+    minimum_size       size in voxels below which objects are dropped
+    minimum_fraction   fraction of the volume of a ball with `input.diameter`, or of a typical object of the stack if
+                       that is smaller, below which objects are dropped
+    min_confidence     mean foreground probability of its voxels below which an object is dropped
+    min_relative_odds  fraction of the odds of a typical object of the stack below which an object is dropped; the odds
+                       are p / (1 - p) for the mean foreground probability p; objects with p >= 0.9 are always kept
+    smoothing          number of times the distance is averaged over neighbors, with weights 1, 2, 1 along each axis
+    border             keep or drop objects that touch a face of the volume
+    holes              keep or fill background that is enclosed by one object
     """
 
     kind: Literal["instances"]
@@ -141,18 +141,19 @@ class Instances(_FrozenModel):
 
 
 class Classes(_FrozenModel):
-    """One class per voxel: the output with the highest score; the first output is the background."""
+    """One class per voxel, the output with the highest score. The first output is the background."""
 
     kind: Literal["classes"]
 
 
 class Calibration(_FrozenModel):
-    """Logistic regression that tells how far a result can be believed, fitted to good and bad results of the model.
+    """Logistic regression that estimates the confidence in a result, fitted to good and bad results of the model.
 
-    intercept, certainty, peak, size, giants  of `service.inference.diameter.confidence.Features`
-    threshold  results with less confidence are doubtful
-    sheets     name of the model beside this one to try on stacks of membranes or shells
-    blobs      name of the one to try on stacks of anything else
+    intercept                       intercept of the regression
+    certainty, peak, size, giants   coefficients of `service.inference.diameter.confidence.Features`
+    threshold                       confidence below which a result causes a warning
+    sheets                          name of the model to suggest for stacks of membranes or shells
+    blobs                           name of the model to suggest for all other stacks
     """
 
     intercept: float
@@ -161,49 +162,49 @@ class Calibration(_FrozenModel):
     size: float
     giants: float
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    sheets: Line | None = None
-    blobs: Line | None = None
+    sheets: SingleLineText | None = None
+    blobs: SingleLineText | None = None
 
 
 class Sample(_FrozenModel):
-    """A small input, and the labels that the model gives for it in FP32 eager mode."""
+    """File names of a small input and of the labels that the model gives for it in eager FP32 mode."""
 
     input: str = "sample.tif"
     expected: str = "expected.tif"
 
 
 class Lineage(_FrozenModel):
-    """Origin of a model that was trained on annotated stacks, with its scores before and after.
+    """The origin of a model that was trained on annotated stacks, and its scores before and after the training.
 
-    parent       name and version of the model that it went on from
+    parent       name and version of the model from which the training started
     annotations  number of annotated stacks
-    before       F1 at an intersection over union of 0.5 of the parent, on what was held out
-    after        of this model
-    better       whether this model is better
-    remark       what was scored, in a sentence
+    before       F1 score of the parent on the held-out data, at an intersection over union of 0.5
+    after        the same score of this model
+    better       whether this model is better than its parent
+    remark       sentence that describes the data used for the scores
     """
 
-    parent: Line
+    parent: SingleLineText
     annotations: PositiveInt
     before: float
     after: float
     better: bool
-    remark: Line
+    remark: SingleLineText
 
 
 class ModelSpec(_FrozenModel):
-    """A model file. `folder` is the model folder that it was read from."""
+    """A model file. `folder` is the model folder from which it was read."""
 
     format: Literal[1] = 1
     name: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9_-]{0,63}$")]
     version: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")]
-    summary: Text
-    licence: Text
-    training_data: Text
+    summary: MultilineText
+    licence: MultilineText
+    training_data: MultilineText
     architecture: Architecture | None = None
     weights: Weights
     input: Input
-    outputs: Annotated[tuple[Line, ...], Field(min_length=1)]
+    outputs: Annotated[tuple[SingleLineText, ...], Field(min_length=1)]
     activation: Literal["none", "sigmoid", "softmax"] = "none"
     decoding: Annotated[Instances | Classes, Field(discriminator="kind")]
     confidence: Calibration | None = None
@@ -213,7 +214,7 @@ class ModelSpec(_FrozenModel):
 
     @property
     def identifier(self) -> str:
-        """Return name and version as clients see them, `nuclei/1`."""
+        """Return the name and version in the form that clients see, such as `nuclei/1`."""
         return f"{self.name}/{self.version}"
 
     @property
@@ -223,19 +224,19 @@ class ModelSpec(_FrozenModel):
 
     @property
     def network(self) -> str:
-        """Return the architecture's name, or the kind of weights file that brings its own network."""
+        """Return the name of the architecture, or the kind of weights file if it includes the network."""
         return self.architecture.name if self.architecture is not None else self.weights.kind
 
     @model_validator(mode="after")
     def _check_architecture(self) -> Self:
         if (self.architecture is None) == (self.weights.kind == "safetensors"):
-            raise ValueError("architecture: safetensors need one, and other kinds of weights bring their own")
+            raise ValueError("architecture: required for safetensors, not allowed for other kinds of weights")
         return self
 
     @model_validator(mode="after")
     def _check_outputs(self) -> Self:
         if len(set(self.outputs)) != len(self.outputs):
-            raise ValueError("outputs: every output needs a name of its own")
+            raise ValueError("outputs: the names of outputs must be unique")
         if isinstance(self.decoding, Instances):
             for role in (self.decoding.foreground, self.decoding.distance):
                 if role not in self.outputs:
@@ -246,12 +247,12 @@ class ModelSpec(_FrozenModel):
     def _check_input(self) -> Self:
         if self.input.estimate_diameter and (self.input.diameter is None or not isinstance(self.decoding, Instances)):
             raise ValueError(
-                "input.estimate_diameter: only objects (decoding.kind instances) have one, and input.diameter is needed"
+                "input.estimate_diameter: it requires objects (decoding.kind instances) and input.diameter"
             )
         if self.confidence is not None and (self.input.diameter is None or not isinstance(self.decoding, Instances)):
-            raise ValueError("confidence: only objects (decoding.kind instances) of a width (input.diameter) have one")
+            raise ValueError("confidence: it requires objects (decoding.kind instances) and input.diameter")
         if self.input.channel_names and len(self.input.channel_names) != self.input.channels:
-            raise ValueError("input.channel_names: one name per channel is needed")
+            raise ValueError("input.channel_names: one name per channel is required")
         return self
 
     @model_validator(mode="after")
@@ -263,14 +264,14 @@ class ModelSpec(_FrozenModel):
 
 
 def check_trainable(spec: ModelSpec) -> None:
-    """Raise BadParameter for a model that `service.training` has no targets for."""
+    """Raise BadParameter if `service.training` cannot train this model."""
     decoding = spec.decoding
     roles = (decoding.foreground, decoding.distance) if isinstance(decoding, Instances) else ()
     if spec.outputs != roles or spec.activation != "sigmoid" or spec.input.channels != 1 or spec.architecture is None:
         raise BadParameter(
-            f"{spec.name}: only models of one channel with the sigmoid outputs foreground and distance can be trained."
+            f"{spec.name}: only models with one channel and the sigmoid outputs foreground and distance can be trained."
         )
     if spec.architecture.arguments.get("deep_supervision"):
-        raise BadParameter(f"{spec.name}: deep_supervision has no targets here; only its last output can be trained.")
+        raise BadParameter(f"{spec.name}: networks with deep_supervision cannot be trained.")
     if spec.input.voxel_size is not None:
-        raise BadParameter(f"{spec.name}: works at a voxel size of its own, to which training does not resample yet.")
+        raise BadParameter(f"{spec.name}: models with a fixed input.voxel_size cannot be trained yet.")

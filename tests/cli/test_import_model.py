@@ -33,7 +33,7 @@ def test_suggested_command_works_with_the_right_architecture(
 ) -> None:
     assert main(["models", "import", str(file), "--models", str(tmp_path / "models"), "--diameter", "20"]) == 1
     output = capsys.readouterr().err
-    assert "my net.pth is a checkpoint, whose 'model' holds " in output
+    assert "my net.pth is a checkpoint with 46 tensors in 'model'" in output
     for question in QUESTIONS:
         assert question.option in output
     command = shlex.split(output.splitlines()[-1])
@@ -48,7 +48,7 @@ def test_suggested_command_works_with_the_right_architecture(
     spec = read_spec(tmp_path / "models" / "my-net")
     assert (spec.input.channels, spec.input.diameter, spec.outputs) == (2, 20.0, ("background", "cell"))
     assert spec.input.normalisation.model_dump() == {"kind": "percentile", "low": 1.0, "high": 99.8, "clip": None}
-    assert "left out: epoch" in capsys.readouterr().out
+    assert "other keys were ignored: epoch" in capsys.readouterr().out
 
 
 def test_terminal_questions_are_repeated_until_answers_are_valid(

@@ -20,8 +20,8 @@ def make_config(engine, precision="fp32", memory_format="contiguous", mode=None)
     return EngineConfig(engine, precision, memory_format, 2, mode)
 
 
-class Counting(nn.Module):
-    """Doubles its input; counts how often Python runs it."""
+class CountingModule(nn.Module):
+    """A module that doubles its input and counts its calls."""
 
     def __init__(self):
         super().__init__()
@@ -34,17 +34,17 @@ class Counting(nn.Module):
 
 @pytest.fixture
 def build_other(monkeypatch):
-    """build_other(make, **attributes): build with an engine whose networks are `make(module)`."""
+    """Return a function that builds a network with a fake engine whose networks are `make(module)`."""
 
     def build_with(make, config=None, **attributes):
         monkeypatch.setitem(BACKENDS, "other", FakeBackend(make, **attributes))
-        return build(Counting(), EXAMPLE, config or make_config("other"), Engine())
+        return build(CountingModule(), EXAMPLE, config or make_config("other"), Engine())
 
     return build_with
 
 
 class Uncompilable(nn.Module):
-    """Runs, but not while it is being compiled."""
+    """A module that runs but cannot be compiled."""
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
@@ -52,57 +52,61 @@ class Uncompilable(nn.Module):
         return 2 * x
 
 
-def test_eager_runs_the_module_itself():
-    module = Counting()
+def test_eager_engine_runs_the_module_itself():
+    module = CountingModule()
     built = build(module, EXAMPLE, make_config("eager"), Engine())
     assert module.calls == base.WARM_UP_CALLS
     assert built.seconds > 0
     assert torch.equal(built.network(EXAMPLE + 1), EXAMPLE + 2)
 
 
-def test_a_module_that_cannot_be_compiled_is_an_error():
+def test_module_that_cannot_be_compiled_is_an_error():
     with pytest.raises(RuntimeError, match="cannot be compiled") as caught:
         build(Uncompilable(), EXAMPLE, make_config("compiled", mode="default"), Engine())
     assert "\n" not in backends.first_line(caught.value)
     assert backends.first_line(RuntimeError()) == "RuntimeError"
 
 
-def test_more_modules_of_one_kind_are_compiled_than_torch_has_variants_of_a_function():
+def test_number_of_compiled_modules_is_not_limited_by_torchs_recompile_limit():
     for width in range(9):
         module = nn.Sequential(nn.Conv3d(1, 1 + width, 1)).eval().requires_grad_(requires_grad=False)
         built = build(module, EXAMPLE, make_config("compiled", mode="default"), Engine(freeze=False))
         assert built.network(EXAMPLE).shape[1] == 1 + width
 
 
-def test_a_module_is_transformed_before_the_engine_is_made(build_other):
+def test_module_is_transformed_before_the_network_is_built(build_other):
     assert isinstance(build_other(lambda module: module, transform=lambda module: nn.ReLU()).network, nn.ReLU)
 
 
 @pytest.mark.parametrize(
-    ("network", "varying_batch", "any_batch_size"),
+    ("network", "accepts_smaller_batches", "any_batch_size"),
     [
         (lambda x: 2 * x, True, True),
         (lambda x: 2 * x, False, False),
         (lambda x: 2 * x + len(x), True, False),
     ],
-    ids=["any batch", "not said to be", "other scores"],
+    ids=["any batch size", "engine does not support it", "different scores"],
 )
-def test_what_takes_fewer_windows_must_give_the_same_scores_for_them(
-    build_other, network, varying_batch, any_batch_size
+def test_any_batch_size_requires_equal_scores_in_smaller_batches(
+    build_other, network, accepts_smaller_batches, any_batch_size
 ):
-    assert build_other(lambda _: network, varying_batch=varying_batch).any_batch_size == any_batch_size
+    assert (
+        build_other(lambda _: network, accepts_smaller_batches=accepts_smaller_batches).any_batch_size == any_batch_size
+    )
 
 
 @pytest.mark.parametrize(("streams", "any_batch_size"), [(1, True), (2, False)])
-def test_fewer_windows_must_give_the_same_scores_in_any_stream(build_other, streams, any_batch_size):
+def test_any_batch_size_requires_equal_scores_with_the_threads_of_any_stream(build_other, streams, any_batch_size):
     def network(x):
-        # As libraries do that choose an algorithm by the threads there are.
+        # Mimic libraries that choose an algorithm by the number of threads.
         return 2 * x + (len(x) if torch.get_num_threads() == 1 else 0)
 
     before = torch.get_num_threads()
     devices.use_threads(2)
     try:
-        built = build_other(lambda _: network, replace(make_config("other"), streams=streams), varying_batch=True)
+        built = build_other(
+            lambda _: network, replace(make_config("other"), streams=streams), accepts_smaller_batches=True
+        )
         assert built.any_batch_size == any_batch_size
         assert torch.get_num_threads() == 2
     finally:
@@ -115,13 +119,13 @@ BUFFER = torch.empty(EXAMPLE.shape)
 @pytest.mark.parametrize(
     ("network", "owns_scores"),
     [(lambda x: 2 * x, True), (lambda x: x.view(-1), False), (lambda x: BUFFER.copy_(x).view(-1), False)],
-    ids=["new", "the batch itself", "the same buffer"],
+    ids=["new memory", "the batch itself", "the same buffer"],
 )
-def test_scores_last_where_each_call_gives_new_ones(build_other, network, owns_scores):
+def test_network_owns_its_scores_if_each_call_allocates_them(build_other, network, owns_scores):
     assert build_other(lambda _: network).owns_scores == owns_scores
 
 
-def test_what_is_not_for_winograd_convolutions():
+def test_winograd_engine_explains_why_it_is_not_used():
     module = nn.Sequential(nn.Conv3d(8, 16, 3, padding=1)).eval()
     assert BACKENDS["winograd"].explain_unfit("fp16", CPU, module) == "does not compute in fp16"
     assert BACKENDS["winograd"].explain_unfit("bf16", CUDA, module) == "needs a CPU"
@@ -129,7 +133,7 @@ def test_what_is_not_for_winograd_convolutions():
     assert BACKENDS["winograd"].explain_unfit("bf16", CPU, module.bfloat16()) is None
 
 
-def test_an_engine_that_is_missing_says_how_to_get_it(build_other):
+def test_missing_engine_raises_its_installation_hint(build_other):
     with pytest.raises(ImportError, match="install it"):
         build_other(lambda module: module, explain_missing=lambda: "install it")
 
@@ -149,14 +153,14 @@ def test_an_engine_that_is_missing_says_how_to_get_it(build_other):
     ],
     ids=["CPU", "CPU with BF16", "CPU with AMX", "GPU"],
 )
-def test_the_known_order_is_that_of_the_hardware_without_what_compiles(device, precisions, features, expected):
+def test_known_order_depends_on_the_hardware_and_excludes_compilation(device, precisions, features, expected):
     configs = backends.list_known_order(list_configs(Engine(), device, precisions, 2), features)
     assert [f"{each.engine} {each.precision}" for each in configs] == expected
     assert {each.compile_mode for each in configs} == {None}
 
 
 @pytest.mark.parametrize("lacking", ["compiler", "headers"])
-def test_what_compiles_on_a_cpu_says_what_it_lacks(monkeypatch, tmp_path, lacking):
+def test_compiling_engines_explain_missing_compiler_or_headers(monkeypatch, tmp_path, lacking):
     if lacking == "compiler":
         monkeypatch.setenv("CXX", "/nowhere/g++ -O2")
     else:
@@ -166,16 +170,16 @@ def test_what_compiles_on_a_cpu_says_what_it_lacks(monkeypatch, tmp_path, lackin
         assert re.search("/nowhere/g|Python.h", backends.explain_missing(compiling, CPU) or "")
         assert backends.explain_missing(compiling, CUDA) is None
         with pytest.raises(ImportError, match="needs"):
-            build(Counting(), EXAMPLE, compiling, Engine())
+            build(CountingModule(), EXAMPLE, compiling, Engine())
     assert backends.explain_missing(make_config("eager"), CPU) is None
 
 
-def test_every_engine_that_can_be_configured_is_known():
+def test_every_engine_in_the_settings_is_registered():
     literal = Engine.model_fields["kind"].annotation
     assert set(literal.__args__) == {"auto", *BACKENDS}
 
 
-def test_a_cpu_tries_its_own_engines_in_every_open_format_and_the_narrowest_winograd_convolutions_first():
+def test_cpu_configurations_start_with_winograd_in_the_narrowest_precision():
     configs = list_configs(Engine(), CPU, ("bf16", "fp32"), 2)
     assert configs[0] == make_config("winograd", "bf16", "channels_last_3d")
     assert set(configs) >= {
@@ -189,7 +193,7 @@ def test_a_cpu_tries_its_own_engines_in_every_open_format_and_the_narrowest_wino
     assert configs[-1].engine == "eager"
 
 
-def test_a_gpu_tries_graphs_and_modes_but_no_engine_of_a_cpu():
+def test_gpu_configurations_include_graphs_and_compile_modes_but_no_cpu_engine():
     configs = list_configs(Engine(), CUDA, ("bf16", "fp32"), 8)
     assert {engine_config.engine for engine_config in configs} == {"cudagraph", "compiled", "eager"}
     assert {engine_config.compile_mode for engine_config in configs} == {None, "reduce-overhead", "max-autotune"}
@@ -198,7 +202,7 @@ def test_a_gpu_tries_graphs_and_modes_but_no_engine_of_a_cpu():
     assert precisions == sorted(precisions)
 
 
-def test_what_is_fixed_is_not_varied():
+def test_fixed_settings_are_not_varied():
     settings = Engine(channels_last=False, compile_mode="max-autotune", precision="bf16")
     configs = list_configs(settings, CPU, ("bf16",), 2)
     assert {engine_config.memory_format for engine_config in configs} == {"contiguous"}
@@ -218,11 +222,11 @@ def test_what_is_fixed_is_not_varied():
 def test_compile_modes(setting, device, kind, expected):
     settings = Engine(compile_mode=setting, kind=kind)
     assert BACKENDS["compiled"].compile_modes(settings, device) == expected
-    # Only where that is asked for, or tried out.
+    # Other engines compile only if a mode is configured or may be tuned.
     assert BACKENDS["winograd"].compile_modes(settings, CPU) == ((None, "default") if setting == "auto" else (setting,))
     assert BACKENDS["eager"].compile_modes(settings, device) == (None,)
 
 
-def test_an_engine_of_its_own_precision_keeps_float32_outside():
+def test_openvino_uses_float32_batches_in_any_precision():
     assert backends.batch_dtype(make_config("openvino", "bf16")) == torch.float32
     assert backends.batch_dtype(make_config("eager", "bf16")) == torch.bfloat16

@@ -24,24 +24,24 @@ def build(module, example, streams=1):
 def module():
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        made = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.InstanceNorm3d(4), nn.ReLU(), nn.Conv3d(4, 3, 1))
-    return made.eval().requires_grad_(requires_grad=False)
+        network = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.InstanceNorm3d(4), nn.ReLU(), nn.Conv3d(4, 3, 1))
+    return network.eval().requires_grad_(requires_grad=False)
 
 
 @torch.inference_mode()
-def test_scores_are_those_of_the_module_and_another_shape_is_refused(module):
+def test_scores_match_the_module_and_other_shapes_are_rejected(module):
     batch, other = torch.rand(2, 2, 1, 8, 12, 16).unbind()
     root = logging.getLogger()
     before = (root.level, list(root.filters), list(root.handlers))
     network = build(module, batch)
-    assert (root.level, root.filters, root.handlers) == before, "the logging of the service is left alone"
-    for given in (batch, batch.uniform_(), other):
-        torch.testing.assert_close(network(given), module(given), atol=1e-5, rtol=1e-5)
-    with pytest.raises(BadParameter, match="cannot run"):
+    assert (root.level, root.filters, root.handlers) == before, "the logging of the service is unchanged"
+    for x in (batch, batch.uniform_(), other):
+        torch.testing.assert_close(network(x), module(x), atol=1e-5, rtol=1e-5)
+    with pytest.raises(BadParameter, match="was built for batches"):
         network(batch[:1])
 
 
-def test_streams_compute_at_the_same_time(module):
+def test_streams_can_compute_concurrently(module):
     batches = [torch.rand(1, 1, 8, 12, 16) for _ in range(3)]
     network = build(module, batches[0], streams=3)
     with ThreadPoolExecutor(3) as pool:
@@ -50,7 +50,7 @@ def test_streams_compute_at_the_same_time(module):
                 torch.testing.assert_close(scores, module(batch), atol=1e-5, rtol=1e-5)
 
 
-def test_nothing_that_reports_to_the_vendor_is_loaded():
+def test_vendor_telemetry_is_not_loaded():
     code = "from service.engine import openvino as e; import sys, openvino; print(sys.modules['openvino_telemetry'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "None"

@@ -12,21 +12,21 @@ CPU_BF16 = FP32 | {torch.bfloat16}
 @pytest.mark.parametrize(
     ("native", "expected"), [(FP32, "fp32"), (VOLTA, "fp16"), (AMPERE, "bf16"), (CPU_BF16, "bf16")]
 )
-def test_auto_takes_the_fastest_that_is_native(native, expected):
+def test_auto_selects_the_fastest_native_precision(native, expected):
     assert choose("auto", native) == (expected, None)
     assert choose("auto", native).dtype in native
 
 
 @pytest.mark.parametrize("setting", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("native", [FP32, VOLTA, AMPERE, CPU_BF16])
-def test_what_is_set_is_honoured_and_warned_about_where_it_is_emulated(setting, native):
+def test_explicit_precision_is_used_with_a_warning_if_emulated(setting, native):
     choice = choose(setting, native)
     assert choice.name == setting
     assert (choice.warning is None) == (choice.dtype in native)
     assert choice.warning is None or f"no {setting} units" in choice.warning
 
 
-def test_faulty_precisions_are_left_out_by_auto_and_warned_about_where_they_are_set():
+def test_auto_skips_faulty_precisions_and_explicit_ones_cause_a_warning():
     faulty = {torch.float16: "cuDNN 9.10.2 is installed."}
     assert choose("auto", FP32, faulty) == ("fp32", "cuDNN 9.10.2 is installed. Until then, fp32 is used.")
     name, warning = choose("fp16", FP32, faulty)

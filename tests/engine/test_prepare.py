@@ -11,8 +11,8 @@ from service.models.architectures import ShuffleUNet
 CPU = torch.device("cpu")
 
 
-def with_statistics(network: nn.Module) -> nn.Module:
-    """Batch norms with running statistics and weights that are not those of initialisation."""
+def randomize_norms(network: nn.Module) -> nn.Module:
+    """Randomize the running statistics and weights of all batch norms."""
     generator = torch.Generator().manual_seed(0)
     for module in network.modules():
         if isinstance(module, nn.BatchNorm3d):
@@ -24,14 +24,14 @@ def with_statistics(network: nn.Module) -> nn.Module:
     return network.eval()
 
 
-def norms(network: nn.Module) -> int:
+def count_norms(network: nn.Module) -> int:
     return sum(isinstance(module, nn.BatchNorm3d) for module in network.modules())
 
 
 @pytest.fixture(scope="module")
 def shuffle_unet() -> nn.Module:
     torch.manual_seed(0)
-    return with_statistics(ShuffleUNet(1, 2, (4, 6)))
+    return randomize_norms(ShuffleUNet(1, 2, (4, 6)))
 
 
 def monai_unet(*channels) -> nn.Module:
@@ -45,16 +45,16 @@ def monai_unet(*channels) -> nn.Module:
     [
         lambda: ShuffleUNet(1, 2, (4, 6)),
         lambda: nn.Sequential(nn.Conv3d(1, 3, 3), nn.BatchNorm3d(3, affine=False)),
-        # Sequences of sequences, with either kind of convolution.
+        # Nested sequences with both kinds of convolutions.
         lambda: monai_unet(4, 6, 8),
     ],
     ids=["ShuffleUNet", "without weights", "UNet"],
 )
-def test_folding_keeps_the_scores_and_leaves_no_norm(make):
-    network, x = with_statistics(make()), torch.rand(2, 1, 8, 8, 8)
-    assert norms(network) > 0
+def test_folding_removes_all_norms_and_preserves_the_scores(make):
+    network, x = randomize_norms(make()), torch.rand(2, 1, 8, 8, 8)
+    assert count_norms(network) > 0
     folded = fold_batch_norms(copy.deepcopy(network))
-    assert norms(folded) == 0
+    assert count_norms(folded) == 0
     torch.testing.assert_close(folded(x), network(x), atol=1e-4, rtol=1e-4)
 
 
@@ -69,8 +69,8 @@ def test_folding_keeps_the_scores_and_leaves_no_norm(make):
         nn.ModuleDict({"conv": nn.Conv3d(1, 2, 1), "norm": nn.BatchNorm3d(2)}),
     ],
 )
-def test_norms_that_cannot_be_folded_stay(network):
-    assert norms(fold_batch_norms(network)) == 1
+def test_norms_that_cannot_be_folded_are_not_changed(network):
+    assert count_norms(fold_batch_norms(network)) == 1
 
 
 @torch.inference_mode()
@@ -82,11 +82,11 @@ def test_prepared_networks_return_the_same_scores_as_float32(shuffle_unet, dtype
     scores = prepare(shuffle_unet, CPU, dtype, memory_format)(x.to(dtype))
     assert scores.dtype == torch.float32
     assert (scores - expected).abs().max() < tolerance * expected.abs().max()
-    assert torch.equal(shuffle_unet(x), expected), "the network is left alone"
+    assert torch.equal(shuffle_unet(x), expected), "the original network is unchanged"
 
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last_3d, torch.contiguous_format])
-def test_weights_are_converted_and_laid_out(memory_format):
+def test_weights_are_converted_to_dtype_and_memory_format(memory_format):
     prepared = prepare(monai_unet(8, 16), CPU, torch.bfloat16, memory_format)
     convolutions = [parameter for parameter in prepared.parameters() if parameter.dim() == 5]
     assert convolutions

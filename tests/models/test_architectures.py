@@ -1,4 +1,4 @@
-"""Architectures: the shuffles, every network by name, and arguments that do not fit."""
+"""Tests of architectures: pixel shuffles, all named networks, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def test_shuffles_are_inverses(batch: int, channels: int, blocks: tuple[int, ...
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
-def test_shuffle_within_planes_is_the_one_of_torch(channels: int, planes: int, factor: int) -> None:
+def test_shuffle_within_planes_matches_torch(channels: int, planes: int, factor: int) -> None:
     x = torch.rand(1, channels, planes, 2 * factor, 3 * factor)
-    ours = space_to_depth(x, (1, factor, factor))
+    depth = space_to_depth(x, (1, factor, factor))
     for plane in range(planes):
-        assert torch.equal(ours[:, :, plane], nn.functional.pixel_unshuffle(x[:, :, plane], factor))
+        assert torch.equal(depth[:, :, plane], nn.functional.pixel_unshuffle(x[:, :, plane], factor))
 
 
 def test_block_becomes_the_channels_of_one_position() -> None:
@@ -61,7 +61,7 @@ def test_block_becomes_the_channels_of_one_position() -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_architecture_keeps_the_grid_and_its_parameters_are_counted_without_memory_for_them(name: str) -> None:
+def test_architecture_preserves_the_shape_and_its_parameters_are_counted(name: str) -> None:
     architecture = Architecture(name=name, arguments=ARGUMENTS[name])
     network = build_network(architecture).eval()
     with torch.inference_mode():
@@ -72,14 +72,14 @@ def test_architecture_keeps_the_grid_and_its_parameters_are_counted_without_memo
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_shuffle_unet_takes_any_edges_that_its_strides_divide(dtype: torch.dtype) -> None:
+def test_shuffle_unet_accepts_any_edges_divisible_by_its_strides(dtype: torch.dtype) -> None:
     network = ShuffleUNet(1, 2, widths=(4, 8, 8), block=(1, 2, 2)).eval().to(dtype)
     with torch.inference_mode():
         assert network(torch.rand(1, 1, 4, 8, 24, dtype=dtype)).shape == (1, 2, 4, 8, 24)
 
 
-def test_unknown_architecture_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(BrokenModel, match=r"no architecture 'UNext'; known are ShuffleUNet, UNet,"):
+def test_error_for_an_unknown_architecture_lists_the_known_ones() -> None:
+    with pytest.raises(BrokenModel, match=r"Unknown architecture 'UNext'; choose one of ShuffleUNet, UNet,"):
         build_network(Architecture(name="UNext"))
 
 
@@ -100,7 +100,7 @@ def test_unknown_architecture_is_refused_with_the_known_ones() -> None:
         ("ShuffleUNet", {"block": [2, 2]}),
         ("ShuffleUNet", {"widths": []}),
         ("ShuffleUNet", {"widths": [-4, 8]}),
-        # These ask for any network.
+        # Arguments for networks of excessive size, or with other modules.
         ("SegResNet", {"blocks_down": [10**9, 1]}),
         ("ShuffleUNet", {"widths": [4] * 100_000}),
         ("UNet", {"num_res_units": 10**9}),
@@ -110,15 +110,15 @@ def test_unknown_architecture_is_refused_with_the_known_ones() -> None:
         ("DynUNet", {"filters": None, "kernel_size": 3}),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(name: str, arguments: dict[str, Any]) -> None:
-    given_arguments = ARGUMENTS[name] | arguments if arguments else {}
-    with pytest.raises(BrokenModel, match=f"^{name} does not take the arguments in the model file: "):
-        count_parameters(Architecture(name=name, arguments=given_arguments))
+def test_invalid_arguments_are_rejected(name: str, arguments: dict[str, Any]) -> None:
+    all_arguments = ARGUMENTS[name] | arguments if arguments else {}
+    with pytest.raises(BrokenModel, match=f"^{name} does not accept the arguments in the model file: "):
+        count_parameters(Architecture(name=name, arguments=all_arguments))
     assert torch.is_grad_enabled()
 
 
-def test_parameters_are_counted_without_the_compiler_of_torch() -> None:
-    """Imported under the modes of this construction it stays incomplete on a host with a GPU."""
+def test_counting_parameters_does_not_import_torchs_compiler() -> None:
+    """If imported under the modes of the construction, it would be incomplete on a host with a GPU."""
     program = (
         "import sys\n"
         "from service.models.architectures import count_parameters\n"

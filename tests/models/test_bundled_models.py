@@ -1,4 +1,4 @@
-"""The bundled models as they ship: what their samples give, and how they score on recorded stacks."""
+"""Tests of the bundled models: their samples, and their scores on recorded stacks."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from service.training.evaluate import score
 
 CPU = torch.device("cpu")
 RECORDED = SHARED_DATA / "real"
-LIMIT = 2**30
+MAX_READ_BYTES = 2**30
 
-# Nuclei 10 voxels wide.
+# Nuclei with a diameter of 10 voxels.
 SMALL = replace(PLAIN, diameter=10, fill=0.3)
 
 BUNDLED = ("embryos", "membranes", "nuclei", "tissue")
 
 
-# What their samples show; see models/membranes/README.md.
+# The parameters of the samples of the models membranes and tissue; see models/membranes/README.md.
 TISSUE = replace(WALLS, diameter=32, nucleus=0.22)
 SEED = 12
 
@@ -58,36 +58,36 @@ def nuclei(specs: dict[str, ModelSpec]) -> ModelSpec:
 
 @pytest.fixture(scope="module")
 def eager(nuclei: ModelSpec) -> ModelRunner:
-    return eager_of(nuclei)
+    return make_eager_runner(nuclei)
 
 
-def eager_of(spec: ModelSpec) -> ModelRunner:
-    precise = {"engine": {"precision": "fp32"}, "windows": {"sw_batch_size": 1}}
-    made = ModelRunner(spec, live.eager(spec.folder.parent, **precise))
-    made.warm_up()
-    return made
+def make_eager_runner(spec: ModelSpec) -> ModelRunner:
+    settings = {"engine": {"precision": "fp32"}, "windows": {"sw_batch_size": 1}}
+    runner = ModelRunner(spec, live.eager(spec.folder.parent, **settings))
+    runner.warm_up()
+    return runner
 
 
 def read(path: Path) -> Volume:
-    return stack_reader.read(path, Selection(), LIMIT)
+    return stack_reader.read(path, Selection(), MAX_READ_BYTES)
 
 
-def test_these_are_bundled_and_nuclei_answers_who_names_none(specs: dict[str, ModelSpec]) -> None:
+def test_nuclei_is_the_default_of_the_bundled_models(specs: dict[str, ModelSpec]) -> None:
     assert tuple(specs) == BUNDLED
     assert select_model(specs, None, None) == specs["nuclei"]
     assert specs["nuclei"].input.voxel_size is None
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_a_model_is_small_and_comes_with_its_scores(specs: dict[str, ModelSpec], name: str) -> None:
+def test_bundled_model_is_small_and_documents_its_scores(specs: dict[str, ModelSpec], name: str) -> None:
     spec = specs[name]
     assert spec.decoding.kind == ("classes" if name == "tissue" else "instances")
     assert spec.weights_path.stat().st_size < (4 if name == "tissue" else 10) * 2**20
     assert "classical" in (spec.folder / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_samples_of_tissues_are_segmented_well(specs: dict[str, ModelSpec]) -> None:
-    """The truth that the samples were drawn with, beside what is expected, which is what the models make of them."""
+def test_expected_labels_of_tissue_samples_agree_with_the_ground_truth(specs: dict[str, ModelSpec]) -> None:
+    """The expected labels are the output of the models for these synthetic samples."""
     _, truth = synthesise_tissue(np.random.default_rng(SEED), (64, 128, 128), TISSUE)
     expected = {name: read(specs[name].folder / "expected.tif").array()[0] for name in ("membranes", "tissue")}
     scores = score(truth, expected["membranes"])
@@ -96,46 +96,46 @@ def test_the_samples_of_tissues_are_segmented_well(specs: dict[str, ModelSpec]) 
     assert min(dice(classes_of(truth), expected["tissue"])) > 0.7
 
 
-@pytest.mark.skipif(not RECORDED.is_dir(), reason=f"the recorded stacks are not at {RECORDED}")
-def test_cells_of_an_embryo_are_found_by_their_membranes(specs: dict[str, ModelSpec]) -> None:
-    """In one half of a stack; the classical method finds none of them there."""
+@pytest.mark.skipif(not RECORDED.is_dir(), reason=f"there are no recorded stacks in {RECORDED}")
+def test_membranes_finds_the_cells_of_an_embryo(specs: dict[str, ModelSpec]) -> None:
+    """The test uses one half of a stack, in which the classical method finds no cells."""
     folder = RECORDED / "celegans_membrane_t046"
     image, truth = (read(folder / name).array()[..., 178:] for name in ("image.tif", "mask.tif"))
-    made = segment(
-        eager_of(specs["membranes"]), Volume.from_array(image), Options(diameter=Diameter.parse("28,69,64px"))
+    result = segment(
+        make_eager_runner(specs["membranes"]), Volume.from_array(image), Options(diameter=Diameter.parse("28,69,64px"))
     )
-    found = made.segmentation.pixels
-    assert score(truth[0], found).f1 > 0.7
-    assert np.mean(found[truth[0] == 0] > 0) < 0.08
+    labels = result.segmentation.pixels
+    assert score(truth[0], labels).f1 > 0.7
+    assert np.mean(labels[truth[0] == 0] > 0) < 0.08
 
 
-@pytest.mark.skipif(not RECORDED.is_dir(), reason=f"the recorded stacks are not at {RECORDED}")
-def test_embryos_finds_the_nuclei_of_an_embryo_that_it_has_not_learned_from(specs: dict[str, ModelSpec]) -> None:
+@pytest.mark.skipif(not RECORDED.is_dir(), reason=f"there are no recorded stacks in {RECORDED}")
+def test_embryos_finds_the_nuclei_of_an_unseen_embryo(specs: dict[str, ModelSpec]) -> None:
     folder = RECORDED / "mouse_embryo_8cell"
-    found = segment(eager_of(specs["embryos"]), read(folder / "image.tif"), Options()).segmentation
-    scores = score(read(folder / "mask.tif").array()[0], found.pixels)
+    segmentation = segment(make_eager_runner(specs["embryos"]), read(folder / "image.tif"), Options()).segmentation
+    scores = score(read(folder / "mask.tif").array()[0], segmentation.pixels)
     assert (scores.found, scores.splits, scores.merges) == (8, 0, 0)
     assert scores.f1 > 0.85
 
 
-def test_bfloat16_is_within_the_tolerance_of_tuning(nuclei: ModelSpec) -> None:
-    """As units for BF16 compute: weights, inputs and outputs of a convolution rounded, its sums in float32."""
+def test_bfloat16_is_within_the_tuning_tolerance(nuclei: ModelSpec) -> None:
+    """Emulates BF16 units: weights, inputs and outputs of convolutions are rounded, sums are in float32."""
     network = prepare(load_network(nuclei), CPU, torch.float32, torch.channels_last_3d)
     for layer in network.modules():
         if isinstance(layer, nn.Conv3d | nn.ConvTranspose3d):
-            layer.weight.data = to_bfloat16(layer.weight.data)
-            layer.register_forward_pre_hook(lambda _layer, given: to_bfloat16(given[0]))
-            layer.register_forward_hook(lambda _layer, _given, made: to_bfloat16(made))
-    parity = LabelAgreement(nuclei, CPU, lambda: windows(nuclei, load_network(nuclei)))
-    assert 0 < parity.difference(windows(nuclei, network)) <= read_settings(None, {}).engine.tolerance
+            layer.weight.data = round_to_bfloat16(layer.weight.data)
+            layer.register_forward_pre_hook(lambda _layer, inputs: round_to_bfloat16(inputs[0]))
+            layer.register_forward_hook(lambda _layer, _inputs, output: round_to_bfloat16(output))
+    agreement = LabelAgreement(nuclei, CPU, lambda: make_sliding_window(nuclei, load_network(nuclei)))
+    assert 0 < agreement.difference(make_sliding_window(nuclei, network)) <= read_settings(None, {}).engine.tolerance
 
 
-def to_bfloat16(values: torch.Tensor) -> torch.Tensor:
-    """Rounded to what BF16 can hold, as float32."""
+def round_to_bfloat16(values: torch.Tensor) -> torch.Tensor:
+    """Round values to BF16 precision, and return them as float32."""
     return values.bfloat16().float()
 
 
-def windows(spec: ModelSpec, network: Network) -> SlidingWindow:
+def make_sliding_window(spec: ModelSpec, network: Network) -> SlidingWindow:
     return SlidingWindow(
         network,
         spec.input.channels,
@@ -148,9 +148,9 @@ def windows(spec: ModelSpec, network: Network) -> SlidingWindow:
     )
 
 
-@pytest.mark.skipif(not RECORDED.is_dir(), reason=f"the recorded stacks are not at {RECORDED}")
+@pytest.mark.skipif(not RECORDED.is_dir(), reason=f"there are no recorded stacks in {RECORDED}")
 @pytest.mark.parametrize(
-    ("stack", "told", "floor"),
+    ("stack", "diameter", "min_f1"),
     [
         ("mouse_embryo_8cell", None, 0.75),
         pytest.param("mouse_embryo_8cell", "15.6px", 0.75, marks=pytest.mark.thorough),
@@ -160,25 +160,27 @@ def windows(spec: ModelSpec, network: Network) -> SlidingWindow:
         ("synthetic_nuclei_stardist", "7,15,14px", 0.9),
     ],
 )
-def test_it_is_better_than_the_classical_method(eager: ModelRunner, stack: str, told: str | None, floor: float) -> None:
-    """That one is told the diameter, and has 0.75, 0.64 and 0.74 on these stacks with its settings chosen for each."""
+def test_nuclei_is_better_than_the_classical_method(
+    eager: ModelRunner, stack: str, diameter: str | None, min_f1: float
+) -> None:
+    """With the true diameter and settings tuned for each stack, the classical method scores 0.75, 0.64 and 0.74."""
     volume, truth = read(RECORDED / stack / "image.tif"), read(RECORDED / stack / "mask.tif")
-    diameter = None if told is None else Diameter.parse(told)
-    labels = segment(eager, volume, Options(diameter=diameter)).segmentation.pixels
+    option = None if diameter is None else Diameter.parse(diameter)
+    labels = segment(eager, volume, Options(diameter=option)).segmentation.pixels
     assert labels.shape == volume.shape[1:]
-    assert score(truth.array()[0], labels).f1 >= floor
+    assert score(truth.array()[0], labels).f1 >= min_f1
 
 
-def test_small_nuclei_need_not_be_told(eager: ModelRunner) -> None:
-    """Ten voxels wide, half of what the model is best at, where fewer are found, and less well, as they are sampled."""
+def test_diameter_of_small_nuclei_is_estimated(eager: ModelRunner) -> None:
+    """At ten voxels, half of the model's diameter, fewer nuclei are found without resampling, and less accurately."""
     image, truth = synthesise(np.random.default_rng(3), (32, 64, 64), SMALL)
     volume = Volume.from_array(image[None])
-    found = {}
-    for said in (None, "none", "10px"):
-        result = segment(eager, volume, Options(diameter=None if said is None else parse_diameter(said)))
-        found[said] = score(truth, result.segmentation.pixels)
-        assert result.estimated == (said is None)
-    assert found[None].found == pytest.approx(found["10px"].found, rel=0.05)
-    assert found[None].f1 >= found["10px"].f1 - 0.05
-    assert found[None].found > found["none"].found
-    assert found[None].f1_strict >= found["none"].f1_strict + 0.04
+    scores = {}
+    for diameter in (None, "none", "10px"):
+        result = segment(eager, volume, Options(diameter=None if diameter is None else parse_diameter(diameter)))
+        scores[diameter] = score(truth, result.segmentation.pixels)
+        assert result.estimated == (diameter is None)
+    assert scores[None].found == pytest.approx(scores["10px"].found, rel=0.05)
+    assert scores[None].f1 >= scores["10px"].f1 - 0.05
+    assert scores[None].found > scores["none"].found
+    assert scores[None].f1_strict >= scores["none"].f1_strict + 0.04

@@ -1,4 +1,4 @@
-"""Loading networks: their weights, and weights or windows that do not fit."""
+"""Tests of loading networks, and of weights or windows that do not fit."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from service.models.spec import Architecture, ModelSpec, Weights
 
 WriteModel = Callable[..., ModelSpec]
 
-VAST = {"arguments": {"in_channels": 1, "out_channels": 2, "widths": [2**20, 2**20]}}
+HUGE_ARCHITECTURE = {"arguments": {"in_channels": 1, "out_channels": 2, "widths": [2**20, 2**20]}}
 
 
-def test_loaded_network_is_the_one_that_was_saved(bands: ModelSpec, bands_network: nn.Module) -> None:
+def test_loaded_network_gives_the_scores_of_the_saved_one(bands: ModelSpec, bands_network: nn.Module) -> None:
     network = load_network(bands)
     x = torch.rand(1, 1, *bands.input.roi_size)
     with torch.inference_mode():
         assert torch.equal(network(x), bands_network(x))
 
 
-def test_loaded_network_is_for_inference_in_float32(
+def test_loaded_network_is_in_float32_and_evaluation_mode(
     write_model: WriteModel, random_nuclei_content: dict[str, Any]
 ) -> None:
     halved = build_network(Architecture(**random_nuclei_content["architecture"])).half()
@@ -42,60 +42,60 @@ def test_loaded_network_is_for_inference_in_float32(
     assert set(floating) == {torch.float32}
 
 
-def test_weights_of_another_network_or_without_a_layer_are_refused(random_nuclei: ModelSpec, tmp_path: Path) -> None:
-    elsewhere = random_nuclei.model_copy(update={"folder": tmp_path})
+def test_weights_of_another_network_or_without_a_layer_are_rejected(random_nuclei: ModelSpec, tmp_path: Path) -> None:
+    copied = random_nuclei.model_copy(update={"folder": tmp_path})
     save_file(ShuffleUNet(1, 2, (8, 16)).state_dict(), tmp_path / "weights.safetensors")
     with pytest.raises(BrokenModel, match=r"weights\.safetensors: the weights do not fit ShuffleUNet: .* more\)$"):
-        load_network(elsewhere)
+        load_network(copied)
     state = load_network(random_nuclei).state_dict()
     state.pop("head.bias")
     save_file(state, tmp_path / "weights.safetensors")
     with pytest.raises(BrokenModel, match=r"Missing key.*head\.bias"):
-        load_network(elsewhere)
+        load_network(copied)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", b"\xff" * 64])
-def test_weights_that_are_no_safetensors_are_refused_and_never_unpickled(
+def test_weights_other_than_safetensors_are_rejected_without_unpickling(
     content: bytes, random_nuclei: ModelSpec, tmp_path: Path
 ) -> None:
     (tmp_path / "weights.safetensors").write_bytes(content)
-    stated = Weights(sha256=hashlib.sha256(content).hexdigest())
+    weights = Weights(sha256=hashlib.sha256(content).hexdigest())
     with pytest.raises(BrokenModel, match="the weights do not fit"):
-        load_network(random_nuclei.model_copy(update={"folder": tmp_path, "weights": stated}))
+        load_network(random_nuclei.model_copy(update={"folder": tmp_path, "weights": weights}))
 
 
 @pytest.mark.parametrize(
-    ("key", "changed", "reason"),
+    ("key", "updates", "reason"),
     [
-        ("architecture", VAST, "do not fit ShuffleUNet, which has more numbers"),
+        ("architecture", HUGE_ARCHITECTURE, "do not fit ShuffleUNet, which has more elements"),
         ("input", {"roi_size": (2**12,) * 3}, r"input\.roi_size: a window of shape \(1, 1, 4096, 4096, 4096\) is too"),
-        ("input", {"roi_size": (16, 15, 16)}, r"does not take a window of shape \(1, 1, 16, 15, 16\)"),
+        ("input", {"roi_size": (16, 15, 16)}, r"does not accept a window of shape \(1, 1, 16, 15, 16\)"),
     ],
 )
-def test_a_network_or_window_for_which_there_are_no_weights_or_memory_is_not_made(
-    random_nuclei: ModelSpec, key: str, changed: dict[str, Any], reason: str
+def test_oversized_networks_and_invalid_windows_are_rejected(
+    random_nuclei: ModelSpec, key: str, updates: dict[str, Any], reason: str
 ) -> None:
-    part = getattr(random_nuclei, key).model_copy(update=changed)
+    part = getattr(random_nuclei, key).model_copy(update=updates)
     with pytest.raises(BrokenModel, match=reason):
         load_network(random_nuclei.model_copy(update={key: part}))
 
 
-def test_the_one_window_that_is_computed_while_loading_can_be_watched(random_nuclei: ModelSpec) -> None:
-    seen = []
+def test_forward_pass_during_loading_can_be_measured(random_nuclei: ModelSpec) -> None:
+    calls = []
 
-    def first(network: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        seen.append((tuple(x.shape), activation_bytes(network, tuple(x.shape))))
+    def measure(network: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        calls.append((tuple(x.shape), activation_bytes(network, tuple(x.shape))))
         scores, nbytes = measure_activations(network, x)
-        assert nbytes == seen[-1][1]
+        assert nbytes == calls[-1][1]
         assert torch.equal(scores, compute_scores(network, x))
         return scores
 
-    load_network(random_nuclei, first)
-    assert [shape for shape, _ in seen] == [(1, 1, 16, 16, 16)]
+    load_network(random_nuclei, measure)
+    assert [shape for shape, _ in calls] == [(1, 1, 16, 16, 16)]
 
 
-def test_first_window_tells_which_sequences_are_called_whole(random_nuclei: ModelSpec) -> None:
-    def in_parts(network: nn.Module, window: torch.Tensor) -> torch.Tensor:
+def test_sequences_called_in_parts_are_detected_while_loading(random_nuclei: ModelSpec) -> None:
+    def call_partially(network: nn.Module, window: torch.Tensor) -> torch.Tensor:
         scores = compute_scores(network, window)
         stem = network.get_submodule("stem")
         assert isinstance(stem, nn.Sequential)
@@ -103,20 +103,20 @@ def test_first_window_tells_which_sequences_are_called_whole(random_nuclei: Mode
         return scores
 
     assert is_sequence(load_network(random_nuclei).get_submodule("stem"))
-    network = load_network(random_nuclei, in_parts)
+    network = load_network(random_nuclei, call_partially)
     assert not is_sequence(network.get_submodule("stem"))
     assert is_sequence(network.get_submodule("down.0"))
 
 
-def test_more_stated_outputs_than_scores_are_refused(random_nuclei: ModelSpec) -> None:
+def test_model_file_with_more_outputs_than_scores_is_rejected(random_nuclei: ModelSpec) -> None:
     spec = random_nuclei.model_copy(update={"outputs": ("foreground", "distance", "boundary")})
-    with pytest.raises(BrokenModel, match=r"returned \(1, 2, 16, 16, 16\) where \(1, 3, 16, 16, 16\) was expected"):
+    with pytest.raises(BrokenModel, match=r"returned scores of shape \(1, 2, 16, 16, 16\), not \(1, 3, 16, 16, 16\)"):
         load_network(spec)
 
 
-def test_what_is_no_tensor_is_refused_as_scores(random_nuclei: ModelSpec) -> None:
-    def in_list(network: nn.Module, x: torch.Tensor) -> Any:
+def test_scores_other_than_a_tensor_are_rejected(random_nuclei: ModelSpec) -> None:
+    def compute_list(network: nn.Module, x: torch.Tensor) -> Any:
         return [compute_scores(network, x)]
 
-    with pytest.raises(BrokenModel, match="returned a list where scores were expected"):
-        load_network(random_nuclei, in_list)
+    with pytest.raises(BrokenModel, match="returned a list instead of a tensor"):
+        load_network(random_nuclei, compute_list)

@@ -1,4 +1,4 @@
-"""MONAI's networks, and what is hidden from the import of MONAI."""
+"""Tests of MONAI's networks, and of hiding optional packages while MONAI is imported."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from service.models.spec import Architecture
 
 
 @pytest.mark.parametrize("edges", [(32, 32, 32), (33, 36, 34)])
-def test_basic_unet_is_monais_and_becomes_one_graph(edges):
+def test_basic_unet_matches_monais_and_compiles_to_one_graph(edges):
     arguments = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2, "features": [8] * 6}
-    theirs = BasicUNet(**arguments).eval()
-    ours = build_network(Architecture(name="BasicUNet", arguments=arguments)).eval()
-    ours.load_state_dict(theirs.state_dict())
+    original = BasicUNet(**arguments).eval()
+    network = build_network(Architecture(name="BasicUNet", arguments=arguments)).eval()
+    network.load_state_dict(original.state_dict())
     x = torch.rand(1, 1, *edges)
-    graph = torch.compile(ours, backend="eager", fullgraph=True)
+    graph = torch.compile(network, backend="eager", fullgraph=True)
     with torch.inference_mode():
-        assert torch.equal(graph(x), theirs(x))
+        assert torch.equal(graph(x), original(x))
 
 
-def test_what_monai_does_without_is_hidden_from_its_own_import_alone(tmp_path, monkeypatch):
+def test_packages_are_hidden_only_from_the_importing_thread(tmp_path, monkeypatch):
     (tmp_path / "plotter_of_nothing.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     with monai_architectures.hide_packages(frozenset(["plotter_of_nothing"])):

@@ -1,4 +1,4 @@
-"""Which `nn.Sequential` of a network are sequences, by what is seen of its calls."""
+"""Tests of finding the `nn.Sequential` whose children are only called in order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Owner(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("call", "whole"),
+    ("call", "expected"),
     [
         (lambda owner, x: owner.steps(x), True),
         (lambda owner, x: owner.steps(owner.steps(x)), True),
@@ -32,17 +32,19 @@ class Owner(nn.Module):
         (lambda owner, x: owner.steps[0](x), False),
         (lambda owner, x: x, False),
     ],
-    ids=["whole", "twice", "its shared child too", "its own child too", "its child alone", "never"],
+    ids=["once", "twice", "with its shared child", "with its own child", "only its child", "never"],
 )
-def test_sequence_is_one_whose_children_nobody_else_calls(call: Callable[[Owner, Tensor], Tensor], whole: bool) -> None:
+def test_sequence_is_one_whose_children_are_not_called_elsewhere(
+    call: Callable[[Owner, Tensor], Tensor], expected: bool
+) -> None:
     network = Owner(call)
     assert is_sequence(network.steps)
     with observe_calls(network):
         network(torch.zeros(2))
-    assert is_sequence(network.steps) == whole
+    assert is_sequence(network.steps) == expected
 
 
-def test_sequence_with_a_forward_of_its_own_is_none() -> None:
+def test_subclass_with_its_own_forward_is_not_a_sequence() -> None:
     class Reversed(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             for module in reversed(self):
@@ -52,6 +54,6 @@ def test_sequence_with_a_forward_of_its_own_is_none() -> None:
     assert not is_sequence(Reversed(nn.ReLU()))
 
 
-def test_child_with_two_names_comes_twice() -> None:
+def test_child_with_two_names_is_yielded_twice() -> None:
     layer = nn.ReLU()
     assert list(iter_children(nn.Sequential(layer, layer))) == [("0", layer), ("1", layer)]

@@ -1,4 +1,4 @@
-"""Model folders and the repository: weights, names, and which model answers."""
+"""Tests of model folders and the model repository: weights, names, and the choice of the default model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.core.errors import BrokenModel, ConfigError, UnknownModel
 from service.models.repository import read_repository, read_spec, select_model
 
 
-def test_other_weights_than_the_stated_ones_are_refused_with_both_hashes(tmp_path: Path) -> None:
+def test_error_for_changed_weights_contains_both_hashes(tmp_path: Path) -> None:
     other = WEIGHTS[:-1] + b"?"
     with pytest.raises(BrokenModel) as caught:
         read_spec(write_folder(tmp_path, weights=other))
@@ -21,35 +21,35 @@ def test_other_weights_than_the_stated_ones_are_refused_with_both_hashes(tmp_pat
         assert part in str(caught.value)
 
 
-def test_missing_weights_are_refused_by_name(tmp_path: Path) -> None:
+def test_error_for_missing_weights_contains_the_file_name(tmp_path: Path) -> None:
     with pytest.raises(BrokenModel, match=r"weights\.safetensors: the weights cannot be read: No such file"):
         read_spec(write_folder(tmp_path, weights=None))
 
 
-def test_weights_that_never_end_are_not_waited_for(tmp_path: Path) -> None:
+def test_weights_that_are_not_a_regular_file_are_rejected(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, weights=None)
     os.mkfifo(folder / "weights.safetensors")
-    with pytest.raises(BrokenModel, match="no regular file"):
+    with pytest.raises(BrokenModel, match="not a regular file"):
         read_spec(folder)
     (folder / "weights.safetensors").unlink()
     (folder / "weights.safetensors").symlink_to("/dev/zero")
-    with pytest.raises(BrokenModel, match="no regular file"):
+    with pytest.raises(BrokenModel, match="not a regular file"):
         read_spec(folder)
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "", "name: {"])
-def test_file_that_is_no_mapping_is_refused(text: str, tmp_path: Path) -> None:
+def test_model_file_that_is_not_a_mapping_is_rejected(text: str, tmp_path: Path) -> None:
     (tmp_path / "model.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(BrokenModel, match=r"model\.yaml: "):
         read_spec(tmp_path)
 
 
-def test_keys_that_are_no_words_are_refused(tmp_path: Path) -> None:
+def test_keys_that_are_not_strings_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(BrokenModel, match="Keys should be strings"):
         read_spec(write_folder(tmp_path, {**INSTANCES, 1: 2}))
 
 
-def test_repository_holds_every_model_by_name(tmp_path: Path) -> None:
+def test_repository_contains_every_model_by_name(tmp_path: Path) -> None:
     for name in ("zebra", "ants"):
         write_folder(tmp_path / name, changed("name", name))
     (tmp_path / "notes").mkdir()
@@ -58,7 +58,7 @@ def test_repository_holds_every_model_by_name(tmp_path: Path) -> None:
     assert list(read_repository(tmp_path, ("zebra",))) == ["zebra"]
 
 
-def test_broken_neighbour_hurts_only_those_who_serve_it(tmp_path: Path) -> None:
+def test_broken_model_does_not_affect_other_models(tmp_path: Path) -> None:
     write_folder(tmp_path / "cells")
     write_folder(tmp_path / "broken", changed("name", "broken"), weights=b"")
     assert list(read_repository(tmp_path, ("cells",))) == ["cells"]
@@ -66,34 +66,34 @@ def test_broken_neighbour_hurts_only_those_who_serve_it(tmp_path: Path) -> None:
         read_repository(tmp_path)
 
 
-def test_name_that_two_folders_claim_is_refused(tmp_path: Path) -> None:
+def test_duplicate_model_name_is_rejected(tmp_path: Path) -> None:
     write_folder(tmp_path / "first")
     write_folder(tmp_path / "second")
-    with pytest.raises(BrokenModel, match=r"second: the name 'cells' is taken by .*first"):
+    with pytest.raises(BrokenModel, match=r"second: the name 'cells' is already used by .*first"):
         read_repository(tmp_path)
 
 
-def test_repository_without_models_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no \*/model\.yaml; name the folder .* models\.folder"):
+def test_repository_without_models_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"contains no \*/model\.yaml; set .* models\.folder"):
         read_repository(tmp_path)
-    with pytest.raises(ConfigError, match=r"is not a folder; name the folder .* --models"):
+    with pytest.raises(ConfigError, match=r"is not a folder; set --models"):
         read_repository(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"repository nowhere is not a folder of the working directory; name"):
+    with pytest.raises(ConfigError, match=r"repository nowhere is not a folder in the working directory; set"):
         read_repository(Path("nowhere"))
     write_folder(tmp_path / "first")
-    with pytest.raises(ConfigError, match=rf"first is a model; name the folder that holds it, {tmp_path}\.$"):
+    with pytest.raises(
+        ConfigError, match=rf"first is a single model; specify the folder that contains it, {tmp_path}\.$"
+    ):
         read_repository(tmp_path / "first")
 
 
-def test_without_a_folder_the_bundled_models_are_read_from_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bundled_models_are_used_if_no_folder_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert list(read_repository(None)) == ["embryos", "membranes", "nuclei", "tissue"]
     assert list(read_repository(None, ("tissue",))) == ["tissue"]
 
 
-def test_model_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+def test_error_for_a_missing_model_contains_its_name(tmp_path: Path) -> None:
     write_folder(tmp_path / "cells")
     with pytest.raises(BrokenModel, match=r"plants.model\.yaml: cannot be read"):
         read_repository(tmp_path, ("plants",))
@@ -109,12 +109,12 @@ def test_model_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
         ("cells plants", "", None, "cells"),
     ],
 )
-def test_model_is_chosen_by_name_then_by_default_then_nuclei_or_the_first(
+def test_model_is_selected_by_name_then_by_default_then_nuclei_or_the_first(
     served: str, name: str | None, default: str | None, chosen: str
 ) -> None:
     assert select_model({each: each for each in served.split()}, name, default) == chosen
 
 
-def test_choice_that_is_not_there_is_refused_with_those_that_are() -> None:
-    with pytest.raises(UnknownModel, match="no model 'livers'; served are: nuclei, cells"):
+def test_error_for_an_unknown_model_lists_the_available_ones() -> None:
+    with pytest.raises(UnknownModel, match="no model 'livers'; the available models are: nuclei, cells"):
         select_model({"nuclei": 1, "cells": 2}, "livers", None)

@@ -1,4 +1,4 @@
-"""Keys of model files: what is read, and what is refused with the name of the fault."""
+"""Tests of reading model files, and of errors that contain the invalid key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.models.repository import read_spec
 from service.models.spec import Instances, ModelSpec, Sample
 
 
-def test_spec_says_what_the_file_says(tmp_path: Path) -> None:
+def test_spec_contains_the_keys_of_the_file(tmp_path: Path) -> None:
     sample = {"input": "stack.tif", "expected": "labels.tif"}
     spec = read_spec(write_folder(tmp_path / "cells", changed("sample", sample)))
     assert spec.sample == Sample(**sample)
@@ -32,20 +32,20 @@ def test_spec_says_what_the_file_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "key", ["verison", "weights.sha1", "input.roi", "input.normalisation.percentiles", "decoding.treshold", "code"]
 )
-def test_misspelt_key_is_refused_by_name(key: str, tmp_path: Path) -> None:
+def test_error_for_an_unknown_key_contains_its_name(key: str, tmp_path: Path) -> None:
     with pytest.raises(BrokenModel, match=rf"model\.yaml: .*{key.rpartition('.')[2]}: Extra inputs"):
         read_spec(write_folder(tmp_path, changed(key, 1)))
 
 
 @pytest.mark.parametrize("key", [key for key in INSTANCES if key != "decoding"])
-def test_missing_key_is_refused_by_name(key: str, tmp_path: Path) -> None:
+def test_error_for_a_missing_key_contains_its_name(key: str, tmp_path: Path) -> None:
     content = {name: value for name, value in INSTANCES.items() if name != key}
-    with pytest.raises(BrokenModel, match=rf"{key}: (Field required|safetensors need one)"):
+    with pytest.raises(BrokenModel, match=rf"{key}: (Field required|required for safetensors)"):
         read_spec(write_folder(tmp_path, content))
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "fault"),
+    ("key", "value", "problem"),
     [
         ("format", 2, "format: "),
         ("name", "Nuclei", "name: "),
@@ -66,7 +66,7 @@ def test_missing_key_is_refused_by_name(key: str, tmp_path: Path) -> None:
         ("outputs", ["foreground\n", "distance"], "outputs.0: "),
         ("input.channel_names", ["nuclei", "\x01"], "input.channel_names.1: "),
         ("outputs", [], "outputs: "),
-        ("outputs", ["distance", "distance"], "a name of its own"),
+        ("outputs", ["distance", "distance"], "the names of outputs must be unique"),
         ("outputs", ["inside", "distance"], "no output named 'foreground'"),
         ("decoding.foreground", "nucleus", "no output named 'nucleus'"),
         ("decoding.threshold", 1.0, "decoding.instances.threshold"),
@@ -74,10 +74,10 @@ def test_missing_key_is_refused_by_name(key: str, tmp_path: Path) -> None:
         ("activation", "relu", "activation: "),
     ],
 )
-def test_contradiction_is_refused_with_its_key(key: str, value: Any, fault: str, tmp_path: Path) -> None:
+def test_error_for_an_invalid_value_contains_its_key(key: str, value: Any, problem: str, tmp_path: Path) -> None:
     with pytest.raises(BrokenModel) as caught:
         read_spec(write_folder(tmp_path, changed(key, value)))
-    assert fault in str(caught.value)
+    assert problem in str(caught.value)
     assert "model.yaml" in str(caught.value)
 
 
@@ -85,7 +85,7 @@ folder_parts = st.text(st.characters(exclude_characters="/\0", exclude_categorie
 
 
 @given(st.one_of(st.tuples(folder_parts, folder_parts).map("/".join), st.sampled_from(["", ".", ".."])))
-def test_files_outside_the_folder_cannot_be_named(file: str) -> None:
+def test_files_outside_of_the_model_folder_are_rejected(file: str) -> None:
     for key in ("weights.file", "sample.input", "sample.expected"):
         with pytest.raises(ValidationError, match="must be a plain file name inside the model folder"):
             ModelSpec.model_validate(changed(key, file) | {"folder": Path()})

@@ -1,1 +1,1 @@
-"""torch.compile."""
+"""The engine based on torch.compile."""

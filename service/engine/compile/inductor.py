@@ -1,4 +1,4 @@
-"""Compiling with inductor; importing this module imports torch's compiler, which takes seconds."""
+"""Compilation with inductor. Importing this module imports torch's compiler, which takes seconds."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torch.nn import functional
 from service.core.errors import BadParameter
 from service.models.network import Network
 
-# All modules are entered through the same function, of which torch would compile eight variants and no more.
+# Every module is compiled through the same entry function, and by default torch compiles only eight variants of it.
 dynamo.recompile_limit = 1024
 dynamo.accumulated_recompile_limit = 1024
 
 
 def compile_unfrozen(module: nn.Module, mode: str) -> Network:
-    """Compile `module` with its weights as inputs of the graph, so that inductor's cache keeps it between starts."""
+    """Compile `module` with its weights as graph inputs, so that inductor can reuse cached code after a restart."""
     options = dict(list_mode_options(mode))
     compiled: Network = torch.compile(_make_entry(module), fullgraph=True, dynamic=False, options=options)
     return compiled
@@ -35,24 +35,27 @@ def compile_unfrozen(module: nn.Module, mode: str) -> Network:
 class FrozenNetwork:
     """A module on the CPU, compiled at its first call, with its weights as constants of the graph.
 
-    The compiled graph is called without torch.compile's guards: they would hold it to the number of threads that it was
-    compiled with, while several callers share the cores, and one that is alone has them all.
+    The compiled graph is called without torch.compile's guards, because they fix the number of threads at that of the
+    compilation. Here the number of threads of a caller depends on how many callers share the cores.
     """
 
     def __init__(self, module: nn.Module, mode: str) -> None:
         self._module = module
-        # Loops are divided among the threads that the caller has, instead of those at compilation.
+        # Divide loops among the threads of the caller instead of the threads at compilation.
         self._options = dict(list_mode_options(mode)) | {"cpp.dynamic_threads": True}
         self._compiled: tuple[Network, torch.Size, tuple[int, ...]] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[B, C, z, y, x] -> [B, K, z, y, x]. Raises BadParameter for another shape or layout than the first call's."""
+        """Compute scores [B, K, z, y, x] of a batch [B, C, z, y, x].
+
+        Raises BadParameter if the shape or the strides differ from those of the first call.
+        """
         if self._compiled is None:
             self._compiled = self._compile(x), x.shape, x.stride()
         network, shape, stride = self._compiled
         if x.shape != shape or x.stride() != stride:
-            want, have = f"{tuple(shape)} in strides of {stride}", f"{tuple(x.shape)} in strides of {x.stride()}"
-            raise BadParameter(f"This network was compiled for {want}, and cannot run {have}.")
+            want, have = f"{tuple(shape)} with strides {stride}", f"{tuple(x.shape)} with strides {x.stride()}"
+            raise BadParameter(f"This network was compiled for batches of shape {want}, not {have}.")
         return network(x)
 
     def _compile(self, x: Tensor) -> Network:
@@ -64,22 +67,22 @@ class FrozenNetwork:
             return run
 
         compiled: Network = torch.compile(_make_entry(self._module), backend=backend, fullgraph=True, dynamic=False)
-        # Freezing must be on while the module is traced already: as an option of torch.compile it comes too late, and
-        # silently does nothing.
+        # Freezing must be enabled before the module is traced. As an option of torch.compile it is applied too late and
+        # silently ignored.
         with inductor.patch(self._options | {"freezing": True}):
             compiled(x)
-        # torch keeps every backend for good, and with it whatever this list holds.
+        # torch never releases a backend, so everything left in this list would stay in memory.
         run, inputs = graphs.pop()
         if graphs or inputs != 1:
-            raise RuntimeError("weights could not be made constants of the compiled graph")
+            raise RuntimeError("torch.compile could not turn the weights into constants of one graph")
         return lambda batch: run(batch)[0]
 
 
 def _make_entry(module: nn.Module) -> Network:
-    """Return a function that calls `module`, with code and globals of its own.
+    """Return a function that calls `module`, with its own code object and globals.
 
-    torch keeps compiled code, weights included, for as long as the code object that it compiled. The module's own
-    forward lives for ever; this function's code goes with the network.
+    torch keeps compiled code and its weights as long as the code object that it compiled. The code of the module's
+    `forward` is never released, but the code of this function is released with the network.
     """
 
     def enter(x: Tensor) -> Tensor:
@@ -94,8 +97,8 @@ def _make_entry(module: nn.Module) -> Network:
 def _keep_nan(graph: GraphModule) -> GraphModule:
     """Replace every ReLU of the graph by a maximum with 0, in place.
 
-    Inductor fuses a ReLU with the convolution before it, and oneDNN's fused ReLU turns NaN into 0: scores that are not
-    finite would go unnoticed. A maximum is not fused and propagates NaN.
+    Inductor fuses a ReLU with the preceding convolution, and oneDNN's fused ReLU turns NaN into 0, which would hide
+    non-finite scores. A maximum is not fused and propagates NaN.
     """
     functions = {torch.relu, torch.relu_, functional.relu, functional.relu_}
     for node in graph.graph.nodes:

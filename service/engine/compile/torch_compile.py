@@ -1,4 +1,4 @@
-"""torch.compile with inductor, for one static shape; and what it leaves in the process: counters and generated code."""
+"""The torch.compile engine for one static shape, and the compiler's process-wide state: counters and generated code."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from service.models.network import Network
 class TorchCompileBackend(Backend):
     """torch.compile of the whole network."""
 
-    # On the CPU inductor lays convolutions out by itself, and the input's format matters little.
+    # On the CPU inductor chooses the layout of convolutions itself, so the format of the input hardly matters.
     memory_formats: ClassVar = {"cpu": ("channels_last_3d",), "cuda": ANY_FORMAT}
 
     def compile_modes(self, settings: EngineSettings, device: torch.device) -> tuple[str | None, ...]:
-        """Return what is set; for `auto`, modes with CUDA graphs on a GPU, where launches cost, else the default."""
+        """Return the modes to try. `auto` means modes with CUDA graphs on a GPU, and the default mode on a CPU."""
         if settings.compile_mode != "auto":
             return (settings.compile_mode,)
         if device.type != "cuda":
@@ -39,25 +39,26 @@ class TorchCompileBackend(Backend):
 
 
 def explain_missing_compiler() -> str | None:
-    """Return what torch.compile lacks on a CPU, where it writes C++; None where it has it."""
+    """Return what torch.compile needs to generate C++ for a CPU and is missing, or None."""
     compiler = (os.environ.get("CXX") or "g++").split()[0]
     if shutil.which(compiler) is None:
-        return f"compiling for a CPU needs a C++ compiler, and there is no {compiler}; install g++, or set CXX"
+        return f"torch.compile on a CPU needs a C++ compiler, but {compiler} was not found; install g++ or set CXX"
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.exists():
-        return f"compiling for a CPU needs Python's headers, and there is no {header}; install them (python3-dev)"
+        return f"torch.compile on a CPU needs Python's headers, but {header} does not exist; install python3-dev"
     return None
 
 
 def compile_module(module: nn.Module, mode: str, *, freeze: bool) -> Network:
-    """Compile for static shapes; the work happens at the first call, whose errors are RuntimeErrors or OSErrors.
+    """Compile for static shapes. The first call does the work and raises RuntimeError or OSError if it fails.
 
-    A module that does not become one graph is such an error too: its pieces would run eagerly and be called compiled.
+    A module that cannot be compiled to a single graph is an error, because parts of it would run eagerly unnoticed.
 
-    mode    of torch.compile: default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
-    freeze  makes weights constants: convolutions are repacked for the CPU's kernels once, and fused with what follows
+    mode    mode of torch.compile: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs
+    freeze  whether weights become constants, so that convolutions are repacked for the CPU only once, and fused with
+            the layers after them
     """
-    from service.engine.compile import inductor  # noqa: PLC0415 - seconds, of each start of a service that compiles nothing
+    from service.engine.compile import inductor  # noqa: PLC0415 - takes seconds, and many services never compile
 
     if freeze:
         return inductor.FrozenNetwork(module, mode)
@@ -65,19 +66,19 @@ def compile_module(module: nn.Module, mode: str, *, freeze: bool) -> Network:
 
 
 def count_graphs() -> int:
-    """Return how many graphs this process has compiled; while it serves, a further one is a recompilation."""
-    # Nothing is compiled before this is imported, which may be about to happen.
+    """Return how many graphs this process has compiled. While serving, each additional graph is a recompilation."""
+    # Nothing has been compiled before torch._dynamo is imported. The import may still be in progress.
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
     return 0 if counters is None else int(counters["stats"]["unique_graphs"])
 
 
 class LoadingLock:
-    """A lock under which one model is loaded at a time; it counts graphs that are compiled while nobody holds it."""
+    """A lock that lets only one model load at a time, and counts the graphs compiled while no model is loading."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._graphs_before: int | None = None
-        # Graphs that this process compiled before it served are no recompilations.
+        # Graphs compiled before serving began do not count as recompilations.
         self._expected = count_graphs()
 
     def __enter__(self) -> None:
@@ -91,16 +92,16 @@ class LoadingLock:
 
     @property
     def recompilations(self) -> int:
-        """Graphs that were compiled while nothing was loaded."""
+        """Number of graphs that were compiled while no model was loading."""
         before = self._graphs_before
         return (count_graphs() if before is None else before) - self._expected
 
 
 def drop_generated_code() -> None:
-    """Let generated code go with the networks that call it; with it go the weights that were frozen into it.
+    """Drop inductor's references to generated code, so that it is freed together with the networks that use it.
 
-    Inductor keeps every module that it has generated, in a list of its own and in `sys.modules`. The functions of
-    those that are still in use hold what they need.
+    Frozen weights are part of that code. Inductor keeps every generated module in its own list and in `sys.modules`.
+    Modules still in use stay alive through the functions that the networks hold.
     """
     cache = getattr(sys.modules.get("torch._inductor.codecache"), "PyCodeCache", None)
     if cache is None:
@@ -111,6 +112,6 @@ def drop_generated_code() -> None:
 
 
 def set_cache_folder(folder: Path) -> None:
-    """Keep compiled kernels in `folder`, so that the next start of the same model finds them."""
+    """Store compiled kernels in `folder`, so that later starts with the same model reuse them."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder.resolve())

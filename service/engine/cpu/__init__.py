@@ -1,1 +1,1 @@
-"""Our own engine for CPUs: Winograd convolutions, norms and shuffles in C++, and a forward captured as one call."""
+"""StackSeg's own CPU engine: C++ kernels for convolutions, norms and shuffles, and graph capture of a forward pass."""

@@ -1,4 +1,4 @@
-"""The `winograd` engine: our own CPU kernels, and one call for a whole forward."""
+"""The `winograd` engine, which runs a whole forward pass on the CPU as one call of C++ kernels."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from service.models.network import Network
 
 
 class WinogradBackend(Backend):
-    """3x3x3 convolutions by Winograd's algorithm, all other layers as kernels of ours or of oneDNN.
+    """3x3x3 convolutions by Winograd's algorithm, and all other layers by StackSeg's or oneDNN's kernels.
 
-    With a compile mode torch.compile runs the other layers instead. That is faster for few networks in float32, for
-    others packed weights and norms of one pass make up for what it fuses, and it costs each start 10 s of CPU time.
+    With a compile mode, torch.compile runs the other layers instead. This is faster only for a few networks in float32
+    and costs 10 s of CPU time at each start. For most networks, packed weights and single-pass norms gain as much as
+    the compiler's fusions.
     """
 
     memory_formats: ClassVar = {"cpu": ("channels_last_3d",)}
     precisions = ("bf16", "fp32")
-    varying_batch = True
+    accepts_smaller_batches = True
 
     def explain_missing(self) -> str | None:
         return winograd.KERNELS.problem
@@ -43,23 +44,23 @@ class WinogradBackend(Backend):
     def build(self, module: nn.Module, example: Tensor, config: EngineConfig, settings: EngineSettings, /) -> Network:
         if config.compile_mode is not None:
             return TorchCompileBackend().build(module, example, config, settings)
-        # Blending widens scores where it reads them: a float32 copy of them would be written and read for nothing.
+        # Blending converts scores to float32 when it reads them, so a float32 copy would waste memory bandwidth.
         network = module.network if isinstance(module, Float32Scores) else module
-        return capture(onednn.pack(network, gives_scores=True), example)
+        return capture(onednn.pack(network, returns_scores=True), example)
 
 
 class CpuBuild:
-    """First calls and memory of a network on a CPU; a `DeviceBuild`."""
+    """The `DeviceBuild` of CPUs."""
 
     def warm_up(self, network: Network, example: Tensor) -> bool:
-        """Make the first calls, and return whether every call gives scores in memory of their own."""
+        """Run the warm-up calls, and return whether every call returns scores in newly allocated memory."""
         tensors = [example, *(network(example) for _ in range(WARM_UP_CALLS))]
         return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
 
-    def count_kept_bytes(self, network: Network, streams: int) -> int:
-        """Return the bytes that all streams keep between calls."""
+    def count_buffer_bytes(self, network: Network, streams: int) -> int:
+        """Return the bytes that all streams together hold between calls."""
         return streams * network.nbytes if isinstance(network, CpuGraph) else 0
 
     def count_score_bytes(self, network: Network) -> int | None:
-        """Return the bytes of one window's scores, where a forward allocates nothing else; None where it does."""
+        """Return the bytes of one window's scores if a forward pass allocates nothing else, otherwise None."""
         return network.score_bytes if isinstance(network, CpuGraph) else None

@@ -1,4 +1,4 @@
-// Replay of a captured forward: kernels that are called in turn, without returning to Python between them.
+// Replay of a captured forward pass: calls kernels one after the other, without returning to Python in between.
 
 #include <cstddef>
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int64_t MAX_TENSORS = 8; // of a kernel
+constexpr int64_t MAX_TENSORS = 8; // per kernel
 
 typedef int (*Kernel)(void *const *tensors, const int64_t *sizes, const double *reals, int threads);
 
@@ -22,7 +22,7 @@ template <class T> void add(const T *a, const T *b, T *y, int64_t count, int thr
 extern "C" {
 
 // tensors  a, b -> a + b, in the same order
-// sizes    elements, whether bfloat16, which otherwise is float32
+// sizes    number of elements, 1 for bfloat16 or 0 for float32
 // Always returns 0.
 int stackseg_add(void *const *tensors, const int64_t *sizes, const double *, int threads) {
   if (sizes[1])
@@ -34,10 +34,10 @@ int stackseg_add(void *const *tensors, const int64_t *sizes, const double *, int
   return 0;
 }
 
-// calls  of each kernel call: the function's address; the numbers of its tensors, sizes and reals; of each tensor its
-//        place and its offset there in bytes; sizes; reals
-// places the address of each place; the first is null, for tensors with an address of their own
-// Returns the first status that is not 0, or 0.
+// calls  for each kernel call: the address of the function; the numbers of tensors, sizes and reals; the place of each
+//        tensor and its offset there in bytes; the sizes; the reals
+// places base address of each place; the first is null, for tensors at a fixed address
+// Returns the first nonzero status, or 0.
 int stackseg_replay(const int64_t *calls, int64_t count, void *const *places, int threads) {
   for (; count > 0; --count) {
     const Kernel kernel = reinterpret_cast<Kernel>(calls[0]);

@@ -1,4 +1,4 @@
-// Division of matrix products into tiles whose sums fit into registers, and activations.
+// Division of matrix products into tiles whose sums fit in registers, and activations.
 
 #pragma once
 
@@ -10,7 +10,7 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
-constexpr int ROWS = 24; // vectors of sums in a register tile, beside those of weights and one of an input
+constexpr int ROWS = 24; // vectors of sums in a register tile; the other registers hold weights and one input
 #elif defined(__AVX2__)
 constexpr int LANES = 8;
 constexpr int ROWS = 12;
@@ -19,16 +19,16 @@ constexpr int LANES = 4;
 constexpr int ROWS = 12;
 #endif
 
-// Returns the number of vectors that hold so many columns.
+// Returns the number of vectors needed to hold the columns.
 inline int64_t whole_vectors(int64_t columns) { return (columns + LANES - 1) / LANES; }
 
-// Returns the width in vectors of the next block of columns, where `left` vectors are left: a good width for a tile.
+// Returns the width in vectors of the next block of columns, a good width for a tile, if `left` vectors are left.
 inline int next_columns(int64_t left) { return left == 3 || left == 5 ? 3 : left == 1 ? 1 : 2; }
 
-// Returns the number of rows of a register tile of that width.
+// Returns the number of rows of a register tile of this width.
 constexpr int64_t tile_rows(int vectors) { return ROWS / std::max(vectors, 2); }
 
-// Calls f with a number from 1 to MOST as a constant.
+// Calls f with a number from 1 to MOST as a compile-time constant.
 template <int MOST, class F> inline void with_constant(int64_t number, F f) {
   if constexpr (MOST > 0) {
     if (number == MOST)
@@ -38,8 +38,8 @@ template <int MOST, class F> inline void with_constant(int64_t number, F f) {
   }
 }
 
-// Calls f with the height of each register tile, as a constant, and its first row. Tiles are all about equally high,
-// because one of one or two rows takes as long as one of four.
+// Calls f with the height of each register tile, as a compile-time constant, and its first row. All tiles have about the
+// same height, because a tile of one or two rows takes as long as one of four rows.
 template <int V, class F> inline void each_tile(int64_t rows, F f) {
   int64_t first = 0;
   for (int64_t left = (rows + tile_rows(V) - 1) / tile_rows(V); left > 0; --left) {
@@ -49,7 +49,7 @@ template <int V, class F> inline void each_tile(int64_t rows, F f) {
   }
 }
 
-// Activations. Comparisons are written so that NaN stays NaN: scores that are not finite must stay visible.
+// Activations. Comparisons are written such that NaN stays NaN, because non-finite scores must remain detectable.
 struct Keep {
   template <class V> V operator()(V value) const { return value; }
 };

@@ -1,10 +1,10 @@
-"""The forward of a network on a CPU, captured once and replayed as one call, like a CUDA graph.
+"""The forward pass of a network on a CPU, captured once and replayed as one call, like a CUDA graph.
 
-Each kernel call from Python allocates memory, and waits for the interpreter's lock where other threads want it: for a
-model of some forty layers capturing saves a fifth of the CPU time. A graph is captured while the module runs once. Our
-kernels report their arguments; ATen's operators may be nothing but views, empty tensors, sums of two, and constants.
-Intermediate tensors share an arena, where each has its place from its first write to its last read, so that memory is
-written again while it still is in the caches.
+Each kernel call from Python allocates memory and waits for the global interpreter lock if other threads need it. For a
+model of about forty layers, capturing saves a fifth of the CPU time. A graph is captured while the module runs once.
+StackSeg's kernels report their arguments. Of ATen's operators, only views, empty tensors, sums of two tensors, and
+constants are allowed. Intermediate tensors share an arena, in which each tensor occupies memory only from its first
+write to its last read, so that memory is reused while it is still in the caches.
 """
 
 from __future__ import annotations
@@ -24,57 +24,57 @@ from torch.utils._pytree import tree_leaves
 
 from service.core.buffers import ALIGNMENT, BufferPool
 from service.engine.cpu import strided_conv
-from service.engine.cpu.kernel_call import DTYPES, NO_MEMORY, KernelCall, Kernels, observe_calls
+from service.engine.cpu.kernel_call import DTYPES, OUT_OF_MEMORY_MESSAGE, KernelCall, Kernels, observe_calls
 from service.models.network import Network
 
-# Most memory that is kept for later scores.
-IDLE_BYTES = 2**24
+# Largest memory of unused score buffers that is kept for later calls.
+MAX_IDLE_SCORE_BYTES = 2**24
 
-# Places of tensors: at an address of their own for good, in the batch, in the scores, or in the arena.
+# Where the memory of a tensor is: at a fixed address, in the batch, in the scores, or in the arena.
 FIXED, BATCH, SCORES, ARENA = range(4)
 
 KERNELS = Kernels(["stackseg_add"], [("stackseg_replay", "pqpi", "i")])
 
 _ATEN = torch.ops.aten
-EMPTY = {
+ALLOCATION_OPERATORS = {
     *(_ATEN.empty.memory_format, _ATEN.empty_strided.default, _ATEN.empty_like.default),
     *(_ATEN.new_empty.default, _ATEN.new_empty_strided.default),
 }
-SUMS = {_ATEN.add.Tensor, _ATEN.add_.Tensor}
+ADD_OPERATORS = {_ATEN.add.Tensor, _ATEN.add_.Tensor}
 
-# Values that leave torch by these functions can change the forward unseen by ATen.
-LEAVES_TORCH: set[Any] = {Tensor.numpy, Tensor.tolist}
+# Functions that give Python access to the values of a tensor. Results computed from these are invisible to ATen.
+VALUE_READING_FUNCTIONS: set[Any] = {Tensor.numpy, Tensor.tolist}
 
 log = logging.getLogger(__name__)
 
 
-class NotCapturable(Exception):
-    """An operation of the network that cannot be replayed."""
+class CaptureError(Exception):
+    """The network contains an operation that cannot be replayed."""
 
 
 class CpuGraph:
-    """`module`, captured for batches like `example` [B, C, z, y, x] and for fewer windows; its scores stay the same.
+    """A module captured for batches like `example` [B, C, z, y, x] and for smaller batches, with unchanged scores.
 
-    Other batches go through the module. Several threads may call it at the same time; each has an arena of its own.
+    All other batches are passed to the module itself. Several threads may call it concurrently; each has its own arena.
 
-    Raises NotCapturable where the module cannot be captured, OSError where the kernels are missing.
+    Raises CaptureError if the module cannot be captured, OSError if the kernels are missing.
     """
 
     def __init__(self, module: nn.Module, example: Tensor) -> None:
         KERNELS.require()
         self._module = module
         batch = _randomize_like(example, 0)
-        beginnings = [batch[:length] for length in range(1, len(batch) + 1)]
-        self._graphs = {each.shape: capture_graph(module, each) for each in beginnings}
+        smaller_batches = [batch[:length] for length in range(1, len(batch) + 1)]
+        self._graphs = {each.shape: capture_graph(module, each) for each in smaller_batches}
         self._like = (batch.dtype, batch.stride())
         self.nbytes = max(graph.arena for graph in self._graphs.values())
         self.score_bytes = self._graphs[batch[:1].shape].nbytes
-        most = max(graph.nbytes for graph in self._graphs.values())
-        self._scores = BufferPool(most, IDLE_BYTES // most)
+        largest = max(graph.nbytes for graph in self._graphs.values())
+        self._scores = BufferPool(largest, MAX_IDLE_SCORE_BYTES // largest)
         self._local = threading.local()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[B, C, z, y, x] -> [B, K, z, y, x] in memory that later calls do not write."""
+        """Compute scores [B, K, z, y, x] of a batch [B, C, z, y, x]. Later calls do not overwrite them."""
         graph = self._graphs.get(x.shape)
         if graph is None or (x.dtype, x.stride()) != self._like:
             scores: Tensor = self._module(x)
@@ -86,22 +86,22 @@ class CpuGraph:
 
 
 class Arena:
-    """Memory of `nbytes` bytes for intermediate tensors, for one thread at a time."""
+    """A memory block of `nbytes` bytes for intermediate tensors, used by one thread at a time."""
 
     def __init__(self, nbytes: int) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8)
-        # Addresses by place, for the kernel: none for fixed tensors; each forward sets those of batch and scores.
+        # Base addresses for the kernel: null for fixed tensors; each forward pass sets those of batch and scores.
         self.places = (ctypes.c_void_p * 4)(None, None, None, self.memory.data_ptr())
 
 
 class CapturedGraph:
-    """Kernel calls from a batch to its scores.
+    """The recorded kernel calls that compute the scores of a batch.
 
-    numbers  the calls as `cpu_graph.cpp` reads them
+    numbers  the calls in the encoding of `cpu_graph.cpp`
     calls    number of calls
-    arena    bytes of intermediate tensors
-    like     scores, for their shape, strides and dtype
-    fixed    tensors whose addresses are among the numbers, kept alive
+    arena    bytes of memory for intermediate tensors
+    like     scores tensor from which shape, strides and dtype are taken
+    fixed    tensors whose addresses are among the numbers, referenced to keep them alive
     """
 
     def __init__(self, numbers: Sequence[int], calls: int, arena: int, like: Tensor, fixed: Sequence[Tensor]) -> None:
@@ -112,56 +112,56 @@ class CapturedGraph:
         self._fixed = tuple(fixed)
 
     def replay(self, x: Tensor, arena: Arena, pool: BufferPool) -> Tensor:
-        """Return the scores of `x`, in memory of the pool. Raises MemoryError."""
+        """Return the scores of `x`, in memory from the pool. Raises MemoryError."""
         scores = torch.from_numpy(pool.take()).view(self._dtype).as_strided(self._shape, self._strides)
         places = arena.places
         places[BATCH], places[SCORES] = x.data_ptr(), scores.data_ptr()
         if KERNELS.call("stackseg_replay", self._numbers, self.calls, places, torch.get_num_threads()):
-            raise MemoryError(NO_MEMORY)
+            raise MemoryError(OUT_OF_MEMORY_MESSAGE)
         return scores
 
 
 def capture(module: nn.Module, example: Tensor) -> Network:
-    """Return `module` captured for batches like `example`, or the module itself where it cannot be captured."""
+    """Return `module` captured for batches like `example`, or the module itself if it cannot be captured."""
     try:
         return CpuGraph(module, example)
-    except (NotCapturable, RuntimeError) as reason:
-        # TorchScript turns every error into a RuntimeError. A module that does not run at all will raise its own later.
-        log.debug("The network runs layer by layer: %s", reason)
+    except (CaptureError, RuntimeError) as reason:
+        # TorchScript turns every error into a RuntimeError. A module that cannot run at all raises its own error later.
+        log.debug("The network cannot be captured and runs layer by layer: %s", reason)
         return module
 
 
 def capture_graph(module: nn.Module, x: Tensor) -> CapturedGraph:
-    """Capture the forward of `module` for batches like `x`. Raises NotCapturable."""
+    """Capture the forward pass of `module` for batches like `x`. Raises CaptureError."""
     recorder = _Recorder(x)
-    with _RejectLeavingTorch(), recorder, observe_calls(recorder.add_call):
+    with _ValueReadingGuard(), recorder, observe_calls(recorder.add_call):
         scores = module(x)
     graph = recorder.make_graph(scores)
-    # Checked with another batch: the scores may depend on this one in a way that was not seen.
+    # Check with another batch: the scores may depend on this one in a way that the recorder cannot see.
     other = _randomize_like(x, 1)
     if not torch.equal(graph.replay(other, Arena(graph.arena), BufferPool(graph.nbytes, 0)), module(other)):
-        raise NotCapturable("other scores come of the steps that were seen")
+        raise CaptureError("replaying the recorded calls gives different scores")
     return graph
 
 
 def _randomize_like(batch: Tensor, seed: int) -> Tensor:
-    """Return a batch of the same shape and layout, of random numbers from 0 to 1."""
+    """Return a batch of the same shape and layout, filled with random numbers between 0 and 1."""
     return torch.empty_like(batch).uniform_(generator=torch.Generator().manual_seed(seed))
 
 
-class _RejectLeavingTorch(TorchFunctionMode):
-    """A mode that raises NotCapturable where values leave torch."""
+class _ValueReadingGuard(TorchFunctionMode):
+    """A mode that raises CaptureError if Python code reads the values of a tensor."""
 
     def __torch_function__(
         self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function in LEAVES_TORCH:
-            raise NotCapturable(f"{function.__name__}() is no step")
+        if function in VALUE_READING_FUNCTIONS:
+            raise CaptureError(f"{function.__name__}() cannot be replayed")
         return function(*args, **(kwargs or {}))
 
 
 class _Buffer:
-    """Memory that each forward writes, and the indices of the first and last call that need it."""
+    """Memory written by each forward pass, and the indices of the first and last call that use it."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -170,16 +170,16 @@ class _Buffer:
 
     @property
     def is_in_arena(self) -> bool:
-        """Whether a recorded call needs it, and its memory is that of the arena."""
+        """Whether a recorded call uses the buffer and it is located in the arena."""
         return self.place == ARENA and self.first >= 0
 
     def overlaps(self, other: _Buffer) -> bool:
-        """Return whether both are needed at the same time."""
+        """Return whether both buffers are in use at the same time."""
         return self.first <= other.last and other.first <= self.last
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that sees every operator of ATen, and records every kernel call."""
+    """A mode that intercepts every ATen operator and records every kernel call."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -190,9 +190,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._x = x
         self._calls: list[KernelCall] = []
-        # By address. All tensors are kept, so that no address is used twice.
+        # Buffers by address. All tensors are kept alive, so that no address is used twice.
         self._buffers: dict[int, _Buffer] = {}
-        self._kept = [x]
+        self._tensors_alive = [x]
 
     def add_call(self, call: KernelCall) -> None:
         """Record a kernel call."""
@@ -201,40 +201,40 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, operator: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator, and record or check it. Raises NotCapturable."""
-        given, result = _tensors((args, kwargs)), operator(*args, **(kwargs or {}))
-        made = _tensors(result)
-        self._kept += made
-        if operator in EMPTY:
+        """Run the operator, and record or check it. Raises CaptureError."""
+        inputs, result = _list_tensors((args, kwargs)), operator(*args, **(kwargs or {}))
+        outputs = _list_tensors(result)
+        self._tensors_alive += outputs
+        if operator in ALLOCATION_OPERATORS:
             self._buffers.update(
-                (_storage_address(tensor), _Buffer(tensor.untyped_storage().nbytes())) for tensor in made
+                (_storage_address(tensor), _Buffer(tensor.untyped_storage().nbytes())) for tensor in outputs
             )
-        elif operator in SUMS and _is_plain_sum(args, kwargs):
+        elif operator in ADD_OPERATORS and _is_plain_sum(args, kwargs):
             self._add(args[0], args[1], result)
-        elif operator._schema.is_mutable or not (_is_view(given, made) or self._is_constant(operator, given)):
-            raise NotCapturable(f"{operator} is no step")
+        elif operator._schema.is_mutable or not (_are_views(inputs, outputs) or self._is_constant(operator, inputs)):
+            raise CaptureError(f"{operator} cannot be replayed")
         return result
 
     def make_graph(self, scores: Any) -> CapturedGraph:
-        """Return the graph of the recorded calls, with the output `scores`. Raises NotCapturable."""
+        """Return the graph of the recorded calls, with the output `scores`. Raises CaptureError."""
         self._find_lifetimes()
         self._find_scores_buffer(scores).place = SCORES
         arena = _place_in_arena([buffer for buffer in self._buffers.values() if buffer.is_in_arena])
-        numbers = [number for call in self._calls for number in self._numbers(call)]
+        numbers = [number for call in self._calls for number in self._encode(call)]
         tensors = (tensor for call in self._calls for tensor in call.tensors if tensor is not None)
         fixed = [tensor for tensor in tensors if not self._varies(tensor)]
         return CapturedGraph(numbers, len(self._calls), arena, scores, fixed)
 
     def _find_scores_buffer(self, scores: Any) -> _Buffer:
-        """Return the buffer that `scores` fill and a kernel writes. Raises NotCapturable."""
-        whole = isinstance(scores, Tensor) and scores.nbytes == scores.untyped_storage().nbytes()
-        buffer = self._buffer(scores) if whole else None
+        """Return the buffer of the scores. Raises CaptureError if they do not fill it or no kernel writes it."""
+        fills_storage = isinstance(scores, Tensor) and scores.nbytes == scores.untyped_storage().nbytes()
+        buffer = self._buffer(scores) if fills_storage else None
         if buffer is None or buffer.first < 0:
-            raise NotCapturable("scores are no tensor of their own")
+            raise CaptureError("the scores are not a separate tensor written by a kernel")
         return buffer
 
     def _add(self, one: Tensor, other: Tensor, total: Tensor) -> None:
-        """Record a sum, fused with the kernel that writes its first term where possible."""
+        """Record a sum, fused if possible with the kernel call that writes its first term."""
         if _storage_address(total) != _storage_address(one):
             self._buffers[_storage_address(total)] = _Buffer(total.untyped_storage().nbytes())
         elif self._calls and (fused := strided_conv.fuse_addition(self._calls[-1], one, other)) is not None:
@@ -244,41 +244,42 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls.append(KernelCall(KERNELS, "stackseg_add", (one, other), total, sizes))
 
     def _varies(self, tensor: Tensor) -> bool:
-        """Return whether a tensor differs from one forward to the next."""
+        """Return whether the values of a tensor differ between forward passes."""
         return _storage_address(tensor) in self._buffers or _storage_address(tensor) == _storage_address(self._x)
 
-    def _is_constant(self, operator: Any, given: Sequence[Tensor]) -> bool:
-        """Return whether an operator has the same result in each forward."""
-        random = torch.Tag.nondeterministic_seeded in operator.tags
-        return not random and not any(self._varies(tensor) for tensor in given)
+    def _is_constant(self, operator: Any, inputs: Sequence[Tensor]) -> bool:
+        """Return whether an operator gives the same result in each forward pass."""
+        is_random = torch.Tag.nondeterministic_seeded in operator.tags
+        return not is_random and not any(self._varies(tensor) for tensor in inputs)
 
     def _find_lifetimes(self) -> None:
-        """Set the first and last call that need each buffer. Raises NotCapturable for calls that cannot be replayed."""
+        """Set the first and last call that use each buffer. Raises CaptureError for calls that cannot be replayed."""
         for index, call in enumerate(self._calls):
             for buffer in (self._buffer(tensor) for tensor in call.inputs):
                 if buffer is not None and buffer.first < 0:
-                    raise NotCapturable(f"{call.kernel} reads what nothing has written")
+                    raise CaptureError(f"{call.kernel} reads a tensor before it is written")
                 if buffer is not None:
                     buffer.last = index
             written = self._buffer(call.output)
             if written is None:
-                raise NotCapturable(f"{call.kernel} writes what is not its own")
+                raise CaptureError(f"{call.kernel} writes to a tensor that the forward pass has not allocated")
             written.first = index if written.first < 0 else written.first
             written.last = index
 
     def _buffer(self, tensor: Tensor | None) -> _Buffer | None:
-        """Return the buffer that holds a tensor, None where none does."""
+        """Return the buffer that holds a tensor, or None."""
         return None if tensor is None else self._buffers.get(_storage_address(tensor))
 
-    def _numbers(self, call: KernelCall) -> Iterator[int]:
-        """Yield the numbers of a call as `cpu_graph.cpp` reads them."""
+    def _encode(self, call: KernelCall) -> Iterator[int]:
+        """Yield the numbers that encode a call for `cpu_graph.cpp`."""
         yield from (call.library.get_address(call.kernel), len(call.tensors), len(call.sizes), len(call.reals))
         for tensor in call.tensors:
-            yield from (FIXED, 0) if tensor is None else self._place(tensor)
+            yield from (FIXED, 0) if tensor is None else self._locate(tensor)
         yield from map(int, call.sizes)
         yield from struct.unpack(f"{len(call.reals)}q", struct.pack(f"{len(call.reals)}d", *call.reals))
 
-    def _place(self, tensor: Tensor) -> tuple[int, int]:
+    def _locate(self, tensor: Tensor) -> tuple[int, int]:
+        """Return the place of a tensor and its offset there in bytes."""
         buffer = self._buffer(tensor)
         if buffer is not None:
             return buffer.place, buffer.offset + tensor.data_ptr() - _storage_address(tensor)
@@ -287,35 +288,35 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return FIXED, tensor.data_ptr()
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def _list_tensors(values: Any) -> list[Tensor]:
     """Return the tensors among the arguments or results of an operator."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _storage_address(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage, 0 where torch does not tell."""
+    """Return the address of a tensor's storage, or 0 if torch does not expose it."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
-def _is_view(given: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
-    """Return whether all results of an operator are views of its arguments."""
-    return bool(made) and {_storage_address(tensor) for tensor in made} <= {
-        _storage_address(tensor) for tensor in given
+def _are_views(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    """Return whether all outputs of an operator are views of its inputs."""
+    return bool(outputs) and {_storage_address(tensor) for tensor in outputs} <= {
+        _storage_address(tensor) for tensor in inputs
     }
 
 
 def _is_plain_sum(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    """Return whether a sum is one of two tensors with the same dense layout."""
+    """Return whether a sum adds two tensors of the same shape, dtype and dense layout, without a factor."""
     one, other = args[:2]
     if kwargs or len(args) != 2 or not isinstance(other, Tensor) or one.dtype not in DTYPES:
         return False
-    dense = one.is_contiguous() or (one.dim() == 5 and one.is_contiguous(memory_format=torch.channels_last_3d))
-    alike = (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
-    return dense and alike and one.device.type == "cpu"
+    is_dense = one.is_contiguous() or (one.dim() == 5 and one.is_contiguous(memory_format=torch.channels_last_3d))
+    same_layout = (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+    return is_dense and same_layout and one.device.type == "cpu"
 
 
 def _place_in_arena(buffers: Sequence[_Buffer]) -> int:
-    """Give each buffer an offset where no other is needed at the same time; return the bytes of the arena."""
+    """Assign offsets such that buffers in use at the same time do not overlap. Return the bytes of the arena."""
     placed = list[_Buffer]()
     for buffer in sorted(buffers, key=lambda each: each.nbytes, reverse=True):
         for other in sorted((each for each in placed if each.overlaps(buffer)), key=lambda each: each.offset):

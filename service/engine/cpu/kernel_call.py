@@ -1,4 +1,4 @@
-"""Calls of C++ kernels on tensors. All kernels have one signature, so that a captured forward can replay them."""
+"""Calls of C++ kernels on tensors. All kernels have the same signature, so that a captured graph can replay them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from service.core.native.library import CppFunctions
 
-# Dtypes of images that the kernels take.
+# Image dtypes that the kernels support.
 DTYPES = (torch.float32, torch.bfloat16)
-NO_MEMORY = "no memory for what a kernel works in"
+OUT_OF_MEMORY_MESSAGE = "not enough memory for the working buffers of a CPU kernel"
 
 
 class Kernels(CppFunctions):
-    """Kernels of one kind: int (void *const *tensors, const int64_t *sizes, const double *reals, int threads).
+    """Kernels with the signature int (void *const *tensors, const int64_t *sizes, const double *reals, int threads).
 
-    They read all tensors but the last, which they write, and return 0, or another status where memory ran out.
+    They write the last tensor and read all others. They return 0, or another status if memory ran out.
 
     kernels  names of the kernels
     others   functions with other signatures
@@ -36,7 +36,10 @@ class Kernels(CppFunctions):
         return result
 
     def split_columns(self, next_width: str, columns: int) -> list[int]:
-        """Return the widths of blocks that a kernel reads together; `next_width` names a function of columns left."""
+        """Split columns into the blocks that a kernel processes together, and return their widths.
+
+        `next_width` is the name of the function that returns the width of the next block from the columns left.
+        """
         widths = list[int]()
         while (left := columns - sum(widths)) > 0:
             widths.append(self.call(next_width, left))
@@ -48,7 +51,7 @@ class Kernels(CppFunctions):
 
 
 class KernelCall(NamedTuple):
-    """A kernel of a library with its arguments; it reads `inputs` and writes `output`."""
+    """A kernel of a library with its arguments. It reads `inputs` and writes `output`."""
 
     library: Kernels
     kernel: str
@@ -59,11 +62,11 @@ class KernelCall(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Inputs and output, in the order in which the kernel takes them."""
+        """The inputs and the output, in the order of the kernel's arguments."""
         return (*self.inputs, self.output)
 
     def run(self) -> None:
-        """Run the kernel with as many threads as torch has. Raises MemoryError."""
+        """Run the kernel with torch's number of threads. Raises MemoryError."""
         tensors = self.tensors
         failed = self.library.call(
             self.kernel,
@@ -73,7 +76,7 @@ class KernelCall(NamedTuple):
             torch.get_num_threads(),
         )
         if failed:
-            raise MemoryError(NO_MEMORY)
+            raise MemoryError(OUT_OF_MEMORY_MESSAGE)
         listener = getattr(_thread, "listener", None)
         if listener is not None:
             listener(self)

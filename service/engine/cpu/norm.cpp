@@ -1,11 +1,12 @@
-// Instance and group norms for channels last, with the activation behind them. Inputs and outputs are float32 or
+// Instance and group norms for channels last, fused with the activation that follows. Inputs and outputs are float32 or
 // bfloat16, arithmetic is float32.
 //
-// ATen and inductor convert to contiguous and back, which makes a norm cost as much as a convolution: an instance norm
-// takes ATen five times as long. Voxels are processed in chunks that stay in a core's first-level cache, in two passes:
-// the means of the channels, then the squared distances from them. A sum of squares loses digits where means are large:
-// ATen's group norm is off by 1e-3 where the mean is five standard deviations, this one by 5e-7. Chunks are combined in
-// double precision, in the same order whatever the number of threads (Chan, Golub and LeVeque 1983).
+// ATen and inductor convert to contiguous and back, which makes a norm as expensive as a convolution: ATen's instance
+// norm takes five times as long. Here, voxels are processed in chunks that fit in a core's first-level cache, in two
+// passes: first the means of the channels, then the squared deviations from them. A plain sum of squares would lose
+// precision for large means: if the mean is five standard deviations, the error of ATen's group norm is 1e-3, and that
+// of this one 5e-7. Chunks are combined in double precision, in an order that does not depend on the number of threads
+// (Chan, Golub and LeVeque 1983).
 
 #include <algorithm>
 #include <cmath>
@@ -19,14 +20,14 @@
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int WIDEST = 16; // channels of a vector, where there are as many
+constexpr int WIDEST = 16; // largest number of channels in a vector
 #else
 constexpr int WIDEST = 8;
 #endif
-constexpr int ROWS = 4;  // independent sums, as a single one would wait for each addition
+constexpr int ROWS = 4;  // independent sums, because a single one would wait for each addition
 constexpr int64_t CHUNK = 4096, LEAST_VOXELS = 32;
 
-// Adds f(value) of a vector of channels of each voxel to `sums`, `stride` from voxel to voxel.
+// Adds f(value) to `sums` for a vector of channels of each voxel. `stride` is the distance between voxels.
 template <int N, int SUMS, class T, class F>
 inline void sum_vectors(const T *x, int64_t voxels, int64_t stride, Floats<N> sums[SUMS], F f) {
   Floats<N> parts[ROWS][SUMS] = {};
@@ -37,8 +38,8 @@ inline void sum_vectors(const T *x, int64_t voxels, int64_t stride, Floats<N> su
   for (int k = 0; k < SUMS; ++k) sums[k] = (parts[0][k] + parts[1][k]) + (parts[2][k] + parts[3][k]);
 }
 
-// Computes the means of a vector of channels, and the sums of squared distances from them. The sum of the distances
-// corrects the rounding error of the first mean.
+// Computes the means of a vector of channels, and the sums of squared deviations from them. The sum of the deviations
+// corrects the rounding error of the mean.
 template <int N, class T>
 void measure_vector(const T *x, int64_t voxels, int64_t channels, float *mean, float *squares) {
   const float count = static_cast<float>(voxels);
@@ -106,10 +107,10 @@ void combine(const Norm &n, const float *means, const float *squares, double *me
   }
 }
 
-// The affine map and activation of one channel, or of a vector of channels.
+// Affine map and activation of one channel or of a vector of channels.
 template <bool ACTIVATE, class V> struct Affine {
   V shift, scale, offset, slope;
-  // NaN stays NaN: scores that are not finite must stay visible.
+  // NaN stays NaN, because non-finite scores must remain detectable.
   V operator()(V x) const {
     const V value = (x - shift) * scale + offset;
     return ACTIVATE ? (value < 0.0f ? value * slope : value) : value;
@@ -177,10 +178,10 @@ template <class T> int normalise(const Norm &n, const T *x, T *y, int threads) {
 extern "C" {
 
 // tensors  x [batch, voxels, channels], weight, bias and slope, each float32 [channels] or null -> y as x
-// sizes    batch, voxels, channels, groups, whether bfloat16, which otherwise is float32
+// sizes    batch, voxels, channels, groups, 1 for bfloat16 or 0 for float32
 // reals    eps
-// y = (x - mean) / sqrt(variance + eps) * weight + bias, with moments over the group of channels; negative values are
-// multiplied by slope. Returns 0, or 1 where memory ran out.
+// y = (x - mean) / sqrt(variance + eps) * weight + bias, with moments over the group of channels. Negative values are
+// then multiplied by slope. Returns 0, or 1 if memory ran out.
 int stackseg_normalise(void *const *tensors, const int64_t *sizes, const double *reals, int threads) {
   const auto *weight = static_cast<const float *>(tensors[1]), *bias = static_cast<const float *>(tensors[2]),
              *slope = static_cast<const float *>(tensors[3]);

@@ -1,7 +1,7 @@
-"""Instance and group norms that keep channels last, where ATen's and inductor's convert to contiguous and back.
+"""Instance and group norms that preserve channels last. ATen and inductor would convert to contiguous and back.
 
-`norm.cpp` computes them for float32 and bfloat16 on a CPU, and says why it is faster and more exact than ATen's; torch
-computes them elsewhere, in compiled graphs, and where the kernels are missing.
+On a CPU, `norm.cpp` computes them for float32 and bfloat16. Its comments explain why it is faster and more accurate
+than ATen. Everywhere else, in compiled graphs, and if the kernels are missing, torch computes them.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch.nn import functional
 from service.engine.cpu.kernel_call import DTYPES, KernelCall, Kernels
 from service.engine.fusion import fuse_pairs, is_plain, read_slope, replace_modules
 
-VOXELS = (2, 3, 4)
+SPATIAL_AXES = (2, 3, 4)
 
 KERNELS = Kernels(["stackseg_normalise"])
 
 
 class ChannelsLastNorm(nn.Module):
-    """A group norm over `groups` groups of channels; as many groups as channels make an instance norm.
+    """A group norm over `groups` groups of channels. It is an instance norm if there are as many groups as channels.
 
-    slope  [C], factor of negative values after normalising; None: no activation
+    slope  negative slopes [C] of the activation after the norm, or None for no activation
     """
 
     weight: Tensor | None
@@ -36,13 +36,13 @@ class ChannelsLastNorm(nn.Module):
         self.register_buffer("slope", None)
 
     def fuse_activation(self, slope: Tensor) -> None:
-        """Apply a ReLU with `slope` [1] or [C] for negative values after normalising."""
+        """Apply a (leaky) ReLU after the norm, with the negative slope `slope` [1] or [C]."""
         self.slope = slope.detach().expand(self.channels).contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, z, y, x] -> the same shape, dtype and layout; moments are taken in float32."""
+        """Normalize `x` [B, C, z, y, x], with moments in float32. The shape, dtype and layout stay the same."""
         on_cpu = x.device.type == "cpu" and x.dtype in DTYPES
-        # Norms without weights may be given other channels than they state; the kernel reads a slope for each.
+        # A norm without weights accepts any number of channels, but the kernel reads a slope for each channel.
         if not torch.compiler.is_compiling() and on_cpu and x.shape[1] == self.channels and KERNELS.ready:
             return self._run_kernel(x)
         variance, mean = _moments(x.float())
@@ -68,16 +68,16 @@ class ChannelsLastNorm(nn.Module):
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return variance and mean over the voxels, [B, C] each."""
+    """Return the variance and the mean over the voxels, each [B, C]."""
     if torch.compiler.is_compiling() or x.device.type != "cpu":
-        return torch.var_mean(x, VOXELS, correction=0)
-    # ATen's sums run along vectors of channels on a CPU, its variances do not.
-    mean = x.mean(VOXELS)
-    return (x - mean[..., None, None, None]).square_().mean(VOXELS), mean
+        return torch.var_mean(x, SPATIAL_AXES, correction=0)
+    # On a CPU, ATen vectorizes sums over channels, but not variances.
+    mean = x.mean(SPATIAL_AXES)
+    return (x - mean[..., None, None, None]).square_().mean(SPATIAL_AXES), mean
 
 
 def _combine_groups(variance: Tensor, mean: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return variance and mean of each group, repeated for each of its channels, [B, C] each."""
+    """Return the variance and the mean of each group, repeated for each of its channels, each [B, C]."""
     grouped = (len(mean), groups, -1)
     within, means = variance.view(grouped), mean.view(grouped)
     between, middle = torch.var_mean(means, 2, correction=0, keepdim=True)
@@ -86,22 +86,22 @@ def _combine_groups(variance: Tensor, mean: Tensor, groups: int) -> tuple[Tensor
 
 
 def replace_norms(module: nn.Module) -> nn.Module:
-    """Replace every instance norm without running statistics, and every group norm, in place.
+    """Replace, in place, every group norm and every instance norm without running statistics.
 
     A ReLU, LeakyReLU or PReLU that follows in a sequence is fused with the norm.
     """
-    return replace_modules(fuse_pairs(module, _with_activation), _replacement)
+    return replace_modules(fuse_pairs(module, _fuse_activation), _make_replacement)
 
 
-def _with_activation(module: nn.Module, activation: nn.Module) -> ChannelsLastNorm | None:
-    slopes, norm = _slope(activation), _replacement(module)
+def _fuse_activation(module: nn.Module, activation: nn.Module) -> ChannelsLastNorm | None:
+    slopes, norm = _read_slopes(activation), _make_replacement(module)
     if norm is None or slopes is None:
         return None
     norm.fuse_activation(slopes)
     return norm
 
 
-def _replacement(module: nn.Module) -> ChannelsLastNorm | None:
+def _make_replacement(module: nn.Module) -> ChannelsLastNorm | None:
     if is_plain(module, nn.GroupNorm):
         return ChannelsLastNorm(module.num_groups, module.num_channels, module.weight, module.bias, module.eps)
     if is_plain(module, nn.InstanceNorm3d) and not module.track_running_stats:
@@ -110,8 +110,8 @@ def _replacement(module: nn.Module) -> ChannelsLastNorm | None:
     return None
 
 
-def _slope(activation: nn.Module) -> Tensor | None:
-    """Return the factor of negative values, [1] or [C], None where `activation` is another function."""
+def _read_slopes(activation: nn.Module) -> Tensor | None:
+    """Return the negative slopes of a (leaky) ReLU, [1] or [C], or None for any other activation."""
     if is_plain(activation, nn.PReLU):
         return activation.weight
     number = read_slope(activation)

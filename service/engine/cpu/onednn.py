@@ -1,6 +1,6 @@
-"""Convolutions with weights in the layout of oneDNN's kernels, fused with the activation behind them.
+"""Convolutions with weights packed for oneDNN's kernels, fused with the activation that follows them.
 
-That is most of what freezing does for a compiled graph on a CPU, without the seconds that each start compiles.
+This gives most of the speedup of a frozen compiled graph on a CPU, without compiling for seconds at every start.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from service.engine.cpu import pixel_shuffle, strided_conv, winograd
 from service.engine.cpu.strided_conv import Layer
 from service.engine.fusion import fuse_pairs, is_plain, read_slope, replace_modules
 
-# oneDNN's fused ReLU turns NaN into 0 and would hide non-finite scores. A leaky slope of 2**-100 propagates NaN, and
-# negative values become so small that they change no sum with anything but zeros.
+# oneDNN's fused ReLU turns NaN into 0, which would hide non-finite scores. A leaky ReLU with a slope of 2**-100
+# propagates NaN, and its negative values are so small that they vanish in any sum with nonzero terms.
 TINY_SLOPE = 2.0**-100
 
 
 class Activation(NamedTuple):
-    """An activation by its name in oneDNN."""
+    """The name and parameters of an activation in oneDNN."""
 
     name: str = "none"
     scalars: tuple[float, ...] = ()
@@ -28,23 +28,23 @@ class Activation(NamedTuple):
 
 
 class PackedConvolution(nn.Module):
-    """A float32 or bfloat16 `layer` on the CPU, fused with an activation; channels last in and out.
+    """A float32 or bfloat16 convolution on the CPU, fused with an activation, with channels-last input and output.
 
-    Sums and the activation are float32, and rounded to the layer's dtype once.
+    Sums and the activation are computed in float32 and rounded to the layer's dtype once.
 
-    Weights are laid out for the shape of the first input. Inputs of other shapes are right as well, if slower.
+    Weights are packed for the shape of the first input. Other shapes give correct results too, but more slowly.
     """
 
     def __init__(self, layer: Layer, activation: Activation) -> None:
         super().__init__()
-        # Kept until the first input tells the shape to pack the weights for.
+        # Kept until the first input, whose shape is needed to pack the weights.
         self._unpacked: Tensor | None = layer.weight
-        # Not a buffer: a tensor in a layout of oneDNN's can neither be moved nor copied.
+        # Not registered as a buffer, because a tensor in a oneDNN layout can be neither moved nor copied.
         self._weight = torch.empty(0)
         self.bias, self.activation = layer.bias, activation
-        # Arguments of the operators besides tensors: padding, output padding if transposed, stride, dilation, groups.
+        # Geometry arguments of the operators: padding, output padding if transposed, stride, dilation, groups.
         shared = (list(layer.stride), list(layer.dilation), layer.groups)
-        padding = [list(_padding(layer))]
+        padding = [list(_read_padding(layer))]
         if transposed := isinstance(layer, nn.ConvTranspose3d):
             padding.append(list(layer.output_padding))
         self.geometry = (*padding, *shared)
@@ -55,8 +55,8 @@ class PackedConvolution(nn.Module):
         self._run = operators._convolution_transpose_pointwise if transposed else operators._convolution_pointwise
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, z, y, x] -> [B, K, z, y, x]."""
-        x = _channels_last(x)
+        """Apply convolution and activation: [B, C, z, y, x] -> [B, K, z, y, x]."""
+        x = _to_channels_last(x)
         if self._unpacked is not None:
             self._weight = self._pack(self._unpacked, *self.geometry, list(x.shape))
             self._unpacked = None
@@ -65,40 +65,40 @@ class PackedConvolution(nn.Module):
         return y
 
 
-def pack(module: nn.Module, *, gives_scores: bool = False) -> nn.Module:
-    """Replace every convolution within `module` by a packed one, in place, and return `module`.
+def pack(module: nn.Module, *, returns_scores: bool = False) -> nn.Module:
+    """Replace, in place, every convolution in `module` by a packed one. Return `module`.
 
-    Convolutions whose kernel is as large as their stride, and pixel shuffles, become kernels of ours.
+    Convolutions with equal kernel size and stride, and pixel shuffles, are replaced by StackSeg's kernels.
 
-    gives_scores  whether the outputs are scores: a ReLU whose zeros may be among these is then left as it is, since the
-                  class with the highest score must not change where several are zero
+    returns_scores  whether the outputs are scores. If so, a ReLU whose zeros may appear in the scores is not fused,
+                    because the class with the highest score must not change where several scores are zero.
 
-    Raises OSError where kernels cannot be compiled.
+    Raises OSError if the kernels cannot be compiled.
     """
-    exact = _find_exact_layers(module) if gives_scores else set[nn.Module]()
-    fused = fuse_pairs(module, lambda layer, following: _with_activation(layer, following, exact=layer in exact))
-    return replace_modules(fused, _replacement)
+    exact = _find_exact_layers(module) if returns_scores else set[nn.Module]()
+    fused = fuse_pairs(module, lambda layer, following: _fuse_activation(layer, following, exact=layer in exact))
+    return replace_modules(fused, _make_replacement)
 
 
-def _with_activation(layer: nn.Module, following: nn.Module, *, exact: bool) -> nn.Module | None:
-    """Return a layer fused with the activation, None where there is none, or none that is exact enough."""
+def _fuse_activation(layer: nn.Module, following: nn.Module, *, exact: bool) -> nn.Module | None:
+    """Return the layer fused with the activation after it, or None if that is not possible or not exact enough."""
     negative = read_slope(following)
     if strided_conv.is_replaceable(layer) and negative is not None:
         return strided_conv.StridedConvolution(layer, negative)
     if not _is_packable(layer) or (exact and negative == 0):
         return None
-    activation = _activation(following)
+    activation = _make_activation(following)
     return None if activation is None else PackedConvolution(layer, activation)
 
 
-def _replacement(module: nn.Module) -> nn.Module | None:
+def _make_replacement(module: nn.Module) -> nn.Module | None:
     if strided_conv.is_replaceable(module):
         return strided_conv.StridedConvolution(module)
     return PackedConvolution(module, Activation()) if _is_packable(module) else pixel_shuffle.make_replacement(module)
 
 
 def _find_exact_layers(network: nn.Module) -> set[nn.Module]:
-    """Return convolutions whose zeros may be scores: the last one, or all where that one has no bias."""
+    """Return the convolutions whose zeros may appear as scores: the last one, or all if the last one has no bias."""
     layers = [each for each in network.modules() if isinstance(each, Layer | winograd.WinogradConvolution)]
     return set(layers[-1:] if layers and layers[-1].bias is not None else layers)
 
@@ -110,11 +110,11 @@ def _is_packable(module: nn.Module) -> TypeGuard[Layer]:
         return False
     if isinstance(module, nn.ConvTranspose3d):
         return module.groups == 1
-    # `same` pads even kernels more on one side, which oneDNN's operators do not support.
+    # For even kernels `same` pads more on one side, which oneDNN's operators do not support.
     return module.padding != "same" or all(edge % 2 for edge in module.kernel_size)
 
 
-def _padding(layer: Layer) -> tuple[int, ...]:
+def _read_padding(layer: Layer) -> tuple[int, ...]:
     if isinstance(layer.padding, str):
         if layer.padding == "valid":
             return (0, 0, 0)
@@ -126,13 +126,13 @@ def _is_supported(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16:
-        # The packed operators refuse BF16 on other processors, unlike torch's own convolutions.
+        # Unlike torch's own convolutions, the packed operators need BF16 support of the processor.
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32
 
 
-def _activation(module: nn.Module) -> Activation | None:
-    """Return the equivalent in oneDNN, None where there is none that propagates NaN."""
+def _make_activation(module: nn.Module) -> Activation | None:
+    """Return the equivalent activation in oneDNN, or None if there is none that propagates NaN."""
     negative = read_slope(module)
     if negative is not None:
         return Activation("leaky_relu", (negative or TINY_SLOPE,))
@@ -141,8 +141,8 @@ def _activation(module: nn.Module) -> Activation | None:
     return Activation("gelu", algorithm=module.approximate) if is_plain(module, nn.GELU) else None
 
 
-def _channels_last(x: Tensor) -> Tensor:
-    """Return `x` in channels last, with strides that say so even where there is one channel."""
+def _to_channels_last(x: Tensor) -> Tensor:
+    """Return `x` in channels last, with channels-last strides even for a single channel."""
     x = x.contiguous(memory_format=torch.channels_last_3d)
     if x.shape[1] > 1:
         return x

@@ -1,6 +1,6 @@
-// Space to depth and depth to space. Runs of voxels along x are moved as one word: ATen's permutation of eight axes moves
-// one element after the other. Where a block is four or eight words, the compiler makes vectors of them, which is three
-// times as fast as the general loop.
+// Space-to-depth and depth-to-space. Runs of voxels along x are moved as one word, while ATen's permutation of eight axes
+// moves one element at a time. For blocks of four or eight words the compiler vectorizes the moves, which is three times
+// as fast as the general loop.
 
 #include <cstddef>
 #include <cstdint>
@@ -10,7 +10,7 @@
 namespace {
 
 struct Shape {
-  int64_t batch, channels, depth, height, width, deep, high, wide, bytes; // blocks; a block's voxels; an element's bytes
+  int64_t batch, channels, depth, height, width, deep, high, wide, bytes; // sizes in blocks; block size in voxels; bytes per element
   int64_t runs() const { return channels * deep * high; }
 };
 
@@ -28,7 +28,7 @@ inline int64_t line_of(const Shape &s, int64_t row, int64_t run) {
   return (plane * s.height * s.high + y * s.high + j) * s.width;
 }
 
-// Moves RUNS lines together, which the compiler vectorises.
+// Moves RUNS lines together, which the compiler vectorizes.
 template <int RUNS, bool FOLD, class Word> void move_lines(Word *const *lines, Word *blocks, int64_t width) {
 #pragma GCC ivdep
   for (int64_t x = 0; x < width; ++x)
@@ -63,7 +63,7 @@ template <bool FOLD, class Word> void move(const Shape &s, Word *image, Word *bl
   });
 }
 
-// Moves runs of any other length or alignment.
+// Moves runs of all other lengths or alignments.
 template <bool FOLD> void move_bytes(const Shape &s, char *image, char *blocks, int threads) {
   const int64_t bytes = s.wide * s.bytes;
   each_row(s, threads, [=](int64_t row) {
@@ -97,10 +97,10 @@ template <bool FOLD> int shuffle(const int64_t *sizes, void *image, void *blocks
 
 extern "C" {
 
-// tensors  image [windows, channels, z, y, x], blocks [windows, blocks along z, y and x, channels, voxels along z, y, x],
-//          from the first to the second or the reverse
-// sizes    windows, channels, blocks along z, y and x, voxels of a block along them, bytes of an element
-// Both always return 0.
+// tensors  image [windows, channels, z, y, x] and blocks [windows, blocks along z, y and x, channels, voxels along z, y,
+//          x]; the first function reads the image, the second one the blocks
+// sizes    windows, channels, blocks along z, y and x, voxels per block along z, y and x, bytes per element
+// Both functions always return 0.
 int stackseg_space_to_depth(void *const *tensors, const int64_t *sizes, const double *, int threads) {
   return shuffle<true>(sizes, tensors[0], tensors[1], threads);
 }

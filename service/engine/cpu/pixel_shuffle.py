@@ -1,4 +1,4 @@
-"""Space to depth and depth to space on a CPU, with channels last and several voxels moved as one word."""
+"""Space-to-depth and depth-to-space on a CPU, in channels last, moving several voxels as one word."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class _Shuffle(nn.Module):
 
 
 class SpaceToDepth(_Shuffle):
-    """`architectures.SpaceToDepth` with channels-last output. Raises OSError where the kernels are missing."""
+    """`architectures.SpaceToDepth` with channels-last output. Raises OSError if the kernels are missing."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, z, y, x] -> [B, C * prod(block), z / bz, y / by, x / bx]."""
+        """Move blocks of voxels into channels: [B, C, z, y, x] -> [B, C * prod(block), z / bz, y / by, x / bx]."""
         batch, channels, *size = x.shape
         if any(edge % step for edge, step in zip(size, self.block, strict=True)):
-            raise RuntimeError(f"{size} voxels are not made of blocks of {list(self.block)}")
+            raise RuntimeError(f"an image of {size} voxels cannot be divided into blocks of {list(self.block)}")
         blocks = [edge // step for edge, step in zip(size, self.block, strict=True)]
         y = x.new_empty(batch, *blocks, channels, *self.block)
         sizes = (batch, channels, *blocks, *self.block, x.element_size())
@@ -35,15 +35,15 @@ class SpaceToDepth(_Shuffle):
 
 
 class DepthToSpace(_Shuffle):
-    """`architectures.DepthToSpace` with contiguous output. Raises OSError where the kernels are missing."""
+    """`architectures.DepthToSpace` with contiguous output. Raises OSError if the kernels are missing."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, K * prod(block), z, y, x] -> [B, K, z * bz, y * by, x * bx]."""
+        """Move channels into blocks of voxels: [B, K * prod(block), z, y, x] -> [B, K, z * bz, y * by, x * bx]."""
         batch, channels, *blocks = x.shape
         bz, by, bx = self.block
         outputs, rest = divmod(channels, bz * by * bx)
         if rest:
-            raise RuntimeError(f"{channels} channels are not made of blocks of {list(self.block)}")
+            raise RuntimeError(f"{channels} channels cannot be divided into blocks of {list(self.block)}")
         y = x.new_empty(batch, outputs, *(edge * step for edge, step in zip(blocks, self.block, strict=True)))
         sizes = (batch, outputs, *blocks, *self.block, x.element_size())
         x = x.contiguous(memory_format=torch.channels_last_3d)
@@ -52,7 +52,7 @@ class DepthToSpace(_Shuffle):
 
 
 def make_replacement(module: nn.Module) -> nn.Module | None:
-    """Return the faster equivalent of `module`, None where there is none here."""
+    """Return the faster equivalent of a pixel shuffle, or None for any other module."""
     if is_plain(module, architectures.SpaceToDepth):
         return SpaceToDepth(module.block)
     return DepthToSpace(module.block) if is_plain(module, architectures.DepthToSpace) else None

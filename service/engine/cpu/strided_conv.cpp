@@ -1,14 +1,15 @@
-// Convolutions whose kernel is as large as their stride, without padding, and transposed ones; channels last. Images are
+// Convolutions with equal kernel size and stride and without padding, also transposed, for channels last. Images are
 // float32 or bfloat16, sums are float32.
 //
-// Patches of the finer image do not overlap, so the convolution is one matrix product: a row per position of the coarser
-// image. A patch is several runs of voxels along x, and runs of neighbouring positions follow each other in memory, so
-// rows are read and written in place, without an im2col copy.
+// Patches of the finer image do not overlap, so the convolution is one matrix product with a row per position of the
+// coarser image. A patch consists of several runs of voxels along x. The runs of neighboring positions are contiguous in
+// memory, so rows are read and written in place, without an im2col copy.
 //
-// With AVX2 this is about as fast as oneDNN. With AVX-512 and BF16 oneDNN's transposed convolutions spend much time
-// outside the product, and these are 1.2 to 1.8 times as fast, strided ones 1.0 to 1.1 times; 1x1x1 takes 1.3 to 1.5 times
-// as long. That is accepted because a layer left to oneDNN would keep the network from being captured in one call.
-// Tiles of positions from several lines do not pay: they save 4 to 8 us where lines are short, and cost large layers more.
+// With AVX2 this is about as fast as oneDNN. With AVX-512 and BF16, oneDNN's transposed convolutions spend much time
+// outside the product. These kernels are 1.2 to 1.8 times as fast for transposed and 1.0 to 1.1 times as fast for strided
+// convolutions, but 1x1x1 convolutions take 1.3 to 1.5 times as long. This is accepted because a network with a oneDNN
+// layer cannot be captured in one call. Tiles with positions of several lines are not worthwhile: they save 4 to 8 us on
+// short lines, but cost more on large layers.
 
 #include <algorithm>
 #include <cstdint>
@@ -20,39 +21,39 @@
 
 namespace {
 
-constexpr int64_t PIECE = 24; // positions along x in one piece of work, at most
+constexpr int64_t PIECE = 24; // largest number of positions along x in one unit of work
 
-// An image, and the voxels of it that belong to one position.
+// An image, and the size of the patch of voxels that belongs to one position.
 struct Image {
   int64_t depth, height, width, channels, deep, high, wide;
-  // Elements of a run, and from one position to the next along x.
+  // Number of elements in a run, which is also the distance between positions along x.
   int64_t run() const { return wide * channels; }
   int64_t runs() const { return deep * high; }
   int64_t start(int64_t window, int64_t z, int64_t y) const {
     return ((window * depth + z * deep) * height + y * high) * width * channels;
   }
-  // From a line of positions to the next one in its plane.
+  // Distance between lines of positions in a plane.
   int64_t line() const { return high * width * channels; }
-  // Where the runs of a patch begin, from the first.
+  // Offsets of the runs of a patch from the first one.
   int64_t offset(int64_t run) const { return (run / high * height + run % high) * width * channels; }
 };
 
 struct Layer {
   int64_t batch, depth, height, width; // positions
   Image in, out;
-  int64_t paired; // weights of two inputs are interleaved, as the processor's BF16 dot product takes them
+  int64_t paired; // weights of two inputs are interleaved, for the processor's BF16 dot product
 };
 
 template <class T> struct Work {
   Layer layer;
   const T *x;
   const float *weights, *bias;
-  const T *skip; // null, or added to the rounded result
+  const T *skip; // added to the rounded result, or null
   T *y;
   float slope;
 };
 
-// One input at a time.
+// Processes one input at a time.
 struct Single {
   static constexpr int STEP = 1;
   template <class T> static void add(Floats<LANES> &sum, const T *a, Floats<LANES> w) { sum += load_one(a) * w; }
@@ -60,7 +61,7 @@ struct Single {
 
 #if defined(__AVX512BF16__) && defined(__AVX512VL__)
 constexpr bool PAIRS = true;
-// Two at a time.
+// Processes two inputs at a time.
 struct Paired {
   static constexpr int STEP = 2;
   static void add(Floats<16> &sum, const Bfloat16 *a, Floats<16> w) {
@@ -74,8 +75,8 @@ constexpr bool PAIRS = false;
 typedef Single Paired;
 #endif
 
-// Multiplies R positions from `a` on by V vectors of columns. The bias and activation are in a function of their own: in
-// one function the compiler keeps a third of the sums in memory, and layers of 256 channels are 1.5 times as slow.
+// Multiplies R positions, starting at `a`, by V vectors of columns. Bias and activation are in a separate function. In a
+// single function, the compiler keeps a third of the sums in memory, and layers of 256 channels take 1.5 times as long.
 template <class Product, int R, int V, class T>
 [[gnu::noinline]] void multiply_tile(const Image &in, const T *a, const float *weights, float *sums) {
   const int64_t row = in.run(), line = in.width * in.channels, plane = in.height * line;
@@ -103,14 +104,14 @@ template <class Product, int R, int V, class T>
     for (int v = 0; v < V; ++v) store<LANES>(sums + (r * V + v) * LANES, sum[r][v]);
 }
 
-// Destination of a tile's results, and the skip connection that is added to them, or null.
+// Destination of the results of a tile, and the skip connection that is added to them, or null.
 template <class T> struct Target {
   T *y;
   const T *skip;
-  int64_t step, columns; // from row to row; of a row, at most
+  int64_t step, columns; // distance between rows; largest number of columns in a row
 };
 
-// Load and store the first `count` elements of a vector.
+// Loads and stores the first `count` elements of a vector.
 template <class T> Floats<LANES> some(const T *from, int64_t count) {
   T values[LANES] = {};
   std::memcpy(values, from, count * sizeof(T));
@@ -122,7 +123,7 @@ template <class T> void put_some(T *to, Floats<LANES> value, int64_t count) {
   std::memcpy(to, values, count * sizeof(T));
 }
 
-// Returns `value` rounded to T and widened again.
+// Returns `value` rounded to T and converted back.
 template <class T> Floats<LANES> rounded(Floats<LANES> value) {
   T values[LANES];
   store<LANES>(values, value);
@@ -159,13 +160,13 @@ template <int V, class T> void finish(const float *sums, int64_t rows, const flo
     finish_tile<V>(sums, rows, bias, Leak{slope}, to);
 }
 
-// Prefetches so many elements: the hardware does not foresee reads and writes of patches. Without it the top layer of a
-// network, whose skip connection comes from the third-level cache, takes twice as long.
+// Prefetches the given number of elements, because the hardware does not predict the accesses to patches. Without it, the
+// top layer of a network, whose skip connection comes from the third-level cache, takes twice as long.
 template <bool WRITE, class T> inline void ask(const T *from, int64_t count) {
   for (int64_t at = 0; at < count; at += 64 / sizeof(T)) __builtin_prefetch(from + at, WRITE);
 }
 
-// Computes `count` positions along x from `a` on, and prefetches the data of the next ones.
+// Computes `count` positions along x, starting at `a`, and prefetches the data of the next ones.
 template <class Product, class T>
 void multiply_positions(const Work<T> &work, const T *a, int64_t count, T *y, const T *skip) {
   const Image &in = work.layer.in, &out = work.layer.out;
@@ -229,17 +230,17 @@ template <class T> void convolve(const Layer &layer, void *const *tensors, float
 
 extern "C" {
 
-// Return the width of a vector, and of the next block of columns of weights; blocks are whole vectors.
+// Return the width of a vector, and the width of the next block of columns of weights, a multiple of it.
 int64_t stackseg_patch_lanes() { return LANES; }
 int64_t stackseg_patch_columns(int64_t left) { return next_columns(left / LANES) * LANES; }
 
 // Returns whether bfloat16 weights should be packed in pairs.
 int64_t stackseg_patch_pairs() { return PAIRS; }
 
-// tensors  x, weights [run of the result][column block][inputs, columns], or bfloat16 [..][inputs / 2, columns, 2] if in
-//          pairs, bias [columns], skip connection or null -> y
-// sizes    windows, positions along z, y and x; of x and of y voxels along z, y and x, channels, and voxels of a position
-//          along z, y and x; whether in pairs; whether bfloat16
+// tensors  x, weights [run of the result][column block][inputs, columns], or bfloat16 [..][inputs / 2, columns, 2] if
+//          packed in pairs, bias [columns], skip connection or null -> y
+// sizes    windows, positions along z, y and x; for x and then for y: voxels along z, y and x, channels, and voxels per
+//          position along z, y and x; whether weights are packed in pairs; whether images are bfloat16
 // reals    slope of the activation for negative values
 // Always returns 0.
 int stackseg_patches(void *const *tensors, const int64_t *sizes, const double *reals, int threads) {

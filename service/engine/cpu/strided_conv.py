@@ -1,7 +1,7 @@
-"""Convolutions whose kernel is as large as their stride, and transposed ones, on a CPU: single matrix products.
+"""Convolutions with equal kernel size and stride, also transposed, computed as one matrix product on a CPU.
 
-oneDNN is as fast on large images; on a small window its overhead is a large part of the time.
-`strided_conv.cpp` says how these work.
+oneDNN is as fast on large images, but on a small window its overhead takes a large part of the time.
+The algorithm is described in `strided_conv.cpp`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from service.engine.fusion import is_plain
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
 
-# Vectors that are not full take as long as those that are.
-COLUMNS = 8
+# Fewer columns leave vectors partly empty, which take as long as full ones.
+MIN_COLUMNS = 8
 
-PATCHES = "stackseg_patches"
+PATCH_KERNEL = "stackseg_patches"
 KERNELS = Kernels(
-    [PATCHES],
+    [PATCH_KERNEL],
     [("stackseg_patch_lanes", "", "q"), ("stackseg_patch_columns", "q", "q"), ("stackseg_patch_pairs", "", "q")],
 )
 
 
 class StridedConvolution(nn.Module):
-    """A `layer` that `is_replaceable`, on the CPU, in its dtype, float32 or bfloat16; channels last in and out.
+    """A replacement of a convolution for which `is_replaceable` is true, with channels-last input and output.
 
-    slope  factor of negative outputs: 0 makes a ReLU, 1 no activation at all
+    It computes in the dtype of the layer, float32 or bfloat16.
 
-    Raises OSError where the kernels are missing.
+    slope  negative slope of the fused activation: 0 for a ReLU, 1 for no activation
+
+    Raises OSError if the kernels are missing.
     """
 
     weights: Tensor
@@ -52,23 +54,23 @@ class StridedConvolution(nn.Module):
         self.register_buffer("bias", _pad_to_vectors(bias.repeat(bx if self.transposed else 1)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, z, y, x] -> [B, K, z / bz, y / by, x / bx], or times these where it is transposed."""
+        """Apply the layer: [B, C, z, y, x] -> [B, K, z / bz, y / by, x / bx], or multiplied if transposed."""
         if x.dtype != self.dtype or x.dim() != 5 or x.shape[1] != self.inputs:
-            raise RuntimeError(f"no weights for {list(x.shape)} of {x.dtype}")
+            raise RuntimeError(f"an input of shape {list(x.shape)} and {x.dtype} does not match the weights")
         x = x.contiguous(memory_format=torch.channels_last_3d)
         size = [
             edge * step if self.transposed else edge // step for edge, step in zip(x.shape[2:], self.block, strict=True)
         ]
         y = x.new_empty(len(x), *size, self.outputs).permute(0, 4, 1, 2, 3)
         sizes = (*self._sizes(x, y), self.paired, x.dtype == torch.bfloat16)
-        KernelCall(KERNELS, PATCHES, (x, self.weights, self.bias, None), y, sizes, (self.slope,)).run()
+        KernelCall(KERNELS, PATCH_KERNEL, (x, self.weights, self.bias, None), y, sizes, (self.slope,)).run()
         return y
 
     def _sizes(self, x: Tensor, y: Tensor) -> list[int]:
-        """Return windows and positions, then of `x` and of `y` voxels, channels, and voxels of a position."""
+        """Return the sizes for the kernel, in the order that `strided_conv.cpp` documents."""
         ones = [1, 1, 1]
         if self.block == (1, 1, 1):
-            # All voxels of all windows as one line.
+            # Treat all voxels of all windows as one line.
             line = [1, 1, len(x) * math.prod(x.shape[2:])]
             return [1, *line, *line, self.inputs, *ones, *line, self.outputs, *ones]
         read, written = (ones, self.block) if self.transposed else (self.block, ones)
@@ -76,10 +78,10 @@ class StridedConvolution(nn.Module):
         return [len(x), *positions, *x.shape[2:], self.inputs, *read, *y.shape[2:], self.outputs, *written]
 
     def _pack(self, weight: Tensor) -> Tensor:
-        """Return the weights of torch's layer in the order in which the kernel reads them."""
+        """Return the weights of a torch layer in the order in which the kernel reads them."""
         bz, by, bx = self.block
         if self.transposed:
-            # [runs of the result, inputs, columns]
+            # Shape [runs of the result, inputs, columns].
             runs = weight.permute(2, 3, 0, 4, 1).reshape(bz * by, self.inputs, bx * self.outputs)
         else:
             runs = weight.permute(2, 3, 4, 1, 0).reshape(1, bz * by * bx * self.inputs, self.outputs)
@@ -92,12 +94,12 @@ class StridedConvolution(nn.Module):
 
 
 def fuse_addition(call: KernelCall, result: Tensor, other: Tensor) -> KernelCall | None:
-    """Return the call that also adds `other` to its output, with the bits of a separate addition.
+    """Return a kernel call that also adds `other` to its output, bit-identical to a separate addition.
 
-    None where `call` is of another kernel, does not write exactly `result`, or adds a tensor already.
+    Return None if `call` is of another kernel, does not write exactly `result`, or already adds a tensor.
     """
     *inputs, added = call.inputs
-    if call.kernel != PATCHES or added is not None or call.output.data_ptr() != result.data_ptr():
+    if call.kernel != PATCH_KERNEL or added is not None or call.output.data_ptr() != result.data_ptr():
         return None
     if (call.output.dtype, call.output.numel()) != (result.dtype, result.numel()):
         return None
@@ -105,12 +107,12 @@ def fuse_addition(call: KernelCall, result: Tensor, other: Tensor) -> KernelCall
 
 
 def is_replaceable(module: nn.Module) -> TypeGuard[Layer]:
-    """Return whether `StridedConvolution` computes what this module does, about as fast as oneDNN."""
+    """Return whether `StridedConvolution` can replace this module without being much slower than oneDNN."""
     if not (is_plain(module, nn.Conv3d) or is_plain(module, nn.ConvTranspose3d)) or module.padding_mode != "zeros":
         return False
     columns = module.out_channels * (module.kernel_size[2] if isinstance(module, nn.ConvTranspose3d) else 1)
     return (
-        columns >= COLUMNS
+        columns >= MIN_COLUMNS
         and module.weight.dtype in DTYPES
         and module.weight.device.type == "cpu"
         and module.kernel_size == module.stride
@@ -120,5 +122,5 @@ def is_replaceable(module: nn.Module) -> TypeGuard[Layer]:
 
 
 def _pad_to_vectors(x: Tensor) -> Tensor:
-    """Pad the last axis with zeros to whole vectors."""
+    """Pad the last axis with zeros to a multiple of the vector width."""
     return nn.functional.pad(x, (0, -x.shape[-1] % KERNELS.call("stackseg_patch_lanes")))

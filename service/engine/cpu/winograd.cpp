@@ -1,19 +1,20 @@
 // 3x3x3 convolution, stride 1, padding 1, channels last: Winograd's F(4x4x4, 3x3x3) (Lavin and Gray, "Fast Algorithms
 // for Convolutional Neural Networks", 2016). Images are float32 or bfloat16, arithmetic is float32.
 //
-// A 4x4x4 tile of outputs takes 216 products for each pair of channels instead of 1728, an eighth. Direct convolutions
-// already run at the speed of a matrix product, so only fewer multiplications are faster; in float32 they also beat BF16
-// units. It is 1.3 times, not twice, as fast as F(4x4, 3x3) in the planes, which takes twice as many products, because
-// its transforms move more data: with few channels they take nearly half of the time.
+// A 4x4x4 tile of outputs takes 216 products for each pair of channels instead of 1728, which is an eighth. Direct
+// convolutions already run at the speed of a matrix product, so only an algorithm with fewer multiplications can be
+// faster. In float32 it even beats BF16 units. Compared with F(4x4, 3x3) within planes, which takes twice as many
+// products, it is only 1.3 times as fast, because its transforms move more data. With few channels, the transforms take
+// nearly half of the time.
 //
-// Tiles are worked on in blocks that fit into a core's second-level cache, about sixteen tiles and where possible whole
-// rows: the tile above shares two lines of six. Fewer tiles read the weights more often than they multiply with them. A
-// block is computed one point along z after the other: sampled along y and x, multiplied (36 small matrix products), and
-// interpolated along x and y in registers. So intermediate values take a sixth of the memory.
+// Tiles are processed in blocks that fit in a core's second-level cache: about sixteen tiles and if possible whole rows,
+// because adjacent tiles along y share two of their six lines. With fewer tiles, reading the weights takes longer than
+// multiplying. A block is computed one point along z after the other: sampled along y and x, multiplied (36 small matrix
+// products), and interpolated along x and y in registers. Intermediate values thus take a sixth of the memory.
 //
-// Sampled weights are sixteen times as many bytes as 27 weights of BF16. Layers of 256 and more channels that see fewer
-// than some ten tiles are therefore slower than oneDNN's; they are replaced all the same, since the number of tiles is
-// not known where a layer is replaced, and larger images gain more than that.
+// Sampled weights take sixteen times as many bytes as 27 BF16 weights. Layers with 256 or more channels and fewer than
+// about ten tiles are therefore slower than oneDNN's. They are replaced anyway, because the number of tiles is not known
+// at that time, and larger images gain more than small ones lose.
 
 #include <algorithm>
 #include <cstddef>
@@ -28,7 +29,7 @@
 
 namespace {
 
-constexpr int AHEAD = 512; // elements of the image between a prefetch and the read
+constexpr int AHEAD = 512; // prefetch distance in elements of the image
 constexpr int PLANE = REACH * REACH, POINTS = REACH * PLANE;
 
 inline int64_t tiles_along(int64_t size) { return (size + EDGE - 1) / EDGE; }
@@ -38,7 +39,7 @@ struct Shape {
   int64_t tiles() const { return batch * tiles_along(depth) * tiles_along(height) * tiles_along(width); }
 };
 
-// Where a tile's outputs begin. Tiles are numbered along x first, then y, z and the batch.
+// Position of the first output of a tile. Tiles are numbered along x first, then y, z and the batch.
 struct Place {
   int64_t window, z, y, x;
   Place(const Shape &s, int64_t tile) {
@@ -67,30 +68,30 @@ private:
   size_t size_ = 0;
 };
 
-// Rows of the matrix products are read and written side by side. Were they a multiple of 4 KiB apart, they would share
-// one set of the first-level cache, which holds eight lines: hence an odd number of lines.
+// Rows of the matrix products are read and written in parallel. Rows a multiple of 4 KiB apart would share one set of the
+// first-level cache, which holds only eight lines. An odd number of lines avoids this.
 inline int64_t spread(int64_t count) {
   return ((count + LINE - 1) / LINE | 1) * LINE;
 }
 
-// The five stages below are noinline, so that profilers tell them apart.
+// The five stages below are noinline, so that profilers can distinguish them.
 
 // A block of tiles and its intermediate arrays, all float32.
 struct Block {
   int64_t first, count;
-  float *lines;    // for each run of tiles along x [y][z point][x, inputs]
+  float *lines;    // for each run of tiles along x: [y][z point][x, inputs]
   float *sampled;  // [count, sampled_stride ...][36, inputs], at one point along z
   float *products; // [count, product_stride ...][36, outputs], at one point along z
   float *reduced;  // [count, reduced_stride ...][6, 4, 4, outputs]: points along z, then outputs along y and x
   int64_t sampled_stride, product_stride, reduced_stride;
 };
 
-// Tiles of a block that lie beside each other along x, and the lines that they depend on: [y][z point][x, inputs].
+// Adjacent tiles of a block along x, and the lines that they depend on: [y][z point][x, inputs].
 struct Run {
   Place at;
   int64_t count, stride;
-  bool follows; // the run before is the one above, with which it shares two lines
-  int64_t start; // where its lines begin, in floats from those of the block
+  bool follows; // whether the previous run is the one above, with which it shares two lines
+  int64_t start; // offset of its lines within those of the block, in floats
   Run(const Shape &s, const Block &block) : Run(s, block, 0, 0) {}
   Run next(const Shape &s, const Block &block, int64_t done) const {
     Run run(s, block, done, start + REACH * REACH * stride);
@@ -107,7 +108,7 @@ private:
   }
 };
 
-// Calls f with each run and the number of tiles before it; returns the number of floats in all lines.
+// Calls f with each run and the number of tiles before it. Returns the number of floats in all lines.
 template <class F> int64_t each_run(const Shape &s, const Block &block, F f) {
   Run run(s, block);
   for (int64_t done = 0;;) {
@@ -118,9 +119,9 @@ template <class F> int64_t each_run(const Shape &s, const Block &block, F f) {
   }
 }
 
-// Samples voxels along z, with zeros beside the image: out[y][z point][x, inputs]. Reads six lines side by side from end
-// to end, which the hardware prefetches. It does not prefetch 36 lines that are read column by column; lines of 32 voxels
-// with 32 channels, a multiple of 4 KiB apart, would also evict each other from the caches.
+// Samples voxels along z, with zeros outside the image: out[y][z point][x, inputs]. It reads six lines in parallel from
+// start to end, which the hardware prefetches. The hardware would not prefetch 36 lines that are read column by column.
+// Lines of 32 voxels with 32 channels, a multiple of 4 KiB apart, would also evict each other from the caches.
 template <int G, class T>
 [[gnu::noinline]] void sample_lines(const T *image, const T *zeros, const Shape &s, const Run &run, float *out) {
   const Place &at = run.at;
@@ -151,8 +152,8 @@ template <int G, class T>
   }
 }
 
-// One group of channels of one tile's lines at one point along z -> sampled[36][inputs ...]. Three points along x at a
-// time, so that the values of six lines fit into registers.
+// Samples one group of channels of the lines of one tile at one point along z -> sampled[36][inputs ...]. It processes
+// three points along x at a time, so that the values of six lines fit in registers.
 template <int G>
 [[gnu::noinline]] void sample_plane(const float *lines, int64_t line_stride, int64_t inputs, float *sampled) {
   constexpr int HALF = REACH / 2;
@@ -189,9 +190,9 @@ template <int G> void sample_block(const Shape &s, const Block &b, int64_t z_poi
 }
 
 // out[row, column] = sum over channels of a[row, channel] * weights[channel, column]
-// The loops are unrolled explicitly: the compiler otherwise keeps the sums in memory, zeroed first and copied from at
-// the end, which makes layers of 8 inputs 1.2 to 1.5 times as slow. Weights are prefetched one point ahead: they leave the
-// caches between two blocks, and without it layers of 96 channels are 1.7 times as slow.
+// The loops are unrolled explicitly. Otherwise the compiler keeps the sums in memory, and layers of 8 inputs take 1.2 to
+// 1.5 times as long. Weights are prefetched one point ahead because they are evicted from the caches between two blocks.
+// Without prefetching, layers of 96 channels take 1.7 times as long.
 template <int R, int V>
 [[gnu::noinline]] void multiply_tile(const float *a, int64_t stride, int64_t inputs, const float *weights, float *out,
                           int64_t out_stride) {
@@ -217,7 +218,7 @@ template <int R, int V>
     for (int v = 0; v < V; ++v) store<LANES>(out + r * out_stride + v * LANES, sum[r][v]);
 }
 
-// One sampling point: a[rows, inputs] x weights[inputs, V vectors] -> out[rows, V vectors].
+// Multiplies at one sampling point: a[rows, inputs] x weights[inputs, V vectors] -> out[rows, V vectors].
 template <int V>
 void multiply(int64_t rows, const float *a, int64_t stride, int64_t inputs, const float *weights, float *out,
               int64_t out_stride) {
@@ -227,7 +228,7 @@ void multiply(int64_t rows, const float *a, int64_t stride, int64_t inputs, cons
   });
 }
 
-// At one point along z: `weights` of all columns, as the library's caller lays them out.
+// Multiplies at one point along z. `weights` are those of all columns, in the layout of `stackseg_convolve`.
 void multiply_block(const Shape &s, const Block &b, const float *weights, int64_t z_point) {
   for (int64_t column = 0; column < s.outputs;) {
     const int vectors = next_columns((s.outputs - column) / LANES);
@@ -243,7 +244,8 @@ void multiply_block(const Shape &s, const Block &b, const float *weights, int64_
   }
 }
 
-// One group of channels of one tile at one point along z: products[6, 6][outputs ...] -> reduced[4, 4][outputs ...].
+// Interpolates one group of channels of one tile at one point along z: products[6, 6][outputs ...] ->
+// reduced[4, 4][outputs ...].
 template <int G> [[gnu::noinline]] void interpolate_plane(const float *products, int64_t outputs, float *reduced) {
   Floats<G> along_x[EDGE][REACH];
   for (int j = 0; j < REACH; ++j) {
@@ -266,7 +268,7 @@ template <int G> void interpolate_block(const Shape &s, const Block &b, int64_t 
                            b.reduced + tile * b.reduced_stride + z_point * EDGE * EDGE * s.outputs + c);
 }
 
-// One tile, reduced[6, 4, 4, outputs] -> its outputs, with bias and activation.
+// Interpolates one tile along z, reduced[6, 4, 4, outputs] -> outputs, and applies bias and activation.
 template <int G, class T, class Activation>
 [[gnu::noinline]] void finish_tile(const float *reduced, const float *bias, const Activation &activation,
                                    const Shape &s, const Place &at, T *result) {
@@ -282,7 +284,7 @@ template <int G, class T, class Activation>
         interpolate(m, line);
         const Floats<G> offset = bias ? load<G>(bias + c) : Floats<G>{};
         T *out = result + y * line_step + x * step + c;
-        // Prefetches the outputs of the next tile: a write to memory that was never read would wait.
+        // Prefetch the outputs of the next tile, because a write to memory outside the caches would stall.
         for (int z = 0; z < EDGE; ++z) __builtin_prefetch(out + z * plane_step + EDGE * step, 1);
         for (int64_t z = 0; z < deep; ++z, out += plane_step) store<G>(out, activation(line[z] + offset));
       }
@@ -303,7 +305,7 @@ void finish_block(const Work<T> &work, const Block &b, const Activation &activat
                    Place(work.shape, b.first + tile), work.result);
 }
 
-// Vectors of IN input channels and OUT output channels are transformed at a time.
+// IN input channels and OUT output channels are transformed at a time, as vectors.
 template <int IN, int OUT, class T> void convolve_block(const Work<T> &work, const T *zeros, const Block &b) {
   const Shape &s = work.shape;
   each_run(s, b, [&](const Run &run, int64_t) { sample_lines<IN>(work.image, zeros, s, run, b.lines + run.start); });
@@ -343,7 +345,7 @@ template <class T> bool convolve_tiles(const Work<T> &work, int64_t first, int64
   return true;
 }
 
-// Returns the number of tiles in a block, near `about`: whole rows where possible, which share input lines.
+// Returns the number of tiles in a block, close to `about`: whole rows if possible, because rows share input lines.
 int64_t blocking(int64_t tiles, int64_t across, int64_t about, int64_t threads) {
   const int64_t share = std::max<int64_t>((tiles + threads - 1) / threads, 1);
   if (tiles < 2 * about) return share;
@@ -374,7 +376,7 @@ template <class T> int convolve(const Shape &shape, void *const *tensors, float 
 
 extern "C" {
 
-// Returns the width of the first block of weights, where `left` columns (outputs) are left.
+// Returns the width of the next block of weights if `left` columns (outputs) are left.
 int64_t stackseg_columns(int64_t left) { return next_columns(left / LANES) * LANES; }
 
 int64_t stackseg_blocking(int64_t tiles, int64_t across, int64_t about, int64_t threads) {
@@ -385,7 +387,7 @@ int64_t stackseg_blocking(int64_t tiles, int64_t across, int64_t about, int64_t 
 //          null -> result [batch, depth, height, width, outputs]
 // sizes    batch, depth, height, width, inputs, outputs, approximate number of tiles in a block, whether bfloat16
 // reals    slope of the activation for negative values
-// Image and result are bfloat16 or both float32, the rest is float32. Returns 0, or 1 where memory ran out.
+// Image and result are both bfloat16 or both float32; all other tensors are float32. Returns 0, or 1 if memory ran out.
 int stackseg_convolve(void *const *tensors, const int64_t *sizes, const double *reals, int threads) {
   const Shape shape{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]};
   const float slope = static_cast<float>(reals[0]);

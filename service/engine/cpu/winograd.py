@@ -1,7 +1,8 @@
-"""3x3x3 convolutions with an eighth of the multiplications, for CPUs; activations in float32 or bfloat16.
+"""3x3x3 convolutions on CPUs with an eighth of the multiplications, for images in float32 or bfloat16.
 
-The algorithm is Winograd's F(4x4x4, 3x3x3) (Lavin and Gray 2016); `winograd.cpp` says how. It computes in float32, with
-rounding errors several times those of a direct convolution, some 1e-5 of the scores' scale: bfloat16 is only stored.
+The algorithm is Winograd's F(4x4x4, 3x3x3) (Lavin and Gray 2016), described in `winograd.cpp`. It always computes in
+float32; bfloat16 is only a storage format. Its rounding errors are several times those of a direct convolution, about
+1e-5 relative to the scale of the scores.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from service.engine.fusion import fuse_pairs, is_plain, read_slope, replace_modu
 
 KERNELS = Kernels(["stackseg_convolve"], [("stackseg_columns", "q", "q"), ("stackseg_blocking", "qqqq", "q")])
 
-# The kernel takes channels in vectors of eight, and makes them in vectors of sixteen at most.
-INPUTS, OUTPUTS = 8, 16
+# The kernel reads input channels in vectors of 8, and writes output channels in vectors of up to 16.
+INPUT_CHANNEL_MULTIPLE = 8
+OUTPUT_CHANNEL_MULTIPLE = 16
 
-# About as many tiles of 4x4x4 outputs are worked on together; more leave a core's second-level cache.
-TILES = 16
-POINTS = 216
+# Approximate number of 4x4x4 output tiles that are processed together. More do not fit in a core's second-level cache.
+TILES_PER_BLOCK = 16
+SAMPLING_POINTS = 216
 
 _ROOT = 2**0.5
-# G of F(4, 3): three weights -> their values at the points 0, sqrt(2), -sqrt(2), sqrt(1/2), -sqrt(1/2), infinity.
-SAMPLING = (
+# Matrix G of F(4, 3): maps three weights to values at the points 0, sqrt(2), -sqrt(2), sqrt(1/2), -sqrt(1/2), infinity.
+WEIGHT_TRANSFORM = (
     (1.0, 0.0, 0.0),
     (1 / 6, _ROOT / 6, 1 / 3),
     (1 / 6, -_ROOT / 6, 1 / 3),
@@ -37,11 +39,11 @@ SAMPLING = (
 
 
 class WinogradConvolution(nn.Module):
-    """A 3x3x3 `nn.Conv3d` on the CPU by Winograd's algorithm; output in the dtype of the input, float32 or bfloat16.
+    """A 3x3x3 `nn.Conv3d` on the CPU by Winograd's algorithm. Input and output are both float32 or both bfloat16.
 
-    slope  factor of negative outputs: 0 makes a ReLU, 1 no activation at all
+    slope  negative slope of the fused activation: 0 for a ReLU, 1 for no activation
 
-    Raises OSError where the kernels are missing.
+    Raises OSError if the kernels are missing.
     """
 
     weights: Tensor
@@ -55,37 +57,38 @@ class WinogradConvolution(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32, copy=True))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, z, y, x] -> [B, K, z, y, x], channels last."""
-        # An operator is what torch.compile leaves alone; to call one, torch imports its compiler, which takes seconds.
+        """Apply convolution and activation: [B, C, z, y, x] -> [B, K, z, y, x], channels last."""
+        # torch.compile does not trace into a custom operator. Calling one imports torch's compiler, which takes
+        # seconds, so the operator is used only while compiling.
         run = torch.ops.stackseg.convolve if torch.compiler.is_compiling() else convolve
         y: Tensor = run(x, self.weights, self.bias, self.outputs, self.slope)
         return y
 
 
 def replace_convolutions(module: nn.Module) -> nn.Module:
-    """Return a copy of `module` in which every convolution that `is_replaceable` is a `WinogradConvolution`.
+    """Return a copy of `module` with a `WinogradConvolution` for every convolution for which `is_replaceable` is true.
 
     A ReLU, LeakyReLU, or PReLU with one slope that follows in a sequence is fused with the convolution.
 
-    Raises OSError where the kernels are missing.
+    Raises OSError if the kernels are missing.
     """
-    # Only in a sequence is it known which module follows the convolution.
-    fused = fuse_pairs(copy.deepcopy(module), _with_activation)
+    # Only a sequence defines which module follows the convolution.
+    fused = fuse_pairs(copy.deepcopy(module), _fuse_activation)
     return replace_modules(fused, lambda child: WinogradConvolution(child) if is_replaceable(child) else None)
 
 
-def _with_activation(layer: nn.Module, activation: nn.Module) -> WinogradConvolution | None:
+def _fuse_activation(layer: nn.Module, activation: nn.Module) -> WinogradConvolution | None:
     slope = read_slope(activation)
     return WinogradConvolution(layer, slope) if is_replaceable(layer) and slope is not None else None
 
 
 def count_replaceable(module: nn.Module) -> int:
-    """Return how many convolutions of `module` can be replaced."""
+    """Return the number of convolutions in `module` that can be replaced."""
     return sum(is_replaceable(child) for child in module.modules())
 
 
 def is_replaceable(module: nn.Module) -> TypeGuard[nn.Conv3d]:
-    """Return whether `WinogradConvolution` computes what this module does."""
+    """Return whether `WinogradConvolution` can replace this module."""
     return (
         is_plain(module, nn.Conv3d)
         and module.weight.dtype in DTYPES
@@ -95,52 +98,52 @@ def is_replaceable(module: nn.Module) -> TypeGuard[nn.Conv3d]:
         and module.padding in {(1, 1, 1), "same"}
         and module.padding_mode == "zeros"
         and module.groups == 1
-        and module.in_channels % INPUTS == 0
-        and module.out_channels % OUTPUTS == 0
+        and module.in_channels % INPUT_CHANNEL_MULTIPLE == 0
+        and module.out_channels % OUTPUT_CHANNEL_MULTIPLE == 0
     )
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Transform weights [K, C, 3, 3, 3] to the sampling points, float32 [216 C K], in the order of the kernel's reads.
+    """Transform weights [K, C, 3, 3, 3] to the sampling points: float32 [216 C K], in the order that the kernel reads.
 
-    Blocks of columns (outputs) follow each other, each as [216, C, columns].
+    The result is a sequence of blocks of columns (outputs), each with shape [216, C, columns].
     """
-    sampling = torch.tensor(SAMPLING, dtype=torch.float64)
+    sampling = torch.tensor(WEIGHT_TRANSFORM, dtype=torch.float64)
     outputs, inputs = weight.shape[:2]
     sampled = torch.einsum("iz,jy,lx,kczyx->ijlck", sampling, sampling, sampling, weight.double()).float()
-    sampled = sampled.reshape(POINTS, inputs, outputs)
+    sampled = sampled.reshape(SAMPLING_POINTS, inputs, outputs)
     KERNELS.require()
     widths = KERNELS.split_columns("stackseg_columns", outputs)
     return torch.cat([block.reshape(-1) for block in torch.split(sampled, widths, dim=2)])
 
 
 def convolve(x: Tensor, weights: Tensor, bias: Tensor | None, outputs: int, slope: float) -> Tensor:
-    """Convolve `x` [B, C, z, y, x] in float32 or bfloat16; `weights` as from `pack`, bias [K] float32.
+    """Convolve `x` [B, C, z, y, x] in float32 or bfloat16, with weights from `pack` and a float32 bias [K].
 
-    Raises MemoryError, and RuntimeError for other channels than there are weights for.
+    Raises TypeError for other dtypes, RuntimeError if the channels do not match the weights, and MemoryError.
     """
     if x.dtype not in DTYPES:
-        raise TypeError(f"no Winograd convolution of {x.dtype}")
-    if x.dim() != 5 or POINTS * x.shape[1] * outputs != weights.numel():
-        raise RuntimeError(f"no weights for the channels of {list(x.shape)}")
+        raise TypeError(f"Winograd convolutions do not support {x.dtype}")
+    if x.dim() != 5 or SAMPLING_POINTS * x.shape[1] * outputs != weights.numel():
+        raise RuntimeError(f"the channels of an input of shape {list(x.shape)} do not match the weights")
     x = x.contiguous(memory_format=torch.channels_last_3d)
-    y = _empty(x, outputs)
+    y = _allocate_output(x, outputs)
     batch, channels, depth, height, width = x.shape
-    sizes = (batch, depth, height, width, channels, outputs, TILES, x.dtype == torch.bfloat16)
+    sizes = (batch, depth, height, width, channels, outputs, TILES_PER_BLOCK, x.dtype == torch.bfloat16)
     KernelCall(KERNELS, "stackseg_convolve", (x, weights, bias), y, sizes, (slope,)).run()
     return y
 
 
-# Inductor keeps the layout of an operator's inputs as eager mode has it, which with one window is not channels last,
-# and would convert them; this one takes any.
+# By default inductor converts the inputs of an operator to the layout of eager mode, which for a single window is not
+# channels last. The tag allows any layout.
 _operator = torch.library.custom_op("stackseg::convolve", mutates_args=(), tags=(torch.Tag.flexible_layout,))(convolve)
 
 
 @_operator.register_fake
 def _(x: Tensor, _weights: Tensor, _bias: Tensor | None, outputs: int, _slope: float) -> Tensor:
-    return _empty(x, outputs)
+    return _allocate_output(x, outputs)
 
 
-def _empty(x: Tensor, outputs: int) -> Tensor:
+def _allocate_output(x: Tensor, outputs: int) -> Tensor:
     shape = (x.shape[0], outputs, *x.shape[2:])
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)

@@ -1,1 +1,1 @@
-"""Code that runs on CUDA devices only."""
+"""Engine code that runs only on CUDA devices."""

@@ -1,4 +1,4 @@
-"""CUDA events: waiting for the work of a stream, and measuring it."""
+"""CUDA events, used to wait for the work of a stream and to measure it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def mark_end(device: torch.device) -> Callable[[], object]:
-    """Mark the end of the work on the device's current stream; what is returned sleeps until that is done."""
+    """Record an event on the device's current stream, and return a function that sleeps until it is reached."""
     if device.type != "cuda":
         return lambda: None
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -19,9 +19,9 @@ def mark_end(device: torch.device) -> Callable[[], object]:
 
 
 class CudaTimer:
-    """Seconds that a CUDA device takes for parts of the work of its current stream.
+    """A timer of the seconds that a CUDA device spends on parts of the work of its current stream.
 
-    The host's time is left out as long as each part is one launch, such as the replay of a graph.
+    The time of the host is not included as long as each part is a single launch, such as the replay of a graph.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -30,7 +30,7 @@ class CudaTimer:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure the work that is launched in the meantime."""
+        """Measure the work launched within this context."""
         start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
         stream = self._cuda.current_stream(self._device)
         start.record(stream)
@@ -40,6 +40,6 @@ class CudaTimer:
 
     @property
     def seconds(self) -> float:
-        """Sum of all parts, once the device has finished them."""
+        """Total time of all parts. Read it only after the device has finished them."""
         milliseconds: float = sum(start.elapsed_time(end) for start, end in self._parts)
         return milliseconds / 1000

@@ -1,8 +1,8 @@
-"""Float32 on CUDA devices: process-wide switches of torch, set where a network is made.
+"""TF32 on CUDA devices, controlled by process-wide switches of torch that are set when a network is built.
 
-TF32 rounds the factors of float32 products to 10 bits of mantissa, as many as float16 has, and sums in float32; that is
-several times as fast on Ampere and later. Its effect is judged by the labels, like that of every other optimisation:
-beside a reference that is computed without TF32.
+TF32 rounds the factors of float32 products to a 10-bit mantissa, like that of float16, and accumulates in float32. It
+is several times as fast on Ampere and later GPUs. Like every other optimization, it is accepted only if the labels
+agree with those of a reference computed without it.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch import Tensor
 from service.core.sections.computing import Engine
 from service.models.network import Network
 
-# Switches are process-wide: a second caller would take the first one's temporary values for the operator's.
+# The switches are process-wide. Without the lock, a second caller could save and restore temporary values of the first.
 _lock = threading.RLock()
 
 
 def use(settings: Engine, device: torch.device) -> None:
-    """Set matrix precision, and whether cuDNN times its algorithms; do nothing on a CPU, which has neither."""
+    """Set the precision of matrix products and cuDNN's benchmark mode. Does nothing on a CPU."""
     if device.type != "cuda":
         return
     _set(settings.matmul_precision)
-    # Every network runs with one shape, so cuDNN's choice of algorithm holds for good.
+    # Every network runs with one shape, so cuDNN chooses its algorithms only once.
     torch.backends.cudnn.benchmark = settings.cudnn_benchmark
 
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Compute float32 products in float32, whatever is set; one caller at a time, on all devices."""
+    """Disable TF32 within this context, on all devices. Only one thread at a time can enter it."""
     with _lock:
         matrices, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
         _set("highest")
@@ -44,7 +44,7 @@ def exact() -> Iterator[None]:
 
 
 def without_tf32(network: Network) -> Network:
-    """Return `network` with TF32 off during each call."""
+    """Return `network` with TF32 disabled during each call."""
 
     def call(x: Tensor) -> Tensor:
         with exact():
@@ -55,5 +55,5 @@ def without_tf32(network: Network) -> Network:
 
 def _set(precision: str) -> None:
     torch.set_float32_matmul_precision(precision)
-    # cuDNN's convolutions have no more than on and off; torch's default is on.
+    # TF32 in cuDNN's convolutions can only be on or off. torch's default is on.
     torch.backends.cudnn.allow_tf32 = precision != "highest"

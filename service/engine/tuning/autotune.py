@@ -1,7 +1,7 @@
-"""Choice among configurations of a network: the first that gives the right labels, or the fastest in a race.
+"""Choice of an engine configuration: the first one with correct labels, or the fastest of several.
 
-Machines are shared and clocks vary, so calls are compared only with calls of the same moment: each challenger runs in
-turn with the champion, and replaces it where the median of its calls is better by more than a margin.
+Machines are shared and clock rates vary, so only calls made at about the same time are compared. Each challenger runs
+alternately with the fastest configuration so far, and replaces it if its median time is better by more than a margin.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from service.engine.tuning.plans import EngineConfig, Outcome, Trial, Verdict
 
 log = logging.getLogger(__name__)
 
-# Calls of each candidate that count, after one that does not; fewer, if that tells enough.
-ROUNDS, FIRST_ROUNDS = 7, 3
-# A challenger must be faster by more than this share, which is what noise may do to medians.
-MARGIN = 0.03
+# Timed calls of each candidate, after one call that is not counted.
+MAX_TIMED_ROUNDS = 7
+# Timed calls after which a comparison may end early, if the result is clear or the time limit is reached.
+MIN_TIMED_ROUNDS = 3
+# A challenger must be faster by more than this fraction, since noise can change medians by as much.
+MIN_SPEED_GAIN = 0.03
 
-# Errors of a trial.
-FAILURES = (*ENGINE_FAILURES, MemoryError, NonFiniteScores)
+# Errors by which a trial may fail.
+TRIAL_ERRORS = (*ENGINE_FAILURES, MemoryError, NonFiniteScores)
 
 Result = TypeVar("Result")
 
 
 class Candidate(NamedTuple, Generic[Result]):
-    """A network that has run, ready to be timed.
+    """A network that was built and can be timed.
 
-    call                segments `windows` windows, in all of its streams together
-    measure_difference  returns its share of changed labels, NaN if any score was not finite, infinity if the scores of
-                        a full batch are wrong
-    result              returned where this candidate wins
+    call                function that segments `windows` windows, in all streams together
+    measure_difference  function that returns the fraction of changed labels, NaN if any score was not finite, or
+                        infinity if the scores of a full batch are wrong
+    result              object to return if this candidate wins
     """
 
     call: Callable[[], object]
@@ -56,7 +58,7 @@ class Winner(NamedTuple, Generic[Result]):
 
 @dataclass
 class _Entrant(Generic[Result]):
-    """A candidate with the right labels; `seconds` for a window are those of its calls in the latest rounds."""
+    """A candidate with correct labels, and the seconds per window of its calls in the latest comparison."""
 
     candidate: Candidate[Result]
     trial: Trial
@@ -68,28 +70,29 @@ class _Entrant(Generic[Result]):
 
     @property
     def rate(self) -> float | None:
-        """Windows per second; None where it did not run. The first call, which finds memory, does not count."""
+        """Windows per second, or None if not timed. The first call allocates memory and is not counted."""
         return 1 / statistics.median(self.seconds[1:]) if self.seconds else None
 
 
 class NothingRuns(RuntimeError):
-    """No configuration ran and agreed with the reference; `trials` say why."""
+    """No configuration ran and agreed with the reference. The reasons are in `trials`."""
 
     def __init__(self, trials: Sequence[Trial]) -> None:
         reasons = "; ".join(f"{trial.choice}: {trial.verdict}" for trial in trials)
-        super().__init__(f"The model runs in none of its possible ways. {reasons}")
+        super().__init__(f"No engine configuration can run this model correctly on this machine. {reasons}")
         self.trials = tuple(trials)
 
 
 class Tuner(Generic[Result]):
-    """One choice of a configuration; keeps at most two candidates at the same time.
+    """The choice of one configuration. At most two candidates are in memory at the same time.
 
-    build         makes a candidate; one of `FAILURES` means that this configuration does not run here
-    difference    largest share of changed labels that passes
-    seconds       after which, once one has run, no other configuration is tried, and no further round begun
-    explain_skip  returns why a configuration must not be tried, None if it may
-    announce      called with each configuration before it is tried, and with the number of all
-    find_loss     returns what to raise where the device was lost with the error of a trial: others would only fail too
+    build         function that builds a candidate; it raises one of `TRIAL_ERRORS` if the configuration does not work
+    difference    largest accepted fraction of changed labels
+    seconds       time limit, after which no further configuration or round is started if one has run
+    explain_skip  function that returns why a configuration must not be tried, or None
+    announce      function called before each trial, with the configuration and the total number of configurations
+    find_loss     function that returns the exception to raise if a trial failed because the device was lost, since all
+                  further trials would fail too, or None
     """
 
     def __init__(  # noqa: PLR0913
@@ -113,24 +116,24 @@ class Tuner(Generic[Result]):
 
     @property
     def seconds(self) -> float:
-        """Seconds since the choice began."""
+        """Seconds since the tuner was created."""
         return self._clock() - self._start
 
     def take_first(self, configs: Sequence[EngineConfig]) -> Winner[Result]:
-        """Return the first of `configs` that runs and gives the right labels. Raises NothingRuns."""
+        """Return the first of `configs` that runs and gives correct labels. Raises NothingRuns if there is none."""
         self._total = len(configs)
         for config in configs:
             self._champion = self._enter(config)
             if self._champion is not None:
                 break
-        return self._winner()
+        return self._make_winner()
 
     def race(self, configs: Sequence[EngineConfig], **changes: Sequence[Any]) -> Winner[Result]:
-        """Return the fastest of `configs`, then of what other values of some fields make of the fastest so far.
+        """Return the fastest of `configs` and of variants of the fastest one.
 
-        changes  values to try of fields of `EngineConfig`, one field after the other
+        changes  fields of `EngineConfig` and the values to try for them, one field after the other
 
-        Raises NothingRuns.
+        Raises NothingRuns if no configuration runs and gives correct labels.
         """
         self._total = len(configs) + sum(
             len({*values} - {getattr(configs[0], name)}) for name, values in changes.items()
@@ -142,23 +145,23 @@ class Tuner(Generic[Result]):
                 if self._champion is not None:
                     self._challenge(replace(self._champion.config, **{name: value}))
         if self._champion is not None and not self._champion.seconds:
-            self._champion = next(iter(self._take_turns(self._champion)), None)
-        return self._winner()
+            self._champion = next(iter(self._time_alternately(self._champion)), None)
+        return self._make_winner()
 
-    def _winner(self) -> Winner[Result]:
+    def _make_winner(self) -> Winner[Result]:
         if self._champion is None:
             raise NothingRuns(tuple(self._trials.values()))
-        self._judge(self._champion, Verdict(Outcome.CHOSEN))
+        self._record_verdict(self._champion, Verdict(Outcome.CHOSEN))
         return Winner(self._champion.candidate.result, tuple(self._trials.values()))
 
     def _challenge(self, config: EngineConfig) -> None:
-        """Let a configuration run in turn with the champion, and replace that where it is faster."""
+        """Time a configuration against the fastest one so far, and replace that if the new one is faster."""
         if config in self._trials:
             return
-        with step(f"way {len(self._trials) + 1} of {self._total}"):
+        with step(f"configuration {len(self._trials) + 1} of {self._total}"):
             if (challenger := self._enter(config)) is None:
                 return
-            entrants = [challenger] if self._champion is None else self._take_turns(self._champion, challenger)
+            entrants = [challenger] if self._champion is None else self._time_alternately(self._champion, challenger)
         self._champion = entrants[0] if entrants else None
         if len(entrants) == 2:
             self._compare(*entrants)
@@ -166,89 +169,89 @@ class Tuner(Generic[Result]):
     def _compare(self, champion: _Entrant[Result], challenger: _Entrant[Result]) -> None:
         share = (challenger.rate or 0) / (champion.rate or math.inf)
         loser, winner = challenger, champion
-        if share > 1 + MARGIN:
+        if share > 1 + MIN_SPEED_GAIN:
             loser, winner, share = champion, challenger, 1 / share
         self._champion = winner
-        self._judge(loser, Verdict(Outcome.SLOWER, f"{share:.0%} of the speed of {winner.config}"))
+        self._record_verdict(loser, Verdict(Outcome.SLOWER, f"{share:.0%} of the speed of {winner.config}"))
 
     def _enter(self, config: EngineConfig) -> _Entrant[Result] | None:
-        """Build a configuration and check its labels; None where it is out, and its trial says why."""
+        """Build a configuration and check its labels. Return None if it is rejected; its trial holds the reason."""
         self._announce(config, self._total)
         if (reason := self._explain_skipping(config)) is not None:
-            self._note(Trial(config, Verdict(Outcome.SKIPPED, reason)))
+            self._record(Trial(config, Verdict(Outcome.SKIPPED, reason)))
             return None
         start = self._clock()
         try:
             candidate = self._build(config)
             build_seconds = self._clock() - start
             difference = candidate.measure_difference()
-        except FAILURES as error:
-            log.debug("%s does not run", config, exc_info=True)
-            self._note_failure(config, error)
+        except TRIAL_ERRORS as error:
+            log.debug("%s failed", config, exc_info=True)
+            self._record_failure(config, error)
             return None
         known = difference if math.isfinite(difference) else None
         entrant = _Entrant(candidate, Trial(config, self._check(difference), None, known, build_seconds))
-        self._note(entrant.trial)
+        self._record(entrant.trial)
         return entrant if entrant.trial.verdict.outcome is Outcome.RUNS else None
 
     def _check(self, difference: float) -> Verdict:
-        """Return the verdict on a candidate with this share of changed labels."""
+        """Return the verdict on a candidate with this fraction of changed labels."""
         if math.isnan(difference):
             return Verdict(Outcome.WRONG, "scores that are not finite")
         if math.isinf(difference):
             return Verdict(Outcome.WRONG, "in a full batch, scores differ from those in fp32 by more than rounding")
         if difference > self._difference:
-            return Verdict(Outcome.WRONG, f"{difference:.2%} of the labels differ, {self._difference:.2%} may")
+            return Verdict(Outcome.WRONG, f"{difference:.2%} of the labels differ, the limit is {self._difference:.2%}")
         return Verdict(Outcome.RUNS)
 
     def _explain_skipping(self, config: EngineConfig) -> str | None:
         if self._champion is not None and self.seconds > self._limit:
-            return "the time was up"
+            return "time limit reached"
         for other, trial in self._trials.items():
             agrees = trial.difference is not None and trial.difference <= self._difference
             if agrees and replace(other, precision=config.precision) == config:
-                return f"{other.precision} is as good"
+                return f"{other.precision} already gives correct labels"
         return self._explain_skip(config)
 
-    def _take_turns(self, *entrants: _Entrant[Result]) -> list[_Entrant[Result]]:
-        """Time entrants in turn, until the time is up or one is clearly slower; return those that did not fail."""
+    def _time_alternately(self, *entrants: _Entrant[Result]) -> list[_Entrant[Result]]:
+        """Time entrants alternately until the time limit, or until one is clearly slower. Return the ones that ran."""
         running = list(entrants)
         for entrant in entrants:
             entrant.seconds.clear()
         with step("timing"):
-            for done in range(1 + ROUNDS):
-                if done > FIRST_ROUNDS and (self.seconds > self._limit or _is_decided(running)):
+            for done in range(1 + MAX_TIMED_ROUNDS):
+                if done > MIN_TIMED_ROUNDS and (self.seconds > self._limit or _is_decided(running)):
                     break
                 running = [entrant for entrant in running if self._time(entrant)]
         return running
 
     def _time(self, entrant: _Entrant[Result]) -> bool:
-        """Time one call; return whether it did not fail."""
+        """Time one call, and return whether it succeeded."""
         start = self._clock()
         try:
             entrant.candidate.call()
-        except FAILURES as error:
-            log.debug("%s runs no more", entrant.config, exc_info=True)
-            self._note_failure(entrant.config, error)
+        except TRIAL_ERRORS as error:
+            log.debug("%s failed while it was timed", entrant.config, exc_info=True)
+            self._record_failure(entrant.config, error)
             return False
         entrant.seconds.append((self._clock() - start) / entrant.candidate.windows)
         return True
 
-    def _judge(self, entrant: _Entrant[Result], verdict: Verdict) -> None:
+    def _record_verdict(self, entrant: _Entrant[Result], verdict: Verdict) -> None:
         entrant.trial = replace(entrant.trial, verdict=verdict, windows_per_second=entrant.rate)
-        self._note(entrant.trial)
+        self._record(entrant.trial)
 
-    def _note_failure(self, config: EngineConfig, error: BaseException) -> None:
+    def _record_failure(self, config: EngineConfig, error: BaseException) -> None:
         if (lost := self._find_loss(error)) is not None:
             raise lost from error
-        self._note(Trial(config, Verdict(Outcome.FAILED, first_line(error))))
+        self._record(Trial(config, Verdict(Outcome.FAILED, first_line(error))))
 
-    def _note(self, trial: Trial) -> None:
+    def _record(self, trial: Trial) -> None:
         self._trials[trial.choice] = trial
         if trial.verdict.outcome is not Outcome.RUNS:
             log.debug("%s: %s", trial.choice, trial.verdict)
 
 
 def _is_decided(entrants: Sequence[_Entrant[Any]]) -> bool:
-    """Return whether every call of the last one took longer than all calls of the first."""
+    """Return whether every call of the last entrant took longer than all calls of the first one."""
     return min(entrants[-1].seconds[1:]) > max(entrants[0].seconds[1:]) if len(entrants) > 1 else False

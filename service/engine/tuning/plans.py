@@ -1,4 +1,4 @@
-"""Configurations of engines, the trials of some, the plans made of these, and their files. Needs no torch."""
+"""Engine configurations, their trials, and the plan files that store the results. Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FOLDER = "plans"
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """One way to run a network.
+    """An engine and its options for running a network.
 
-    engine          as in `engine.kind`, never auto
+    engine          value of `engine.kind` other than auto
     precision       bf16, fp16 or fp32
     memory_format   contiguous or channels_last_3d
     sw_batch_size   windows per call
-    compile_mode    of torch.compile; None unless compiled
-    streams         batches that are computed at the same time, on a CPU with a part of the cores each
+    compile_mode    mode of torch.compile, or None if not compiled
+    streams         number of batches computed concurrently; on a CPU each stream has a share of the cores
     """
 
     engine: str
@@ -46,7 +46,7 @@ class EngineConfig:
 
 
 class Outcome(StrEnum):
-    """What came of a configuration that was considered. Slower: it ran, and another one was faster."""
+    """The result of trying a configuration. SLOWER means that it ran, but another one was faster."""
 
     CHOSEN = "chosen"
     RUNS = "runs"
@@ -57,7 +57,7 @@ class Outcome(StrEnum):
 
 
 class Verdict(NamedTuple):
-    """An outcome, and the reason for it in words. In JSON it is the text that `str` returns."""
+    """An outcome and the reason for it. Serialized to JSON as the text that `str` returns."""
 
     outcome: Outcome
     detail: str = ""
@@ -69,11 +69,11 @@ class Verdict(NamedTuple):
 
     @classmethod
     def parse(cls, text: object) -> Self:
-        """Invert `str`. Raises ValueError for anything but a text or a verdict."""
+        """Parse the text that `str` returns. Raises ValueError for other types."""
         if isinstance(text, cls):
             return text
         if not isinstance(text, str):
-            raise ValueError(f"A verdict is a text, not {text!r}.")  # noqa: TRY004 - pydantic expects it
+            raise ValueError(f"A verdict must be a text, not {text!r}.")  # noqa: TRY004 - pydantic expects it
         outcome, _, detail = text.partition(": ")
         is_plain = outcome in set(Outcome) - {Outcome.SLOWER}
         return cls(Outcome(outcome), detail) if is_plain else cls(Outcome.SLOWER, text)
@@ -81,12 +81,12 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    """The outcome for a configuration that was considered.
+    """A configuration that was considered, and the result.
 
-    verdict             chosen, or why not
-    windows_per_second  None where it was not run
-    difference          share of the sample's voxels whose label differs from that of the eager FP32 network
-    build_seconds       converting, compiling and the first calls; None where it did not run
+    verdict             outcome, with the reason if it was not chosen
+    windows_per_second  speed, or None if it was not timed
+    difference          fraction of the sample's voxels whose label differs from that of the eager FP32 network
+    build_seconds       time for conversion, compilation and warm-up calls, or None if it did not run
     """
 
     choice: EngineConfig
@@ -98,11 +98,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """The configuration chosen for one model on one machine, the trials that led to it, and what it holds for.
+    """The configuration chosen for one model on one machine, and the trials that led to it.
 
-    seconds         that the trials took
-    circumstances   model, hardware, versions and settings; another value of any of them needs another plan
-    tuned           whether it won a race, or is the first of the known order that gave the right labels
+    seconds         duration of the trials
+    circumstances   model, hardware, versions and settings for which the plan is valid; any change requires a new plan
+    tuned           True if it was the fastest of several configurations; False if it was the first one in the known
+                    order with correct labels
     """
 
     model: str
@@ -114,12 +115,12 @@ class EnginePlan:
 
     @property
     def origin(self) -> str:
-        """How the configuration was chosen: tuned, or known-order."""
+        """How the configuration was chosen: `tuned` or `known-order`."""
         return "tuned" if self.tuned else "known-order"
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of a table: what was chosen, then the others, the fastest first."""
-        where = self.circumstances.get("device", "another device")
+        """Yield the lines of a table: the chosen configuration, then the others, the fastest first."""
+        where = self.circumstances.get("device", "an unknown device")
         if "threads" in self.circumstances:
             where += f", {self.circumstances['threads']} threads"
         yield f"{'tuned' if self.tuned else 'checked'} in {self.seconds:.0f} s on {where}:"
@@ -137,7 +138,7 @@ _ADAPTER = TypeAdapter(EnginePlan)
 
 
 def choose_folder(configured: Path | None) -> Path:
-    """Return the folder of plans: in `engine.cache_folder`, else below the user's own cache folder."""
+    """Return the folder of plan files: in `engine.cache_folder` if set, otherwise in the user's cache folder."""
     if configured is not None:
         return configured / FOLDER
     caches = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
@@ -146,27 +147,27 @@ def choose_folder(configured: Path | None) -> Path:
 
 @cache
 def digest_sources(*folders: Path) -> str:
-    """Hash the sources of engines and those in `folders`; after an update in place another plan may be better."""
+    """Hash the source files of the engines and of `folders`, so that plans become invalid when the code changes."""
     files = (file for folder in (Path(__file__).parents[1], *folders) for file in sorted(folder.rglob("*")))
     sources = (file.read_bytes() for file in files if file.suffix in {".py", ".cpp", ".hpp"})
     return hashlib.sha256(b"".join(sources)).hexdigest()[:16]
 
 
 def find(folder: Path, model: str, circumstances: Mapping[str, str]) -> EnginePlan | None:
-    """Return the plan that was made for exactly these circumstances; None if there is none that can be read."""
+    """Return the plan for exactly these circumstances, or None if there is none or it cannot be read."""
     plan = _read(folder / _file_name(model, circumstances))
     return plan if plan is not None and plan.circumstances == dict(circumstances) else None
 
 
 def find_all(folder: Path, model: str, weights: str) -> tuple[EnginePlan, ...]:
-    """Return all plans saved for a model with these weights (SHA-256), the newest first."""
-    files = sorted(folder.glob(f"{model}-*.json"), key=_modified, reverse=True)
+    """Return all saved plans for a model with these weights (SHA-256), the newest first."""
+    files = sorted(folder.glob(f"{model}-*.json"), key=_get_modification_time, reverse=True)
     plans = (plan for plan in map(_read, files) if plan is not None)
     return tuple(plan for plan in plans if plan.model == model and plan.circumstances.get("weights") == weights)
 
 
 def save(folder: Path, plan: EnginePlan) -> None:
-    """Write a plan where `find` looks for it, at once or not at all. Raises OSError."""
+    """Write a plan atomically to the file that `find` reads. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor, name = tempfile.mkstemp(dir=folder, suffix=".part")
     try:
@@ -177,8 +178,8 @@ def save(folder: Path, plan: EnginePlan) -> None:
         Path(name).unlink(missing_ok=True)
 
 
-def _modified(file: Path) -> float:
-    """Return the time of the last change; 0 for a file that another process has deleted meanwhile."""
+def _get_modification_time(file: Path) -> float:
+    """Return the modification time of a file, or 0 if another process has deleted it in the meantime."""
     try:
         return file.stat().st_mtime
     except OSError:

@@ -6,8 +6,8 @@
 
 namespace {
 
-// A part of a line is too short for the hardware prefetcher to predict where the next line begins. Lines are requested
-// this many lines ahead.
+// Lines are too short for the hardware prefetcher to predict the start of the next line, so they are prefetched explicitly,
+// this number of lines ahead.
 constexpr int64_t AHEAD = 16;
 constexpr int64_t AHEAD_IN_ROWS = 8;
 constexpr uintptr_t CACHE_LINE = 64;

@@ -1,1 +1,1 @@
-"""Exported programs as modules of operators that are allowed."""
+"""Convert exported programs to torch modules that call only allowed operators."""

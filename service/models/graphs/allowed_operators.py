@@ -1,14 +1,14 @@
-"""Operators that networks from files may call: they compute, and touch neither files nor processes."""
+"""Operators that networks from files may call. They compute on tensors and do not access files or processes."""
 
 from __future__ import annotations
 
-# `prim::` of TorchScript: control flow, numbers, lists and tensors; nothing that names a file, a class or a process.
+# TorchScript operators `prim::`: control flow, numbers, lists and tensors. None of them takes a file, class or process.
 _PRIM = """
 abs AutogradAnyNonZero Constant ConstantChunk data device DictConstruct dtype GetAttr If ImplicitTensorToNum is_cuda
 isinstance layout ListConstruct ListUnpack Loop max min NumToTensor RaiseException requires_grad TupleConstruct
 TupleIndex TupleUnpack unchecked_cast unchecked_unwrap_optional Uninitialized
 """
-# `aten::` of PyTorch, called by TorchScript files and by graphs of torch.export.
+# PyTorch operators `aten::`, used by TorchScript files and by graphs of torch.export.
 _ATEN = """
 __and__ __contains__ __derive_index __getitem__ __is__ __isnot__ __not__ __or__ __range_length _convolution
 _convolution_mode _set_item _softmax _upsample_bicubic2d_aa _upsample_bilinear2d_aa
@@ -32,13 +32,14 @@ threshold threshold_ tile to transpose tril triu type_as unbind unflatten unsque
 upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d var
 var_mean view view_as warn where zeros zeros_like
 """
-# Those, whole or single overloads, that read or write beyond tensors or end the process for some arguments, or change
-# what others read unseen: for trusted programs only. Whole numbers divided towards zero end it for the lowest by -1.
-_UNCHECKED = """
+# Operators, or overloads of them, that are allowed only in trusted programs: for some arguments they access memory
+# outside of tensors, crash the process, or reinterpret memory shared with other tensors. Integer division that rounds
+# towards zero crashes for the lowest integer divided by -1.
+_TRUSTED_ONLY = """
 _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_lanczos2d_aa _upsample_nearest_exact2d repeat_interleave
 upsample_bicubic2d upsample_bilinear2d view.dtype
 div.Tensor_mode div.Scalar_mode div_.Tensor_mode div_.Scalar_mode
 """
 PRIM = frozenset(_PRIM.split())
 ATEN = frozenset(_ATEN.split())
-UNCHECKED = frozenset(_UNCHECKED.split())
+TRUSTED_ONLY = frozenset(_TRUSTED_ONLY.split())

@@ -1,4 +1,4 @@
-"""A graph of calls, read from a file, as a torch module, and the shapes of its values within limits."""
+"""Convert a graph of calls that was read from a file to a torch module, and infer the shapes of its values."""
 
 from __future__ import annotations
 
@@ -22,56 +22,59 @@ from service.models.network import MAX_ELEMENTS
 Shape = tuple[int, ...]
 Shapes = Mapping[Node, Shape]
 
-# What else than nodes may become Python code: torch writes the code of a graph and runs it.
-PLAIN = (bool, int, float, torch.dtype, type(None))
-TEXT = re.compile(r"[A-Za-z0-9_ .,>-]*")
-# Most elements of all values that exist at a time for one window: as float32 they take 32 GiB.
+# Types and texts that arguments may have besides nodes. They are restricted because torch generates and executes Python
+# code for a graph.
+PLAIN_TYPES = (bool, int, float, torch.dtype, type(None))
+SAFE_TEXT = re.compile(r"[A-Za-z0-9_ .,>-]*")
+# Largest number of elements of all values alive at the same time for one window. As float32 they take 32 GiB.
 MAX_LIVE_ELEMENTS = 2**33
-# What a graph may raise that does not fit its image.
-_MISFIT = (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, AttributeError)
+# Errors of a graph that cannot process its input.
+_GRAPH_ERRORS = (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, AttributeError)
 
 
 def make_graph_module(root: nn.Module, graph: Graph) -> GraphModule:
-    """Return a graph as a module, which runs Python code that torch writes of the graph.
+    """Convert a graph to a module, which runs Python code that torch generates from the graph.
 
-    Raise BrokenModel where anything but identifiers, numbers, plain texts and nodes would get into that code.
+    Raises BrokenModel if anything except identifiers, numbers, plain texts and nodes would become part of that code.
     """
     for node in graph.nodes:
         names = [node.name, *node.kwargs, *(node.target.split(".") if isinstance(node.target, str) else ())]
         if not all(name.isidentifier() and not keyword.iskeyword(name) for name in names):
-            raise BrokenModel(f"a call has a name that is none: {max(names, key=len)[:80]!r}.")
+            raise BrokenModel(f"a name in a call is not a valid identifier: {max(names, key=len)[:80]!r}.")
         if not _is_plain([*node.args, *node.kwargs.values()]):
-            raise BrokenModel(f"{node.name} is called with something else than numbers, plain texts and values.")
+            raise BrokenModel(f"{node.name} has arguments other than numbers, plain texts and values of the graph.")
     return GraphModule(root, graph)
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether the code of a value is nothing but nodes, numbers, plain texts and lists of these."""
+    """Return whether an argument consists only of nodes, numbers, plain texts and lists of these."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     if type(value) is str:
-        return TEXT.fullmatch(value) is not None
-    return isinstance(value, Node) or (type(value) in PLAIN and not (type(value) is int and value.bit_length() > 64))
+        return SAFE_TEXT.fullmatch(value) is not None
+    return isinstance(value, Node) or (
+        type(value) in PLAIN_TYPES and not (type(value) is int and value.bit_length() > 64)
+    )
 
 
 def infer_shapes(network: GraphModule, shape: Shape) -> dict[Node, Shape]:
-    """Return the shapes of all tensors of a forward of an image of `shape`.
+    """Return the shapes of all tensors in a forward pass of an image with this shape.
 
-    Raise BrokenModel where it does not run, or a value is larger than a part of a network can be.
+    Raises BrokenModel if the network does not run, or if a value is larger than the limits.
     """
-    with torch.no_grad(), suppress(*_MISFIT):
-        return _ShapeInterpreter(network, "meta").find(shape)
+    with torch.no_grad(), suppress(*_GRAPH_ERRORS):
+        return _ShapeInterpreter(network, "meta").infer(shape)
     try:
-        # Some graphs run with numbers only.
+        # Some graphs cannot run on the meta device because they read the values of tensors.
         with torch.no_grad(), limit_sizes():
-            return _ShapeInterpreter(network, "cpu").find(shape)
-    except _MISFIT as error:
+            return _ShapeInterpreter(network, "cpu").infer(shape)
+    except _GRAPH_ERRORS as error:
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise BrokenModel(f"it does not take a window of shape {shape}: {reason[0]}") from error
+        raise BrokenModel(f"it does not accept a window of shape {shape}: {reason[0]}") from error
 
 
 class _ShapeInterpreter(Interpreter):
-    """Runs a graph in float32 on a device, which may be the one without numbers, and keeps the shapes of its values."""
+    """An interpreter that runs a graph in float32, on the CPU or the meta device, and records the shapes of values."""
 
     def __init__(self, network: GraphModule, device: str) -> None:
         super().__init__(network)
@@ -79,8 +82,8 @@ class _ShapeInterpreter(Interpreter):
         self.shapes: dict[Node, Shape] = {}
         self._live = 0
 
-    def find(self, shape: Shape) -> dict[Node, Shape]:
-        """Return the shapes of all values for an image of `shape`."""
+    def infer(self, shape: Shape) -> dict[Node, Shape]:
+        """Return the shapes of all values for an image with this shape."""
         self.run(torch.zeros(shape, device=self._device))
         return self.shapes
 
@@ -91,9 +94,9 @@ class _ShapeInterpreter(Interpreter):
             check_elements(result.shape)
             self._live += result.numel()
             if self._live > MAX_LIVE_ELEMENTS:
-                raise BrokenModel(f"{n.name}: more than {MAX_LIVE_ELEMENTS} elements would exist at a time.")
-        read = self.user_to_last_uses.get(n, ())
-        self._live -= sum(math.prod(self.shapes[each]) for each in read if each in self.shapes)
+                raise BrokenModel(f"{n.name}: more than {MAX_LIVE_ELEMENTS} elements would be in memory at a time.")
+        released = self.user_to_last_uses.get(n, ())
+        self._live -= sum(math.prod(self.shapes[each]) for each in released if each in self.shapes)
         return result
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -109,13 +112,13 @@ class _ShapeInterpreter(Interpreter):
 
 
 def check_elements(shape: Sequence[int]) -> None:
-    """Raise BrokenModel where a value of this shape has more than `MAX_ELEMENTS`."""
+    """Raise BrokenModel if a value of this shape has more than `MAX_ELEMENTS` elements."""
     if math.prod(shape) > MAX_ELEMENTS:
-        raise BrokenModel(f"makes a value of {tuple(shape)}, too large for a part of a network.")
+        raise BrokenModel(f"a value of shape {tuple(shape)} exceeds the limit of {MAX_ELEMENTS} elements.")
 
 
 def multiply(a: Any, b: Any) -> Any:
-    """Return `a * b`. Raise OverflowError for a whole number that no size can be: a few products make it endless."""
+    """Return `a * b`. Raises OverflowError for integers of more than 64 bits, since repeated products grow quickly."""
     product = a * b
     if isinstance(product, int) and product.bit_length() > 64:
         raise OverflowError("a size of more than 64 bits")
@@ -124,9 +127,9 @@ def multiply(a: Any, b: Any) -> Any:
 
 @contextmanager
 def limit_sizes() -> Iterator[None]:
-    """Raise BrokenModel, as long as the context lasts, for an operator of torch whose result would be too large.
+    """Within this context, raise BrokenModel for every torch operator whose result would be too large.
 
-    Each operator runs without numbers first, so that no memory is taken for what is refused.
+    Each operator first runs on the meta device, so that no memory is allocated for a result that is rejected.
     """
     with _SizeLimit():  # type: ignore[no-untyped-call]
         yield
@@ -135,19 +138,19 @@ def limit_sizes() -> Iterator[None]:
 class _SizeLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for result in _compute_without_numbers(func, args, kwargs):
+        for result in _compute_on_meta(func, args, kwargs):
             check_elements(result.shape)
         return func(*args, **kwargs)
 
 
-def _compute_without_numbers(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the results of an operator as meta tensors, none where it cannot run without numbers."""
+def _compute_on_meta(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the results of an operator as meta tensors, or none if it cannot run on the meta device."""
     args, kwargs = tree_map_only(Tensor, _to_meta, (args, kwargs))
     if any(each.name == "device" for each in func._schema.arguments):
         kwargs["device"] = torch.device("meta")
     try:
         return [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
-    except _MISFIT:
+    except _GRAPH_ERRORS:
         return []
 
 

@@ -1,7 +1,8 @@
-"""Layers of a network that was read as a graph of calls, as modules: engines replace and fuse these.
+"""Convert calls in a graph to modules for layers, which engines can replace and fuse.
 
-A finder recognises one kind of layer by a call, whether of an operator of ATen or of a function for one of ONNX. Layers
-whose values only the next one reads become an `nn.Sequential`, which tells engines the order of calls.
+A finder recognizes one kind of layer by a call of an ATen operator or of the function that implements an ONNX operator.
+Consecutive layers become an `nn.Sequential` if no other call reads the value in between, so that engines know the order
+of calls.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from service.models.architectures import DepthToSpace, SpaceToDepth
 from service.models.graphs.graph_module import Shape, Shapes, infer_shapes
 
 INPUT_RANK = 5
-# Axes [B, C, z, bz, y, by, x, bx] and [B, K, bz, by, bx, z, y, x] in the order of the result of a pixel shuffle.
-INTO_CHANNELS, OUT_OF_CHANNELS = (0, 1, 3, 5, 7, 2, 4, 6), (0, 1, 5, 2, 6, 3, 7, 4)
-# ATen's names for arguments that ONNX calls otherwise.
+# Permutations of the axes [B, C, z, bz, y, by, x, bx] by space-to-depth, and [B, K, bz, by, bx, z, y, x] by
+# depth-to-space.
+SPACE_TO_DEPTH_AXES = (0, 1, 3, 5, 7, 2, 4, 6)
+DEPTH_TO_SPACE_AXES = (0, 1, 5, 2, 6, 3, 7, 4)
+# ATen's names for arguments with different names in ONNX.
 ATEN_NAMES = {"alpha": "negative_slope", "scale": "weight", "slope": "weight", "epsilon": "eps", "perm": "dims"}
 
 
 class Layer(NamedTuple):
-    """A module that computes the value of the node `result` of that of `source`."""
+    """A module that computes the value of the node `result` from the value of the node `source`."""
 
     module: nn.Module
     source: Node
@@ -34,16 +37,16 @@ class Layer(NamedTuple):
 
 
 FindLayer = Callable[[GraphModule, Node, Shapes], Layer | None]
-"""Network, a call in it, and shapes of values as far as they are known -> the layer that the call is a part of."""
+"""A function (network, call, known shapes) -> the layer that the call is a part of, or None."""
 
 
 def add_layers(
     network: GraphModule, window: Sequence[int], finders: Mapping[Any, FindLayer], additions: Set[Any]
 ) -> GraphModule:
-    """Return the network with modules for its layers, in sequences where they follow each other.
+    """Return the network with modules for its layers, and with sequences for consecutive layers.
 
-    window     [C, z, y, x] that the network is for
-    finders    how to find layers, by the function of one of their calls
+    window     shape [C, z, y, x] of the windows that the network processes
+    finders    finders of layers, by the function of one of the calls of the layer
     additions  functions that add two values
     """
     graph = network.graph
@@ -58,36 +61,36 @@ def add_layers(
     _join_layers(network)
     _add_in_place(network, additions)
     graph.lint()
-    # A new module has no attributes but those that nodes name.
+    # A new module has only the attributes that its nodes use.
     return GraphModule(network, graph)
 
 
 def read_constant(network: GraphModule, argument: Any) -> Tensor | None:
-    """Return the stored tensor that an argument names, None for anything else."""
+    """Return the stored tensor to which an argument refers, or None for any other argument."""
     if isinstance(argument, Node) and argument.op == "get_attr":
         tensor: Tensor = getattr(network, str(argument.target))
         return tensor
     return None
 
 
-def first_input(node: Node) -> Any:
+def get_first_input(node: Node) -> Any:
     """Return the first argument of a call."""
     return next(iter((*node.args, *node.kwargs.values())), None)
 
 
 def is_volume(node: Any, shapes: Shapes) -> bool:
-    """Return whether a value is known to have the axes batch, channel, z, y and x."""
+    """Return whether a value has a known shape with the axes batch, channel, z, y and x."""
     return len(shapes.get(node, ())) == INPUT_RANK
 
 
-def follow(node: Node, functions: Set[Any]) -> Node | None:
-    """Return the only call that reads a value, None where there are several, or where it is of no such function."""
+def get_only_user(node: Node, functions: Set[Any]) -> Node | None:
+    """Return the only call that reads a value, or None if there are several or it calls none of `functions`."""
     users = list(node.users)
     return users[0] if len(users) == 1 and users[0].target in functions else None
 
 
 def read_arguments(network: GraphModule, node: Node) -> dict[str, Any]:
-    """Return the arguments of a call by ATen's names, stored tensors as tensors, defaults included."""
+    """Return the arguments of a call by ATen's names, including defaults, with tensors for stored tensors."""
     if isinstance(node.target, OpOverload):
         schema = node.target._schema.arguments
         arguments = {each.name: each.default_value for each in schema if each.has_default_value()} | node.kwargs
@@ -106,8 +109,8 @@ def make_convolution(
 ) -> nn.Conv3d | nn.ConvTranspose3d:
     """Return an `nn.Conv3d`, or an `nn.ConvTranspose3d`, whose parameters are `weight` and `bias`.
 
-    `weight` is [out, in / groups, z, y, x], of a transposed convolution [in, out / groups, z, y, x]. `settings` are
-    further keyword arguments of the module.
+    The shape of `weight` is [out, in / groups, z, y, x], or [in, out / groups, z, y, x] for a transposed convolution.
+    `settings` are further keyword arguments of the module.
     """
     module_type: Any = nn.ConvTranspose3d if transposed else nn.Conv3d
     channels = (weight.shape[1] * groups, weight.shape[0])
@@ -125,9 +128,9 @@ def make_convolution(
 
 
 def make_norm(groups: int, weight: Tensor | None, bias: Tensor | None, *, channels: int, eps: float) -> nn.Module:
-    """Return a group norm, with as many groups as channels an instance norm.
+    """Return a group norm, or an instance norm if there are as many groups as channels.
 
-    `weight` and `bias` have a number for each channel, or for each group.
+    `weight` and `bias` have one element per channel or per group.
     """
     norm: nn.Module = nn.GroupNorm(groups, channels, eps, affine=False)
     if groups == channels:
@@ -141,22 +144,22 @@ def make_norm(groups: int, weight: Tensor | None, bias: Tensor | None, *, channe
 
 def find_activation(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
     """Find a ReLU or LeakyReLU."""
-    source = first_input(node)
+    source = get_first_input(node)
     in_place = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-    # Others read what a call in place leaves behind, in the source or in what it is a view of.
-    alone = source.op == "call_module" and len(source.users) == 1
-    if not is_volume(source, shapes) or (in_place and not alone):
+    # An in-place call changes the source, or the tensor of which it is a view, for all other calls that read it.
+    is_only_user = source.op == "call_module" and len(source.users) == 1
+    if not is_volume(source, shapes) or (in_place and not is_only_user):
         return None
     slope = read_arguments(network, node).get("negative_slope")
     return Layer(nn.ReLU() if slope is None else nn.LeakyReLU(slope), source, node)
 
 
 def find_prelu(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
-    """Find a PReLU with one slope, or one for each channel."""
-    source, slope = first_input(node), read_arguments(network, node)["weight"]
+    """Find a PReLU with one slope or one slope per channel."""
+    source, slope = get_first_input(node), read_arguments(network, node)["weight"]
     if not isinstance(slope, Tensor) or not is_volume(source, shapes):
         return None
-    # ONNX aligns the last axes of slopes with those of the image; ATen counts channels.
+    # ONNX broadcasts slopes along the last axes of the image. ATen expects one slope per channel.
     if slope.numel() > 1 and not isinstance(node.target, OpOverload) and not is_per_channel(slope, shapes[source][1]):
         return None
     module = nn.PReLU(slope.numel())
@@ -165,16 +168,16 @@ def find_prelu(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None
 
 
 def is_per_channel(tensor: Tensor, channels: int) -> bool:
-    """Return whether a tensor has one number for each channel of a volume."""
+    """Return whether a tensor has one element per channel and broadcasts along the channels of a volume."""
     return tensor.numel() == channels and tuple(tensor.shape[-4:]) == (channels, 1, 1, 1)
 
 
 def find_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
     """Find an instance or group norm with stored weights and without running statistics."""
-    settings, source = read_arguments(network, node), first_input(node)
+    settings, source = read_arguments(network, node), get_first_input(node)
     weight, bias = settings["weight"], settings["bias"]
-    computed = isinstance(weight, Node) or isinstance(bias, Node) or settings.get("running_mean") is not None
-    if computed or not is_volume(source, shapes):
+    unsupported = isinstance(weight, Node) or isinstance(bias, Node) or settings.get("running_mean") is not None
+    if unsupported or not is_volume(source, shapes):
         return None
     channels = shapes[source][1]
     norm = make_norm(settings.get("num_groups", channels), weight, bias, channels=channels, eps=settings["eps"])
@@ -182,13 +185,13 @@ def find_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
 
 
 def make_shuffle_finder(reshapes: Set[Any]) -> FindLayer:
-    """Return a finder of the pixel shuffles that a reshape, a permute and a reshape are."""
+    """Return a finder of pixel shuffles, which consist of a reshape, a permutation and a reshape."""
 
     def find_shuffle(network: GraphModule, permute: Node, shapes: Shapes) -> Layer | None:
-        before, after = first_input(permute), follow(permute, reshapes)
+        before, after = get_first_input(permute), get_only_user(permute, reshapes)
         if after is None or before.target not in reshapes or len(before.users) > 1:
             return None
-        source, order = first_input(before), tuple(read_arguments(network, permute)["dims"])
+        source, order = get_first_input(before), tuple(read_arguments(network, permute)["dims"])
         module = _make_shuffle(shapes.get(source, ()), shapes.get(before, ()), order)
         if module is None or tuple(module(torch.empty(shapes[source], device="meta")).shape) != shapes.get(after):
             return None
@@ -198,7 +201,7 @@ def make_shuffle_finder(reshapes: Set[Any]) -> FindLayer:
 
 
 def _put_layer(network: GraphModule, layer: Layer) -> Node:
-    """Call the module of a layer instead of what computes its result, and return that call."""
+    """Replace the computation of a layer's result by a call of its module, and return that call."""
     name = f"layer_{layer.result.name}"
     network.add_module(name, layer.module)
     with network.graph.inserting_before(layer.result):
@@ -209,21 +212,21 @@ def _put_layer(network: GraphModule, layer: Layer) -> Node:
 
 
 def _make_shuffle(shape: Shape, split: Shape, axes: tuple[Any, ...]) -> SpaceToDepth | DepthToSpace | None:
-    """Return the shuffle of an image of `shape` that reshapes it to `split` and permutes `axes`, None if none does."""
+    """Return the pixel shuffle that reshapes an image of `shape` to `split` and permutes `axes`, or None."""
     if len(shape) != INPUT_RANK or len(split) != 8:
         return None
     edges = shape[2:]
-    if axes == INTO_CHANNELS:
+    if axes == SPACE_TO_DEPTH_AXES:
         block = split[3::2]
         voxels = tuple(size for edge, step in zip(edges, block, strict=True) for size in (edge // step, step))
         return SpaceToDepth(block) if split == (*shape[:2], *voxels) else None
-    if axes == OUT_OF_CHANNELS:
+    if axes == DEPTH_TO_SPACE_AXES:
         return DepthToSpace(split[2:5]) if (split[0], *split[5:]) == (shape[0], *edges) else None
     return None
 
 
 def _join_layers(network: GraphModule) -> None:
-    """Make an `nn.Sequential` of every two layers of which the second alone reads what the first one gives."""
+    """Join every two layers to an `nn.Sequential` if only the second one reads the result of the first one."""
     for node in list(network.graph.nodes):
         before = node.args[0] if node.op == "call_module" else None
         if not isinstance(before, Node) or before.op != "call_module" or len(before.users) > 1:
@@ -238,11 +241,11 @@ def _join_layers(network: GraphModule) -> None:
 
 
 def _add_in_place(network: GraphModule, additions: Set[Any]) -> None:
-    """Add into the later of two terms that a layer makes for the sum alone: memory for the sum takes time."""
+    """Compute sums in place if only the sum reads its later term, because allocating memory for a sum takes time."""
     order = {node: index for index, node in enumerate(network.graph.nodes)}
     for node in network.graph.nodes:
         terms = sorted(node.all_input_nodes, key=order.__getitem__)
-        # Other arguments, such as a factor of one term, make another sum.
+        # Sums with further arguments, such as a factor of one term, cannot be replaced.
         if node.target in additions and len(terms) == len({*node.args, *node.kwargs.values()}) == 2:
             other, last = terms
             if len(last.users) == 1 and _owns_result(network, last):
@@ -250,7 +253,7 @@ def _add_in_place(network: GraphModule, additions: Set[Any]) -> None:
 
 
 def _owns_result(network: GraphModule, node: Node) -> bool:
-    """Return whether a node is a layer whose result has memory of its own; shuffles of single voxels have none."""
+    """Return whether a node is a layer whose result does not share memory with its input, as some shuffles do."""
     if node.op != "call_module":
         return False
     module = network.get_submodule(str(node.target))
@@ -259,6 +262,6 @@ def _owns_result(network: GraphModule, node: Node) -> bool:
 
 
 def add_into(x: Tensor, other: Tensor) -> Tensor:
-    """Return `x + other`, in the memory of `x` where the sum has its shape and dtype."""
-    alike = isinstance(other, Tensor) and (x.shape, x.dtype) == (other.shape, other.dtype)
-    return x.add_(other) if alike else x + other
+    """Return `x + other`, computed in place in `x` if both have the same shape and dtype."""
+    is_compatible = isinstance(other, Tensor) and (x.shape, x.dtype) == (other.shape, other.dtype)
+    return x.add_(other) if is_compatible else x + other

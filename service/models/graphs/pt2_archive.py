@@ -1,4 +1,4 @@
-"""PT2 archive, the file of `torch.export.save`: its JSON and its tensors, none of which is unpickled."""
+"""Read the JSON files and tensors of a PT2 archive, the format of `torch.export.save`, without unpickling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.core.errors import BrokenModel
 
 MAX_GRAPH_BYTES = 2**26
 
-# torch._export.serde.schema.ScalarType
+# Codes of torch._export.serde.schema.ScalarType.
 DTYPES = {
     1: torch.uint8,
     2: torch.int8,
@@ -32,7 +32,7 @@ DTYPES = {
 
 
 class Pt2Archive:
-    """A PT2 archive, whose files are named by their path below its only folder."""
+    """A PT2 archive. Names of its files are paths below its top-level folder."""
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive = archive
@@ -40,31 +40,31 @@ class Pt2Archive:
         self.stored_bytes = sum(entry.compress_size for entry in archive.infolist())
 
     def read_bytes(self, name: str) -> bytes:
-        """Read a file. Raise BrokenModel where it is missing or compressed, as nothing in such an archive is."""
+        """Read a file. Raises BrokenModel if it is missing, or if it is compressed, which the format does not allow."""
         entry = self._entries.get(name)
         if entry is None:
-            raise BrokenModel(f"there is no {name} in it; export the network again with torch 2.8 or later.")
+            raise BrokenModel(f"it does not contain {name}; export the network again with torch 2.8 or later.")
         if entry.compress_type != zipfile.ZIP_STORED:
-            raise BrokenModel(f"{name} is compressed, which torch.export.save does not do.")
+            raise BrokenModel(f"{name} is compressed, which files of torch.export.save never are.")
         return self._archive.read(entry)
 
     def read_json(self, name: str) -> Any:
-        """Read a file of JSON. Raise BrokenModel where it is missing, compressed or too large."""
+        """Read a JSON file. Raises BrokenModel if it is missing, compressed or too large."""
         text = self.read_bytes(name)
         if len(text) > MAX_GRAPH_BYTES:
-            raise BrokenModel(f"{name} is larger than a graph can be.")
+            raise BrokenModel(f"{name} is larger than the limit of {MAX_GRAPH_BYTES} bytes.")
         return json.loads(text)
 
 
 def decode_tensor(data: bytes, meta: Mapping[str, Any]) -> Tensor:
-    """Copy raw little-endian bytes into a tensor. Raise BrokenModel or RuntimeError where they do not fit."""
+    """Copy raw little-endian bytes into a tensor. Raises BrokenModel or RuntimeError if they do not match `meta`."""
     sizes, strides = ([int(item["as_int"]) for item in meta[key]] for key in ("sizes", "strides"))
     dtype = DTYPES[meta["dtype"]]
     if not math.prod(sizes):
         return torch.empty(sizes, dtype=dtype)
-    # Any other byte than 0 and 1 is no truth that operators could work with.
+    # Convert booleans from bytes, because operators do not expect values other than 0 and 1.
     stored = torch.frombuffer(bytearray(data), dtype=torch.uint8 if dtype == torch.bool else dtype)
     stored = stored.bool() if dtype == torch.bool else stored
     if math.prod(sizes) > len(stored):
-        raise BrokenModel(f"a tensor of {sizes} is said to lie in {len(data)} bytes.")
+        raise BrokenModel(f"a tensor of shape {sizes} does not fit in its {len(data)} bytes.")
     return stored.as_strided(sizes, strides, int(meta["storage_offset"]["as_int"])).clone()

@@ -1,7 +1,7 @@
-"""File of `torch.export` -> torch module, without `torch.export.load`, which evaluates and unpickles parts of the file.
+"""Load a `torch.export` file without `torch.export.load`, which evaluates and unpickles parts of the file.
 
-Only the graph, JSON that lists calls of operators, and the raw bytes of the weights are read. Every operator must be on
-the list of `allowed_operators`. Format: schema version 8 of `torch._export.serde.schema`, in the PT2
+Only the graph, which is JSON with a list of operator calls, and the raw bytes of the weights are read. Every operator
+must be on the list in `allowed_operators`. The format is schema version 8 of `torch._export.serde.schema`, in the PT2
 archive that `torch.export.save` writes since torch 2.8.
 """
 
@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from service.core.errors import BrokenModel
 from service.core.files.zip_archive import open_torch_archive
-from service.models.graphs.allowed_operators import ATEN, UNCHECKED
+from service.models.graphs.allowed_operators import ATEN, TRUSTED_ONLY
 from service.models.graphs.graph_module import Shapes, make_graph_module, multiply
 from service.models.graphs.layers import (
     FindLayer,
@@ -30,7 +30,7 @@ from service.models.graphs.layers import (
     find_activation,
     find_norm,
     find_prelu,
-    first_input,
+    get_first_input,
     is_volume,
     make_convolution,
     make_shuffle_finder,
@@ -39,15 +39,15 @@ from service.models.graphs.layers import (
 from service.models.graphs.pt2_archive import DTYPES, Pt2Archive, decode_tensor
 
 SCHEMA_VERSION = 8
-# Operators that only graphs of torch.export call besides those of the list, and those that graphs may not call.
-ALLOWED = ATEN - UNCHECKED | {"sym_size", "lift_fresh_copy", "detach_"}
-RESULTS = frozenset(["Tensor", "List[Tensor]"])
+# Untrusted graphs may not call operators in TRUSTED_ONLY. The added operators occur only in graphs of torch.export.
+ALLOWED_OPERATORS = ATEN - TRUSTED_ONLY | {"sym_size", "lift_fresh_copy", "detach_"}
+ALLOWED_RESULT_TYPES = frozenset(["Tensor", "List[Tensor]"])
 PLAIN_ARGUMENTS = ("as_int", "as_ints", "as_float", "as_floats", "as_bool", "as_bools", "as_string")
 ARITHMETIC: dict[str, Callable[..., Any]] = {
     f"_operator.{name}": getattr(operator, name) for name in ("add", "sub", "floordiv", "mod", "neg", "getitem")
 } | {"_operator.mul": multiply}
-# Errors that a damaged or foreign file causes below.
-_DAMAGE = (
+# Errors that reading a damaged or unrelated file can raise.
+_READ_ERRORS = (
     AttributeError,
     ArithmeticError,
     LookupError,
@@ -62,8 +62,8 @@ _DAMAGE = (
 def load_torch_export(path: Path, window: Sequence[int]) -> nn.Module:
     """Load the network of a `.pt2` file, in the precision of the file, on the CPU, in evaluation mode.
 
-    Layers become modules, which engines can replace: those that windows [C, z, y, x] show to be some. Raise
-    BrokenModel, naming what is refused.
+    Layers become modules, which engines can replace. They are recognized by the shapes for windows [C, z, y, x]. Raises
+    BrokenModel with the reason if the file is rejected.
     """
     try:
         with open_torch_archive(path) as archive:
@@ -72,37 +72,37 @@ def load_torch_export(path: Path, window: Sequence[int]) -> nn.Module:
         raise BrokenModel(f"{path}: {error}") from error
     except RecursionError as error:
         raise BrokenModel(f"{path}: its graph is nested too deeply.") from error
-    except _DAMAGE as error:
+    except _READ_ERRORS as error:
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise BrokenModel(f"{path}: cannot be read as a file of torch.export: {reason[0]}") from error
+        raise BrokenModel(f"{path}: cannot be read as a torch.export file: {reason[0]}") from error
     return network.eval().requires_grad_(requires_grad=False)
 
 
 class _GraphReader:
-    """Reader of one graph.
+    """A reader of one graph.
 
-    _values   nodes by their names in the file
-    _stored   nodes of stored tensors by file and description: several names may mean one tensor
-    _bytes    how many bytes of tensors may still be read: no more than the archive has
-    _configs  tables of the places of tensors in the archive, by file name
+    _values           nodes by their names in the file
+    _stored           nodes of stored tensors by file and metadata, since several names may refer to one tensor
+    _remaining_bytes  bytes of tensors that may still be read; the total is limited to the size of the archive
+    _configs          tables with the locations of tensors in the archive, by file name
     """
 
     def __init__(self, archive: Pt2Archive) -> None:
         self._archive = archive
         program = archive.read_json("models/model.json")
         if (version := program["schema_version"]["major"]) != SCHEMA_VERSION:
-            raise BrokenModel(f"its schema has version {version}; {SCHEMA_VERSION} can be read.")
+            raise BrokenModel(f"its schema version is {version}; only version {SCHEMA_VERSION} is supported.")
         self._description: Mapping[str, Any] = program["graph_module"]["graph"]
         self._signature: Mapping[str, Any] = program["graph_module"]["signature"]
         self._root = nn.Module()
         self._graph = Graph()
         self._values: dict[str, Node] = {}
         self._stored: dict[str, Node] = {}
-        self._bytes = archive.stored_bytes
+        self._remaining_bytes = archive.stored_bytes
         self._configs: dict[str, Any] = {}
 
     def read(self) -> GraphModule:
-        """Return the network. Raise BrokenModel."""
+        """Return the network. Raises BrokenModel."""
         self._read_inputs()
         for call in self._description["nodes"]:
             self._read_call(call)
@@ -110,7 +110,7 @@ class _GraphReader:
         return make_graph_module(self._root, self._graph)
 
     def _read_inputs(self) -> None:
-        """Add the image as input; all other inputs are tensors of the file."""
+        """Add the image as the input of the graph. All other inputs must be tensors in the file."""
         images = 0
         for spec in self._signature["input_specs"]:
             ((kind, content),) = spec.items()
@@ -119,13 +119,13 @@ class _GraphReader:
                 name = content["arg"]["as_tensor"]["name"]
                 self._values[name] = self._graph.placeholder(f"image_{images}")
             elif kind in {"parameter", "buffer", "tensor_constant"}:
-                # `torch.export.save` stores buffers that are not persistent among the constants.
+                # `torch.export.save` stores non-persistent buffers as constants.
                 constant = kind == "tensor_constant" or (kind == "buffer" and not content["persistent"])
                 self._read_tensor(content["arg"]["name"], content[f"{kind}_name"], constant=constant)
             else:
-                raise BrokenModel(f"it takes a {kind}, which cannot be honoured.")
+                raise BrokenModel(f"it has an input of kind {kind}, which is not supported.")
         if images != 1:
-            raise BrokenModel(f"it takes {images} inputs; exactly one image can be given.")
+            raise BrokenModel(f"it has {images} inputs; exactly one image is supported.")
 
     def _read_tensor(self, name: str, stored: str, *, constant: bool) -> None:
         folder, file = ("constants", "model_constants") if constant else ("weights", "model_weights")
@@ -134,18 +134,18 @@ class _GraphReader:
             self._configs[config] = self._archive.read_json(config)["config"]
         entry = self._configs[config][stored]
         if entry["use_pickle"]:
-            raise BrokenModel(f"{stored} is pickled, and what is pickled is not read.")
+            raise BrokenModel(f"{stored} is pickled; pickled tensors are not read.")
         file, meta = f"data/{folder}/{entry['path_name']}", entry["tensor_meta"]
-        place = json.dumps([file, meta])
-        if place not in self._stored:
+        location = json.dumps([file, meta])
+        if location not in self._stored:
             tensor = decode_tensor(self._archive.read_bytes(file), meta)
-            self._bytes -= tensor.nbytes
-            if self._bytes < 0:
+            self._remaining_bytes -= tensor.nbytes
+            if self._remaining_bytes < 0:
                 raise BrokenModel("its tensors are larger than the file.")
             attribute = f"tensor_{len(self._stored)}"
             self._root.register_buffer(attribute, tensor)
-            self._stored[place] = self._graph.get_attr(attribute)
-        self._values[name] = self._stored[place]
+            self._stored[location] = self._graph.get_attr(attribute)
+        self._values[name] = self._stored[location]
 
     def _find_output(self) -> str:
         """Return the name of the first output."""
@@ -153,19 +153,19 @@ class _GraphReader:
             ((kind, content),) = spec.items()
             if kind == "user_output":
                 return str(content["arg"]["as_tensor"]["name"])
-            raise BrokenModel(f"it changes a {kind}, as networks do while they are trained; export it in eval mode.")
-        raise BrokenModel("nothing comes out of it.")
+            raise BrokenModel(f"it modifies a {kind}, like networks in training; export it in eval mode.")
+        raise BrokenModel("it has no output.")
 
     def _read_call(self, call: Mapping[str, Any]) -> None:
         target = str(call["target"])
         keywords = {entry["name"]: self._read_argument(entry["arg"], target) for entry in call["inputs"]}
         if keywords.get("training") is True or keywords.get("train") is True:
-            raise BrokenModel(f"{target} is called as in training; export the network in eval mode.")
+            raise BrokenModel(f"{target} is called in training mode; export the network in eval mode.")
         if target == "torch.ops.aten.dropout.default":
             result = keywords["input"]
         elif target in ARITHMETIC:
             if not all(isinstance(value, Node | int) for value in keywords.values()):
-                raise BrokenModel(f"{target} is called with something else than sizes.")
+                raise BrokenModel(f"{target} is called with arguments other than sizes.")
             result = self._graph.call_function(ARITHMETIC[target], tuple(keywords.values()))
         else:
             result = self._graph.call_function(_find_operator(target, keywords), (), keywords)
@@ -192,10 +192,10 @@ class _GraphReader:
             return [self._read_item(item, target) for item in value]
         if kind == "as_sym_int":
             return self._read_item(value, target)
-        raise BrokenModel(f"{target} takes an argument {kind}, which cannot be honoured.")
+        raise BrokenModel(f"{target} takes an argument {kind}, which is not supported.")
 
     def _read_item(self, item: Mapping[str, Any], target: str) -> Any:
-        """Return a tensor, or a size that is a number or was computed before."""
+        """Return a tensor, or a size, which is a number or a value computed earlier."""
         if "name" in item:
             return self._values[item["name"]]
         if "as_name" in item:
@@ -217,7 +217,7 @@ def _find_convolution(network: GraphModule, node: Node, _shapes: Shapes) -> Laye
 
 
 def _find_batch_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
-    settings, source = read_arguments(network, node), first_input(node)
+    settings, source = read_arguments(network, node), get_first_input(node)
     if not is_volume(source, shapes):
         return None
     tensors = {name: settings[name] for name in ("weight", "bias", "running_mean", "running_var")}
@@ -245,13 +245,13 @@ FINDERS: dict[Any, FindLayer] = {
 
 
 def _to_triple(values: Sequence[int]) -> tuple[int, int, int]:
-    """Return an integer for each axis; a single value holds for all three."""
+    """Return an integer for each axis. A single value applies to all three axes."""
     z, y, x = values if len(values) == 3 else (values[0],) * 3
     return int(z), int(y), int(x)
 
 
 def _iter_names(output: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of an output of a call."""
+    """Yield the names of the values in an output of a call."""
     ((kind, value),) = output.items()
     if kind == "as_tensor":
         yield value["name"]
@@ -260,23 +260,23 @@ def _iter_names(output: Mapping[str, Any]) -> Iterator[str]:
     elif kind == "as_sym_int":
         yield value["as_name"]
     else:
-        raise BrokenModel(f"a call gives {kind}, which cannot be honoured.")
+        raise BrokenModel(f"a call has an output of kind {kind}, which is not supported.")
 
 
 def _find_operator(target: str, arguments: Mapping[str, Any]) -> OpOverload[..., Any]:
-    """Return the operator of a name such as `torch.ops.aten.relu.default`.
+    """Return the operator for a name such as `torch.ops.aten.relu.default`.
 
-    Raise BrokenModel if it is not allowed, or does not take the arguments.
+    Raises BrokenModel if it is not allowed or does not accept the arguments.
     """
     space, _, rest = target.rpartition("torch.ops.aten.")
     name, _, overload = rest.partition(".")
-    if space or name not in ALLOWED or rest in UNCHECKED or not overload.isidentifier():
+    if space or name not in ALLOWED_OPERATORS or rest in TRUSTED_ONLY or not overload.isidentifier():
         raise BrokenModel(
-            f"its graph calls {target}, which is not on the list in service/models/graphs/allowed_operators.py."
+            f"its graph calls {target}, which is not allowed; see service/models/graphs/allowed_operators.py."
         )
     function = getattr(getattr(torch.ops.aten, name), overload)
     if not isinstance(function, OpOverload) or not _computes_tensors(function):
-        raise BrokenModel(f"its graph calls {target}, which is no operator that a network needs.")
+        raise BrokenModel(f"its graph calls {target}, which is not an operator that computes tensors.")
     _check_arguments(function, arguments)
     return function
 
@@ -285,16 +285,20 @@ def _check_arguments(function: OpOverload[..., Any], arguments: Mapping[str, Any
     types = {parameter.name: str(parameter.type) for parameter in function._schema.arguments}
     for name, value in arguments.items():
         if name not in types or (isinstance(value, str) and "str" not in types[name]):
-            raise BrokenModel(f"torch.ops.{function} has no argument {name!r}, or none that is a text.")
+            raise BrokenModel(f"torch.ops.{function} has no argument {name!r}, or does not accept a text for it.")
 
 
 def _computes_tensors(function: OpOverload[..., Any]) -> bool:
-    """Return whether an operator makes tensors or a size of tensors, and changes none that it is told to write to.
+    """Return whether an operator computes tensors or sizes from tensors and does not write to `out` arguments.
 
-    Others work with lists and texts, whose size nothing limits, or write results into what others read.
+    Other operators work on lists and texts of unlimited size, or overwrite tensors that other calls read.
     """
     schema = function._schema
-    takes = any("Tensor" in str(parameter.type) for parameter in schema.arguments)
-    makes = [str(result.type) for result in schema.returns]
-    written = any(parameter.is_out for parameter in schema.arguments)
-    return takes and not written and (schema.name == "aten::sym_size" or (bool(makes) and RESULTS.issuperset(makes)))
+    has_tensor = any("Tensor" in str(parameter.type) for parameter in schema.arguments)
+    results = [str(result.type) for result in schema.returns]
+    has_out = any(parameter.is_out for parameter in schema.arguments)
+    return (
+        has_tensor
+        and not has_out
+        and (schema.name == "aten::sym_size" or (bool(results) and ALLOWED_RESULT_TYPES.issuperset(results)))
+    )

@@ -1,1 +1,1 @@
-"""Packages from elsewhere -> model folder: one module per kind of package, which `import_model` puts to use."""
+"""Convert packages of other formats to model folders. Each module reads one kind of package for `import_model`."""

@@ -1,4 +1,4 @@
-"""Folder or zip archive -> folder, without trusting the sizes and paths that the archive states."""
+"""Unpack zip archives without trusting the sizes and paths that they contain."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ CHUNK_BYTES = 2**20
 
 @contextmanager
 def unpack(path: Path, limit_bytes: int) -> Iterator[Path]:
-    """Yield the package's root folder; an archive is unpacked into a temporary folder as long as the context lasts.
+    """Yield the root folder of a package. An archive is unpacked into a temporary folder, deleted after the context.
 
-    Raise UnsupportedPackage for an archive that is refused, and for more than `limit_bytes` altogether, counted while
-    files are written.
+    Raises UnsupportedPackage if the archive is rejected, or if its files have more than `limit_bytes` in total, counted
+    while they are written.
     """
     if path.is_dir():
         yield path
@@ -46,11 +46,11 @@ def _extract(archive: zipfile.ZipFile, root: Path, limit_bytes: int) -> None:
             while chunk := source.read(CHUNK_BYTES):
                 remaining -= len(chunk)
                 if remaining < 0:
-                    raise UnsupportedPackage(f"The archive holds more than {limit_bytes} bytes.")
+                    raise UnsupportedPackage(f"The files in the archive have more than {limit_bytes} bytes in total.")
                 file.write(chunk)
 
 
 def _find_root(root: Path) -> Path:
-    """Return the only folder in `root`, in which many archives hold everything, else `root`."""
+    """Return the only folder in `root`, since many archives have a single top-level folder, otherwise `root`."""
     entries = list(root.iterdir())
     return entries[0] if len(entries) == 1 and entries[0].is_dir() else root

@@ -1,6 +1,6 @@
-"""bioimage.io model packages: `rdf.yaml` or `bioimageio.yaml`, versions 0.4 and 0.5, with weights and test tensors.
+"""Read bioimage.io model packages of the versions 0.4 and 0.5: a description in YAML, weights and test tensors.
 
-Source: the model descriptions 0.4 and 0.5 of the bioimage.io specification.
+Source: model descriptions 0.4 and 0.5 of the bioimage.io specification.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ from service.models.importers.draft import (
     read_mapping,
 )
 
-FILES = ("rdf.yaml", "bioimageio.yaml", "model.yaml")
-SUPPORTED: tuple[tuple[str, WeightsKind], ...] = (
+DESCRIPTION_FILES = ("rdf.yaml", "bioimageio.yaml", "model.yaml")
+SUPPORTED_WEIGHTS: tuple[tuple[str, WeightsKind], ...] = (
     ("pytorch_state_dict", "state dict"),
     ("onnx", "onnx"),
     ("torchscript", "torchscript"),
 )
-USUAL_EDGE = 64
+# Smallest window edge in voxels to use if the package allows several sizes.
+MIN_EDGE = 64
 MAX_TEST_VOXELS = 2**28
 
 
-def recognises(root: Path) -> bool:
+def is_package(root: Path) -> bool:
     """Return whether a folder is a bioimage.io package."""
     return _find_description(root) is not None
 
 
 def read(root: Path) -> Draft:
-    """Read a package into a draft. Raise UnsupportedPackage where it is damaged, or nothing of it can be served."""
+    """Read a package into a draft. Raises UnsupportedPackage if it is damaged or its network cannot be used."""
     rdf, version = _read_description(root)
-    input_tensor, output_tensor = (_get_only(rdf, side) for side in ("inputs", "outputs"))
+    input_tensor, output_tensor = (_get_only_tensor(rdf, side) for side in ("inputs", "outputs"))
     inputs = _Axes(input_tensor)
     outputs = _Axes(output_tensor, inputs.channels)
     name, weights, kind = _choose_weights(rdf)
@@ -73,27 +74,29 @@ def read(root: Path) -> Draft:
     if outputs.channels > 1 and content.get("activation") != "sigmoid":
         content["decoding"] = {"kind": "classes"}
     else:
-        problems["decoding"] = f"{output_tensor.location()}: does not say what labels are made from."
+        problems["decoding"] = f"{output_tensor.location()}: does not specify how labels are computed from the output."
     file = _find_checked_file(root, weights)
     if kind == "onnx":
         if "external_data" in weights:
             _find_checked_file(root, weights.get_mapping("external_data"))
         content["input"] |= onnx_package.read_input(file)
-    return Draft(content, file, kind, tests, problems, (f"Taken from weights.{name} of {rdf.get_text('name')!r}.",))
+    return Draft(content, file, kind, tests, problems, (f"Imported from weights.{name} of {rdf.get_text('name')!r}.",))
 
 
 def _read_description(root: Path) -> tuple[Fields, str]:
-    """Return the description of a model, and the version of its format."""
+    """Return the description of a model and the version of its format."""
     path = _find_description(root)
     rdf = read_mapping(path) if path is not None else Fields({})
     version = str(rdf.get("format_version"))
     if rdf.get("type") != "model" or not version.startswith(("0.4.", "0.5.")):
-        raise UnsupportedPackage(f"format_version: {version} of a {rdf.get('type')}; models of 0.4 and 0.5 are read.")
+        raise UnsupportedPackage(
+            f"format_version: {version} of a {rdf.get('type')}; a model in 0.4 or 0.5 is expected."
+        )
     return rdf, version
 
 
 def _find_description(root: Path) -> Path | None:
-    for path in (root / name for name in FILES):
+    for path in (root / name for name in DESCRIPTION_FILES):
         if path.is_file():
             with path.open("rb") as file:
                 if b"format_version" in file.read(MAX_BYTES):
@@ -101,21 +104,22 @@ def _find_description(root: Path) -> Path | None:
     return None
 
 
-def _get_only(rdf: Fields, side: str) -> Fields:
+def _get_only_tensor(rdf: Fields, side: str) -> Fields:
+    """Return the only tensor in `inputs` or `outputs`."""
     tensors = rdf.get_mappings(side)
     if len(tensors) != 1:
-        raise UnsupportedPackage(f"{side}: {len(tensors)} tensors; exactly one can be honoured.")
+        raise UnsupportedPackage(f"{side}: {len(tensors)} tensors; exactly one is supported.")
     return tensors[0]
 
 
 class _Axes:
-    """Channels, their names, and sizes along z, y, x of a tensor whose axes are batch, channel, z, y, x.
+    """The channels, channel names, and sizes along z, y, x of a tensor with the axes batch, channel, z, y, x.
 
-    `reference` is the number of channels of the input, to which the shape of an output may refer.
+    `reference` is the number of input channels, to which the shape of an output may refer.
     """
 
     def __init__(self, tensor: Fields, reference: int = 1) -> None:
-        self.where = tensor.location("axes")
+        self.location = tensor.location("axes")
         self.names: list[str] = []
         self.sizes: list[Any] = []
         axes = tensor.get("axes")
@@ -126,7 +130,7 @@ class _Axes:
 
     def _read_letters(self, tensor: Fields, axes: str, reference: int) -> None:
         if axes != "bczyx":
-            raise UnsupportedPackage(f"{self.where}: {axes!r}; only bczyx can be honoured.")
+            raise UnsupportedPackage(f"{self.location}: {axes!r}; only bczyx is supported.")
         shape = tensor.get("shape")
         if isinstance(shape, list):
             minimum, step = shape, [0] * 5
@@ -135,8 +139,8 @@ class _Axes:
             if "reference_tensor" in parameters:
                 scale, offset = (list(parameters.get(key)) for key in ("scale", "offset"))
                 if scale[2:] != [1, 1, 1] or any(offset[2:]):
-                    where = parameters.location("scale")
-                    raise UnsupportedPackage(f"{where}: the output must have the size of the input.")
+                    location = parameters.location("scale")
+                    raise UnsupportedPackage(f"{location}: the output must have the same size as the input.")
                 self.channels = check_channels(
                     round(reference * scale[1] + 2 * offset[1]), parameters.location("scale")
                 )
@@ -152,7 +156,7 @@ class _Axes:
         letters = [kind if kind in {"batch", "channel"} else str(name) for kind, name in kinds]
         if letters != ["batch", "channel", "z", "y", "x"]:
             raise UnsupportedPackage(
-                f"{self.where}: {', '.join(letters)}; only batch, channel, z, y, x can be honoured."
+                f"{self.location}: {', '.join(letters)}; only batch, channel, z, y, x are supported."
             )
         self.names = [str(name) for name in axes[1].get("channel_names") or []]
         self.channels = check_channels(len(self.names) or int(axes[1].get("size") or 1), axes[1].location())
@@ -160,50 +164,48 @@ class _Axes:
 
 
 def _read_size(axis: Fields) -> int | None:
-    """Return the size of an axis, None where it refers to another axis."""
+    """Return the size of an axis, or None if it refers to another axis."""
     size = axis.get("size")
     if axis.get("halo") or (isinstance(size, dict) and size.get("offset")):
-        raise UnsupportedPackage(f"{axis.location('size')}: the output must have the size of the input, no halo.")
+        raise UnsupportedPackage(f"{axis.location('size')}: the output must have the size of the input and no halo.")
     if isinstance(size, dict) and "min" in size:
         return _choose_size(size["min"], size.get("step", 0))
     return size if isinstance(size, int) else None
 
 
 def _choose_size(minimum: int, step: int) -> int:
-    """Return the smallest allowed size that is at least the usual edge of a window."""
-    return minimum if not step or minimum >= USUAL_EDGE else minimum + step * -(-(USUAL_EDGE - minimum) // step)
+    """Return the smallest allowed size that is at least `MIN_EDGE`, or `minimum` if the size is fixed."""
+    return minimum if not step or minimum >= MIN_EDGE else minimum + step * -(-(MIN_EDGE - minimum) // step)
 
 
 def _add_roi_size(
     content: dict[str, Any], problems: dict[str, str], axes: _Axes, tests: tuple[PackageTest, ...]
 ) -> None:
-    tested = tests[0].image.shape[2:] if tests else (None, None, None)
-    size = [edge or test for edge, test in zip(axes.sizes, tested, strict=True)]
+    test_size = tests[0].image.shape[2:] if tests else (None, None, None)
+    size = [edge or test_edge for edge, test_edge in zip(axes.sizes, test_size, strict=True)]
     if all(size):
         content["roi_size"] = size
     else:
-        problems["input.roi_size"] = f"{axes.where}: does not say a size."
+        problems["input.roi_size"] = f"{axes.location}: does not specify a size."
 
 
 def _choose_weights(rdf: Fields) -> tuple[str, Fields, WeightsKind]:
     weights = rdf.get_mapping("weights")
-    for name, kind in SUPPORTED:
+    for name, kind in SUPPORTED_WEIGHTS:
         if name in weights and (kind != "state dict" or _find_architecture(weights.get_mapping(name)) is not None):
             return name, weights.get_mapping(name), kind
     if "pytorch_state_dict" in weights:
         entry = weights.get_mapping("pytorch_state_dict")
         raise UnsupportedPackage(
-            f"{entry.location('architecture')}: the network is Python code or none of {', '.join(ARCHITECTURES)}; "
-            "no code of a package is run. A package with onnx weights can be imported."
+            f"{entry.location('architecture')}: the network is not one of {', '.join(ARCHITECTURES)}. Python code of a "
+            "package is never run. Use a package with onnx weights instead."
         )
     available = ", ".join(weights.as_dict()) or "none"
-    raise UnsupportedPackage(
-        f"weights: there are {available}; pytorch_state_dict, onnx or torchscript can be honoured."
-    )
+    raise UnsupportedPackage(f"weights: {available}; only pytorch_state_dict, onnx and torchscript are supported.")
 
 
 def _find_architecture(entry: Fields) -> str | None:
-    """Return the name of one of MONAI's networks that is known here, or None."""
+    """Return the name of a MONAI network in `ARCHITECTURES`, or None for any other architecture."""
     architecture = entry.get("architecture")
     if isinstance(architecture, str):
         match = re.fullmatch(r"monai\.networks\.nets(?:\.\w+)?[.:](\w+)", architecture)
@@ -226,12 +228,12 @@ def _read_training_data(rdf: Fields) -> str:
 
 
 def _find_checked_file(root: Path, entry: Fields) -> Path:
-    """Return the path of a file that an entry names. Raise UnsupportedPackage for another SHA-256 than stated."""
+    """Return the path of the file of an entry. Raises UnsupportedPackage if its SHA-256 differs from the entry."""
     path = find_file(root, entry.get_text("source"))
     sha256 = entry.get("sha256")
     with path.open("rb") as file:
         if sha256 is not None and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-            raise UnsupportedPackage(f"{entry.location('sha256')}: {path.name} has another one.")
+            raise UnsupportedPackage(f"{entry.location('sha256')}: it differs from the SHA-256 of {path.name}.")
     return path
 
 
@@ -242,26 +244,26 @@ def _read_tests(root: Path, rdf: Fields, input_tensor: Fields, output_tensor: Fi
     elif rdf.get("test_inputs") and rdf.get("test_outputs"):
         paths = [find_file(root, str(rdf.get(side)[0])) for side in ("test_inputs", "test_outputs")]
     else:
-        raise UnsupportedPackage("inputs[0].test_tensor: a package without its tests cannot be checked.")
+        raise UnsupportedPackage("inputs[0].test_tensor: it is missing, so the package cannot be checked.")
     image, expected = (_read_tensor(path) for path in paths)
     return (PackageTest(paths[0].name, image, expected),)
 
 
 def _read_tensor(path: Path) -> Array:
     try:
-        # Mapped, an array cannot be larger than its file.
+        # With memory mapping, an array cannot be larger than its file.
         array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile) as error:
         raise UnsupportedPackage(f"{path.name}: cannot be read as an array: {error}") from error
     if not isinstance(array, np.ndarray) or array.ndim != 5 or array.shape[0] != 1 or array.dtype.kind not in "iuf":
-        raise UnsupportedPackage(f"{path.name}: an array [1, C, z, y, x] of numbers is expected.")
+        raise UnsupportedPackage(f"{path.name}: a numeric array of shape [1, C, z, y, x] is expected.")
     if array.size > MAX_TEST_VOXELS:
-        raise UnsupportedPackage(f"{path.name}: {array.size} numbers; a test has no more than {MAX_TEST_VOXELS}.")
+        raise UnsupportedPackage(f"{path.name}: {array.size} elements; a test may have at most {MAX_TEST_VOXELS}.")
     return array
 
 
 def _read_steps(tensor: Fields, key: str) -> list[tuple[str, Fields]]:
-    """Return names (`id` since 0.5, `name` before) and settings of a chain, without changes of the dtype."""
+    """Return the names (`id` since 0.5, `name` before) and settings of processing steps, except dtype conversions."""
     steps = [(str(step.get("id") or step.get("name")), step.get_mapping("kwargs")) for step in tensor.get_mappings(key)]
     return [(name, settings) for name, settings in steps if name != "ensure_dtype"]
 
@@ -281,14 +283,14 @@ def _read_normalisation(tensor: Fields) -> dict[str, Any]:
         rest = []
     _check_last(name, rest)
     if name not in _RANGE_READERS:
-        raise UnsupportedPackage(f"{settings.location()}: {name} cannot be honoured.")
+        raise UnsupportedPackage(f"{settings.location()}: {name} is not supported.")
     kind, low, high = _RANGE_READERS[name](settings)
     return {"kind": kind, "low": low, "high": high, "clip": clip}
 
 
 def _check_last(name: str, rest: list[tuple[str, Fields]]) -> None:
     if rest:
-        raise UnsupportedPackage(f"{rest[0][1].location()}: {rest[0][0]} after {name} cannot be honoured.")
+        raise UnsupportedPackage(f"{rest[0][1].location()}: {rest[0][0]} after {name} is not supported.")
 
 
 def _from_percentiles(settings: Fields) -> tuple[str, float, float]:
@@ -307,7 +309,7 @@ def _from_linear(settings: Fields) -> tuple[str, float, float]:
     return "range", -offset / gain, (1 - offset) / gain
 
 
-# Steps that map two intensities, or two percentiles, to 0 and 1: the kind of normalisation, low and high.
+# Readers of steps that map two intensities or percentiles to 0 and 1. They return kind, low and high.
 _RANGE_READERS: dict[str, Callable[[Fields], tuple[str, float, float]]] = {
     "scale_range": _from_percentiles,
     "fixed_zero_mean_unit_variance": _from_fixed_mean,
@@ -317,22 +319,22 @@ _RANGE_READERS: dict[str, Callable[[Fields], tuple[str, float, float]]] = {
 
 
 def _read_number(settings: Fields, key: str, default: float | None = None) -> float:
-    """Return a number, which may stand in a list of its own."""
+    """Return a number, or the only element of a list."""
     value = settings.get(key) if key in settings else default
     if isinstance(value, list) and len(value) == 1:
         (value,) = value
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise UnsupportedPackage(f"{settings.location(key)}: one number is expected, not {value!r}.")
+        raise UnsupportedPackage(f"{settings.location(key)}: a single number is expected, not {value!r}.")
     return float(value)
 
 
 def _check_extent(settings: Fields) -> None:
-    """Raise UnsupportedPackage for statistics of anything else than a whole channel of the stack."""
+    """Raise UnsupportedPackage for statistics over anything other than a whole channel of the stack."""
     axes = settings.get("axes")
     if axes is not None and not {"z", "y", "x"} <= set(axes):
-        raise UnsupportedPackage(f"{settings.location('axes')}: only statistics over z, y and x can be honoured.")
+        raise UnsupportedPackage(f"{settings.location('axes')}: only statistics over z, y and x are supported.")
     if "reference_tensor" in settings or settings.get("mode") == "per_dataset":
-        raise UnsupportedPackage(f"{settings.location('mode')}: only statistics of the stack itself can be honoured.")
+        raise UnsupportedPackage(f"{settings.location('mode')}: only statistics of the stack itself are supported.")
 
 
 def _read_activation(tensor: Fields) -> str:
@@ -342,7 +344,5 @@ def _read_activation(tensor: Fields) -> str:
     name, settings = steps[0]
     if len(steps) > 1 or name not in {"sigmoid", "softmax"}:
         unsupported = steps[1][0] if name in {"sigmoid", "softmax"} else name
-        raise UnsupportedPackage(
-            f"{settings.location()}: {unsupported} cannot be honoured, only one sigmoid or softmax."
-        )
+        raise UnsupportedPackage(f"{settings.location()}: {unsupported}; only one sigmoid or softmax is supported.")
     return name

@@ -1,4 +1,4 @@
-"""Files of `torch.save` and safetensors: what one is, without unpickling objects, and the tensors of one network."""
+"""Read the tensors of a network from `torch.save` and safetensors files without unpickling other objects."""
 
 from __future__ import annotations
 
@@ -23,98 +23,103 @@ from service.models.spec import Architecture
 
 Shape = tuple[int, ...]
 
-# How files of torch before 1.6 begin.
-OLD_TORCH = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
-# Keys below which training scripts keep a network's tensors; a checkpoint has optimisers and counters beside them.
-USUAL_KEYS = ("model", "state_dict", "network", "model_state_dict", "net")
-_DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
-_UNREADABLE = (*_DAMAGE, pickle.UnpicklingError, EOFError, MemoryError, AssertionError, zipfile.BadZipFile)
-SAVE_AGAIN = (
+# First bytes of files written by torch before 1.6.
+LEGACY_TORCH_HEADER = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
+# Keys under which training scripts usually store a network's tensors, next to optimizers and counters.
+COMMON_KEYS = ("model", "state_dict", "network", "model_state_dict", "net")
+_PARSE_ERRORS = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+_READ_ERRORS = (*_PARSE_ERRORS, pickle.UnpicklingError, EOFError, MemoryError, AssertionError, zipfile.BadZipFile)
+RESAVE_COMMAND = (
     "  python -c \"import torch; torch.save(torch.load({name!r}, map_location='cpu', weights_only={safe}){part}, "
     "'tensors.pth')\""
 )
 
 
 class Checkpoint(NamedTuple):
-    """Tensors of one network by name; the keys below which they lay, and what lay beside them."""
+    """The tensors of one network.
+
+    tensors       tensors by name
+    path          keys that lead to the tensors in the file
+    skipped_keys  other keys along this path, which are not read
+    """
 
     tensors: dict[str, Tensor]
-    place: tuple[str, ...]
-    left_out: tuple[str, ...]
+    path: tuple[str, ...]
+    skipped_keys: tuple[str, ...]
 
     def describe(self) -> str:
-        """Return what the file is, in words."""
+        """Return a description of the file in words."""
         count = f"{len(self.tensors)} tensors"
         kind = f"a state dict of {count}"
-        if self.left_out:
-            beside = ", ".join(self.left_out)
-            kind = f"a checkpoint, whose {'.'.join(self.place)!r} holds {count} beside {beside}"
+        if self.skipped_keys:
+            others = ", ".join(self.skipped_keys)
+            kind = f"a checkpoint with {count} in {'.'.join(self.path)!r} (other keys: {others})"
         kernels = [tensor for tensor in self.tensors.values() if tensor.dim() == 5]
         if not kernels:
-            return f"{kind}, none of them of a 3D convolution"
+            return f"{kind}, without any 3D convolution"
         first, last = (" x ".join(map(str, kernel.shape)) for kernel in (kernels[0], kernels[-1]))
-        return f"{kind}; its first 3D convolution has a kernel of {first}, its last one of {last}"
+        return f"{kind}; the weights of its first 3D convolution have the shape {first}, those of the last one {last}"
 
 
 def is_torchscript(path: Path) -> bool:
-    """Return whether a file is an archive that `torch.jit.save` wrote. Raise UnsupportedPackage for a damaged one."""
+    """Return whether a file was written by `torch.jit.save`. Raises UnsupportedPackage if the archive is damaged."""
     if not zipfile.is_zipfile(path):
         return False
     try:
         with open_torch_archive(path) as archive:
             return any(name.endswith("/constants.pkl") for name in archive.namelist())
-    except _UNREADABLE as error:
-        raise _unreadable(path, str(error)) from error
+    except _READ_ERRORS as error:
+        raise _make_error(path, str(error)) from error
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read the tensors of one network from a file without unpickling anything else. Raise UnsupportedPackage.
+    """Read the tensors of one network from a file without unpickling anything else. Raises UnsupportedPackage.
 
-    They may lie below a usual key, or below the only key that holds tensors, and have `DataParallel`'s prefix.
+    The tensors may be stored under a common key or under the only key with tensors, and have `DataParallel`'s prefix.
     """
     content = _load_safetensors(path) if path.suffix == ".safetensors" else _load(path)
-    content, place, left_out = _find_tensors(path, content)
-    # A tensor may repeat what is stored, so that a small file has large ones.
+    content, keys, skipped_keys = _find_tensors(path, content)
+    # Tensors may be views that repeat stored elements, so a small file can contain large tensors.
     if sum(tensor.numel() * tensor.element_size() for tensor in content.values()) > MAX_PACKAGE_BYTES:
-        raise UnsupportedPackage(f"{path.name}: holds tensors of more than {MAX_PACKAGE_BYTES} bytes.")
-    return Checkpoint({str(key).removeprefix("module."): value for key, value in content.items()}, place, left_out)
+        raise UnsupportedPackage(f"{path.name}: its tensors have more than {MAX_PACKAGE_BYTES} bytes in total.")
+    return Checkpoint({str(key).removeprefix("module."): value for key, value in content.items()}, keys, skipped_keys)
 
 
 def _load_safetensors(path: Path) -> Any:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise _unreadable(path, str(error)) from error
+        raise _make_error(path, str(error)) from error
 
 
 def _load(path: Path) -> Any:
-    """Return what `torch.save` wrote, if it is plain. Raise UnsupportedPackage, saying what the file is otherwise."""
+    """Return the content of a `torch.save` file that holds plain data. Raises UnsupportedPackage for other files."""
     with path.open("rb") as file:
-        start = file.read(len(OLD_TORCH))
-    if start == OLD_TORCH:
-        again = SAVE_AGAIN.format(name=path.name, safe=True, part="")
-        raise _unreadable(path, f"a torch before 1.6 wrote it. Save it again, and import tensors.pth:\n{again}")
+        start = file.read(len(LEGACY_TORCH_HEADER))
+    if start == LEGACY_TORCH_HEADER:
+        command = RESAVE_COMMAND.format(name=path.name, safe=True, part="")
+        raise _make_error(path, f"it was written by torch before 1.6. Save it again and import tensors.pth:\n{command}")
     if is_torchscript(path):
-        raise _unreadable(path, "it is a TorchScript program.")
+        raise _make_error(path, "it is a TorchScript program.")
     if not zipfile.is_zipfile(path):
-        raise _unreadable(path, "neither torch nor safetensors wrote it.")
+        raise _make_error(path, "it was written by neither torch nor safetensors.")
     try:
         with open_torch_archive(path) as archive:
             copy = copy_members(archive)
-    except _UNREADABLE as error:
-        raise _unreadable(path, str(error)) from error
+    except _READ_ERRORS as error:
+        raise _make_error(path, str(error)) from error
     try:
         return torch.load(copy, map_location="cpu", weights_only=True)
-    except _UNREADABLE as error:
-        raise _unreadable(path, _explain(path, copy) or str(error)) from error
+    except _READ_ERRORS as error:
+        raise _make_error(path, _explain(path, copy) or str(error)) from error
 
 
-def _unreadable(path: Path, reason: str) -> UnsupportedPackage:
+def _make_error(path: Path, reason: str) -> UnsupportedPackage:
     return UnsupportedPackage(f"{path.name}: cannot be read as plain tensors: {reason.strip() or 'damaged'}")
 
 
 def _explain(path: Path, copy: BytesIO) -> str:
-    """Return which objects a file holds beside tensors, and what to do; "" where that is not why it cannot be read."""
+    """Return which objects other than tensors a file contains and what to do, or "" if the error has another cause."""
     copy.seek(0)
     try:
         names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(copy))
@@ -123,50 +128,50 @@ def _explain(path: Path, copy: BytesIO) -> str:
         outermost = next(
             (str(text).replace(" ", ".") for code, text, _ in genops(pickled) if code.name == "GLOBAL"), ""
         )
-    except (*_UNREADABLE, StopIteration):
+    except (*_READ_ERRORS, StopIteration):
         return ""
     if not names:
         return ""
     if outermost in names:
-        what, part = f"it is a whole pickled module, {outermost}.", ".state_dict()"
+        reason, part = f"it is a whole pickled module, {outermost}.", ".state_dict()"
     else:
-        what, part = f"it holds other objects, of {', '.join(names[:3])}, beside tensors.", "['state_dict']"
-    again = SAVE_AGAIN.format(name=path.name, safe=False, part=part)
+        reason, part = f"besides tensors, it contains other objects: {', '.join(names[:3])}.", "['state_dict']"
+    command = RESAVE_COMMAND.format(name=path.name, safe=False, part=part)
     return (
-        f"{what} Unpickling it could run any code, so it is not done here. Where you trust it, save its tensors alone "
-        f"where it was made, and import tensors.pth:\n{again}"
+        f"{reason} Unpickling it could execute arbitrary code, so StackSeg does not. If you trust the file, save only "
+        f"its tensors in the environment in which it was created, and import tensors.pth:\n{command}"
     )
 
 
 def _find_tensors(path: Path, content: Any) -> tuple[Mapping[str, Tensor], tuple[str, ...], tuple[str, ...]]:
-    """Return the tensors in what a file holds, the keys that lead to them, and the keys beside those."""
-    place, left_out = list[str](), list[str]()
+    """Return the tensors in the content of a file, the keys that lead to them, and all other keys on the way."""
+    keys, skipped_keys = list[str](), list[str]()
     while isinstance(content, dict) and not _is_state_dict(content):
         chosen = _choose_key(path, content)
-        place.append(str(chosen))
-        left_out += [str(key) for key in content if key != chosen]
+        keys.append(str(chosen))
+        skipped_keys += [str(key) for key in content if key != chosen]
         content = content[chosen]
     if not isinstance(content, dict):
-        raise UnsupportedPackage(f"{path.name}: holds something else than the tensors of one network.")
-    return content, tuple(place), tuple(left_out)
+        raise UnsupportedPackage(f"{path.name}: it does not contain the tensors of one network.")
+    return content, tuple(keys), tuple(skipped_keys)
 
 
 def _choose_key(path: Path, content: dict[Any, Any]) -> Any:
-    """Return the usual key, or else the only one, below which tensors lie. Raise UnsupportedPackage."""
-    usual = [key for key in USUAL_KEYS if isinstance(content.get(key), dict)]
-    if usual:
-        # `model` may also be the configuration that a script keeps beside the tensors.
-        return next((key for key in usual if _is_state_dict(content[key])), usual[0])
+    """Return a common key of tensors, or the only key with tensors. Raises UnsupportedPackage if there is none."""
+    common = [key for key in COMMON_KEYS if isinstance(content.get(key), dict)]
+    if common:
+        # `model` may also be a configuration stored next to the tensors.
+        return next((key for key in common if _is_state_dict(content[key])), common[0])
     networks = [key for key, value in content.items() if _is_state_dict(value)]
     if len(networks) != 1:
-        raise UnsupportedPackage(f"{path.name}: holds {_describe_content(networks, content)}.")
+        raise UnsupportedPackage(f"{path.name}: it contains {_describe_content(networks, content)}.")
     return networks[0]
 
 
 def _describe_content(networks: list[Any], content: dict[Any, Any]) -> str:
     names = ", ".join(map(str, list(networks or content)[:6])) or "nothing"
-    found = "several networks" if networks else "something else than the tensors of one network"
-    return f"{found} ({names})"
+    content_kind = "several networks" if networks else "no tensors of a network"
+    return f"{content_kind} ({names})"
 
 
 def _is_state_dict(value: object) -> bool:
@@ -174,31 +179,31 @@ def _is_state_dict(value: object) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a value is a tensor whose numbers lie in memory, one by one."""
+    """Return whether a value is a dense, real-valued, non-quantized tensor in CPU memory."""
     if not isinstance(value, Tensor) or value.is_quantized or value.is_complex():
         return False
     return value.layout is torch.strided and value.device.type == "cpu"
 
 
 def fit_tensors(tensors: Mapping[str, Tensor], architecture: Architecture) -> dict[str, Tensor]:
-    """Return the tensors under the names that an architecture has for them.
+    """Return the tensors with the names that they have in an architecture.
 
-    Wrappers put a prefix before all names (`model.`, `_orig_mod.`), which is taken away. Raise BrokenModel, naming what
-    differs, where they do not fit.
+    A prefix that a wrapper has added to all names (`model.`, `_orig_mod.`) is removed. Raises BrokenModel with the
+    differences if the tensors do not fit.
     """
     expected = describe_tensors(architecture)
     found = _strip_prefix(tensors, expected)
-    problems = _list_misfits({name: tuple(tensor.shape) for name, tensor in found.items()}, expected)
+    problems = _list_mismatches({name: tuple(tensor.shape) for name, tensor in found.items()}, expected)
     if problems:
         raise BrokenModel(
-            f"The weights do not fit {architecture.name} with these arguments: {'; '.join(problems)}. State the "
-            "arguments that the network was trained with."
+            f"The weights do not fit {architecture.name} with these arguments: {'; '.join(problems)}. Specify the "
+            "arguments with which the network was trained."
         )
     return found
 
 
 def _strip_prefix(tensors: Mapping[str, Tensor], expected: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """Return the tensors without the prefix that all expected names have, or unchanged."""
+    """Return the tensors without a prefix common to all names, if the names then match; otherwise unchanged."""
     parts = next(iter(tensors)).split(".")
     for count in range(1, len(parts)):
         prefix = ".".join(parts[:count]) + "."
@@ -207,16 +212,16 @@ def _strip_prefix(tensors: Mapping[str, Tensor], expected: Mapping[str, Shape]) 
     return dict(tensors)
 
 
-def _list_misfits(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> list[str]:
-    """Return in words which tensors are missing, not expected, or of another shape."""
-    differing = [
-        f"{name} is {' x '.join(map(str, shape))} where {' x '.join(map(str, expected[name]))} is asked for"
+def _list_mismatches(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> list[str]:
+    """Describe which tensors are missing, unexpected, or of another shape."""
+    wrong_shapes = [
+        f"{name} is {' x '.join(map(str, shape))} instead of {' x '.join(map(str, expected[name]))}"
         for name, shape in found.items()
         if shape != expected.get(name, shape)
     ]
     lists = (
         ("missing", [name for name in expected if name not in found]),
         ("not in the network", [name for name in found if name not in expected]),
-        ("of another shape", differing),
+        ("of another shape", wrong_shapes),
     )
-    return [f"{len(names)} tensors are {what} ({', '.join(names[:2])})" for what, names in lists if names]
+    return [f"{len(names)} tensors are {problem} ({', '.join(names[:2])})" for problem, names in lists if names]

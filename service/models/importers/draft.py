@@ -1,4 +1,4 @@
-"""A package as the keys of `model.yaml`, and reading its fields with errors that name them."""
+"""A package in terms of the keys of `model.yaml`, and access to its fields with errors that name the field."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from service.models.documents import read_document
 WeightsKind = Literal["state dict", "torchscript", "exported", "onnx"]
 
 MAX_PACKAGE_BYTES = 8 * 2**30
-# More channels than a network for stacks has: a description states any number in a few bytes.
+# Limits the memory for an untrusted description, which can contain any number.
 MAX_CHANNELS = 4096
 
 
 class PackageTest(NamedTuple):
-    """A test that a package brings: input [1, C, z, y, x], and the expected output [1, K, z, y, x]."""
+    """A test contained in a package: input [1, C, z, y, x] and expected output [1, K, z, y, x]."""
 
     name: str
     image: Array
@@ -29,14 +29,15 @@ class PackageTest(NamedTuple):
 
 @dataclass(frozen=True)
 class Draft:
-    """A package that was read, before it becomes a model folder.
+    """The content of a package before it becomes a model folder.
 
-    content   keys of a model file except `format` and `weights`, as far as the package states them
-    weights   path of the package's weights file, and `kind` its format
-    problems  statements of the package that cannot be honoured, by the key of the model file that would replace them
-    notes     sentences for the operator
-    missing   keys of the model file about which a format like this says nothing
-    what      what the package is, in words
+    content      keys of a model file except `format` and `weights`, as far as the package specifies them
+    weights      path of the weights file
+    kind         format of the weights file
+    problems     settings of the package that are not supported, by the key of the model file that can replace them
+    notes        sentences for the operator
+    missing      keys of the model file that this format cannot specify
+    description  description of the package in words
     """
 
     content: dict[str, Any]
@@ -46,11 +47,11 @@ class Draft:
     problems: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    what: str = "a package"
+    description: str = "a package"
 
 
 class Fields:
-    """A mapping of a package whose errors name the field. Every method raises UnsupportedPackage."""
+    """A mapping in a package. Its methods raise UnsupportedPackage with the path of the invalid field."""
 
     def __init__(self, content: Any, name: str = "") -> None:
         if not isinstance(content, Mapping):
@@ -70,22 +71,22 @@ class Fields:
         return dict(self._content)
 
     def get(self, key: str) -> Any:
-        """Return a value, or None."""
+        """Return a value, or None if the key is missing."""
         return self._content.get(key)
 
     def get_text(self, key: str, default: str | None = None) -> str:
-        """Return a text."""
+        """Return a text, or `default` if the key is missing."""
         value = self._content.get(key, default)
         if not isinstance(value, str):
             raise UnsupportedPackage(f"{self.location(key)}: a text is expected, not {value!r:.80}.")
         return value
 
     def get_mapping(self, key: str) -> Fields:
-        """Return a mapping within this one, empty where there is none."""
+        """Return a nested mapping, which is empty if the key is missing."""
         return Fields(self._content.get(key) or {}, self.location(key))
 
     def get_mappings(self, key: str) -> list[Fields]:
-        """Return a list of mappings within this one, empty where there is none."""
+        """Return a list of nested mappings, which is empty if the key is missing."""
         items = self._content.get(key) or []
         if not isinstance(items, list):
             raise UnsupportedPackage(f"{self.location(key)}: a list is expected, not {items!r:.80}.")
@@ -94,7 +95,7 @@ class Fields:
 
 @contextmanager
 def collect_problem(problems: dict[str, str], key: str) -> Iterator[None]:
-    """Turn UnsupportedPackage into a problem of `key`, a key of the model file that the operator can state."""
+    """Record UnsupportedPackage as a problem with `key`, a key of the model file that the operator can specify."""
     try:
         yield
     except UnsupportedPackage as error:
@@ -102,7 +103,7 @@ def collect_problem(problems: dict[str, str], key: str) -> Iterator[None]:
 
 
 def read_mapping(path: Path) -> Fields:
-    """Read a JSON or YAML file. Raise UnsupportedPackage."""
+    """Read a JSON or YAML file. Raises UnsupportedPackage."""
     try:
         content = read_document(path)
     except (OSError, ValueError) as error:
@@ -111,15 +112,15 @@ def read_mapping(path: Path) -> Fields:
 
 
 def find_file(root: Path, name: str) -> Path:
-    """Return the path of a file that the package names. Raise UnsupportedPackage for one outside of `root`."""
+    """Return the path of a file in the package. Raises UnsupportedPackage if it is missing or outside of `root`."""
     path = (root / name).resolve()
     if not path.is_relative_to(root.resolve()) or not path.is_file():
-        raise UnsupportedPackage(f"{name}: not a file inside the package; web addresses are not followed.")
+        raise UnsupportedPackage(f"{name}: not a file inside the package; files are not downloaded from URLs.")
     return path
 
 
-def check_channels(channels: int, where: str) -> int:
-    """Return the number of channels that the field `where` states. Raise UnsupportedPackage for none or too many."""
+def check_channels(channels: int, location: str) -> int:
+    """Return the number of channels in the field `location`. Raises UnsupportedPackage if it is out of range."""
     if not 1 <= channels <= MAX_CHANNELS:
-        raise UnsupportedPackage(f"{where}: {channels} channels; 1 to {MAX_CHANNELS} can be honoured.")
+        raise UnsupportedPackage(f"{location}: {channels} channels; 1 to {MAX_CHANNELS} are supported.")
     return channels

@@ -1,4 +1,4 @@
-"""Package -> model folder, checked against the package's own tests before it is put in place."""
+"""Convert a package to a model folder, after checking it with the package's own tests."""
 
 from __future__ import annotations
 
@@ -28,84 +28,85 @@ from service.models.loader import load_network
 from service.models.repository import FILE_NAME, read_spec
 from service.models.spec import Architecture, ModelSpec
 
-TOLERANCE = 1e-3
+# Largest accepted difference from the expected output of a test, relative to its largest value or 1.
+TEST_TOLERANCE = 1e-3
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-# Errors of readers that a description causes whose values have other types or sizes than they should.
-_DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+# Errors that readers raise if values in a description have unexpected types or sizes.
+_READ_ERRORS = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 FORMATS = {"state dict": "torch.save", "torchscript": "TorchScript", "exported": "torch.export", "onnx": "ONNX"}
-SUFFIX = {"torchscript": ".ts", "exported": ".pt2", "onnx": ".onnx"}
+SUFFIXES = {"torchscript": ".ts", "exported": ".pt2", "onnx": ".onnx"}
 
 PrepareImage = Callable[[Volume, ModelSpec], Tensor]
-"""Volume [C, Z, Y, X] -> float32 [1, C, z, y, x], normalised and resampled as the model file says."""
+"""A function that normalizes and resamples a volume [C, Z, Y, X] for a model: -> float32 [1, C, z, y, x]."""
 
 
 class Imported(NamedTuple):
-    """The new model, and notes for the operator, one sentence each."""
+    """The imported model, and notes for the operator of one sentence each."""
 
     spec: ModelSpec
     notes: tuple[str, ...]
 
 
 def import_model(
-    path: Path, models: Path, stated: Mapping[str, Any], *, prepare: PrepareImage, trust: bool = False
+    path: Path, models: Path, overrides: Mapping[str, Any], *, prepare: PrepareImage, trust: bool = False
 ) -> Imported:
-    """Make `models/<name>` of a package, a folder or a file.
+    """Create the model folder `models/<name>` from a package, which is a folder or a file.
 
-    stated   keys of a model file that override those of the package
-    prepare  makes the network's input for the package's own tests
-    trust    whether a program may be taken, too, which can do whatever this process can
+    overrides  keys of a model file that override those of the package
+    prepare    function that prepares the network's input for the package's own tests
+    trust      whether TorchScript is allowed, which is a program that can do everything this process can do
 
-    Nothing is downloaded, and only networks are run: architectures known by name, and those of torch.export, ONNX and
-    trusted TorchScript within the limits of the modules that load them. Raise UnsupportedPackage, naming the field,
-    and BrokenModel where the result does not fit together.
+    Nothing is downloaded. The only code that runs is that of networks: known architectures, and graphs of torch.export,
+    ONNX and trusted TorchScript within the limits of their loaders. Raises UnsupportedPackage with the name of the
+    field, or BrokenModel if the resulting model is inconsistent.
     """
     with _read_draft(path) as draft:
         if draft.kind == "torchscript" and not trust:
             raise UnsupportedPackage(
-                f"{draft.weights.name}: TorchScript is a program, which can do whatever this process can. Export the "
-                "network as ONNX or with torch.export; or, where you trust its author like one of a program that you "
-                "install, import it with --trust."
+                f"{draft.weights.name}: a TorchScript file is a program that can do everything this process can do. "
+                "Export the network as ONNX or with torch.export. If you trust its author as you would for a program "
+                "that you install, import it with --trust."
             )
-        return _write(draft, models, stated, prepare)
+        return _write(draft, models, overrides, prepare)
 
 
 @contextmanager
 def _read_draft(path: Path) -> Iterator[Draft]:
-    """Yield what a package, a folder or a file says, as long as its files exist. Raise UnsupportedPackage."""
+    """Yield the draft of a package. Its files may exist only within the context. Raises UnsupportedPackage."""
     if not path.exists():
-        raise UnsupportedPackage(f"{path}: there is no such file or folder.")
-    if single_file.recognises(path):
+        raise UnsupportedPackage(f"{path}: no such file or folder.")
+    if single_file.is_package(path):
         yield single_file.read(path)
         return
     with unpack(path, MAX_PACKAGE_BYTES) as root:
-        readers = [kind.read for kind in (bioimageio, monai_bundle) if kind.recognises(root)]
+        readers = [kind.read for kind in (bioimageio, monai_bundle) if kind.is_package(root)]
         if not readers:
             raise UnsupportedPackage(
                 f"{path}: neither a bioimage.io package (rdf.yaml, bioimageio.yaml) nor a MONAI bundle "
-                "(configs/metadata.json); a TorchScript program, a file of torch.export or ONNX are single files."
+                "(configs/metadata.json). TorchScript, torch.export and ONNX models are imported as single files."
             )
         try:
             draft = readers[0](root)
-        except _DAMAGE as error:
+        except _READ_ERRORS as error:
             reason = f"{type(error).__name__}: {str(error)[:200]}"
-            raise UnsupportedPackage(f"{path.name}: its description does not fit together ({reason}).") from error
+            raise UnsupportedPackage(f"{path.name}: its description is inconsistent ({reason}).") from error
         yield draft
 
 
-def _write(draft: Draft, models: Path, stated: Mapping[str, Any], prepare: PrepareImage) -> Imported:
-    """Write a model folder beside `models/<name>`, check it, and move it there."""
-    content = _make_content(draft, stated)
-    problems = dict.fromkeys(draft.missing, f"{FORMATS[draft.kind]} files do not say it") | draft.problems
-    unsettled = {key: problem for key, problem in problems.items() if not _has_key(stated, key)}
-    if unsettled:
-        raise MissingKeys(f"{draft.weights.name} is {draft.what}", unsettled)
-    settled = [
-        f"{key} is as you stated it, since what the package says cannot be honoured: {problem}"
+def _write(draft: Draft, models: Path, overrides: Mapping[str, Any], prepare: PrepareImage) -> Imported:
+    """Write a model folder to a temporary folder in `models`, check it, and move it to `models/<name>`."""
+    content = _make_content(draft, overrides)
+    problems = dict.fromkeys(draft.missing, f"{FORMATS[draft.kind]} files do not contain it") | draft.problems
+    unresolved = {key: problem for key, problem in problems.items() if not _has_key(overrides, key)}
+    if unresolved:
+        raise MissingKeys(f"{draft.weights.name} is {draft.description}", unresolved)
+    override_notes = [
+        f"{key} was specified by you because the setting of the package is not supported: {problem}"
         for key, problem in draft.problems.items()
     ]
     target = models / content["name"]
     if target.exists():
-        raise UnsupportedPackage(f"{target} is there already; choose another name with --name, or remove it.")
+        raise UnsupportedPackage(f"{target} already exists; choose another name with --name, or remove it.")
     models.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".import-", dir=models) as scratch:
         folder = Path(scratch) / content["name"]
@@ -113,15 +114,15 @@ def _write(draft: Draft, models: Path, stated: Mapping[str, Any], prepare: Prepa
         content["weights"] = _store_weights(draft, content.get("architecture"), folder)
         text = yaml.safe_dump({"format": 1, **content}, sort_keys=False, allow_unicode=True)
         (folder / FILE_NAME).write_text(text, encoding="utf-8")
-        notes = _check_and_document(draft, folder, prepare, settled)
+        notes = _check_and_document(draft, folder, prepare, override_notes)
         folder.rename(target)
     return Imported(read_spec(target), notes)
 
 
-def _make_content(draft: Draft, stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of the model file but `weights`, in the form that a model file demands."""
-    content = _override(draft.content, stated)
-    content["name"] = stated.get("name") or _make_slug(str(content["name"]))
+def _make_content(draft: Draft, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the model file except `weights`, in valid form."""
+    content = _override(draft.content, overrides)
+    content["name"] = overrides.get("name") or _make_slug(str(content["name"]))
     for key in {"summary", "licence", "training_data"} & content.keys():
         if isinstance(content[key], str):
             content[key] = CONTROL_CHARACTERS.sub("", content[key])
@@ -132,8 +133,10 @@ def _make_content(draft: Draft, stated: Mapping[str, Any]) -> dict[str, Any]:
     return content
 
 
-def _check_and_document(draft: Draft, folder: Path, prepare: PrepareImage, settled: Sequence[str]) -> tuple[str, ...]:
-    """Run the package's own tests with the model in `folder`, write its README and return the notes in it."""
+def _check_and_document(
+    draft: Draft, folder: Path, prepare: PrepareImage, override_notes: Sequence[str]
+) -> tuple[str, ...]:
+    """Run the package's own tests with the model in `folder`, write its README, and return the notes in it."""
     spec = read_spec(folder)
     network = load_network(spec)
     checks = [
@@ -142,25 +145,25 @@ def _check_and_document(draft: Draft, folder: Path, prepare: PrepareImage, settl
     ]
     notes = (
         *draft.notes,
-        *settled,
-        *(checks or ["The package has no test of its own; only the shape of its scores was checked."]),
+        *override_notes,
+        *(checks or ["The package contains no test; only the shape of the scores was checked."]),
     )
     bullets = "\n".join(f"- {note}" for note in notes)
     (folder / "README.md").write_text(f"# {spec.name}\n\n{spec.summary}\n\n{bullets}\n")
     return notes
 
 
-def _override(content: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the package's keys with those of the operator in their place, within `input` key by key."""
-    merged = {**content, **stated}
-    if isinstance(stated.get("input"), Mapping):
-        merged["input"] = {**content.get("input", {}), **stated["input"]}
+def _override(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the package's keys, replaced by those of the operator. Keys in `input` are replaced one by one."""
+    merged = {**content, **overrides}
+    if isinstance(overrides.get("input"), Mapping):
+        merged["input"] = {**content.get("input", {}), **overrides["input"]}
     return merged
 
 
-def _has_key(stated: Mapping[str, Any], key: str) -> bool:
-    """Return whether `stated` has a key such as `input.roi_size`."""
-    value: Any = stated
+def _has_key(overrides: Mapping[str, Any], key: str) -> bool:
+    """Return whether `overrides` contains a dotted key such as `input.roi_size`."""
+    value: Any = overrides
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
             return False
@@ -169,7 +172,7 @@ def _has_key(stated: Mapping[str, Any], key: str) -> bool:
 
 
 def _make_slug(name: str) -> str:
-    """Return `name` as the name of a model may be written."""
+    """Convert a name to a valid model name."""
     return re.sub(r"[^a-z0-9_-]+", "-", name.lower()).strip("-_")[:64] or "imported"
 
 
@@ -177,17 +180,17 @@ def _read_architecture(content: Any) -> Architecture:
     try:
         return Architecture.model_validate(content)
     except ValidationError as error:
-        raise BrokenModel(f"architecture: a name and arguments are expected, not {content!r:.80}.") from error
+        raise BrokenModel(f"architecture: a mapping of name and arguments is expected, not {content!r:.80}.") from error
 
 
 def _store_weights(draft: Draft, architecture: Any, folder: Path) -> dict[str, Any]:
-    """Write the weights into `folder`, and return the key `weights` of its model file."""
+    """Write the weights into `folder`, and return the value of the key `weights` in its model file."""
     if draft.kind == "state dict":
         kind, file = "safetensors", folder / "weights.safetensors"
         tensors = fit_tensors(read_checkpoint(draft.weights).tensors, _read_architecture(architecture))
         save_file({key: value.contiguous().clone() for key, value in tensors.items()}, file)
     else:
-        kind, file = draft.kind, folder / f"weights{SUFFIX[draft.kind]}"
+        kind, file = draft.kind, folder / f"weights{SUFFIXES[draft.kind]}"
         if kind == "onnx":
             file.write_bytes(onnx_package.embed_external_data(draft.weights))
         else:
@@ -200,22 +203,24 @@ def _store_weights(draft: Draft, architecture: Any, folder: Path) -> dict[str, A
 
 @torch.inference_mode()
 def _run_test(network: torch.nn.Module, image: Tensor, activation: str | None, test: PackageTest) -> str:
-    """Compare scores of `image`, the prepared input of `test`, with those expected. Raise BrokenModel."""
+    """Compare the scores of `image`, the prepared input of `test`, with the expected output. Raises BrokenModel."""
     try:
         scores = network(image)
     except (RuntimeError, ValueError) as error:
-        raise BrokenModel(f"{test.name}: the network does not take the package's test input: {error}") from error
+        raise BrokenModel(f"{test.name}: the network does not accept the package's test input: {error}") from error
     if activation == "sigmoid":
         scores = torch.sigmoid(scores)
     elif activation == "softmax":
         scores = torch.softmax(scores, 1)
     if tuple(scores.shape) != test.expected.shape:
-        raise BrokenModel(f"{test.name}: gives {tuple(scores.shape)}, the package expects {test.expected.shape}.")
+        raise BrokenModel(
+            f"{test.name}: the output shape is {tuple(scores.shape)}, but the package expects {test.expected.shape}."
+        )
     difference = float(np.abs(scores.numpy() - test.expected).max())
-    allowed = TOLERANCE * max(1.0, float(np.abs(test.expected).max()))
+    allowed = TEST_TOLERANCE * max(1.0, float(np.abs(test.expected).max()))
     if not difference <= allowed:
         raise BrokenModel(
-            f"{test.name}: differs from the package's expected output by {difference:.3g}, more than {allowed:.3g}; "
-            "what was understood of it (normalisation, activation, architecture) is not what it means."
+            f"{test.name}: the output differs from the package's expected output by {difference:.3g}, more than "
+            f"{allowed:.3g}. Its normalization, activation or architecture is probably not interpreted correctly."
         )
-    return f"The package's own test {test.name} was reproduced within {difference:.1g}."
+    return f"The package's own test {test.name} was reproduced with a difference of at most {difference:.1g}."

@@ -1,8 +1,8 @@
-"""MONAI bundles: `configs/metadata.json`, `configs/inference.json` or `.yaml`, and `models/model.pt` or `.ts`.
+"""Read MONAI bundles: `configs/metadata.json`, `configs/inference.json` or `.yaml`, and `models/model.pt` or `.ts`.
 
-The configuration of a bundle may name any class (`_target_`) and any Python expression (`$...`). No code of it is run:
-known names are translated, `@` references to plain values are followed, and everything else becomes a problem.
-Source: the specification of the MONAI bundle format, version 0.1.10.
+The configuration of a bundle may refer to any class (`_target_`) and any Python expression (`$...`). None of this code
+is run: known names are translated, `@` references to plain values are resolved, and everything else becomes a problem.
+Source: specification of the MONAI bundle format, version 0.1.10.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ from service.models.importers.draft import (
 )
 
 WEIGHTS: tuple[tuple[str, WeightsKind], ...] = (("models/model.pt", "state dict"), ("models/model.ts", "torchscript"))
-# Transforms that load a file and lay it out, which is done here by other means, or bring the result back to its grid.
-_NEUTRAL = "LoadImaged EnsureChannelFirstd EnsureTyped ToTensord ToDeviced CastToTyped Invertd SaveImaged Identityd"
-NEUTRAL = frozenset(_NEUTRAL.split())
-SPACING = "Spacingd"
+# Transforms without an equivalent here: StackSeg loads files, arranges axes and inverts the resampling itself.
+_IGNORED = "LoadImaged EnsureChannelFirstd EnsureTyped ToTensord ToDeviced CastToTyped Invertd SaveImaged Identityd"
+IGNORED_TRANSFORMS = frozenset(_IGNORED.split())
+SPACING_TRANSFORM = "Spacingd"
+# Largest nesting depth of a configuration with resolved references.
 MAX_DEPTH = 32
 AXES_NOTE = (
-    "The network gets the axes Z, Y, X. A bundle trained on NIfTI files, which MONAI reads as X, Y, Z, may expect "
-    "them the other way round: try it on a stack whose answer you know."
+    "The network receives the axes Z, Y, X. A bundle trained on NIfTI files, which MONAI reads as X, Y, Z, may expect "
+    "them in reverse order: test it on a stack with known labels."
 )
 
 SPACING_NOTE = (
-    "Its Spacingd asks for voxels of {}, taken as um along Z, Y, X, which is input.voxel_size unless you stated one. "
-    "State it where the bundle counts in other units, such as the millimetres of NIfTI files."
+    "Its Spacingd requires voxels of {}, interpreted as um along Z, Y, X. This is input.voxel_size unless you "
+    "specified another one. Specify it if the bundle uses other units, such as the millimeters of NIfTI files."
 )
 
 
-def recognises(root: Path) -> bool:
-    """Return whether a folder is a bundle."""
+def is_package(root: Path) -> bool:
+    """Return whether a folder is a MONAI bundle."""
     return (root / "configs" / "metadata.json").is_file()
 
 
 def read(root: Path) -> Draft:
-    """Read a bundle into a draft. Raise UnsupportedPackage where it is damaged."""
+    """Read a bundle into a draft. Raises UnsupportedPackage if it is damaged."""
     metadata = read_mapping(find_file(root, "configs/metadata.json"))
     config = Fields(_Resolver(read_mapping(_find_inference_config(root)).as_dict()).resolve())
     file, kind = _find_weights(root)
@@ -67,7 +68,7 @@ def read(root: Path) -> Draft:
     formats = metadata.get_mapping("network_data_format")
     content["input"] = inputs = _read_input(config, formats, problems)
     with collect_problem(problems, "outputs"):
-        content["outputs"] = _read_outputs(_get_only(formats, "outputs"))
+        content["outputs"] = _read_outputs(_get_only_tensor(formats, "outputs"))
     if "outputs" in problems:
         del content["outputs"]
     with collect_problem(problems, "activation"):
@@ -76,7 +77,7 @@ def read(root: Path) -> Draft:
         content["decoding"] = {"kind": "classes"}
     else:
         problems["decoding"] = (
-            "postprocessing: does not say by an argmax over several outputs what labels are made from."
+            "postprocessing: labels can only be derived from an argmax over several outputs, which it does not specify."
         )
     notes = [AXES_NOTE]
     if "voxel_size" in inputs:
@@ -85,10 +86,10 @@ def read(root: Path) -> Draft:
 
 
 def _read_input(config: Fields, formats: Fields, problems: dict[str, str]) -> dict[str, Any]:
-    """Return the keys of `input`, and add to `problems` those that cannot be honoured."""
+    """Return the keys of `input`, and add unsupported settings to `problems`."""
     inputs = dict[str, Any]()
     with collect_problem(problems, "input.channels"):
-        inputs["channels"] = _get_only(formats, "inputs").get("num_channels")
+        inputs["channels"] = _get_only_tensor(formats, "inputs").get("num_channels")
     with collect_problem(problems, "input.normalisation"):
         inputs["normalisation"] = _read_normalisation(config, inputs.get("channels", 1))
     with collect_problem(problems, "input.voxel_size"):
@@ -104,25 +105,25 @@ def _find_weights(root: Path) -> tuple[Path, WeightsKind]:
     for name, kind in WEIGHTS:
         if (root / name).is_file():
             return find_file(root, name), kind
-    raise UnsupportedPackage(f"models: there is neither {WEIGHTS[0][0]} nor {WEIGHTS[1][0]}.")
+    raise UnsupportedPackage(f"models: neither {WEIGHTS[0][0]} nor {WEIGHTS[1][0]} exists.")
 
 
 def _find_inference_config(root: Path) -> Path:
     for name in ("inference.json", "inference.yaml", "inference.yml"):
         if (root / "configs" / name).is_file():
             return find_file(root, f"configs/{name}")
-    raise UnsupportedPackage("configs: there is no inference.json or inference.yaml.")
+    raise UnsupportedPackage("configs: neither inference.json nor inference.yaml exists.")
 
 
 class _Resolver:
-    """Replaces every `@` reference to another value of a configuration by that value."""
+    """A resolver of `@` references to other values of a configuration."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config
         self._characters = 0
 
     def resolve(self) -> Any:
-        """Return the configuration without references. Raise UnsupportedPackage for circles or bombs."""
+        """Return the configuration with resolved references. Raises UnsupportedPackage for circular or huge ones."""
         return self._resolve(self._config, 0)
 
     def _resolve(self, value: Any, depth: int) -> Any:
@@ -137,12 +138,12 @@ class _Resolver:
         return value
 
     def _count(self, value: Any, depth: int) -> None:
-        """Raise UnsupportedPackage for a depth or a number of characters that only circles or bombs have."""
+        """Count the characters of a value. Raises UnsupportedPackage if the depth or the total exceeds its limit."""
         self._characters += 1 + (len(value) if isinstance(value, str) else 0)
         if depth > MAX_DEPTH:
-            raise UnsupportedPackage("configs: references lead in circles.")
+            raise UnsupportedPackage("configs: references are circular or nested too deeply.")
         if self._characters > MAX_CHARACTERS:
-            raise UnsupportedPackage(f"configs: references repeat more than {MAX_CHARACTERS} characters.")
+            raise UnsupportedPackage(f"configs: references expand to more than {MAX_CHARACTERS} characters.")
 
     def _look_up(self, reference: str) -> Any:
         value: Any = self._config
@@ -151,14 +152,14 @@ class _Resolver:
         return value
 
 
-def _check_plain(value: Any, where: str) -> Any:
-    """Return `value`. Raise UnsupportedPackage for an expression in it, which only running code could evaluate."""
+def _check_plain(value: Any, location: str) -> Any:
+    """Return `value`. Raises UnsupportedPackage if it contains an expression, since code of a package is never run."""
     if isinstance(value, dict):
-        return {key: _check_plain(inner, f"{where}.{key}") for key, inner in value.items()}
+        return {key: _check_plain(inner, f"{location}.{key}") for key, inner in value.items()}
     if isinstance(value, list):
-        return [_check_plain(inner, f"{where}[{number}]") for number, inner in enumerate(value)]
+        return [_check_plain(inner, f"{location}[{number}]") for number, inner in enumerate(value)]
     if isinstance(value, str) and value[:1] in {"$", "@", "%"}:
-        raise UnsupportedPackage(f"{where}: {value!r:.80} is an expression, and no code of a package is run.")
+        raise UnsupportedPackage(f"{location}: {value!r:.80} is an expression; code of a package is never run.")
     return value
 
 
@@ -169,17 +170,19 @@ def _read_architecture(config: Fields) -> dict[str, Any]:
     target = network.get_text("_target_")
     name = target.rpartition(".")[2]
     if name not in ARCHITECTURES or not re.fullmatch(r"(monai\.networks\.nets\.(\w+\.)?)?\w+", target):
-        raise UnsupportedPackage(f"{network.location('_target_')}: {target!r} is none of {', '.join(ARCHITECTURES)}.")
+        raise UnsupportedPackage(
+            f"{network.location('_target_')}: {target!r} is not one of {', '.join(ARCHITECTURES)}."
+        )
     arguments = {key: value for key, value in network.as_dict().items() if not key.startswith("_")}
     return {"name": name, "arguments": _check_plain(arguments, network.location())}
 
 
-def _get_only(formats: Fields, side: str) -> Fields:
-    """Return the only input or the only output."""
+def _get_only_tensor(formats: Fields, side: str) -> Fields:
+    """Return the only tensor in `inputs` or `outputs`."""
     tensors = formats.get_mapping(side).as_dict()
     if len(tensors) != 1:
         raise UnsupportedPackage(
-            f"{formats.location(side)}: exactly one is expected, not {', '.join(tensors) or 'none'}."
+            f"{formats.location(side)}: exactly one tensor is expected, not {', '.join(tensors) or 'none'}."
         )
     ((name, content),) = tensors.items()
     return Fields(content, f"{formats.location(side)}.{name}")
@@ -189,87 +192,90 @@ def _read_outputs(output: Fields) -> list[str]:
     definition = output.get_mapping("channel_def").as_dict()
     channels = output.get("num_channels")
     if not isinstance(channels, int):
-        raise UnsupportedPackage(f"{output.location('num_channels')}: the number of channels is expected.")
+        raise UnsupportedPackage(f"{output.location('num_channels')}: an integer is expected.")
     check_channels(channels, output.location("num_channels"))
     names = [str(definition.get(str(number), f"output {number}")) for number in range(channels)]
     return names if len(set(names)) == channels else [f"output {number}" for number in range(channels)]
 
 
 def _read_roi_size(config: Fields, formats: Fields) -> list[int]:
-    for section, key in ((config.get_mapping("inferer"), "roi_size"), (_get_only(formats, "inputs"), "spatial_shape")):
+    for section, key in (
+        (config.get_mapping("inferer"), "roi_size"),
+        (_get_only_tensor(formats, "inputs"), "spatial_shape"),
+    ):
         size = section.get(key)
         if isinstance(size, list) and len(size) == 3 and all(isinstance(edge, int) and edge > 0 for edge in size):
             return size
-    raise UnsupportedPackage("inferer.roi_size: three edges of the window in voxels are expected.")
+    raise UnsupportedPackage("inferer.roi_size: three window edges in voxels are expected.")
 
 
 def _read_transforms(config: Fields, key: str) -> list[tuple[str, Fields]]:
-    """Return names and settings of a chain of transforms, without disabled and neutral ones."""
+    """Return the names and settings of a chain of transforms, without disabled and ignored ones."""
     chain = config.get_mapping(key)
     steps = chain.get_mappings("transforms")
     named = [(_read_name(step), step) for step in steps if step.get("_disabled_") is not True]
-    return [(name, step) for name, step in named if name not in NEUTRAL]
+    return [(name, step) for name, step in named if name not in IGNORED_TRANSFORMS]
 
 
 def _read_name(step: Fields) -> str:
-    """Return the name of a transform's class."""
+    """Return the class name of a transform."""
     return step.get_text("_target_").rpartition(".")[2]
 
 
 def _read_normalisation(config: Fields, channels: Any) -> dict[str, Any]:
-    """Read what maps intensities. Raise UnsupportedPackage, naming every other transform but `Spacingd`."""
+    """Read the normalization of intensities. Raises UnsupportedPackage for other transforms, except `Spacingd`."""
     if "preprocessing" not in config:
-        raise UnsupportedPackage("preprocessing: there is no such key, so it is unknown what is done to an image.")
+        raise UnsupportedPackage("preprocessing: this key is missing, so the normalization of images is unknown.")
     step = _find_normalisation(config)
     if step is None:
         return {"kind": "range", "low": 0.0, "high": 1.0}
     name = _read_name(step)
     if channels != 1 and name != "ScaleIntensityRanged" and not step.get("channel_wise") and "divisor" not in step:
         raise UnsupportedPackage(
-            f"{step.location('channel_wise')}: statistics over all channels together cannot be honoured."
+            f"{step.location('channel_wise')}: statistics over all channels together are not supported."
         )
     return _TRANSLATORS[name](Fields(_check_plain(step.as_dict(), step.location()), step.location()))
 
 
 def _find_normalisation(config: Fields) -> Fields | None:
-    """Return the only transform of intensities, None where there is none. Raise UnsupportedPackage for any other."""
-    steps = [step for name, step in _read_transforms(config, "preprocessing") if name != SPACING]
+    """Return the only transform of intensities, or None. Raises UnsupportedPackage if there are other transforms."""
+    steps = [step for name, step in _read_transforms(config, "preprocessing") if name != SPACING_TRANSFORM]
     known = [step for step in steps if _read_name(step) in _TRANSLATORS][:1]
     others = [f"{step.location('_target_')}: {_read_name(step)}" for step in steps if step not in known]
     if others:
         raise UnsupportedPackage(
-            f"{', '.join(others)} cannot be honoured; one of {', '.join(_TRANSLATORS)}, and {SPACING} can."
+            f"{', '.join(others)}: not supported; only {SPACING_TRANSFORM} and one of {', '.join(_TRANSLATORS)} are."
         )
     return known[0] if known else None
 
 
 def _find_spacing(config: Fields) -> Fields | None:
-    """Return the only transform that resamples, None where none does. Raise UnsupportedPackage for several."""
-    steps = [step for name, step in _read_transforms(config, "preprocessing") if name == SPACING]
+    """Return the only transform that resamples, or None. Raises UnsupportedPackage if there are several."""
+    steps = [step for name, step in _read_transforms(config, "preprocessing") if name == SPACING_TRANSFORM]
     if not steps:
         return None
     step, *others = steps
     _check_plain(step.as_dict(), step.location())
     if others or "min_pixdim" in step or "max_pixdim" in step:
-        raise UnsupportedPackage(f"{step.location()}: only one {SPACING} with a pixdim alone can be honoured.")
+        raise UnsupportedPackage(
+            f"{step.location()}: only one {SPACING_TRANSFORM}, without min_pixdim and max_pixdim, is supported."
+        )
     return step
 
 
 def _read_spacing(config: Fields) -> list[float] | None:
-    """Return the voxel size to which images are resampled, along the axes of the network, None where they are not."""
+    """Return the voxel size to which images are resampled, along the axes of the network, or None if they are not."""
     step = _find_spacing(config)
     if step is None:
         return None
     modes = step.get("mode") or "bilinear"
     if (modes[0] if isinstance(modes, list) else modes) != "bilinear":
-        raise UnsupportedPackage(
-            f"{step.location('mode')}: {modes!r} cannot be honoured; images are resampled bilinear."
-        )
+        raise UnsupportedPackage(f"{step.location('mode')}: {modes!r} is not supported; only bilinear is.")
     pixdim = step.get("pixdim")
-    # As MONAI does, the last edge stands for those that are not stated.
+    # Like in MONAI, the last edge is repeated for missing ones.
     edges = [*pixdim, *pixdim[-1:] * 3][:3] if isinstance(pixdim, list) else [pixdim] * 3
     if not all(map(_is_length, edges)):
-        raise UnsupportedPackage(f"{step.location('pixdim')}: three edges of a voxel are expected, not {pixdim!r:.80}.")
+        raise UnsupportedPackage(f"{step.location('pixdim')}: three voxel edges are expected, not {pixdim!r:.80}.")
     return [float(edge) for edge in edges]
 
 
@@ -290,7 +296,7 @@ def _from_range(step: Fields) -> dict[str, Any]:
     b_min, b_max = _read_number(step, "b_min", 0), _read_number(step, "b_max", 1)
     if a_min == a_max or b_min == b_max:
         raise UnsupportedPackage(f"{step.location('a_max')}: the range is empty.")
-    # The intensities that the transform maps to 0 and 1.
+    # Compute the intensities that the transform maps to 0 and 1.
     width = (a_max - a_min) / (b_max - b_min)
     low = a_min - b_min * width
     clip = sorted((b_min, b_max)) if step.get("clip") else None
@@ -299,21 +305,21 @@ def _from_range(step: Fields) -> dict[str, Any]:
 
 def _from_percentiles(step: Fields) -> dict[str, Any]:
     if _read_number(step, "b_min", 0) != 0 or _read_number(step, "b_max", 1) != 1 or step.get("relative"):
-        raise UnsupportedPackage(f"{step.location('b_min')}: only a scaling to 0 and 1 can be honoured.")
+        raise UnsupportedPackage(f"{step.location('b_min')}: only scaling to the range from 0 to 1 is supported.")
     clip = [0.0, 1.0] if step.get("clip") else None
     return {"kind": "percentile", "low": _read_number(step, "lower"), "high": _read_number(step, "upper"), "clip": clip}
 
 
 def _from_extremes(step: Fields) -> dict[str, Any]:
     if _read_number(step, "minv", 0) != 0 or _read_number(step, "maxv", 1) != 1 or "factor" in step:
-        raise UnsupportedPackage(f"{step.location('minv')}: only a scaling to 0 and 1 can be honoured.")
+        raise UnsupportedPackage(f"{step.location('minv')}: only scaling to the range from 0 to 1 is supported.")
     return {"kind": "percentile", "low": 0.0, "high": 100.0}
 
 
 def _from_mean(step: Fields) -> dict[str, Any]:
     if step.get("nonzero"):
         raise UnsupportedPackage(
-            f"{step.location('nonzero')}: statistics of the nonzero voxels alone cannot be honoured."
+            f"{step.location('nonzero')}: statistics of only the nonzero voxels are not supported."
         )
     if "subtrahend" in step or "divisor" in step:
         low = _read_number(step, "subtrahend", 0)
@@ -330,12 +336,12 @@ _TRANSLATORS = {
 
 
 def _read_activation(config: Fields) -> str:
-    """Return softmax, sigmoid or none. Raise UnsupportedPackage for steps other than these and making labels."""
+    """Return softmax, sigmoid or none. Raises UnsupportedPackage for steps other than activations and an argmax."""
     activation = "none"
     for name, step in _read_transforms(config, "postprocessing"):
         if name == "Activationsd":
             kinds = [kind for kind in ("softmax", "sigmoid") if step.get(kind) not in (None, False, [False])]
             activation = kinds[0] if kinds else "none"
         elif name != "AsDiscreted" or step.get("threshold") is not None:
-            raise UnsupportedPackage(f"{step.location('_target_')}: {name} cannot be honoured with these settings.")
+            raise UnsupportedPackage(f"{step.location('_target_')}: {name} is not supported with these settings.")
     return activation

@@ -1,4 +1,4 @@
-"""ONNX files of packages: embedding tensors that lie in other files, and reading the shape of the input."""
+"""Import ONNX files: embed tensors that are stored in other files, and read the shape of the input."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from service.models.importers.draft import find_file
 
 
 def embed_external_data(path: Path) -> bytes:
-    """Return the file with all tensors inside. Raise UnsupportedPackage for one outside of the file's folder."""
+    """Return the bytes of an ONNX file with all tensors embedded.
+
+    Raises UnsupportedPackage if a tensor is stored outside of the folder of the file.
+    """
 
     def read_part(location: str, offset: int, length: int | None) -> bytes:
         with find_file(path.parent, location).open("rb") as file:
-            # No more than there is: a huge length would allocate memory before it fails.
-            left = max(os.fstat(file.fileno()).st_size - offset, 0)
+            # Limit the length to the size of the file, because a huge length would allocate memory before it fails.
+            available = max(os.fstat(file.fileno()).st_size - offset, 0)
             file.seek(offset)
-            return file.read(left if length is None else min(length, left))
+            return file.read(available if length is None else min(length, available))
 
     try:
         return onnxfile.embed_external_data(onnxfile.read_bytes(path), read_part)
@@ -28,7 +31,7 @@ def embed_external_data(path: Path) -> bytes:
 
 
 def read_input(path: Path) -> dict[str, Any]:
-    """Return `channels` and `roi_size` as far as the file fixes the shape of its input. Raise BrokenModel."""
+    """Return `channels` and `roi_size` as far as the file fixes the shape of its input. Raises BrokenModel."""
     shape = onnxfile.find_image(onnxfile.parse(embed_external_data(path), path)).shape
     _, channels, *size = shape or (None,) * 5
     content: dict[str, Any] = {} if channels is None else {"channels": channels}

@@ -1,4 +1,4 @@
-"""Single files of weights, TorchScript, `torch.export` and ONNX; the operator states what they do not say."""
+"""Import single files with weights, TorchScript, `torch.export` or ONNX. The operator specifies missing settings."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from service.models.importers.checkpoint import is_torchscript, read_checkpoint
 from service.models.importers.draft import Draft, WeightsKind
 
 SUFFIXES = (".ts", ".torchscript", ".pt", ".pth", ".ckpt", ".tar", ".bin", ".safetensors", ".pt2", ".onnx")
-KEYS = ("input.normalisation", "input.roi_size", "outputs", "activation", "decoding")
-LABELS = {
+REQUIRED_KEYS = ("input.normalisation", "input.roi_size", "outputs", "activation", "decoding")
+DESCRIPTIONS = {
     "exported": "a graph of torch.export",
     "onnx": "an ONNX graph",
     "torchscript": "a TorchScript program",
 }
 SIZE_NOTE = (
-    "The file does not say at which voxel size, or for objects of which width, the network was trained: stacks are "
-    "taken as they are sampled unless you stated --voxel-size or --diameter."
+    "The file does not contain the voxel size or the object diameter with which the network was trained. Stacks are "
+    "used at their original resolution unless you specified --voxel-size or --diameter."
 )
 
 
-def recognises(path: Path) -> bool:
-    """Return whether `path` is such a file, by its suffix."""
+def is_package(path: Path) -> bool:
+    """Return whether `path` is a file with a supported suffix."""
     return path.is_file() and path.suffix in SUFFIXES
 
 
 def read(path: Path) -> Draft:
-    """Read a file into a draft that misses most keys. Raise UnsupportedPackage for a file that is none of these."""
+    """Read a file into a draft, in which most keys are missing. Raises UnsupportedPackage for unsupported files."""
     kind = _find_kind(path)
-    what, stated, keys, notes = LABELS.get(kind, ""), dict[str, Any](), [*KEYS], [SIZE_NOTE]
+    description, inputs, keys, notes = DESCRIPTIONS.get(kind, ""), dict[str, Any](), [*REQUIRED_KEYS], [SIZE_NOTE]
     if kind == "state dict":
         checkpoint = read_checkpoint(path)
-        what, keys = checkpoint.describe(), ["architecture", *KEYS]
-        if checkpoint.left_out:
-            place, others = ".".join(checkpoint.place), ", ".join(checkpoint.left_out)
-            notes.append(f"The tensors are those of {place!r}; left out: {others}.")
+        description, keys = checkpoint.describe(), ["architecture", *REQUIRED_KEYS]
+        if checkpoint.skipped_keys:
+            source, others = ".".join(checkpoint.path), ", ".join(checkpoint.skipped_keys)
+            notes.append(f"The tensors are from {source!r}; other keys were ignored: {others}.")
     else:
-        stated |= {"channels": 1} | (onnx_package.read_input(path) if kind == "onnx" else {})
+        inputs |= {"channels": 1} | (onnx_package.read_input(path) if kind == "onnx" else {})
     content: dict[str, Any] = {
         "name": path.stem,
         "version": "1",
-        "summary": f"From the file {path.name}.",
+        "summary": f"Imported from the file {path.name}.",
         "licence": "Not stated.",
         "training_data": "Not stated.",
-        "input": stated,
+        "input": inputs,
     }
-    missing = tuple(key for key in keys if key != "input.roi_size" or "roi_size" not in stated)
-    return Draft(content, path, kind, missing=missing, notes=tuple(notes), what=what)
+    missing = tuple(key for key in keys if key != "input.roi_size" or "roi_size" not in inputs)
+    return Draft(content, path, kind, missing=missing, notes=tuple(notes), description=description)
 
 
 def _find_kind(path: Path) -> WeightsKind:
-    """Return what a file holds: by its content where torch gives all kinds the same suffix."""
+    """Return the kind of weights in a file, by its suffix, or by its content if the suffix is ambiguous."""
     if path.suffix in {".onnx", ".pt2"}:
         return "onnx" if path.suffix == ".onnx" else "exported"
     if path.suffix in {".ts", ".torchscript"} or is_torchscript(path):

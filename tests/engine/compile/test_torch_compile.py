@@ -16,8 +16,8 @@ from service.models.network import Network
 X = torch.rand(2, 2, 8, 8, 8)
 
 
-class Spy(nn.Module):
-    """A convolution whose Python code says when it runs uncompiled."""
+class CallCounter(nn.Module):
+    """A convolution that counts how often it runs uncompiled."""
 
     def __init__(self):
         super().__init__()
@@ -33,25 +33,25 @@ class Spy(nn.Module):
 @pytest.fixture
 def module() -> nn.Module:
     torch.manual_seed(0)
-    return Spy().eval().requires_grad_(requires_grad=False)
+    return CallCounter().eval().requires_grad_(requires_grad=False)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("freeze", [True, False])
-def test_compiled_scores_are_those_of_the_module(module, freeze):
+def test_compiled_network_gives_the_scores_of_the_module(module, freeze):
     counters.clear()
     network = torch_compile.compile_module(module, "default", freeze=freeze)
     scores = [network(X), network(X)]
     assert module.eager_calls == 0
-    for got in scores:
-        torch.testing.assert_close(got, module(X))
+    for actual in scores:
+        torch.testing.assert_close(actual, module(X))
     packed = counters["inductor"]["mkldnn_conv_weight_pack_matcher_count"]
     if torch.backends.mkldnn.is_available():
         assert packed == (1 if freeze else 0)
 
 
 @torch.inference_mode()
-def test_a_frozen_network_runs_in_any_threads_but_with_no_other_shape_or_layout(module):
+def test_frozen_network_accepts_any_number_of_threads_but_only_one_shape_and_layout(module):
     network = torch_compile.compile_module(module, "default", freeze=True)
     expected, graphs = network(X), torch_compile.count_graphs()
 
@@ -63,13 +63,13 @@ def test_a_frozen_network_runs_in_any_threads_but_with_no_other_shape_or_layout(
     with ThreadPoolExecutor(3) as pool:
         for scores in pool.map(call, [1, 2, 3] * 10):
             torch.testing.assert_close(scores, expected)
-    assert torch_compile.count_graphs() == graphs, "nothing was compiled again"
+    assert torch_compile.count_graphs() == graphs, "nothing was recompiled"
     for other in (X[:1], X.to(memory_format=torch.channels_last_3d)):
         with pytest.raises(BadParameter, match="compiled for"):
             network(other)
 
 
-def test_the_cache_folder_is_made_and_used(tmp_path, monkeypatch):
+def test_cache_folder_is_created_and_used(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.chdir(tmp_path)
     torch_compile.set_cache_folder(Path("a/cache"))
@@ -78,11 +78,11 @@ def test_the_cache_folder_is_made_and_used(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("freeze", [True, False])
-def test_weights_go_with_the_network_and_those_of_others_stay(freeze: bool) -> None:
-    def weights() -> int:
+def test_dropping_generated_code_frees_only_the_weights_of_deleted_networks(freeze: bool) -> None:
+    def count_weights() -> int:
         gc.collect()
-        tensors = (one for one in gc.get_objects() if type(one) in {Tensor, nn.Parameter})
-        return sum(one.shape[:2] == (37, 41) for one in tensors)
+        tensors = (item for item in gc.get_objects() if type(item) in {Tensor, nn.Parameter})
+        return sum(tensor.shape[:2] == (37, 41) for tensor in tensors)
 
     def make() -> Network:
         layer = nn.Conv3d(41, 37, 3).eval().requires_grad_(requires_grad=False)
@@ -90,22 +90,22 @@ def test_weights_go_with_the_network_and_those_of_others_stay(freeze: bool) -> N
 
     example = torch.rand(1, 41, 4, 4, 4)
     with torch.inference_mode():
-        kept, gone = make(), make()
-        expected = kept(example)
-        gone(example)
-        both, graphs = weights(), torch_compile.count_graphs()
-        del gone
+        network, deleted = make(), make()
+        expected = network(example)
+        deleted(example)
+        weights_of_both, graphs = count_weights(), torch_compile.count_graphs()
+        del deleted
         gc.collect()
         torch_compile.drop_generated_code()
-        assert 0 < weights() < both
-        assert torch.equal(kept(example), expected)
-        assert torch_compile.count_graphs() == graphs, "what is in use is not compiled again"
-        del kept
+        assert 0 < count_weights() < weights_of_both
+        assert torch.equal(network(example), expected)
+        assert torch_compile.count_graphs() == graphs, "the remaining network is not recompiled"
+        del network
         torch_compile.drop_generated_code()
-        assert weights() == 0
+        assert count_weights() == 0
 
 
-def test_graphs_count_as_recompilations_only_while_nothing_is_loaded() -> None:
+def test_graphs_compiled_while_a_model_is_loading_are_not_recompilations() -> None:
     loading = torch_compile.LoadingLock()
     network = torch_compile.compile_module(nn.Conv3d(1, 2, 1).eval(), "default", freeze=False)
     with torch.inference_mode():
@@ -116,29 +116,29 @@ def test_graphs_count_as_recompilations_only_while_nothing_is_loaded() -> None:
     assert loading.recompilations == 1
 
 
-class Rectified(nn.Module):
-    """A convolution before every spelling of a rectifier."""
+class ReluVariants(nn.Module):
+    """A chain of convolutions, each followed by another way to call a ReLU."""
 
     def __init__(self) -> None:
         super().__init__()
         functional = nn.functional
         self.module = nn.ReLU(inplace=True)
-        self.spellings = [
+        self.activations = [
             *(self.module, functional.relu, functional.relu_, torch.relu, torch.relu_, Tensor.relu),
             *(lambda x: x.relu_(), lambda x: functional.relu(input=x), lambda x: functional.relu(x, inplace=True)),
         ]
-        self.convolutions = nn.ModuleList(nn.Conv3d(4, 4, 1) for _ in self.spellings)
+        self.convolutions = nn.ModuleList(nn.Conv3d(4, 4, 1) for _ in self.activations)
 
     def forward(self, x: Tensor) -> Tensor:
-        for convolution, rectify in zip(self.convolutions, self.spellings, strict=True):
-            x = rectify(convolution(x))
+        for convolution, activation in zip(self.convolutions, self.activations, strict=True):
+            x = activation(convolution(x))
         return x
 
 
 @torch.inference_mode()
-def test_what_is_not_finite_within_a_frozen_network_reaches_its_scores():
+def test_frozen_network_propagates_nan_through_relu():
     torch.manual_seed(0)
-    network = Rectified().eval().requires_grad_(requires_grad=False)
+    network = ReluVariants().eval().requires_grad_(requires_grad=False)
     frozen = torch_compile.compile_module(network, "default", freeze=True)
     x = torch.rand(2, 4, 4, 4, 4)
     torch.testing.assert_close(frozen(x), network(x), atol=1e-5, rtol=1e-5)

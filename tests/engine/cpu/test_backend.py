@@ -22,7 +22,7 @@ def make_config(engine, precision="fp32", memory_format="contiguous"):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @torch.inference_mode()
-def test_winograd_convolutions_take_any_number_of_windows_and_leave_scores_as_narrow_as_they_were_computed(precision):
+def test_winograd_engine_accepts_any_batch_size_and_returns_scores_in_its_precision(precision):
     torch.manual_seed(0)
     network = nn.Sequential(
         *(nn.Conv3d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 16, 3, padding=1), nn.PReLU()),
@@ -37,17 +37,17 @@ def test_winograd_convolutions_take_any_number_of_windows_and_leave_scores_as_na
     assert (scores.float() - expected).abs().max() <= {"bf16": 0.02, "fp32": 1e-5}[precision] * expected.abs().max()
 
 
-def test_what_every_stream_keeps_is_counted():
+def test_buffers_of_every_stream_are_counted():
     network = ShuffleUNet(1, 2, (16, 32))
     module = prepare(network, CPU, torch.float32, torch.channels_last_3d)
     weights = weight_bytes(BACKENDS["winograd"].transform(module))
     one, four = (
         build(module, EXAMPLE, replace(make_config("winograd"), streams=streams), Engine()) for streams in (1, 4)
     )
-    # At the least what goes into a convolution at full size, and what comes of it.
-    kept = one.nbytes - weights
-    assert kept >= 2 * 16 * EXAMPLE[:, :, ::2, ::2, ::2].nbytes
-    assert four.nbytes - weights == 4 * kept
+    # At least the input and the output of a convolution at full resolution.
+    stream_bytes = one.nbytes - weights
+    assert stream_bytes >= 2 * 16 * EXAMPLE[:, :, ::2, ::2, ::2].nbytes
+    assert four.nbytes - weights == 4 * stream_bytes
     with torch.inference_mode():
         assert one.score_bytes == four.score_bytes == one.network(EXAMPLE)[0].nbytes
     assert build(module, EXAMPLE, make_config("eager"), Engine()).score_bytes is None

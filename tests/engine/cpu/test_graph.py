@@ -1,4 +1,4 @@
-"""Captured networks against the same, layer by layer."""
+"""Tests that captured networks give the same results as running them layer by layer."""
 
 import ctypes
 import gc
@@ -21,39 +21,39 @@ DTYPES = [torch.bfloat16, torch.float32]
 
 
 class Residual(nn.Module):
-    """A network of MONAI's shape: norms of instances, sums of two ways, strided and transposed convolutions."""
+    """A network like MONAI's: norms, residual connections, and strided and transposed convolutions."""
 
     def __init__(self):
         super().__init__()
         self.first = nn.Sequential(nn.Conv3d(8, 16, 3, padding=1), nn.InstanceNorm3d(16, affine=True), nn.PReLU())
-        self.way = nn.Conv3d(8, 16, 1)
+        self.shortcut = nn.Conv3d(8, 16, 1)
         self.down = nn.Sequential(nn.Conv3d(16, 32, 2, stride=2), nn.GroupNorm(4, 32), nn.LeakyReLU(0.1))
         self.up = nn.ConvTranspose3d(32, 16, 2, stride=2)
         self.last = nn.Conv3d(16, 8, 1)
 
     def forward(self, x):
-        top = self.first(x) + self.way(x)
+        top = self.first(x) + self.shortcut(x)
         scores = self.up(self.down(top))
         scores += top
         return self.last(scores)
 
 
-def ready(network, dtype=torch.float32):
+def prepare_and_pack(network, dtype=torch.float32):
     torch.manual_seed(0)
     for parameter in network.parameters():
         nn.init.uniform_(parameter, -0.3, 0.3)
-    own = prepare(network, torch.device("cpu"), dtype, FORMAT)
-    return onednn.pack(winograd.replace_convolutions(own).network)
+    prepared = prepare(network, torch.device("cpu"), dtype, FORMAT)
+    return onednn.pack(winograd.replace_convolutions(prepared).network)
 
 
-def batch(channels, windows=3, dtype=torch.float32, size=(8, 16, 24)):
+def make_batch(channels, windows=3, dtype=torch.float32, size=(8, 16, 24)):
     return torch.randn(windows, channels, *size).to(dtype).to(memory_format=FORMAT)
 
 
 @pytest.fixture
 def captured():
-    """A module, a batch, and the module captured for such batches."""
-    module, x = ready(ShuffleUNet(1, 2, (16, 32))), batch(1)
+    """A module, a batch, and the module captured for batches like it."""
+    module, x = prepare_and_pack(ShuffleUNet(1, 2, (16, 32))), make_batch(1)
     return module, x, CpuGraph(module, x)
 
 
@@ -63,10 +63,10 @@ NETWORKS = [(lambda: ShuffleUNet(1, 2, (16, 32)), 1), (lambda: ShuffleUNet(2, 3,
 @pytest.mark.parametrize(("make", "channels"), NETWORKS, ids=["one channel", "two channels", "norms"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.inference_mode()
-def test_scores_are_those_of_the_module_to_the_bit(make, channels, dtype):
-    module, x = ready(make(), dtype), batch(channels, dtype=dtype)
+def test_scores_are_bit_identical_to_those_of_the_module(make, channels, dtype):
+    module, x = prepare_and_pack(make(), dtype), make_batch(channels, dtype=dtype)
     if channels == 2:
-        # Folded, as ATen would convert it first.
+        # Use a contiguous batch, which ATen would convert before the space-to-depth layer.
         x = x.contiguous()
     captured = CpuGraph(module, x)
     before = torch.get_num_threads()
@@ -82,7 +82,7 @@ def test_scores_are_those_of_the_module_to_the_bit(make, channels, dtype):
 
 
 @torch.inference_mode()
-def test_it_does_not_come_back_to_python(captured):
+def test_replay_does_not_call_python_code(captured):
     module, x, graph = captured
     expected = module(x)
     module.forward = None
@@ -90,47 +90,47 @@ def test_it_does_not_come_back_to_python(captured):
 
 
 @torch.inference_mode()
-def test_weights_stay_as_long_as_the_tape():
-    module, x = ready(Residual(), torch.bfloat16), batch(8, dtype=torch.bfloat16)
-    played, expected = cpu_graph.capture_graph(module, x), module(x)
+def test_graph_keeps_the_weights_alive():
+    module, x = prepare_and_pack(Residual(), torch.bfloat16), make_batch(8, dtype=torch.bfloat16)
+    graph, expected = cpu_graph.capture_graph(module, x), module(x)
     del module
     gc.collect()
-    # What was freed would be written to.
-    rest = [torch.full((1024 * size,), torch.nan) for size in range(1, 100)]
-    arena = cpu_graph.Arena(played.arena)
+    # Allocate tensors that would overwrite freed weights.
+    fillers = [torch.full((1024 * size,), torch.nan) for size in range(1, 100)]
+    arena = cpu_graph.Arena(graph.arena)
     arena.memory.fill_(255)
-    assert torch.equal(played.replay(x, arena, BufferPool(played.nbytes, 0)), expected)
-    assert rest
+    assert torch.equal(graph.replay(x, arena, BufferPool(graph.nbytes, 0)), expected)
+    assert fillers
 
 
 @torch.inference_mode()
-def test_scores_last_and_nothing_is_left_of_earlier_calls(captured):
+def test_calls_do_not_affect_earlier_or_later_scores(captured):
     module, x, graph = captured
-    first, kept = graph(x), module(x)
-    bad = x.clone()
-    bad[0, 0, 3, 4, 5] = torch.nan
-    assert graph(bad)[0].isnan().any()
-    assert torch.equal(graph(bad)[1:], kept[1:])
-    assert torch.equal(graph(x), kept)
-    assert torch.equal(first, kept)
+    first, expected = graph(x), module(x)
+    with_nan = x.clone()
+    with_nan[0, 0, 3, 4, 5] = torch.nan
+    assert graph(with_nan)[0].isnan().any()
+    assert torch.equal(graph(with_nan)[1:], expected[1:])
+    assert torch.equal(graph(x), expected)
+    assert torch.equal(first, expected)
 
 
 @torch.inference_mode()
-def test_memory_of_scores_serves_again_once_nobody_looks_at_them(captured):
-    """Also for batches of other lengths; and no more of it waits than may be kept."""
+def test_memory_of_scores_is_reused_once_they_are_unreferenced(captured):
+    """Views count as references, and batches of other sizes use the same memory."""
     _module, x, graph = captured
     scores = graph(x)
-    place, part = scores.data_ptr(), scores[1:]
-    expected = part.clone()
+    address, view = scores.data_ptr(), scores[1:]
+    expected = view.clone()
     del scores
-    assert graph(x[:1]).data_ptr() != place
-    assert torch.equal(part, expected)
-    del part
-    assert graph(x[:1]).data_ptr() == place
+    assert graph(x[:1]).data_ptr() != address
+    assert torch.equal(view, expected)
+    del view
+    assert graph(x[:1]).data_ptr() == address
 
 
 @torch.inference_mode()
-def test_threads_do_not_disturb_each_other(captured):
+def test_threads_can_replay_concurrently(captured):
     module, x, graph = captured
     inputs = [torch.randn_like(x) for _ in range(4)]
     expected = [module(each) for each in inputs]
@@ -139,56 +139,56 @@ def test_threads_do_not_disturb_each_other(captured):
     def run(index):
         return all(torch.equal(graph(inputs[index]), expected[index]) for _ in range(20))
 
-    with ThreadPoolExecutor(4) as crew:
-        assert all(crew.map(run, range(4)))
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run, range(4)))
 
 
 @torch.inference_mode()
-def test_what_it_was_not_made_for_goes_through_the_module():
-    module, strided = ready(ShuffleUNet(1, 2, (16, 32))), torch.randn(3, 1, 8, 16, 48)[..., ::2]
-    # Examples with gaps are no promise for batches like them.
-    for captured in (CpuGraph(module, batch(1)), CpuGraph(module, strided[:2])):
-        for other in (batch(1, 4), batch(1, size=(16, 16, 16)), strided, strided[:2], strided[..., :16]):
+def test_other_shapes_and_layouts_are_passed_to_the_module():
+    module, strided = prepare_and_pack(ShuffleUNet(1, 2, (16, 32))), torch.randn(3, 1, 8, 16, 48)[..., ::2]
+    # An example with gaps between its elements does not allow other batches with gaps.
+    for captured in (CpuGraph(module, make_batch(1)), CpuGraph(module, strided[:2])):
+        for other in (make_batch(1, 4), make_batch(1, size=(16, 16, 16)), strided, strided[:2], strided[..., :16]):
             assert torch.equal(captured(other), module(other))
 
 
-class Other(nn.Module):
-    """Does something with what a convolution gives."""
+class WithOperation(nn.Module):
+    """A convolution followed by an arbitrary operation."""
 
-    def __init__(self, what):
+    def __init__(self, operation):
         super().__init__()
-        self.layer, self.what = nn.Conv3d(8, 16, 3, padding=1), what
+        self.layer, self.operation = nn.Conv3d(8, 16, 3, padding=1), operation
         self.scale = nn.Parameter(torch.randn(1))
         self.script, self.up = torch.jit.script(nn.Sigmoid()), nn.ConvTranspose3d(16, 16, 2, stride=2)
 
     def forward(self, x):
-        return self.what(self, self.layer(x), x)
+        return self.operation(self, self.layer(x), x)
 
 
-def unseen(x):
-    """A copy that no operator of ATen makes."""
+def copy_without_aten(x):
+    """Copy a tensor without an ATen operator."""
     floats = (ctypes.c_float * x.numel()).from_address(x.data_ptr())
     return torch.frombuffer(bytearray(floats), dtype=x.dtype).as_strided(x.shape, x.stride())
 
 
-CANNOT = {
+NOT_CAPTURABLE = {
     "an operator": lambda _, y, _x: y.sigmoid(),
-    "in place": lambda _, y, _x: y.mul_(2),
-    "another sum": lambda _, y, _x: y + 1,
+    "an operator in place": lambda _, y, _x: y.mul_(2),
+    "a sum with a number": lambda _, y, _x: y + 1,
     "a scaled sum": lambda _, y, _x: torch.add(y, y, alpha=2),
     "a sum that broadcasts": lambda _, y, _x: y + y[:1],
     "random numbers": lambda _, y, _x: y + torch.rand_like(y),
-    "a look at values": lambda _, y, x: y if y.sum().item() > 0 else x,
-    "a part": lambda _, y, _x: y[:, :8],
-    "its input": lambda _, _y, x: x,
-    "nothing": lambda _, _y, x: torch.empty_like(x),
-    "a sum with nothing": lambda _, y, _x: torch.empty_like(y).add_(y),
-    "a constant": lambda _, y, _x: torch.zeros_like(y),
-    "several": lambda _, y, _x: (y, y),
-    "a convolution of oneDNN's": lambda _, y, _x: nn.functional.conv3d(y, torch.ones(1, 16, 3, 3, 3)),
-    "a look from outside": lambda _, y, x: y if x.numpy().mean() < 1 else x,
-    "a list": lambda _, y, x: y if x.tolist() else x,
-    "what nobody sees": lambda _, y, x: y.add_(unseen(x).repeat(1, 2, 1, 1, 1).to(memory_format=FORMAT)),
+    "control flow by values": lambda _, y, x: y if y.sum().item() > 0 else x,
+    "a view as the result": lambda _, y, _x: y[:, :8],
+    "the input as the result": lambda _, _y, x: x,
+    "an unwritten result": lambda _, _y, x: torch.empty_like(x),
+    "a sum with an unwritten tensor": lambda _, y, _x: torch.empty_like(y).add_(y),
+    "a constant result": lambda _, y, _x: torch.zeros_like(y),
+    "several results": lambda _, y, _x: (y, y),
+    "an unpacked convolution": lambda _, y, _x: nn.functional.conv3d(y, torch.ones(1, 16, 3, 3, 3)),
+    "values read through NumPy": lambda _, y, x: y if x.numpy().mean() < 1 else x,
+    "values read as a list": lambda _, y, x: y if x.tolist() else x,
+    "a copy without ATen": lambda _, y, x: y.add_(copy_without_aten(x).repeat(1, 2, 1, 1, 1).to(memory_format=FORMAT)),
     "TorchScript": lambda self, y, _x: self.script(y),
     "writing to the batch": lambda _, y, x: y.add_(
         winograd.WinogradConvolution(nn.Conv3d(8, 16, 3, padding=1))(x.add_(x))
@@ -196,33 +196,33 @@ CANNOT = {
 }
 
 
-@pytest.mark.parametrize("what", CANNOT.values(), ids=CANNOT)
+@pytest.mark.parametrize("operation", NOT_CAPTURABLE.values(), ids=NOT_CAPTURABLE)
 @torch.inference_mode()
-def test_what_cannot_be_captured_stays_as_it_is(what):
-    module, x = ready(Other(what)), batch(8, 2, size=(4, 4, 4))
+def test_capture_returns_the_module_if_it_cannot_be_captured(operation):
+    module, x = prepare_and_pack(WithOperation(operation)), make_batch(8, 2, size=(4, 4, 4))
     assert cpu_graph.capture(module, x) is module
 
 
-def with_first(first, y):
+def add_to_first_window(first, y):
     y[:1].add_(first)
     return y
 
 
-CAN = {
+CAPTURABLE = {
     "constants": lambda self, y, _x: y.add_(
         self.scale.expand(y[:1].shape).repeat(len(y), 1, 1, 1, 1).to(memory_format=FORMAT)
     ),
     "views": lambda _, y, _x: y.permute(0, 2, 3, 4, 1).contiguous().permute(0, 4, 1, 2, 3),
-    "twice the same": lambda _, y, _x: y + y,
-    "its own sum": lambda _, y, _x: y.add_(y),
-    "a sum in a part": lambda self, y, _x: with_first(self.up(y[:1]), self.up(y)),
+    "a sum of a tensor with itself": lambda _, y, _x: y + y,
+    "the same in place": lambda _, y, _x: y.add_(y),
+    "a sum in a view": lambda self, y, _x: add_to_first_window(self.up(y[:1]), self.up(y)),
 }
 
 
-@pytest.mark.parametrize("what", CAN.values(), ids=CAN)
+@pytest.mark.parametrize("operation", CAPTURABLE.values(), ids=CAPTURABLE)
 @torch.inference_mode()
-def test_what_can_be_taped_is(what):
-    module, x = ready(Other(what)), batch(8, 2, size=(4, 4, 4))
+def test_views_constants_and_sums_can_be_captured(operation):
+    module, x = prepare_and_pack(WithOperation(operation)), make_batch(8, 2, size=(4, 4, 4))
     network = cpu_graph.capture(module, x)
     assert isinstance(network, CpuGraph)
     for windows in (1, 2):
@@ -230,23 +230,23 @@ def test_what_can_be_taped_is(what):
 
 
 @torch.inference_mode()
-def test_a_sum_behind_a_transposed_convolution_is_no_step_of_its_own():
+def test_sum_in_place_is_fused_with_the_transposed_convolution_before_it():
     class Skip(nn.Module):
-        def __init__(self, together):
+        def __init__(self, add):
             super().__init__()
-            self.up, self.together = nn.ConvTranspose3d(8, 16, 2, stride=2), together
+            self.up, self.add = nn.ConvTranspose3d(8, 16, 2, stride=2), add
 
         def forward(self, x):
-            return self.together(self.up(x), self.up(x))
+            return self.add(self.up(x), self.up(x))
 
-    module, x = ready(Skip(lambda one, other: one.add_(other))), batch(8, 1, size=(4, 4, 4))
-    apart = ready(Skip(lambda one, other: one + other))
-    steps = [cpu_graph.capture_graph(each, x).calls for each in (module, apart)]
-    assert steps == [3, 3]
+    in_place, x = prepare_and_pack(Skip(lambda one, other: one.add_(other))), make_batch(8, 1, size=(4, 4, 4))
+    separate = prepare_and_pack(Skip(lambda one, other: one + other))
+    calls = [cpu_graph.capture_graph(module, x).calls for module in (in_place, separate)]
+    assert calls == [3, 3]
 
 
 @torch.inference_mode()
-def test_what_is_never_needed_at_the_same_time_shares_the_arena():
+def test_tensors_with_disjoint_lifetimes_share_the_arena():
     layers = [nn.Conv3d(16, 16, 3, padding=1) for _ in range(9)]
-    x = batch(16, 1, size=(8, 8, 8))
-    assert cpu_graph.capture_graph(ready(nn.Sequential(*layers)), x).arena == 2 * x.nbytes
+    x = make_batch(16, 1, size=(8, 8, 8))
+    assert cpu_graph.capture_graph(prepare_and_pack(nn.Sequential(*layers)), x).arena == 2 * x.nbytes

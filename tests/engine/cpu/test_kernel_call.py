@@ -1,4 +1,4 @@
-"""Calls of kernels, and what holds for every layer that they compute."""
+"""Tests of kernel calls, and of properties shared by all layers that use the kernels."""
 
 import copy
 import itertools
@@ -14,22 +14,22 @@ from service.engine.cpu import graph, norm, pixel_shuffle, strided_conv, winogra
 from service.engine.cpu.kernel_call import DTYPES, KernelCall, observe_calls
 from service.engine.cpu.norm import replace_norms
 
-# Of the scale of the results: float32 sums in another order, and BF16 results that are rounded once.
+# Relative to the largest result: float32 sums are computed in another order, and BF16 results are rounded once.
 TOLERANCES = {torch.float32: 3e-5, torch.bfloat16: 2.0**-8}
 
-PLAIN = {
+LAYERS = {
     "winograd": lambda: nn.Conv3d(24, 48, 3, padding=1),
     "strided": lambda: nn.Conv3d(24, 44, 2, stride=2),
     "transposed": lambda: nn.ConvTranspose3d(24, 44, 2, stride=2),
     "norm": lambda: nn.GroupNorm(2, 24),
 }
-CONVOLUTIONS = [kind for kind in PLAIN if kind != "norm"]
+CONVOLUTIONS = [kind for kind in LAYERS if kind != "norm"]
 
 
 def make(kind, slope=1.0, dtype=torch.float32, bias=None):
-    """A layer of torch's, followed by a rectifier, and the same by our kernels."""
+    """Return a torch layer followed by a leaky ReLU, and its equivalent with StackSeg's kernels."""
     torch.manual_seed(0)
-    plain = nn.Sequential(PLAIN[kind](), nn.LeakyReLU(slope)).to(dtype).requires_grad_(requires_grad=False)
+    plain = nn.Sequential(LAYERS[kind](), nn.LeakyReLU(slope)).to(dtype).requires_grad_(requires_grad=False)
     if bias is not None:
         plain[0].bias.fill_(bias)
     if kind == "norm":
@@ -40,56 +40,56 @@ def make(kind, slope=1.0, dtype=torch.float32, bias=None):
 
 @pytest.fixture(params=list_supported(), ids=lambda variant: variant.name)
 def variant(request, monkeypatch):
-    """Kernels as they are compiled for one kind of processor."""
+    """Use the kernels compiled for one kind of processor."""
     for module in (norm, strided_conv, winograd):
         monkeypatch.setattr(module, "KERNELS", with_library(module.KERNELS, request.param))
 
 
 @pytest.mark.usefixtures("variant")
-@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("kind", LAYERS)
 @torch.inference_mode()
-def test_every_variant_computes_what_torch_does(kind):
+def test_every_processor_variant_matches_torch(kind):
     for dtype in DTYPES:
         plain, fast = make(kind, 0.0, dtype)
         x = torch.randn(2, 24, 6, 10, 14).to(dtype)
         expected, y = copy.deepcopy(plain).double()(x.double()), fast(x)
         assert (y - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
     if kind in {"winograd", "norm"}:
-        # Weights are float32 whatever the dtype of the image.
+        # Weights are float32 for any dtype of the image.
         assert torch.equal(y, fast(x.float()).bfloat16())
 
 
 @pytest.mark.usefixtures("variant")
-@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("slope", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.inference_mode()
-def test_a_value_that_is_not_finite_is_not_lost(kind, value, slope, dtype):
+def test_non_finite_values_reach_the_result(kind, value, slope, dtype):
     plain, fast = make(kind, slope, dtype)
     x = torch.zeros(2, 24, 4, 4, 6, dtype=dtype)
     x[1, 5, 1, 2, 3] = value
-    y, lost = fast(x), plain.float()(x.float()).isnan()
+    y, expected_nan = fast(x), plain.float()(x.float()).isnan()
     assert not torch.isfinite(y.sum())
     assert not y[0].isnan().any()
     if value != value:
-        # Winograd's algorithm spoils a whole tile.
-        assert y.isnan()[lost].all() if kind == "winograd" else torch.equal(y.isnan(), lost)
+        # Winograd's algorithm spreads a NaN over a whole tile.
+        assert y.isnan()[expected_nan].all() if kind == "winograd" else torch.equal(y.isnan(), expected_nan)
 
 
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("slope", "expected"), [(0.0, 0.0), (0.1, -torch.inf), (1.0, -torch.inf)])
 @torch.inference_mode()
-def test_activations_of_infinity(kind, slope, expected, dtype):
+def test_activations_of_negative_infinity(kind, slope, expected, dtype):
     _, fast = make(kind, slope, dtype, bias=-torch.inf)
     assert (fast(torch.ones(1, 24, 4, 4, 4, dtype=dtype)) == expected).all()
 
 
-@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.inference_mode()
-def test_fewer_windows_and_more_threads_give_the_same_bits(kind, dtype):
+def test_results_do_not_depend_on_batch_size_or_threads(kind, dtype):
     _, fast = make(kind, 0.0, dtype)
     x = torch.randn(3, 24, 20, 20, 20).to(dtype)
     before, scores = torch.get_num_threads(), fast(x)
@@ -102,12 +102,12 @@ def test_fewer_windows_and_more_threads_give_the_same_bits(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
-def test_images_that_there_are_no_weights_for_are_refused_and_nothing_gives_nothing(kind):
+def test_wrong_channels_or_dtypes_are_rejected_and_empty_images_give_empty_results(kind):
     _, fast = make(kind)
     for size in ((0, 24, 4, 4, 4), (1, 24, 0, 4, 4)):
         assert fast(torch.zeros(size)).numel() == 0
     for channels in (8, 25, 48):
-        with pytest.raises(RuntimeError, match="no weights for"):
+        with pytest.raises(RuntimeError, match="not match the weights"):
             fast(torch.zeros(1, channels, 4, 4, 4))
     with pytest.raises(TypeError if kind == "winograd" else RuntimeError, match="float16"):
         fast(torch.zeros(1, 24, 4, 4, 4).half())
@@ -123,27 +123,27 @@ def test_images_that_there_are_no_weights_for_are_refused_and_nothing_gives_noth
     ],
     ids=["winograd", "strided", "shuffle", "graph"],
 )
-def test_where_kernels_are_missing_the_error_says_so(monkeypatch, module, build):
+def test_missing_kernels_raise_an_error_with_the_reason(monkeypatch, module, build):
     monkeypatch.setattr(module, "KERNELS", with_library(module.KERNELS))
     with pytest.raises(OSError, match="AVX2"):
         build()
 
 
-def fold(x):
+def shuffle(x):
     return pixel_shuffle.SpaceToDepth((2, 2, 2))(x)
 
 
-def test_every_step_is_overheard_with_what_it_took_and_nothing_before_or_after_or_in_other_threads():
-    heard = list[KernelCall]()
+def test_observe_calls_reports_only_calls_of_this_thread_within_the_context():
+    calls = list[KernelCall]()
     x = torch.randn(2, 1, 4, 6, 8)
-    fold(x)
-    with observe_calls(heard.append):
-        y = fold(x)
-        thread = threading.Thread(target=fold, args=(x,))
+    shuffle(x)
+    with observe_calls(calls.append):
+        y = shuffle(x)
+        thread = threading.Thread(target=shuffle, args=(x,))
         thread.start()
         thread.join()
-    fold(x)
-    (call,) = heard
+    shuffle(x)
+    (call,) = calls
     assert call.kernel == "stackseg_space_to_depth"
     assert (call.inputs[0].data_ptr(), call.output.data_ptr()) == (x.data_ptr(), y.data_ptr())
     assert call.sizes == (2, 1, 2, 3, 4, 2, 2, 2, 4)

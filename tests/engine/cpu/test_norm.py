@@ -14,21 +14,21 @@ from service.engine.prepare import prepare
 CPU = torch.device("cpu")
 
 
-def with_weights(norm: nn.Module) -> nn.Module:
+def randomize_weights(norm: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     for parameter in norm.parameters():
         parameter.data.uniform_(-1, 1, generator=generator)
     return norm.eval().requires_grad_(requires_grad=False)
 
 
-def image(offset=0.0):
+def make_image(offset=0.0):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 12, 6, 7, 8, generator=generator) + offset
     return x.to(memory_format=torch.channels_last_3d)
 
 
-def exactly(module, x):
-    """In float64, by torch."""
+def compute_in_float64(module, x):
+    """Run the module in float64 with torch's own kernels."""
     return copy.deepcopy(module).double()(x.contiguous().double()).float()
 
 
@@ -49,16 +49,18 @@ SLOPES.weight.data = torch.linspace(-1, 1, 12)
 @pytest.mark.parametrize("norm", NORMS, ids=str)
 @pytest.mark.parametrize("activation", [nn.Identity(), SLOPES], ids=repr)
 @pytest.mark.parametrize("offset", [0.0, 50.0])
-@pytest.mark.parametrize("way", ["kernels", "torch", "traced"])
-def test_scores_are_those_of_the_norm_and_channels_stay_last(norm, activation, offset, way, monkeypatch):
-    if way == "torch":
+@pytest.mark.parametrize("implementation", ["kernels", "torch", "traced"])
+def test_results_match_the_original_norm_and_stay_in_channels_last(
+    norm, activation, offset, implementation, monkeypatch
+):
+    if implementation == "torch":
         monkeypatch.setattr(norms, "KERNELS", with_library(norms.KERNELS))
-    network, x = nn.Sequential(with_weights(norm), activation), image(offset)
+    network, x = nn.Sequential(randomize_weights(norm), activation), make_image(offset)
     fast = replace_norms(copy.deepcopy(network))
-    y = (torch.compile(fast, fullgraph=True, backend="eager") if way == "traced" else fast)(x)
+    y = (torch.compile(fast, fullgraph=True, backend="eager") if implementation == "traced" else fast)(x)
     assert y.is_contiguous(memory_format=torch.channels_last_3d)
-    tolerance = 1e-5 if way == "kernels" else 1e-4
-    torch.testing.assert_close(y, exactly(network, x), atol=tolerance, rtol=tolerance)
+    tolerance = 1e-5 if implementation == "kernels" else 1e-4
+    torch.testing.assert_close(y, compute_in_float64(network, x), atol=tolerance, rtol=tolerance)
 
 
 @settings(max_examples=30, deadline=None)
@@ -71,21 +73,21 @@ def test_scores_are_those_of_the_norm_and_channels_stay_last(norm, activation, o
     seed=st.integers(0, 2**31),
 )
 @torch.inference_mode()
-def test_any_shape_gives_what_torch_gives(size, batch, groups, members, activation, seed):
+def test_results_match_torch_for_any_shape(size, batch, groups, members, activation, seed):
     torch.manual_seed(seed)
-    norm = with_weights(nn.GroupNorm(groups, groups * members))
+    norm = randomize_weights(nn.GroupNorm(groups, groups * members))
     x = 3 * torch.randn(batch, groups * members, *size) + 20
     network = nn.Sequential(norm, nn.Dropout(), activation).eval()
     fast = replace_norms(copy.deepcopy(network))
     assert isinstance(fast[2], nn.Identity)
-    torch.testing.assert_close(fast(x), exactly(network, x), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(fast(x), compute_in_float64(network, x), atol=1e-4, rtol=1e-4)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("channels", [3, 8, 16, 27, 35])
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.LeakyReLU(0.3), nn.Identity()], ids=repr)
-def test_the_kernel_rounds_to_bfloat16_once(channels, activation):
-    norm = replace_norms(nn.Sequential(with_weights(nn.GroupNorm(1, channels)), activation)).bfloat16()
+def test_kernel_rounds_to_bfloat16_once(channels, activation):
+    norm = replace_norms(nn.Sequential(randomize_weights(nn.GroupNorm(1, channels)), activation)).bfloat16()
     x = torch.randn(2, channels, 5, 6, 7, generator=torch.Generator().manual_seed(2)).bfloat16()
     x[1, channels - 1, 2, 3, 4] = torch.nan
     assert torch.equal(norm(x)[0], norm(x.float())[0].bfloat16())
@@ -93,18 +95,18 @@ def test_the_kernel_rounds_to_bfloat16_once(channels, activation):
     assert norm(x).is_contiguous(memory_format=torch.channels_last_3d)
 
 
-def test_norms_with_running_statistics_other_modules_and_programs_stay():
+def test_norms_with_running_statistics_and_torchscript_are_not_replaced():
     network = nn.Sequential(nn.InstanceNorm3d(4, track_running_stats=True), nn.BatchNorm3d(4), nn.ReLU())
     before = list(network)
     assert list(replace_norms(network)) == before
-    program = torch.jit.script(nn.Sequential(nn.GroupNorm(4, 12)).eval())
-    assert replace_norms(program) is program
+    script = torch.jit.script(nn.Sequential(nn.GroupNorm(4, 12)).eval())
+    assert replace_norms(script) is script
 
 
-def test_they_are_replaced_where_channels_are_last_only():
+def test_norms_are_replaced_only_with_channels_last():
     network = nn.Sequential(nn.Conv3d(1, 4, 1), nn.ModuleDict({"norm": nn.InstanceNorm3d(4)})["norm"])
-    last = prepare(network, CPU, torch.float32, torch.channels_last_3d)
-    first = prepare(network, CPU, torch.float32, torch.contiguous_format)
-    assert sum(isinstance(module, ChannelsLastNorm) for module in last.modules()) == 1
-    assert not any(isinstance(module, ChannelsLastNorm) for module in first.modules())
+    channels_last = prepare(network, CPU, torch.float32, torch.channels_last_3d)
+    contiguous = prepare(network, CPU, torch.float32, torch.contiguous_format)
+    assert sum(isinstance(module, ChannelsLastNorm) for module in channels_last.modules()) == 1
+    assert not any(isinstance(module, ChannelsLastNorm) for module in contiguous.modules())
     assert isinstance(network[1], nn.InstanceNorm3d)

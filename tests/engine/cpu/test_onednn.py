@@ -1,4 +1,4 @@
-"""Packed convolutions against torch's own."""
+"""Tests that packed convolutions give the same results as torch's own."""
 
 import copy
 import os
@@ -13,19 +13,21 @@ from service.engine.cpu import onednn, strided_conv
 
 FORMAT = torch.channels_last_3d
 SIZE = (7, 10, 9)
-NARROW = pytest.param(
+BFLOAT16 = pytest.param(
     torch.bfloat16,
-    marks=pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no BF16 here"),
+    marks=pytest.mark.skipif(
+        not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN does not support BF16 on this processor"
+    ),
 )
-DTYPES = [torch.float32, NARROW]
-# Of the scale of the results: float32 sums in another order, and BF16 results that are rounded once.
+DTYPES = [torch.float32, BFLOAT16]
+# Relative to the largest result: float32 sums are computed in another order, and BF16 results are rounded once.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
 
-TAKEN_IN = [
+FUSED = [
     *(nn.ReLU(), nn.ReLU(inplace=True), nn.LeakyReLU(0.3), nn.LeakyReLU(0.0), nn.LeakyReLU(-0.2)),
     *(nn.PReLU(init=0.2), nn.PReLU(init=0.0), nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh")),
 ]
-LEFT = [nn.ReLU6(), nn.Hardtanh(), nn.PReLU(16, init=0.2), nn.ELU(), nn.Tanh()]
+NOT_FUSED = [nn.ReLU6(), nn.Hardtanh(), nn.PReLU(16, init=0.2), nn.ELU(), nn.Tanh()]
 
 LAYERS = [
     nn.Conv3d(8, 16, 3, padding=1),
@@ -42,8 +44,8 @@ LAYERS = [
 ]
 
 
-def computed(layer, activation, dtype):
-    """The same twice: in float32 with weights that `dtype` can hold, and packed in that dtype."""
+def make_plain_and_packed(layer, activation, dtype):
+    """Return the layer with its activation in float32, with weights rounded to `dtype`, and packed in `dtype`."""
     sequence = copy.deepcopy(nn.Sequential(layer, *([activation] if activation else []))).eval()
     sequence.requires_grad_(requires_grad=False)
     narrow = sequence.to(dtype)
@@ -54,34 +56,34 @@ def computed(layer, activation, dtype):
 @pytest.mark.parametrize("activation", [None, nn.ReLU(), nn.LeakyReLU(0.3), nn.PReLU()], ids=repr)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.inference_mode()
-def test_it_computes_what_the_layer_does(layer, activation, dtype):
-    plain, fast = computed(layer, activation, dtype)
+def test_packed_layer_matches_the_original(layer, activation, dtype):
+    plain, fast = make_plain_and_packed(layer, activation, dtype)
     assert isinstance(fast[0], onednn.PackedConvolution | strided_conv.StridedConvolution)
-    # The weights are laid out for the first batch; others are computed as well.
+    # The weights are packed for the first batch. Other shapes must work too.
     for batch, size in ((2, SIZE), (1, SIZE), (3, (5, 8, 12))):
         x = torch.randn(batch, layer.in_channels, *size).to(dtype)
         expected = plain(x.float())
-        for given in (x, x.to(memory_format=FORMAT)):
-            scores = fast(given)
+        for image in (x, x.to(memory_format=FORMAT)):
+            scores = fast(image)
             assert scores.dtype == dtype
-            assert scores.stride(1) == 1, "channels last, even from one channel"
+            assert scores.stride(1) == 1, "channels last, even for one input channel"
             assert (scores.float() - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
 
 
-@pytest.mark.parametrize("activation", TAKEN_IN + LEFT, ids=repr)
+@pytest.mark.parametrize("activation", FUSED + NOT_FUSED, ids=repr)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.inference_mode()
-def test_an_activation_that_follows_is_taken_in_if_that_is_the_same(activation, dtype):
-    plain, fast = computed(nn.Conv3d(8, 16, 3), activation, dtype)
-    assert isinstance(fast[1], nn.Identity) == (activation in TAKEN_IN)
+def test_activation_is_fused_only_if_the_result_stays_the_same(activation, dtype):
+    plain, fast = make_plain_and_packed(nn.Conv3d(8, 16, 3), activation, dtype)
+    assert isinstance(fast[1], nn.Identity) == (activation in FUSED)
     x = 4 * torch.randn(2, 8, *SIZE).to(dtype)
     expected = plain(x.float())
-    # What is left to torch is rounded twice.
+    # An activation that is not fused rounds a second time.
     assert (fast(x).float() - expected).abs().max() <= 2 * TOLERANCES[dtype] * expected.abs().max()
 
 
 @torch.inference_mode()
-def test_what_a_rectifier_makes_of_negative_values_is_lost_in_any_sum():
+def test_negative_values_after_a_fused_relu_vanish_in_sums():
     fast = onednn.pack(nn.Sequential(nn.Conv3d(8, 16, 3), nn.ReLU()))
     scores = fast(100 * torch.randn(2, 8, *SIZE))
     negative = scores[scores < 0]
@@ -101,24 +103,24 @@ def test_what_a_rectifier_makes_of_negative_values_is_lost_in_any_sum():
     ],
     ids=repr,
 )
-def test_what_it_cannot_compute_is_left_alone(layer):
+def test_unsupported_layers_are_not_replaced(layer):
     assert onednn.pack(nn.Sequential(layer))[0] is layer
 
 
 @torch.inference_mode()
-def test_weights_are_kept_once():
+def test_original_weights_are_released_after_packing():
     layer = onednn.PackedConvolution(nn.Conv3d(8, 16, 3), onednn.Activation())
     layer(torch.randn(1, 8, 5, 5, 5))
-    assert sum(tensor.numel() for tensor in layer.state_dict().values()) == 16, "the bias alone"
+    assert sum(tensor.numel() for tensor in layer.state_dict().values()) == 16, "only the bias"
 
 
-@pytest.mark.parametrize("activation", TAKEN_IN, ids=repr)
+@pytest.mark.parametrize("activation", FUSED, ids=repr)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layer", [LAYERS[0], LAYERS[1], LAYERS[2], LAYERS[3], LAYERS[6], LAYERS[9]], ids=repr)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @torch.inference_mode()
-def test_a_value_that_is_not_finite_is_not_lost(activation, dtype, layer, value):
-    plain, fast = computed(layer, activation, dtype)
+def test_non_finite_values_reach_the_result(activation, dtype, layer, value):
+    plain, fast = make_plain_and_packed(layer, activation, dtype)
     assert isinstance(fast[1], nn.Identity)
     x = torch.zeros(2, layer.in_channels, *SIZE).to(dtype)
     x[0, 0, 3, 5, 5] = value
@@ -129,8 +131,8 @@ def test_a_value_that_is_not_finite_is_not_lost(activation, dtype, layer, value)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.inference_mode()
-def test_fewer_windows_give_the_same_bits(dtype):
-    _, fast = computed(nn.Conv3d(8, 16, 3, padding=1), nn.ReLU(), dtype)
+def test_results_do_not_depend_on_batch_size(dtype):
+    _, fast = make_plain_and_packed(nn.Conv3d(8, 16, 3, padding=1), nn.ReLU(), dtype)
     x = torch.randn(3, 8, *SIZE).to(dtype)
     assert torch.equal(fast(x)[:1], fast(x[:1]))
 
@@ -149,15 +151,15 @@ assert module[:2](x)[0].isnan().all()
 
 
 @pytest.mark.parametrize("features", ["SSE41", "AVX2"])
-def test_without_bf16_in_onednn_only_float32_is_packed(features):
+def test_only_float32_is_packed_without_bf16_support_in_onednn(features):
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": features}
     subprocess.run([sys.executable, "-c", OLD_PROCESSOR], env=environment, check=True, timeout=120)
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("first_bias", [-0.3, -100.0], ids=["some sums", "nothing is summed"])
+@pytest.mark.parametrize("first_bias", [-0.3, -100.0], ids=["some activations", "no activations"])
 @torch.inference_mode()
-def test_a_rectifier_that_makes_scores_makes_zeros(bias, first_bias):
+def test_relu_before_the_scores_keeps_exact_zeros(bias, first_bias):
     torch.manual_seed(0)
     layers = [nn.Conv3d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 3, 1, bias=bias), nn.ReLU(), nn.Dropout()]
     network = nn.Sequential(*layers)
@@ -166,6 +168,6 @@ def test_a_rectifier_that_makes_scores_makes_zeros(bias, first_bias):
     x = torch.randn(1, 8, *SIZE)
     expected = network(x)
     assert (expected.amax(1) == 0).any() or (bias and first_bias == -100.0)
-    fast = onednn.pack(network, gives_scores=True)
+    fast = onednn.pack(network, returns_scores=True)
     assert isinstance(fast[1], nn.Identity) == bias
     assert torch.equal(fast(x) == 0, expected == 0)

@@ -1,4 +1,4 @@
-"""Shuffles by words against permutations."""
+"""Tests that the pixel shuffle kernels give the same results as torch's permutations."""
 
 import pytest
 import torch
@@ -19,39 +19,38 @@ FORMAT = torch.channels_last_3d
     dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
     layout=st.sampled_from([torch.contiguous_format, FORMAT]),
 )
-def test_voxels_go_where_a_permutation_takes_them_and_back(block, size, batch, channels, dtype, layout):
+def test_shuffles_match_permutations_and_invert_each_other(block, size, batch, channels, dtype, layout):
     shape = [edge * step for edge, step in zip(size, block, strict=True)]
     x = torch.randn(batch, channels, *shape).to(dtype, memory_format=layout)
     folded = pixel_shuffle.SpaceToDepth(block)(x)
     assert torch.equal(folded, architectures.space_to_depth(x, block))
     assert folded.is_contiguous(memory_format=FORMAT)
-    for given_ in (folded, folded.contiguous(), folded[:1]):
-        image = pixel_shuffle.DepthToSpace(block)(given_)
-        assert torch.equal(image, x[: len(given_)])
+    for blocks in (folded, folded.contiguous(), folded[:1]):
+        image = pixel_shuffle.DepthToSpace(block)(blocks)
+        assert torch.equal(image, x[: len(blocks)])
         assert image.is_contiguous()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("block", [(2, 2, 2), (1, 2, 4), (2, 1, 1)], ids=str)
-def test_views_into_larger_tensors_are_taken(block, dtype):
-    """And what is not finite is moved as it is."""
+def test_unaligned_views_and_non_finite_values_are_moved_unchanged(block, dtype):
     between_two_words = torch.randn(1 + 2 * 4 * 4 * 40).to(dtype)[1:].view(2, 1, 4, 4, 40)
     for x in (between_two_words, torch.randn(2, 1, 4, 4, 9).to(dtype)[..., 1:]):
         x[0, 0, 1, 2, :3] = torch.tensor([torch.nan, torch.inf, -0.0])
         folded = pixel_shuffle.SpaceToDepth(block)(x)
         expected = (architectures.space_to_depth(x, block), x)
-        for moved, there in zip((folded, pixel_shuffle.DepthToSpace(block)(folded)), expected, strict=True):
-            torch.testing.assert_close(moved, there, rtol=0, atol=0, equal_nan=True)
+        for actual, reference in zip((folded, pixel_shuffle.DepthToSpace(block)(folded)), expected, strict=True):
+            torch.testing.assert_close(actual, reference, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("size", [(3, 4, 4), (4, 3, 4), (4, 4, 3)])
-def test_a_size_that_is_no_multiple_of_the_block_is_an_error(size):
+def test_size_that_is_not_a_multiple_of_the_block_is_an_error(size):
     with pytest.raises(RuntimeError):
         pixel_shuffle.SpaceToDepth((2, 2, 2))(torch.zeros(1, 1, *size))
 
 
 @torch.inference_mode()
-def test_a_network_is_given_them_when_it_is_packed():
+def test_packing_a_network_replaces_its_pixel_shuffles():
     torch.manual_seed(0)
     network = architectures.ShuffleUNet(1, 2, (4, 6)).eval().requires_grad_(requires_grad=False)
     x = torch.rand(2, 1, 8, 8, 8)

@@ -1,4 +1,4 @@
-"""Convolutions of patches against torch's own."""
+"""Tests that the strided convolution kernel gives the same results as torch."""
 
 import copy
 
@@ -11,17 +11,17 @@ from torch import nn
 from service.engine.cpu import strided_conv
 
 FORMAT = torch.channels_last_3d
-# Of the scale of the results: float32 sums in another order, and BF16 results that are rounded once.
+# Relative to the largest result: float32 sums are computed in another order, and BF16 results are rounded once.
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
 
 
-def layer(inputs, outputs, block=(2, 2, 2), *, transposed=False, bias=True, dtype=torch.float32):
+def make_layer(inputs, outputs, block=(2, 2, 2), *, transposed=False, bias=True, dtype=torch.float32):
     torch.manual_seed(inputs + outputs)
     kind = nn.ConvTranspose3d if transposed else nn.Conv3d
     return kind(inputs, outputs, block, stride=block, bias=bias).to(dtype).requires_grad_(requires_grad=False)
 
 
-def exactly(module, x, slope=1.0):
+def compute_in_float64(module, x, slope=1.0):
     return nn.functional.leaky_relu(copy.deepcopy(module).double()(x.double()), slope)
 
 
@@ -38,12 +38,12 @@ def exactly(module, x, slope=1.0):
     dtype=st.sampled_from(strided_conv.DTYPES),
 )
 @torch.inference_mode()
-def test_any_shape_gives_what_torch_gives(size, block, batch, inputs, outputs, transposed, bias, slope, dtype):
-    module = layer(inputs, outputs, block, transposed=transposed, bias=bias, dtype=dtype)
+def test_results_match_torch_for_any_shape(size, block, batch, inputs, outputs, transposed, bias, slope, dtype):
+    module = make_layer(inputs, outputs, block, transposed=transposed, bias=bias, dtype=dtype)
     x = torch.randn(batch, inputs, *size).to(dtype)
-    expected, y = exactly(module, x, slope), strided_conv.StridedConvolution(module, slope)(x)
+    expected, y = compute_in_float64(module, x, slope), strided_conv.StridedConvolution(module, slope)(x)
     assert (y.shape, y.dtype) == (expected.shape, dtype)
-    assert y.stride(1) == 1, "channels last, even where there is one"
+    assert y.stride(1) == 1, "channels last, even for one channel"
     assert (y - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
 
 
@@ -63,5 +63,5 @@ def test_any_shape_gives_what_torch_gives(size, block, batch, inputs, outputs, t
     ],
     ids=repr,
 )
-def test_others_are_left_alone(module):
+def test_unsupported_layers_are_not_replaceable(module):
     assert not strided_conv.is_replaceable(module)

@@ -1,4 +1,4 @@
-"""The kernel against float64 convolutions by torch."""
+"""Tests that the Winograd kernel gives the same results as float64 convolutions by torch."""
 
 import copy
 import itertools
@@ -14,12 +14,12 @@ from service.engine.cpu import winograd
 FORMAT = torch.channels_last_3d
 
 
-def convolution(inputs, outputs, *, bias=True, seed=0):
+def make_convolution(inputs, outputs, *, bias=True, seed=0):
     torch.manual_seed(seed)
     return nn.Conv3d(inputs, outputs, 3, padding=1, bias=bias).requires_grad_(requires_grad=False)
 
 
-def reference(layer, x):
+def compute_reference(layer, x):
     return nn.functional.conv3d(
         x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double(), padding=1
     )
@@ -36,42 +36,44 @@ def reference(layer, x):
     dtype=st.sampled_from(winograd.DTYPES),
     seed=st.integers(0, 2**31),
 )
-def test_any_shape_gives_what_torch_gives(size, batch, inputs, outputs, bias, slope, dtype, seed):
-    layer = convolution(inputs, outputs, bias=bias, seed=seed).to(dtype)
+def test_results_match_torch_for_any_shape(size, batch, inputs, outputs, bias, slope, dtype, seed):
+    layer = make_convolution(inputs, outputs, bias=bias, seed=seed).to(dtype)
     x = torch.randn(batch, inputs, *size).to(dtype)
-    expected = nn.functional.leaky_relu(reference(layer, x), slope)
+    expected = nn.functional.leaky_relu(compute_reference(layer, x), slope)
     result = winograd.WinogradConvolution(layer, slope)(x)
     assert result.dtype == dtype
     assert result.is_contiguous(memory_format=FORMAT)
-    # What is stored is rounded once, to half a step of its type.
+    # Stored results are rounded once, by at most half a unit in the last place.
     rounding = expected.abs() * 2**-8 if dtype == torch.bfloat16 else 0.0
     assert ((result - expected).abs() < 6e-5 + rounding).all()
 
 
-def test_the_result_does_not_depend_on_blocking(monkeypatch):
-    layer = winograd.WinogradConvolution(convolution(16, 32))
+def test_result_does_not_depend_on_the_block_size(monkeypatch):
+    layer = winograd.WinogradConvolution(make_convolution(16, 32))
     x = torch.randn(2, 16, 13, 18, 9)
     expected = layer(x)
     for tiles in (1, 30, 500):
-        monkeypatch.setattr(winograd, "TILES", tiles)
+        monkeypatch.setattr(winograd, "TILES_PER_BLOCK", tiles)
         assert torch.equal(layer(x), expected)
 
 
 def choose_block_tiles(tiles, across, threads):
-    return winograd.KERNELS.call("stackseg_blocking", tiles, across, winograd.TILES, threads)
+    return winograd.KERNELS.call("stackseg_blocking", tiles, across, winograd.TILES_PER_BLOCK, threads)
 
 
-def test_blocks_are_whole_rows_of_tiles_unless_rows_are_long_and_every_thread_gets_one():
+def test_blocks_are_whole_rows_unless_rows_are_long_and_every_thread_has_work():
     for across in (1, 3, 8, 9, 16, 25, 100):
-        assert choose_block_tiles(across * 1000, across, 2) % across == 0 or across >= 1.5 * winograd.TILES
-        assert winograd.TILES / 2 < choose_block_tiles(across * 1000, across, 2) < 2 * winograd.TILES
+        assert choose_block_tiles(across * 1000, across, 2) % across == 0 or across >= 1.5 * winograd.TILES_PER_BLOCK
+        assert (
+            winograd.TILES_PER_BLOCK / 2 < choose_block_tiles(across * 1000, across, 2) < 2 * winograd.TILES_PER_BLOCK
+        )
     for tiles, threads in itertools.product([1, 5, 16, 31, 33, 64], [1, 2, 7]):
         assert -(-tiles // choose_block_tiles(tiles, 1, threads)) >= min(tiles, threads) / 2
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, FORMAT])
-def test_strides_of_the_input_do_not_matter(layout):
-    layer = winograd.WinogradConvolution(convolution(16, 16))
+def test_any_input_strides_are_accepted(layout):
+    layer = winograd.WinogradConvolution(make_convolution(16, 16))
     x = torch.randn(1, 16, 6, 7, 8)
     assert torch.equal(layer(x), layer(x.to(memory_format=layout)))
     wide = torch.randn(1, 16, 6, 7, 16)
@@ -95,35 +97,35 @@ def test_strides_of_the_input_do_not_matter(layout):
         nn.Conv2d(16, 16, 3, padding=1),
     ],
 )
-def test_what_it_cannot_compute_is_left_alone(layer):
+def test_unsupported_layers_are_not_replaced(layer):
     assert not winograd.is_replaceable(layer)
     assert winograd.replace_convolutions(nn.Sequential(layer))[0].__class__ is layer.__class__
 
 
 @pytest.mark.parametrize("dtype", winograd.DTYPES)
-def test_activations_that_follow_are_taken_in_if_they_have_one_slope(dtype):
+def test_following_activations_with_one_slope_are_fused(dtype):
     module = nn.Sequential(
-        *(convolution(8, 16), nn.Sequential(nn.Identity(), nn.Dropout(), nn.ReLU())),
-        *(convolution(16, 16), nn.LeakyReLU(0.125)),
-        *(convolution(16, 16), nn.PReLU(init=0.5)),
-        *(convolution(16, 16), nn.PReLU(16)),
-        *(convolution(16, 16), nn.Sigmoid()),
-        nn.ModuleDict({"a": convolution(16, 16)})["a"],
+        *(make_convolution(8, 16), nn.Sequential(nn.Identity(), nn.Dropout(), nn.ReLU())),
+        *(make_convolution(16, 16), nn.LeakyReLU(0.125)),
+        *(make_convolution(16, 16), nn.PReLU(init=0.5)),
+        *(make_convolution(16, 16), nn.PReLU(16)),
+        *(make_convolution(16, 16), nn.Sigmoid()),
+        nn.ModuleDict({"a": make_convolution(16, 16)})["a"],
     )
     module = module.eval().to(dtype).requires_grad_(requires_grad=False)
     fast = winograd.replace_convolutions(module)
     layers = [child for child in fast if isinstance(child, winograd.WinogradConvolution)]
     assert [layer.slope for layer in layers] == [0.0, 0.125, 0.5, 1.0, 1.0, 1.0]
-    left = [type(child) for child in fast.modules() if isinstance(child, nn.ReLU | nn.LeakyReLU | nn.PReLU)]
-    assert left == [nn.PReLU]
-    assert winograd.count_replaceable(module) == 6, "the module itself is left as it is"
+    not_fused = [type(child) for child in fast.modules() if isinstance(child, nn.ReLU | nn.LeakyReLU | nn.PReLU)]
+    assert not_fused == [nn.PReLU]
+    assert winograd.count_replaceable(module) == 6, "the original module is unchanged"
     x = torch.randn(1, 8, 9, 9, 9).to(dtype)
     exact = copy.deepcopy(module).double()(x.double())
     assert (fast(x) - exact).abs().max() < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
-def test_the_fake_operator_has_the_shape_and_strides_of_the_real_one():
-    weights = winograd.pack(convolution(8, 16).weight)
+def test_fake_operator_has_the_shape_and_strides_of_the_real_one():
+    weights = winograd.pack(make_convolution(8, 16).weight)
     for bias, slope, dtype in itertools.product([None, torch.zeros(16)], [0.0, 1.0], winograd.DTYPES):
         x = torch.randn(1, 8, 5, 6, 7).to(dtype, memory_format=FORMAT)
         torch.library.opcheck(torch.ops.stackseg.convolve, (x, weights, bias, 16, slope))

@@ -20,7 +20,7 @@ from service.engine.tuning.plans import EngineConfig
 
 
 class FakeRecorder:
-    """Replays by running the recorded work again and copying into the tensor that the capture returned."""
+    """A recorder that replays by running the work again and copying the result into the captured output."""
 
     nbytes = 1000
 
@@ -59,23 +59,24 @@ class FakeGraph:
 
 
 class FakeCuda:
-    """As much of `torch.cuda` as a recorder uses; `captures` has the arguments of every capture.
+    """A fake of the parts of `torch.cuda` that a recorder uses. `captures` lists the arguments of every capture.
 
-    Like torch's, a capture that fails leaves its stream the current one, and in torch before 2.12 (`ends_pools` False)
-    the allocator in capture mode. It fails where CUDA has invalidated it (`invalid`), not for an error in Python alone.
+    Like in torch, a failed capture leaves its stream current. With `ends_pools=False`, like in torch before 2.12, it
+    also leaves the allocator in capture mode if CUDA has invalidated the capture (`invalid`). A Python error alone does
+    not.
     """
 
     CUDAGraph = FakeGraph
 
     def __init__(self, *, invalid=True, ends_pools=False):
-        self.captures, self.current, self.made = [], {}, 0
+        self.captures, self.current, self.created_streams = [], {}, 0
         self.recording, self.released, self.invalid, self.ends_pools = set(), [], invalid, ends_pools
 
     def Stream(self, device):  # noqa: N802
-        # Torch hands out 32 streams of a device in turn.
-        self.made += 1
+        # Torch cycles through 32 streams of a device.
+        self.created_streams += 1
         stream = FakeStream(device)
-        stream.number = self.made % 32
+        stream.number = self.created_streams % 32
         return stream
 
     def graph_pool_handle(self):
@@ -129,7 +130,7 @@ class FakeCuda:
         self.current[arguments["stream"].device] = before
 
 
-def test_captures_leave_other_threads_alone_and_have_a_stream_on_their_own_device():
+def test_captures_use_thread_local_mode_and_one_stream_per_device():
     cuda = FakeCuda()
     for index in (0, 1, 1):
         recorder = CudaRecorder(torch.device("cuda", index), cuda)
@@ -144,19 +145,19 @@ def test_captures_leave_other_threads_alone_and_have_a_stream_on_their_own_devic
 @pytest.mark.parametrize(
     ("cuda", "released"),
     [(FakeCuda(), [(1, (0, 1))]), (FakeCuda(ends_pools=True), []), (FakeCuda(invalid=False), [])],
-    ids=["before torch 2.12", "since torch 2.12", "error in Python alone"],
+    ids=["before torch 2.12", "since torch 2.12", "only a Python error"],
 )
-def test_capture_that_fails_leaves_stream_and_allocator_as_they_were(cuda, released):
+def test_failed_capture_restores_stream_and_allocator(cuda, released):
     device = torch.device("cuda", 1)
     before = cuda.current_stream(device)
     with pytest.raises(RuntimeError, match="not permitted"):
         CudaRecorder(device, cuda, cuda).capture(fail)
     assert cuda.current_stream(device) is before
     assert not cuda.recording
-    assert cuda.released == released, "what torch releases itself must not be released twice"
+    assert cuda.released == released, "a pool that torch releases must not be released twice"
 
 
-def test_memory_of_a_graph_is_that_of_its_own_pool():
+def test_memory_of_a_graph_includes_only_its_own_pool():
     cuda, example = FakeCuda(), torch.zeros(2, 1, 3, 3, 3)
     networks = [GraphedNetwork(lambda x: x, example, CudaRecorder(torch.device("cuda", 0), cuda)) for _ in range(2)]
     assert [graph_bytes(network, 7) for network in networks] == [example.nbytes + 2 * 2**21] * 2
@@ -167,7 +168,7 @@ def fail():
     raise RuntimeError("operation not permitted when stream is capturing")
 
 
-def test_network_lives_as_long_as_its_graph_whose_replays_read_its_weights():
+def test_graph_keeps_its_network_alive():
     module = nn.Conv3d(1, 1, 1)
     alive = weakref.ref(module)
     graphed = GraphedNetwork(module, torch.zeros(1, 1, 2, 2, 2), ForgetfulRecorder())
@@ -179,16 +180,16 @@ def test_network_lives_as_long_as_its_graph_whose_replays_read_its_weights():
 
 
 class ForgetfulRecorder(FakeRecorder):
-    """Keeps no more of the recorded work than a CUDA graph does: nothing."""
+    """A recorder that, like a CUDA graph, does not reference the recorded work."""
 
     def capture(self, work):
         return work()
 
 
 @torch.inference_mode()
-def test_a_graph_is_recorded_once_after_warming_up_and_then_replayed():
-    """It leaves example and inputs alone, and its scores lie in the same place."""
-    recorder, example, places = FakeRecorder(), torch.zeros(2, 1, 3, 3, 3), set()
+def test_graph_is_recorded_once_after_warm_up_and_then_replayed():
+    """The example and the inputs stay unchanged, and all scores use the same memory."""
+    recorder, example, addresses = FakeRecorder(), torch.zeros(2, 1, 3, 3, 3), set()
     network = GraphedNetwork(lambda x: 2 * x, example, recorder)
     assert recorder.log == ["warm up", "capture"]
     for value in (1.0, 5.0):
@@ -196,14 +197,14 @@ def test_a_graph_is_recorded_once_after_warming_up_and_then_replayed():
         scores = network(x)
         assert torch.equal(scores, 2 * x)
         assert (x == value).all()
-        places.add(scores.data_ptr())
-    assert len(places) == 1
+        addresses.add(scores.data_ptr())
+    assert len(addresses) == 1
     assert not example.any()
     assert recorder.log == ["warm up", "capture", "replay", "replay"]
 
 
 class BusyRecorder(FakeRecorder):
-    """Fails where another of its kind has begun to record and has not ended."""
+    """A recorder that fails if another one is recording at the same time."""
 
     stream = threading.Lock()
 
@@ -218,7 +219,7 @@ class BusyRecorder(FakeRecorder):
         return output
 
 
-def test_networks_that_are_loaded_at_the_same_time_are_recorded_one_after_the_other():
+def test_concurrently_loaded_networks_are_recorded_one_at_a_time():
     with ThreadPoolExecutor(4) as pool:
         examples = [torch.zeros(1, 1, 2, 2, 2)] * 4
         list(pool.map(lambda example: GraphedNetwork(nn.Identity(), example, BusyRecorder()), examples))
@@ -227,24 +228,24 @@ def test_networks_that_are_loaded_at_the_same_time_are_recorded_one_after_the_ot
 @pytest.mark.parametrize(
     "other", [torch.zeros(1, 1, 3, 3, 3), torch.zeros(2, 1, 3, 3, 4), torch.zeros(2, 1, 3, 3, 3).double()]
 )
-def test_other_shapes_and_dtypes_are_refused(other):
+def test_other_shapes_and_dtypes_are_rejected(other):
     network = GraphedNetwork(lambda x: x, torch.zeros(2, 1, 3, 3, 3), FakeRecorder())
-    with pytest.raises(BadParameter, match=r"recorded for \(2, 1, 3, 3, 3\)"):
+    with pytest.raises(BadParameter, match=r"recorded for batches of \(2, 1, 3, 3, 3\)"):
         network(other)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_a_real_capture_and_other_threads_leave_each_other_alone():
+def test_real_capture_does_not_interfere_with_other_threads():
     device, done = torch.device("cuda", 0), threading.Event()
 
-    def use():
+    def use_device():
         while not done.is_set():
             torch.cuda.empty_cache()
             torch.empty(2**20, pin_memory=True).to(device, non_blocking=True).sum().item()
 
     with ThreadPoolExecutor(2) as pool:
-        users = [pool.submit(use) for _ in range(2)]
+        users = [pool.submit(use_device) for _ in range(2)]
         try:
             for _ in range(20):
                 network = GraphedNetwork(lambda x: x.sin() + 1, torch.zeros(2, 1, 16, 16, 16, device=device))
@@ -258,11 +259,11 @@ def test_a_real_capture_and_other_threads_leave_each_other_alone():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @torch.inference_mode()
-def test_real_captures_that_fail_leave_memory_and_allocator_as_they_were():
+def test_failed_real_captures_release_their_memory():
     example = torch.zeros(2, 1, 16, 16, 16, device="cuda")
 
-    def synchronise(x):
-        # Only while it is captured: before that the network runs eagerly.
+    def synchronize(x):
+        # Synchronize only during the capture. Before that, the network runs eagerly.
         if torch.cuda.is_current_stream_capturing():
             x.sum().item()
         return x + 1
@@ -270,10 +271,10 @@ def test_real_captures_that_fail_leave_memory_and_allocator_as_they_were():
     reserved = []
     for _ in range(4):
         with pytest.raises(RuntimeError):
-            GraphedNetwork(synchronise, example)
+            GraphedNetwork(synchronize, example)
         torch.cuda.empty_cache()
         reserved.append(torch.cuda.memory_reserved())
-    # Libraries may allocate at the first call.
+    # Libraries may allocate memory at the first call.
     assert len(set(reserved[1:])) == 1
     assert (GraphedNetwork(lambda x: x + 1, example)(example) == 1).all()
 
@@ -281,10 +282,10 @@ def test_real_captures_that_fail_leave_memory_and_allocator_as_they_were():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @torch.inference_mode()
-def test_a_real_graph_gives_the_scores_of_the_module():
+def test_real_graph_gives_the_scores_of_the_module():
     module = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 2, 1)).cuda().eval()
     example = torch.zeros(2, 1, 16, 16, 16, device="cuda")
-    # Since torch 2.12.
+    # Available since torch 2.12.
     options = {"check_input_liveness"} & inspect.signature(torch.cuda.graph).parameters.keys()
     network = GraphedNetwork(module, example, CudaRecorder(example.device, **dict.fromkeys(options, True)))
     assert network.nbytes > 2 * 4 * 16**3 * 4
@@ -293,7 +294,7 @@ def test_a_real_graph_gives_the_scores_of_the_module():
         torch.testing.assert_close(network(x), module(x))
 
 
-def test_what_is_recorded_is_compiled_first_without_graphs_of_torch():
+def test_network_is_compiled_without_torch_graphs_before_recording():
     calls = []
 
     def compile_network(module, mode, *, freeze):
@@ -308,13 +309,13 @@ def test_what_is_recorded_is_compiled_first_without_graphs_of_torch():
     assert calls == [(module, "default", False)] * 2
 
 
-def test_the_preset_for_a_gpu_states_what_runs_before_anything_is_tuned():
+def test_gpu_preset_starts_with_compiled_cuda_graphs():
     settings = read_settings(ROOT / "configs" / "gpu.yaml", {}).engine
     first, *_ = list_configs(settings, torch.device("cuda"), ("bf16",), 8)
     assert first == EngineConfig("cudagraph", "bf16", "channels_last_3d", 8, "reduce-overhead")
 
 
-def test_a_compile_mode_that_is_set_comes_first_and_none_where_it_does_not_run():
+def test_configured_compile_mode_is_tried_before_none():
     device = torch.device("cuda")
     assert CudaGraphBackend().compile_modes(Engine(compile_mode="default"), device) == ("default", None)
-    assert CudaGraphBackend().compile_modes(Engine(), device)[0] is None, "ready in seconds"
+    assert CudaGraphBackend().compile_modes(Engine(), device)[0] is None, "None is ready in seconds"

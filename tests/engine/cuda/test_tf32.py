@@ -7,14 +7,14 @@ from service.engine.cuda import tf32
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def switches():
+def read_switches():
     cudnn = torch.backends.cudnn
     return torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark
 
 
 @pytest.fixture(autouse=True)
-def _restored():
-    matrices, convolutions, benchmark = switches()
+def _restore_switches():
+    matrices, convolutions, benchmark = read_switches()
     yield
     torch.set_float32_matmul_precision(matrices)
     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = convolutions, benchmark
@@ -28,33 +28,33 @@ def _restored():
         (Engine(matmul_precision="highest"), ("highest", False, True)),
     ],
 )
-def test_a_gpu_computes_as_configured_and_a_cpu_is_left_as_it_is(settings, expected):
-    before = switches()
+def test_settings_apply_to_a_gpu_but_not_to_a_cpu(settings, expected):
+    before = read_switches()
     tf32.use(settings, CPU)
-    assert switches() == before
+    assert read_switches() == before
     tf32.use(settings, CUDA)
-    assert switches() == expected
+    assert read_switches() == expected
 
 
-def test_the_reference_is_exact_and_what_was_set_comes_back():
+def test_tf32_is_disabled_temporarily_for_the_reference():
     tf32.use(Engine(), CUDA)
-    seen = tf32.without_tf32(lambda x: (switches(), x)[0])(torch.zeros(1))
-    assert seen[:2] == ("highest", False)
-    assert switches() == ("high", True, True)
-    with pytest.raises(RuntimeError, match="of its own"), tf32.exact():
-        raise RuntimeError("an error of its own")
-    assert switches() == ("high", True, True)
+    observed = tf32.without_tf32(lambda x: (read_switches(), x)[0])(torch.zeros(1))
+    assert observed[:2] == ("highest", False)
+    assert read_switches() == ("high", True, True)
+    with pytest.raises(RuntimeError, match="inside the context"), tf32.exact():
+        raise RuntimeError("an error inside the context")
+    assert read_switches() == ("high", True, True)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_what_is_exact_is_closer_to_float64():
+def test_results_without_tf32_are_closer_to_float64():
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.rand(512, 512, generator=generator).to(CUDA) for _ in range(2))
     expected = x.double() @ y.double()
     tf32.use(Engine(), CUDA)
     with tf32.exact():
-        exact = (x @ y - expected).abs().max()
-    assert exact < 1e-3
+        error = (x @ y - expected).abs().max()
+    assert error < 1e-3
     if torch.cuda.get_device_capability()[0] >= 8:
-        assert (x @ y - expected).abs().max() > exact
+        assert (x @ y - expected).abs().max() > error

@@ -24,7 +24,7 @@ PLAN = EnginePlan(
 )
 
 
-def test_a_plan_that_was_kept_is_found_in_the_same_circumstances(tmp_path):
+def test_saved_plan_is_found_only_in_the_same_circumstances(tmp_path):
     plans.save(tmp_path / "new", PLAN)
     assert plans.find(tmp_path / "new", "nuclei", PLAN.circumstances) == PLAN
     assert [file.suffix for file in (tmp_path / "new").iterdir()] == [".json"]
@@ -41,7 +41,7 @@ def test_a_plan_that_was_kept_is_found_in_the_same_circumstances(tmp_path):
         (Verdict(Outcome.SLOWER, "80% of the speed of eager"), "80% of the speed of eager"),
     ],
 )
-def test_a_verdict_is_one_text_in_json(verdict, text):
+def test_verdict_is_serialized_as_text(verdict, text):
     trial, adapter = Trial(CHOICE, verdict), TypeAdapter(Trial)
     assert adapter.dump_python(trial, mode="json")["verdict"] == text
     assert adapter.validate_json(adapter.dump_json(trial)) == trial
@@ -56,7 +56,7 @@ def test_a_verdict_is_one_text_in_json(verdict, text):
     ],
     ids=repr,
 )
-def test_a_plan_that_is_damaged_or_names_what_there_is_not_counts_as_none(tmp_path, content):
+def test_damaged_or_invalid_plan_is_ignored(tmp_path, content):
     plans.save(tmp_path, PLAN)
     (file,) = tmp_path.iterdir()
     if isinstance(content, dict):
@@ -68,7 +68,7 @@ def test_a_plan_that_is_damaged_or_names_what_there_is_not_counts_as_none(tmp_pa
     assert plans.find_all(tmp_path, "nuclei", "abc") == ()
 
 
-def test_a_full_disk_leaves_no_part_of_a_plan(tmp_path):
+def test_full_disk_leaves_no_partial_plan(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
@@ -79,7 +79,7 @@ def test_a_full_disk_leaves_no_part_of_a_plan(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_plan_of_a_model_is_listed_the_newest_first_without_those_that_are_deleted_meanwhile(tmp_path):
+def test_plans_of_a_model_are_listed_newest_first_and_deleted_files_are_skipped(tmp_path):
     older = EnginePlan("nuclei", CHOICE, (), 1.0, {"device": "another", "weights": "abc"})
     others = (EnginePlan("nuclei-2", CHOICE, (), 1.0, older.circumstances), EnginePlan("nuclei", CHOICE, (), 1.0, {}))
     for plan in (older, PLAN, *others):
@@ -92,7 +92,7 @@ def test_every_plan_of_a_model_is_listed_the_newest_first_without_those_that_are
     assert plans.find_all(tmp_path / "nowhere", "nuclei", "abc") == ()
 
 
-def test_a_plan_is_told_as_a_table():
+def test_plan_is_formatted_as_a_table():
     first, chosen, skipped = PLAN.lines()
     assert first == "tuned in 32 s on a processor, 2 threads:"
     assert next(replace(PLAN, tuned=False).lines()).startswith("checked in 32 s")
@@ -103,7 +103,7 @@ def test_a_plan_is_told_as_a_table():
     assert skipped.endswith("skipped: no time")
 
 
-def test_plans_live_in_the_configured_folder_or_in_the_users_cache(tmp_path, monkeypatch):
+def test_plans_are_stored_in_the_configured_folder_or_the_users_cache(tmp_path, monkeypatch):
     assert plans.choose_folder(tmp_path) == tmp_path / "plans"
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
     assert plans.choose_folder(None) == Path("/caches/stackseg/plans")
@@ -111,7 +111,7 @@ def test_plans_live_in_the_configured_folder_or_in_the_users_cache(tmp_path, mon
     assert plans.choose_folder(None) == Path("~/.cache/stackseg/plans").expanduser()
 
 
-def test_plans_depend_on_the_sources_of_engines_and_of_what_else_is_handed_in(tmp_path):
+def test_digest_depends_on_the_sources_of_engines_and_given_folders(tmp_path):
     (tmp_path / "windows").mkdir()
     digests = {plans.digest_sources(), plans.digest_sources(tmp_path)}
     for name in ("blending.py", "windows/kernels.cpp"):
@@ -121,4 +121,4 @@ def test_plans_depend_on_the_sources_of_engines_and_of_what_else_is_handed_in(tm
     (tmp_path / "notes.txt").write_text("nothing")
     plans.digest_sources.cache_clear()
     digests.add(plans.digest_sources(tmp_path))
-    assert len(digests) == 3, "no file, one, and two"
+    assert len(digests) == 3, "no file, one file, and two files"

@@ -31,7 +31,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "SegResNet": lambda: SegResNet(3, 8, 1, 2, blocks_down=(1, 1), blocks_up=(1,)),
     "ShuffleUNet": lambda: ShuffleUNet(1, 2, (4, 8)),
 }
-OPEN = {"x": {0: "b", 2: "depth", 3: "height", 4: "width"}}
+DYNAMIC_AXES = {"x": {0: "b", 2: "depth", 3: "height", 4: "width"}}
 ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.PReLU)
 KINDS = {
     "convolution": (nn.Conv3d, nn.ConvTranspose3d),
@@ -40,18 +40,18 @@ KINDS = {
 }
 
 
-def as_onnx(network: nn.Module, path: Path, axes: Any = None) -> nn.Module:
+def reload_onnx(network: nn.Module, path: Path, axes: Any = None) -> nn.Module:
     return load_onnx(export_onnx(network, path, (1, *WINDOW), axes), WINDOW)
 
 
-def as_torch_export(network: nn.Module, path: Path, sizes: Any = None) -> nn.Module:
+def reload_torch_export(network: nn.Module, path: Path, sizes: Any = None) -> nn.Module:
     images = (torch.rand(2 if sizes else 1, *WINDOW),)
     torch.export.save(torch.export.export(network.eval(), images, dynamic_shapes=sizes), path.with_suffix(".pt2"))
     return load_torch_export(path.with_suffix(".pt2"), WINDOW)
 
 
-as_open_onnx = partial(as_onnx, axes=OPEN)
-as_open_torch_export = partial(as_torch_export, sizes=({0: torch.export.Dim("batch", min=1, max=64)},))
+reload_dynamic_onnx = partial(reload_onnx, axes=DYNAMIC_AXES)
+reload_dynamic_torch_export = partial(reload_torch_export, sizes=({0: torch.export.Dim("batch", min=1, max=64)},))
 
 
 def count_layers(network: nn.Module) -> dict[str, int]:
@@ -64,8 +64,8 @@ def count_fusable_activations(network: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("reload", [as_onnx, as_open_onnx, as_torch_export, as_open_torch_export])
-def test_a_network_gives_what_it_gave_before_and_its_layers_are_found(
+@pytest.mark.parametrize("reload", [reload_onnx, reload_dynamic_onnx, reload_torch_export, reload_dynamic_torch_export])
+def test_reloaded_network_has_the_same_scores_and_layers(
     name: str, reload: Callable[[nn.Module, Path], nn.Module], tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -76,16 +76,16 @@ def test_a_network_gives_what_it_gave_before_and_its_layers_are_found(
             expected = network(image)
         with observe_calls(loaded):
             torch.testing.assert_close(loaded(image), expected, rtol=1e-4, atol=1e-4)
-        # An ONNX file of one window is run window by window; one of torch.export has the batch that it was made for.
-        if reload is not as_torch_export:
-            others = torch.rand(2, 1, 32, 48, 64) if reload is as_open_onnx else torch.rand(3, *WINDOW)
-            torch.testing.assert_close(loaded(others), network(others), rtol=1e-4, atol=1e-4)
+        # An ONNX file with batch size 1 is run window by window. A torch.export file has a fixed batch size.
+        if reload is not reload_torch_export:
+            images = torch.rand(2, 1, 32, 48, 64) if reload is reload_dynamic_onnx else torch.rand(3, *WINDOW)
+            torch.testing.assert_close(loaded(images), network(images), rtol=1e-4, atol=1e-4)
     assert count_layers(loaded) == count_layers(network)
     assert count_fusable_activations(loaded) >= max(count_fusable_activations(network), 1)
 
 
-def test_what_two_layers_read_is_kept(tmp_path: Path) -> None:
-    class Twice(nn.Module):
+def test_values_used_twice_are_not_overwritten(tmp_path: Path) -> None:
+    class SharedFeatures(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.second = nn.Conv3d(1, 8, 3, padding=1), nn.Conv3d(8, 8, 1)
@@ -95,13 +95,13 @@ def test_what_two_layers_read_is_kept(tmp_path: Path) -> None:
             total = features + self.second(features)
             return torch.relu(total) + total
 
-    network, image = Twice().eval(), torch.rand(1, *WINDOW)
-    for reload in (as_onnx, as_torch_export):
+    network, image = SharedFeatures().eval(), torch.rand(1, *WINDOW)
+    for reload in (reload_onnx, reload_torch_export):
         with torch.inference_mode():
             torch.testing.assert_close(reload(network, tmp_path / "n.onnx")(image), network(image))
 
 
-def test_a_shuffle_that_moves_nothing_keeps_what_others_read(tmp_path: Path) -> None:
+def test_trivial_shuffle_does_not_overwrite_its_input(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("Relu", ["x"], ["a"]),
         helper.make_node("Reshape", ["a", "s"], ["b"]),
@@ -116,8 +116,8 @@ def test_a_shuffle_that_moves_nothing_keeps_what_others_read(tmp_path: Path) -> 
     torch.testing.assert_close(loaded(x), 3 * x)
 
 
-def test_a_norm_of_groups_keeps_what_is_not_its_own_weight(tmp_path: Path) -> None:
-    """An instance norm between reshapes, with a product that belongs to no channel behind it."""
+def test_group_norm_is_not_fused_with_an_addition_that_is_not_per_channel(tmp_path: Path) -> None:
+    """The group norm is exported as an instance norm between reshapes, and followed by an addition."""
     numbers = {
         "one": np.ones(2, np.float32),
         "zero": np.zeros(2, np.float32),
@@ -140,7 +140,7 @@ def test_a_norm_of_groups_keeps_what_is_not_its_own_weight(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("order", [[0, 1, 3, 5, 7, 2, 6, 4], [0, 1, 7, 5, 3, 2, 4, 6]])
-def test_another_order_of_voxels_is_no_shuffle(order: list[int], tmp_path: Path) -> None:
+def test_other_permutations_are_not_pixel_shuffles(order: list[int], tmp_path: Path) -> None:
     nodes = [
         helper.make_node("Reshape", ["x", "s"], ["a"]),
         helper.make_node("Transpose", ["a"], ["b"], perm=order),

@@ -1,4 +1,4 @@
-"""Graphs of others: what is run of a file of torch.export, and what is refused before anything runs."""
+"""Tests of networks from untrusted torch.export files, and of the checks that reject files before anything runs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from service.models.graphs.torch_export import load_torch_export
 SHAPE = (2, 1, 32, 32, 32)
 
 
-class Folds(nn.Module):
-    """Sizes that are computed, a constant, a buffer that is not saved, and several tensors from one call."""
+class VariedGraph(nn.Module):
+    """A network with computed sizes, a constant, a non-persistent buffer, and a call with several results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,14 +37,14 @@ class Folds(nn.Module):
         return (flat + torch.tensor(0.5)).reshape(x.shape[0], 2, *x.shape[2:]), second
 
 
-def exported(network: nn.Module, path: Path, *, dynamic: bool = False) -> Path:
+def export(network: nn.Module, path: Path, *, dynamic: bool = False) -> Path:
     sizes = ({0: torch.export.Dim("batch", min=1, max=64)},) if dynamic else None
     torch.export.save(torch.export.export(network.eval(), (torch.rand(SHAPE),), dynamic_shapes=sizes), path)
     return path
 
 
-def rewritten(path: Path, name: str, change: Callable[[bytes], bytes]) -> Path:
-    """A copy with one of its files changed."""
+def rewrite_entry(path: Path, name: str, change: Callable[[bytes], bytes]) -> Path:
+    """Copy an archive with one of its files changed."""
     other = path.with_stem("other")
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(other, "w") as new:
         for entry in old.infolist():
@@ -53,35 +53,35 @@ def rewritten(path: Path, name: str, change: Callable[[bytes], bytes]) -> Path:
     return other
 
 
-def with_graph(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """A copy with another graph."""
+def rewrite_graph(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Copy an archive with a changed graph."""
 
     def edit(content: bytes) -> bytes:
         program = json.loads(content)
         change(program)
         return json.dumps(program).encode()
 
-    return rewritten(path, "models/model.json", edit)
+    return rewrite_entry(path, "models/model.json", edit)
 
 
 @pytest.fixture(scope="module")
 def unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return exported(
+    return export(
         UNet(3, 1, 2, (8, 16, 32), (2, 2), num_res_units=1, norm="batch"),
-        tmp_path_factory.mktemp("exported") / "unet.pt2",
+        tmp_path_factory.mktemp("export") / "unet.pt2",
     )
 
 
-def test_computed_sizes_constants_and_several_results(tmp_path: Path) -> None:
-    network = Folds()
-    loaded = load_torch_export(exported(network, tmp_path / "folds.pt2", dynamic=True), SHAPE[1:])
+def test_computed_sizes_constants_and_several_results_are_supported(tmp_path: Path) -> None:
+    network = VariedGraph()
+    loaded = load_torch_export(export(network, tmp_path / "varied.pt2", dynamic=True), SHAPE[1:])
     images = torch.rand(3, *SHAPE[1:])
     assert torch.allclose(loaded(images), network(images)[0])
 
 
-def test_its_convolutions_can_be_replaced_and_watched(tmp_path: Path) -> None:
+def test_convolutions_of_a_loaded_network_can_be_replaced_and_measured(tmp_path: Path) -> None:
     network = SegResNet(3, 16, 1, 2)
-    loaded = load_torch_export(exported(network, tmp_path / "network.pt2"), SHAPE[1:])
+    loaded = load_torch_export(export(network, tmp_path / "network.pt2"), SHAPE[1:])
     assert winograd.count_replaceable(loaded) == winograd.count_replaceable(network) > 0
     assert sum(tensor.numel() for tensor in loaded.state_dict().values()) == sum(
         p.numel() for p in network.parameters()
@@ -89,7 +89,7 @@ def test_its_convolutions_can_be_replaced_and_watched(tmp_path: Path) -> None:
     assert activation_bytes(loaded, SHAPE) >= 16 * 4 * 2 * 32**3
 
 
-def test_it_can_be_prepared_for_bfloat16(unet: Path) -> None:
+def test_loaded_network_can_be_prepared_for_bfloat16(unet: Path) -> None:
     loaded, images = load_torch_export(unet, SHAPE[1:]), torch.rand(SHAPE)
     prepared = prepare(loaded, torch.device("cpu"), torch.bfloat16, torch.channels_last_3d)
     with torch.inference_mode():
@@ -98,12 +98,12 @@ def test_it_can_be_prepared_for_bfloat16(unet: Path) -> None:
     assert torch.allclose(scores, expected, atol=0.1 * float(expected.std()))
 
 
-REFUSED = """
+DISALLOWED = """
 aten.from_file.default aten.add.__class__ aten.add._schemas aten.add.Tensor.__call__ aten.add.out aten.add.str
 aten.mul.left_t aten.full.default aten.item.default prims.device_put.default
 """
-# They read or write beyond their tensors, or end the process, for arguments that do not fit; the last one changes what
-# it shares memory with, which no count of changes tells.
+# Operators that access memory outside of their tensors or crash the process for invalid arguments. The last one can
+# modify a tensor that shares its memory without increasing its version counter.
 UNSAFE = """
 aten._native_batch_norm_legit_no_training.default aten.repeat_interleave.Tensor aten._upsample_nearest_exact2d.default
 aten.div.Tensor_mode aten.div_.Scalar_mode aten.view.dtype
@@ -112,10 +112,10 @@ aten.div.Tensor_mode aten.div_.Scalar_mode aten.view.dtype
 
 @pytest.mark.parametrize(
     "target",
-    ["builtins.eval", "os.torch.ops.aten.add.Tensor", *(f"torch.ops.{name}" for name in (REFUSED + UNSAFE).split())],
+    ["builtins.eval", "os.torch.ops.aten.add.Tensor", *(f"torch.ops.{name}" for name in (DISALLOWED + UNSAFE).split())],
 )
-def test_only_operators_of_the_list_are_called(unet: Path, target: str) -> None:
-    other = with_graph(unet, lambda program: program["graph_module"]["graph"]["nodes"][0].update(target=target))
+def test_only_allowed_operators_can_be_called(unet: Path, target: str) -> None:
+    other = rewrite_graph(unet, lambda program: program["graph_module"]["graph"]["nodes"][0].update(target=target))
     with pytest.raises(BrokenModel, match=r"calls|cannot be read"):
         load_torch_export(other, SHAPE[1:])
 
@@ -129,11 +129,11 @@ def test_expressions_in_the_file_are_not_evaluated(unet: Path, tmp_path: Path) -
         values = program["graph_module"]["graph"]["tensor_values"]
         next(iter(values.values()))["sizes"][0] = {"as_expr": {"expr_str": text, "hint": None}}
 
-    load_torch_export(with_graph(unet, plant), SHAPE[1:])
+    load_torch_export(rewrite_graph(unet, plant), SHAPE[1:])
     assert not witness.exists()
 
 
-def test_names_of_arguments_do_not_become_code(unet: Path, tmp_path: Path) -> None:
+def test_argument_names_do_not_become_code(unet: Path, tmp_path: Path) -> None:
     witness = tmp_path / "witness"
 
     def plant(program: dict[str, Any]) -> None:
@@ -141,23 +141,23 @@ def test_names_of_arguments_do_not_become_code(unet: Path, tmp_path: Path) -> No
         first["name"] = f"out=__import__('pathlib').Path({str(witness)!r}).touch(), {first['name']}"
 
     with pytest.raises(BrokenModel, match="has no argument"):
-        load_torch_export(with_graph(unet, plant), SHAPE[1:])(torch.rand(SHAPE))
+        load_torch_export(rewrite_graph(unet, plant), SHAPE[1:])(torch.rand(SHAPE))
     assert not witness.exists()
 
 
 @pytest.mark.parametrize(
     ("argument", "reason"),
     [
-        ({"as_string": "'); __import__('os').system('false')  #"}, "none that is a text"),
-        ({"as_int": {"__import__('os')": 1}}, "something else than numbers"),
-        ({"as_int": {}}, "something else than numbers"),
-        ({"as_ints": ["', __import__('os').system('false'), '"]}, "something else than numbers"),
-        ({"as_int": 10**50}, "something else than numbers"),
-        ({"as_custom_obj": {"name": "x", "class_fqn": "y"}}, "cannot be honoured"),
-        ({"as_graph": {"name": "x", "graph": {}}}, "cannot be honoured"),
-        ({"as_operator": "torch.ops.aten.save"}, "cannot be honoured"),
+        ({"as_string": "'); __import__('os').system('false')  #"}, "does not accept a text"),
+        ({"as_int": {"__import__('os')": 1}}, "arguments other than numbers"),
+        ({"as_int": {}}, "arguments other than numbers"),
+        ({"as_ints": ["', __import__('os').system('false'), '"]}, "arguments other than numbers"),
+        ({"as_int": 10**50}, "arguments other than numbers"),
+        ({"as_custom_obj": {"name": "x", "class_fqn": "y"}}, "is not supported"),
+        ({"as_graph": {"name": "x", "graph": {}}}, "is not supported"),
+        ({"as_operator": "torch.ops.aten.save"}, "is not supported"),
         ({"as_tensor": {"name": "__import__('os')"}}, "cannot be read"),
-        ({"as_ints": [[[[]]]] * 3}, "cannot be read|does not take|called with"),
+        ({"as_ints": [[[[]]]] * 3}, "cannot be read|does not accept|called with"),
     ],
 )
 def test_only_numbers_and_plain_texts_become_code(unet: Path, argument: dict[str, Any], reason: str) -> None:
@@ -166,24 +166,24 @@ def test_only_numbers_and_plain_texts_become_code(unet: Path, argument: dict[str
         next(entry for entry in call["inputs"] if entry["name"] == "stride")["arg"] = argument
 
     with pytest.raises(BrokenModel, match=reason):
-        load_torch_export(with_graph(unet, plant), SHAPE[1:])(torch.rand(SHAPE))
+        load_torch_export(rewrite_graph(unet, plant), SHAPE[1:])(torch.rand(SHAPE))
 
 
-def test_texts_that_operators_take_are_plain(tmp_path: Path) -> None:
+def test_only_plain_texts_are_accepted_as_arguments(tmp_path: Path) -> None:
     class Padded(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.pad(x, [1] * 6, mode="replicate")
 
-    path = exported(Padded(), tmp_path / "padded.pt2")
+    path = export(Padded(), tmp_path / "padded.pt2")
     assert load_torch_export(path, SHAPE[1:])(torch.rand(SHAPE)).shape == (2, 1, 34, 34, 34)
     text = "replicate'); __import__('os').system('false')  #"
-    hostile = rewritten(path, "models/model.json", lambda content: content.replace(b"replicate", text.encode()))
-    with pytest.raises(BrokenModel, match="something else than numbers, plain texts"):
+    hostile = rewrite_entry(path, "models/model.json", lambda content: content.replace(b"replicate", text.encode()))
+    with pytest.raises(BrokenModel, match="arguments other than numbers, plain texts"):
         load_torch_export(hostile, SHAPE[1:])
 
 
-def test_names_of_values_may_be_anything_and_are_only_names(unet: Path) -> None:
-    hostile = rewritten(
+def test_any_names_of_values_are_accepted_without_becoming_code(unet: Path) -> None:
+    hostile = rewrite_entry(
         unet, "models/model.json", lambda text: text.replace(b'"conv3d', b'"__import__(\\"os\\")\\n;conv3d')
     )
     images = torch.rand(SHAPE)
@@ -191,70 +191,72 @@ def test_names_of_values_may_be_anything_and_are_only_names(unet: Path) -> None:
     assert torch.equal(load_torch_export(hostile, SHAPE[1:])(images), load_torch_export(unet, SHAPE[1:])(images))
 
 
-def test_a_stored_tensor_is_read_once_however_often_it_is_named(unet: Path) -> None:
+def test_stored_tensor_with_many_names_is_read_only_once(unet: Path) -> None:
     def repeat(program: dict[str, Any]) -> None:
         specs = program["graph_module"]["signature"]["input_specs"]
         (weight, *_) = (spec for spec in specs if "parameter" in spec)
         for number in range(10_000):
-            again = {**weight["parameter"], "arg": {"name": f"again_{number}"}}
-            specs.append({"parameter": again})
+            alias = {**weight["parameter"], "arg": {"name": f"alias_{number}"}}
+            specs.append({"parameter": alias})
 
-    network = load_torch_export(with_graph(unet, repeat), SHAPE[1:])
-    plain = load_torch_export(unet, SHAPE[1:])
-    assert sum(t.nbytes for t in network.state_dict().values()) == sum(t.nbytes for t in plain.state_dict().values())
+    network = load_torch_export(rewrite_graph(unet, repeat), SHAPE[1:])
+    original = load_torch_export(unet, SHAPE[1:])
+    assert sum(t.nbytes for t in network.state_dict().values()) == sum(t.nbytes for t in original.state_dict().values())
 
 
-def test_tensors_cannot_take_more_than_the_file(unet: Path) -> None:
-    """Many names of parts of one stored tensor, all different."""
+def test_total_size_of_tensors_is_limited_to_the_size_of_the_file(unet: Path) -> None:
+    """The file has many different views of one stored tensor."""
     parts = [f"part_{start}" for start in range(100)]
 
     def shift(content: bytes) -> bytes:
         stored = json.loads(content)
-        whole = next(entry for entry in stored["config"].values() if {"as_int": 32} in entry["tensor_meta"]["sizes"])
+        full = next(entry for entry in stored["config"].values() if {"as_int": 32} in entry["tensor_meta"]["sizes"])
         for start, name in enumerate(parts):
             sizes = {"sizes": [{"as_int": 3000}], "strides": [{"as_int": 1}], "storage_offset": {"as_int": start}}
-            stored["config"][name] = whole | {"tensor_meta": whole["tensor_meta"] | sizes}
+            stored["config"][name] = full | {"tensor_meta": full["tensor_meta"] | sizes}
         return json.dumps(stored).encode()
 
     def name_all(program: dict[str, Any]) -> None:
         specs = program["graph_module"]["signature"]["input_specs"]
         specs += [{"parameter": {"parameter_name": name, "arg": {"name": name}}} for name in parts]
 
-    shifted = rewritten(unet, "weights_config.json", shift).rename(unet.with_stem("shifted"))
+    shifted = rewrite_entry(unet, "weights_config.json", shift).rename(unet.with_stem("shifted"))
     with pytest.raises(BrokenModel, match="its tensors are larger than the file"):
-        load_torch_export(with_graph(shifted, name_all), SHAPE[1:])
+        load_torch_export(rewrite_graph(shifted, name_all), SHAPE[1:])
 
 
-def test_pickled_examples_are_not_read(unet: Path) -> None:
-    load_torch_export(rewritten(unet, "sample_inputs/model.pt", lambda _: b"cos\nsystem\n(S'false'\ntR."), SHAPE[1:])
+def test_pickled_sample_inputs_are_not_read(unet: Path) -> None:
+    load_torch_export(
+        rewrite_entry(unet, "sample_inputs/model.pt", lambda _: b"cos\nsystem\n(S'false'\ntR."), SHAPE[1:]
+    )
 
 
 def halve(content: bytes) -> bytes:
     return content[: len(content) // 2]
 
 
-def replacing(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
+def make_replacement(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
     return lambda content: content.replace(old, new)
 
 
 @pytest.mark.parametrize(
     ("part", "change", "reason"),
     [
-        ("weight_0", halve, "is said to lie"),
+        ("weight_0", halve, "does not fit in its"),
         ("weights_config.json", halve, "cannot be read"),
         ("models/model.json", halve, "cannot be read"),
-        ("weights_config.json", replacing(b'{"as_int": 8}', b'{"as_int": 800000000}'), "is said to lie in"),
-        ("weights_config.json", replacing(b'"use_pickle": false', b'"use_pickle": true'), "is pickled"),
+        ("weights_config.json", make_replacement(b'{"as_int": 8}', b'{"as_int": 800000000}'), "does not fit in its"),
+        ("weights_config.json", make_replacement(b'"use_pickle": false', b'"use_pickle": true'), "is pickled"),
     ],
 )
-def test_damage_and_pickled_weights_are_refused(
+def test_damaged_files_and_pickled_weights_are_rejected(
     unet: Path, part: str, change: Callable[[bytes], bytes], reason: str
 ) -> None:
     with pytest.raises(BrokenModel, match=reason):
-        load_torch_export(rewritten(unet, part, change), SHAPE[1:])
+        load_torch_export(rewrite_entry(unet, part, change), SHAPE[1:])
 
 
-def test_other_files_are_refused(bands_network: nn.Module, tmp_path: Path) -> None:
+def test_unrelated_files_are_rejected(bands_network: nn.Module, tmp_path: Path) -> None:
     torch.jit.script(bands_network).save(str(tmp_path / "bands.pt2"))
     with pytest.raises(BrokenModel, match="export the network again"):
         load_torch_export(tmp_path / "bands.pt2", SHAPE[1:])
@@ -263,7 +265,7 @@ def test_other_files_are_refused(bands_network: nn.Module, tmp_path: Path) -> No
         load_torch_export(tmp_path / "text.pt2", SHAPE[1:])
 
 
-def test_a_network_that_is_still_trained_is_refused(tmp_path: Path) -> None:
+def test_network_in_training_mode_is_rejected(tmp_path: Path) -> None:
     network = nn.Sequential(nn.Conv3d(1, 2, 1), nn.BatchNorm3d(2)).train()
     torch.export.save(torch.export.export(network, (torch.rand(SHAPE),)), tmp_path / "trained.pt2")
     with pytest.raises(BrokenModel, match="in eval mode"):

@@ -1,4 +1,4 @@
-"""Programs of others: what is run, and what is refused before anything runs."""
+"""Tests of TorchScript programs, and of the checks that reject files before anything runs."""
 
 from __future__ import annotations
 
@@ -40,23 +40,25 @@ class RunsOnLoading(nn.Module):
         return x
 
 
-def saved(module: nn.Module, path: Path) -> Path:
+def save_script(module: nn.Module, path: Path) -> Path:
     torch.jit.script(module).save(str(path))
     return path
 
 
-def rewritten(path: Path, change: Callable[[str, bytes], tuple[str, bytes]]) -> Path:
-    """A copy whose entries have other names or contents."""
+def rewrite_entries(path: Path, change: Callable[[str, bytes], tuple[str, bytes]]) -> Path:
+    """Copy an archive with changed names or contents of its entries."""
     other = path.with_stem("other")
-    with zipfile.ZipFile(path) as plain, zipfile.ZipFile(other, "w") as made:
-        for name in plain.namelist():
-            made.writestr(*change(name, plain.read(name)))
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(other, "w") as target:
+        for name in source.namelist():
+            target.writestr(*change(name, source.read(name)))
     return other
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_program_computes_what_its_module_does(bands_network: nn.Module, tmp_path: Path, dtype: torch.dtype) -> None:
-    program = load_torchscript(saved(bands_network, tmp_path / "bands.ts"))
+def test_loaded_program_gives_the_scores_of_its_module(
+    bands_network: nn.Module, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    program = load_torchscript(save_script(bands_network, tmp_path / "bands.ts"))
     prepared = prepare(program, torch.device("cpu"), dtype, torch.channels_last_3d)
     images = torch.rand(2, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -66,59 +68,59 @@ def test_a_program_computes_what_its_module_does(bands_network: nn.Module, tmp_p
     assert activation_bytes(program, (1, 1, 16, 16, 16)) >= activation_bytes(bands_network, (1, 1, 16, 16, 16)) > 0
 
 
-def test_a_program_that_reads_files_is_refused_by_the_operator(tmp_path: Path) -> None:
+def test_program_that_reads_files_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(BrokenModel, match="aten::from_file"):
-        load_torchscript(saved(ReadsFile(), tmp_path / "reads.ts"))
+        load_torchscript(save_script(ReadsFile(), tmp_path / "reads.ts"))
 
 
-def test_a_program_that_would_run_while_it_is_loaded_is_not_loaded(
+def test_program_with_code_that_runs_during_loading_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = saved(RunsOnLoading(), tmp_path / "runs.ts")
-    monkeypatch.setattr(torch.jit, "load", lambda *_args, **_options: pytest.fail("it was loaded"))
-    with pytest.raises(BrokenModel, match=r"__[gs]etstate__, which is never run"):
+    path = save_script(RunsOnLoading(), tmp_path / "runs.ts")
+    monkeypatch.setattr(torch.jit, "load", lambda *_args, **_options: pytest.fail("the file was loaded"))
+    with pytest.raises(BrokenModel, match=r"__[gs]etstate__, which is not allowed"):
         load_torchscript(path)
 
 
-def before(self: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
-    return given
+def pre_hook(self: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    return inputs
 
 
-def after(self: nn.Module, given: tuple[Tensor], made: Tensor) -> Tensor:
-    return made
+def post_hook(self: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    return output
 
 
 @pytest.mark.parametrize(
-    ("register", "hook"), [("register_forward_hook", after), ("register_forward_pre_hook", before)]
+    ("register", "hook"), [("register_forward_hook", post_hook), ("register_forward_pre_hook", pre_hook)]
 )
-@pytest.mark.parametrize("deep", [False, True])
-def test_hooks_are_refused_because_the_graph_does_not_show_them(
-    tmp_path: Path, register: str, hook: Any, deep: bool
+@pytest.mark.parametrize("nested", [False, True])
+def test_hooks_are_rejected_because_the_graph_does_not_contain_them(
+    tmp_path: Path, register: str, hook: Any, nested: bool
 ) -> None:
     network = nn.Sequential(nn.ReLU())
-    getattr(network[0] if deep else network, register)(hook)
+    getattr(network[0] if nested else network, register)(hook)
     with pytest.raises(BrokenModel, match=r"__forward_(pre_)?hooks__"):
-        load_torchscript(saved(network, tmp_path / "hooked.ts"))
+        load_torchscript(save_script(network, tmp_path / "hooked.ts"))
 
 
-def test_names_in_another_case_hide_nothing(tmp_path: Path) -> None:
+def test_entry_names_in_another_case_are_checked_too(tmp_path: Path) -> None:
     def hide(name: str, content: bytes) -> tuple[str, bytes]:
         return name.replace("__torch__.py", "__torch__.PY").replace("data.pkl", "data.PKL"), content
 
-    with pytest.raises(BrokenModel, match="never run"):
-        load_torchscript(rewritten(saved(RunsOnLoading(), tmp_path / "runs.ts"), hide))
+    with pytest.raises(BrokenModel, match="which is not allowed"):
+        load_torchscript(rewrite_entries(save_script(RunsOnLoading(), tmp_path / "runs.ts"), hide))
 
 
 @pytest.mark.parametrize("name", [b"torch.classes.x", b"torch . classes", b"torch\nclasses", b"torch.\\\n classes"])
-def test_classes_of_extensions_are_found_however_they_are_spelt(tmp_path: Path, name: bytes) -> None:
+def test_classes_of_extensions_are_found_in_any_spelling(tmp_path: Path, name: bytes) -> None:
     def append(entry: str, content: bytes) -> tuple[str, bytes]:
         return entry, content + name if entry.endswith(".py") else content
 
-    with pytest.raises(BrokenModel, match="never run"):
-        load_torchscript(rewritten(saved(nn.Sequential(nn.ReLU()), tmp_path / "plain.ts"), append))
+    with pytest.raises(BrokenModel, match="which is not allowed"):
+        load_torchscript(rewrite_entries(save_script(nn.Sequential(nn.ReLU()), tmp_path / "plain.ts"), append))
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
+def test_unrelated_files_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "weights.ts"
     for content in (b"", b"no archive"):
         path.write_bytes(content)

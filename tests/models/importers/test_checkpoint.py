@@ -1,9 +1,10 @@
-"""Files of `torch.save`: pickles that are not trusted, what a file is called, and tensors that fit a network."""
+"""Tests of reading checkpoints: untrusted pickles, descriptions of files, and matching tensors with a network."""
 
 from __future__ import annotations
 
 import argparse
 import pickle
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ SMALL = Architecture(name="ShuffleUNet", arguments={"in_channels": 1, "out_chann
 
 
 class Trap:
-    """Unpickling it would make a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,7 +32,7 @@ class Trap:
         return Path.touch, (self.path,)
 
 
-def test_pickles_are_read_as_tensors_or_not_at_all(tmp_path: Path) -> None:
+def test_pickles_with_other_objects_than_tensors_are_rejected(tmp_path: Path) -> None:
     trap = tmp_path / "trapped"
     torch.save({"weight": torch.ones(2), "extra": Trap(trap)}, tmp_path / "trap.pt")
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(Trap(trap), protocol=2))
@@ -40,39 +41,39 @@ def test_pickles_are_read_as_tensors_or_not_at_all(tmp_path: Path) -> None:
             read_checkpoint(tmp_path / name)
     assert not trap.exists()
     torch.save([torch.ones(2)], tmp_path / "list.pt")
-    with pytest.raises(UnsupportedPackage, match="something else"):
+    with pytest.raises(UnsupportedPackage, match="does not contain the tensors of one network"):
         read_checkpoint(tmp_path / "list.pt")
 
 
-STRANGE: dict[str, tuple[Any, str]] = {
+UNUSUAL_TENSORS: dict[str, tuple[Any, str]] = {
     "repeated": ({"w": torch.ones(1).expand(2**40)}, "more than 8589934592 bytes"),
-    "repeated by many": ({f"w{n}": torch.ones(1).expand(2**28) for n in range(100)}, "more than 8589934592 bytes"),
-    "sparse": ({"w": torch.ones(2).to_sparse()}, "something else"),
-    "without numbers": ({"w": torch.ones(2, device="meta")}, "something else"),
-    "complex": ({"w": torch.ones(2, dtype=torch.complex64)}, "something else"),
-    "nothing": ({}, "something else"),
+    "many repeated": ({f"w{n}": torch.ones(1).expand(2**28) for n in range(100)}, "more than 8589934592 bytes"),
+    "sparse": ({"w": torch.ones(2).to_sparse()}, "no tensors of a network"),
+    "meta": ({"w": torch.ones(2, device="meta")}, "no tensors of a network"),
+    "complex": ({"w": torch.ones(2, dtype=torch.complex64)}, "no tensors of a network"),
+    "empty": ({}, "no tensors of a network"),
 }
 
 
-@pytest.mark.parametrize("kind", STRANGE)
-def test_tensors_that_are_not_what_is_stored_are_refused(tmp_path: Path, kind: str) -> None:
-    content, reason = STRANGE[kind]
-    torch.save(content, tmp_path / "strange.pt")
+@pytest.mark.parametrize("kind", UNUSUAL_TENSORS)
+def test_unusual_tensors_are_rejected(tmp_path: Path, kind: str) -> None:
+    content, reason = UNUSUAL_TENSORS[kind]
+    torch.save(content, tmp_path / "unusual.pt")
     with pytest.raises(UnsupportedPackage, match=reason):
-        read_checkpoint(tmp_path / "strange.pt")
+        read_checkpoint(tmp_path / "unusual.pt")
 
 
-def test_a_tensor_of_a_checkpoint_cannot_be_larger_than_its_bytes(tmp_path: Path) -> None:
+def test_tensor_cannot_be_larger_than_its_stored_bytes(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(200)}, tmp_path / "plain.pt")
     with zipfile.ZipFile(tmp_path / "plain.pt") as old, zipfile.ZipFile(tmp_path / "grown.pt", "w") as new:
         for entry in old.infolist():
-            # 200 as a number of one byte, and 2**31 - 1 as one of four: sizes, and what the storage is said to have.
+            # Replace the number 200 (one byte) by 2**31 - 1 (four bytes) in the sizes of the tensor and the storage.
             new.writestr(entry, old.read(entry).replace(b"K\xc8", b"J\xff\xff\xff\x7f"))
     with pytest.raises(UnsupportedPackage, match=r"cannot be read as plain tensors|more than"):
         read_checkpoint(tmp_path / "grown.pt")
 
 
-def test_checkpoints_are_archives_of_one_reading(bands_network: nn.Module, tmp_path: Path) -> None:
+def test_ambiguous_and_unrelated_archives_are_rejected(bands_network: nn.Module, tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     torch.jit.script(bands_network).save(str(tmp_path / "program.pt"))
     torch.save({"w": torch.ones(2)}, tmp_path / "plain.pt")
@@ -87,7 +88,7 @@ def test_checkpoints_are_archives_of_one_reading(bands_network: nn.Module, tmp_p
             read_checkpoint(tmp_path / name)
 
 
-# Calls of a pickle without what they take.
+# Pickles with calls whose arguments are missing.
 DAMAGED = (
     b".",
     b"(.",
@@ -98,7 +99,7 @@ DAMAGED = (
 
 
 @pytest.mark.parametrize("damaged", DAMAGED)
-def test_a_damaged_pickle_is_named(tmp_path: Path, damaged: bytes) -> None:
+def test_damaged_pickle_is_rejected(tmp_path: Path, damaged: bytes) -> None:
     with zipfile.ZipFile(tmp_path / "damaged.pt", "w") as archive:
         for name, content in {"data.pkl": b"\x80\x02" + damaged, "version": b"3\n", "byteorder": b"little"}.items():
             archive.writestr(f"damaged/{name}", content)
@@ -110,34 +111,34 @@ STATE = {"head.weight": torch.ones(2)}
 
 
 @pytest.mark.parametrize(
-    ("content", "place"),
+    ("content", "path"),
     [
         (STATE, ()),
         ({"model": STATE}, ("model",)),
         ({"module.head.weight": torch.ones(2)}, ()),
-        # A configuration beside the tensors.
+        # A configuration next to the tensors.
         ({"model": {"name": "unet"}, "state_dict": STATE}, ("state_dict",)),
     ],
 )
-def test_checkpoints_of_usual_shapes_are_understood(tmp_path: Path, content: Any, place: tuple[str, ...]) -> None:
+def test_common_checkpoint_layouts_are_supported(tmp_path: Path, content: Any, path: tuple[str, ...]) -> None:
     torch.save(content, tmp_path / "checkpoint.pt")
-    found = read_checkpoint(tmp_path / "checkpoint.pt")
-    assert (list(found.tensors), found.place) == (["head.weight"], place)
+    checkpoint = read_checkpoint(tmp_path / "checkpoint.pt")
+    assert (list(checkpoint.tensors), checkpoint.path) == (["head.weight"], path)
 
 
-def small_network() -> nn.Module:
+def make_small_network() -> nn.Module:
     return ShuffleUNet(1, 2, (4, 8))
 
 
-def test_a_training_checkpoint_is_called_so_and_gives_its_network(tmp_path: Path) -> None:
-    network = small_network()
-    optimiser = torch.optim.AdamW(network.parameters())
-    content = {"epoch": 3, "weights": network.state_dict(), "optimizer": optimiser.state_dict()}
+def test_training_checkpoint_is_described_and_read(tmp_path: Path) -> None:
+    network = make_small_network()
+    optimizer = torch.optim.AdamW(network.parameters())
+    content = {"epoch": 3, "weights": network.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(content, tmp_path / "last.ckpt")
     checkpoint = read_checkpoint(tmp_path / "last.ckpt")
-    assert (checkpoint.place, checkpoint.left_out) == (("weights",), ("epoch", "optimizer"))
-    assert checkpoint.describe().startswith("a checkpoint, whose 'weights' holds ")
-    assert "kernel of 4 x 8 x 3 x 3 x 3" in checkpoint.describe()
+    assert (checkpoint.path, checkpoint.skipped_keys) == (("weights",), ("epoch", "optimizer"))
+    assert re.match(r"a checkpoint with \d+ tensors in 'weights' \(other keys: epoch", checkpoint.describe())
+    assert "have the shape 4 x 8 x 3 x 3 x 3" in checkpoint.describe()
     torch.save(content | {"ema": network.state_dict()}, tmp_path / "two.ckpt")
     with pytest.raises(UnsupportedPackage, match=r"several networks \(weights, ema\)"):
         read_checkpoint(tmp_path / "two.ckpt")
@@ -145,38 +146,40 @@ def test_a_training_checkpoint_is_called_so_and_gives_its_network(tmp_path: Path
     assert read_checkpoint(tmp_path / "plain.safetensors").describe().startswith("a state dict of ")
 
 
-def test_what_is_pickled_whole_is_named_with_the_line_that_saves_its_tensors(
+def test_error_for_a_pickled_module_contains_a_command_that_saves_its_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    torch.save(small_network(), tmp_path / "whole net.pth")
+    torch.save(make_small_network(), tmp_path / "whole net.pth")
     with pytest.raises(
         UnsupportedPackage, match=r"a whole pickled module, service\.models\.architectures\.ShuffleUNet"
-    ) as found:
+    ) as caught:
         read_checkpoint(tmp_path / "whole net.pth")
-    line = str(found.value).partition('python -c "')[2].rstrip('"')
-    exec(line)
+    code = str(caught.value).partition('python -c "')[2].rstrip('"')
+    exec(code)
     assert fit_tensors(read_checkpoint(tmp_path / "tensors.pth").tensors, SMALL)
-    torch.save({"state_dict": small_network().state_dict(), "options": argparse.Namespace()}, tmp_path / "options.pth")
-    with pytest.raises(UnsupportedPackage, match=r"other objects, of argparse\.Namespace, beside tensors"):
+    torch.save(
+        {"state_dict": make_small_network().state_dict(), "options": argparse.Namespace()}, tmp_path / "options.pth"
+    )
+    with pytest.raises(UnsupportedPackage, match=r"besides tensors, it contains other objects: argparse\.Namespace"):
         read_checkpoint(tmp_path / "options.pth")
-    torch.save(small_network().state_dict(), tmp_path / "old.pth", _use_new_zipfile_serialization=False)
-    with pytest.raises(UnsupportedPackage, match=r"torch before 1\.6 wrote it\.(.|\n)*weights_only=True"):
+    torch.save(make_small_network().state_dict(), tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    with pytest.raises(UnsupportedPackage, match=r"written by torch before 1\.6\.(.|\n)*weights_only=True"):
         read_checkpoint(tmp_path / "old.pth")
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "net.", "trainer.model."])
-def test_prefixes_of_wrappers_are_taken_away(tmp_path: Path, prefix: str) -> None:
-    state = small_network().state_dict()
+def test_prefixes_of_wrappers_are_removed(tmp_path: Path, prefix: str) -> None:
+    state = make_small_network().state_dict()
     torch.save({f"{prefix}{key}": value for key, value in state.items()}, tmp_path / "wrapped.pth")
     assert fit_tensors(read_checkpoint(tmp_path / "wrapped.pth").tensors, SMALL).keys() == state.keys()
 
 
-def test_weights_of_another_network_are_refused_with_what_differs() -> None:
-    state = small_network().state_dict()
+def test_weights_of_another_network_are_rejected_with_the_differences() -> None:
+    state = make_small_network().state_dict()
     wider = SMALL.model_copy(update={"arguments": SMALL.arguments | {"out_channels": 3}})
     with pytest.raises(
-        BrokenModel, match=r"2 tensors are of another shape \(head\.weight is 16 x 4 x .* where 24 x 4 x "
+        BrokenModel, match=r"2 tensors are of another shape \(head\.weight is 16 x 4 x .* instead of 24 x 4 x "
     ):
         fit_tensors(state, wider)
     deeper = SMALL.model_copy(update={"arguments": SMALL.arguments | {"widths": [4, 8, 8]}})

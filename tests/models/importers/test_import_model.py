@@ -1,4 +1,4 @@
-"""What every import has in common: archives and pickles that are not trusted, names, TorchScript files."""
+"""Tests of features common to all imports: untrusted archives, model names, trust, and the command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from service.models.importers.archives import unpack
 from service.models.loader import load_network
 from service.models.repository import read_spec
 
-STATED: dict[str, Any] = {
+OVERRIDES: dict[str, Any] = {
     "input": {"normalisation": {"kind": "range", "low": 0.0, "high": 2800.0}, "roi_size": [16, 32, 32]},
     "outputs": ["background", "dim", "bright"],
     "activation": "softmax",
@@ -25,14 +25,14 @@ STATED: dict[str, Any] = {
 }
 
 
-def test_an_archive_of_too_much_is_refused(tmp_path: Path) -> None:
+def test_archive_with_too_many_bytes_is_rejected(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("zeros", bytes(10_000_000))
     with pytest.raises(UnsupportedPackage, match="more than 1000 bytes"), unpack(tmp_path / "bomb.zip", 1000):
         pass
 
 
-def test_what_is_no_package_is_refused(tmp_path: Path) -> None:
+def test_unsupported_paths_and_archives_are_rejected(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "outside.zip", "w") as archive:
         archive.writestr("../escaped", b"x")
     with pytest.raises(UnsupportedPackage, match=r"cannot be unpacked: .* outside of its own folder"):
@@ -51,38 +51,38 @@ def scripted(bands_network: nn.Module, tmp_path: Path) -> Path:
     return file
 
 
-def test_a_bare_program_needs_everything_stated(scripted: Path, tmp_path: Path) -> None:
+def test_torchscript_file_requires_all_settings(scripted: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedPackage, match=r"input\.normalisation.*input\.roi_size.*outputs.*decoding"):
         import_model(scripted, tmp_path / "models", {}, trust=True)
-    spec, notes = import_model(scripted, tmp_path / "models", STATED, trust=True)
+    spec, notes = import_model(scripted, tmp_path / "models", OVERRIDES, trust=True)
     assert (spec.name, spec.network) == ("my-bands", "torchscript")
-    assert any("no test of its own" in note for note in notes)
-    with pytest.raises(UnsupportedPackage, match="is there already"):
-        import_model(scripted, tmp_path / "models", STATED, trust=True)
+    assert any("contains no test" in note for note in notes)
+    with pytest.raises(UnsupportedPackage, match="already exists"):
+        import_model(scripted, tmp_path / "models", OVERRIDES, trust=True)
 
 
-def test_a_program_that_nobody_trusts_is_neither_imported_nor_loaded(scripted: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedPackage, match=r"My Bands\.ts: TorchScript is a program.*--trust"):
-        import_model(scripted, tmp_path / "models", STATED)
-    spec = import_model(scripted, tmp_path / "models", STATED, trust=True).spec
+def test_untrusted_program_is_neither_imported_nor_loaded(scripted: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedPackage, match=r"My Bands\.ts: a TorchScript file is a program.*--trust"):
+        import_model(scripted, tmp_path / "models", OVERRIDES)
+    spec = import_model(scripted, tmp_path / "models", OVERRIDES, trust=True).spec
     assert spec.weights.trusted
     load_network(spec)
-    stated = spec.folder / "model.yaml"
-    stated.write_text(stated.read_text().replace("trusted: true", "trusted: false"))
+    model_file = spec.folder / "model.yaml"
+    model_file.write_text(model_file.read_text().replace("trusted: true", "trusted: false"))
     with pytest.raises(BrokenModel, match=r"weights\.trusted: true"):
         load_network(read_spec(spec.folder))
 
 
-def test_an_exported_graph_is_imported_and_computes_the_same(bands_network: nn.Module, tmp_path: Path) -> None:
+def test_imported_torch_export_graph_gives_the_same_scores(bands_network: nn.Module, tmp_path: Path) -> None:
     file, image = tmp_path / "bands.pt2", torch.rand(1, 1, 16, 16, 16)
     torch.export.save(torch.export.export(bands_network, (image,)), file)
-    spec, _ = import_model(file, tmp_path / "models", STATED)
+    spec, _ = import_model(file, tmp_path / "models", OVERRIDES)
     assert (spec.name, spec.network, spec.weights.file) == ("bands", "exported", "weights.pt2")
     assert torch.allclose(load_network(spec)(image), bands_network(image))
 
 
-def test_a_network_that_keeps_what_it_is_sent_is_refused(tmp_path: Path) -> None:
-    """Its answer would hold the pixels of another request."""
+def test_network_that_modifies_its_tensors_is_rejected(tmp_path: Path) -> None:
+    """Its scores could reveal pixels of another request."""
 
     class Gain(nn.Module):
         def __init__(self) -> None:
@@ -93,19 +93,21 @@ def test_a_network_that_keeps_what_it_is_sent_is_refused(tmp_path: Path) -> None
             return torch.mul(self.gain, x)
 
     torch.export.save(torch.export.export(Gain().eval(), (torch.rand(1, 1, 16, 32, 32),)), tmp_path / "plain.pt2")
-    import_model(tmp_path / "plain.pt2", tmp_path / "models", STATED)
+    import_model(tmp_path / "plain.pt2", tmp_path / "models", OVERRIDES)
     with zipfile.ZipFile(tmp_path / "plain.pt2") as old, zipfile.ZipFile(tmp_path / "keeps.pt2", "w") as new:
         for entry in old.infolist():
             new.writestr(entry, old.read(entry).replace(b"aten.mul.Tensor", b"aten.mul_.Tensor"))
-    with pytest.raises(BrokenModel, match="changes its own tensors"):
-        import_model(tmp_path / "keeps.pt2", tmp_path / "models", STATED)
+    with pytest.raises(BrokenModel, match="modifies its own tensors"):
+        import_model(tmp_path / "keeps.pt2", tmp_path / "models", OVERRIDES)
 
 
-def test_the_command_imports_and_then_lists(scripted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stated, config = tmp_path / "stated.yaml", tmp_path / "config.yaml"
+def test_command_imports_a_model_and_lists_it(
+    scripted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, config = tmp_path / "overrides.yaml", tmp_path / "config.yaml"
     config.write_text(f"models: {{folder: {tmp_path / 'models'}}}\n")
-    stated.write_text(str(STATED))
-    arguments = ["models", "import", str(scripted), "--with", str(stated), "--config", str(config), "--name", "mine"]
+    overrides.write_text(str(OVERRIDES))
+    arguments = ["models", "import", str(scripted), "--with", str(overrides), "--config", str(config), "--name", "mine"]
     assert main(arguments) == 1
     assert "--trust" in capsys.readouterr().err
     assert main([*arguments, "--trust"]) == 0

@@ -1,4 +1,4 @@
-"""Plain ONNX files."""
+"""Tests of importing ONNX files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.core.errors import BrokenModel, UnsupportedPackage
 from service.models.loader import load_network
 
 SHAPE = (1, 1, 16, 32, 32)
-STATED: dict[str, Any] = {
+OVERRIDES: dict[str, Any] = {
     "input": {"normalisation": {"kind": "range", "low": 0.0, "high": 2800.0}},
     "outputs": ["background", "dim", "bright"],
     "activation": "softmax",
@@ -24,43 +24,43 @@ STATED: dict[str, Any] = {
 }
 
 
-def test_a_file_says_its_window_and_the_operator_the_rest(bands_network: nn.Module, tmp_path: Path) -> None:
+def test_window_is_read_from_the_file_and_other_keys_are_required(bands_network: nn.Module, tmp_path: Path) -> None:
     path = export_onnx(bands_network, tmp_path / "bands.onnx", SHAPE)
-    with pytest.raises(UnsupportedPackage, match=r"input\.normalisation: ONNX files do not say it; outputs"):
+    with pytest.raises(UnsupportedPackage, match=r"input\.normalisation: ONNX files do not contain it; outputs"):
         import_model(path, tmp_path / "models", {})
-    spec = import_model(path, tmp_path / "models", STATED).spec
+    spec = import_model(path, tmp_path / "models", OVERRIDES).spec
     assert (spec.name, spec.input.channels, spec.input.roi_size) == ("bands", 1, (16, 32, 32))
     image = torch.rand(2, *SHAPE[1:])
     with torch.inference_mode():
         torch.testing.assert_close(load_network(spec)(image), bands_network(image), rtol=1e-4, atol=1e-4)
-    other = {**STATED, "input": {**STATED["input"], "roi_size": [32, 32, 32]}}
+    other = {**OVERRIDES, "input": {**OVERRIDES["input"], "roi_size": [32, 32, 32]}}
     with pytest.raises(BrokenModel, match="fixes its input"):
         import_model(path, tmp_path / "models", other, "other")
 
 
-def name_other_file(path: Path, location: str, **place: int) -> None:
-    """Have all stored tensors of a file lie in another one."""
+def move_tensors(path: Path, location: str, **position: int) -> None:
+    """Change a file such that all stored tensors refer to another file."""
     model = onnx.load(path)
     for tensor in model.graph.initializer:
-        onnx.external_data_helper.set_external_data(tensor, location, **place)
+        onnx.external_data_helper.set_external_data(tensor, location, **position)
         tensor.ClearField("raw_data")
     path.write_bytes(model.SerializeToString())
 
 
 @pytest.mark.parametrize("location", ["../secret", "link", "{folder}/secret", "file:../secret"])
-def test_tensors_outside_of_the_folder_are_not_taken(bands_network: nn.Module, tmp_path: Path, location: str) -> None:
+def test_tensors_outside_of_the_folder_are_rejected(bands_network: nn.Module, tmp_path: Path, location: str) -> None:
     (tmp_path / "package").mkdir()
     path = export_onnx(bands_network, tmp_path / "package" / "bands.onnx", SHAPE)
     (tmp_path / "secret").write_bytes(bytes(2**20))
     (path.parent / "link").symlink_to(tmp_path / "secret")
-    name_other_file(path, location.format(folder=tmp_path))
+    move_tensors(path, location.format(folder=tmp_path))
     with pytest.raises(UnsupportedPackage, match="not a file inside the package"):
-        import_model(path, tmp_path / "models", STATED)
+        import_model(path, tmp_path / "models", OVERRIDES)
 
 
-def test_a_length_that_no_file_has_takes_no_memory(bands_network: nn.Module, tmp_path: Path) -> None:
+def test_huge_length_does_not_allocate_memory(bands_network: nn.Module, tmp_path: Path) -> None:
     path = export_onnx(bands_network, tmp_path / "bands.onnx", SHAPE)
     (tmp_path / "bands.data").write_bytes(bytes(8))
-    name_other_file(path, "bands.data", offset=4, length=2**60)
+    move_tensors(path, "bands.data", offset=4, length=2**60)
     with pytest.raises(BrokenModel, match="cannot be read as ONNX"):
-        import_model(path, tmp_path / "models", STATED)
+        import_model(path, tmp_path / "models", OVERRIDES)

@@ -1,1 +1,1 @@
-"""ONNX files as modules."""
+"""Convert ONNX files to torch modules."""

@@ -1,6 +1,6 @@
-"""Attributes of ONNX nodes as arguments of torch's functions and modules.
+"""Convert attributes of ONNX nodes to arguments of torch functions and modules.
 
-Raise UnsupportedCall, naming the attribute, for what torch has no equivalent of.
+All functions raise UnsupportedCall with the name of the attribute if torch has no equivalent.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 from service.core.types import Array
 from service.models.graphs.onnx.elementwise import UnsupportedCall, Value
 
-# Parameters of functions of torch, by names of attributes that are no good names in Python.
+# Parameter names of the functions in `operators`, for attributes whose names are unsuitable in Python.
 PARAMETERS = {"min": "lowest", "max": "highest", "transA": "transpose_a", "transB": "transpose_b"}
 IGNORED_ATTRIBUTES = {"ratio", "seed", "saturate", "stash_type"}
-# Mode, coordinate transformation and rounding of ONNX -> mode of `functional.interpolate` that samples the same points.
+# Interpolation mode, coordinate transformation and rounding in ONNX -> equivalent mode of `functional.interpolate`.
 TORCH_MODES = {
     ("nearest", "asymmetric", "floor"): "nearest",
     ("nearest", "half_pixel", "round_prefer_floor"): "nearest-exact",
@@ -31,24 +31,25 @@ TORCH_MODES = {
 def read_settings(function: Callable[..., Value], attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return attributes as arguments of a function.
 
-    Raise UnsupportedCall for one that is no parameter: the graph becomes Python code, with these names.
+    Raises UnsupportedCall for an attribute that is not a parameter. The check is needed for safety as well, because the
+    names become part of generated Python code.
     """
     parameters = inspect.signature(function).parameters
     settings = dict[str, Any]()
     for attribute in sorted(attributes.keys() - IGNORED_ATTRIBUTES):
         name = PARAMETERS.get(attribute, attribute)
         if name not in parameters or parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            raise UnsupportedCall(f"{attribute}: cannot be honoured.")
+            raise UnsupportedCall(f"{attribute}: this attribute is not supported.")
         value = attributes[attribute]
         settings[name] = value.item() if isinstance(value, np.ndarray) else value
     return settings
 
 
 def read_window(attributes: Mapping[str, Any], kernel: Sequence[int]) -> dict[str, Any]:
-    """Return stride, dilation, and voxels of padding before and after each axis."""
+    """Return stride, dilation, and the padding in voxels before and after each axis."""
     if len(kernel) != 3:
         raise UnsupportedCall(
-            f"kernel_shape: {tuple(kernel)}; only networks of volumes, with z, y and x, can be honoured."
+            f"kernel_shape: {tuple(kernel)}; only 3D networks, with the axes z, y and x, are supported."
         )
     stride, dilation = (tuple(attributes.get(key, (1, 1, 1))) for key in ("strides", "dilations"))
     pads = tuple(attributes.get("pads", (0,) * 6))
@@ -58,29 +59,29 @@ def read_window(attributes: Mapping[str, Any], kernel: Sequence[int]) -> dict[st
         smaller, larger = tuple(total // 2 for total in totals), tuple(total - total // 2 for total in totals)
         pads = smaller + larger if automatic == "SAME_UPPER" else larger + smaller
     elif automatic not in {"NOTSET", "VALID"}:
-        raise UnsupportedCall(f"auto_pad: {automatic} with strides {stride} cannot be honoured; export it with pads.")
+        raise UnsupportedCall(f"auto_pad: {automatic} with strides {stride} is not supported; export it with pads.")
     return {"stride": stride, "dilation": dilation, "before": pads[:3], "after": pads[3:]}
 
 
 def read_torch_mode(attributes: Mapping[str, Any], *, legacy: bool) -> str:
-    """Return the mode of interpolation of a Resize; `legacy` is that of Upsample and of opset 10."""
+    """Return the torch interpolation mode of a Resize. `legacy` selects the defaults of Upsample and of opset 10."""
     coordinates = str(attributes.get("coordinate_transformation_mode", "asymmetric" if legacy else "half_pixel"))
     mode = str(attributes.get("mode", "nearest"))
     rounding = str(attributes.get("nearest_mode", "floor" if legacy else "round_prefer_floor"))
     if attributes.get("antialias") or "axes" in attributes:
-        raise UnsupportedCall("antialias or axes: cannot be honoured.")
+        raise UnsupportedCall("antialias or axes: these attributes are not supported.")
     torch_mode = TORCH_MODES.get((mode, coordinates, rounding) if mode == "nearest" else (mode, coordinates))
     if torch_mode is None:
-        raise UnsupportedCall(f"mode: {mode} with {coordinates}, {rounding} cannot be honoured.")
+        raise UnsupportedCall(f"mode: {mode} with {coordinates}, {rounding} is not supported.")
     return torch_mode
 
 
 def read_constant(attributes: Mapping[str, Any]) -> Array:
-    """Return the value of a Constant."""
+    """Return the value of a Constant node."""
     for key in ("value_int", "value_ints", "value_float", "value_floats"):
         if key in attributes:
             return np.array(attributes[key], np.int64 if "int" in key else np.float32)
     if not isinstance(attributes.get("value"), np.ndarray):
-        raise UnsupportedCall("value: of a kind that cannot be honoured.")
+        raise UnsupportedCall("value: this kind of constant is not supported.")
     array: Array = attributes["value"]
     return array

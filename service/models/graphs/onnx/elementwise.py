@@ -1,7 +1,7 @@
-"""Values of ONNX graphs, and elementwise operators on them: tensors, and numbers and tuples that sizes are made of.
+"""Values of ONNX graphs, and elementwise operators on them. Values are tensors, or numbers and tuples for sizes.
 
-A tuple stands for a tensor with one axis. Computing sizes with Python's numbers keeps a graph one that `torch.compile`
-captures whole.
+A tuple stands for a tensor with one axis. Sizes are computed with Python numbers so that `torch.compile` can capture
+the whole graph.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from service.models.graphs.graph_module import multiply
 from service.models.network import MAX_ELEMENTS
 
 Value = Any
-"""A tensor, a number or a tuple of numbers; None for an input that is left out."""
+"""A tensor, a number or a tuple of numbers, or None for an omitted input."""
 
 
-# Most numbers in a tuple: sizes, axes and indices are few.
-MAX_NUMBERS = 2**16
+# Largest number of elements in a tuple. Tuples hold sizes, axes and indices, of which there are few.
+MAX_TUPLE_ELEMENTS = 2**16
 
 
 class UnsupportedCall(ValueError):
-    """A call that cannot be honoured. The message begins with the name of the attribute or input at fault."""
+    """A call that is not supported. The message begins with the name of the attribute or input that causes it."""
 
 
 def _apply_elementwise(function: Callable[[Any, Any], Any], a: Value, b: Value) -> Value:
-    """Apply a function of two numbers element by element; a number goes with every element of a tuple."""
+    """Apply a function of two numbers element by element. A number is combined with every element of a tuple."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return function(*(_to_tensor_like(value, b if value is a else a) for value in (a, b)))
     if not isinstance(a, tuple) and not isinstance(b, tuple):
@@ -66,49 +66,49 @@ def to_number(value: Value) -> Any:
 
 
 def to_ints(value: Value, name: str) -> tuple[int, ...]:
-    """Return sizes or axes as integers. Raise UnsupportedCall, naming the input, for floating point tensors."""
+    """Return sizes or axes as integers. Raises UnsupportedCall, with the name of the input, for floating point."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
-            raise UnsupportedCall(f"{name}: computed from pixels.")
+            raise UnsupportedCall(f"{name}: sizes and indices computed from pixels are not supported.")
         value = value.flatten().tolist()
     return tuple(map(int, value)) if isinstance(value, tuple | list) else (int(value),)
 
 
-def check_size(sizes: Iterable[int], name: str, most: int = MAX_ELEMENTS) -> None:
-    """Raise UnsupportedCall, naming the input, where a value of such sizes cannot be a part of a network."""
-    if math.prod(sizes) > most:
-        raise UnsupportedCall(f"{name}: asks for more than {most} elements.")
+def check_size(sizes: Iterable[int], name: str, limit: int = MAX_ELEMENTS) -> None:
+    """Raise UnsupportedCall with the name of the input if a value with these sizes exceeds the limit."""
+    if math.prod(sizes) > limit:
+        raise UnsupportedCall(f"{name}: the result would have more than {limit} elements.")
 
 
 def flatten_padding(ends: Iterable[tuple[int, int]]) -> list[int]:
-    """Return voxels before and after each axis in the order of `functional.pad`: the last axis first."""
+    """Return the padding before and after each axis in the order of `functional.pad`, the last axis first."""
     return [voxels for end in reversed(list(ends)) for voxels in end]
 
 
 def _divide(a: Value, b: Value) -> Value:
-    """Divide; a quotient of integers is rounded towards zero, as ONNX demands."""
+    """Divide. Quotients of integers are rounded towards zero, as specified by ONNX."""
     if isinstance(a, int) and isinstance(b, int):
         return int(a / b)
     if all(isinstance(v, int) or (isinstance(v, Tensor) and not v.is_floating_point()) for v in (a, b)):
-        # A division that rounds towards zero ends the process for the lowest whole number by -1.
+        # torch's division with rounding towards zero crashes the process for the lowest integer divided by -1.
         return (torch.as_tensor(a) - torch.fmod(torch.as_tensor(a), torch.as_tensor(b))) // b
     return a / b
 
 
 def _power(a: Value, b: Value) -> Value:
-    """Raise to a power. Raise OverflowError for whole numbers that take long to compute."""
+    """Return `a` to the power of `b`. Raises OverflowError for integer results of more than about 1024 bits."""
     if isinstance(a, int) and isinstance(b, int) and a.bit_length() * b > 2**10:
         raise OverflowError("a power of more than 1024 bits")
     return a**b
 
 
 def _modulo(a: Value, b: Value, *, fmod: int = 0) -> Value:
-    """Return the remainder with the sign of `b`, or with `fmod` that of `a`."""
+    """Return the remainder, with the sign of `b`, or with the sign of `a` if `fmod` is set."""
     return torch.fmod(*map(torch.as_tensor, (a, b))) if fmod else _apply_elementwise(operator.mod, a, b)
 
 
 def _fold(function: Callable[[Any, Any], Any]) -> Callable[..., Value]:
-    """Return a function that applies `function` element by element to any number of values, one after the other."""
+    """Return a function that reduces any number of values with the elementwise `function`."""
 
     def call(*values: Value) -> Value:
         return reduce(partial(_apply_elementwise, function), values)
@@ -117,7 +117,7 @@ def _fold(function: Callable[[Any, Any], Any]) -> Callable[..., Value]:
 
 
 def _extremum(of_tensors: Callable[..., Tensor], of_numbers: Callable[..., Any], a: Value, b: Value) -> Value:
-    """Apply `of_tensors` where one value is a tensor, as the other then becomes too, and else `of_numbers`."""
+    """Apply `of_tensors` if either value is a tensor, after converting the other one, otherwise `of_numbers`."""
     for like in (a, b):
         if isinstance(like, Tensor):
             return of_tensors(torch.as_tensor(a).to(like), torch.as_tensor(b).to(like))
@@ -125,20 +125,20 @@ def _extremum(of_tensors: Callable[..., Tensor], of_numbers: Callable[..., Any],
 
 
 def _unary(function: Callable[[Any], Any], of_number: Callable[[Any], Any] | None = None) -> Callable[[Value], Value]:
-    """Return an operator that applies `function` to tensors, and `of_number` to every number of a size."""
+    """Return an operator that applies `function` to tensors, and `of_number` to numbers and elements of tuples."""
 
     def call(x: Value) -> Value:
         if isinstance(x, Tensor):
             return function(x)
         if of_number is None:
-            raise UnsupportedCall("input: sizes.")
+            raise UnsupportedCall("input: sizes are not supported.")
         return tuple(map(of_number, x)) if isinstance(x, tuple) else of_number(x)
 
     return call
 
 
 def _where(condition: Value, a: Value, b: Value) -> Value:
-    """Select elements of `a` where `condition` holds, and of `b` elsewhere."""
+    """Select elements of `a` where `condition` is true, and elements of `b` elsewhere."""
     if isinstance(condition, Tensor):
         return torch.where(condition, a, b)
     if not isinstance(condition, tuple):
@@ -148,7 +148,7 @@ def _where(condition: Value, a: Value, b: Value) -> Value:
 
 
 def _cast(x: Value, to: int) -> Value:
-    """Convert to the data type `to`; a floating point tensor keeps its precision, which an engine chooses."""
+    """Convert to the data type `to`. Floating-point tensors keep their precision, which the engine chooses."""
     floating = to in {1, 10, 11, 16}
     if isinstance(x, Tensor):
         if floating:

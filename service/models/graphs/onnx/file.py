@@ -1,6 +1,6 @@
-"""ONNX files by the library `onnx`, an optional dependency (`stackseg[onnx]`); no other file is opened by name.
+"""Read ONNX files with the library `onnx`, an optional dependency (`stackseg[onnx]`).
 
-`onnx` would look for tensors in other files wherever a file says, so that such tensors never reach it.
+Tensors with external data are never passed to `onnx`, because it would open any file that the model file names.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 ReadPart = Callable[[str, int, int | None], bytes]
-"""Name of a file in the model's folder, offset and length (None: to the end) -> bytes of that part."""
+"""A function that reads a part of a file in the model's folder, from its name, offset and length (None: to the end)."""
 
-# onnx.TensorProto.DataType: float, float16, double, bfloat16; and whole numbers and truths.
+# Codes of onnx.TensorProto.DataType. Floating point: float, float16, double, bfloat16; others: integers and booleans.
 FLOATING_POINT = frozenset([1, 10, 11, 16])
 BFLOAT16 = 16
 IMAGE_RANK = 5
 DATA_TYPES = FLOATING_POINT | frozenset([2, 3, 4, 5, 6, 7, 9])
-# Protocol buffers cannot be larger.
+# Largest size of a protocol buffer.
 MAX_BYTES = 2**31 - 1
-_DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError)
+_READ_ERRORS = (ValueError, IndexError, KeyError, TypeError, OverflowError)
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the graph. `inputs` and `outputs` are names of values, "" for an optional one that is left out."""
+    """A node of the graph. `inputs` and `outputs` are names of values, or "" for an omitted optional value."""
 
     operator: str
     domain: str
@@ -45,7 +45,7 @@ class Node:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """An input or output of the graph. A size of `shape` is None where any size fits; `shape` is None if not stated."""
+    """An input or output of the graph. Sizes in `shape` are None if not fixed; `shape` is None if not specified."""
 
     name: str
     dtype: int
@@ -54,7 +54,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Model:
-    """Content of a file: version of the standard operators, nodes, stored tensors by name, inputs and outputs."""
+    """The content of a file: version of the standard operators, nodes, stored tensors by name, inputs and outputs."""
 
     opset: int
     nodes: tuple[Node, ...]
@@ -64,7 +64,7 @@ class Model:
 
 
 def read(path: Path) -> Model:
-    """Read a file that has all tensors inside. Raise BrokenModel, naming what is refused, or that `onnx` is missing."""
+    """Read a file without external data. Raises BrokenModel if it is rejected or if `onnx` is not installed."""
     try:
         data = read_bytes(path)
     except OSError as error:
@@ -73,44 +73,44 @@ def read(path: Path) -> Model:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the bytes of a file. Raise BrokenModel, before any is read, where there are more than a message has."""
+    """Return the bytes of a file. Raises BrokenModel, before reading, if the file is too large."""
     if path.stat().st_size > MAX_BYTES:
-        raise BrokenModel(f"{path}: is larger than 2 GiB, which no ONNX file is.")
+        raise BrokenModel(f"{path}: is larger than 2 GiB, the limit of ONNX files.")
     return path.read_bytes()
 
 
 def parse(data: bytes, path: Path) -> Model:
-    """Read the bytes of a file; errors name `path`. Raise BrokenModel."""
+    """Parse the bytes of the file `path`. Raises BrokenModel."""
     try:
         return _read_model(_decode(data))
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error
-    except _DAMAGE as error:
+    except _READ_ERRORS as error:
         raise BrokenModel(f"{path}: cannot be read as ONNX: {error}") from error
 
 
 def find_image(model: Model) -> TensorInfo:
-    """Return the only input, [batch, channel, z, y, x] of floating point. Raise BrokenModel for any other."""
+    """Return the only input, a floating-point image [batch, channel, z, y, x]. Raises BrokenModel for other inputs."""
     if len(model.inputs) != 1:
-        raise BrokenModel(f"graph.input: it takes {len(model.inputs)} inputs; exactly one image can be given.")
+        raise BrokenModel(f"graph.input: the network has {len(model.inputs)} inputs; exactly one image is supported.")
     (image,) = model.inputs
     if image.shape is not None and len(image.shape) != IMAGE_RANK:
         raise BrokenModel(
-            f"graph.input {image.name}: {len(image.shape)} axes; only batch, channel, z, y, x can be honoured."
+            f"graph.input {image.name}: {len(image.shape)} axes; only batch, channel, z, y, x are supported."
         )
     if image.dtype not in FLOATING_POINT:
-        raise BrokenModel(f"graph.input {image.name}: data type {image.dtype}; only floating point can be honoured.")
+        raise BrokenModel(f"graph.input {image.name}: data type {image.dtype}; only floating point is supported.")
     if image.shape is not None and image.shape[0] not in {None, 1}:
         raise BrokenModel(
-            f"graph.input {image.name}: a batch of {image.shape[0]}; export it with one window, or any number."
+            f"graph.input {image.name}: the batch size is fixed to {image.shape[0]}; export it with size 1 or any size."
         )
     return image
 
 
 def embed_external_data(data: bytes, read_part: ReadPart) -> bytes:
-    """Return a file with its external tensors inside, which `read_part` reads from other files.
+    """Return the bytes of an ONNX file with all external tensors embedded, which `read_part` reads from other files.
 
-    Raise BrokenModel or ValueError for a file that cannot be read, or that would be larger than 2 GiB.
+    Raises BrokenModel or ValueError if the file cannot be read, or if it would be larger than 2 GiB.
     """
     model = _decode(data)
     size = len(data)
@@ -121,16 +121,16 @@ def embed_external_data(data: bytes, read_part: ReadPart) -> bytes:
             stored = read_part(entries["location"], int(entries.get("offset", "0")), length)
             size += len(stored)
             if size > MAX_BYTES:
-                raise ValueError("with its tensors inside it is larger than 2 GiB")
+                raise ValueError("with its tensors embedded it is larger than 2 GiB")
             tensor.raw_data = stored
             tensor.ClearField("external_data")
             tensor.ClearField("data_location")
-    whole: bytes = model.SerializeToString()
-    return whole
+    content: bytes = model.SerializeToString()
+    return content
 
 
 def _decode(data: bytes) -> ModelProto:
-    """Parse a message. Raise BrokenModel where `onnx` is not installed, ValueError for what is no message."""
+    """Parse an ONNX message. Raises BrokenModel if `onnx` is not installed, ValueError for invalid data."""
     onnx = _import_onnx()
     try:
         model: ModelProto = onnx.ModelProto.FromString(data)
@@ -140,7 +140,7 @@ def _decode(data: bytes) -> ModelProto:
 
 
 def _import_onnx() -> Any:
-    """Import `onnx`, which takes a while, when a file needs it. Raise BrokenModel where it is not installed."""
+    """Import `onnx` when it is needed, because it takes a while. Raises BrokenModel if it is not installed."""
     try:
         return import_module("onnx")
     except ImportError as error:
@@ -150,9 +150,9 @@ def _import_onnx() -> Any:
 def _read_model(model: ModelProto) -> Model:
     graph: GraphProto = model.graph
     if not model.HasField("graph"):
-        raise ValueError("there is no graph in it")
+        raise ValueError("it contains no graph")
     if graph.sparse_initializer:
-        raise BrokenModel("it has sparse tensors, which cannot be honoured.")
+        raise BrokenModel("it has sparse tensors, which are not supported.")
     versions = {entry.domain: entry.version for entry in model.opset_import}
     tensors = {tensor.name: _read_tensor(tensor) for tensor in graph.initializer}
     infos = map(_read_tensor_info, graph.input)
@@ -160,7 +160,7 @@ def _read_model(model: ModelProto) -> Model:
         versions.get("", versions.get("ai.onnx", 0)),
         tuple(map(_read_node, graph.node)),
         tensors,
-        # Until IR version 4 stored tensors were inputs too.
+        # Before IR version 4, stored tensors were also listed as inputs.
         tuple(info for info in infos if info.name not in tensors),
         tuple(map(_read_tensor_info, graph.output)),
     )
@@ -172,7 +172,7 @@ def _read_node(node: NodeProto) -> Node:
 
 
 def _read_attribute(attribute: AttributeProto) -> Any:
-    """Return a number, a text, an array or a tuple of numbers; None for others, which no supported operator has."""
+    """Return a number, text, array or tuple of numbers, or None for types that no supported operator uses."""
     value = _import_onnx().helper.get_attribute_value(attribute)
     if attribute.type == attribute.TENSOR:
         return _read_tensor(value)
@@ -185,11 +185,11 @@ def _read_attribute(attribute: AttributeProto) -> Any:
 
 def _read_tensor(tensor: TensorProto) -> Array:
     if tensor.data_type not in DATA_TYPES:
-        raise BrokenModel(f"a tensor {tensor.name!r} of data type {tensor.data_type} cannot be honoured.")
+        raise BrokenModel(f"the tensor {tensor.name!r} has the data type {tensor.data_type}, which is not supported.")
     if tensor.data_location == tensor.EXTERNAL:
-        raise BrokenModel(f"the tensor {tensor.name!r} lies in another file; import the model to take it in.")
+        raise BrokenModel(f"the tensor {tensor.name!r} is stored in another file; import the model to embed it.")
     if min(tensor.dims, default=0) < 0:
-        raise ValueError(f"the tensor {tensor.name!r} of {list(tensor.dims)} has a negative size")
+        raise ValueError(f"the tensor {tensor.name!r} of shape {list(tensor.dims)} has a negative size")
     array: Array = _import_onnx().numpy_helper.to_array(tensor)
     return array.astype(np.float32) if tensor.data_type == BFLOAT16 else array
 

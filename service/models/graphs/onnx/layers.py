@@ -1,4 +1,4 @@
-"""Calls of ONNX's operators in a graph that are layers: activations, norms and pixel shuffles."""
+"""Finders of layers in graphs of ONNX operators: activations, norms and pixel shuffles."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from service.models.graphs.layers import (
     find_activation,
     find_norm,
     find_prelu,
-    first_input,
-    follow,
+    get_first_input,
+    get_only_user,
     is_per_channel,
     is_volume,
     make_norm,
@@ -25,35 +25,38 @@ from service.models.graphs.layers import (
 )
 from service.models.graphs.onnx.operators import OPERATORS
 
-RESHAPES, PRODUCTS, ADDITIONS = ({OPERATORS[name]} for name in ("Reshape", "Mul", "Add"))
+RESHAPES, MULTIPLICATIONS, ADDITIONS = ({OPERATORS[name]} for name in ("Reshape", "Mul", "Add"))
 
 
 def _find_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
-    """Find a norm of a volume, or a group norm that was exported as an instance norm of groups, between reshapes."""
-    if is_volume(first_input(node), shapes):
+    """Find a norm of a volume, or a group norm exported as an instance norm of its groups between two reshapes."""
+    if is_volume(get_first_input(node), shapes):
         return find_norm(network, node, shapes)
-    settings, before, after = read_arguments(network, node), first_input(node), follow(node, RESHAPES)
+    settings, before, after = read_arguments(network, node), get_first_input(node), get_only_user(node, RESHAPES)
     if after is None or before.target not in RESHAPES or len(shapes.get(before, ())) != 3:
         return None
-    source = first_input(before)
-    plain = _has_only(settings["weight"], 1) and _has_only(settings["bias"], 0)
-    if not plain or not is_volume(source, shapes) or shapes[source] != shapes[after]:
+    source = get_first_input(before)
+    has_no_affine = _is_filled_with(settings["weight"], 1) and _is_filled_with(settings["bias"], 0)
+    if not has_no_affine or not is_volume(source, shapes) or shapes[source] != shapes[after]:
         return None
     groups, channels = shapes[before][1], shapes[source][1]
     result, weight, bias = _follow_affine(network, after, channels)
     return Layer(make_norm(groups, weight, bias, channels=channels, eps=settings["eps"]), source, result)
 
 
-def _has_only(values: Any, number: float) -> bool:
-    """Return whether values are a stored tensor of one number alone."""
+def _is_filled_with(values: Any, number: float) -> bool:
+    """Return whether `values` is a stored tensor in which every element is `number`."""
     return isinstance(values, Tensor) and bool((values == number).all())
 
 
 def _follow_affine(network: GraphModule, result: Node, channels: int) -> tuple[Node, Tensor | None, Tensor | None]:
-    """Follow a product and then a sum with numbers of each channel; return the last of them, and the numbers."""
+    """Find a multiplication and then an addition of per-channel constants after `result`.
+
+    Return the last of these calls, the weight and the bias, which are None if not found.
+    """
     weights = list[Tensor]()
-    for functions in (PRODUCTS, ADDITIONS):
-        call = follow(result, functions)
+    for functions in (MULTIPLICATIONS, ADDITIONS):
+        call = get_only_user(result, functions)
         weight = read_constant(network, call.args[1]) if call is not None else None
         if call is None or weight is None or not is_per_channel(weight, channels):
             break

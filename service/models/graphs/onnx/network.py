@@ -1,6 +1,6 @@
-"""ONNX file -> torch module, which every engine runs like any other.
+"""Convert ONNX files to torch modules, which every engine can run like other modules.
 
-No runtime of ONNX is involved. Only the operators listed here and in `service.models.graphs.onnx.operators` are run.
+No ONNX runtime is used. Only the operators listed here and in `service.models.graphs.onnx.operators` are supported.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from service.models.graphs.onnx.layers import ADDITIONS, FINDERS
 from service.models.graphs.onnx.operators import OPERATORS, resize, softmax_flattened
 
 STANDARD_DOMAINS = {"", "ai.onnx"}
-# Operators whose stored inputs with one axis are numbers for the call, not tensors of the network.
-NUMERIC_INPUTS = {"Resize", "Upsample", "Pad", "Clip", "Range", "Reshape", "Expand"}
-UNCHANGED = {"Identity", "Dropout"}
-# Stored whole numbers along one axis up to so many are numbers in the code of the graph.
-INLINED_NUMBERS = 64
-# Most elements of all tensors that are computed while a file is loaded, of those that it stores: 2 GiB as float32.
-MAX_CONSTANTS = 2**29
-_DAMAGE = (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, AttributeError)
+# Operators whose stored 1D inputs are passed to the call as numbers, not as tensors of the network.
+OPERATORS_WITH_NUMERIC_INPUTS = {"Resize", "Upsample", "Pad", "Clip", "Range", "Reshape", "Expand"}
+PASS_THROUGH_OPERATORS = {"Identity", "Dropout"}
+# Longest stored 1D integer tensor that becomes numbers in the code of the graph.
+MAX_INLINED_NUMBERS = 64
+# Largest number of elements of all tensors that are computed from stored tensors while loading: 2 GiB as float32.
+MAX_CONSTANT_ELEMENTS = 2**29
+_BUILD_ERRORS = (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, AttributeError)
 
 
 def load_onnx(path: Path, window: Sequence[int]) -> nn.Module:
-    """Load the network of an `.onnx` file, float32 on the CPU, in evaluation mode, for windows [C, z, y, x].
+    """Load the network of an `.onnx` file, in float32 on the CPU, in evaluation mode, for windows [C, z, y, x].
 
-    It takes other windows, too, where the file does; layers are found by what they do to that one.
-    A file whose batch axis is fixed to one is run window by window. Raise BrokenModel, naming what is refused.
+    Layers are recognized by the shapes for this window. Other windows work if the file allows them. If the file fixes
+    the batch size to 1, windows are computed one by one. Raises BrokenModel with the reason if the file is rejected.
     """
     model = file.read(path)
     try:
@@ -49,15 +49,15 @@ def load_onnx(path: Path, window: Sequence[int]) -> nn.Module:
             network = OnnxNetwork(image, add_layers(_NetworkBuilder(model).build(image), window, FINDERS, ADDITIONS))
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error
-    except _DAMAGE as error:
-        raise BrokenModel(f"{path}: cannot be made a network of: {error}") from error
+    except _BUILD_ERRORS as error:
+        raise BrokenModel(f"{path}: cannot be converted to a network: {error}") from error
     return network.eval().requires_grad_(requires_grad=False)
 
 
 class OnnxNetwork(nn.Module):
-    """Network of a graph: image [B, C, z, y, x] -> first output, scores [B, K, z, y, x].
+    """The network of an ONNX graph: image [B, C, z, y, x] -> first output, scores [B, K, z, y, x].
 
-    image  input of the graph; sizes that it states are the only ones that the network takes
+    image  input of the graph, whose fixed sizes are the only ones accepted
     """
 
     def __init__(self, image: TensorInfo, network: nn.Module) -> None:
@@ -66,7 +66,7 @@ class OnnxNetwork(nn.Module):
         self._shape = image.shape
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the scores of `x`. Raise ValueError for a shape or a step that the file does not allow for."""
+        """Compute the scores of `x`. Raises ValueError for a shape that the file does not allow."""
         if self._shape is not None:
             fits = [edge is None or edge == length for edge, length in zip(self._shape[1:], x.shape[1:], strict=True)]
             if not all(fits):
@@ -78,12 +78,12 @@ class OnnxNetwork(nn.Module):
 
 
 class _NetworkBuilder:
-    """Builder of one network.
+    """A builder of one network.
 
-    _values   results by their names in the file: nodes of what is computed from the image; else tensors, numbers or
-              tuples of numbers
-    _tensors  nodes that hold stored tensors, by these
-    _constants  elements of tensors that were computed of stored ones
+    _values             results by their names in the file: nodes if computed from the image, otherwise tensors, numbers
+                        or tuples of numbers
+    _tensors            nodes of stored tensors, by tensor
+    _constant_elements  number of elements of all tensors computed from stored tensors
     """
 
     def __init__(self, model: Model) -> None:
@@ -91,17 +91,17 @@ class _NetworkBuilder:
         self._root, self._graph = nn.Module(), fx.Graph()
         self._values: dict[str, Value] = {name: _to_value(array) for name, array in model.tensors.items()}
         self._tensors: dict[Tensor, fx.Node] = {}
-        self._constants = 0
+        self._constant_elements = 0
 
     def build(self, image: TensorInfo) -> fx.GraphModule:
-        """Build the network. Raise BrokenModel."""
+        """Build the network. Raises BrokenModel."""
         if not self._model.outputs:
-            raise BrokenModel("graph.output: nothing comes out of it.")
+            raise BrokenModel("graph.output: the graph has no output.")
         self._values[image.name] = self._graph.placeholder("image")
         for node in self._model.nodes:
             if node.domain not in STANDARD_DOMAINS:
                 raise BrokenModel(
-                    f"{node.operator} of {node.domain} is not an operator of ONNX; no code of others is run."
+                    f"{node.operator} of {node.domain} is not a standard ONNX operator; custom code is not supported."
                 )
             try:
                 self._add_node(node)
@@ -109,14 +109,14 @@ class _NetworkBuilder:
                 raise BrokenModel(f"{node.operator}: {error}") from error
         scores = self._values.get(self._model.outputs[0].name)
         if not isinstance(scores, fx.Node):
-            raise BrokenModel(f"graph.output {self._model.outputs[0].name}: nothing makes it of the image.")
+            raise BrokenModel(f"graph.output {self._model.outputs[0].name}: it is not computed from the image.")
         self._graph.output(scores)
         return make_graph_module(self._root, self._graph)
 
     def _add_node(self, node: Node) -> None:
         if node.operator == "Constant":
             self._values[node.outputs[0]] = _to_value(read_constant(node.attributes))
-        elif node.operator in UNCHANGED:
+        elif node.operator in PASS_THROUGH_OPERATORS:
             self._values[node.outputs[0]] = self._get_value(node.inputs[0])
         elif node.operator in _BUILDERS:
             _BUILDERS[node.operator](self, node)
@@ -125,21 +125,21 @@ class _NetworkBuilder:
         elif node.operator in OPERATORS:
             self._add_call(node, OPERATORS[node.operator], node.attributes)
         else:
-            raise BrokenModel(f"{node.operator} is not on the list in service/models/graphs/onnx/operators.py.")
+            raise BrokenModel(f"{node.operator} is not supported; see service/models/graphs/onnx/operators.py.")
 
     def _add_call(self, node: Node, function: Callable[..., Value], attributes: Mapping[str, Any]) -> None:
-        """Add the call of a function with the node's inputs, or call it at once where no pixel is among them."""
+        """Add a call of a function with the node's inputs, or compute it now if it does not depend on the image."""
         settings = read_settings(function, attributes)
         arguments = [self._get_value(name) for name in node.inputs]
-        if node.operator in NUMERIC_INPUTS:
+        if node.operator in OPERATORS_WITH_NUMERIC_INPUTS:
             arguments[1:] = [_to_numbers(argument) for argument in arguments[1:]]
         if any(isinstance(argument, fx.Node) for argument in arguments):
             result: Any = self._graph.call_function(function, tuple(map(self._to_argument, arguments)), settings)
         else:
             result = _compute_constant(function, arguments, settings)
-            self._constants += result.numel() if isinstance(result, Tensor) else 0
-            if self._constants > MAX_CONSTANTS:
-                raise UnsupportedCall(f"its constants have more than {MAX_CONSTANTS} elements.")
+            self._constant_elements += result.numel() if isinstance(result, Tensor) else 0
+            if self._constant_elements > MAX_CONSTANT_ELEMENTS:
+                raise UnsupportedCall(f"constants of the graph have more than {MAX_CONSTANT_ELEMENTS} elements.")
         parts = [result]
         if node.operator == "Split":
             parts = [self._get_part(result, index) for index in range(len(node.outputs))]
@@ -152,11 +152,11 @@ class _NetworkBuilder:
 
     def _get_value(self, name: str) -> Value:
         if name and name not in self._values:
-            raise UnsupportedCall(f"{name}: nothing makes it.")
+            raise UnsupportedCall(f"{name}: this input is not defined.")
         return self._values[name] if name else None
 
     def _to_argument(self, value: Value) -> Any:
-        """Return a node that holds a stored tensor, and other values unchanged."""
+        """Return the node of a stored tensor, and other values unchanged."""
         if not isinstance(value, Tensor):
             return value
         if value not in self._tensors:
@@ -166,23 +166,23 @@ class _NetworkBuilder:
         return self._tensors[value]
 
     def _get_weights(self, node: Node, index: int) -> Tensor | None:
-        """Return a stored tensor of a layer; None for an input that is left out."""
+        """Return a stored tensor of a layer, or None for an omitted input."""
         weights = self._get_value(node.inputs[index]) if index < len(node.inputs) else None
         if weights is not None and not isinstance(weights, Tensor):
-            raise UnsupportedCall(f"input {index}: weights that are computed cannot be honoured.")
+            raise UnsupportedCall(f"input {index}: computed weights are not supported.")
         return weights
 
     def _require_weights(self, node: Node, index: int) -> Tensor:
         weights = self._get_weights(node, index)
         if weights is None:
-            raise UnsupportedCall(f"input {index}: is left out.")
+            raise UnsupportedCall(f"input {index}: it is missing.")
         return weights
 
     def _add_layer(self, node: Node, module: nn.Module, padding: Sequence[int] = (), value: float = 0.0) -> None:
-        """Add a module, after padding in the order of `functional.pad`."""
+        """Add a module, preceded by constant padding in the order of `functional.pad`."""
         source = self._get_value(node.inputs[0])
         if not isinstance(source, fx.Node):
-            raise UnsupportedCall("input 0: is not computed from the image.")
+            raise UnsupportedCall("input 0: it is not computed from the image.")
         if any(padding):
             module = nn.Sequential(nn.ConstantPad3d(tuple(padding), value), module)  # type: ignore[arg-type]
         name = f"layer_{len(self._graph.nodes)}"
@@ -192,17 +192,17 @@ class _NetworkBuilder:
     def _add_convolution(self, node: Node) -> None:
         weight, bias = self._require_weights(node, 1), self._get_weights(node, 2)
         if weight.dim() != INPUT_RANK:
-            raise UnsupportedCall(f"W: {weight.dim() - 2} axes in space; only networks of z, y and x can be honoured.")
+            raise UnsupportedCall(f"W: {weight.dim() - 2} spatial axes; only z, y and x are supported.")
         transposed = node.operator == "ConvTranspose"
         settings = read_window(node.attributes, tuple(weight.shape[2:]))
         if transposed:
             if "output_shape" in node.attributes:
-                raise UnsupportedCall("output_shape: cannot be honoured; export it with output_padding.")
+                raise UnsupportedCall("output_shape: not supported; export it with output_padding.")
             settings["output_padding"] = node.attributes.get("output_padding", (0, 0, 0))
         before, after = settings.pop("before"), settings.pop("after")
         symmetric = before == after
         if transposed and not symmetric:
-            raise UnsupportedCall("pads: before and after an axis differ.")
+            raise UnsupportedCall("pads: different padding before and after an axis is not supported.")
         settings |= {"groups": int(node.attributes.get("group", 1)), "padding": before if symmetric else 0}
         module = make_convolution(weight, bias, transposed=transposed, **settings)
         self._add_layer(node, module, () if symmetric else flatten_padding(zip(before, after, strict=True)))
@@ -225,12 +225,12 @@ class _NetworkBuilder:
         before, after = settings.pop("before"), settings.pop("after")
         settings["ceil_mode"] = bool(attributes.get("ceil_mode", 0))
         if node.operator == "MaxPool":
-            # Padded voxels are never a maximum.
+            # Pad with -inf, so that padded voxels are never the maximum.
             padding = flatten_padding(zip(before, after, strict=True))
             self._add_layer(node, nn.MaxPool3d(kernel, **settings), padding, -math.inf)
             return
         if settings.pop("dilation") != (1, 1, 1) or before != after:
-            raise UnsupportedCall("dilations or pads: cannot be honoured.")
+            raise UnsupportedCall("dilations or pads: not supported with these values.")
         self._add_layer(node, nn.AvgPool3d(kernel, padding=before, count_include_pad=include_padding, **settings))
 
     def _add_resize(self, node: Node) -> None:
@@ -252,22 +252,22 @@ _BUILDERS: dict[str, Callable[[_NetworkBuilder, Node], None]] = {
 
 
 def _compute_constant(function: Callable[..., Value], arguments: Sequence[Value], settings: Mapping[str, Any]) -> Value:
-    """Call a function of stored tensors and numbers. Raise BrokenModel or UnsupportedCall for a too large result."""
+    """Call a function on stored tensors and numbers. Raises BrokenModel or UnsupportedCall for too large results."""
     try:
         result = function(*(each.to("meta") if isinstance(each, Tensor) else each for each in arguments), **settings)
         if isinstance(result, Tensor):
             check_elements(result.shape)
     except UnsupportedCall:
         raise
-    except _DAMAGE:
-        # It needs the numbers.
+    except _BUILD_ERRORS:
+        # The function needs the values of tensors and cannot run on the meta device.
         with limit_sizes():
             return function(*arguments, **settings)
     return function(*arguments, **settings)
 
 
 def _to_value(value: Any) -> Value:
-    """Return an array or tensor as a number or a tuple where it is a size, floating point as float32."""
+    """Convert an array or tensor: to a number or tuple if it may be a size, to float32 if it is floating point."""
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(np.array(value, value.dtype.newbyteorder("=")))
     if not isinstance(value, Tensor):
@@ -276,9 +276,9 @@ def _to_value(value: Any) -> Value:
         return value.item()
     if value.is_floating_point():
         return value.float()
-    return tuple(value.tolist()) if value.dim() == 1 and len(value) <= INLINED_NUMBERS else value
+    return tuple(value.tolist()) if value.dim() == 1 and len(value) <= MAX_INLINED_NUMBERS else value
 
 
 def _to_numbers(value: Value) -> Value:
-    """Return a stored tensor with one axis as a tuple, and other values unchanged."""
+    """Return a stored 1D tensor as a tuple, and other values unchanged."""
     return tuple(value.tolist()) if isinstance(value, Tensor) and value.dim() == 1 else value

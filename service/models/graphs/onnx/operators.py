@@ -1,6 +1,6 @@
-"""Operators of ONNX as functions of torch, with the inputs and attributes of the ONNX specification, opset 9 to 23.
+"""ONNX operators implemented with torch, with the inputs and attributes of the ONNX specification, opsets 9 to 23.
 
-Values are tensors of any shape, or numbers and tuples of numbers where a graph computes sizes.
+Values are tensors of any shape, or numbers and tuples of numbers if the graph computes sizes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import functional
 from service.models.graphs.graph_module import multiply
 from service.models.graphs.onnx.elementwise import (
     ELEMENTWISE,
-    MAX_NUMBERS,
+    MAX_TUPLE_ELEMENTS,
     UnsupportedCall,
     Value,
     check_size,
@@ -43,19 +43,19 @@ def gather(x: Value, indices: Value, axis: int = 0) -> Value:
         return tuple(x[int(i)] for i in indices) if isinstance(indices, tuple) else x[int(indices)]
     x = to_tensor(x)
     if isinstance(indices, Tensor) and indices.is_floating_point():
-        raise UnsupportedCall("indices: computed from pixels.")
+        raise UnsupportedCall("indices: indices computed from pixels are not supported.")
     if not isinstance(indices, Tensor | tuple):
         return x.select(axis, int(indices))
-    places = torch.as_tensor(indices, device=x.device) % x.shape[axis]
+    positions = torch.as_tensor(indices, device=x.device) % x.shape[axis]
     axis %= x.dim()
-    return x.index_select(axis, places.flatten()).reshape(*x.shape[:axis], *places.shape, *x.shape[axis + 1 :])
+    return x.index_select(axis, positions.flatten()).reshape(*x.shape[:axis], *positions.shape, *x.shape[axis + 1 :])
 
 
 def concat(*values: Value, axis: int) -> Value:
     if any(isinstance(value, Tensor) for value in values):
         return torch.cat([to_tensor(value) for value in values], axis)
     numbers = [value if isinstance(value, tuple) else (value,) for value in values]
-    check_size((sum(map(len, numbers)),), "inputs", MAX_NUMBERS)
+    check_size((sum(map(len, numbers)),), "inputs", MAX_TUPLE_ELEMENTS)
     return tuple(itertools.chain.from_iterable(numbers))
 
 
@@ -87,7 +87,7 @@ def squeeze(x: Value, axes: Value = None) -> Value:
 
 
 def slice_axes(x: Value, starts: Value, ends: Value, axes: Value = None, steps: Value = None) -> Value:
-    """Slice axes; a negative step, which torch does not slice with, becomes a selection of indices."""
+    """Slice axes. Negative steps, which torch does not support in slices, become a selection of indices."""
     first, last = to_ints(starts, "starts"), to_ints(ends, "ends")
     sliced_axes = range(len(first)) if axes is None else to_ints(axes, "axes")
     strides = (1,) * len(first) if steps is None else to_ints(steps, "steps")
@@ -107,15 +107,15 @@ def split(x: Tensor, split: Value = None, *, axis: int = 0, num_outputs: int = 0
     if split is not None:
         return torch.split(x, list(to_ints(split, "split")), axis)
     if not num_outputs:
-        raise UnsupportedCall("split: is not stated.")
+        raise UnsupportedCall("split: neither split nor num_outputs is given.")
     return torch.split(x, -(-x.shape[axis] // num_outputs), axis)
 
 
 def expand(x: Value, shape: Value) -> Value:
     sizes = to_ints(shape, "shape")
-    numbers = not isinstance(x, Tensor) and len(sizes) < 2
-    check_size(sizes, "shape", MAX_NUMBERS if numbers else MAX_ELEMENTS)
-    if numbers:
+    is_tuple = not isinstance(x, Tensor) and len(sizes) < 2
+    check_size(sizes, "shape", MAX_TUPLE_ELEMENTS if is_tuple else MAX_ELEMENTS)
+    if is_tuple:
         return x if not sizes or (isinstance(x, tuple) and len(x) > 1) else (to_number(x),) * sizes[0]
     x = to_tensor(x)
     return x.expand(torch.broadcast_shapes(x.shape, sizes))  # type: ignore[no-untyped-call]
@@ -133,38 +133,38 @@ def einsum(*operands: Tensor, equation: str) -> Tensor:
 
 
 def gather_nd(x: Value, indices: Value, *, batch_dims: int = 0) -> Tensor:
-    """Return the parts of `x` at the places that the last axis of `indices` tells."""
+    """Return the parts of `x` at the positions given by the last axis of `indices`."""
     if batch_dims:
-        raise UnsupportedCall(f"batch_dims: {batch_dims} cannot be honoured.")
-    return to_tensor(x)[_read_places(indices)]
+        raise UnsupportedCall(f"batch_dims: {batch_dims} is not supported.")
+    return to_tensor(x)[_split_indices(indices)]
 
 
 def scatter_nd(x: Value, indices: Value, updates: Value, *, reduction: str = "none") -> Tensor:
-    """Return a copy of `x` with `updates` at the places that the last axis of `indices` tells."""
+    """Return a copy of `x` with `updates` at the positions given by the last axis of `indices`."""
     if reduction not in {"none", "add"}:
-        raise UnsupportedCall(f"reduction: {reduction} cannot be honoured.")
+        raise UnsupportedCall(f"reduction: {reduction} is not supported.")
     data = to_tensor(x)
-    return data.index_put(_read_places(indices), to_tensor(updates).to(data), accumulate=reduction == "add")
+    return data.index_put(_split_indices(indices), to_tensor(updates).to(data), accumulate=reduction == "add")
 
 
-def _read_places(indices: Value) -> tuple[Tensor, ...]:
-    """Return the indices of each axis. Raise UnsupportedCall for floating point ones."""
-    places = to_tensor(indices)
-    if places.is_floating_point():
-        raise UnsupportedCall("indices: computed from pixels.")
-    return places.unbind(-1)
+def _split_indices(indices: Value) -> tuple[Tensor, ...]:
+    """Return the indices along each axis. Raises UnsupportedCall for floating-point indices."""
+    positions = to_tensor(indices)
+    if positions.is_floating_point():
+        raise UnsupportedCall("indices: indices computed from pixels are not supported.")
+    return positions.unbind(-1)
 
 
 def constant_of_shape(shape: Value, value: Any = 0.0) -> Value:
     sizes = to_ints(shape, "input")
-    check_size(sizes, "input", MAX_NUMBERS if len(sizes) == 1 else MAX_ELEMENTS)
+    check_size(sizes, "input", MAX_TUPLE_ELEMENTS if len(sizes) == 1 else MAX_ELEMENTS)
     number = value.item() if isinstance(value, np.ndarray) else value
     return (number,) * sizes[0] if len(sizes) == 1 else torch.full(sizes, number)
 
 
 def make_range(start: Value, limit: Value, delta: Value) -> Value:
     numbers = range(*(int(to_number(value)) for value in (start, limit, delta)))
-    check_size((len(numbers),), "limit", MAX_NUMBERS)
+    check_size((len(numbers),), "limit", MAX_TUPLE_ELEMENTS)
     return tuple(numbers)
 
 
@@ -173,7 +173,7 @@ def softmax(x: Tensor, axis: int = -1) -> Tensor:
 
 
 def softmax_flattened(x: Tensor, axis: int = 1) -> Tensor:
-    """Compute softmax over all axes from `axis` on, as defined until opset 12."""
+    """Compute softmax over all axes starting at `axis`, as defined before opset 13."""
     return functional.softmax(x.flatten(axis), -1).reshape(x.shape)
 
 
@@ -183,7 +183,7 @@ def clip(x: Value, lowest: Value = None, highest: Value = None) -> Value:
         return x
     if isinstance(x, Tensor):
         return x.clamp(low, high)
-    raise UnsupportedCall("input: sizes.")
+    raise UnsupportedCall("input: sizes are not supported.")
 
 
 def reduce_axes(
@@ -202,9 +202,9 @@ def reduce_axes(
 
 
 def multiply_sizes(x: Value, _axes: Value = None, *, keepdims: int = 1) -> Value:
-    """Multiply sizes along their only axis."""
+    """Return the product of a tuple of sizes."""
     if isinstance(x, Tensor):
-        raise UnsupportedCall("data: pixels.")
+        raise UnsupportedCall("data: only sizes are supported, not tensors.")
     product = reduce(multiply, x, 1)
     return (product,) if keepdims else product
 
@@ -219,12 +219,12 @@ def pad(x: Tensor, pads: Value, value: Value = None, axes: Value = None, *, mode
         return functional.pad(x, flatten_padding(ends), value=float(to_number(value) or 0))
     modes = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
     if any(map(any, ends[:2])) or mode not in modes:
-        raise UnsupportedCall(f"mode: {mode} of batch or channels.")
+        raise UnsupportedCall(f"mode: {mode} is not supported here, for example for batch or channels.")
     return functional.pad(x, flatten_padding(ends[2:]), mode=modes[mode])
 
 
 def resize(x: Tensor, _roi: Value = None, scales: Value = None, sizes: Value = None, *, torch_mode: str) -> Tensor:
-    """Interpolate a volume; `torch_mode` is one of `functional.interpolate`, or "corners" for aligned corners."""
+    """Interpolate a volume. `torch_mode` is a mode of `functional.interpolate`, or "corners" for aligned corners."""
     edges: Any = None
     factors: Any = None
     if sizes is not None and sizes != ():
@@ -232,7 +232,7 @@ def resize(x: Tensor, _roi: Value = None, scales: Value = None, sizes: Value = N
     else:
         factors = tuple(map(float, scales))
         if any(factor != 1 for factor in factors[:-3]):
-            raise UnsupportedCall("scales: of batch or channels.")
+            raise UnsupportedCall("scales: scaling of batch or channels is not supported.")
         factors = factors[-3:]
     if torch_mode.startswith("nearest"):
         return functional.interpolate(x, edges, factors, torch_mode)
@@ -249,7 +249,7 @@ def instance_norm(x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e
 
 
 def group_norm(x: Tensor, scale: Tensor, bias: Tensor, *, num_groups: int, epsilon: float = 1e-5) -> Tensor:
-    """Normalise groups of channels; scale and bias belong to channels, or until opset 20 to groups."""
+    """Normalize groups of channels. Scale and bias are per channel, or per group before opset 21."""
     if len(scale) != x.shape[1]:
         scale, bias = (value.repeat_interleave(x.shape[1] // num_groups) for value in (scale, bias))
     return functional.group_norm(x, num_groups, scale, bias, epsilon)
@@ -277,7 +277,7 @@ def gemm(  # noqa: PLR0913
     transpose_a: int = 0,
     transpose_b: int = 0,
 ) -> Tensor:
-    """Return alpha * a @ b + beta * c, of which `a` and `b` may be transposed first."""
+    """Return alpha * a @ b + beta * c, optionally with `a` or `b` transposed."""
     product = alpha * ((a.T if transpose_a else a) @ (b.T if transpose_b else b))
     return product if c is None else product + beta * c
 
@@ -344,6 +344,6 @@ OPERATORS: dict[str, Callable[..., Value]] = ELEMENTWISE | {
 }
 for _name, _function in OPERATORS.items():
     if isinstance(_function, partial):
-        # The code of a graph names its functions.
+        # The generated code of a graph refers to functions by name.
         _function.__dict__["__name__"] = _name
-"""Supported operators by name, besides those that `network` makes into modules or constants."""
+"""Supported operators by name, except those that `network` converts to modules or constants."""

@@ -1,4 +1,4 @@
-"""ONNX files of others: what is run of them, and what is refused before anything runs."""
+"""Tests of networks from untrusted ONNX files, and of the checks that reject files before anything runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from service.models.graphs.onnx.network import load_onnx
 
 SHAPE = (2, 1, 32, 32, 32)
 CPU = torch.device("cpu")
-OF_ONE_WINDOW: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
+FIXED_SIZE_NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
     "VNet": (lambda: VNet(3, 1, 2), (16, 16, 16)),
     "UNETR": (lambda: UNETR(1, 2, (32, 16, 16), 4, 24, 32, 2), (32, 16, 16)),
     "SwinUNETR": (
@@ -35,27 +35,27 @@ OF_ONE_WINDOW: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] =
         (64, 32, 32),
     ),
 }
-OPEN = {"x": {0: "b", 2: "depth", 3: "height", 4: "width"}}
+DYNAMIC_AXES = {"x": {0: "b", 2: "depth", 3: "height", 4: "width"}}
 
 
 @pytest.mark.parametrize("name", ["VNet", "UNETR", pytest.param("SwinUNETR", marks=pytest.mark.thorough)])
-def test_a_network_of_one_window_gives_what_it_gave_before(name: str, tmp_path: Path) -> None:
+def test_loaded_fixed_size_network_gives_the_scores_of_the_original(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    make, size = OF_ONE_WINDOW[name]
+    make, size = FIXED_SIZE_NETWORKS[name]
     network, image = make(), torch.rand(1, 1, *size)
     loaded = load_onnx(export_onnx(network, tmp_path / "n.onnx", image.shape, {"x": {0: "b"}}), (1, *size))
     with torch.inference_mode():
         torch.testing.assert_close(loaded(image), network(image), rtol=1e-4, atol=1e-4)
 
 
-def test_engines_run_it_like_any_other(tmp_path: Path) -> None:
+def test_engines_can_run_loaded_networks(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    loaded = load_onnx(export_onnx(ShuffleUNet(1, 2, (4, 8)), tmp_path / "n.onnx", SHAPE, OPEN), SHAPE[1:])
+    loaded = load_onnx(export_onnx(ShuffleUNet(1, 2, (4, 8)), tmp_path / "n.onnx", SHAPE, DYNAMIC_AXES), SHAPE[1:])
     image = torch.rand(SHAPE)
     with torch.inference_mode():
         expected = loaded(image)
-        narrow = prepare(loaded, CPU, torch.bfloat16, torch.channels_last_3d)
-        torch.testing.assert_close(narrow(image.bfloat16()), expected, rtol=0.1, atol=0.1)
+        bfloat16 = prepare(loaded, CPU, torch.bfloat16, torch.channels_last_3d)
+        torch.testing.assert_close(bfloat16(image.bfloat16()), expected, rtol=0.1, atol=0.1)
         if OpenVinoBackend().explain_missing() is None:
             module = prepare(loaded, CPU, torch.float32, torch.contiguous_format)
             config = EngineConfig("openvino", "fp32", "contiguous", len(image))
@@ -63,7 +63,7 @@ def test_engines_run_it_like_any_other(tmp_path: Path) -> None:
             torch.testing.assert_close(other(image), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_a_file_for_one_window_takes_no_other(tmp_path: Path) -> None:
+def test_file_with_a_fixed_window_accepts_no_other_window(tmp_path: Path) -> None:
     torch.manual_seed(0)
     loaded = load_onnx(export_onnx(ShuffleUNet(1, 2, (4, 8)), tmp_path / "n.onnx", (1, *SHAPE[1:])), SHAPE[1:])
     with pytest.raises(ValueError, match="fixes its input"):
@@ -71,56 +71,61 @@ def test_a_file_for_one_window_takes_no_other(tmp_path: Path) -> None:
 
 
 RELU = [helper.make_node("Relu", ["x"], ["y"])]
-FLAT = helper.make_node("Conv", ["x", "w"], ["y"])
+CONV_2D = helper.make_node("Conv", ["x", "w"], ["y"])
 VOLUME = ["b", 1, 8, 8, 8]
 
 
 @pytest.mark.parametrize(
-    ("shape", "nodes", "more", "word"),
+    ("shape", "nodes", "options", "reason"),
     [
         (["b", 1, 8, 8], RELU, {}, "graph.input x: 4 axes"),
-        ([4, 1, 8, 8, 8], RELU, {}, "graph.input x: a batch of 4"),
+        ([4, 1, 8, 8, 8], RELU, {}, "graph.input x: the batch size is fixed to 4"),
         (VOLUME, RELU, {"dtype": TensorProto.INT64}, "graph.input x: data type"),
-        (VOLUME, RELU, {"also": [helper.make_tensor_value_info("t", TensorProto.FLOAT, [1])]}, "takes 2 inputs"),
+        (
+            VOLUME,
+            RELU,
+            {"also": [helper.make_tensor_value_info("t", TensorProto.FLOAT, [1])]},
+            "the network has 2 inputs",
+        ),
         (VOLUME, [helper.make_node("Custom", ["x"], ["y"], domain="com.acme")], {}, "Custom of com.acme"),
-        (VOLUME, [helper.make_node("Loop", ["x"], ["y"])], {}, "Loop is not on the list"),
-        (VOLUME, [helper.make_node("Relu", ["z"], ["y"])], {}, "Relu: z: nothing makes it"),
-        (VOLUME, [helper.make_node("Relu", ["x"], ["z"])], {}, "graph.output y: nothing makes it"),
-        (VOLUME, [FLAT], {"stored": {"w": np.zeros((2, 1, 3, 3), np.float32)}}, "Conv: W: 2 axes"),
+        (VOLUME, [helper.make_node("Loop", ["x"], ["y"])], {}, "Loop is not supported"),
+        (VOLUME, [helper.make_node("Relu", ["z"], ["y"])], {}, "Relu: z: this input is not defined"),
+        (VOLUME, [helper.make_node("Relu", ["x"], ["z"])], {}, "graph.output y: it is not computed from the image"),
+        (VOLUME, [CONV_2D], {"stored": {"w": np.zeros((2, 1, 3, 3), np.float32)}}, "Conv: W: 2 spatial axes"),
         (VOLUME, [helper.make_node("Conv", ["x", "x"], ["y"])], {}, "Conv: input 1"),
         (VOLUME, [helper.make_node("Resize", ["x", "", "w"], ["y"], mode="cubic")], {}, "Resize: mode: cubic"),
         (VOLUME, [helper.make_node("Softmax", ["x"], ["y"], depth=3)], {}, "Softmax: depth"),
     ],
 )
-def test_what_cannot_be_honoured_is_named(
-    tmp_path: Path, shape: list[Any], nodes: list[onnx.NodeProto], more: dict[str, Any], word: str
+def test_unsupported_files_are_rejected_with_the_reason(
+    tmp_path: Path, shape: list[Any], nodes: list[onnx.NodeProto], options: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(BrokenModel, match=word):
-        load_onnx(write_onnx(tmp_path / "m.onnx", nodes, shape, **more), (1, 8, 8, 8))
+    with pytest.raises(BrokenModel, match=reason):
+        load_onnx(write_onnx(tmp_path / "m.onnx", nodes, shape, **options), (1, 8, 8, 8))
 
 
-def test_a_graph_whose_shapes_are_not_known_before_it_runs_cannot_take_all_memory(tmp_path: Path) -> None:
-    """Numbers of the shape of the image become a tensor on the CPU, which no tensor without numbers goes with."""
+def test_graph_that_cannot_run_on_the_meta_device_cannot_exhaust_memory(tmp_path: Path) -> None:
+    """The shape of the image becomes a tensor on the CPU, which cannot be combined with meta tensors."""
     nodes = [
         helper.make_node("Shape", ["x"], ["sizes"]),
         helper.make_node("Reshape", ["sizes", "five"], ["row"]),
         helper.make_node("Cast", ["row"], ["floats"], to=TensorProto.FLOAT),
         helper.make_node("ReduceMax", ["floats"], ["factor"], keepdims=1),
         helper.make_node("Mul", ["x", "factor"], ["grown"]),
-        helper.make_node("Pad", ["grown", "pads"], ["vast"]),
-        helper.make_node("GlobalMaxPool", ["vast"], ["y"]),
+        helper.make_node("Pad", ["grown", "pads"], ["huge"]),
+        helper.make_node("GlobalMaxPool", ["huge"], ["y"]),
     ]
     stored = {"five": [1, 1, 1, 1, 5], "pads": [0] * 7 + [2**12] * 3}
-    path = write_onnx(tmp_path / "vast.onnx", nodes, ["b", 1, "z", "y", "w"], stored, 13)
-    with pytest.raises(BrokenModel, match=r"makes a value of \(1, 1, 4112, 4128, 4128\), too large"):
+    path = write_onnx(tmp_path / "huge.onnx", nodes, ["b", 1, "z", "y", "w"], stored, 13)
+    with pytest.raises(BrokenModel, match=r"a value of shape \(1, 1, 4112, 4128, 4128\) exceeds the limit"):
         load_onnx(path, (1, 16, 32, 32))
 
 
 @pytest.mark.parametrize(
-    ("constant", "reason"), [(True, "constants have more than 536870912 elements"), (False, "would exist at a time")]
+    ("constant", "reason"), [(True, "constants of the graph have more than 536870912"), (False, "in memory at a time")]
 )
-def test_a_few_nodes_cannot_take_all_memory_together(tmp_path: Path, *, constant: bool, reason: str) -> None:
-    """Each of their values is allowed."""
+def test_total_memory_of_all_nodes_is_limited(tmp_path: Path, *, constant: bool, reason: str) -> None:
+    """Each single value is within its limit."""
     nodes = [helper.make_node("Expand", ["one" if constant else "x", "size"], [f"v{n}"]) for n in range(6)]
     nodes.append(helper.make_node("Sum", ["x"] if constant else [f"v{n}" for n in range(6)], ["y"]))
     size = [1, 1, 512, 512, 1024] if constant else [1, 4, 1024, 512, 1024]
