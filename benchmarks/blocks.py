@@ -58,7 +58,7 @@ from service.formats import stack_reader
 from service.formats.zarr import writer as zarr_writer
 from service.inference.blockwise.driver import Driver, make_plan
 from service.inference.blockwise.run_folder import BlockTask, RunFolder, Step
-from service.inference.blockwise.workers import LocalWorkers, end_with, load_runner, run_block
+from service.inference.blockwise.workers import LocalWorkers, exit_with_parent, load_runner, run_block
 from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
@@ -147,14 +147,16 @@ def segment_blocks(  # noqa: PLR0913
     settings = share_threads(settings, workers.count)
     plan = make_plan(source, Selection(), read_spec(model), options, settings, workers=workers.count)
     folder = RunFolder(out.with_name("scratch"))
-    folder.begin(plan, settings)
+    folder.create_or_resume(plan, settings)
     # Each worker has one of them.
     wait([workers.submit(BlockTask(str(folder.path), "scores", WARM_UP)) for _ in range(workers.count)])
     began, cpu = time.monotonic(), cpu_seconds(os.getpid())
     Driver(folder, workers, lambda *step: print(*step, file=sys.stderr)).run(out, dict)
     spent = time.monotonic() - began, cpu_seconds(os.getpid()) - cpu
     steps = get_args(Step)
-    records = {step: [folder.read_record(step, number) for number in sorted(folder.done(step))] for step in steps}
+    records = {
+        step: [folder.read_record(step, number) for number in sorted(folder.finished_blocks(step))] for step in steps
+    }
     facts = {"shape": plan.layout.size, "roi": plan.layout.roi, "windows": plan.layout.windows, "records": records}
     shutil.rmtree(folder.path)
     return *spent, facts
@@ -165,7 +167,7 @@ def overhead(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     source = write_image(folder / "in.zarr", shape, balls(shape))
     asked, pairs = Options(diameter="none"), list[tuple[Any, ...]]()
     with (
-        ProcessPoolExecutor(1, get_context("spawn"), end_with, (os.getpid(),)) as whole,
+        ProcessPoolExecutor(1, get_context("spawn"), exit_with_parent, (os.getpid(),)) as whole,
         closing(LocalWorkers(options.workers, warm_or_work)) as workers,
     ):
         whole.submit(warm, options.workers)

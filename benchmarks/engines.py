@@ -50,7 +50,7 @@ from service.cli.benchmark.networks import (
     make_call,
 )
 from service.cli.benchmark.report import format_table
-from service.cli.benchmark.timing import flop_of_window
+from service.cli.benchmark.timing import count_window_flop
 from service.core.config import Settings
 from service.core.hardware import devices
 from service.engine import backends, base
@@ -176,7 +176,7 @@ def bare_loops(
                     for _ in range(base.WARM_UP_CALLS):
                         run(batch)
                 except (ImportError, RuntimeError) as error:
-                    print(f"bare {name} {kind}: {backends.first_line(error)}")
+                    print(f"bare {name} {kind}: {backends.get_first_line(error)}")
                 else:
                     yield Runner(f"bare {name} {kind}", size, kind, make_call(run, batch, device))
 
@@ -201,7 +201,7 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, 
     sizes = sorted({*options.batch_sizes, size})
     cpu_seconds = device.type == "cpu" and options.threads == 1
     peak = DevicePeak(
-        device, flop_of_window(network, shape) / 1e9, clock=time.process_time if cpu_seconds else time.perf_counter
+        device, count_window_flop(network, shape) / 1e9, clock=time.process_time if cpu_seconds else time.perf_counter
     )
     native = devices.native_precisions(device)
     precisions = [kind for kind in ("fp32", "bf16") if DTYPES[kind] in native]
@@ -225,8 +225,8 @@ def compare_twice(first: list[Runner], builders: Iterable[RunnerBuilder], peak: 
     for builder in builders:
         try:
             runners.append(builder.build())
-        except backends.ENGINE_FAILURES as error:
-            lost.append(Row("engines", builder.name, builder.windows, backends.first_line(error)))
+        except backends.ENGINE_ERRORS as error:
+            lost.append(Row("engines", builder.name, builder.windows, backends.get_first_line(error)))
     ran = list(compare_runners("engines", runners, peak))
     ratios = [row.ratio.median for row in ran if row.ratio is not None]
     near = [index for index, ratio in enumerate(ratios) if index == 0 or ratio > NEAR * max(ratios)]

@@ -48,14 +48,14 @@ from service.cli.benchmark.networks import (
     Runner,
     RunnerBuilder,
     collect_rows,
-    compare_with,
+    compare_with_first,
     list_engines,
     load_selector,
     make_call,
 )
 from service.cli.benchmark.report import format_table
-from service.cli.benchmark.requests import AS_SAMPLED, LIMIT_BYTES, write_stack
-from service.cli.benchmark.timing import flop_of_window
+from service.cli.benchmark.requests import LIMIT_BYTES, ORIGINAL_RESOLUTION, write_stack
+from service.cli.benchmark.timing import count_window_flop
 from service.cli.models import choose_model
 from service.core.config import Settings, override_settings
 from service.core.hardware import devices, gpus, host
@@ -150,7 +150,7 @@ def compare_engines(options: argparse.Namespace) -> int:
 def build_reference(spec: ModelSpec, settings: Settings, device: torch.device, batch_size: int) -> Runner:
     """Build the network as it was loaded, eager and in float32, without TF32 whatever the settings say.
 
-    Raises one of `backends.ENGINE_FAILURES` if it does not run here.
+    Raises one of `backends.ENGINE_ERRORS` if it does not run here.
     """
     _, selector = load_selector(spec, settings, device)
     window = selector.reference(batch_size)
@@ -164,7 +164,7 @@ def compare(options: argparse.Namespace, settings: Settings, *, compiled_too: bo
     """Print a row for each way to run the network. Returns 1 if one of them does not run."""
     device = devices.choose_device(options.device)
     spec = choose_model(None, settings)
-    peak = DevicePeak(device, flop_of_window(load_network(spec), (spec.input.channels, *spec.input.roi_size)) / 1e9)
+    peak = DevicePeak(device, count_window_flop(load_network(spec), (spec.input.channels, *spec.input.roi_size)) / 1e9)
     first = build_reference(spec, settings, device, options.batch_sizes[0])
     builders = list(list_engines(spec, settings, device, options.batch_sizes))
     rows = list[Row]()
@@ -176,7 +176,7 @@ def compare(options: argparse.Namespace, settings: Settings, *, compiled_too: bo
             best = min(rows[1:], key=lambda row: row.ms_per_window.median if row.ms_per_window else math.inf).windows
             yield from (builder for builder in builders if builder.compiled and builder.windows == best)
 
-    measured = compare_with(first, order_builders(), peak, pair_seconds=PAIR_SECONDS)
+    measured = compare_with_first(first, order_builders(), peak, pair_seconds=PAIR_SECONDS)
     for line in format_table("engine", collect_rows(measured, rows)):
         print(line, flush=True)
     return int(any(row.problem for row in rows))
@@ -190,16 +190,16 @@ def profile_request(options: argparse.Namespace) -> int:
         write_stack(runner.spec, tuple(options.shape), Path(name, "stack.tif"))
         volume = stack_reader.read(Path(name, "stack.tif"), Selection(), LIMIT_BYTES, Path(name))
         for _ in range(2):
-            segment(runner, volume, AS_SAMPLED)
+            segment(runner, volume, ORIGINAL_RESOLUTION)
         with torch.profiler.profile() as recorded:
-            result = segment(runner, volume, AS_SAMPLED)
+            result = segment(runner, volume, ORIGINAL_RESOLUTION)
     show_head("stage", "ms")
     for stage, seconds in result.seconds.items():
         show(stage, f"{1000 * seconds:.1f}")
     show_longest("on the device", recorded, is_on_device=True)
     show_longest("on the host", recorded, is_on_device=False)
     with torch.profiler.profile(with_stack=True) as recorded:
-        segment(runner, volume, AS_SAMPLED)
+        segment(runner, volume, ORIGINAL_RESOLUTION)
     recorded.export_chrome_trace(str(options.out / "trace.json.gz"))
     return 0
 

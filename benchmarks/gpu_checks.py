@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from service.cli.benchmark.networks import load_selector
-from service.cli.benchmark.timing import matrix_peak, synchronise, time_in_turn
+from service.cli.benchmark.timing import measure_matrix_peak, synchronize, time_alternately
 from service.cli.models import choose_model
 from service.core.config import Settings, override_settings, read_settings
 from service.core.hardware import devices
@@ -26,7 +26,7 @@ from service.formats import stack_reader
 from service.inference.cuda.device_image import Upload
 from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.engine_builder import ReadyEngine, default_batch_size
-from service.inference.runner.label_agreement import share_differing
+from service.inference.runner.label_agreement import fraction_differing
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.runner.selector import EngineSelector
 from service.inference.segment import segment as segment_volume
@@ -134,7 +134,7 @@ def check_operations(bench: Bench) -> Iterator[Check]:
     window.network(window.batch)
     with torch.profiler.profile() as recorded:
         window.network(window.batch)
-        synchronise(bench.device)
+        synchronize(bench.device)
     averages = recorded.key_averages()
     slow = find_slow_operations([each.key for each in averages])
     yield Check("slow operations in a forward pass", ", ".join(slow) or "none", not slow)
@@ -205,7 +205,7 @@ def segment(runner: ModelRunner, batcher: WindowBatcher) -> Segmentation:
 
 
 def compare(name: str, found: Segmentation, expected: Segmentation, tolerance: float) -> Check:
-    share = share_differing(expected, found)
+    share = fraction_differing(expected, found)
     text = f"{found.count} and {expected.count} objects, {share:.1e} of the voxels differ"
     return Check(name, text, share <= tolerance)
 
@@ -248,7 +248,7 @@ def check_rates(bench: Bench) -> Iterator[Check]:
     rate = len(staged) / least_seconds(lambda: part.copy_(staged, non_blocking=True), bench.device) / 1e9
     yield Check("copy from pinned memory", f"{rate:.1f} GB/s", rate >= MIN_UPLOAD_GBYTES if expects else None)
     # A CPU without BF16 units would take minutes.
-    rate = matrix_peak(torch.bfloat16 if bench.on_cuda else torch.float32, bench.device) / 1e12
+    rate = measure_matrix_peak(torch.bfloat16 if bench.on_cuda else torch.float32, bench.device) / 1e12
     yield Check("a large matrix product", f"{rate:.2f} TFLOP/s", rate >= MIN_BF16_TFLOPS if expects else None)
 
 
@@ -258,16 +258,16 @@ def raise_clocks(device: torch.device) -> None:
     began = time.monotonic()
     while device.type == "cuda" and time.monotonic() - began < CLOCK_SECONDS:
         torch.matmul(a, a)
-        synchronise(device)
+        synchronize(device)
 
 
 def least_seconds(call: Callable[[], object], device: torch.device) -> float:
     def run() -> None:
         call()
-        synchronise(device)
+        synchronize(device)
 
     run()
-    return min(time_in_turn([run], 5)[0])
+    return min(time_alternately([run], 5)[0])
 
 
 CHECKS = (

@@ -28,14 +28,14 @@ from service.core.types import Options, Segmentation, Selection, Volume
 from service.engine import backends
 from service.formats import stack_reader
 from service.inference.runner.callbacks import Callbacks
-from service.inference.runner.label_agreement import share_differing
+from service.inference.runner.label_agreement import fraction_differing
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.inference.windows.batching.batcher import open_batcher
 
 Segment = Callable[[Volume], Segmentation]
 
-FAILURES = (StackSegError, *backends.ENGINE_FAILURES)
+FAILURES = (StackSegError, *backends.ENGINE_ERRORS)
 
 EAGER = {"kind": "eager", "precision": "fp32"}
 COLUMNS = (
@@ -141,14 +141,14 @@ def compare(path: Path, selection: Selection, ways: Sequence[Segment]) -> Row:
             found.append(segment(volume))
             seconds.append(f"{time.perf_counter() - began:.1f}")
     except FAILURES as error:
-        return Row(name, problem=backends.first_line(error))
+        return Row(name, problem=backends.get_first_line(error))
     one, other = found
     return Row(
         name,
         "x".join(map(str, volume.shape[1:])),
         ", ".join(map(str, dict.fromkeys([one.count, other.count]))),
         bool((one.pixels == other.pixels).all()),
-        share_differing(one, other),
+        fraction_differing(one, other),
         ", ".join(seconds),
     )
 

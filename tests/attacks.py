@@ -162,7 +162,7 @@ def targets_in(folder: Path) -> Iterator[Targets]:
 def attack_from_reader(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     """Read a file whose codec is taken over, and make the attempts that the layers in force should stop.
 
-    Returns `Reader.missing`, and the outcomes as `attempt` does.
+    Returns `Reader.missing_layers`, and the outcomes as `attempt` does.
     """
     path = folder / "hostile.tif"
     with (
@@ -170,13 +170,13 @@ def attack_from_reader(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
         Reader(memory_bytes=2**30, seconds=30, decoded_bytes=2**20, processes=1, module="attacks") as reader,
     ):
         reader.await_start()
-        targets["attempts"] = attempts_that_fail(confinement.LAYERS.keys() - reader.missing)
+        targets["attempts"] = attempts_that_fail(confinement.LAYERS.keys() - reader.missing_layers)
         content = json.dumps(targets).encode().ljust(SIDE * SIDE, b"\0")
         tifffile.imwrite(path, np.frombuffer(content, np.uint8).reshape(SIDE, SIDE), metadata=None)
         with tifffile.TiffFile(path, mode="r+b") as file:
             file.pages.first.tags["Compression"].overwrite(PACKBITS)
         volume = reader.read(path, Selection(axes="YX"), folder / "scratch")
-        return reader.missing, json.loads(volume.array().tobytes().rstrip(b"\0"))
+        return reader.missing_layers, json.loads(volume.array().tobytes().rstrip(b"\0"))
 
 
 def main() -> int:

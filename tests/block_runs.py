@@ -62,7 +62,7 @@ def begin(
     if windows is not None:
         plan = replace(plan, layout=replace(plan.layout, windows=windows))
     folder = RunFolder(scratch)
-    folder.begin(plan, settings)
+    folder.create_or_resume(plan, settings)
     return folder
 
 

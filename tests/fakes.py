@@ -94,7 +94,7 @@ class FakeSegmenter:
         if self.error is not None:
             raise self.error
         pixels = (volume.array()[0] > 100).astype(np.uint8)
-        kind = self.estimator.output(options)
+        kind = self.estimator.output_kind(options)
         segmentation = Segmentation(pixels, kind, volume.voxel_size, names=("background", "object"))
         return Result(segmentation, {"windows": 0.5}, self.notes, spec=self.spec)
 

@@ -14,13 +14,13 @@ from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.inference.types import Result
 from service.models.importers import import_model as importer
-from service.models.importers.import_model import Imported
+from service.models.importers.import_model import ImportResult
 from service.models.spec import ModelSpec
 
 
 def import_model(
     path: Path, models: Path, stated: Mapping[str, Any], name: str | None = None, *, trust: bool = False
-) -> Imported:
+) -> ImportResult:
     keys = {**stated, **({} if name is None else {"name": name})}
     return importer.import_model(path, models, keys, prepare=prepare_tensor, trust=trust)
 

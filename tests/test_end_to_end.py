@@ -30,7 +30,7 @@ from service.api.access.keys import hash_key
 from service.api.http.uploads import BLOCK_BYTES
 from service.core.config import Settings
 from service.core.types import Segmentation
-from service.inference.runner.label_agreement import share_differing
+from service.inference.runner.label_agreement import fraction_differing
 
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the test data folder {DATA} is not there")
 
@@ -194,7 +194,7 @@ def test_every_bundled_model_is_listed_and_served_by_its_name(bundled: Live) -> 
         answer = Answer(response.content)
         assert answer.voxel_size == pytest.approx(expected.voxel_size)
         kind = "classes" if model["name"] == "tissue" else "labels"
-        assert share_differing(Segmentation(expected.pixels, kind), Segmentation(answer.pixels, kind)) < 1e-3
+        assert fraction_differing(Segmentation(expected.pixels, kind), Segmentation(answer.pixels, kind)) < 1e-3
         if kind == "labels":
             assert int(response.headers["x-stackseg-objects"]) == answer.pixels.max()
 

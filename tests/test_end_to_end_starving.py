@@ -111,7 +111,7 @@ def test_jobs_wait_for_space_to_decode_to(bands_repository: Path) -> None:
 def test_too_many_windows_are_refused_before_a_pixel_is_decoded(bands_repository: Path) -> None:
     gate = threading.Event()
     with serve(eager(bands_repository, limits={"windows": 100})) as live:
-        large = live.runtime.decode_threads.of("other").submit(gate.wait, 60)
+        large = live.runtime.decode_threads.for_client("other").submit(gate.wait, 60)
         try:
             for path in ("/segment", "/jobs"):
                 refused = live.client.post(f"{path}?axes=ZYX", content=BOMB, timeout=20)

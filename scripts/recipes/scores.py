@@ -101,7 +101,7 @@ def rows(folder: Path, segmenters: dict[str, ModelRunner], options: Options) -> 
                 value, found = f"{recall_of_spots(volume.array()[0], labels):.2f}", f"{labels.max()} of {count}"
             case _:
                 value, found = f"{share_of_fragments(labels):.2f}", str(labels.max())
-        width = result.width or "as sampled"
+        width = result.diameter_text or "as sampled"
         cells = [recorded.stack, runner.spec.name, recorded.measure, value, found, width, f"{seconds:.1f}"]
         yield f"| {' | '.join(cells)} |"
 

@@ -4,7 +4,7 @@ Stacks of nuclei tell nothing, those of membranes their voxel size.
 
 Where the model doubts what it finds at the width that was estimated, or at its own, or nothing fits well, other widths
 are tried, and one is taken whose odds of being right are better by a margin
-(`service.inference.diameter.estimation.MARGIN`). The table has, for several margins, how many stacks of each kind get
+(`service.inference.diameter.estimation.MIN_LOG_ODDS_GAIN`).
 another width, and their mean F1 without and with that.
 """
 
@@ -29,7 +29,7 @@ from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue
 from service.core.quantities import VoxelSize, parse_diameter
 from service.core.types import Options, Volume
 from service.inference.diameter.estimation import DiameterEstimator
-from service.inference.preprocessing.normalize import normalise_volume
+from service.inference.preprocessing.normalize import normalize_volume
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment as segment_volume
 from service.models.loader import load_network
@@ -110,12 +110,12 @@ def remember(compute: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 def compare(runner: ModelRunner, network: Callable[[Tensor], Tensor], volume: Volume, truth: NDArray[Any]) -> Tried:
     """Segment a stack with the widths that trials choose."""
     spec = runner.spec
-    image, _notes = normalise_volume(volume, spec)
+    image, _notes = normalize_volume(volume, spec)
     score_windows, reached = remember(network), dict[str, float]()
 
     def choose(margin: float) -> tuple[str, bool]:
         sizing = DiameterEstimator(image, (1.0, 1.0, 1.0), spec, score_windows, volume.voxel_size, margin).estimate()
-        width = "none" if sizing.diameter is None or sizing.fits else str(sizing.diameter)
+        width = "none" if sizing.diameter is None or sizing.matches_model else str(sizing.diameter)
         return width, sizing.trial is not None
 
     def segment(width: str) -> float:

@@ -46,7 +46,7 @@ from service.api.routes import (
 from service.core.config import Settings
 from service.core.files.bundled import software_version
 from service.serving.build import DEFAULT_PARTS, Parts, build
-from service.serving.storage.threads import begin_file_threads
+from service.serving.storage.threads import start_file_threads
 
 _ROUTE_MODULES = (
     segment,
@@ -137,7 +137,7 @@ def create_app(settings: Settings, parts: Parts = DEFAULT_PARTS) -> FastAPI:
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     state = app.state
-    begin_file_threads()
+    start_file_threads()
     async with AsyncExitStack() as exit_stack:
         state.runtime.start()
         state.annotations.clean_up()

@@ -1,6 +1,6 @@
 """The service as a Ray Serve application: `serve run service.api.ray_serve:app config=gpu replicas=2 gpus=1`.
 
-It is for users who run all their services with Ray Serve. docs/more-than-one-machine.md compares it with
+It is for users who run all their services with Ray Serve. docs/cluster.md compares it with
 `stackseg serve`.
 """
 

@@ -189,9 +189,9 @@ def run_import(options: argparse.Namespace, settings: Settings) -> int:
     except MissingKeys as missing:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise BadParameter(
-                _explain_missing_keys(options, folder, missing.what, missing.problems, option_texts)
+                _explain_missing_keys(options, folder, missing.package, missing.problems, option_texts)
             ) from missing
-        sys.stderr.write(f"{missing.what}. It lacks information about how to use the network.\n")
+        sys.stderr.write(f"{missing.package}. It lacks information about how to use the network.\n")
         option_texts |= ask_questions(missing.problems, option_texts, _ask_on_terminal)
         sys.stderr.write(f"The same command without questions:\n  {_format_command(options, folder, option_texts)}\n")
         run()
@@ -236,7 +236,11 @@ def _ask_on_terminal(prompt: str) -> str:
 
 
 def _explain_missing_keys(
-    options: argparse.Namespace, folder: Path, what: str, problems: Mapping[str, str], option_texts: Mapping[str, str]
+    options: argparse.Namespace,
+    folder: Path,
+    package: str,
+    problems: Mapping[str, str],
+    option_texts: Mapping[str, str],
 ) -> str:
     """Return a message with the missing keys and a command that specifies them."""
     missing = [question for question in QUESTIONS if question.key in problems]
@@ -245,7 +249,7 @@ def _explain_missing_keys(
         options, folder, {**option_texts, **{question.option: question.example for question in missing}}
     )
     lines = [
-        f"{what}. The following information is missing:",
+        f"{package}. The following information is missing:",
         *_explain_problems(missing, problems),
         f"Optional: {', '.join(extra)}. Replace the examples in this command:",
         f"  {command}",

@@ -46,7 +46,7 @@ def run_list(options: argparse.Namespace, settings: Settings) -> int:
     from service.engine.tuning import plans  # noqa: PLC0415
 
     specs = read_repository(settings.models.folder, settings.models.serve, settings.trained_folder)
-    folder = plans.choose_folder(settings.engine.cache_folder)
+    folder = plans.resolve_folder(settings.engine.cache_folder)
     stored = {spec.name: plans.find_all(folder, spec.name, spec.weights.sha256) for spec in specs.values()}
     if getattr(options, "json", False):
         content = [

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     from service.training.from_files import train_model  # noqa: PLC0415
 
     spec, state = train_model(pairs, options.out, settings, base=base, resume=options.resume)
-    sys.stdout.write(f"{options.out}: {spec.identifier}, {state.summarise()}\n")
+    sys.stdout.write(f"{options.out}: {spec.identifier}, {state.summarize()}\n")
     failure = state.describe_failure()
     if failure is not None:
         sys.stderr.write(f"stackseg: warning: {failure}\n")

@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 from service.core.errors import OutOfStorage
 from service.core.types import Array
 
-Allocate = Callable[[tuple[int, ...], DTypeLike], Array]
+Allocator = Callable[[tuple[int, ...], DTypeLike], Array]
 
 # Arrays of at least this size are allocated on disk, and volumes of at least this size are read slab by slab.
 LARGE_BYTES = 2**28
@@ -25,7 +25,7 @@ LARGE_BYTES = 2**28
 ALIGNMENT = 64
 
 
-def make_allocator(folder: Path | None) -> Allocate:
+def make_allocator(folder: Path | None) -> Allocator:
     """Return a function that allocates arrays of zeros: small ones in memory, large ones in memory-mapped files.
 
     The files are created in `folder` (None: the system's temporary folder). The function raises OutOfStorage if the

@@ -1,45 +1,45 @@
 """All errors that StackSeg raises on purpose.
 
 StackSegError
-|-- RequestError            client error: the client has to change the request
-|   |-- BadFile             an unreadable, truncated or inconsistent file
-|   |-- AmbiguousAxes       the file does not specify the meaning of its axes
-|   |-- BadParameter        an invalid parameter, or one that does not fit the file or the model
-|   |-- DoubtfulResult      labels of low confidence, with `strict=true`
-|   |-- UnsupportedMedia    a file in an unsupported format
-|   |-- TooLarge            the file or its decoded pixels exceed a limit
-|   |-- TooSlow             the client sends its request too slowly
-|   |-- OutputExists        the output file exists already
-|   |-- UnknownModel        no model has this name
-|   |-- Unauthorized        a missing or unknown API key, or one without the required permission
-|   |-- Misdirected         the Host header names a host that this service does not serve
-|   |-- UnknownJob          no job has this id, or it belongs to another key
-|   |-- UnknownStack        no uploaded stack has this id, or it belongs to another key
-|   |-- UnknownAnnotation   no annotated stack has this id, or it belongs to another key
-|   |-- UnknownTraining     no training has this id, or it belongs to another key
-|   |-- SwitchedOff         the feature is disabled by the operator, or its dependency is not installed
-|   |-- ModelKept           the model cannot be deleted
-|   |-- NotFinished         the job has no result yet
-|   `-- ResultGone          the job was cancelled, or its result was deleted
-|-- CapacityError           temporary error: the same request may succeed later
-|   |-- QueueFull           too many requests are waiting
-|   |-- RateLimited         the API key exceeds its rate limit
-|   |-- NotReady            a model is being loaded, or the service is starting or stopping
-|   |-- StorageUnavailable  the job folder, its database, the scratch folder or a remote store is unavailable
-|   |-- DeviceLost          the device failed permanently; a new process may be able to use it
-|   |-- TimedOut            the request exceeds the time limit
-|   |-- OutOfStorage        the disk, or the quota for uploads or jobs, is full
-|   |-- OutOfMemory         there is not enough memory, even with all fallbacks
-|   |-- ReaderKilled        the process that read the file was killed, usually because memory ran out
-|   `-- Interrupted         the process died too often while it ran this job
-|-- ModelError              error for the operator: the model has to be fixed
-|   |-- BrokenModel         an incomplete or inconsistent model folder, or weights that do not match
-|   |-- NonFiniteScores     the network returned NaN or infinity
-|   `-- UnsupportedPackage  a model package that cannot be imported; raised by the command line only
-|       `-- MissingKeys     a model package without some of the required information
-|-- InternalError           a bug in the service made a job fail
-|-- ConfigError             an unknown or invalid setting; raised at startup only
-`-- Cancelled               the client disconnected; logged, but never sent as a response
+|-- RequestError             client error: the client has to change the request
+|   |-- BadFile              an unreadable, truncated or inconsistent file
+|   |-- AmbiguousAxes        the file does not specify the meaning of its axes
+|   |-- BadParameter         an invalid parameter, or one that does not fit the file or the model
+|   |-- LowConfidenceResult  labels of low confidence, with `strict=true`
+|   |-- UnsupportedMedia     a file in an unsupported format
+|   |-- TooLarge             the file or its decoded pixels exceed a limit
+|   |-- TooSlow              the client sends its request too slowly
+|   |-- OutputExists         the output file exists already
+|   |-- UnknownModel         no model has this name
+|   |-- Unauthorized         a missing or unknown API key, or one without the required permission
+|   |-- MisdirectedRequest   the Host header names a host that this service does not serve
+|   |-- UnknownJob           no job has this id, or it belongs to another key
+|   |-- UnknownStack         no uploaded stack has this id, or it belongs to another key
+|   |-- UnknownAnnotation    no annotated stack has this id, or it belongs to another key
+|   |-- UnknownTraining      no training has this id, or it belongs to another key
+|   |-- FeatureDisabled      the feature is disabled by the operator, or its dependency is not installed
+|   |-- ModelNotDeletable    the model cannot be deleted
+|   |-- JobNotFinished       the job has no result yet
+|   `-- ResultUnavailable    the job was cancelled, or its result was deleted
+|-- CapacityError            temporary error: the same request may succeed later
+|   |-- QueueFull            too many requests are waiting
+|   |-- RateLimited          the API key exceeds its rate limit
+|   |-- NotReady             a model is being loaded, or the service is starting or stopping
+|   |-- StorageUnavailable   the job folder, its database, the scratch folder or a remote store is unavailable
+|   |-- DeviceLost           the device failed permanently; a new process may be able to use it
+|   |-- TimedOut             the request exceeds the time limit
+|   |-- OutOfStorage         the disk, or the quota for uploads or jobs, is full
+|   |-- OutOfMemory          there is not enough memory, even with all fallbacks
+|   |-- ReaderKilled         the process that read the file was killed, usually because memory ran out
+|   `-- JobInterrupted       the process died too often while it ran this job
+|-- ModelError               error for the operator: the model has to be fixed
+|   |-- BrokenModel          an incomplete or inconsistent model folder, or weights that do not match
+|   |-- NonFiniteScores      the network returned NaN or infinity
+|   `-- UnsupportedPackage   a model package that cannot be imported; raised by the command line only
+|       `-- MissingKeys      a model package without some of the required information
+|-- InternalError            a bug in the service made a job fail
+|-- ConfigError              an unknown or invalid setting; raised at startup only
+`-- Cancelled                the client disconnected; logged, but never sent as a response
 
 A message has one or two sentences for the person who can solve the problem: what is wrong, and what to do.
 `slug` is the stable last part of the problem type, which clients may rely on.
@@ -96,7 +96,7 @@ class BadParameter(RequestError):
     slug = "bad-parameter"
 
 
-class DoubtfulResult(RequestError):
+class LowConfidenceResult(RequestError):
     """The confidence in the labels is low, and the client requested `strict=true`."""
 
     slug = "doubtful-result"
@@ -138,7 +138,7 @@ class Unauthorized(RequestError):
     slug = "unauthorized"
 
 
-class Misdirected(RequestError):
+class MisdirectedRequest(RequestError):
     """The Host header names a host that this service does not serve."""
 
     slug = "misdirected"
@@ -168,25 +168,25 @@ class UnknownTraining(RequestError):
     slug = "unknown-training"
 
 
-class SwitchedOff(RequestError):
+class FeatureDisabled(RequestError):
     """The operator has disabled this feature, or has not installed its dependency."""
 
     slug = "switched-off"
 
 
-class ModelKept(RequestError):
+class ModelNotDeletable(RequestError):
     """The model cannot be deleted: it is in use, it is the default, or it was not created by a training."""
 
     slug = "model-kept"
 
 
-class NotFinished(RequestError):
+class JobNotFinished(RequestError):
     """The job is waiting or running; its result is available once its state is `done`."""
 
     slug = "not-finished"
 
 
-class ResultGone(RequestError):
+class ResultUnavailable(RequestError):
     """The job was cancelled, or its result was deleted to free space for newer results."""
 
     slug = "result-gone"
@@ -273,7 +273,7 @@ class ReaderKilled(CapacityError):
     slug = "reader-killed"
 
 
-class Interrupted(CapacityError):
+class JobInterrupted(CapacityError):
     """The process died more often than allowed while it ran this job; usually because memory ran out."""
 
     slug = "interrupted"
@@ -306,16 +306,16 @@ class UnsupportedPackage(ModelError):
 class MissingKeys(UnsupportedPackage):
     """A model package lacks information that `model.yaml` requires.
 
-    what      description of the package
+    package   description of the package
     problems  why each key of `model.yaml` is missing, by key.
     """
 
     slug = "missing-keys"
 
-    def __init__(self, what: str, problems: Mapping[str, str]) -> None:
+    def __init__(self, package: str, problems: Mapping[str, str]) -> None:
         reasons = "; ".join(f"{key}: {problem}" for key, problem in problems.items())
         super().__init__(f"The package does not specify everything. Set these keys of model.yaml: {reasons}")
-        self.what, self.problems = what, problems
+        self.package, self.problems = package, problems
 
 
 class InternalError(StackSegError):
@@ -340,7 +340,7 @@ class Cancelled(StackSegError):
 _FOLDERS = re.compile(r"(?<![\w.:/~-])/(?:[^\s/'\"]+/)+")
 
 
-def without_folders(message: str) -> str:
+def remove_folders(message: str) -> str:
     """Shorten absolute paths in a message to file names, so that clients do not learn how this host is set up."""
     return _FOLDERS.sub("", message)
 

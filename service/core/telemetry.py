@@ -79,7 +79,7 @@ class Progress:
         return f"{names} (for {time.monotonic() - steps[-1][1]:.0f} s)" if steps else ""
 
     @contextmanager
-    def follow(self) -> Iterator[None]:
+    def record_steps(self) -> Iterator[None]:
         """Record every `step` within the block, also in threads that run in a copy of the block's context."""
         token = _current_progress.set(self)
         try:

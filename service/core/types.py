@@ -24,11 +24,11 @@ Linking = Literal["overlap", "laptrack"]
 """Method that links the objects of consecutive time points: overlap of their labels, or LapTrack."""
 
 
-Cancelling = Callable[[], bool]
+CancellationCheck = Callable[[], bool]
 """Returns whether the request was cancelled."""
 
 
-def never() -> bool:
+def never_cancelled() -> bool:
     """Return False, for work that cannot be cancelled."""
     return False
 
@@ -130,13 +130,13 @@ class Objects:
         return len(self.voxels)
 
     @property
-    def typical_size(self) -> int:
+    def median_size(self) -> int:
         """Volume-weighted median of the object sizes in voxels. Requires at least one object."""
         sizes = np.sort(self.voxels)
         return int(sizes[np.searchsorted(sizes.cumsum(), sizes.sum() / 2)])
 
     @property
-    def typical_confidence(self) -> float:
+    def median_confidence(self) -> float:
         """Volume-weighted median of the confidence of the objects. Requires at least one object."""
         order = np.argsort(self.confidence, kind="stable")
         sums = self.voxels[order].cumsum()
@@ -227,7 +227,7 @@ class Description:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
-class Steering(NamedTuple):
+class PostprocessingOptions(NamedTuple):
     """Options of a request that override keys under `decoding` in `model.yaml`.
 
     None uses the value of the model. `minimum_size` refers to the voxels of the stack, before resampling.
@@ -240,7 +240,7 @@ class Steering(NamedTuple):
     min_confidence: float | None = None
 
     @property
-    def given(self) -> tuple[str, ...]:
+    def overrides(self) -> tuple[str, ...]:
         """Names of the options that override the model."""
         return tuple(name for name, value in self._asdict().items() if value is not None)
 
@@ -249,12 +249,13 @@ class Steering(NamedTuple):
 class Options:
     """Segmentation options of a request. None uses the setting of the operator or the value of the model.
 
-    diameter    diameter of the objects; the volume is resampled to the object diameter that suits the model
-    skip_below  skip windows in which no voxel is above this gray value
-    steering    post-processing options, which control how scores become objects
-    roi_size    window size (z, y, x) in voxels of the network's grid, if the model supports other sizes than its own
-    strict      whether low confidence in the labels is an error
-    quality     None: fast
+    diameter        diameter of the objects; the volume is resampled to the object diameter that suits the model
+    skip_below      skip windows in which no voxel is above this gray value
+    postprocessing  post-processing options, which control how scores become objects
+    roi_size        window size (z, y, x) in voxels of the network's grid, if the model supports other sizes than its
+                    own
+    strict          whether low confidence in the labels is an error
+    quality         None: fast
     """
 
     output: OutputKind | None = None
@@ -262,7 +263,7 @@ class Options:
     overlap: float | None = None
     diameter: DiameterSetting | None = None
     skip_below: SkipBelow | None = None
-    steering: Steering = field(default_factory=Steering)
+    postprocessing: PostprocessingOptions = field(default_factory=PostprocessingOptions)
     roi_size: Size | None = None
     strict: bool = False
     quality: Quality | None = None

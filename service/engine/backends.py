@@ -20,10 +20,10 @@ from service.engine.cuda.graph import CudaBuild, CudaGraphBackend
 from service.engine.openvino import OpenVinoBackend
 from service.engine.precision import DTYPES
 from service.engine.tuning.plans import EngineConfig
-from service.models.network import Network, weight_bytes
+from service.models.network import Network, count_weight_bytes
 
 # Errors raised by an engine that cannot run a network. Inductor's CUDA graphs report problems as assertion errors.
-ENGINE_FAILURES = (RuntimeError, OSError, ImportError, AssertionError)
+ENGINE_ERRORS = (RuntimeError, OSError, ImportError, AssertionError)
 
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.channels_last_3d}
 
@@ -51,18 +51,18 @@ BACKENDS: dict[str, Backend] = {
 class BuiltNetwork(NamedTuple):
     """A network that was built and warmed up.
 
-    seconds         time for building and the warm-up calls
-    nbytes          bytes of weights held in addition to the module's, and of the buffers of all streams
-    any_batch_size  whether smaller batches give bit-identical scores in all streams
-    owns_scores     whether returned scores stay valid after the next call
-    score_bytes     bytes of the scores of one window if a forward pass allocates nothing else outside the buffers of
-                    its stream; otherwise None
+    seconds                 time for building and the warm-up calls
+    nbytes                  bytes of weights held in addition to the module's, and of the buffers of all streams
+    accepts_any_batch_size  whether smaller batches give bit-identical scores in all streams
+    owns_scores             whether returned scores stay valid after the next call
+    score_bytes             bytes of the scores of one window if a forward pass allocates nothing else outside the
+                            buffers of its stream; otherwise None
     """
 
     network: Network
     seconds: float
     nbytes: int = 0
-    any_batch_size: bool = False
+    accepts_any_batch_size: bool = False
     owns_scores: bool = False
     score_bytes: int | None = None
 
@@ -87,7 +87,7 @@ def list_configs(
     return tuple(configs)
 
 
-def list_known_order(configs: Sequence[EngineConfig], features: Sequence[str]) -> list[EngineConfig]:
+def list_default_order(configs: Sequence[EngineConfig], features: Sequence[str]) -> list[EngineConfig]:
     """Return the configurations that build within seconds and are usually fast, the fastest first.
 
     configs   configurations from `list_configs`
@@ -115,9 +115,9 @@ def needs_single_stream(config: EngineConfig, settings: EngineSettings) -> bool:
     return config.compile_mode is not None and not settings.freeze
 
 
-def batch_dtype(config: EngineConfig) -> torch.dtype:
+def get_batch_dtype(config: EngineConfig) -> torch.dtype:
     """Return the dtype of the engine's input and weights."""
-    return torch.float32 if BACKENDS[config.engine].float32_batch else DTYPES[config.precision]
+    return torch.float32 if BACKENDS[config.engine].uses_float32_batches else DTYPES[config.precision]
 
 
 def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: EngineSettings) -> BuiltNetwork:
@@ -125,7 +125,7 @@ def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: En
 
     example  batch [B, C, z, y, x] with the shape, dtype and layout of all later batches
 
-    Raises one of `ENGINE_FAILURES` if the engine cannot run the module on this machine.
+    Raises one of `ENGINE_ERRORS` if the engine cannot run the module on this machine.
     """
     backend = BACKENDS[config.engine]
     if (reason := explain_missing(config, example.device)) is not None:
@@ -135,17 +135,19 @@ def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: En
     with torch.inference_mode():
         transformed = backend.transform(module)
         # Counted before building, because engines may move weights into a layout whose size cannot be read.
-        module_bytes = weight_bytes(transformed)
+        module_bytes = count_weight_bytes(transformed)
         network = backend.build(transformed, example, config, settings)
         owns_scores = on_device.warm_up(network, example)
         may_accept_smaller_batches = backend.accepts_smaller_batches and config.compile_mode is None
-        any_batch_size = may_accept_smaller_batches and supports_any_batch_size(network, example, config.streams)
+        accepts_any_batch_size = may_accept_smaller_batches and supports_any_batch_size(
+            network, example, config.streams
+        )
     frozen = config.compile_mode is not None and settings.freeze and example.device.type == "cpu"
     copies = (transformed is not module) + (backend.packs_weights or frozen)
     nbytes = copies * module_bytes + on_device.count_buffer_bytes(network, config.streams)
     score_bytes = on_device.count_score_bytes(network)
     seconds = time.perf_counter() - start
-    return BuiltNetwork(network, seconds, nbytes, any_batch_size, owns_scores, score_bytes)
+    return BuiltNetwork(network, seconds, nbytes, accepts_any_batch_size, owns_scores, score_bytes)
 
 
 def supports_any_batch_size(network: Network, example: Tensor, streams: int) -> bool:
@@ -158,12 +160,12 @@ def supports_any_batch_size(network: Network, example: Tensor, streams: int) -> 
     cores = torch.get_num_threads()
 
     def check(threads: int) -> bool:
-        devices.use_threads(threads)
+        devices.set_torch_threads(threads)
         return _matches_smaller_batches(network, example)
 
     # All cores come last: threads that have not yet read the setting use the last value.
     thread_counts = sorted({max(cores // count, 1) for count in range(1, streams + 1)})
-    with ThreadPoolExecutor(1, "any_batch_size") as executor:
+    with ThreadPoolExecutor(1, "accepts_any_batch_size") as executor:
         checks = list(executor.map(check, thread_counts))
     return all(checks)
 
@@ -176,7 +178,7 @@ def _matches_smaller_batches(network: Network, example: Tensor) -> bool:
     return all(torch.equal(network(batch[:length]), scores[:length]) for length in range(1, len(batch)))
 
 
-def first_line(error: BaseException) -> str:
+def get_first_line(error: BaseException) -> str:
     """Return the first line of an error message from a library, or the name of the exception if it has no message."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__

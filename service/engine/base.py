@@ -25,7 +25,7 @@ class Backend(ABC):
     memory_formats           memory formats to try by device type, the most promising first; other device types are not
                              supported
     precisions               supported precisions
-    float32_batch            whether batch and weights stay float32 and `precision` is only a hint to the engine
+    uses_float32_batches     whether batch and weights stay float32 and `precision` is only a hint to the engine
     packs_weights            whether the engine holds a copy of the weights in its own layout
     accepts_smaller_batches  whether networks accept smaller batches than the one they were built for, unless
                              torch.compile built them
@@ -33,7 +33,7 @@ class Backend(ABC):
 
     memory_formats: ClassVar[dict[str, tuple[str, ...]]]
     precisions: tuple[str, ...] = tuple(DTYPES)
-    float32_batch: bool = False
+    uses_float32_batches: bool = False
     packs_weights: bool = False
     accepts_smaller_batches: bool = False
 
@@ -48,7 +48,7 @@ class Backend(ABC):
         """Return why the engine cannot be used on this machine, or None if it can."""
         return None
 
-    def suits(self, _module: nn.Module) -> bool:
+    def can_improve(self, _module: nn.Module) -> bool:
         """Return whether the engine can improve on eager execution of this module."""
         return True
 
@@ -63,18 +63,18 @@ class Backend(ABC):
     def allowed_formats(self, settings: EngineSettings, device: torch.device) -> tuple[str, ...]:
         """Return the memory formats that the settings allow, or none if the engine does not support the device."""
         formats = self.memory_formats.get(device.type, ())
-        if settings.channels_last == "auto" or self.float32_batch or not formats:
+        if settings.channels_last == "auto" or self.uses_float32_batches or not formats:
             return formats
         return ("channels_last_3d" if settings.channels_last else "contiguous",)
 
-    def explain_unfit(self, precision: str, device: torch.device, network: nn.Module) -> str | None:
+    def explain_unsupported(self, precision: str, device: torch.device, network: nn.Module) -> str | None:
         """Return why the engine cannot or should not run `network` with this precision on `device`, or None."""
         if device.type not in self.memory_formats:
             names = ("a CUDA device" if name == "cuda" else "a CPU" for name in self.memory_formats)
             return f"needs {' or '.join(names)}"
         if precision not in self.precisions:
             return f"does not compute in {precision}"
-        return None if self.suits(network) else "changes nothing in this network"
+        return None if self.can_improve(network) else "changes nothing in this network"
 
 
 class DeviceBuild(Protocol):

@@ -28,7 +28,7 @@ class OpenVinoBackend(Backend):
     """OpenVINO's CPU plugin. It computes in the configured precision; the module and the batches stay float32."""
 
     memory_formats: ClassVar = {"cpu": ("contiguous",)}
-    float32_batch = True
+    uses_float32_batches = True
     packs_weights = True
 
     def explain_missing(self) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from service.core.files.whole_file import write_whole
+from service.core.files.atomic_files import write_atomically
 from service.core.types import Segmentation, Volume
 from service.formats import npy_nifti
 from service.formats.tiff import writer as tiff_writer
@@ -41,5 +41,5 @@ def write(segmentation: Segmentation, path: Path, origin: Mapping[str, str]) -> 
         zarr_writer.write(segmentation, path, origin)
     else:
         (write_array,) = (write for suffix, write in ARRAY_WRITERS.items() if path.name.lower().endswith(suffix))
-        with write_whole(path) as partial:
+        with write_atomically(path) as partial:
             write_array(Volume.from_array(segmentation.pixels[None], segmentation.voxel_size), partial)

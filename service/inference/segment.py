@@ -10,30 +10,30 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from service.core.errors import Cancelled, DoubtfulResult, OutOfMemory, StackSegError, TooLarge
+from service.core.errors import Cancelled, LowConfidenceResult, OutOfMemory, StackSegError, TooLarge
 from service.core.quantities import Diameter
 from service.core.telemetry import Stages
-from service.core.types import Extent, Options, Segmentation, Steering, Volume
+from service.core.types import Extent, Options, PostprocessingOptions, Segmentation, Volume
 from service.inference.decoding.decoders import Decoder, make_decoder
-from service.inference.decoding.steering import minimum_voxels, steer
+from service.inference.decoding.postprocessing import apply_postprocessing, minimum_voxels
 from service.inference.diameter.advice import Evidence
-from service.inference.diameter.confidence import Judgement, judge_objects
+from service.inference.diameter.confidence import ConfidenceAssessment, assess_objects
 from service.inference.diameter.estimation import DiameterEstimator
-from service.inference.diameter.places import strongest_windows
-from service.inference.preprocessing.empty_windows import Skipping, make_filter
-from service.inference.preprocessing.normalize import NormalisedImage, normalise_volume
-from service.inference.preprocessing.resample import base_factors, resample_image, resample_segmentation, used_width
+from service.inference.diameter.window_selection import select_high_contrast_windows
+from service.inference.preprocessing.empty_windows import SkipResult, make_filter
+from service.inference.preprocessing.normalize import NormalizedImage, normalize_volume
+from service.inference.preprocessing.resample import base_factors, resample_image, resample_segmentation, used_diameter
 from service.inference.runner.callbacks import Callbacks
-from service.inference.types import Plan, PlannedRequest, Result, Sizing
+from service.inference.types import DiameterEstimate, Plan, PlannedRequest, Result
 from service.inference.windows.grid import as_size
 from service.inference.windows.sliding_window import Image, ScoreWindows
 from service.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from service.inference.runner.model_runner import ModelRunner
-    from service.inference.runner.scoring import Scored
+    from service.inference.runner.scoring import ScoringResult
 
-ALONE = Callbacks()
+DEFAULT_CALLBACKS = Callbacks()
 """Callbacks for a caller that waits for the result in its own thread and computes the windows there."""
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def segment(
     volume: Volume,
     options: Options,
     request: PlannedRequest | None = None,
-    callbacks: Callbacks = ALONE,
+    callbacks: Callbacks = DEFAULT_CALLBACKS,
 ) -> Result:
     """Segment one volume [C, Z, Y, X] on its own grid.
 
@@ -74,20 +74,20 @@ def segment(
 
     Raises BadParameter for options or channels that do not fit, TooLarge if the request has more windows than the
     operator allows, Cancelled if the callbacks cancel between two batches, OutOfMemory, NonFiniteScores if even float32
-    gives NaN or infinity, DeviceLost, and DoubtfulResult if the options are strict and the confidence is low.
+    gives NaN or infinity, DeviceLost, and LowConfidenceResult if the options are strict and the confidence is low.
     """
     request = request or runner.estimator.plan_request(volume, options)
     if options.roi_size is not None:
         other = runner.with_window(options, request.estimate)
         return segment(other, volume, replace(options, roi_size=None), request, callbacks)._replace(spec=runner.spec)
     call = _Call(runner, volume, options, callbacks, Stages())
-    with runner.computing(request.estimate):
+    with runner.inference_context(request.estimate):
         runner.check_memory(request.estimate)
         with call.stages.measure("prepare"):
-            source, notes = normalise_volume(volume, runner.spec, runner.placement.upload(volume))
+            source, notes = normalize_volume(volume, runner.spec, runner.placement.upload(volume))
         (plan, estimate), diameter, diameter_notes = _apply_diameter(call, source, request)
         image, resampling_notes = _resample(call, source, plan)
-        spec = steer(runner.spec, plan.steering, volume, as_size(image.shape[2:]))
+        spec = apply_postprocessing(runner.spec, plan.postprocessing, volume, as_size(image.shape[2:]))
         image, skipped, skipping_notes = _skip_empty_windows(call, image, spec, plan)
         callbacks.progress(0, estimate.windows)
         scored = _score(call, image, spec, plan)
@@ -103,18 +103,18 @@ def segment(
         scored.fallbacks,
         scored.recomputed,
         diameter,
-        estimated=plan.estimated and diameter is not None,
+        is_diameter_estimated=plan.needs_diameter_estimate and diameter is not None,
         skipped=skipped,
         spec=runner.spec,
         engine=runner.describe_engine(recomputed=scored.recomputed),
         confidence=confidence,
-        doubt=quality_warning,
+        quality_warning=quality_warning,
     )
 
 
-def _apply_diameter(call: _Call, image: NormalisedImage, request: PlannedRequest) -> RequestWithDiameter:
+def _apply_diameter(call: _Call, image: NormalizedImage, request: PlannedRequest) -> RequestWithDiameter:
     """Estimate the object diameter if the request does not specify it, and plan the request again with it."""
-    if not request.plan.estimated:
+    if not request.plan.needs_diameter_estimate:
         return RequestWithDiameter(request, request.plan.diameter)
     runner, volume = call.runner, call.volume
 
@@ -126,41 +126,41 @@ def _apply_diameter(call: _Call, image: NormalisedImage, request: PlannedRequest
     with call.stages.measure("size"):
         diameter_estimate = _measure_diameter(call, image, request.plan)
         planned = plan_with_diameter(request, diameter_estimate, plan_request)
-    call.callbacks.revised(planned.request.estimate)
+    call.callbacks.on_new_estimate(planned.request.estimate)
     return planned
 
 
-def _measure_diameter(call: _Call, image: NormalisedImage, plan: Plan) -> Sizing:
+def _measure_diameter(call: _Call, image: NormalizedImage, plan: Plan) -> DiameterEstimate:
     """Return the estimate of the object diameter, from the cache if the same pixels were segmented before."""
     runner, volume = call.runner, call.volume
     score_windows = runner.score_windows(plan, call.callbacks.probe)
     return runner.diameters.get(volume, lambda: measure_diameter(image, volume, runner.spec, score_windows))
 
 
-def _resample(call: _Call, source: NormalisedImage, plan: Plan) -> tuple[Image, tuple[str, ...]]:
+def _resample(call: _Call, source: NormalizedImage, plan: Plan) -> tuple[Image, tuple[str, ...]]:
     """Return the image on the grid of the network, readable on its device, and notes."""
     with call.stages.measure("prepare"):
         prepared = resample_image(source, call.volume, call.runner.spec, plan.diameter)
-        return call.runner.bring(prepared.image), prepared.notes
+        return call.runner.place_image(prepared.image), prepared.notes
 
 
-def _skip_empty_windows(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> Skipping:
+def _skip_empty_windows(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> SkipResult:
     """Exclude empty windows if the plan enables it. `spec` includes the post-processing options of the request."""
     if plan.skip_below is None:
-        return Skipping(image, None)
+        return SkipResult(image, None)
     with call.stages.measure("skip"):
         score_windows = call.runner.score_windows(plan, call.callbacks.probe)
         return make_filter(image, spec, plan, score_windows).skip(call.volume, plan.skip_below)
 
 
-def _score(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> Scored[Decoder]:
+def _score(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> ScoringResult[Decoder]:
     """Compute the scores of all windows, and decode them slab by slab."""
     runner, size = call.runner, as_size(image.shape[2:])
     make = partial(make_decoder, spec, size, plan.output, call.volume.voxel_size, runner.allocate)
     compute = partial(
         runner.choose_inferer(call.callbacks.run),
         cancelled=call.callbacks.cancelled,
-        progress=lambda done, total: call.callbacks.progress(done * plan.scorings, total * plan.scorings),
+        progress=lambda done, total: call.callbacks.progress(done * plan.num_views, total * plan.num_views),
     )
     return runner.scores.compute(image, plan, runner.placement.choose_decoder(make, plan), call.stages, compute)
 
@@ -168,24 +168,32 @@ def _score(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> Scored[Dec
 def _decode(call: _Call, decoder: Decoder, plan: Plan) -> Segmentation:
     """Return the segmentation on the grid of the volume, once the decoder has received all scores."""
     with call.stages.measure("decode"):
-        min_voxels = minimum_voxels(plan.steering, call.volume)
+        min_voxels = minimum_voxels(plan.postprocessing, call.volume)
         return resample_segmentation(decoder.finish(), call.volume.shape[1:], min_voxels)
 
 
-def _assess_confidence(call: _Call, segmentation: Segmentation, plan: Plan, diameter: Diameter | None) -> Judgement:
-    """Return the confidence in the labels and a warning if it is low. Raises DoubtfulResult if `strict` is set."""
+def _assess_confidence(
+    call: _Call, segmentation: Segmentation, plan: Plan, diameter: Diameter | None
+) -> ConfidenceAssessment:
+    """Return the confidence in the labels and a warning if it is low. Raises LowConfidenceResult if `strict` is set."""
     spec, volume = call.runner.spec, call.volume
 
     def collect_evidence() -> Evidence:
         guess, windows = _inspect_stack(call, plan)
-        is_given = plan.diameter is not None and not plan.estimated
-        used = used_width(volume, spec, diameter)
-        return Evidence(windows, guess, used, stated=is_given, steered=plan.steering != Steering())
+        is_given = plan.diameter is not None and not plan.needs_diameter_estimate
+        used = used_diameter(volume, spec, diameter)
+        return Evidence(
+            windows,
+            guess,
+            used,
+            is_diameter_given=is_given,
+            has_postprocessing=plan.postprocessing != PostprocessingOptions(),
+        )
 
     with call.stages.measure("decode"):
-        judgement = judge_objects(segmentation.objects, spec, collect_evidence)
-    if judgement.doubt is not None and call.options.strict:
-        raise DoubtfulResult(judgement.doubt.detail, suggested=judgement.doubt.suggested)
+        judgement = assess_objects(segmentation.objects, spec, collect_evidence)
+    if judgement.quality_warning is not None and call.options.strict:
+        raise LowConfidenceResult(judgement.quality_warning.detail, suggested=judgement.quality_warning.suggested)
     return judgement
 
 
@@ -195,12 +203,12 @@ def _inspect_stack(call: _Call, plan: Plan) -> tuple[Diameter | None, Sequence[T
     Errors are logged and no evidence is returned, because the labels must not be lost. Raises Cancelled and DeviceLost.
     """
     spec = call.runner.spec
-    image, _notes = normalise_volume(call.volume, spec)
+    image, _notes = normalize_volume(call.volume, spec)
     try:
         guess = None if spec.input.diameter is None else _measure_diameter(call, image, plan).guess
-        return guess, strongest_windows(image, spec.input.roi_size)
+        return guess, select_high_contrast_windows(image, spec.input.roi_size)
     except (RuntimeError, MemoryError, OSError, StackSegError) as error:
-        if isinstance(error, Cancelled) or call.runner.find_loss(error) is not None:
+        if isinstance(error, Cancelled) or call.runner.find_device_loss(error) is not None:
             raise
         log.warning("%s: could not collect evidence for the warning: %s", spec.identifier, error)
         return None, ()
@@ -210,50 +218,50 @@ def estimate_diameter(
     runner: ModelRunner,
     volume: Volume,
     options: Options,
-    callbacks: Callbacks = ALONE,
+    callbacks: Callbacks = DEFAULT_CALLBACKS,
     *,
-    image: NormalisedImage | None = None,
-) -> Sizing | None:
+    image: NormalizedImage | None = None,
+) -> DiameterEstimate | None:
     """Estimate the object diameter of a volume; None if `segment` with these options would not estimate it.
 
-    `image` is the result of `normalise_volume`; None: normalize the volume now. Raises the errors of `segment`.
+    `image` is the result of `normalize_volume`; None: normalize the volume now. Raises the errors of `segment`.
     """
     plan, estimate = runner.estimator.plan_request(volume, options)
-    if not plan.estimated:
+    if not plan.needs_diameter_estimate:
         return None
     if options.roi_size is not None:
         runner, options = runner.with_window(options, estimate), replace(options, roi_size=None)
         return estimate_diameter(runner, volume, options, callbacks, image=image)
-    with runner.computing(estimate):
+    with runner.inference_context(estimate):
         if image is not None:
             score_windows = runner.score_windows(plan, callbacks.probe)
             return measure_diameter(image, volume, runner.spec, score_windows)
-        source, _notes = normalise_volume(volume, runner.spec)
+        source, _notes = normalize_volume(volume, runner.spec)
         return _measure_diameter(_Call(runner, volume, options, callbacks, Stages()), source, plan)
 
 
-def measure_diameter(image: Image, volume: Extent, spec: ModelSpec, score_windows: ScoreWindows) -> Sizing:
+def measure_diameter(image: Image, volume: Extent, spec: ModelSpec, score_windows: ScoreWindows) -> DiameterEstimate:
     """Estimate the object diameter in the normalized image of a volume. Raises the errors of `score_windows`."""
     base = base_factors(volume, spec)
     return DiameterEstimator(image, base, spec, score_windows, volume.voxel_size).estimate()
 
 
 def plan_with_diameter(
-    request: PlannedRequest, diameter_estimate: Sizing, plan_request: Callable[[Diameter], PlannedRequest]
+    request: PlannedRequest, diameter_estimate: DiameterEstimate, plan_request: Callable[[Diameter], PlannedRequest]
 ) -> RequestWithDiameter:
     """Plan a request again with the estimated diameter if resampling improves the result.
 
     If `plan_request` raises TooLarge or OutOfMemory, the stack is segmented at its original resolution.
     """
-    if diameter_estimate.resampled_by is None:
+    if diameter_estimate.resampling_diameter is None:
         return RequestWithDiameter(request, diameter_estimate.diameter, (diameter_estimate.note,))
     try:
-        planned, estimate = plan_request(diameter_estimate.resampled_by)
+        planned, estimate = plan_request(diameter_estimate.resampling_diameter)
     except (TooLarge, OutOfMemory) as error:
         note = (
             f"The objects seem to be {diameter_estimate.diameter} wide, but the stack is segmented at its original"
             f" resolution. {error}"
         )
         return RequestWithDiameter(request, diameter_estimate.diameter, (note,))
-    plan = request.plan._replace(diameter=diameter_estimate.resampled_by, decode_on_host=planned.decode_on_host)
+    plan = request.plan._replace(diameter=diameter_estimate.resampling_diameter, decode_on_host=planned.decode_on_host)
     return RequestWithDiameter(PlannedRequest(plan, estimate), diameter_estimate.diameter, (diameter_estimate.note,))

@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 
 from service.core.errors import StackSegError
 from service.core.quantities import Diameter, Size, TimeInterval, VoxelSize
-from service.core.types import Description, Linking, OutputKind, Segmentation, StackShape, Steering, Views, Volume
+from service.core.types import (
+    Description,
+    Linking,
+    OutputKind,
+    PostprocessingOptions,
+    Segmentation,
+    StackShape,
+    Views,
+    Volume,
+)
 from service.engine.tuning.plans import Trial
 
 if TYPE_CHECKING:
@@ -36,14 +45,14 @@ class Plan(NamedTuple):
     sw_batch_size: int
     overlap: float
     diameter: Diameter | None = None
-    estimated: bool = False
+    needs_diameter_estimate: bool = False
     skip_below: float | Literal["auto"] | None = None
-    steering: Steering = Steering()
+    postprocessing: PostprocessingOptions = PostprocessingOptions()
     decode_on_host: bool = False
     views: Views = ()
 
     @property
-    def scorings(self) -> int:
+    def num_views(self) -> int:
         """Number of times that each window is scored."""
         return max(len(self.views), 1)
 
@@ -87,7 +96,7 @@ class DiameterTrial(NamedTuple):
     is_smallest: bool
 
 
-class Sizing(NamedTuple):
+class DiameterEstimate(NamedTuple):
     """An estimate of the object diameter.
 
     diameter       in voxels of the image, in the form that suits a request; None if it is not known
@@ -100,16 +109,16 @@ class Sizing(NamedTuple):
     """
 
     diameter: Diameter | None
-    fits: bool
+    matches_model: bool
     objects: int
     windows: int
     guess: Diameter | None = None
     trial: DiameterTrial | None = None
 
     @property
-    def resampled_by(self) -> Diameter | None:
+    def resampling_diameter(self) -> Diameter | None:
         """Diameter to resample by; None if the image is used at its original resolution."""
-        return None if self.fits else self.diameter
+        return None if self.matches_model else self.diameter
 
     @property
     def note(self) -> str:
@@ -128,7 +137,7 @@ class Sizing(NamedTuple):
                 " resolution. If you know the diameter, set diameter=."
             )
         estimate = f"Objects seem to be {self.diameter} wide ({measured})"
-        if self.fits:
+        if self.matches_model:
             return f"{estimate}, so the stack needs no resampling. If this is wrong, set diameter=."
         return (
             f"{estimate}. If this is wrong, set diameter=, or set diameter=none to use the stack at its original"
@@ -136,7 +145,7 @@ class Sizing(NamedTuple):
         )
 
 
-class Doubt(NamedTuple):
+class QualityWarning(NamedTuple):
     """Warning that a result may be wrong.
 
     confidence  in the result, 0 to 1; None if no object was found
@@ -155,7 +164,7 @@ class Doubt(NamedTuple):
         return {parameter: value} if parameter else {}
 
 
-class Skipped(NamedTuple):
+class SkippedWindows(NamedTuple):
     """Windows that were skipped.
 
     windows  their number
@@ -172,7 +181,7 @@ class Skipped(NamedTuple):
         return f"{self.windows} of {self.total} windows; up to {', '.join(f'{limit:.6g}' for limit in self.limits)}"
 
 
-class SeriesFacts(NamedTuple):
+class SeriesInfo(NamedTuple):
     """Additional results of a series of time points.
 
     num_time_points  number of time points in the result, the first of the `total` time points
@@ -180,10 +189,10 @@ class SeriesFacts(NamedTuple):
     error            error that ended the series early; None if it is complete
     """
 
-    points: int
+    num_time_points: int
     total: int
     table: Table | None = None
-    fault: StackSegError | None = None
+    error: StackSegError | None = None
 
 
 class Result(NamedTuple):
@@ -210,13 +219,13 @@ class Result(NamedTuple):
     fallbacks: int = 0
     recomputed: bool = False
     diameter: Diameter | None = None
-    estimated: bool = False
-    skipped: Skipped | None = None
+    is_diameter_estimated: bool = False
+    skipped: SkippedWindows | None = None
     spec: ModelSpec | None = None
     engine: str = ""
-    series: SeriesFacts | None = None
+    series: SeriesInfo | None = None
     confidence: float | None = None
-    doubt: Doubt | None = None
+    quality_warning: QualityWarning | None = None
 
     @property
     def model(self) -> str:
@@ -226,12 +235,16 @@ class Result(NamedTuple):
     @property
     def warnings(self) -> tuple[str, ...]:
         """Sentences that a user should read, beginning with the warning that the result may be wrong."""
-        return self.notes if self.doubt is None else (self.doubt.detail, *self.notes)
+        return self.notes if self.quality_warning is None else (self.quality_warning.detail, *self.notes)
 
     @property
-    def width(self) -> str | None:
+    def diameter_text(self) -> str | None:
         """Diameter as the parameter accepts it, followed by its origin."""
-        return None if self.diameter is None else f"{self.diameter}; {'estimated' if self.estimated else 'stated'}"
+        return (
+            None
+            if self.diameter is None
+            else f"{self.diameter}; {'estimated' if self.is_diameter_estimated else 'stated'}"
+        )
 
 
 @dataclass(frozen=True)
@@ -284,7 +297,7 @@ class Series:
     link: Linking | None = None
 
     @classmethod
-    def of(
+    def from_description(
         cls, description: Description, read: Callable[[int], tuple[Volume, Volume | None]], link: Linking | None
     ) -> Series:
         """Return the series that was selected from a file."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 # Packages that `monai.utils.optional_import` imports if they are installed.
-HIDDEN = frozenset(["IPython", "PIL", "jsonschema", "matplotlib", "pandas", "requests", "scipy", "skimage"])
+HIDDEN_PACKAGES = frozenset(["IPython", "PIL", "jsonschema", "matplotlib", "pandas", "requests", "scipy", "skimage"])
 
 
 class _HidingFinder(MetaPathFinder):
@@ -44,7 +44,7 @@ def hide_packages(names: frozenset[str]) -> Iterator[None]:
         sys.meta_path.remove(finder)
 
 
-with hide_packages(HIDDEN):
+with hide_packages(HIDDEN_PACKAGES):
     from monai.networks.nets.basic_unet import BasicUNet, UpCat
     from monai.networks.nets.dynunet import DynUNet
     from monai.networks.nets.segresnet import SegResNet

@@ -19,7 +19,7 @@ MAX_ELEMENTS = 2**31
 _BYPASSED_ATTRIBUTE = "_stackseg_bypassed"
 
 
-def weight_bytes(network: nn.Module) -> int:
+def count_weight_bytes(network: nn.Module) -> int:
     """Return the bytes of the parameters and buffers of `network`. Tensors that share memory are counted once."""
     tensors = itertools.chain(network.parameters(), network.buffers())
     storages = (tensor.untyped_storage() for tensor in tensors)

@@ -94,14 +94,14 @@ def read_repository(
     return specs
 
 
-def default_name(models: Collection[str]) -> str:
+def choose_default_name(models: Collection[str]) -> str:
     """Return the name of the default model if none is configured: `nuclei` if present, otherwise the first one."""
     return DEFAULT_NAME if DEFAULT_NAME in models else next(iter(models))
 
 
 def select_model(models: Mapping[str, T], name: str | None, default: str | None) -> T:
-    """Return the model `name`, else `default`, else the one that `default_name` returns. Raises UnknownModel."""
-    selected = name or default or default_name(models)
+    """Return the model `name`, else `default`, else the one that `choose_default_name` returns. Raises UnknownModel."""
+    selected = name or default or choose_default_name(models)
     if selected not in models:
         raise UnknownModel(
             f"There is no model {selected!r}; the available models are: {', '.join(models)}.", parameter="model"

@@ -10,7 +10,7 @@ from service.core.config import Settings
 from service.core.hardware import devices, gpus
 from service.core.hardware.devices import Driver
 from service.engine.compile import torch_compile
-from service.serving.devices.cluster.cluster_devices import ConnectCluster, open_cluster
+from service.serving.devices.cluster.cluster_devices import ClusterConnector, open_cluster
 from service.serving.devices.cluster.ray_cluster import connect_cluster
 from service.serving.devices.device import loaded_bytes
 from service.serving.devices.local.device import LocalDevice, LocalParts
@@ -42,7 +42,7 @@ class Parts(NamedTuple):
 
     load: SegmenterFactory = Segmenter
     choose_driver: Callable[[str | None], Driver] = lambda _name: devices
-    connect: ConnectCluster = partial(connect_cluster, load=partial(load_model, Segmenter))
+    connect: ClusterConnector = partial(connect_cluster, load=partial(load_model, Segmenter))
 
 
 DEFAULT_PARTS = Parts()
@@ -105,7 +105,7 @@ def _register_gauges(runtime: Runtime, loading_lock: torch_compile.LoadingLock) 
         "stackseg_ready": lambda: float(not runtime.unready_reasons()),
         "stackseg_compiled_graphs": torch_compile.count_graphs,
         "stackseg_recompilations": lambda: loading_lock.recompilations,
-        "stackseg_reader_kills": lambda: float(runtime.reader.kills),
+        "stackseg_reader_kills": lambda: float(runtime.reader.killed_children),
     }
     labeled_values: Mapping[str, Callable[[], Mapping[str, float]]] = {
         "stackseg_disk_used_bytes": lambda: _disk_bytes(runtime, "used"),

@@ -21,12 +21,21 @@ from service.core.quantities import (
     parse_skip_below,
     parse_time,
 )
-from service.core.types import Cancelling, Linking, Options, OutputKind, Quality, Selection, Steering, never
+from service.core.types import (
+    CancellationCheck,
+    Linking,
+    Options,
+    OutputKind,
+    PostprocessingOptions,
+    Quality,
+    Selection,
+    never_cancelled,
+)
 
 # Number of validation errors in an error message. A request may have thousands.
 MAX_REPORTED_ERRORS = 3
 # Length of a parameter name in an error message.
-MAX_NAME_LETTERS = 40
+MAX_NAME_LENGTH = 40
 
 
 class Query(BaseModel):
@@ -247,10 +256,14 @@ class Query(BaseModel):
         diameter = None if self.diameter is None else parse_diameter(self.diameter)
         skip_below = None if self.skip_below is None else parse_skip_below(self.skip_below)
         minimum_size = None if self.minimum_size is None else ObjectVolume.parse(self.minimum_size)
-        steering = Steering(self.threshold, minimum_size, self.border, self.fill_holes, self.min_confidence)
+        postprocessing = PostprocessingOptions(
+            self.threshold, minimum_size, self.border, self.fill_holes, self.min_confidence
+        )
         roi_size = None if self.roi_size is None else parse_roi_size(self.roi_size)
         windows = self.sw_batch_size, self.overlap
-        return Options(self.output, *windows, diameter, skip_below, steering, roi_size, bool(self.strict), self.quality)
+        return Options(
+            self.output, *windows, diameter, skip_below, postprocessing, roi_size, bool(self.strict), self.quality
+        )
 
 
 class SegmentationRequest(NamedTuple):
@@ -267,29 +280,31 @@ class SegmentationRequest(NamedTuple):
     source: Path
     folder: Path
     caller: str | None = None
-    cancelled: Cancelling = never
+    cancelled: CancellationCheck = never_cancelled
     name: str = ""
     digest: str | None = None
 
 
-def describe_faults(
-    faults: Sequence[Mapping[str, Any]], parameters_model: type[BaseModel] = Query, spell: Callable[[str], str] = str
+def describe_validation_errors(
+    faults: Sequence[Mapping[str, Any]],
+    parameters_model: type[BaseModel] = Query,
+    format_name: Callable[[str], str] = str,
 ) -> BadParameter:
     """Convert validation errors of parameters to one error, whose message describes the first few of them.
 
     faults            entries of `ValidationError.errors()` of pydantic
     parameters_model  model that defines all parameters
-    spell             formats the name of a parameter in the way in which the client specifies it
+    format_name       formats the name of a parameter in the way in which the client specifies it
     """
     sentences = []
     for fault in faults[:MAX_REPORTED_ERRORS]:
-        name = str(fault["loc"][-1])[:MAX_NAME_LETTERS] if fault["loc"] else "parameters"
+        name = str(fault["loc"][-1])[:MAX_NAME_LENGTH] if fault["loc"] else "parameters"
         if fault["type"] == "extra_forbidden":
             sentences.append(
                 f"Unknown parameter {name!r}. The parameters are {', '.join(parameters_model.model_fields)}."
             )
         else:
-            sentences.append(f"{spell(name)}: {validation_message(fault)}.")
+            sentences.append(f"{format_name(name)}: {validation_message(fault)}.")
     if len(faults) > MAX_REPORTED_ERRORS:
         sentences.append(f"There are {len(faults) - MAX_REPORTED_ERRORS} more errors.")
     return BadParameter(" ".join(sentences), parameter=_find_parameter(faults[0]["loc"]) if faults else None)
@@ -300,7 +315,7 @@ def _find_parameter(loc: Sequence[int | str]) -> str | None:
     names = [part for part in loc if isinstance(part, str)]
     # Locations of FastAPI begin with the part of the request that contains the parameter.
     in_request = len(names) > 1 and names[0] in {"query", "path", "header", "body"}
-    return next(iter(names[in_request:]), "")[:MAX_NAME_LETTERS] or None
+    return next(iter(names[in_request:]), "")[:MAX_NAME_LENGTH] or None
 
 
 def _parse_voxel_size(text: str) -> VoxelSize:

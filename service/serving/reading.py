@@ -95,7 +95,7 @@ class PixelSource:
         Raises the errors of `Reader.read`.
         """
         if isinstance(self.selection.time, TimeRange):
-            return Pixels(Series.of(self.inspect(self.selection), self._read_point, self.link), None)
+            return Pixels(Series.from_description(self.inspect(self.selection), self._read_point, self.link), None)
         segmented, measured = self._read_both(self.read, self.selection)
         return Pixels(segmented, measured if self.measured else None)
 
@@ -104,7 +104,7 @@ class PixelSource:
         if isinstance(self.selection.time, TimeRange):
             description = self.inspect(self.selection)
             channels = len(description.channels) if self.measured else 1
-            series = Series.of(description, self._read_point, self.link)
+            series = Series.from_description(description, self._read_point, self.link)
             return LargePixels(series, description.nbytes * channels + _LABEL_BYTES * series.voxels)
         segmented, measured = self._read_both(self.read_small, self.selection)
         if isinstance(segmented, Volume) and isinstance(measured, Volume):

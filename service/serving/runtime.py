@@ -53,10 +53,11 @@ class Files(NamedTuple):
 class Runtime:
     """Owner of all threads and child processes. Models become ready one after another after `start` has returned.
 
-    draining     whether the service is shutting down
-    checks       readiness checks; each returns a sentence that explains why the service is not ready, or None
-    unfinished   activity checks; each returns whether there is running work that may finish during shutdown
-    disk_usages  functions that measure the disk usage of one kind of files, by the label of that kind in the metrics
+    draining          whether the service is shutting down
+    readiness_checks  readiness checks; each returns a sentence that explains why the service is not ready, or None
+    activity_checks   activity checks; each returns whether there is running work that may finish during shutdown
+    disk_usages       functions that measure the disk usage of one kind of files, by the label of that kind in the
+                      metrics
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class Runtime:
         self._window_settings = settings.windows.model_dump(mode="json")
         self._started = time.monotonic()
         self._trimmer = MallocTrimmer()
-        self.checks: list[Callable[[], str | None]] = []
-        self.unfinished: list[Callable[[], bool]] = [lambda: bool(devices.running)]
+        self.readiness_checks: list[Callable[[], str | None]] = []
+        self.activity_checks: list[Callable[[], bool]] = [lambda: bool(devices.running)]
         self.disk_usages: dict[str, Callable[[], DiskUsage]] = {
             "requests": lambda: measure_disk(self.scratch.path, self.scratch_space.used, self.scratch_space.limit),
             "results": lambda: measure_disk(self.scratch.path, self.result_cache.nbytes, settings.limits.cache_bytes),
@@ -92,7 +93,7 @@ class Runtime:
     @property
     def busy(self) -> bool:
         """Whether any request or job is being processed or written."""
-        return any(check() for check in self.unfinished)
+        return any(check() for check in self.activity_checks)
 
     def start(self) -> None:
         """Start the threads and readers, read the model repository, and begin to load the models of the startup."""
@@ -133,14 +134,14 @@ class Runtime:
 
     def unready_reasons(self) -> tuple[str, ...]:
         """Return the reasons why the service is not ready, one sentence each; empty if it is ready."""
-        reasons = [reason for check in self.checks if (reason := check()) is not None]
+        reasons = [reason for check in self.readiness_checks if (reason := check()) is not None]
         if self.draining:
             reasons.append("The service is stopping.")
         return (*reasons, *self.devices.unready_reasons(), *self.models.unready_reasons())
 
     def degradations(self) -> tuple[str, ...]:
         """Return problems that do not keep the service from being ready, one sentence each."""
-        missing = (f"Files are read without {layer}: {reason}." for layer, reason in self.reader.missing.items())
+        missing = (f"Files are read without {layer}: {reason}." for layer, reason in self.reader.missing_layers.items())
         return (*self.models.degradations(), *self.devices.degradations(), *missing)
 
     def measure_disks(self) -> dict[str, DiskUsage]:

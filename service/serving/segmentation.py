@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, Protocol, TypeVar
 
 from service.core.errors import Cancelled
-from service.core.files.whole_file import descriptor_path
+from service.core.files.atomic_files import descriptor_path
 from service.core.telemetry import Stages
 from service.core.types import Options, Volume
 from service.inference.types import Series
@@ -28,11 +28,11 @@ from service.serving.devices.queue.job import Job
 from service.serving.reading import LargePixels, Pixels, PixelSource
 from service.serving.results.answers import (
     Answer,
-    answer_name,
+    confirm_delivery,
     describe_answer,
     encode_small_answer,
     fingerprint,
-    settle,
+    make_answer_name,
     write_answer,
 )
 from service.serving.storage.threads import FILE_THREADS, HOST_FILE_THREADS, run_in_thread, wait_for
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from service.serving.parameters import SegmentationRequest
     from service.serving.results.metadata import AnswerMetadata
     from service.serving.runtime import Runtime
-    from service.serving.storage.scratch import Hold
+    from service.serving.storage.scratch import SpaceReservation
 
 log = logging.getLogger(__name__)
 
@@ -60,14 +60,14 @@ SMALL_ANSWER_BYTES = 2**20
 class ReceivedStack(Protocol):
     """A stack that was sent with a request, or that the request refers to.
 
-    received  the request; its `source` and `digest` are known after `complete`
-    name      file name of the stack
-    space     disk space that is reserved for the request
+    request  the request; its `source` and `digest` are known after `complete`
+    name     file name of the stack
+    space    disk space that is reserved for the request
     """
 
-    received: SegmentationRequest
+    request: SegmentationRequest
     name: str
-    space: Hold
+    space: SpaceReservation
 
     @property
     def source(self) -> Source:
@@ -114,7 +114,7 @@ def queue_work(
     return job
 
 
-class SegmentedStack(NamedTuple):
+class StackResult(NamedTuple):
     """The result of a request, ready to be sent.
 
     path      path of the result file
@@ -144,10 +144,10 @@ class SegmentationTask:
     def __init__(self, runtime: Runtime, stack: ReceivedStack, spec: ModelSpec, stages: Stages) -> None:
         self._runtime, self._stack, self._spec, self._stages = runtime, stack, spec, stages
         self.cancelled = threading.Event()
-        self._request = stack.received._replace(cancelled=self.cancelled.is_set)
+        self._request = stack.request._replace(cancelled=self.cancelled.is_set)
         self._decoded_bytes = 0
 
-    async def run(self) -> SegmentedStack:
+    async def run(self) -> StackResult:
         """Return the result from the cache, or read the stack, segment it on a device, and write the result.
 
         Raises the errors of reading, `queue_work`, `Reservation.segment` and writing; Cancelled if the service stops.
@@ -166,7 +166,7 @@ class SegmentationTask:
         """Run a step in a thread. The step can poll `cancelled`."""
         return run_in_thread(work, executor, self.cancelled)
 
-    def _find_cached(self) -> SegmentedStack | None:
+    def _find_cached(self) -> StackResult | None:
         """Complete the file, and return its cached result; None if there is none."""
         runtime, stack, stages = self._runtime, self._stack, self._stages
         with stages.measure("receive"):
@@ -182,18 +182,18 @@ class SegmentationTask:
         stack.space.add(os.fstat(cached.file.fileno()).st_size)
         metadata, suffix = cached.metadata
         seconds = {**stages.seconds, "total": stages.total}
-        metadata = replace(metadata, file_name=answer_name(stack.name, suffix), seconds=seconds)
+        metadata = replace(metadata, file_name=make_answer_name(stack.name, suffix), seconds=seconds)
         path = descriptor_path(cached.file.fileno())
-        return SegmentedStack(path, metadata, key=key, cache="hit", file=cached.file)
+        return StackResult(path, metadata, key=key, cache="hit", file=cached.file)
 
     async def _read(self) -> Pixels:
         """Read the file when it is this client's turn. A large file is queued again once disk space is reserved."""
         client, runtime = self._stack.space.client, self._runtime
-        pixels = await self._run(self._timed(PixelSource.read_small_pixels), runtime.read_threads.of(client))
+        pixels = await self._run(self._timed(PixelSource.read_small_pixels), runtime.read_threads.for_client(client))
         if isinstance(pixels, Pixels):
             return pixels
         await self._run(partial(self._reserve, pixels), FILE_THREADS)
-        return await self._run(self._timed(PixelSource.read_pixels), runtime.decode_threads.of(client))
+        return await self._run(self._timed(PixelSource.read_pixels), runtime.decode_threads.for_client(client))
 
     def _timed(self, read: Callable[[PixelSource], T]) -> Callable[[], T]:
         """Return a function that reads the pixels, and adds the time in the queue and of reading to the stages."""
@@ -235,10 +235,10 @@ class SegmentationTask:
             job.cancel()
             raise
 
-    def _answer(self, pixels: Pixels, result: Result) -> SegmentedStack:
+    def _answer(self, pixels: Pixels, result: Result) -> StackResult:
         """Write, describe, count and cache the result."""
-        if result.series is not None and result.series.fault is not None:
-            raise result.series.fault
+        if result.series is not None and result.series.error is not None:
+            raise result.series.error
         runtime, stages = self._runtime, self._stages
         answer, status = encode_small_answer(self._request, result), None
         if answer is None:
@@ -254,7 +254,7 @@ class SegmentationTask:
         metadata = describe_answer(self._stack.name, answer, result, {**stages.seconds, "total": stages.total})
         # The key depends on the engine of the model, which is known only after the model is loaded.
         key = self._cache_key()
-        stack = SegmentedStack(answer.path, metadata, answer.content, status, key)
+        stack = StackResult(answer.path, metadata, answer.content, status, key)
         if key is None or not runtime.result_cache.enabled:
             return stack
         return self._cache(stack._replace(cache="miss"), key, answer.suffix)
@@ -267,7 +267,7 @@ class SegmentationTask:
         self._check_cancelled()
         try:
             answer = write_answer(self._runtime.host_files, self._request, pixels.measured, result)
-            settle(self._runtime.host_files, self._request)
+            confirm_delivery(self._runtime.host_files, self._request)
             status = answer.path.stat()
             if status.st_size <= SMALL_ANSWER_BYTES:
                 answer = answer._replace(content=answer.path.read_bytes())
@@ -277,7 +277,7 @@ class SegmentationTask:
                 shutil.rmtree(self._request.folder, ignore_errors=True)
         return answer, status
 
-    def _cache(self, stack: SegmentedStack, key: str, suffix: str) -> SegmentedStack:
+    def _cache(self, stack: StackResult, key: str, suffix: str) -> StackResult:
         """Cache the result. An error such as a full disk is only logged."""
         content = stack.path if stack.content is None else stack.content
         try:

@@ -120,7 +120,7 @@ def resolve_diameter(text: str, truth: Labels, voxel_size: VoxelSize | None = No
     return parse_diameter(text)
 
 
-class Line(NamedTuple):
+class ScoreRow(NamedTuple):
     """A row of the table: the method, the object diameter that it used, and its scores."""
 
     method: str
@@ -128,26 +128,26 @@ class Line(NamedTuple):
     scores: Scores
 
 
-def score_model(runner: ModelRunner, image: Volume, truth: Labels, diameter: str | None) -> Line:
+def score_model(runner: ModelRunner, image: Volume, truth: Labels, diameter: str | None) -> ScoreRow:
     """Segment and score a stack. `diameter` is parsed by `resolve_diameter` unless it is None.
 
     Raises the errors of `segment`.
     """
     request = Options(diameter=None if diameter is None else resolve_diameter(diameter, truth, image.voxel_size))
     result = segment(runner, image, request)
-    diameter_used = "as sampled" if result.width is None else result.width.replace("; stated", "")
-    return Line(runner.spec.identifier, diameter_used, score(truth, result.segmentation.pixels))
+    diameter_used = "as sampled" if result.diameter_text is None else result.diameter_text.replace("; stated", "")
+    return ScoreRow(runner.spec.identifier, diameter_used, score(truth, result.segmentation.pixels))
 
 
-def score_classical(image: Volume, truth: Labels) -> Line:
+def score_classical(image: Volume, truth: Labels) -> ScoreRow:
     """Score the classical method on the first channel, with the true mean diameter."""
     diameter = mean_diameter(truth)
-    return Line(
+    return ScoreRow(
         "classical", str(Diameter((diameter,), "px")), score(truth, segment_classically(image.array()[0], diameter))
     )
 
 
-def format_row(stack: str, line: Line) -> str:
+def format_row(stack: str, line: ScoreRow) -> str:
     """Format a row of the table below `HEADER`."""
     cells = [f"{value:.2f}" if isinstance(value, float) else str(value) for value in line.scores]
     return f"| {' | '.join([stack, line.method, line.diameter, *cells])} |"

@@ -15,7 +15,7 @@ from service.core.config import Settings
 from service.core.errors import BadParameter
 from service.core.hardware import devices
 from service.engine import precision
-from service.inference.preprocessing.normalize import normalise
+from service.inference.preprocessing.normalize import normalize_channel
 from service.models.architectures import build_network
 from service.models.loader import load_network
 from service.models.repository import FILE_NAME
@@ -40,10 +40,10 @@ def prepare_training(
     device = devices.choose_device(settings.device.name)
     plan = Plan(**settings.training.model_dump())
     if device.type == "cpu":
-        devices.use_threads(settings.device.threads)
+        devices.set_torch_threads(settings.device.threads)
     else:
         torch.backends.cudnn.deterministic = True
-    normalize_image = partial(normalise, normalisation=draft.input.normalisation)
+    normalize_image = partial(normalize_channel, normalisation=draft.input.normalisation)
     data = TrainingData(*split_pairs(pairs, settings.training.validation), normalize_image)
 
     def make_trainer(folder: Path, dtype: torch.dtype) -> Trainer:

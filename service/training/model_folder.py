@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from service.core.config import Settings, override_settings
-from service.core.files.whole_file import write_whole
+from service.core.files.atomic_files import write_atomically
 from service.core.types import Options, Segmentation, Volume
 from service.formats.tiff import writer as tiff_writer
 from service.inference.runner.model_runner import ModelRunner
@@ -84,7 +84,7 @@ def save_weights(network: nn.Module, folder: Path) -> None:
     """Write `weights.safetensors` atomically."""
     # Some networks list a layer under several names. Copy the tensors, because safetensors rejects shared memory.
     state = {name: value.clone(memory_format=torch.contiguous_format) for name, value in network.state_dict().items()}
-    with write_whole(folder / "weights.safetensors") as partial:
+    with write_atomically(folder / "weights.safetensors") as partial:
         save_file(state, partial)
 
 

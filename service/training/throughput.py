@@ -98,7 +98,7 @@ def _measure_peak(trainer: Trainer, device: torch.device) -> int | None:
 
 def _reset_peak() -> int | None:
     """Return free memory to the system and reset the peak counter. Return the resident bytes, or None if unknown."""
-    devices.return_pages()
+    devices.trim_malloc()
     try:
         CLEAR_REFS_FILE.write_text("5", encoding="ascii")
     except OSError:

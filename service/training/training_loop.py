@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from service.core.errors import BadParameter
-from service.core.files.whole_file import write_whole
+from service.core.files.atomic_files import write_atomically
 from service.core.sections.computing import Training
 from service.training.examples import (
     STEPS_PER_VOLUME,
@@ -81,7 +81,7 @@ class State:
     skipped: int = 0
     curve: list[list[float | None]] = field(default_factory=list)
 
-    def summarise(self) -> str:
+    def summarize(self) -> str:
         """Summarize the change of the validation loss and Dice score."""
         lowest = next((row for row in self.curve if row[3] == self.best), self.curve[0])
         (_, _, _, loss, _, dice), (_, _, _, best, _, best_dice) = self.curve[0], lowest
@@ -292,7 +292,7 @@ class Trainer:
             "optimiser": self._optimizer.state_dict(),
             "scaler": self._scaler.state_dict(),
         }
-        with write_whole(self.folder / CHECKPOINT) as partial:
+        with write_atomically(self.folder / CHECKPOINT) as partial:
             torch.save(content, partial)
 
     def resume(self) -> None:

@@ -65,7 +65,7 @@ warnings.warn("an option is deprecated", FutureWarning)
 def test_progress_shows_nested_steps_and_the_duration_of_the_innermost():
     progress = Progress()
     assert not str(progress)
-    with progress.follow():
+    with progress.record_steps():
         with step("racing"):
             assert str(progress) == "racing (for 0 s)"
             with suppress(OSError), step("building"):
@@ -82,7 +82,7 @@ def test_progress_shows_steps_of_threads_that_run_in_a_copy_of_the_context():
         with step("elsewhere"):
             reported.append(str(progress))
 
-    with progress.follow():
+    with progress.record_steps():
         for run in (partial(work), partial(contextvars.copy_context().run, work)):
             thread = threading.Thread(target=run)
             thread.start()

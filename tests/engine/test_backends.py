@@ -63,8 +63,8 @@ def test_eager_engine_runs_the_module_itself():
 def test_module_that_cannot_be_compiled_is_an_error():
     with pytest.raises(RuntimeError, match="cannot be compiled") as caught:
         build(Uncompilable(), EXAMPLE, make_config("compiled", mode="default"), Engine())
-    assert "\n" not in backends.first_line(caught.value)
-    assert backends.first_line(RuntimeError()) == "RuntimeError"
+    assert "\n" not in backends.get_first_line(caught.value)
+    assert backends.get_first_line(RuntimeError()) == "RuntimeError"
 
 
 def test_number_of_compiled_modules_is_not_limited_by_torchs_recompile_limit():
@@ -79,7 +79,7 @@ def test_module_is_transformed_before_the_network_is_built(build_other):
 
 
 @pytest.mark.parametrize(
-    ("network", "accepts_smaller_batches", "any_batch_size"),
+    ("network", "accepts_smaller_batches", "accepts_any_batch_size"),
     [
         (lambda x: 2 * x, True, True),
         (lambda x: 2 * x, False, False),
@@ -88,29 +88,32 @@ def test_module_is_transformed_before_the_network_is_built(build_other):
     ids=["any batch size", "engine does not support it", "different scores"],
 )
 def test_any_batch_size_requires_equal_scores_in_smaller_batches(
-    build_other, network, accepts_smaller_batches, any_batch_size
+    build_other, network, accepts_smaller_batches, accepts_any_batch_size
 ):
     assert (
-        build_other(lambda _: network, accepts_smaller_batches=accepts_smaller_batches).any_batch_size == any_batch_size
+        build_other(lambda _: network, accepts_smaller_batches=accepts_smaller_batches).accepts_any_batch_size
+        == accepts_any_batch_size
     )
 
 
-@pytest.mark.parametrize(("streams", "any_batch_size"), [(1, True), (2, False)])
-def test_any_batch_size_requires_equal_scores_with_the_threads_of_any_stream(build_other, streams, any_batch_size):
+@pytest.mark.parametrize(("streams", "accepts_any_batch_size"), [(1, True), (2, False)])
+def test_any_batch_size_requires_equal_scores_with_the_threads_of_any_stream(
+    build_other, streams, accepts_any_batch_size
+):
     def network(x):
         # Mimic libraries that choose an algorithm by the number of threads.
         return 2 * x + (len(x) if torch.get_num_threads() == 1 else 0)
 
     before = torch.get_num_threads()
-    devices.use_threads(2)
+    devices.set_torch_threads(2)
     try:
         built = build_other(
             lambda _: network, replace(make_config("other"), streams=streams), accepts_smaller_batches=True
         )
-        assert built.any_batch_size == any_batch_size
+        assert built.accepts_any_batch_size == accepts_any_batch_size
         assert torch.get_num_threads() == 2
     finally:
-        devices.use_threads(before)
+        devices.set_torch_threads(before)
 
 
 BUFFER = torch.empty(EXAMPLE.shape)
@@ -127,10 +130,10 @@ def test_network_owns_its_scores_if_each_call_allocates_them(build_other, networ
 
 def test_winograd_engine_explains_why_it_is_not_used():
     module = nn.Sequential(nn.Conv3d(8, 16, 3, padding=1)).eval()
-    assert BACKENDS["winograd"].explain_unfit("fp16", CPU, module) == "does not compute in fp16"
-    assert BACKENDS["winograd"].explain_unfit("bf16", CUDA, module) == "needs a CPU"
-    assert BACKENDS["winograd"].explain_unfit("bf16", CPU, nn.Sequential(nn.Conv3d(1, 1, 1))) is not None
-    assert BACKENDS["winograd"].explain_unfit("bf16", CPU, module.bfloat16()) is None
+    assert BACKENDS["winograd"].explain_unsupported("fp16", CPU, module) == "does not compute in fp16"
+    assert BACKENDS["winograd"].explain_unsupported("bf16", CUDA, module) == "needs a CPU"
+    assert BACKENDS["winograd"].explain_unsupported("bf16", CPU, nn.Sequential(nn.Conv3d(1, 1, 1))) is not None
+    assert BACKENDS["winograd"].explain_unsupported("bf16", CPU, module.bfloat16()) is None
 
 
 def test_missing_engine_raises_its_installation_hint(build_other):
@@ -154,7 +157,7 @@ def test_missing_engine_raises_its_installation_hint(build_other):
     ids=["CPU", "CPU with BF16", "CPU with AMX", "GPU"],
 )
 def test_known_order_depends_on_the_hardware_and_excludes_compilation(device, precisions, features, expected):
-    configs = backends.list_known_order(list_configs(Engine(), device, precisions, 2), features)
+    configs = backends.list_default_order(list_configs(Engine(), device, precisions, 2), features)
     assert [f"{each.engine} {each.precision}" for each in configs] == expected
     assert {each.compile_mode for each in configs} == {None}
 
@@ -228,5 +231,5 @@ def test_compile_modes(setting, device, kind, expected):
 
 
 def test_openvino_uses_float32_batches_in_any_precision():
-    assert backends.batch_dtype(make_config("openvino", "bf16")) == torch.float32
-    assert backends.batch_dtype(make_config("eager", "bf16")) == torch.bfloat16
+    assert backends.get_batch_dtype(make_config("openvino", "bf16")) == torch.float32
+    assert backends.get_batch_dtype(make_config("eager", "bf16")) == torch.bfloat16

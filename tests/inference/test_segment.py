@@ -149,7 +149,7 @@ def test_a_window_that_the_model_does_not_support_is_refused(bands, volume, mult
 def test_a_smaller_batch_keeps_an_engine_that_supports_any_batch_size(bands, volume):
     runner, sizes = started(bands, settings_of("winograd", streams=1)), []
     expected = segment(runner, volume, Options()).segmentation.pixels
-    assert runner._ready.window.any_batch_size
+    assert runner._ready.window.accepts_any_batch_size
     runner.instrument(lambda call: lambda x: sizes.append(len(x)) or call(x))
     result = segment(runner, volume, Options(sw_batch_size=1))
     assert (result.notes, set(sizes)) == ((), {1})
@@ -305,18 +305,21 @@ def test_the_diameter_is_estimated_if_the_request_does_not_specify_it(make_estim
         runner,
         balls,
         Options(),
-        callbacks=Callbacks(revised=revised.append, progress=lambda *done: counted.append(done)),
+        callbacks=Callbacks(on_new_estimate=revised.append, progress=lambda *done: counted.append(done)),
     )
     assert auto.segmentation.count == 125
     assert auto.segmentation.pixels.shape == (35, 35, 35)
-    assert auto.estimated
+    assert auto.is_diameter_estimated
     assert auto.diameter.lengths[-1] == pytest.approx(5, rel=0.2)
-    assert auto.width == f"{auto.diameter}; estimated"
+    assert auto.diameter_text == f"{auto.diameter}; estimated"
     assert list(auto.seconds) == ["prepare", "size", "windows", "decode"]
     assert [str(auto.diameter) in note for note in auto.notes] == [True, False]
     assert auto.notes[1].startswith("Resampled from 35 x 35 x 35")
     specified = segment(runner, balls, Options(diameter=auto.diameter))
-    assert (specified.width, specified.seconds.keys()) == (f"{auto.diameter}; stated", {"prepare", "windows", "decode"})
+    assert (specified.diameter_text, specified.seconds.keys()) == (
+        f"{auto.diameter}; stated",
+        {"prepare", "windows", "decode"},
+    )
     assert np.array_equal(specified.segmentation.pixels, auto.segmentation.pixels)
     assert [needed.windows for needed in revised] == [
         runner.estimator.estimate(balls, Options(diameter=auto.diameter)).windows
@@ -324,9 +327,9 @@ def test_the_diameter_is_estimated_if_the_request_does_not_specify_it(make_estim
     total = revised[0].windows
     assert (counted[0], counted[-1]) == ((0, total), (total, total))
     sampled = segment(runner, balls, Options(diameter="none"))
-    assert (sampled.width, sampled.notes) == (None, ())
+    assert (sampled.diameter_text, sampled.notes) == (None, ())
     estimator = Estimator(runner.spec, settings_of())
-    sizes = [estimator.object_size(Options(diameter=setting)) for setting in (None, "none", "auto", auto.diameter)]
+    sizes = [estimator.diameter_setting(Options(diameter=setting)) for setting in (None, "none", "auto", auto.diameter)]
     assert sizes == ["auto", "none", "auto", auto.diameter]
 
 
@@ -350,7 +353,7 @@ def test_the_diameter_of_a_stack_is_estimated_once(make_estimating_runner, balls
     first = segment(runner, balls, Options())
     before = len(calls)
     again = segment(runner, Volume.from_array(balls.array().copy()), Options(output="classes"))
-    assert (again.width, again.notes) == (first.width, first.notes)
+    assert (again.diameter_text, again.notes) == (first.diameter_text, first.notes)
     # The windows of the stack itself are computed in batches of two, and no others are computed.
     assert (
         len(calls) - before
@@ -386,13 +389,13 @@ def test_a_diameter_estimate_does_not_depend_on_shared_batches(make_estimating_r
     # If a request did not share its batches, it would get all five slots.
     assert any(share.slots < 5 for share in shares)
     for first, second in zip(alone, together, strict=True):
-        assert (first.width, first.notes) == (second.width, second.notes)
+        assert (first.diameter_text, first.notes) == (second.diameter_text, second.notes)
         assert np.array_equal(first.segmentation.pixels, second.segmentation.pixels)
 
 
 def test_a_stack_without_a_diameter_estimate_keeps_its_resolution(make_estimating_runner):
     result = segment(make_estimating_runner(), Volume.from_array(np.zeros((1, 20, 20, 20), np.uint8)), Options())
-    assert (result.segmentation.count, result.width, result.estimated) == (0, None, False)
+    assert (result.segmentation.count, result.diameter_text, result.is_diameter_estimated) == (0, None, False)
     (note,) = result.notes
     assert "could not be estimated" in note
 
@@ -401,7 +404,7 @@ def test_a_stack_that_would_become_too_large_keeps_its_resolution(make_estimatin
     few = settings_of().model_copy(update={"limits": Limits(windows=4)})
     balls = Volume.from_array(balls.array()[:, :32, :32, :32])
     result = segment(make_estimating_runner(few), balls, Options())
-    assert result.width is not None
+    assert result.diameter_text is not None
     (note,) = result.notes
     assert "segmented at its original resolution" in note
     assert (
@@ -430,7 +433,7 @@ def test_diameter_estimation_can_be_canceled_and_uses_fallbacks(make_estimating_
 def test_only_instance_models_estimate_a_diameter(bands, random_nuclei):
     for spec in (bands, random_nuclei):
         with pytest.raises(BadParameter, match="has no object diameter"):
-            ModelRunner(spec, settings_of()).estimator.output(Options(diameter="auto"))
+            ModelRunner(spec, settings_of()).estimator.output_kind(Options(diameter="auto"))
 
 
 def test_a_huge_volume_is_refused_before_its_pixels_are_read(eager):
@@ -507,7 +510,7 @@ def test_no_diameter_is_suggested_that_the_voxel_size_already_implies(random_nuc
     positions = np.indices((24, 48, 48)) % 12 - 5.5
     pixels = (1 - np.sqrt(np.square(positions).sum(0)) / 8).clip(0, 1).astype(np.float32)[None]
     attempts = [
-        segment(runner, Volume.from_array(pixels, size), Options()).doubt.suggestion
+        segment(runner, Volume.from_array(pixels, size), Options()).quality_warning.suggestion
         for size in (None, VoxelSize(0.5, 0.5, 0.5))
     ]
     assert attempts == ["diameter=6px", ""]
@@ -521,9 +524,9 @@ def test_only_installed_models_are_suggested(random_nuclei, tmp_path):
     runner = with_network(spec, lambda x: torch.cat([x - 0.5, x], 1))
     radius = np.sqrt(np.square(np.indices((48, 48, 48)) % 24 - 11.5).sum(0))
     shells = Volume.from_array(np.exp(-np.square((radius - 8) / 1.5)).astype(np.float32)[None])
-    assert segment(runner, shells, Options()).doubt.suggestion != "model=membranes"
+    assert segment(runner, shells, Options()).quality_warning.suggestion != "model=membranes"
     (tmp_path / "membranes").mkdir()
-    assert segment(runner, shells, Options()).doubt.suggestion == "model=membranes"
+    assert segment(runner, shells, Options()).quality_warning.suggestion == "model=membranes"
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("DefaultCPUAllocator: no memory"), OSError()])
@@ -550,7 +553,7 @@ def test_an_error_while_collecting_evidence_does_not_lose_the_labels(random_nucl
     assert failed
     np.testing.assert_array_equal(result.segmentation.pixels, expected.segmentation.pixels)
     assert result.confidence == expected.confidence
-    assert (result.doubt.suggestion, "may be wrong" in result.doubt.detail) == ("", True)
+    assert (result.quality_warning.suggestion, "may be wrong" in result.quality_warning.detail) == ("", True)
 
 
 def test_the_memory_of_another_window_counts_until_it_is_replaced(bands, volume):

@@ -179,7 +179,7 @@ def test_diameter_of_small_nuclei_is_estimated(eager: ModelRunner) -> None:
     for diameter in (None, "none", "10px"):
         result = segment(eager, volume, Options(diameter=None if diameter is None else parse_diameter(diameter)))
         scores[diameter] = score(truth, result.segmentation.pixels)
-        assert result.estimated == (diameter is None)
+        assert result.is_diameter_estimated == (diameter is None)
     assert scores[None].found == pytest.approx(scores["10px"].found, rel=0.05)
     assert scores[None].f1 >= scores["10px"].f1 - 0.05
     assert scores[None].found > scores["none"].found

@@ -99,7 +99,7 @@ def check(folder: Path, last_events: dict[str, str]) -> None:
     with closing(open_store(folder)) as store:
         pending = {record.id for record in store.recover()}
         files = set[str]()
-        known = {record.id: record for record in store.newest("ada", 1000)}
+        known = {record.id: record for record in store.list_newest("ada", 1000)}
         for job, event in last_events.items():
             state = known[job].state if job in known else "deleted"
             assert state in ALLOWED_STATES[event], f"{job} was {event}, but its state is {state}"

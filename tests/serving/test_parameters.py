@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from service.core.quantities import Diameter, ObjectVolume, TimeRange, VoxelSize
-from service.core.types import Options, Selection, Steering
-from service.serving.parameters import Query, describe_faults
+from service.core.types import Options, PostprocessingOptions, Selection
+from service.serving.parameters import Query, describe_validation_errors
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_query_is_parsed_to_a_selection(given: dict[str, Any], expected: Selecti
         ({"skip_below": " None"}, Options(skip_below="none")),
         *(({"skip_below": text}, Options(skip_below=float(text))) for text in ("120", "-3.5", "1e3")),
         ({"roi_size": "32, 64,96"}, Options(roi_size=(32, 64, 96))),
-        ({"minimum_size": "60"}, Options(steering=Steering(minimum_size=ObjectVolume(60, "px")))),
+        ({"minimum_size": "60"}, Options(postprocessing=PostprocessingOptions(minimum_size=ObjectVolume(60, "px")))),
         (
             {
                 "threshold": "0.7",
@@ -58,7 +58,11 @@ def test_query_is_parsed_to_a_selection(given: dict[str, Any], expected: Selecti
                 "fill_holes": "true",
                 "min_confidence": "0.9",
             },
-            Options(steering=Steering(0.7, ObjectVolume(12.5, "um3"), "drop", fill_holes=True, min_confidence=0.9)),
+            Options(
+                postprocessing=PostprocessingOptions(
+                    0.7, ObjectVolume(12.5, "um3"), "drop", fill_holes=True, min_confidence=0.9
+                )
+            ),
         ),
         ({"threshold": "", "minimum_size": ""}, Options()),
     ],
@@ -93,7 +97,7 @@ INVALID_TEXT = {
 def test_invalid_text_is_rejected_with_the_expected_format(name: str, text: str, expected: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Query.model_validate({name: text})
-    message = str(describe_faults(caught.value.errors()))
+    message = str(describe_validation_errors(caught.value.errors()))
     assert message.startswith(f"{name}: ")
     assert expected in message
 
@@ -103,7 +107,7 @@ def test_any_text_is_parsed_or_rejected_with_its_parameter(given: dict[str, str]
     try:
         outcome = str(Query.model_validate(given).selection)
     except ValidationError as error:
-        outcome = str(describe_faults(error.errors()))
+        outcome = str(describe_validation_errors(error.errors()))
     assert outcome.startswith("Selection(") or any(name in outcome for name in given)
 
 
@@ -113,7 +117,7 @@ def test_any_text_is_parsed_or_rejected_with_its_parameter(given: dict[str, str]
 def test_error_message_names_the_parameter_and_is_a_sentence(given: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as caught:
         Query.model_validate(given)
-    message = str(describe_faults(caught.value.errors()))
+    message = str(describe_validation_errors(caught.value.errors()))
     assert next(iter(given)) in message
     assert message.endswith(".")
 
@@ -123,13 +127,13 @@ def test_error_message_names_the_parameter_and_is_a_sentence(given: dict[str, An
     [(("overlap",), "overlap"), (("query", "limit"), "limit"), (("annotations", 3), "annotations"), ((), None)],
 )
 def test_error_has_the_parameter_of_its_location(loc: tuple[str | int, ...], parameter: str | None) -> None:
-    error = describe_faults([{"loc": loc, "type": "value_error", "msg": "Value error, wrong"}])
+    error = describe_validation_errors([{"loc": loc, "type": "value_error", "msg": "Value error, wrong"}])
     assert error.parameter == parameter
 
 
 def test_parameter_names_are_formatted_for_the_client() -> None:
     with pytest.raises(ValidationError) as caught:
         Query.model_validate({"overlap": 1, "sw_batch_size": 0})
-    messages = str(describe_faults(caught.value.errors(), spell=lambda name: f"<{name}>"))
+    messages = str(describe_validation_errors(caught.value.errors(), format_name=lambda name: f"<{name}>"))
     assert "<sw_batch_size>: " in messages
     assert "<overlap>: " in messages

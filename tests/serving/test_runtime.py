@@ -228,7 +228,7 @@ def test_disk_usage_omits_kinds_that_cannot_be_measured(three_models: Path, tmp_
 
     with running(settings(three_models, tmp_path), FakeSegmenter) as runtime:
         runtime.disk_usages["jobs"] = fail
-        hold = runtime.scratch_space.hold("ann")
+        hold = runtime.scratch_space.new_reservation("ann")
         hold.add(1000)
         assert runtime.measure_disks().keys() == {"requests", "results"}
         metrics = runtime.metrics.exposition().decode()

@@ -179,7 +179,7 @@ def test_small_training_improves_the_validation_loss(pair: Pair, tmp_path: Path,
     assert all(value.isfinite().all() for value in trainer.run().state_dict().values())
     assert trainer.state.skipped == 0
     assert trainer.state.describe_failure() is None
-    summary = trainer.state.summarise()
+    summary = trainer.state.summarize()
     assert summary.startswith("40 steps, validation loss ")
     assert "skipped" not in summary
     assert "nan" not in summary + (tmp_path / CURVE).read_text()
@@ -194,13 +194,13 @@ def test_advice_is_given_if_the_training_does_not_improve() -> None:
     failure = state.describe_failure() or ""
     assert "no improvement after 25 steps: validation loss 0.5000 at the start, 0.6000" in failure
     assert "--learning-rate" in failure
-    assert state.summarise() == "25 steps, validation loss 0.5000 before, 0.5000 at best, Dice score - before, - there"
+    assert state.summarize() == "25 steps, validation loss 0.5000 before, 0.5000 at best, Dice score - before, - there"
     skipping = State(step=25, skipped=20, curve=[[0, 0.1, None, math.nan, 0, None]])
     failure = skipping.describe_failure() or ""
     assert "engine.precision: fp32" in failure
-    assert "20 steps skipped" in skipping.summarise()
-    assert "nan" not in failure + skipping.summarise()
-    assert "inf" not in failure + skipping.summarise().replace("finite", "")
+    assert "20 steps skipped" in skipping.summarize()
+    assert "nan" not in failure + skipping.summarize()
+    assert "inf" not in failure + skipping.summarize().replace("finite", "")
     better = State(step=25, best=0.4, curve=[rows[0], [25, 0.1, 0.4, 0.4, 0, 0.7]])
     assert better.describe_failure() is None
 

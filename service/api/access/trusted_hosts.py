@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api.access.authentication import HEALTH_PATH, ErrorHandler
 from service.api.messages.headers import get_header
-from service.core.errors import Misdirected
+from service.core.errors import MisdirectedRequest
 from service.core.sections.serving import Access
 
 # CORS: the methods and headers that web pages of other origins may send, and the response headers that they may read.
@@ -45,7 +45,7 @@ class TrustedHosts:
         if any(matches_host(host, pattern) for pattern in self._hosts):
             await self._app(scope, receive, send)
             return
-        error = Misdirected(
+        error = MisdirectedRequest(
             "The service does not accept requests under this host name. Use the address that its operator gave you, or"
             " ask the operator to add this name to `access.hosts`."
         )

@@ -20,7 +20,7 @@ from service.api.http.multipart import MAX_FORM_BYTES, FormParser
 from service.api.messages.headers import get_header
 from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
 from service.serving.storage.memory_budget import MemoryBudget
-from service.serving.storage.scratch import Hold
+from service.serving.storage.scratch import SpaceReservation
 from service.serving.storage.threads import run_in_thread
 
 # Errors of hard links across file systems, or on file systems without hard links.
@@ -39,7 +39,9 @@ class Upload:
     space  disk quota in which the expected or received bytes are reserved, even if they stay in memory
     """
 
-    def __init__(self, path: Path, limit_bytes: int, space: Hold, budget: MemoryBudget = UPLOAD_MEMORY) -> None:
+    def __init__(
+        self, path: Path, limit_bytes: int, space: SpaceReservation, budget: MemoryBudget = UPLOAD_MEMORY
+    ) -> None:
         self.path = path
         self.name = ""
         self.fields: dict[str, str] = {}
@@ -64,7 +66,7 @@ class Upload:
         self.name = sanitize_file_name(name)
 
     def reserve_space(self, nbytes: int) -> None:
-        """Reserve disk space for a file of `nbytes` bytes. Raises the errors of `Hold.reserve`."""
+        """Reserve disk space for a file of `nbytes` bytes. Raises the errors of `SpaceReservation.reserve`."""
         self.space.reserve(nbytes - self._reserved_space)
         self._reserved_space = nbytes
 

@@ -243,7 +243,7 @@ def report_training(trainings: Trainings, record: TrainingRecord) -> TrainingRep
         after=record.after,
         better=record.better,
         message=record.message,
-        model=trainings.trained_models.made_by(record),
+        model=trainings.trained_models.find_trained_model(record),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel
 
 from service.api.messages.text import Text
-from service.core.errors import without_folders
+from service.core.errors import remove_folders
 from service.inference.types import EngineReport
 from service.models.spec import Input, Lineage
 from service.serving.devices.models.state import ModelState
@@ -22,10 +22,10 @@ PICTURE_FILE = "example.png"
 
 def _report_without_folders(report: EngineReport) -> EngineReport:
     trials = tuple(
-        replace(trial, verdict=trial.verdict._replace(detail=without_folders(trial.verdict.detail)))
+        replace(trial, verdict=trial.verdict._replace(detail=remove_folders(trial.verdict.detail)))
         for trial in report.trials
     )
-    return replace(report, warnings=tuple(map(without_folders, report.warnings)), trials=trials)
+    return replace(report, warnings=tuple(map(remove_folders, report.warnings)), trials=trials)
 
 
 Report = Annotated[EngineReport, AfterValidator(_report_without_folders)]
@@ -88,9 +88,9 @@ class ModelReload(BaseModel):
     broken: dict[str, Text]
 
 
-def report_models(runtime: Runtime, may_remove: Callable[[ModelState], bool]) -> ModelList:
-    """Report all models of the repository. `may_remove` decides whether the caller may delete a model."""
-    models = [report_model(model, removable=may_remove(model)) for model in runtime.models.states()]
+def report_models(runtime: Runtime, can_remove: Callable[[ModelState], bool]) -> ModelList:
+    """Report all models of the repository. `can_remove` decides whether the caller may delete a model."""
+    models = [report_model(model, removable=can_remove(model)) for model in runtime.models.states()]
     return ModelList(default=runtime.models.default, models=models)
 
 

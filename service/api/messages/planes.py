@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from service.core.types import Array, Selection
-from service.serving.results.planes import MAX_BYTES, SENT_TYPES, PlaneRange
+from service.serving.results.planes import MAX_PLANE_BYTES, PLANE_DTYPES, PlaneRange
 
 # Size of the parts in which planes are sent.
 CHUNK_BYTES = 2**20
@@ -19,7 +19,7 @@ CHUNK_BYTES = 2**20
 PLANES_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "Pixel values in C order (z, y, x), little-endian. At most"
-        f" {MAX_BYTES >> 20} MiB per response; use a larger `step` or fewer planes for more.",
+        f" {MAX_PLANE_BYTES >> 20} MiB per response; use a larger `step` or fewer planes for more.",
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
         "headers": {
             "X-StackSeg-Shape": {
@@ -28,7 +28,7 @@ PLANES_RESPONSES: dict[int | str, dict[str, Any]] = {
             },
             "X-StackSeg-Dtype": {
                 "description": "Data type of the pixel values",
-                "schema": {"type": "string", "enum": sorted(SENT_TYPES)},
+                "schema": {"type": "string", "enum": sorted(PLANE_DTYPES)},
             },
             "X-StackSeg-Volume": {
                 "description": "Number of planes, rows and columns of the whole volume",

@@ -18,9 +18,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 from service.core import errors
-from service.core.errors import without_folders
+from service.core.errors import remove_folders
 from service.core.hardware.devices import translate_error
-from service.serving.parameters import describe_faults
+from service.serving.parameters import describe_validation_errors
 
 log = logging.getLogger(__name__)
 
@@ -124,23 +124,23 @@ STATUS: dict[type[errors.StackSegError], int] = {
     errors.BadFile: 422,
     errors.AmbiguousAxes: 422,
     errors.BadParameter: 422,
-    errors.DoubtfulResult: 422,
+    errors.LowConfidenceResult: 422,
     errors.UnsupportedMedia: 415,
     errors.TooLarge: 413,
     errors.TooSlow: 408,
     errors.UnknownModel: 404,
     errors.Unauthorized: 401,
-    errors.Misdirected: 421,
+    errors.MisdirectedRequest: 421,
     errors.RateLimited: 429,
     errors.UnknownJob: 404,
     errors.UnknownStack: 404,
     errors.UnknownAnnotation: 404,
     errors.UnknownTraining: 404,
-    errors.SwitchedOff: 403,
-    errors.ModelKept: 409,
-    errors.NotFinished: 409,
+    errors.FeatureDisabled: 403,
+    errors.ModelNotDeletable: 409,
+    errors.JobNotFinished: 409,
     errors.OutputExists: 409,
-    errors.ResultGone: 410,
+    errors.ResultUnavailable: 410,
     errors.CapacityError: 503,
     errors.OutOfMemory: 507,
     errors.OutOfStorage: 507,
@@ -178,7 +178,7 @@ def handle_error(request: Request, error: Exception) -> Response:
     status = status_of(type(error))
     if status == HTTPStatus.INTERNAL_SERVER_ERROR:
         log.error("%s: %s", type(error).__name__, error)
-    response = problem_response(request, status, error.slug, without_folders(str(error)), **_extension_members(error))
+    response = problem_response(request, status, error.slug, remove_folders(str(error)), **_extension_members(error))
     if (retry_after := getattr(error, "retry_after", None)) is not None:
         response.headers["Retry-After"] = str(retry_after)
     if isinstance(error, errors.Unauthorized):
@@ -207,7 +207,7 @@ def _handle_library_error(request: Request, error: Exception) -> Response:
 
 def _handle_validation_error(request: Request, error: Exception) -> Response:
     faults = error.errors() if isinstance(error, RequestValidationError) else []
-    return handle_error(request, describe_faults(faults))
+    return handle_error(request, describe_validation_errors(faults))
 
 
 def _handle_http_exception(request: Request, error: Exception) -> Response:
@@ -286,7 +286,7 @@ _INHERITED_STATUS_TYPES = (
     errors.StorageUnavailable,
     errors.DeviceLost,
     errors.ReaderKilled,
-    errors.Interrupted,
+    errors.JobInterrupted,
     errors.BrokenModel,
     errors.NonFiniteScores,
     errors.InternalError,

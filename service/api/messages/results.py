@@ -14,7 +14,7 @@ from urllib.parse import quote
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
-from service.serving.results.answers import Saved
+from service.serving.results.answers import SavedResult
 from service.serving.results.metadata import AnswerMetadata
 
 # Notes beyond this length are truncated in the header `X-StackSeg-Note`.
@@ -36,7 +36,7 @@ RESULT_RESPONSES: dict[int | str, dict[str, Any]] = {
             "image/tiff": {"schema": {"type": "string", "format": "binary"}},
             "text/csv": {"schema": {"type": "string"}},
             "application/zip": {"schema": {"type": "string", "format": "binary"}},
-            "application/json": {"schema": Saved.model_json_schema()},
+            "application/json": {"schema": SavedResult.model_json_schema()},
             "application/x-npy": {"schema": {"type": "string", "format": "binary"}},
             "application/x-nifti": {"schema": {"type": "string", "format": "binary"}},
             "application/x-ozx": {"schema": {"type": "string", "format": "binary"}},

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from service.api.messages.jobs import JobProgress
 from service.api.messages.models import ModelList, Report
 from service.api.messages.text import Text
-from service.core.errors import SwitchedOff
+from service.core.errors import FeatureDisabled
 from service.core.files.bundled import software_version
 from service.core.hardware import host
 from service.core.hardware.gpus import GpuStatus
@@ -253,7 +253,7 @@ def report_learning(trainings: Trainings, annotations: AnnotationStore) -> Learn
     try:
         trainings.check_enabled()
         problem = None
-    except SwitchedOff as error:
+    except FeatureDisabled as error:
         problem = str(error)
     running, waiting = trainings.queue.running_and_waiting()
     records = [*([] if running is None else [running]), *waiting]
@@ -262,7 +262,7 @@ def report_learning(trainings: Trainings, annotations: AnnotationStore) -> Learn
         trainings=list(map(_report_progress, records)),
         annotations=annotations.measure().stacks,
         models=trainings.trained_models.count(),
-        models_limit=trainings.trained_models.most,
+        models_limit=trainings.trained_models.max_models,
     )
 
 

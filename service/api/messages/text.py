@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from service.core.errors import without_folders
+from service.core.errors import remove_folders
 
 # Text that may contain an error message. Folders of the host are removed from paths in it.
-Text = Annotated[str, AfterValidator(without_folders)]
+Text = Annotated[str, AfterValidator(remove_folders)]

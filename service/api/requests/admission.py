@@ -18,7 +18,7 @@ from service.api.http.uploads import is_multipart
 from service.api.messages.headers import get_header
 from service.core.errors import BadParameter
 from service.models.spec import ModelSpec
-from service.serving.parameters import MAX_NAME_LETTERS, Query, describe_faults
+from service.serving.parameters import MAX_NAME_LENGTH, Query, describe_validation_errors
 from service.serving.results.answers import check_host_files
 from service.serving.runtime import Runtime
 from service.serving.storage.threads import HOST_FILE_THREADS, run_in_thread
@@ -137,7 +137,7 @@ def select_model(runtime: Runtime, query: Query) -> ModelSpec:
     Raises UnknownModel, BrokenModel, NotReady and BadParameter.
     """
     spec = runtime.models.spec(query.model)
-    kind = runtime.estimator(spec).output(query.options)
+    kind = runtime.estimator(spec).output_kind(query.options)
     if query.measurements is not None and kind != "labels":
         raise BadParameter(
             f"measurements: only labels can be measured, but this request returns {kind}. Choose output=labels or a"
@@ -164,8 +164,8 @@ def _parse_query_string(query_string: bytes) -> Query:
     for name, value in QueryParams(query_string).multi_items():
         if name in values:
             raise BadParameter(
-                f"The parameter {name[:MAX_NAME_LETTERS]} is given twice. Remove one of them.",
-                parameter=name[:MAX_NAME_LETTERS],
+                f"The parameter {name[:MAX_NAME_LENGTH]} is given twice. Remove one of them.",
+                parameter=name[:MAX_NAME_LENGTH],
             )
         values[name] = value
     return _validate(values)
@@ -177,7 +177,7 @@ def _validate(values: Mapping[str, Any]) -> Query:
         return Query.model_validate(values)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
-        raise describe_faults(faults) from error
+        raise describe_validation_errors(faults) from error
 
 
 async def _check_host_files(request: Request, runtime: Runtime, query: Query) -> None:

@@ -12,15 +12,15 @@ from fastapi import Request
 from service.api.dependencies import get_client
 from service.api.messages.headers import get_header
 from service.api.messages.results import ResultResponse, build_response
-from service.serving.results.media_types import choose_media_type, extract
+from service.serving.results.media_types import choose_media_type, convert_result
 from service.serving.results.metadata import AnswerMetadata
 from service.serving.runtime import Runtime
-from service.serving.segmentation import SegmentedStack
-from service.serving.storage.disk import translate_disk_faults
+from service.serving.segmentation import StackResult
+from service.serving.storage.disk import translate_disk_errors
 from service.serving.storage.threads import run_in_thread
 
 
-async def send_segmented(request: Request, runtime: Runtime, stack: SegmentedStack) -> ResultResponse:
+async def send_segmented(request: Request, runtime: Runtime, stack: StackResult) -> ResultResponse:
     """Return the response with a segmented stack in the format that the `Accept` header prefers."""
     response = build_response(stack.path, stack.metadata, stack.content, stack.status)
     if stack.file is not None:
@@ -45,13 +45,13 @@ async def send_part(
 
     The requested content is written to a temporary file, which is deleted after the response. Closes `file`.
     """
-    with translate_disk_faults(), ExitStack() as opened:
+    with translate_disk_errors(), ExitStack() as opened:
         opened.callback(file.close)
-        space = opened.enter_context(runtime.scratch_space.hold(get_client(request)))
+        space = opened.enter_context(runtime.scratch_space.new_reservation(get_client(request)))
         folder = runtime.scratch.make_request_folder()
         opened.callback(partial(shutil.rmtree, folder, ignore_errors=True))
-        extract_part = partial(extract, runtime.reader, file, metadata, media_type, folder)
-        path, part_metadata = await run_in_thread(extract_part, runtime.decode_threads.of(space.client))
+        extract_part = partial(convert_result, runtime.reader, file, metadata, media_type, folder)
+        path, part_metadata = await run_in_thread(extract_part, runtime.decode_threads.for_client(space.client))
         space.reserve(path.stat().st_size)
         response = build_response(path, part_metadata)
         response.resources.callback(opened.pop_all().close)

@@ -24,7 +24,7 @@ from service.serving.jobs.jobs import AsyncJobs
 from service.serving.jobs.store import INPUT
 from service.serving.parameters import Query, SegmentationRequest
 from service.serving.runtime import Runtime
-from service.serving.storage.disk import path_exists, translate_disk_faults
+from service.serving.storage.disk import path_exists, translate_disk_errors
 from service.serving.storage.host_files import HostFiles, RemoteSource, Source
 from service.serving.storage.scratch import ScratchFolder
 from service.serving.storage.stack_store import StackStore, StoredStack
@@ -42,7 +42,7 @@ async def work_folder(scratch: ScratchFolder) -> AsyncIterator[Path]:
     """
     folder = scratch.next_request_folder()
     try:
-        with translate_disk_faults():
+        with translate_disk_errors():
             yield folder
     finally:
         # A small request stays in memory and creates no folder.
@@ -56,7 +56,7 @@ async def incoming_folder(async_jobs: AsyncJobs) -> AsyncIterator[Path]:
 
     Raises OutOfStorage if the disk is full, and StorageUnavailable for other disk errors.
     """
-    with translate_disk_faults():
+    with translate_disk_errors():
         folder = async_jobs.make_incoming()
         try:
             yield folder
@@ -67,7 +67,7 @@ async def incoming_folder(async_jobs: AsyncJobs) -> AsyncIterator[Path]:
 class ReceivedFile:
     """A file that was uploaded with a request or selected by it. It is valid until its `resources` are closed.
 
-    received      parameters including form fields, caller, and folder and path of the file
+    request       parameters including form fields, caller, and folder and path of the file
     name          name of the file
     is_host_file  whether it is a file on the host, which other programs may change
     space         disk quota of the request
@@ -84,7 +84,7 @@ class ReceivedFile:
         stages: Stages,
         resources: AsyncExitStack,
     ) -> None:
-        self.received, self.name, self.space, self.stages = request, source.name, upload.space, stages
+        self.request, self.name, self.space, self.stages = request, source.name, upload.space, stages
         self.resources, self._upload, self._source = resources, upload, source
         self.stack: Upload | None = None
         self.is_host_file = request.query.input is not None
@@ -133,7 +133,7 @@ async def receive_file(
     async with AsyncExitStack() as resources:
         path = await resources.enter_async_context(folder or work_folder(runtime.scratch))
         async with time_limit(limits.request_seconds, runtime.devices.missing_workers):
-            space = resources.enter_context(runtime.scratch_space.hold(get_client(request)))
+            space = resources.enter_context(runtime.scratch_space.new_reservation(get_client(request)))
             upload = Upload(path / INPUT, limits.upload_bytes, space)
             resources.callback(upload.close)
             form_stack = Upload(path / FORM_STACK_NAME, limits.upload_bytes, space)
@@ -167,10 +167,10 @@ async def inspect_file(runtime: Runtime, file: ReceivedFile) -> Description:
 
     def complete_and_inspect() -> Description:
         file.complete()
-        selection = file.received.query.selection
+        selection = file.request.query.selection
         return runtime.reader.inspect(file.source, selection, shared=file.is_host_file, cancelled=cancelled.is_set)
 
-    return await run_in_thread(complete_and_inspect, runtime.read_threads.of(file.space.client), cancelled)
+    return await run_in_thread(complete_and_inspect, runtime.read_threads.for_client(file.space.client), cancelled)
 
 
 async def _add_form(request: Request, runtime: Runtime, query: Query, upload: Upload, body_format: BodyFormat) -> Query:

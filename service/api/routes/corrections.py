@@ -32,7 +32,7 @@ from service.core.errors import BadParameter
 from service.core.quantities import TimeRange
 from service.serving.jobs.jobs import AsyncJobs
 from service.serving.learning.annotation import Annotation, Origin, find_overlaps
-from service.serving.learning.corrections import Correction, keep_correction
+from service.serving.learning.corrections import Correction, store_correction
 from service.serving.parameters import Query as Parameters
 from service.serving.runtime import Runtime
 from service.serving.storage.stack_store import StoredStack
@@ -62,7 +62,7 @@ async def keep(
     """
     caller, annotations = get_caller(request), get_annotations(request)
     runtime.check_admission(caller)
-    await run_in_thread(partial(annotations.check_room, caller))
+    await run_in_thread(partial(annotations.check_space, caller))
     parameters, origin = await run_in_thread(partial(_read_origin, async_jobs, query, caller))
     find_stack = partial(_find_stack, request, parameters, caller)
     # A form may contain the stack, and the request must not select another one then. That of the job may be deleted.
@@ -80,12 +80,12 @@ async def keep(
 
         def store() -> Annotation:
             file.complete()
-            name, received = sanitize_file_name(query.name) or stack.name, file.received
+            name, received = sanitize_file_name(query.name) or stack.name, file.request
             members = parameters.selection, query.region, name, received.caller, origin, received.folder
             correction = Correction(stack.path, file.source, *members)
-            return keep_correction(runtime.reader, annotations, correction, file.space, cancelled.is_set)
+            return store_correction(runtime.reader, annotations, correction, file.space, cancelled.is_set)
 
-        threads = runtime.decode_threads.of(file.space.client)
+        threads = runtime.decode_threads.for_client(file.space.client)
         annotation = await run_while_connected(request, run_in_thread(store, threads, cancelled))
     response.headers["Location"] = f"/annotations/{annotation.id}"
     return await _report_one(request, runtime, annotation)
@@ -100,7 +100,7 @@ async def list_annotations(request: Request, runtime: RuntimeDependency) -> Resp
     annotations, caller, everyone = get_annotations(request), get_caller(request), _is_admin(request, runtime)
 
     def report() -> bytes:
-        found = annotations.newest(caller, everyone=everyone)
+        found = annotations.list_newest(caller, everyone=everyone)
         overlaps = find_overlaps(found)
         # Serialize one dictionary at a time. With thousands of annotated stacks, creating pydantic models is slow, and
         # so is the garbage collection of many dictionaries that exist at the same time.
@@ -195,7 +195,7 @@ async def _report_one(request: Request, runtime: Runtime, annotation: Annotation
     annotations, caller, everyone = get_annotations(request), get_caller(request), _is_admin(request, runtime)
 
     def report() -> AnnotationReport:
-        found = annotations.newest(caller, everyone=everyone)
+        found = annotations.list_newest(caller, everyone=everyone)
         overlaps = find_overlaps([other for other in found if other.digest == annotation.digest])
         # The annotation may have been deleted in the meantime.
         return AnnotationReport(**describe_annotation(annotation, overlaps.get(annotation.id, ())))

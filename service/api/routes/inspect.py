@@ -24,7 +24,7 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
     take. Accepts the same body and parameters as `/segment`. No pixels are decoded, and the device is not used.
     """
     async with receive_file(request, query) as file:
-        query = file.received.query
+        query = file.request.query
         spec = select_model(runtime, query)
         description = await run_while_connected(request, inspect_file(runtime, file))
     estimator = runtime.estimator(spec)
@@ -39,9 +39,9 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
     return Inspection(
         file=description,
         model=spec.identifier,
-        output=estimator.output(query.options),
+        output=estimator.output_kind(query.options),
         normalisation=spec.input.normalisation.model_dump(),
-        diameter=str(estimator.object_size(query.options)),
+        diameter=str(estimator.diameter_setting(query.options)),
         estimate=estimate,
         seconds=None if seconds is None else round(seconds, 1),
         problem=" ".join(filter(None, problems)) or None,

@@ -19,7 +19,7 @@ from service.api.requests.admission import STACK_REQUEST, AdmittedQuery
 from service.api.requests.answers import send_part
 from service.api.requests.jobs import ACCEPTED_RESPONSES, accept_job
 from service.core.errors import StorageUnavailable, UnknownJob
-from service.core.files.whole_file import descriptor_path
+from service.core.files.atomic_files import descriptor_path
 from service.serving.jobs.active_job import JobView
 from service.serving.jobs.jobs import AsyncJobs
 from service.serving.results.media_types import choose_media_type
@@ -68,7 +68,7 @@ async def list_jobs(
     limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of jobs to return.")] = 100,
 ) -> JobList:
     """List the caller's jobs, newest first."""
-    views = await run_in_thread(partial(async_jobs.newest, get_caller(request), limit))
+    views = await run_in_thread(partial(async_jobs.list_newest, get_caller(request), limit))
     return JobList(jobs=[report_job(view, async_jobs.keep_seconds) for view in views])
 
 
@@ -113,9 +113,9 @@ async def result(
     # The file is already open, so it is sent completely even if the result is deleted in the meantime to free space.
     with ExitStack() as opened:
         opened.callback(file.close)
-        space = opened.enter_context(runtime.scratch_space.hold(get_client(request)))
+        space = opened.enter_context(runtime.scratch_space.new_reservation(get_client(request)))
         # A client without other requests may download a result of any size.
-        space.reserve(min(os.fstat(file.fileno()).st_size, runtime.scratch_space.most))
+        space.reserve(min(os.fstat(file.fileno()).st_size, runtime.scratch_space.max_client_bytes))
         response = build_response(descriptor_path(file.fileno()), metadata)
         response.resources.callback(opened.pop_all().close)
         return response
@@ -144,7 +144,7 @@ async def _stream_events(
         elif silent_seconds > KEEPALIVE_SECONDS:
             yield ": no change\n\n"
             silent_seconds = 0.0
-        if view.record.over or runtime.draining:
+        if view.record.has_ended or runtime.draining:
             return
         await asyncio.sleep(POLL_SECONDS)
         silent_seconds += POLL_SECONDS

@@ -30,7 +30,7 @@ async def list_models(request: Request, runtime: RuntimeDependency) -> ModelList
     A model that is not loaded yet is loaded by the first request that uses it.
     """
     caller = identify(request, runtime.settings.access)
-    return report_models(runtime, partial(get_trainings(request).trained_models.may_remove, **caller._asdict()))
+    return report_models(runtime, partial(get_trainings(request).trained_models.can_remove, **caller._asdict()))
 
 
 @router.get("/models/{name}")
@@ -41,7 +41,7 @@ async def show_model(request: Request, name: str, runtime: RuntimeDependency) ->
     """
     caller, model = identify(request, runtime.settings.access), runtime.models.state(name)
     return report_model(
-        model, removable=get_trainings(request).trained_models.may_remove(model, caller.owner, everyone=caller.everyone)
+        model, removable=get_trainings(request).trained_models.can_remove(model, caller.owner, everyone=caller.everyone)
     )
 
 
@@ -57,7 +57,7 @@ async def remove(request: Request, runtime: RuntimeDependency, async_jobs: Async
         check_admin(request, access)
     owner, everyone = identify(request, access)
     remove_model = get_trainings(request).trained_models.remove
-    await run_in_thread(partial(remove_model, name, owner, everyone=everyone, has_jobs=async_jobs.uses))
+    await run_in_thread(partial(remove_model, name, owner, everyone=everyone, has_jobs=async_jobs.uses_model))
 
 
 @router.get("/models/{name}/sample", response_class=FileResponse, responses=SAMPLE_RESPONSES)

@@ -17,11 +17,11 @@ from service.api.dependencies import RuntimeDependency, get_async_jobs, get_call
 from service.api.http.waiting import run_while_connected
 from service.api.messages.planes import PLANES_RESPONSES, PlaneRangeQuery, PlanesResponse, SelectionQuery
 from service.core.errors import RateLimited
-from service.core.types import Cancelling, Volume
+from service.core.types import CancellationCheck, Volume
 from service.serving.results.media_types import read_labels
-from service.serving.results.planes import MEMORY, PlaneRange, Planes
+from service.serving.results.planes import PLANE_MEMORY, PlaneRange, Planes
 from service.serving.runtime import Runtime
-from service.serving.storage.disk import translate_disk_faults
+from service.serving.storage.disk import translate_disk_errors
 from service.serving.storage.memory_budget import MemoryBudget
 from service.serving.storage.threads import run_in_thread
 
@@ -53,7 +53,7 @@ async def stack_planes(
     """Get planes of an uploaded stack as raw pixel values, for display."""
     stored = await run_in_thread(partial(get_stacks(request).find, stack, get_caller(request)))
 
-    def read(folder: Path, cancelled: Cancelling) -> Volume:
+    def read(folder: Path, cancelled: CancellationCheck) -> Volume:
         return runtime.reader.read(stored.path, selection, folder, cancelled=cancelled)
 
     return await answer_planes(await _open_volume(request, runtime, (stack, selection), read), plane_range)
@@ -70,7 +70,7 @@ async def label_planes(
     async_jobs = await get_async_jobs(request)
     file, metadata = await run_in_thread(partial(async_jobs.result, job, get_caller(request)))
 
-    def read(folder: Path, cancelled: Cancelling) -> Volume:
+    def read(folder: Path, cancelled: CancellationCheck) -> Volume:
         return read_labels(runtime.reader, file, metadata, folder, time=time, cancelled=cancelled)
 
     with file:
@@ -79,7 +79,7 @@ async def label_planes(
 
 
 async def _open_volume(
-    request: Request, runtime: Runtime, key: Hashable, read: Callable[[Path, Cancelling], Volume]
+    request: Request, runtime: Runtime, key: Hashable, read: Callable[[Path, CancellationCheck], Volume]
 ) -> Volume:
     """Return the cached volume for a key, or decode it with `read`, which gets an empty folder, in a decoder thread.
 
@@ -96,13 +96,13 @@ async def _open_volume(
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    with translate_disk_faults():
+    with translate_disk_errors():
         opening = partial(runtime.volumes.open, key, runtime.scratch_space, decode)
-        threads = runtime.decode_threads.of(get_client(request))
+        threads = runtime.decode_threads.for_client(get_client(request))
         return await run_while_connected(request, run_in_thread(opening, threads, cancelled))
 
 
-async def answer_planes(volume: Volume, plane_range: PlaneRange, memory: MemoryBudget = MEMORY) -> Response:
+async def answer_planes(volume: Volume, plane_range: PlaneRange, memory: MemoryBudget = PLANE_MEMORY) -> Response:
     """Read planes of the first channel in a thread, and return the response with them.
 
     Raises the errors of `Planes.select`, and RateLimited if other responses with planes use up the memory budget.

@@ -48,7 +48,7 @@ async def segment(request: Request, runtime: RuntimeDependency, async_jobs: Asyn
         response.headers["Preference-Applied"] = RESPOND_ASYNC
         return response
     async with receive_file(request, query) as stack:
-        spec = spec or select_model(runtime, stack.received.query)
+        spec = spec or select_model(runtime, stack.request.query)
         task = SegmentationTask(runtime, stack, spec, stack.stages)
         result = await run_while_connected(request, _run_task(request, runtime, task))
         result.resources.push_async_callback(stack.resources.pop_all().aclose)

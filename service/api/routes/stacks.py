@@ -34,12 +34,12 @@ async def upload(request: Request, runtime: RuntimeDependency, async_jobs: Async
         raise _no_parameters()
     query = Parameters()
     async with receive_file(request, query, incoming_folder(async_jobs)) as file:
-        if file.received.query != query:
+        if file.request.query != query:
             raise _no_parameters()
 
         def keep() -> StoredStack:
             digest = file.complete() or ""
-            return async_jobs.stacks.keep(file.received.source, file.name, file.received.caller, digest)
+            return async_jobs.stacks.add(file.request.source, file.name, file.request.caller, digest)
 
         stack = await run_in_thread(keep)
     return _report(stack)

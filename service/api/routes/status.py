@@ -24,7 +24,7 @@ from service.api.messages.status import (
     report_recent,
     report_requests,
 )
-from service.core.errors import NotReady, SwitchedOff, Unauthorized
+from service.core.errors import FeatureDisabled, NotReady, Unauthorized
 from service.core.hardware import gpus
 from service.serving.metrics import CONTENT_TYPE
 from service.serving.storage.threads import run_in_thread
@@ -46,7 +46,7 @@ async def limits(request: Request, runtime: RuntimeDependency) -> CallerLimits:
     try:
         get_trainings(request).check_enabled()
         check_trainer(request, runtime.settings.access)
-    except (SwitchedOff, Unauthorized) as error:
+    except (FeatureDisabled, Unauthorized) as error:
         problem = str(error)
     return CallerLimits(
         corrections=quota > 0,
@@ -125,11 +125,11 @@ async def status(request: Request, runtime: RuntimeDependency) -> Status:
     access = runtime.settings.access
     check_admin(request, access)
     trainings = get_trainings(request)
-    may_remove = partial(trainings.trained_models.may_remove, **identify(request, access)._asdict())
+    can_remove = partial(trainings.trained_models.can_remove, **identify(request, access)._asdict())
     return Status(
         health=report_health(runtime),
         hardware=report_hardware(runtime, await asyncio.to_thread(gpus.query_gpus)),
-        models=report_models(runtime, may_remove),
+        models=report_models(runtime, can_remove),
         cpu_seconds=time.process_time(),
         requests=list(report_requests(runtime)),
         recent=report_recent(runtime),

@@ -14,7 +14,7 @@ from service.api.dependencies import RuntimeDependency, get_caller, get_training
 from service.api.messages.learning import ID_PATTERN, TrainingList, TrainingReport, TrainingRequest, report_training
 from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
 from service.serving.learning.trainings import NewTraining
-from service.serving.parameters import describe_faults
+from service.serving.parameters import describe_validation_errors
 from service.serving.storage.threads import run_in_thread
 
 router = APIRouter(tags=["learning"])
@@ -59,7 +59,7 @@ async def list_trainings(request: Request, runtime: RuntimeDependency) -> Traini
     caller = get_caller(request)
 
     def report_all() -> list[TrainingReport]:
-        return [report_training(trainings, record) for record in trainings.queue.newest(caller, everyone=everyone)]
+        return [report_training(trainings, record) for record in trainings.queue.list_newest(caller, everyone=everyone)]
 
     return TrainingList(trainings=await run_in_thread(report_all))
 
@@ -103,4 +103,4 @@ async def _read_body(request: Request) -> TrainingRequest:
         return TrainingRequest.model_validate_json(bytes(body))
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
-        raise describe_faults(faults, TrainingRequest) from error
+        raise describe_validation_errors(faults, TrainingRequest) from error

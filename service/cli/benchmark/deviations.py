@@ -40,7 +40,7 @@ def _list_settings(
     """Yield each setting that the engine uses: name, value, and the expected and actual property of the network."""
     yield "kind", settings.kind, settings.kind, report.engine
     yield "precision", settings.precision, settings.precision, report.precision
-    if settings.channels_last != "auto" and not backends.BACKENDS[report.engine].float32_batch:
+    if settings.channels_last != "auto" and not backends.BACKENDS[report.engine].uses_float32_batches:
         expected = "channels_last_3d" if settings.channels_last else "contiguous"
         yield "channels_last", str(settings.channels_last).lower(), expected, report.memory_format
     if settings.kind in COMPILED_KINDS or (settings.kind == "auto" and is_on_gpu):

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from service.cli.benchmark.requests import AS_SAMPLED, tile_sample
+from service.cli.benchmark.requests import ORIGINAL_RESOLUTION, tile_sample
 from service.core.config import Settings
 from service.core.errors import ConfigError
 from service.core.quantities import Size
 from service.core.types import Volume
 from service.models.spec import ModelSpec
 from service.serving.build import DEFAULT_PARTS
-from service.serving.devices.cluster.cluster_devices import ConnectCluster, open_cluster
+from service.serving.devices.cluster.cluster_devices import ClusterConnector, open_cluster
 from service.serving.devices.device import Device, Scheduler
 from service.serving.devices.queue.job import Job
 from service.serving.devices.reservation import Reservation
@@ -39,7 +39,7 @@ class HostsRow(NamedTuple):
 
 
 def measure(
-    spec: ModelSpec, settings: Settings, shape: Size, repeats: int, connect: ConnectCluster = DEFAULT_PARTS.connect
+    spec: ModelSpec, settings: Settings, shape: Size, repeats: int, connect: ClusterConnector = DEFAULT_PARTS.connect
 ) -> Iterator[HostsRow]:
     """Measure 1, 2, ... workers of a cluster, each of which segments a stack `repeats` times, all concurrently.
 
@@ -61,7 +61,7 @@ def format_row(row: HostsRow, first: HostsRow) -> str:
 
 
 @contextmanager
-def _start_workers(spec: ModelSpec, settings: Settings, connect: ConnectCluster) -> Iterator[Sequence[Device]]:
+def _start_workers(spec: ModelSpec, settings: Settings, connect: ClusterConnector) -> Iterator[Sequence[Device]]:
     """Start the workers and load the model on each of them."""
     all_workers = settings.cluster.model_copy(update={"least_workers": None})
     cluster = open_cluster(settings.model_copy(update={"cluster": all_workers}), connect, Metrics())
@@ -90,10 +90,10 @@ def _time_requests(devices: Sequence[Device], spec: ModelSpec, volume: Volume, r
 
 def _submit(scheduler: Scheduler, spec: ModelSpec, volume: Volume) -> Job[Any]:
     reservation = Reservation(scheduler, spec.name)
-    windows = scheduler.models.estimator(spec).estimate(volume, AS_SAMPLED).windows
+    windows = scheduler.models.estimator(spec).estimate(volume, ORIGINAL_RESOLUTION).windows
 
     def segment(job: Job[Any]) -> None:
-        reservation.segment(job, volume, AS_SAMPLED)
+        reservation.segment(job, volume, ORIGINAL_RESOLUTION)
 
     job: Job[Any] = Job(spec.name, segment, windows=windows, ready=False)
     scheduler.queue.put(job)

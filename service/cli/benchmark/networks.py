@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from service.cli.benchmark.timing import Spread, make_synchronized, matrix_peak, time_in_turn
+from service.cli.benchmark.timing import Spread, make_synchronized, measure_matrix_peak, time_alternately
 from service.core.config import Settings
 from service.core.hardware import devices
 from service.core.sections.computing import Engine as EngineSettings
@@ -90,8 +90,8 @@ class DevicePeak:
 
         exact  measure without TF32
         """
-        with tf32.exact() if exact else nullcontext():
-            latest = matrix_peak(DTYPES[name], self.device, clock=self.clock) / 1e9
+        with tf32.disable_tf32() if exact else nullcontext():
+            latest = measure_matrix_peak(DTYPES[name], self.device, clock=self.clock) / 1e9
         key = f"{name} exact" if exact else name
         self.peaks[key] = max(self.peaks.get(key, 0.0), latest)
         return self.peaks[key]
@@ -99,7 +99,7 @@ class DevicePeak:
 
 def compare_runners(group: str, runners: Sequence[Runner], peak: DevicePeak, seconds: float = SECONDS) -> Iterator[Row]:
     """Time all runners alternately and compare them with the first one. Rows are yielded after all timings."""
-    times = time_in_turn([runner.call for runner in runners], ROUNDS, seconds, peak.clock)
+    times = time_alternately([runner.call for runner in runners], ROUNDS, seconds, peak.clock)
     kinds = {(runner.precision, runner.exact) for runner in runners}
     peaks = {(name, exact): peak.measure(name, exact=exact) for name, exact in kinds}
     seconds_per_window = [
@@ -121,7 +121,7 @@ def compare_runners(group: str, runners: Sequence[Runner], peak: DevicePeak, sec
 
 
 class RunnerBuilder(NamedTuple):
-    """Builder of a `Runner`. `build` raises one of `backends.ENGINE_FAILURES` if the engine does not run here.
+    """Builder of a `Runner`. `build` raises one of `backends.ENGINE_ERRORS` if the engine does not run here.
 
     compiled  whether building calls torch.compile, which is slow
     """
@@ -132,7 +132,7 @@ class RunnerBuilder(NamedTuple):
     compiled: bool = False
 
 
-def compare_with(
+def compare_with_first(
     first: Runner,
     builders: Iterable[RunnerBuilder],
     peak: DevicePeak,
@@ -157,9 +157,9 @@ def compare_with(
         start = time.monotonic()
         try:
             row, build_duration = _compare_pair(group, first, builder, peak, pair_seconds)
-        except backends.ENGINE_FAILURES as error:
+        except backends.ENGINE_ERRORS as error:
             row, build_duration = (
-                Row(group, builder.name, builder.windows, backends.first_line(error)),
+                Row(group, builder.name, builder.windows, backends.get_first_line(error)),
                 time.monotonic() - start,
             )
         elapsed += build_duration
@@ -204,7 +204,7 @@ def list_engines(
 
     for size in batch_sizes:
         for choice in backends.list_configs(settings.engine, device, names, size):
-            if backends.BACKENDS[choice.engine].suits(network):
+            if backends.BACKENDS[choice.engine].can_improve(network):
                 name = format_config(choice, with_tf32=with_tf32)
                 yield RunnerBuilder(name, size, partial(build, choice), compiled=choice.compile_mode is not None)
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from service.cli.benchmark.timing import synchronise
+from service.cli.benchmark.timing import synchronize
 from service.core.errors import BadParameter
 from service.core.hardware import devices
 from service.core.quantities import Size
@@ -26,7 +26,7 @@ from service.core.types import Array, Options, Selection
 from service.formats import stack_reader
 from service.formats.tiff import writer as tiff_writer
 from service.inference.runner.callbacks import Callbacks
-from service.inference.runner.label_agreement import image_of
+from service.inference.runner.label_agreement import sample_image
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.inference.windows.batching.batcher import WindowBatcher
@@ -37,7 +37,7 @@ from service.models.spec import ModelSpec
 LIMIT_BYTES = 2**40
 
 # Processes the stack at its original resolution, so that the measurement does not depend on the object diameter.
-AS_SAMPLED = Options(diameter="none")
+ORIGINAL_RESOLUTION = Options(diameter="none")
 PLAIN_SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "plain.py"
 
 
@@ -82,7 +82,7 @@ class RequestRunner:
         with stages.measure("read"):
             volume = stack_reader.read(self._stack, Selection(), LIMIT_BYTES, self._folder)
         result = segment(
-            self._model, volume, AS_SAMPLED, callbacks=Callbacks(self._run, progress=self._record_window_count)
+            self._model, volume, ORIGINAL_RESOLUTION, callbacks=Callbacks(self._run, progress=self._record_window_count)
         )
         if result.fallbacks or result.recomputed:
             self.fallback_notes = list(dict.fromkeys([*self.fallback_notes, *result.notes]))
@@ -106,7 +106,7 @@ class RequestRunner:
         """
         window = self._latest[0]
         batches, last_batch_windows = divmod(self.windows, window.capacity)
-        if last_batch_windows and not window.any_batch_size:
+        if last_batch_windows and not window.accepts_any_batch_size:
             batches, last_batch_windows = batches + 1, 0
         batches_per_stream, remaining_batches = divmod(batches, window.streams)
         if window.streams > 1:
@@ -132,12 +132,12 @@ class RequestRunner:
 
         def run() -> None:
             previous_threads = torch.get_num_threads()
-            devices.use_threads(self._threads)
+            devices.set_torch_threads(self._threads)
             try:
                 self._run_forwards(0, times, windows)
             finally:
                 # The device expects that the number of threads does not change.
-                devices.use_threads(previous_threads)
+                devices.set_torch_threads(previous_threads)
 
         self._device.call(run)
 
@@ -151,14 +151,14 @@ class RequestRunner:
         with torch.inference_mode():
             for _ in range(times):
                 window.network(window.batches[stream][:windows])
-        synchronise(self.batch.device)
+        synchronize(self.batch.device)
 
     @property
     def _streams(self) -> ThreadPoolExecutor:
         if self._stream_pool is None:
             streams = self._latest[0].streams
             self._stream_pool = ThreadPoolExecutor(
-                streams, "bare", partial(devices.use_threads, max(self._threads // streams, 1))
+                streams, "bare", partial(devices.set_torch_threads, max(self._threads // streams, 1))
             )
         return self._stream_pool
 
@@ -194,7 +194,7 @@ class RequestRunner:
         """Write a trace of one request in one stream, for chrome://tracing or Perfetto."""
         volume = stack_reader.read(self._stack, Selection(), LIMIT_BYTES, self._folder)
         with torch.profiler.profile() as recorded:
-            segment(self._model, volume, AS_SAMPLED)
+            segment(self._model, volume, ORIGINAL_RESOLUTION)
         recorded.export_chrome_trace(str(trace))
 
     def _record_window_count(self, _done: int, total: int) -> None:
@@ -207,7 +207,7 @@ def tile_sample(spec: ModelSpec, shape: Size) -> Array:
         raise BadParameter(
             f"{spec.name} requires {spec.input.channels} channels, but bench supports only models with one channel."
         )
-    image = image_of(spec)[0, 0].numpy()
+    image = sample_image(spec)[0, 0].numpy()
     counts = ((image - image.min()) / max(float(np.ptp(image)), 1e-6) * 4000 + 300).astype(np.uint16)
     padding = [(0, max(edge - length, 0)) for edge, length in zip(shape, counts.shape, strict=True)]
     z, y, x = shape

@@ -19,7 +19,7 @@ from service.core.quantities import is_index
 from service.core.types import Selection, Volume
 from service.formats import stack_reader
 from service.inference.runner.model_runner import ModelRunner
-from service.training.evaluate import HEADER, Line, format_row, score_classical, score_model, stack_name
+from service.training.evaluate import HEADER, ScoreRow, format_row, score_classical, score_model, stack_name
 
 
 def run(options: argparse.Namespace, settings: Settings) -> None:
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace, settings: Settings) -> None:
         sys.stdout.write(json.dumps(results, indent=2) + "\n")
 
 
-def _score_all(options: argparse.Namespace, settings: Settings) -> Iterator[tuple[str, Line]]:
+def _score_all(options: argparse.Namespace, settings: Settings) -> Iterator[tuple[str, ScoreRow]]:
     """Yield the scores of each stack by each method."""
     pairs = _list_pairs(options)
     runner = ModelRunner(choose_model(options.model, settings), settings)
@@ -45,7 +45,7 @@ def _score_all(options: argparse.Namespace, settings: Settings) -> Iterator[tupl
     runner.warm_up()
     for path, truth_path in pairs:
         volume, truth = _read_pair(path, truth_path, options.channel, settings)
-        methods: list[Callable[[], Line]] = [
+        methods: list[Callable[[], ScoreRow]] = [
             partial(score_model, runner, volume, truth, diameter) for diameter in options.diameter or [None]
         ]
         if not options.no_floor:

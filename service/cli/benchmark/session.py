@@ -18,13 +18,13 @@ from service.cli.benchmark.networks import (
     Runner,
     allows_tf32,
     collect_rows,
-    compare_with,
+    compare_with_first,
     format_config,
     list_engines,
 )
 from service.cli.benchmark.requests import PlainRun, RequestRunner
 from service.cli.benchmark.results import Repeat, Report, RequestTimes, Seconds, WindowSeconds
-from service.cli.benchmark.timing import flop_of_window, peak_bytes
+from service.cli.benchmark.timing import count_window_flop, peak_bytes
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
 from service.core.hardware import devices, host
@@ -83,7 +83,7 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, print_line: PrintL
         engine, with_tf32 = model.report(), allows_tf32(settings.engine, torch_device)
         _print_lines(print_line, report.format_engine(spec.identifier, engine, with_tf32=with_tf32))
         # Normalization and decoding in this thread may use all cores, because nothing else runs.
-        devices.use_threads(threads)
+        devices.set_torch_threads(threads)
         runner = RequestRunner(model, folder / "stack.tif", folder, device, threads)
         answered = _time_requests(runner, plan, print_line)
         peak = _measure_peak(spec, torch_device, engine.precision)
@@ -107,7 +107,7 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, print_line: PrintL
         if plan.compares_engines:
             in_use = _make_runner_in_use(runner, result)
             builders = list_engines(spec, settings, torch_device, plan.batch_sizes or (in_use.windows,))
-            rows = compare_with(in_use, builders, peak, build_seconds=plan.build_seconds)
+            rows = compare_with_first(in_use, builders, peak, build_seconds=plan.build_seconds)
             _print_lines(print_line, chain([""], report.format_table("engine", collect_rows(rows, result.rows))))
         return result
 
@@ -128,7 +128,7 @@ def _check_plan(plan: BenchPlan) -> None:
 def _measure_peak(spec: ModelSpec, device: torch.device, precision: str) -> DevicePeak:
     """Measure the speed of a large matrix product, and count the arithmetic of one window."""
     shape = (spec.input.channels, *spec.input.roi_size)
-    peak = DevicePeak(device, flop_of_window(load_network(spec), shape) / 1e9)
+    peak = DevicePeak(device, count_window_flop(load_network(spec), shape) / 1e9)
     peak.measure(precision)
     return peak
 

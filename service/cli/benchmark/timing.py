@@ -38,7 +38,7 @@ class Spread:
         return cls.of([value / other for value, other in zip(values, others, strict=True)])
 
 
-def time_in_turn(
+def time_alternately(
     calls: Sequence[Callable[[], object]],
     rounds: int,
     seconds: float = math.inf,
@@ -63,18 +63,18 @@ def make_synchronized(call: Callable[[], object], device: torch.device) -> Calla
     def run() -> None:
         with torch.inference_mode():
             call()
-        synchronise(device)
+        synchronize(device)
 
     return run
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def matrix_peak(
+def measure_matrix_peak(
     dtype: torch.dtype, device: torch.device, calls: int = 5, clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """Measure the FLOP/s of a large square matrix product, using the shortest of several timings."""
@@ -82,11 +82,11 @@ def matrix_peak(
     a, b = (torch.rand(edge, edge, device=device).to(dtype) for _ in range(2))
     call = make_synchronized(lambda: torch.matmul(a, b), device)
     call()
-    return float(2 * edge**3 / min(time_in_turn([call], calls, clock=clock)[0]))
+    return float(2 * edge**3 / min(time_alternately([call], calls, clock=clock)[0]))
 
 
 @torch.inference_mode()
-def flop_of_window(network: nn.Module, shape: tuple[int, ...]) -> float:
+def count_window_flop(network: nn.Module, shape: tuple[int, ...]) -> float:
     """Count the multiplications and additions of a network for one window of `shape` (C, z, y, x)."""
     with FlopCounterMode(display=False) as counter:
         network(torch.zeros(1, *shape))

@@ -16,20 +16,20 @@ from torch import Tensor
 from service.cli.progress import ProgressBar, show_progress
 from service.cli.segmentation.stack import check_output, print_result
 from service.core.config import Settings, override_settings
-from service.core.errors import BadParameter, DoubtfulResult, StackSegError
+from service.core.errors import BadParameter, LowConfidenceResult, StackSegError
 from service.core.hardware import host
-from service.core.types import Objects, Segmentation, Steering
+from service.core.types import Objects, PostprocessingOptions, Segmentation
 from service.formats.zarr import writer as zarr_writer  # noqa: F401 (Fails before any computation if the extra is missing.)
 from service.inference.blockwise import output
 from service.inference.blockwise.driver import Driver, Progress, make_plan
 from service.inference.blockwise.run_folder import OpenRun, RunFolder, open_run
-from service.inference.blockwise.survey import look_again
+from service.inference.blockwise.survey import read_strongest_windows
 from service.inference.blockwise.workers import LocalWorkers, Workers
 from service.inference.diameter.advice import Evidence
-from service.inference.diameter.confidence import Judgement, judge_objects
+from service.inference.diameter.confidence import ConfidenceAssessment, assess_objects
 from service.inference.measurements import write_csv
-from service.inference.preprocessing.resample import used_width
-from service.inference.types import Result, Sizing
+from service.inference.preprocessing.resample import used_diameter
+from service.inference.types import DiameterEstimate, Result
 from service.serving.results.provenance import describe_origin
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
     )
     check_output(plan.output, query, measured=is_measured)
     folder = RunFolder((options.scratch or out.with_name(f"{out.name}.blocks")).absolute())
-    with folder.held():
-        folder.begin(plan, settings)
+    with folder.lock():
+        folder.create_or_resume(plan, settings)
 
         @cache
         def read_result() -> Result:
@@ -69,9 +69,9 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
 
         def describe() -> dict[str, str]:
             result = read_result()
-            if result.doubt is not None and options.strict:
-                raise DoubtfulResult(
-                    f"{result.doubt.detail} To write the labels anyway, repeat the command without --strict."
+            if result.quality_warning is not None and options.strict:
+                raise LowConfidenceResult(
+                    f"{result.quality_warning.detail} To write the labels anyway, repeat the command without --strict."
                 )
             return describe_origin(query, result, options.input.name, None)
 
@@ -126,7 +126,7 @@ def _make_progress(bar: ProgressBar) -> Progress:
     return report
 
 
-def assess_confidence(run: OpenRun, sizing: Sizing | None) -> Judgement:
+def assess_confidence(run: OpenRun, sizing: DiameterEstimate | None) -> ConfidenceAssessment:
     """Return the confidence in the labels of a run, and the reason if it is low.
 
     The apparent object diameter is considered only if it was estimated.
@@ -137,18 +137,18 @@ def assess_confidence(run: OpenRun, sizing: Sizing | None) -> Judgement:
         return Evidence(
             _read_strongest_windows(run),
             guess=None if sizing is None else sizing.guess,
-            used=used_width(plan, spec, plan.diameter if sizing is None else sizing.diameter),
-            stated=plan.diameter is not None,
-            steered=plan.options.steering != Steering(),
+            used_diameter=used_diameter(plan, spec, plan.diameter if sizing is None else sizing.diameter),
+            is_diameter_given=plan.diameter is not None,
+            has_postprocessing=plan.options.postprocessing != PostprocessingOptions(),
         )
 
-    return judge_objects(read_objects(run.folder), spec, find_evidence)
+    return assess_objects(read_objects(run.folder), spec, find_evidence)
 
 
 def _read_strongest_windows(run: OpenRun) -> list[Tensor]:
     """Return the windows with the strongest signal, or none if reading fails: labels matter more than advice."""
     try:
-        return look_again(run)
+        return read_strongest_windows(run)
     except (RuntimeError, MemoryError, OSError, StackSegError) as error:
         log.warning("%s: the reason for the low confidence could not be determined: %s", run.spec.identifier, error)
         return []
@@ -164,7 +164,7 @@ def read_result_metadata(folder: RunFolder, spec: ModelSpec) -> Result:
     """Return the metadata of the result without its pixels."""
     survey = folder.survey
     confidence, doubt = None, None
-    if folder.done("join"):
+    if folder.finished_blocks("join"):
         confidence, doubt = assess_confidence(open_run(str(folder.path)), survey.sizing)
     no_pixels = np.zeros((0, 0, 0), np.uint8)
     return Result(
@@ -175,7 +175,7 @@ def read_result_metadata(folder: RunFolder, spec: ModelSpec) -> Result:
         spec=spec,
         engine=survey.engine,
         confidence=confidence,
-        doubt=doubt,
+        quality_warning=doubt,
         diameter=folder.plan.diameter if survey.sizing is None else survey.sizing.diameter,
-        estimated=survey.sizing is not None and survey.sizing.diameter is not None,
+        is_diameter_estimated=survey.sizing is not None and survey.sizing.diameter is not None,
     )

@@ -20,7 +20,13 @@ from service.inference.runner.model_runner import ModelRunner
 from service.inference.windows.batching.batcher import open_batcher
 from service.models.spec import ModelSpec
 from service.serving.jobs.folder_records import REPORT
-from service.serving.jobs.folder_work import Done, FolderWork, StackCalls, is_free, select_stacks
+from service.serving.jobs.folder_work import (
+    FolderOutcome,
+    FolderSegmentation,
+    StackCallbacks,
+    can_hold_results,
+    select_stacks,
+)
 from service.serving.parameters import Query
 from service.serving.reading import Pixels
 from service.serving.storage.result_folder import open_results
@@ -44,18 +50,18 @@ def run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
         open_batcher(settings) as device,
         show_progress() as bar,
     ):
-        if not is_free(results) and not options.force:
+        if not can_hold_results(results) and not options.force:
             raise BadParameter(
                 f"{out} already contains other files. Choose another folder, or use it anyway with --force."
             )
         bar.begin_step(f"loading {spec.identifier}")
         runner = ModelRunner(spec, settings)
-        check_output(runner.estimator.output(query.options), query, measured=False)
+        check_output(runner.estimator.output_kind(query.options), query, measured=False)
         device.call(runner.warm_up)
         calls = _make_calls(folder, query, LocalRun(runner, device, Path(scratch), bar), settings.limits.decoded_bytes)
-        done = FolderWork(results, spec, calls, Path(scratch)).run(stacks, query)
+        done = FolderSegmentation(results, spec, calls, Path(scratch)).run(stacks, query)
     _print_summary(done, len(stacks), out, spec)
-    return 1 if done.faults else 0
+    return 1 if done.failures else 0
 
 
 def _check_folders(folder: Path, out: Path) -> None:
@@ -66,12 +72,12 @@ def _check_folders(folder: Path, out: Path) -> None:
         raise BadParameter(f"{out} is a file. Choose a folder for the results.")
 
 
-def _print_summary(done: Done, stacks: int, out: Path, spec: ModelSpec) -> None:
+def _print_summary(done: FolderOutcome, stacks: int, out: Path, spec: ModelSpec) -> None:
     """Print errors and warnings of single stacks, and the number of completed stacks."""
-    sys.stderr.writelines(f"stackseg: {fault}\n" for fault in done.faults)
-    sys.stderr.writelines(f"stackseg: {doubt.replace(': ', ': warning: ', 1)}\n" for doubt in done.doubts)
+    sys.stderr.writelines(f"stackseg: {fault}\n" for fault in done.failures)
+    sys.stderr.writelines(f"stackseg: {doubt.replace(': ', ': warning: ', 1)}\n" for doubt in done.confidence_warnings)
     before = f", {done.skipped} of them previously" if done.skipped else ""
-    counted = f"{stacks - len(done.faults)} of {stacks} stacks{before}"
+    counted = f"{stacks - len(done.failures)} of {stacks} stacks{before}"
     objects = "" if done.objects is None else f", {done.objects} objects"
     sys.stdout.write(f"{out / REPORT}: {counted}{objects}, {spec.identifier}\n")
 
@@ -89,8 +95,8 @@ def find_stacks(folder: Path, glob: str | None, out: Path) -> list[str]:
     return stacks
 
 
-def _make_calls(folder: Path, query: Query, run: LocalRun, limit_bytes: int) -> StackCalls:
-    measured = run.runner.estimator.output(query.options) == "labels"
+def _make_calls(folder: Path, query: Query, run: LocalRun, limit_bytes: int) -> StackCallbacks:
+    measured = run.runner.estimator.output_kind(query.options) == "labels"
 
     @contextmanager
     def open_stack(name: str) -> Iterator[Path]:
@@ -103,4 +109,4 @@ def _make_calls(folder: Path, query: Query, run: LocalRun, limit_bytes: int) -> 
         run.bar.begin_step(f"[{number}/{count}] {name}" if number else f"object diameter: {name}")
 
     estimate = run.estimate_diameter if run.is_estimated(query.options) else None
-    return StackCalls(open_stack, read, run.segment, estimate, begin=begin, reword=use_option_names)
+    return StackCallbacks(open_stack, read, run.segment, estimate, begin=begin, reword=use_option_names)

@@ -18,7 +18,7 @@ from service.core.errors import BadParameter
 from service.formats.sandbox.remote_store import RemoteStore
 from service.formats.writers import is_zarr
 from service.formats.zarr.store import Store, find_labeled_image, is_zarr_folder
-from service.serving.parameters import Query, describe_faults
+from service.serving.parameters import Query, describe_validation_errors
 
 # Suffixes of result files, compared without case.
 _LABEL_SUFFIXES = (".tif", ".tiff", ".npy", ".nii.gz", ".zarr")
@@ -91,7 +91,7 @@ def _parse_query(options: argparse.Namespace) -> Query:
         values = {name: value for name in names if (value := getattr(options, name)) is not None}
         return Query.model_validate(values | ({"strict": True} if options.strict else {}))
     except ValidationError as error:
-        raise describe_faults(error.errors(), spell=format_option) from error
+        raise describe_validation_errors(error.errors(), format_name=format_option) from error
 
 
 def check_results(stack: Path | Store, results: Mapping[Path, tuple[str, ...]], *, force: bool) -> None:

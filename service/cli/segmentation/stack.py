@@ -23,7 +23,7 @@ from service.inference.runner.estimator import Estimator
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import estimate_diameter, segment
 from service.inference.series.time_points import PointSegmenter, Progress, segment_series
-from service.inference.types import Result, Series, Sizing
+from service.inference.types import DiameterEstimate, Result, Series
 from service.inference.windows.batching.batcher import WindowBatcher, open_batcher
 from service.models.spec import ModelSpec
 from service.serving.parameters import Query
@@ -87,7 +87,7 @@ class LocalRun(NamedTuple):
             options,
             PointSegmenter(self._segment_volume, self.estimate_diameter if self.is_estimated(options) else None),
             self.scratch,
-            began=lambda number: self.bar.begin_step(f"time point {number + 1} of {len(pixels.times)}"),
+            on_time_point=lambda number: self.bar.begin_step(f"time point {number + 1} of {len(pixels.times)}"),
             progress=self.bar.show_windows,
         )
 
@@ -96,16 +96,16 @@ class LocalRun(NamedTuple):
 
     def is_estimated(self, options: Options) -> bool:
         """Return whether the object diameter is estimated."""
-        return self.runner.estimator.plan(options).estimated
+        return self.runner.estimator.plan(options).needs_diameter_estimate
 
-    def estimate_diameter(self, volume: Volume, options: Options) -> Sizing | None:
+    def estimate_diameter(self, volume: Volume, options: Options) -> DiameterEstimate | None:
         """Estimate the object diameter of a volume with `service.inference.segment.estimate_diameter`."""
         return estimate_diameter(self.runner, volume, options, Callbacks(self.device.run))
 
 
 def _check_header(options: argparse.Namespace, query: Query, estimator: Estimator, limit_bytes: int) -> None:
     """Raise errors that the options and the file header already reveal, before pixels and weights are loaded."""
-    kind = estimator.output(query.options)
+    kind = estimator.output_kind(query.options)
     check_output(kind, query, measured=options.measurements is not None)
     _check_format(kind, query, options.result)
     description = stack_reader.inspect(options.input, query.selection, limit_bytes)
@@ -136,7 +136,7 @@ def _summarize(path: str, spec: ModelSpec, result: Result, stages: Stages) -> st
     count = result.segmentation.count
     objects = "" if count is None else f"{count} objects, "
     if result.series is not None:
-        objects += f"{result.series.points} of {result.series.total} time points, "
+        objects += f"{result.series.num_time_points} of {result.series.total} time points, "
     times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in stages.seconds.items())
     return f"{path}: {objects}{spec.identifier} ({times})"
 
@@ -149,9 +149,9 @@ def print_result(summary: str, result: Result) -> int:
     if result.confidence is not None:
         sys.stdout.write(f"confidence: {result.confidence:.2f}\n")
     sys.stdout.writelines(f"note: {use_option_names(note)}\n" for note in result.notes)
-    if result.doubt is not None:
-        sys.stderr.write(f"stackseg: warning: {use_option_names(result.doubt.detail)}\n")
-    if result.series is None or result.series.fault is None:
+    if result.quality_warning is not None:
+        sys.stderr.write(f"stackseg: warning: {use_option_names(result.quality_warning.detail)}\n")
+    if result.series is None or result.series.error is None:
         return 0
-    sys.stderr.write(f"stackseg: {use_option_names(result.series.fault)}\n")
+    sys.stderr.write(f"stackseg: {use_option_names(result.series.error)}\n")
     return 1

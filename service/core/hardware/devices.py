@@ -208,7 +208,7 @@ def translate_error(error: BaseException) -> BaseException:
     )
 
 
-def find_loss(device: torch.device, error: BaseException, driver: Driver) -> DeviceLost | None:
+def find_device_loss(device: torch.device, error: BaseException, driver: Driver) -> DeviceLost | None:
     """Check the device after an error: return DeviceLost if it has stopped working, else None."""
     if isinstance(error, StackSegError) or driver.is_on_host(device) or is_out_of_memory(error):
         return error if isinstance(error, DeviceLost) else None
@@ -217,7 +217,7 @@ def find_loss(device: torch.device, error: BaseException, driver: Driver) -> Dev
     return DeviceLost(f"{device} has failed. The service has to be restarted to use it again.")
 
 
-def use_threads(count: int) -> None:
+def set_torch_threads(count: int) -> None:
     """Set the number of CPU threads that torch uses in the calling thread; 0: one per usable core."""
     torch.set_num_threads(count or host.usable_cores())
     # Reading the number fixes it for this thread. Otherwise the thread would use the number that any thread set last.
@@ -238,7 +238,7 @@ def free_bytes(device: torch.device, cuda: Any = torch.cuda) -> int | None:
     return int(free + reserved - allocated - _idle_pool_bytes.get(device, 0))
 
 
-def count_pools(device: torch.device, cuda: Any = torch.cuda) -> int:
+def measure_graph_pools(device: torch.device, cuda: Any = torch.cuda) -> int:
     """Return the total size of the memory pools of all CUDA graphs on a device in bytes; 0 on a CPU.
 
     This function also records how many of the bytes are unused, which `free_bytes` needs. So call it after graphs were
@@ -273,11 +273,11 @@ def release_memory(device: torch.device) -> None:
     """Return memory that torch and the C library cache to the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        count_pools(device)
-    return_pages()
+        measure_graph_pools(device)
+    trim_malloc()
 
 
-def return_pages() -> None:
+def trim_malloc() -> None:
     """Return freed memory that the C library caches to the system."""
     # Only glibc has `malloc_trim`, and only glibc caches enough memory for this to matter.
     with suppress(OSError, AttributeError):

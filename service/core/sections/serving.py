@@ -51,7 +51,7 @@ class Limits(Section):
     bytes_per_second: PositiveInt = 4096
 
 
-class Root(Section):
+class ReferenceFolder(Section):
     """A folder of this host, and the names of the API keys that may use it (empty: all clients)."""
 
     folder: Path
@@ -85,8 +85,8 @@ class References(Section):
     decoded_bytes  maximum size of the pixels that are decoded from such a file; None: `limits.decoded_bytes`
     """
 
-    inputs: dict[RootName, Root] = Field(default_factory=dict)
-    outputs: dict[RootName, Root] = Field(default_factory=dict)
+    inputs: dict[RootName, ReferenceFolder] = Field(default_factory=dict)
+    outputs: dict[RootName, ReferenceFolder] = Field(default_factory=dict)
     stores: dict[RootName, ReferenceStore] = Field(default_factory=dict)
     decoded_bytes: PositiveInt | None = None
 

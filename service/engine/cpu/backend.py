@@ -32,7 +32,7 @@ class WinogradBackend(Backend):
     def explain_missing(self) -> str | None:
         return winograd.KERNELS.problem
 
-    def suits(self, module: nn.Module) -> bool:
+    def can_improve(self, module: nn.Module) -> bool:
         return winograd.count_replaceable(module) > 0
 
     def transform(self, module: nn.Module) -> nn.Module:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-def mark_end(device: torch.device) -> Callable[[], object]:
+def record_end(device: torch.device) -> Callable[[], object]:
     """Record an event on the device's current stream, and return a function that sleeps until it is reached."""
     if device.type != "cuda":
         return lambda: None

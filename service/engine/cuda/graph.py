@@ -159,7 +159,7 @@ class CudaBuild:
     """The `DeviceBuild` of CUDA devices. Create it before the network, because it measures memory from then on."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pools_before = device, devices.count_pools(device)
+        self._device, self._pools_before = device, devices.measure_graph_pools(device)
 
     def warm_up(self, network: Network, example: Tensor) -> bool:
         """Run the warm-up calls, and return False because recorded graphs reuse the memory of their scores."""
@@ -171,7 +171,7 @@ class CudaBuild:
     def count_buffer_bytes(self, network: Network, _streams: int) -> int:
         """Return the bytes of the buffers and memory pools that the network has added. Call after `warm_up`."""
         torch.cuda.synchronize(self._device)
-        return graph_bytes(network, devices.count_pools(self._device) - self._pools_before)
+        return graph_bytes(network, devices.measure_graph_pools(self._device) - self._pools_before)
 
     def count_score_bytes(self, _network: Network) -> None:
         """Return None, because a forward pass allocates more than its scores."""

@@ -21,7 +21,7 @@ from service.models.network import Network
 _lock = threading.RLock()
 
 
-def use(settings: Engine, device: torch.device) -> None:
+def configure(settings: Engine, device: torch.device) -> None:
     """Set the precision of matrix products and cuDNN's benchmark mode. Does nothing on a CPU."""
     if device.type != "cuda":
         return
@@ -31,7 +31,7 @@ def use(settings: Engine, device: torch.device) -> None:
 
 
 @contextmanager
-def exact() -> Iterator[None]:
+def disable_tf32() -> Iterator[None]:
     """Disable TF32 within this context, on all devices. Only one thread at a time can enter it."""
     with _lock:
         matrices, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
@@ -47,7 +47,7 @@ def without_tf32(network: Network) -> Network:
     """Return `network` with TF32 disabled during each call."""
 
     def call(x: Tensor) -> Tensor:
-        with exact():
+        with disable_tf32():
             return network(x)
 
     return call

@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from service.core.errors import NonFiniteScores
 from service.core.telemetry import step
-from service.engine.backends import ENGINE_FAILURES, first_line
+from service.engine.backends import ENGINE_ERRORS, get_first_line
 from service.engine.tuning.plans import EngineConfig, Outcome, Trial, Verdict
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ MIN_TIMED_ROUNDS = 3
 MIN_SPEED_GAIN = 0.03
 
 # Errors by which a trial may fail.
-TRIAL_ERRORS = (*ENGINE_FAILURES, MemoryError, NonFiniteScores)
+TRIAL_ERRORS = (*ENGINE_ERRORS, MemoryError, NonFiniteScores)
 
 Result = TypeVar("Result")
 
@@ -74,7 +74,7 @@ class _Entrant(Generic[Result]):
         return 1 / statistics.median(self.seconds[1:]) if self.seconds else None
 
 
-class NothingRuns(RuntimeError):
+class NoWorkingConfiguration(RuntimeError):
     """No configuration ran and agreed with the reference. The reasons are in `trials`."""
 
     def __init__(self, trials: Sequence[Trial]) -> None:
@@ -86,13 +86,14 @@ class NothingRuns(RuntimeError):
 class Tuner(Generic[Result]):
     """The choice of one configuration. At most two candidates are in memory at the same time.
 
-    build         function that builds a candidate; it raises one of `TRIAL_ERRORS` if the configuration does not work
-    difference    largest accepted fraction of changed labels
-    seconds       time limit, after which no further configuration or round is started if one has run
-    explain_skip  function that returns why a configuration must not be tried, or None
-    announce      function called before each trial, with the configuration and the total number of configurations
-    find_loss     function that returns the exception to raise if a trial failed because the device was lost, since all
-                  further trials would fail too, or None
+    build             function that builds a candidate; it raises one of `TRIAL_ERRORS` if the configuration does not
+                      work
+    difference        largest accepted fraction of changed labels
+    seconds           time limit, after which no further configuration or round is started if one has run
+    explain_skip      function that returns why a configuration must not be tried, or None
+    announce          function called before each trial, with the configuration and the total number of configurations
+    find_device_loss  function that returns the exception to raise if a trial failed because the device was lost, since
+                      all further trials would fail too, or None
     """
 
     def __init__(  # noqa: PLR0913
@@ -103,12 +104,12 @@ class Tuner(Generic[Result]):
         *,
         explain_skip: Callable[[EngineConfig], str | None] = lambda _config: None,
         announce: Callable[[EngineConfig, int], object] = lambda _config, _total: None,
-        find_loss: Callable[[BaseException], Exception | None] = lambda _error: None,
+        find_device_loss: Callable[[BaseException], Exception | None] = lambda _error: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._build, self._difference, self._limit = build, difference, seconds
         self._explain_skip, self._announce, self._clock = explain_skip, announce, clock
-        self._find_loss = find_loss
+        self._find_loss = find_device_loss
         self._start = clock()
         self._trials: dict[EngineConfig, Trial] = {}
         self._champion: _Entrant[Result] | None = None
@@ -119,8 +120,8 @@ class Tuner(Generic[Result]):
         """Seconds since the tuner was created."""
         return self._clock() - self._start
 
-    def take_first(self, configs: Sequence[EngineConfig]) -> Winner[Result]:
-        """Return the first of `configs` that runs and gives correct labels. Raises NothingRuns if there is none."""
+    def choose_first(self, configs: Sequence[EngineConfig]) -> Winner[Result]:
+        """Return the first of `configs` that runs and gives correct labels. Raises NoWorkingConfiguration."""
         self._total = len(configs)
         for config in configs:
             self._champion = self._enter(config)
@@ -128,12 +129,12 @@ class Tuner(Generic[Result]):
                 break
         return self._make_winner()
 
-    def race(self, configs: Sequence[EngineConfig], **changes: Sequence[Any]) -> Winner[Result]:
+    def find_fastest(self, configs: Sequence[EngineConfig], **changes: Sequence[Any]) -> Winner[Result]:
         """Return the fastest of `configs` and of variants of the fastest one.
 
         changes  fields of `EngineConfig` and the values to try for them, one field after the other
 
-        Raises NothingRuns if no configuration runs and gives correct labels.
+        Raises NoWorkingConfiguration if no configuration runs and gives correct labels.
         """
         self._total = len(configs) + sum(
             len({*values} - {getattr(configs[0], name)}) for name, values in changes.items()
@@ -150,7 +151,7 @@ class Tuner(Generic[Result]):
 
     def _make_winner(self) -> Winner[Result]:
         if self._champion is None:
-            raise NothingRuns(tuple(self._trials.values()))
+            raise NoWorkingConfiguration(tuple(self._trials.values()))
         self._record_verdict(self._champion, Verdict(Outcome.CHOSEN))
         return Winner(self._champion.candidate.result, tuple(self._trials.values()))
 
@@ -244,7 +245,7 @@ class Tuner(Generic[Result]):
     def _record_failure(self, config: EngineConfig, error: BaseException) -> None:
         if (lost := self._find_loss(error)) is not None:
             raise lost from error
-        self._record(Trial(config, Verdict(Outcome.FAILED, first_line(error))))
+        self._record(Trial(config, Verdict(Outcome.FAILED, get_first_line(error))))
 
     def _record(self, trial: Trial) -> None:
         self._trials[trial.choice] = trial

@@ -137,7 +137,7 @@ class EnginePlan:
 _ADAPTER = TypeAdapter(EnginePlan)
 
 
-def choose_folder(configured: Path | None) -> Path:
+def resolve_folder(configured: Path | None) -> Path:
     """Return the folder of plan files: in `engine.cache_folder` if set, otherwise in the user's cache folder."""
     if configured is not None:
         return configured / FOLDER
@@ -146,7 +146,7 @@ def choose_folder(configured: Path | None) -> Path:
 
 
 @cache
-def digest_sources(*folders: Path) -> str:
+def hash_sources(*folders: Path) -> str:
     """Hash the source files of the engines and of `folders`, so that plans become invalid when the code changes."""
     files = (file for folder in (Path(__file__).parents[1], *folders) for file in sorted(folder.rglob("*")))
     sources = (file.read_bytes() for file in files if file.suffix in {".py", ".cpp", ".hpp"})

@@ -22,7 +22,7 @@ from typing import Any
 
 import service
 from service.core.errors import BadFile, Cancelled, NotReady, ReaderKilled, StackSegError, TooLarge
-from service.core.types import Cancelling, never
+from service.core.types import CancellationCheck, never_cancelled
 from service.formats.sandbox.remote_store import POLL_SECONDS
 from service.formats.sandbox.request_files import INVALID_REPLY_MESSAGE, RequestFiles
 
@@ -62,7 +62,7 @@ class ReaderProcess:
         self.kill()
         self._process, self._is_ready = self._start(), False
 
-    def call(self, request: dict[str, Any], files: RequestFiles, cancelled: Cancelling) -> dict[str, Any]:
+    def call(self, request: dict[str, Any], files: RequestFiles, cancelled: CancellationCheck) -> dict[str, Any]:
         """Send a request with the descriptor of its file and wait for the reply. Errors restart the process."""
         self.await_start()
         try:
@@ -96,7 +96,9 @@ class ReaderProcess:
             self._process.wait()
         self._files.close()
 
-    def _exchange_messages(self, request: dict[str, Any], files: RequestFiles, cancelled: Cancelling) -> dict[str, Any]:
+    def _exchange_messages(
+        self, request: dict[str, Any], files: RequestFiles, cancelled: CancellationCheck
+    ) -> dict[str, Any]:
         deadline = time.monotonic() + self._seconds
         self._send(request, files.input)
         while True:
@@ -156,7 +158,7 @@ class ReaderProcess:
         line = json.dumps(message, default=vars).encode() + b"\n"
         socket.send_fds(self._channel, [line], [] if file is None else [file])
 
-    def _receive(self, deadline: float, cancelled: Cancelling = never) -> dict[str, Any]:
+    def _receive(self, deadline: float, cancelled: CancellationCheck = never_cancelled) -> dict[str, Any]:
         """Receive the next line from the child.
 
         Raises EOFError if the child has ended, TimeoutError if it does not reply in time, Cancelled if the caller has

@@ -30,7 +30,7 @@ from service.core.errors import (
     UnsupportedMedia,
 )
 from service.core.quantities import Size
-from service.core.types import Cancelling, Description, Selection, Volume, never
+from service.core.types import CancellationCheck, Description, Selection, Volume, never_cancelled
 from service.formats.placement import VolumeLocation, map_file
 from service.formats.sandbox.child_process import ReaderProcess
 from service.formats.sandbox.remote_store import RemoteStore
@@ -92,7 +92,12 @@ class Reader:
             self._idle.put(child)
 
     def inspect(
-        self, source: Source, selection: Selection, *, shared: bool = False, cancelled: Cancelling = never
+        self,
+        source: Source,
+        selection: Selection,
+        *,
+        shared: bool = False,
+        cancelled: CancellationCheck = never_cancelled,
     ) -> Description:
         """Describe a file and the selected part like `stack_reader.inspect`.
 
@@ -109,7 +114,7 @@ class Reader:
         scratch: Path,
         *,
         shared: bool = False,
-        cancelled: Cancelling = never,
+        cancelled: CancellationCheck = never_cancelled,
     ) -> Volume:
         """Read the selected part of a file like `stack_reader.read`.
 
@@ -134,13 +139,15 @@ class Reader:
         scratch: Path,
         *,
         shared: bool = False,
-        cancelled: Cancelling = never,
+        cancelled: CancellationCheck = never_cancelled,
     ) -> Volume | Description:
         """Read the selected part like `read` if it decodes to at most `small_bytes`, else only describe it."""
         request = self._request("extract", selection, source, shared=shared, small_bytes=self.small_bytes)
         return self._extract(request, source, scratch, cancelled, shared=shared)
 
-    def read_labels(self, source: Source, shape: Size, scratch: Path, *, cancelled: Cancelling = never) -> Volume:
+    def read_labels(
+        self, source: Source, shape: Size, scratch: Path, *, cancelled: CancellationCheck = never_cancelled
+    ) -> Volume:
         """Read labels for a stack of the given shape (Z, Y, X) from a TIFF, or from .npy with or without gzip.
 
         Raises BadParameter if the labels have another shape, and the errors of `read`.
@@ -152,12 +159,12 @@ class Reader:
         return volume
 
     @property
-    def kills(self) -> int:
+    def killed_children(self) -> int:
         """Number of children that were killed from outside while they read a file."""
         return sum(child.kill_count for child in self._children)
 
     @property
-    def missing(self) -> dict[str, str]:
+    def missing_layers(self) -> dict[str, str]:
         """Layers of `confinement` that are not in force on this host, with reasons; empty until a child has started."""
         return next((child.missing_layers for child in self._children if child.missing_layers is not None), {})
 
@@ -184,7 +191,7 @@ class Reader:
         self.close()
 
     def _extract(
-        self, request: dict[str, Any], source: Source, scratch: Path, cancelled: Cancelling, *, shared: bool
+        self, request: dict[str, Any], source: Source, scratch: Path, cancelled: CancellationCheck, *, shared: bool
     ) -> Volume | Description:
         limit = request["limit_bytes"]
         with _open_source(source) as file, RequestFiles(file, scratch, limit) as files:
@@ -221,7 +228,7 @@ class Reader:
         self,
         request: dict[str, Any],
         files: RequestFiles,
-        cancelled: Cancelling,
+        cancelled: CancellationCheck,
         parse: Callable[[Any], T],
     ) -> T:
         """Send a request to a child, and return the result after parsing it with `parse`.

@@ -22,7 +22,7 @@ from typing import Any, Protocol, Self
 from urllib.parse import quote, unquote, urlsplit
 
 from service.core.errors import BadFile, BadParameter, Cancelled, StackSegError, StorageUnavailable, TooLarge
-from service.core.types import Cancelling, never
+from service.core.types import CancellationCheck, never_cancelled
 from service.formats.zarr.store import FileRange, resolve_range, split_key
 
 # Time limit for receiving one object.
@@ -100,9 +100,9 @@ class RemoteStore:
 
     def read(self, ranges: Sequence[FileRange]) -> list[bytes | None]:
         """Read ranges of objects, with None for each missing object. Raises BadFile, StorageUnavailable."""
-        return self.fetch(ranges, never)
+        return self.fetch(ranges, never_cancelled)
 
-    def fetch(self, ranges: Sequence[FileRange], cancelled: Cancelling) -> list[bytes | None]:
+    def fetch(self, ranges: Sequence[FileRange], cancelled: CancellationCheck) -> list[bytes | None]:
         """Read ranges of objects concurrently until `cancelled` returns True. The result is None for missing objects.
 
         Raises BadFile if a key leads outside the store or an object has the wrong length, TooLarge if the ranges exceed

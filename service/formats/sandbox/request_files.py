@@ -13,7 +13,7 @@ from typing import IO, Any, Self
 from pydantic import TypeAdapter
 
 from service.core.errors import BadFile
-from service.core.types import Cancelling
+from service.core.types import CancellationCheck
 from service.formats.placement import make_file
 from service.formats.sandbox.remote_store import RemoteStore
 from service.formats.zarr.store import FileRange, open_file
@@ -73,7 +73,7 @@ class RequestFiles:
                 os.close(descriptor)
 
     @contextmanager
-    def fetch(self, ranges: Any, cancelled: Cancelling) -> Iterator[tuple[list[int], int]]:
+    def fetch(self, ranges: Any, cancelled: CancellationCheck) -> Iterator[tuple[list[int], int]]:
         """Fetch ranges of the objects in a remote store.
 
         Yields their sizes, with -1 for each object that does not exist, and the descriptor of a file that contains the

@@ -18,7 +18,7 @@ from isal import isal_zlib
 from tifffile import TiffWriter, imwrite
 
 from service.core.buffers import release_pages
-from service.core.files.whole_file import write_whole
+from service.core.files.atomic_files import write_atomically
 from service.core.hardware import host
 from service.core.quantities import TimeInterval, VoxelSize
 from service.core.types import Array, OutputKind, Segmentation, Volume
@@ -71,7 +71,7 @@ def write(segmentation: Segmentation, path: Path, origin: Mapping[str, str] = NO
     description. Labels and classes have a color map.
     """
     # Most files are sent to a client and deleted, so syncing to disk is left to callers that keep them.
-    with write_whole(path, sync=False) as partial, partial.open("w+b") as file:
+    with write_atomically(path, sync=False) as partial, partial.open("w+b") as file:
         _write_segmentation(file, segmentation, origin)
 
 
@@ -88,7 +88,7 @@ def write_image(volume: Volume, path: Path) -> None:
     """Write the first channel of a stack as OME-TIFF ZYX with its voxel size. `path` appears only when complete."""
     shape = volume.shape[1:]
     planes = (volume.read(z, z + 1)[0, 0] for z in range(shape[0]))
-    with write_whole(path, sync=False) as partial, partial.open("w+b") as file:
+    with write_atomically(path, sync=False) as partial, partial.open("w+b") as file:
         _write_pages(file, _FileLayout(shape, volume.dtype, "image", volume.voxel_size, "ZYX"), planes, {})
 
 

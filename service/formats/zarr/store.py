@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple, Protocol
 from zipfile import ZIP_STORED, BadZipFile
 
 from service.core.errors import BadFile
-from service.core.files.whole_file import open_below
+from service.core.files.atomic_files import open_subfolder
 from service.core.files.zip_archive import ZipLimits, locate_stored, open_archive
 
 # Maximum size of one metadata file. Consolidated metadata of a large plate takes a few MB.
@@ -128,7 +128,7 @@ def open_file(folder: int, key: str) -> int | None:
     """
     folders, name = split_key(key)
     try:
-        with open_below(folder, folders) as opened:
+        with open_subfolder(folder, folders) as opened:
             file = os.open(name, _OPEN_FILE, dir_fd=opened)
     except FileNotFoundError:
         return None

@@ -17,7 +17,7 @@ from zipfile import ZIP_STORED, ZipFile
 import numpy as np
 import zarr
 
-from service.core.files.whole_file import write_whole
+from service.core.files.atomic_files import write_atomically
 from service.core.types import Array, Segmentation
 from service.formats.tiff.writer import NO_ORIGIN, ORIGIN_NAMESPACE
 from service.formats.zarr.store import find_labeled_image
@@ -62,7 +62,7 @@ def write_archive(segmentation: Segmentation, path: Path) -> None:
         write(segmentation, store)
         files = [file for file in store.rglob("*") if file.is_file()]
         files.sort(key=lambda file: (file.name != "zarr.json", len(file.parts), file))
-        with write_whole(path, sync=False) as partial, ZipFile(partial, "w", ZIP_STORED) as archive:
+        with write_atomically(path, sync=False) as partial, ZipFile(partial, "w", ZIP_STORED) as archive:
             archive.comment = _ARCHIVE_COMMENT
             for file in files:
                 archive.write(file, file.relative_to(store))

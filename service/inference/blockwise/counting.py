@@ -20,7 +20,7 @@ from service.inference.blockwise.layout import Blocks, Box, Layout, lengths, ran
 from service.inference.blockwise.run_folder import OpenRun
 from service.inference.preprocessing.empty_windows import IntensitySurvey, sample_step, survey_box
 from service.inference.preprocessing.normalize import VolumeChannel, replace_nonfinite
-from service.inference.preprocessing.percentiles import SORTED_VOXELS, count_digits, keys_of_pixels
+from service.inference.preprocessing.percentiles import MAX_SORTED_VOXELS, count_digits, sortable_keys
 from service.inference.runner.estimator import Estimator
 from service.inference.windows.grid import as_size
 from service.models.spec import PercentileNormalisation
@@ -57,7 +57,7 @@ class CountingPlan:
         self.dtype, self.channels = stack.dtype, stack.shape[0]
         self.skip_below = Estimator(run.spec, run.folder.settings).plan(run.plan.options).skip_below
         by_percentiles = isinstance(run.spec.input.normalisation, PercentileNormalisation)
-        is_sorted = self.dtype.itemsize > 2 and math.prod(self.parts.size) <= SORTED_VOXELS
+        is_sorted = self.dtype.itemsize > 2 and math.prod(self.parts.size) <= MAX_SORTED_VOXELS
         self._is_counted = by_percentiles and not is_sorted
 
     @property
@@ -179,7 +179,7 @@ class Counts:
 
     def count_replaced(self, index: int, substitute: float, dtype: np.dtype[Any]) -> None:
         """Count the non-finite pixels of a channel as `substitute`, which was not known in the first round."""
-        key = int(keys_of_pixels(np.array([substitute], dtype))[0])
+        key = int(sortable_keys(np.array([substitute], dtype))[0])
         shift = max(8 * dtype.itemsize - 16, 0)
         if (index, shift, 0) in self.digits:
             self.digits[index, shift, 0][key >> shift] += self.nonfinite[index]

@@ -19,7 +19,7 @@ from service.inference.blockwise import counting, output
 from service.inference.blockwise.layout import Layout, choose_windows
 from service.inference.blockwise.run_folder import BlockTask, RunFolder, RunPlan, Step, open_run, remove_window_limit
 from service.inference.decoding.block_kernel import block_kernel
-from service.inference.decoding.steering import steer
+from service.inference.decoding.postprocessing import apply_postprocessing
 from service.inference.preprocessing.resample import working_size
 from service.inference.runner.estimator import Estimator
 from service.models.spec import Instances, ModelSpec
@@ -61,7 +61,7 @@ class Driver:
 
     def _has_partial_result(self, out: Path) -> bool:
         """Return whether blocks of the result have been written to `out`, not to another path."""
-        exists = bool(self._folder.done("labels")) and zarr_writer.partial_path(out).exists()
+        exists = bool(self._folder.finished_blocks("labels")) and zarr_writer.partial_path(out).exists()
         return exists and self._folder.levels["out"] == str(out)
 
     def _survey(self) -> None:
@@ -76,7 +76,7 @@ class Driver:
             path.unlink()
 
     def _run_step(self, step: Step, numbers: Iterable[int]) -> None:
-        requested, finished = list(numbers), self._folder.done(step)
+        requested, finished = list(numbers), self._folder.finished_blocks(step)
         remaining = [number for number in requested if number not in finished]
         done = len(requested) - len(remaining)
         self._progress(step, done, len(requested))
@@ -90,7 +90,11 @@ class Driver:
 
     def _score_and_decode(self) -> None:
         """Score groups of windows in order, decode each tile when its groups are scored, and delete old scores."""
-        total, finished, scored = self._layout.count, self._folder.done("tile"), self._folder.done("scores")
+        total, finished, scored = (
+            self._layout.count,
+            self._folder.finished_blocks("tile"),
+            self._folder.finished_blocks("scores"),
+        )
         order = _BlockOrder(
             {tile: set(self._layout.required_groups(tile)) for tile in range(total) if tile not in finished},
             lambda group: group in scored and self._has_scores(group),
@@ -184,7 +188,7 @@ def make_plan(  # noqa: PLR0913
         raise BadParameter(description.problem, parameter="time", suggested={"time": "0"})
     plan = Estimator(spec, remove_window_limit(settings)).plan_request(description, options).plan
     size = working_size(description, spec, plan.diameter)
-    decoding = steer(spec, plan.steering, description, size).decoding
+    decoding = apply_postprocessing(spec, plan.postprocessing, description, size).decoding
     _check_decoding(decoding, plan.output)
     overlap, roi, (_, z, y, x) = plan.overlap, spec.input.roi_size, description.shape
     margin = 1 + decoding.smoothing if isinstance(decoding, Instances) and plan.output == "labels" else 0

@@ -22,9 +22,9 @@ from service.core.types import Array, Objects, label_dtype
 from service.inference.blockwise.layout import firsts
 from service.inference.blockwise.tiles import decoding_spec, read_pixels
 from service.inference.decoding.basin_merging import MergeForest, Persistence, find_shallow_passes
-from service.inference.decoding.instances import least_confidence, least_voxels
+from service.inference.decoding.instances import min_object_confidence, min_object_voxels
 from service.inference.decoding.labels import gather_objects
-from service.inference.decoding.steering import minimum_voxels, require_instances
+from service.inference.decoding.postprocessing import minimum_voxels, require_instances
 from service.inference.decoding.watershed import Basins, Passes, heights_of_keys
 
 if TYPE_CHECKING:
@@ -131,12 +131,12 @@ def _choose_objects(
     if decoding.border == "drop":
         is_kept[group[sums.at_face]] = False
     chosen = objects.select(is_kept)
-    voxel_limit = least_voxels(run.spec.input.diameter or math.inf, decoding, chosen, run.plan.layout.size)
-    is_kept &= (objects.confidence >= least_confidence(decoding, chosen)) & (objects.voxels >= voxel_limit)
+    voxel_limit = min_object_voxels(run.spec.input.diameter or math.inf, decoding, chosen, run.plan.layout.size)
+    is_kept &= (objects.confidence >= min_object_confidence(decoding, chosen)) & (objects.voxels >= voxel_limit)
     if run.plan.layout.size != run.plan.size:
         on_stack = np.zeros(len(objects), np.int64)
         np.add.at(on_stack, group, sums.stack_voxels)
-        is_kept &= on_stack >= max(minimum_voxels(run.plan.options.steering, run.plan), 1)
+        is_kept &= on_stack >= max(minimum_voxels(run.plan.options.postprocessing, run.plan), 1)
     return objects, is_kept
 
 

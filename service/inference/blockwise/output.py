@@ -77,7 +77,7 @@ def collect_table(run: OpenRun, objects: Objects) -> Table:
     """Return the measurements of all objects. All labels must have been written."""
     with open_all_channels(run) as stack:
         sums = ObjectSums.zeros(len(objects) + 1, stack.shape[0], stack.dtype)
-    for number in sorted(run.folder.done("labels")):
+    for number in sorted(run.folder.finished_blocks("labels")):
         if run.folder.read_record("labels", number).get("measured"):
             with run.folder.read_arrays(f"measured/{number}.npz") as archive:
                 sums.add_objects(archive["numbers"], ObjectSums(*(archive[name] for name in ObjectSums._fields)))

@@ -24,13 +24,13 @@ from pydantic import TypeAdapter
 
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
-from service.core.files.whole_file import write_whole
+from service.core.files.atomic_files import write_atomically
 from service.core.quantities import Diameter, Size, VoxelSize, is_index
 from service.core.types import Array, Options, OutputKind, Selection, StackShape
 from service.inference.blockwise.layout import Layout, choose_windows
 from service.inference.preprocessing.normalize import IntensityScaling
 from service.inference.preprocessing.resample import working_size
-from service.inference.types import Sizing, Skipped
+from service.inference.types import DiameterEstimate, SkippedWindows
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec
 
@@ -102,10 +102,10 @@ class Survey:
 
     scalings: tuple[IntensityScaling, ...]
     notes: tuple[str, ...]
-    skipped: Skipped | None
+    skipped: SkippedWindows | None
     scores: tuple[float, ...]
     engine: str
-    sizing: Sizing | None
+    sizing: DiameterEstimate | None
 
 
 _FOLDERS = ("records", "survey", "scores", "tiles", "links", "measured")
@@ -119,7 +119,7 @@ class RunFolder:
         self.path = path
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Lock the run against other drivers within the context. Raises BadParameter if another process drives it."""
         self.path.mkdir(parents=True, exist_ok=True)
         folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -129,7 +129,7 @@ class RunFolder:
         finally:
             os.close(folder)
 
-    def begin(self, plan: RunPlan, settings: Settings) -> RunPlan:
+    def create_or_resume(self, plan: RunPlan, settings: Settings) -> RunPlan:
         """Write the plan, or return the plan of the run to resume, whose layout stays the same.
 
         Raises BadParameter if the folder contains another run or other files.
@@ -183,7 +183,7 @@ class RunFolder:
     def open_for_writing(self, name: str) -> Iterator[IO[bytes]]:
         """Open a file for writing. It gets its name after the context, when its content is on disk."""
         partial_path = self.path / f"{name}.part-{os.getpid()}"
-        with write_whole(self.path / name, partial_path) as partial, partial.open("wb") as file:
+        with write_atomically(self.path / name, partial_path) as partial, partial.open("wb") as file:
             yield file
 
     def _write_text(self, name: str, text: str) -> None:
@@ -231,10 +231,10 @@ class RunFolder:
 
     def discard_records(self, step: Step) -> None:
         """Delete the records of a step, so that all its blocks are repeated."""
-        for number in self.done(step):
+        for number in self.finished_blocks(step):
             (self.path / _record(step, number)).unlink()
 
-    def done(self, step: Step) -> set[int]:
+    def finished_blocks(self, step: Step) -> set[int]:
         """Return the numbers of the finished blocks of a step."""
         stems = (path.stem.partition("-") for path in (self.path / "records").glob(f"{step}-*.json"))
         return {int(number) for _, _, number in stems if is_index(number)}
@@ -278,8 +278,8 @@ def open_run(path: str, *, surveyed: bool = False) -> OpenRun:
     folder = RunFolder(Path(path))
     plan, spec = folder.plan, read_spec(folder.plan.model)
     sizing = folder.survey.sizing if surveyed else None
-    if sizing is not None and sizing.resampled_by is not None:
-        plan = plan.with_diameter(sizing.resampled_by, spec)
+    if sizing is not None and sizing.resampling_diameter is not None:
+        plan = plan.with_diameter(sizing.resampling_diameter, spec)
     return OpenRun(folder, plan, spec)
 
 

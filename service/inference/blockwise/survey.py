@@ -25,18 +25,18 @@ from service.formats import stack_reader
 from service.formats.zarr.reader import ZarrStack
 from service.inference.blockwise.counting import CountedChannel, CountRequest, Counts, CountsMissing, open_counting
 from service.inference.blockwise.run_folder import OpenRun, Survey
-from service.inference.decoding.steering import steer
-from service.inference.diameter.places import strongest_windows
-from service.inference.preprocessing.empty_windows import IntensitySurvey, Skipping, make_filter
+from service.inference.decoding.postprocessing import apply_postprocessing
+from service.inference.diameter.window_selection import select_high_contrast_windows
+from service.inference.preprocessing.empty_windows import IntensitySurvey, SkipResult, make_filter
 from service.inference.preprocessing.normalize import (
     IntensityScaling,
-    NormalisedImage,
+    NormalizedImage,
     choose_substitute,
+    describe_replaced_pixels,
     fit_scaling,
-    note_replaced,
 )
 from service.inference.preprocessing.resample import describe_resampling, resample_image
-from service.inference.segment import ALONE, estimate_diameter
+from service.inference.segment import DEFAULT_CALLBACKS, estimate_diameter
 from service.inference.types import Plan
 from service.inference.windows import grid
 from service.inference.windows.grid import as_size
@@ -52,7 +52,7 @@ LAYERS = 8
 LAYER_VOXELS = 2**23
 
 
-class _RegionImage(NormalisedImage):
+class _RegionImage(NormalizedImage):
     """Normalized volume that reads only the requested box, extended to whole layers of chunks.
 
     The latest layers of small boxes are cached, because windows are cut plane by plane.
@@ -89,14 +89,14 @@ def merge_counts(run: OpenRun, runner: ModelRunner, round_number: int) -> dict[s
         image, plan = _RegionImage(stack, volume, scalings), run.plan
         sizing = estimate_diameter(runner, volume, plan.options, image=image)
         intensities: IntensitySurvey | None = counts.intensities()
-        if sizing is not None and sizing.resampled_by is not None:
-            plan = plan.with_diameter(sizing.resampled_by, runner.spec)
+        if sizing is not None and sizing.resampling_diameter is not None:
+            plan = plan.with_diameter(sizing.resampling_diameter, runner.spec)
             # The brightest voxels belong to the windows of another grid.
             intensities = None
         done = runner.estimator.plan(plan.options)._replace(diameter=plan.diameter)
         skipping = skip_empty_windows(runner, image, volume, done, intensities)
         notes = (
-            *note_replaced(int(counts.nonfinite.sum())),
+            *describe_replaced_pixels(int(counts.nonfinite.sum())),
             *(() if sizing is None else (sizing.note,)),
             *describe_resampling(plan.size, plan.layout.size, runner.spec, plan.diameter),
             *skipping.notes,
@@ -116,26 +116,26 @@ def _list_skipped(image: Image) -> tuple[NDArray[np.int64], tuple[float, ...]]:
 
 
 def skip_empty_windows(
-    runner: ModelRunner, image: NormalisedImage, volume: Volume, plan: Plan, survey: IntensitySurvey | None
-) -> Skipping:
+    runner: ModelRunner, image: NormalizedImage, volume: Volume, plan: Plan, survey: IntensitySurvey | None
+) -> SkipResult:
     """Find the windows of a volume that `segment` would skip.
 
     `survey` must be for the windows of the plan's diameter; None: read the volume.
     """
     resampled, _notes = resample_image(image, volume, runner.spec, plan.diameter)
     if plan.skip_below is None:
-        return Skipping(resampled, None)
-    spec = steer(runner.spec, plan.steering, volume, as_size(resampled.shape[2:]))
+        return SkipResult(resampled, None)
+    spec = apply_postprocessing(runner.spec, plan.postprocessing, volume, as_size(resampled.shape[2:]))
     with torch.inference_mode():
-        windows = make_filter(resampled, spec, plan, runner.score_windows(plan, ALONE.probe))
+        windows = make_filter(resampled, spec, plan, runner.score_windows(plan, DEFAULT_CALLBACKS.probe))
         return windows.skip(volume, plan.skip_below, survey)
 
 
-def look_again(run: OpenRun) -> list[Tensor]:
+def read_strongest_windows(run: OpenRun) -> list[Tensor]:
     """Return the windows [C, z, y, x] of a surveyed volume with the strongest signal, at the original resolution."""
     with stack_reader.open_blocks(run.plan.source, run.plan.selection) as stack:
         image = _RegionImage(stack, lazy_volume(stack, run), run.folder.survey.scalings)
-        return strongest_windows(image, run.spec.input.roi_size)
+        return select_high_contrast_windows(image, run.spec.input.roi_size)
 
 
 def _fit(volume: Volume, index: int, counts: Counts, runner: ModelRunner) -> IntensityScaling | CountRequest:
@@ -155,7 +155,9 @@ def lazy_volume(stack: ZarrStack, run: OpenRun) -> Volume:
     """Return a volume that is read one layer of chunks at a time. Large layers are held in the folder of the run."""
     _, depth, height, width = stack.shape
     layer = LayerReader(stack, run.folder.path)
-    return Volume((stack.shape[0], depth, height, width), stack.dtype, layer.read, *stack.facts(run.plan.selection))
+    return Volume(
+        (stack.shape[0], depth, height, width), stack.dtype, layer.read, *stack.volume_metadata(run.plan.selection)
+    )
 
 
 class LayerReader:

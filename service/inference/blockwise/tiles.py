@@ -19,8 +19,8 @@ from service.inference.blockwise.window_scores import GroupScores, window_positi
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.block_kernel import Block, block_kernel
 from service.inference.decoding.decoders import make_decoder
+from service.inference.decoding.postprocessing import apply_postprocessing, require_instances
 from service.inference.decoding.smoothing import Smoother
-from service.inference.decoding.steering import require_instances, steer
 from service.inference.decoding.streaming import logit
 from service.inference.decoding.watershed_kernel import WatershedParameters
 from service.inference.preprocessing.resample import nearest_voxels
@@ -36,7 +36,7 @@ SLAB_PLANES = 16
 
 def decoding_spec(run: OpenRun) -> ModelSpec:
     """Return the model with the post-processing options of the run."""
-    return steer(run.spec, run.plan.options.steering, run.plan, run.plan.layout.size)
+    return apply_postprocessing(run.spec, run.plan.options.postprocessing, run.plan, run.plan.layout.size)
 
 
 def decode_tile(

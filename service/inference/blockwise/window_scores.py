@@ -17,7 +17,7 @@ from service.core.types import Array, Volume
 from service.formats import stack_reader
 from service.inference.blockwise.layout import Box, Layout, lengths, ranges
 from service.inference.blockwise.run_folder import BlockTask, OpenRun
-from service.inference.preprocessing.normalize import NormalisedImage
+from service.inference.preprocessing.normalize import NormalizedImage
 from service.inference.preprocessing.resample import ResampledImage, Resampling
 from service.inference.windows.blending import Slab, require_finite
 from service.inference.windows.sliding_window import Image, SlidingWindow, SparseImage
@@ -40,7 +40,7 @@ def score_group(run: OpenRun, task: BlockTask, runner: ModelRunner, stages: Stag
     survey, box, resampling = run.folder.survey, ranges(layout.voxels(windows)), Resampling(plan.size, layout.size)
     with stages.measure("read"), stack_reader.open_blocks(plan.source, plan.selection) as stack:
         volume = Volume.from_array(stack.read_region(resampling.source(box)))
-    image: Image = NormalisedImage(volume, survey.scalings)
+    image: Image = NormalizedImage(volume, survey.scalings)
     if layout.size != plan.size:
         image = ResampledImage(image, resampling, box)
     if skipped:
@@ -51,7 +51,7 @@ def score_group(run: OpenRun, task: BlockTask, runner: ModelRunner, stages: Stag
     with run.folder.open_for_writing(f"scores/{task.number}.raw") as file:
         spent = Stages()
         with torch.inference_mode():
-            image = runner.placement.bring(image, layout.roi[0])
+            image = runner.placement.place_image(image, layout.roi[0])
             planned = runner.estimator.plan(plan.options)
             scored = runner.scores.compute(image, planned, lambda: _Writer(file), spent, _raw_windows)
         with stages.measure("write"):

@@ -20,11 +20,11 @@ from service.inference.runner.model_runner import ModelRunner
 from service.inference.windows.blending import Blending
 
 # Number of workers that may die on one block before the run fails, because the block itself may be the cause.
-MOST_DEATHS = 3
+MAX_WORKER_DEATHS = 3
 # Interval at which a worker checks whether its parent is alive.
 PARENT_CHECK_SECONDS = 1.0
 
-Work = Callable[[BlockTask], dict[str, Any]]
+BlockFunction = Callable[[BlockTask], dict[str, Any]]
 
 
 def run_block(task: BlockTask) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Workers(Protocol):
 class LocalWorkers:
     """Processes on this machine, each with its own model."""
 
-    def __init__(self, count: int, work: Work = run_block) -> None:
+    def __init__(self, count: int, work: BlockFunction = run_block) -> None:
         self.count = count
         self._work = work
         # Each thread owns one process, so a process that dies affects no other block.
@@ -104,7 +104,7 @@ class LocalWorkers:
         return self._threads.submit(self._run, task)
 
     def _run(self, task: BlockTask) -> dict[str, Any]:
-        for _ in range(MOST_DEATHS):
+        for _ in range(MAX_WORKER_DEATHS):
             try:
                 return self._process().submit(self._work, task).result()
             except BrokenProcessPool:
@@ -112,8 +112,8 @@ class LocalWorkers:
                     self._processes.discard(self._thread_local.process)
                 self._thread_local.process = None
         raise InternalError(
-            f"{MOST_DEATHS} workers in succession died on {task.step} {task.number}. Resume the run with fewer workers"
-            " or smaller windows, which need less memory."
+            f"{MAX_WORKER_DEATHS} workers in succession died on {task.step} {task.number}. Resume the run with fewer"
+            " workers or smaller windows, which need less memory."
         )
 
     def _process(self) -> ProcessPoolExecutor:
@@ -123,7 +123,7 @@ class LocalWorkers:
                 if self._closed:
                     raise Cancelled("The workers have ended.")
                 process = self._thread_local.process = ProcessPoolExecutor(
-                    1, get_context("spawn"), initializer=end_with, initargs=(os.getpid(),)
+                    1, get_context("spawn"), initializer=exit_with_parent, initargs=(os.getpid(),)
                 )
                 self._processes.add(process)
         return process
@@ -138,7 +138,7 @@ class LocalWorkers:
             process.shutdown(wait=False, cancel_futures=True)
 
 
-def end_with(parent: int) -> None:
+def exit_with_parent(parent: int) -> None:
     """End this process soon after its parent, no matter how the parent ends."""
 
     def watch() -> None:

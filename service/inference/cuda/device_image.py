@@ -12,8 +12,8 @@ from torch import Tensor
 
 from service.core.quantities import Size
 from service.core.types import Array, StackShape, Volume
-from service.engine.cuda.events import mark_end
-from service.inference.preprocessing.normalize import NormalisedImage
+from service.engine.cuda.events import record_end
+from service.inference.preprocessing.normalize import NormalizedImage
 from service.inference.windows.grid import Box, as_size
 
 # Maximum size of a float32 image that is held on the device as a whole: 256 x 1024 x 1024 voxels of one channel.
@@ -30,7 +30,7 @@ StartCopy = Callable[[Tensor, Tensor], Callable[[], object]]
 def start_copy(source: Tensor, target: Tensor) -> Callable[[], object]:
     """Start a copy to a device, and return a function that waits until `source` may be overwritten."""
     target.copy_(source, non_blocking=True)
-    return mark_end(target.device)
+    return record_end(target.device)
 
 
 class Upload:
@@ -123,7 +123,7 @@ class DeviceImage:
     The attribute `planes` holds the planes that are currently on the device, float32 [C, z, Y, X].
     """
 
-    def __init__(self, source: NormalisedImage | Tensor, depth: int, device: torch.device) -> None:
+    def __init__(self, source: NormalizedImage | Tensor, depth: int, device: torch.device) -> None:
         self._source = source
         _, channels, *size = self.shape = tuple(source.shape)
         depth, self._step = count_planes(channels, as_size(size), depth), planes_per_transfer(as_size(size))
@@ -156,8 +156,8 @@ class DeviceImage:
         self._end = min(first + depth, self.shape[2])
 
     def _send(self, first: int, end: int, out: Tensor) -> None:
-        if isinstance(self._source, NormalisedImage):
-            self._source.send_planes(first, end, out, self._upload)
+        if isinstance(self._source, NormalizedImage):
+            self._source.upload_planes(first, end, out, self._upload)
             return
         for channel, target in zip(self._source[0, :, first:end].numpy(), out, strict=True):
             target.copy_(self._upload(channel))

@@ -12,7 +12,7 @@ from service.core.types import Volume
 from service.inference.cuda.device_image import DeviceImage, UploadedVolume
 from service.inference.cuda.watershed import WholeWatershed
 from service.inference.decoding.decoders import Decoder, HostDecoder
-from service.inference.preprocessing.normalize import NormalisedImage
+from service.inference.preprocessing.normalize import NormalizedImage
 from service.inference.preprocessing.resample import ResampledImage
 from service.inference.types import Plan
 from service.inference.windows.sliding_window import Image
@@ -37,11 +37,11 @@ class DevicePlacement:
         """Copy a volume to the device, which counts its intensities. None for large volumes and other pixel types."""
         return UploadedVolume(volume, self._device) if UploadedVolume.supports(volume) else None
 
-    def bring(self, image: Image, depth: int, /) -> Image:
+    def place_image(self, image: Image, depth: int, /) -> Image:
         """Return an image whose planes are copied to the device one layer of windows at a time."""
         if isinstance(image, ResampledImage):
             return DeviceImage(image.tensor(), depth, self._device)
-        return DeviceImage(image, depth, self._device) if isinstance(image, NormalisedImage) else image
+        return DeviceImage(image, depth, self._device) if isinstance(image, NormalizedImage) else image
 
     def choose_decoder(self, make: Callable[..., Decoder], plan: Plan, /) -> Callable[[], Decoder]:
         """Return the decoder that works on the device with all scores, or on the host if they do not fit."""

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.core.buffers import LARGE_BYTES, Allocate, release_pages
+from service.core.buffers import LARGE_BYTES, Allocator, release_pages
 from service.core.quantities import Size, VoxelSize
 from service.core.types import OutputKind, Segmentation
 from service.inference.decoding.instances import InstanceDecoder, StartWatershed
@@ -47,7 +47,7 @@ def make_decoder(  # noqa: PLR0913
     size: Size,
     output: OutputKind,
     voxel_size: VoxelSize | None,
-    allocate: Allocate = np.zeros,
+    allocate: Allocator = np.zeros,
     *,
     start: StartWatershed | None = None,
 ) -> Decoder:

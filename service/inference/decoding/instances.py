@@ -120,11 +120,11 @@ class InstanceDecoder:
 
     def _select_objects(self, objects: Objects) -> NDArray[np.bool_]:
         """Return a mask of the objects that are neither fragments nor background."""
-        is_confident = objects.confidence >= least_confidence(self._decoding, objects)
-        return is_confident & (objects.voxels >= least_voxels(self._diameter, self._decoding, objects, self._size))
+        is_confident = objects.confidence >= min_object_confidence(self._decoding, objects)
+        return is_confident & (objects.voxels >= min_object_voxels(self._diameter, self._decoding, objects, self._size))
 
 
-def least_voxels(diameter: float, decoding: Instances, objects: Objects, size: Size) -> float:
+def min_object_voxels(diameter: float, decoding: Instances, objects: Objects, size: Size) -> float:
     """Return the minimum number of voxels of an object that is not a fragment.
 
     It is a fraction of a ball with the model's object diameter, or of the object that contains the median voxel,
@@ -133,10 +133,10 @@ def least_voxels(diameter: float, decoding: Instances, objects: Objects, size: S
     if not decoding.minimum_fraction or not len(objects):
         return 0.0
     ball = math.pi / 6 * math.prod(min(diameter, edge) for edge in size)
-    return decoding.minimum_fraction * min(ball, objects.typical_size)
+    return decoding.minimum_fraction * min(ball, objects.median_size)
 
 
-def least_confidence(decoding: Instances, objects: Objects) -> float:
+def min_object_confidence(decoding: Instances, objects: Objects) -> float:
     """Return the minimum mean foreground probability of an object that is not background.
 
     It is the model's minimum confidence, or one derived from the object that contains the median voxel, whichever is
@@ -145,6 +145,6 @@ def least_confidence(decoding: Instances, objects: Objects) -> float:
     """
     if not decoding.min_relative_odds or not len(objects):
         return decoding.min_confidence
-    typical = objects.typical_confidence
+    typical = objects.median_confidence
     odds = decoding.min_relative_odds * typical
     return max(decoding.min_confidence, min(odds / (odds + 1 - typical), MAX_REQUIRED_CONFIDENCE))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.types import Objects, Segmentation, label_dtype
-from service.engine.cuda.events import mark_end
+from service.engine.cuda.events import record_end
 from service.inference.decoding.basin_merging import Persistence, merge_shallow_basins
 from service.inference.decoding.watershed_kernel import PROBABILITY_ONE, ObjectFilter, keep_all, number_objects
 
@@ -99,7 +99,7 @@ def _download(label_of: Tensor, pieces: Tensor) -> Tensor:
         return labels
     host = torch.empty(labels.shape, dtype=labels.dtype, pin_memory=True)
     host.copy_(labels, non_blocking=True)
-    mark_end(labels.device)()
+    record_end(labels.device)()
     return host
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from service.core.quantities import Diameter
 from service.inference.diameter.sheets import contains_sheets
-from service.inference.types import Doubt
+from service.inference.types import QualityWarning
 from service.models.spec import Calibration
 
 # Suggest another diameter only if it differs from the one used by at least this factor.
@@ -37,9 +37,9 @@ class Evidence(NamedTuple):
 
     windows: Sequence[Tensor]
     guess: Diameter | None
-    used: Sequence[float] | None
-    stated: bool = False
-    steered: bool = False
+    used_diameter: Sequence[float] | None
+    is_diameter_given: bool = False
+    has_postprocessing: bool = False
     clear_objects: int = 0
 
     @property
@@ -55,37 +55,41 @@ def drop_missing_models(calibration: Calibration, models: Path) -> Calibration:
     return calibration.model_copy(update=missing)
 
 
-def low_confidence_warning(confidence: float, evidence: Evidence, calibration: Calibration) -> Doubt:
+def low_confidence_warning(confidence: float, evidence: Evidence, calibration: Calibration) -> QualityWarning:
     """Return the warning for labels with low confidence: the likely reason and what to try next."""
     prefix = "The labels may be wrong"
     diameter, filtering = _suggest_diameter(evidence), _suggest_filtering(evidence)
-    ranked = (filtering, diameter) if evidence.stated else (diameter, filtering)
+    ranked = (filtering, diameter) if evidence.is_diameter_given else (diameter, filtering)
     likely = (_suggest_model(evidence, calibration), *ranked)
     for advice in filter(None, likely):
         reason, suggestion, details = advice
-        return Doubt(confidence, f"{prefix}: {reason}. Try {suggestion}{details}.", suggestion)
+        return QualityWarning(confidence, f"{prefix}: {reason}. Try {suggestion}{details}.", suggestion)
     problem = f"{prefix}: the objects do not look like the objects that the model was trained on."
     check = "Check the labels and the selected channel."
-    diameter_advice = "" if evidence.stated else "set diameter= to the diameter of the objects, or "
-    return Doubt(confidence, f"{problem} {check} If the labels are wrong, {diameter_advice}{TRAINING_ADVICE}.", "")
+    diameter_advice = "" if evidence.is_diameter_given else "set diameter= to the diameter of the objects, or "
+    return QualityWarning(
+        confidence, f"{problem} {check} If the labels are wrong, {diameter_advice}{TRAINING_ADVICE}.", ""
+    )
 
 
-def no_objects_warning(evidence: Evidence, calibration: Calibration | None) -> Doubt:
+def no_objects_warning(evidence: Evidence, calibration: Calibration | None) -> QualityWarning:
     """Return the warning for a result without objects: the likely reason and what to try next."""
     prefix = "No object was found"
     if evidence.is_blank:
-        return Doubt(
+        return QualityWarning(
             None, f"{prefix}: the image has the same gray value everywhere. Try another channel= or time=.", ""
         )
-    if evidence.steered:
+    if evidence.has_postprocessing:
         options = "threshold=, minimum_size=, border= and min_confidence="
-        return Doubt(None, f"{prefix}: the request may exclude all objects. Try again without {options}.", "")
+        return QualityWarning(None, f"{prefix}: the request may exclude all objects. Try again without {options}.", "")
     model = None if calibration is None else _suggest_model(evidence, calibration)
     advice = model or _suggest_diameter(evidence)
     if advice is not None:
         reason, suggestion, _details = advice
-        return Doubt(None, f"{prefix}: {reason}. Try {suggestion}.", suggestion)
-    return Doubt(None, f"{prefix}. Try another diameter=, channel= or model=. If that fails, {TRAINING_ADVICE}.", "")
+        return QualityWarning(None, f"{prefix}: {reason}. Try {suggestion}.", suggestion)
+    return QualityWarning(
+        None, f"{prefix}. Try another diameter=, channel= or model=. If that fails, {TRAINING_ADVICE}.", ""
+    )
 
 
 # Reason, suggested parameter, and text that follows the suggestion.
@@ -105,15 +109,15 @@ def _suggest_model(evidence: Evidence, calibration: Calibration) -> _Advice | No
 
 def _suggest_diameter(evidence: Evidence) -> _Advice | None:
     diameters = None if evidence.guess is None else evidence.guess.in_voxels(None)
-    if diameters is None or evidence.used is None:
+    if diameters is None or evidence.used_diameter is None:
         return None
-    if abs(math.log(math.prod(diameters) / math.prod(evidence.used))) <= 3 * math.log(MIN_DIAMETER_RATIO):
+    if abs(math.log(math.prod(diameters) / math.prod(evidence.used_diameter))) <= 3 * math.log(MIN_DIAMETER_RATIO):
         return None
     return f"the objects seem to be {evidence.guess} wide", f"diameter={evidence.guess}", ""
 
 
 def _suggest_filtering(evidence: Evidence) -> _Advice | None:
-    if not evidence.clear_objects or evidence.steered:
+    if not evidence.clear_objects or evidence.has_postprocessing:
         return None
     reason = f"most objects look like noise, and only {evidence.clear_objects} are clear"
     return reason, f"min_confidence={CLEAR_CONFIDENCE}", f" to keep only these. To find more objects, {TRAINING_ADVICE}"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from service.core.buffers import LARGE_BYTES
 from service.core.types import Volume
 from service.inference.preprocessing.normalize import VolumeChannel
-from service.inference.types import Sizing
+from service.inference.types import DiameterEstimate
 
 # Number of stacks whose diameter estimate is cached.
 CACHED_STACKS = 1024
@@ -25,10 +25,10 @@ class DiameterCache:
     """
 
     def __init__(self) -> None:
-        self._estimates: OrderedDict[bytes, Sizing] = OrderedDict()
+        self._estimates: OrderedDict[bytes, DiameterEstimate] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, volume: Volume, estimate: Callable[[], Sizing]) -> Sizing:
+    def get(self, volume: Volume, estimate: Callable[[], DiameterEstimate]) -> DiameterEstimate:
         """Return the cached estimate for the same pixels and voxel size, or call `estimate` and cache its result."""
         if volume.nbytes > LARGE_BYTES:
             return estimate()

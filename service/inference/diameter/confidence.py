@@ -20,7 +20,7 @@ from service.inference.diameter.advice import (
     low_confidence_warning,
     no_objects_warning,
 )
-from service.inference.types import Doubt
+from service.inference.types import QualityWarning
 from service.models.spec import Calibration, ModelSpec
 
 # Upper limit of the mean foreground probability. Logits from -8 to 8 cannot express more.
@@ -60,7 +60,7 @@ class Features(NamedTuple):
 
 def typical_diameter(objects: Objects) -> float:
     """Return the diameter in voxels of a ball with the volume of the object that contains the median voxel."""
-    return float(np.cbrt(6 / np.pi * objects.typical_size))
+    return float(np.cbrt(6 / np.pi * objects.median_size))
 
 
 def predict_confidence(objects: Objects, expected_diameter: float, calibration: Calibration) -> float | None:
@@ -89,7 +89,7 @@ def count_clear_objects(objects: Objects, expected_diameter: float, calibration:
     return len(clear) if clear_only > MIN_CONFIDENCE_RATIO * overall else 0
 
 
-class Judgement(NamedTuple):
+class ConfidenceAssessment(NamedTuple):
     """Confidence in a result and the warning for the user.
 
     confidence       0 to 1; None if it is not known
@@ -97,10 +97,12 @@ class Judgement(NamedTuple):
     """
 
     confidence: float | None
-    doubt: Doubt | None
+    quality_warning: QualityWarning | None
 
 
-def judge_objects(objects: Objects | None, spec: ModelSpec, find_evidence: Callable[[], Evidence]) -> Judgement:
+def assess_objects(
+    objects: Objects | None, spec: ModelSpec, find_evidence: Callable[[], Evidence]
+) -> ConfidenceAssessment:
     """Return the confidence in the objects of a result, and a warning if it is low.
 
     `objects` is None for outputs other than labels; they have no confidence. `find_evidence` is called only if the
@@ -108,14 +110,14 @@ def judge_objects(objects: Objects | None, spec: ModelSpec, find_evidence: Calla
     """
     calibration, expected_diameter = spec.confidence, spec.input.diameter
     if objects is None:
-        return Judgement(None, None)
+        return ConfidenceAssessment(None, None)
     if calibration is None or expected_diameter is None:
-        return Judgement(None, None if len(objects) else no_objects_warning(find_evidence(), None))
+        return ConfidenceAssessment(None, None if len(objects) else no_objects_warning(find_evidence(), None))
     confidence = predict_confidence(objects, expected_diameter, calibration)
     if confidence is not None and confidence >= calibration.threshold:
-        return Judgement(confidence, None)
+        return ConfidenceAssessment(confidence, None)
     calibration, evidence = drop_missing_models(calibration, spec.folder.parent), find_evidence()
     if confidence is None:
-        return Judgement(None, no_objects_warning(evidence, calibration))
+        return ConfidenceAssessment(None, no_objects_warning(evidence, calibration))
     evidence = evidence._replace(clear_objects=count_clear_objects(objects, expected_diameter, calibration))
-    return Judgement(confidence, low_confidence_warning(confidence, evidence, calibration))
+    return ConfidenceAssessment(confidence, low_confidence_warning(confidence, evidence, calibration))

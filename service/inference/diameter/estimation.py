@@ -21,9 +21,8 @@ from torch.nn import functional
 from service.core.quantities import Diameter, Size, VoxelSize
 from service.core.types import Objects
 from service.inference.decoding.instances import InstanceDecoder
-from service.inference.decoding.steering import require_instances
+from service.inference.decoding.postprocessing import require_instances
 from service.inference.diameter.confidence import predict_confidence
-from service.inference.diameter.places import Box, box_around, cut_boxes, rank_by_contrast, select_separate_boxes
 from service.inference.diameter.scale_probe import (
     EQUAL_SCALE_RATIO,
     Factors,
@@ -32,7 +31,14 @@ from service.inference.diameter.scale_probe import (
     choose_clearly_better,
     is_probed,
 )
-from service.inference.types import DiameterTrial, Sizing
+from service.inference.diameter.window_selection import (
+    Box,
+    box_around,
+    cut_boxes,
+    rank_by_contrast,
+    select_separate_boxes,
+)
+from service.inference.types import DiameterEstimate, DiameterTrial
 from service.inference.windows.grid import as_size
 from service.inference.windows.sliding_window import Image, ScoreWindows
 from service.models.spec import ModelSpec
@@ -69,7 +75,7 @@ TRIAL_SCALES = ((0.2, 2), (1.0, 4), (2.8, 4))
 
 # Log-odds by which a scale of a trial must exceed the scale used so far. `python -m scripts.recipes.trials` checks this
 # value and the minimum confidence.
-MARGIN = 1.0
+MIN_LOG_ODDS_GAIN = 1.0
 
 # Up to this ratio of width and depth, objects are found as well as round ones.
 MAX_ROUND_ASPECT = 1.5
@@ -102,7 +108,7 @@ class DiameterEstimator:
         spec: ModelSpec,
         score_windows: ScoreWindows,
         voxel_size: VoxelSize | None = None,
-        margin: float = MARGIN,
+        margin: float = MIN_LOG_ODDS_GAIN,
     ) -> None:
         if spec.input.diameter is None:
             raise ValueError(f"The model {spec.name} has no object diameter.")
@@ -115,7 +121,7 @@ class DiameterEstimator:
         self._expected_diameter = spec.input.diameter
         self._size = as_size(image.shape[2:])
 
-    def estimate(self) -> Sizing:
+    def estimate(self) -> DiameterEstimate:
         """Estimate the diameter. The result is deterministic. Raises the errors of `score_windows`."""
         centers = rank_by_contrast(self._image, self._spec.input.roi_size)
         probes = self._probe_scales(centers)
@@ -143,17 +149,19 @@ class DiameterEstimator:
             probes.append(self.probe(centers, further, WINDOWS_PER_PROBE))
         return probes
 
-    def _estimate_from_probes(self, probes: Sequence[ScaleProbe]) -> tuple[Sizing, ScaleProbe]:
+    def _estimate_from_probes(self, probes: Sequence[ScaleProbe]) -> tuple[DiameterEstimate, ScaleProbe]:
         """Return the estimate and the probe at or near its scale."""
         best = max(probes, key=lambda probe: probe.fit)
         windows = sum(probe.windows for probe in probes)
         if best.fit < MIN_FIT_FOR_GUESS:
-            return Sizing(None, fits=False, objects=best.objects, windows=windows), probes[0]
+            return DiameterEstimate(None, matches_model=False, objects=best.objects, windows=windows), probes[0]
         factors = self._refine_factors(best)
         diameter = self._diameter(factors)
         if best.fit < MIN_FIT:
-            return Sizing(None, fits=False, objects=best.objects, windows=windows, guess=diameter), probes[0]
-        return Sizing(
+            return DiameterEstimate(
+                None, matches_model=False, objects=best.objects, windows=windows, guess=diameter
+            ), probes[0]
+        return DiameterEstimate(
             diameter, are_close(factors, self._base, MATCHING_DIAMETER_RATIO), best.objects, windows, diameter
         ), best
 
@@ -165,8 +173,8 @@ class DiameterEstimator:
         return short if same else Diameter((z, y, x), "px")
 
     def _run_trial(
-        self, estimate: Sizing, used: ScaleProbe, probes: list[ScaleProbe], centers: Sequence[Size]
-    ) -> Sizing:
+        self, estimate: DiameterEstimate, used: ScaleProbe, probes: list[ScaleProbe], centers: Sequence[Size]
+    ) -> DiameterEstimate:
         """Return the diameter with a clearly higher confidence than that of `used`; `estimate` if there is none."""
         largest = self._probe_trials(probes, centers)
         if estimate.diameter is None:
@@ -189,13 +197,13 @@ class DiameterEstimator:
 
     def _summarize_trial(
         self, chosen: ScaleProbe, used: ScaleProbe, probes: Sequence[ScaleProbe], largest: Factors
-    ) -> Sizing:
+    ) -> DiameterEstimate:
         """Return the estimate by a trial in which the confidence of `chosen` was higher than that of `used`."""
         diameter, num_windows = self._diameter(chosen.factors), sum(probe.windows for probe in probes)
         narrowest = are_close(chosen.factors, largest, EQUAL_SCALE_RATIO)
         trial = DiameterTrial(chosen.confidence or 0.0, used.confidence or 0.0, len(probes), narrowest)
         matches_model = are_close(chosen.factors, self._base, MATCHING_DIAMETER_RATIO)
-        return Sizing(diameter, matches_model, chosen.objects, num_windows, diameter, trial)
+        return DiameterEstimate(diameter, matches_model, chosen.objects, num_windows, diameter, trial)
 
     def _has_enough_objects(self, probe: ScaleProbe, used: ScaleProbe) -> bool:
         """Return whether a probe has enough objects to be compared with `used`.

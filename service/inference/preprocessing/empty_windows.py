@@ -21,7 +21,7 @@ from service.core.types import Array, Volume
 from service.inference.decoding.decoders import make_decoder
 from service.inference.preprocessing.normalize import VolumeChannel, replace_nonfinite
 from service.inference.preprocessing.percentiles import has_one_value
-from service.inference.types import Plan, Skipped
+from service.inference.types import Plan, SkippedWindows
 from service.inference.windows.blending import Blending, BlendingSetup
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.sliding_window import Image, ScoreWindows, SparseImage, WindowScan, WindowSlot
@@ -54,7 +54,7 @@ class IntensitySurvey(NamedTuple):
     samples: tuple[NDArray[Any], ...]
 
 
-class Skipping(NamedTuple):
+class SkipResult(NamedTuple):
     """Result of skipping empty windows.
 
     image    the image to segment instead
@@ -63,7 +63,7 @@ class Skipping(NamedTuple):
     """
 
     image: Image
-    skipped: Skipped | None
+    skipped: SkippedWindows | None
     notes: tuple[str, ...] = ()
 
 
@@ -80,7 +80,7 @@ class EmptyWindowFilter:
         self._image, self._grid, self._batch_size, self._spec = image, grid, batch_size, spec
         self._score_windows = score_windows
 
-    def skip(self, volume: Volume, below: float | Literal["auto"], survey: IntensitySurvey | None = None) -> Skipping:
+    def skip(self, volume: Volume, below: float | Literal["auto"], survey: IntensitySurvey | None = None) -> SkipResult:
         """Skip windows whose voxels are at most `below`, a gray value of the volume; auto: use `estimate_background`.
 
         The image was made from `volume`, and `survey` is the result of `survey_intensities` for it; None: survey it
@@ -90,24 +90,24 @@ class EmptyWindowFilter:
             survey = survey_intensities(volume, self._grid)
         limits = _choose_limits(survey, below)
         if limits is None:
-            skipped = Skipped(0, self._grid.count, ())
-            return Skipping(
+            skipped = SkippedWindows(0, self._grid.count, ())
+            return SkipResult(
                 self._image, skipped, ("No window was skipped, because too few pixels have finite values.",)
             )
         excess = (survey.brightest - np.reshape(limits, (-1, 1, 1, 1))).max(0)
         indices = self._choose_windows(excess <= 0)
-        skipped = Skipped(0, self._grid.count, limits)
+        skipped = SkippedWindows(0, self._grid.count, limits)
         # Scoring the brightest windows costs one batch.
         if len(indices) <= self._batch_size:
-            return Skipping(self._image, skipped)
+            return SkipResult(self._image, skipped)
         order = np.argsort(-excess[tuple(indices.T)], kind="stable")[: self._batch_size]
         scores, found = mean_background_scores(self._score_windows(self._read_windows(indices[order])), self._spec)
         if scores is None or (found and below == "auto"):
             note = "No window was skipped, because the model finds foreground in dark windows too."
-            return Skipping(self._image, skipped, (note,))
+            return SkipResult(self._image, skipped, (note,))
         notes = ("The model finds foreground in skipped windows. Try a lower skip_below=.",) if found else ()
         image = SparseImage(self._image, frozenset(map(self._position, indices)), scores)
-        return Skipping(image, skipped._replace(windows=len(indices)), notes)
+        return SkipResult(image, skipped._replace(windows=len(indices)), notes)
 
     def _choose_windows(self, is_empty: NDArray[np.bool_]) -> NDArray[np.intp]:
         """Return the indices [N, 3] of the windows to skip, in order.

@@ -65,7 +65,7 @@ class VolumeChannel:
             yield replace_nonfinite(self.volume.read(z0, min(z0 + step, depth))[self.index], self.substitute)
 
 
-class SentPixels(Protocol):
+class DevicePixels(Protocol):
     """All stored pixels of a volume, of up to 16 bits, on another device."""
 
     def count_keys(self, index: int) -> NDArray[np.int64]:
@@ -76,13 +76,13 @@ class SentPixels(Protocol):
 
 
 @dataclass(frozen=True)
-class SentChannel(VolumeChannel):
+class DeviceChannel(VolumeChannel):
     """One channel of a volume whose pixels are also on another device, which counts them."""
 
-    sent: SentPixels = field(kw_only=True)
+    device_pixels: DevicePixels = field(kw_only=True)
 
     def count_digits(self, _shift: int, _prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
-        return {0: self.sent.count_keys(self.index)}
+        return {0: self.device_pixels.count_keys(self.index)}
 
 
 def replace_nonfinite(pixels: Array, substitute: float | None) -> Array:
@@ -165,15 +165,17 @@ def _can_share_memory(pixels: Array) -> bool:
     return pixels.dtype in _EXACT_IN_FLOAT32 and pixels.flags.writeable and min(pixels.strides) >= 0
 
 
-class NormalisedImage:
+class NormalizedImage:
     """A volume whose channels are normalized when they are read.
 
     Index it with (0, channels, z, y, x), where all but the first are slices, like a float32 tensor [1, C, Z, Y, X]. The
     planes of the last box are cached, because windows are read in layers of planes. The image is thread-safe.
     """
 
-    def __init__(self, volume: Volume, scalings: Sequence[IntensityScaling], sent: SentPixels | None = None) -> None:
-        self._volume, self.scalings, self._device_pixels = volume, tuple(scalings), sent
+    def __init__(
+        self, volume: Volume, scalings: Sequence[IntensityScaling], device_pixels: DevicePixels | None = None
+    ) -> None:
+        self._volume, self.scalings, self._device_pixels = volume, tuple(scalings), device_pixels
         self.shape = (1, *volume.shape)
         # First plane, end plane, and the planes of each channel between them.
         self._cached: tuple[int, int, tuple[Array, ...]] = (0, 0, ())
@@ -189,7 +191,7 @@ class NormalisedImage:
         for target, pixels, scaling in zip(out, self._read(box), self.scalings[box[1]], strict=True):
             scaling.apply_into(pixels, target)
 
-    def send_planes(self, first: int, end: int, out: Tensor, upload: Callable[[Array], Tensor]) -> None:
+    def upload_planes(self, first: int, end: int, out: Tensor, upload: Callable[[Array], Tensor]) -> None:
         """Write the normalized planes from `first` to `end` into `out`, float32 [C, z, Y, X] on another device.
 
         `upload` returns a copy of an array on that device.
@@ -225,9 +227,9 @@ class NormalisedImage:
         return whole
 
 
-def normalise_volume(
-    volume: Volume, spec: ModelSpec, sent: SentPixels | None = None
-) -> tuple[NormalisedImage, tuple[str, ...]]:
+def normalize_volume(
+    volume: Volume, spec: ModelSpec, device_pixels: DevicePixels | None = None
+) -> tuple[NormalizedImage, tuple[str, ...]]:
     """Return the volume with each channel normalized over the whole volume, and notes for the user.
 
     If the volume's pixels are on another device, they are counted and scaled there. NaN and infinite pixels are
@@ -238,19 +240,19 @@ def normalise_volume(
     for index in range(volume.shape[0]):
         substitute, nonfinite = _find_substitute(VolumeChannel(volume, index))
         channel: Channel = VolumeChannel(volume, index, substitute)
-        if sent is not None:
-            channel = SentChannel(volume, index, sent=sent)
+        if device_pixels is not None:
+            channel = DeviceChannel(volume, index, device_pixels=device_pixels)
         scalings.append(replace(fit_scaling(channel, spec.input.normalisation), substitute=substitute))
         replaced += nonfinite
-    return NormalisedImage(volume, scalings, sent), note_replaced(replaced)
+    return NormalizedImage(volume, scalings, device_pixels), describe_replaced_pixels(replaced)
 
 
-def note_replaced(replaced: int) -> tuple[str, ...]:
+def describe_replaced_pixels(replaced: int) -> tuple[str, ...]:
     """Return a note for the user about the number of replaced pixels; none if it is 0."""
     return (f"{replaced} NaN or infinite pixels were replaced by the lowest finite intensity.",) if replaced else ()
 
 
-def normalise(pixels: Array, normalisation: Normalisation) -> NDArray[np.float32]:
+def normalize_channel(pixels: Array, normalisation: Normalisation) -> NDArray[np.float32]:
     """Normalize one channel of finite numbers [Z, Y, X] to float32, within +-`MAX_MAGNITUDE`."""
     return fit_scaling(pixels, normalisation).apply(pixels)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from service.core.types import Array
 
 # Channels of more than 16 bits are partially sorted up to this number of voxels, and counted beyond it.
-SORTED_VOXELS = 2**22
+MAX_SORTED_VOXELS = 2**22
 
 # Number of values per call of `numpy.bincount`, which converts them to 64 bits. Chunks of this size stay in the cache,
 # and do not fragment memory with gaps of 32 MiB.
@@ -48,7 +48,7 @@ def percentiles(channel: Channel, low: float, high: float) -> tuple[float, float
     each pass counts 16 more bits of order-preserving integer keys (radix selection).
     """
     ranks = [share / 100 * (channel.size - 1) for share in (low, high)]
-    if channel.dtype.itemsize > 2 and channel.size <= SORTED_VOXELS:
+    if channel.dtype.itemsize > 2 and channel.size <= MAX_SORTED_VOXELS:
         a, b = np.percentile(np.concatenate([block.ravel() for block in channel]), (low, high))
         return float(a), float(b)
     whole_ranks = sorted({int(whole) for rank in ranks for whole in (np.floor(rank), np.ceil(rank))})
@@ -86,7 +86,7 @@ def count_digits(blocks: Iterable[Array], shift: int, prefixes: frozenset[int]) 
     """
     histograms = {prefix: np.zeros(1, np.int64) for prefix in prefixes}
     for block in blocks:
-        keys = keys_of_pixels(block.ravel())
+        keys = sortable_keys(block.ravel())
         has_no_prefix = keys.dtype.itemsize * 8 <= shift + 16
         for prefix, counts in histograms.items():
             chosen = keys if has_no_prefix else keys[keys >> (shift + 16) == prefix]
@@ -119,7 +119,7 @@ def has_one_value(pixels: Array) -> bool:
     return bool(first == pixels.flat[-1]) and bool((pixels == first).all())
 
 
-def keys_of_pixels(pixels: Array) -> NDArray[np.unsignedinteger]:
+def sortable_keys(pixels: Array) -> NDArray[np.unsignedinteger]:
     """Map pixels to unsigned integers of the same width that sort in the same order."""
     kind, bits = pixels.dtype.kind, 8 * pixels.dtype.itemsize
     keys: NDArray[np.unsignedinteger] = pixels.view(f"u{pixels.dtype.itemsize}")
@@ -131,7 +131,7 @@ def keys_of_pixels(pixels: Array) -> NDArray[np.unsignedinteger]:
 
 
 def _pixel_of_key(key: int, dtype: np.dtype[Any]) -> float:
-    """Invert `keys_of_pixels` for one key."""
+    """Invert `sortable_keys` for one key."""
     bits = 8 * dtype.itemsize
     sign = 1 << (bits - 1)
     if dtype.kind == "f":

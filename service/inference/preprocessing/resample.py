@@ -17,7 +17,7 @@ from service.core.hardware.host import run_in_threads
 from service.core.quantities import Diameter, Size, VoxelSize
 from service.core.types import Extent, Segmentation, Volume
 from service.inference.decoding.labels import keep_objects
-from service.inference.preprocessing.normalize import NormalisedImage, normalise_volume
+from service.inference.preprocessing.normalize import NormalizedImage, normalize_volume
 from service.inference.windows.grid import Box, as_size
 from service.inference.windows.sliding_window import Image
 from service.models.spec import ModelSpec
@@ -144,16 +144,16 @@ def _whole(size: Size) -> Spans:
 class PreparedImage(NamedTuple):
     """Input of the network and notes for the user about the changes. `image` acts as float32 [1, C, Z, Y, X]."""
 
-    image: NormalisedImage | ResampledImage
+    image: NormalizedImage | ResampledImage
     notes: tuple[str, ...]
 
 
 def prepare(volume: Volume, spec: ModelSpec, diameter: Diameter | None = None) -> PreparedImage:
     """Normalize each channel over the whole volume, and resample it to `working_size`.
 
-    Raises the errors of `normalise_volume` and `working_size`.
+    Raises the errors of `normalize_volume` and `working_size`.
     """
-    image, notes = normalise_volume(volume, spec)
+    image, notes = normalize_volume(volume, spec)
     resampled, more = resample_image(image, volume, spec, diameter)
     return PreparedImage(resampled, notes + more)
 
@@ -163,7 +163,7 @@ def prepare_tensor(volume: Volume, spec: ModelSpec) -> Tensor:
     return prepare(volume, spec).image.tensor()
 
 
-def resample_image(image: NormalisedImage, volume: Volume, spec: ModelSpec, diameter: Diameter | None) -> PreparedImage:
+def resample_image(image: NormalizedImage, volume: Volume, spec: ModelSpec, diameter: Diameter | None) -> PreparedImage:
     """Resample a volume's image trilinearly to `working_size`. Raises the errors of `working_size`."""
     before, after = as_size(volume.shape[1:]), working_size(volume, spec, diameter)
     notes = describe_resampling(before, after, spec, diameter)
@@ -233,7 +233,7 @@ def base_factors(volume: Extent, spec: ModelSpec) -> tuple[float, float, float]:
     return z, y, x
 
 
-def used_width(volume: Extent, spec: ModelSpec, used: Diameter | None) -> tuple[float, ...] | None:
+def used_diameter(volume: Extent, spec: ModelSpec, used: Diameter | None) -> tuple[float, ...] | None:
     """Return the object diameter along (z, y, x) that was used, in voxels; None if the model has no object diameter."""
     if spec.input.diameter is None:
         return None

@@ -36,16 +36,16 @@ class RunWindows(Protocol):
 class Callbacks(NamedTuple):
     """Callbacks of one request.
 
-    run        computes the windows
-    cancelled  returns whether the request was cancelled; called between batches
-    progress   called with the number of finished windows, from 0 on, and the total; each view of a window counts
-    revised    called with the new estimate after the object diameter has been estimated
+    run              computes the windows
+    cancelled        returns whether the request was cancelled; called between batches
+    progress         called with the number of finished windows, from 0 on, and the total; each view of a window counts
+    on_new_estimate  called with the new estimate after the object diameter has been estimated
     """
 
     run: RunWindows = SlidingWindow.run
     cancelled: IsCancelled = lambda: False
     progress: ReportProgress = lambda _done, _total: None
-    revised: Callable[[Estimate], object] = lambda _estimate: None
+    on_new_estimate: Callable[[Estimate], object] = lambda _estimate: None
 
     @property
     def probe(self) -> ComputeSlabs:

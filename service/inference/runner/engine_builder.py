@@ -88,25 +88,27 @@ class EngineBuilder:
         self._native = devices.native_precisions(device) if native is None else native
         self._faulty = devices.faulty_precisions(device) if faulty is None else faulty
         self._batch_size, self._streams = default_batch_size(settings, device), default_streams(settings, device)
-        tf32.use(settings.engine, device)
+        tf32.configure(settings.engine, device)
 
     def build(self, config: EngineConfig, *warnings: str) -> ReadyEngine:
         """Build a configuration. `warnings` are added to the result.
 
-        Raises one of `backends.ENGINE_FAILURES` if the configuration does not run.
+        Raises one of `backends.ENGINE_ERRORS` if the configuration does not run.
         """
         with step(f"building {config}"):
             module = self.module(config)
             window = self.sliding_window(module, config, config.sw_batch_size)
             built = backends.build(module, window.batch, config, self._settings.engine)
-        window = window.with_network(built.network, any_batch_size=built.any_batch_size, owns_scores=built.owns_scores)
+        window = window.with_network(
+            built.network, accepts_any_batch_size=built.accepts_any_batch_size, owns_scores=built.owns_scores
+        )
         ready = ReadyEngine(window, module, config, built.seconds, warnings)
         return replace(ready, nbytes=built.nbytes, score_bytes=built.score_bytes)
 
     def module(self, config: EngineConfig) -> nn.Module:
         """Prepare the module from which a configuration is built."""
         memory_format = backends.MEMORY_FORMATS[config.memory_format]
-        return prepare(self._network, self._device, backends.batch_dtype(config), memory_format)
+        return prepare(self._network, self._device, backends.get_batch_dtype(config), memory_format)
 
     def reference(self, batch_size: int) -> SlidingWindow:
         """Return windows for the network exactly as loaded: eager, float32 without TF32, and without folded layers."""
@@ -127,7 +129,7 @@ class EngineBuilder:
             batch_size,
             blending=Blending(mode, windows.sigma),
             device=self._device,
-            dtype=backends.batch_dtype(config),
+            dtype=backends.get_batch_dtype(config),
             memory_format=backends.MEMORY_FORMATS[config.memory_format],
             streams=config.streams if batch_size >= config.sw_batch_size else 1,
         )
@@ -158,7 +160,7 @@ class EngineBuilder:
         On devices other than the CPU, a full batch is compared with FP32, because libraries may choose other algorithms
         for a larger window. If the scores differ, the network runs eagerly in FP32.
 
-        Raises one of `backends.ENGINE_FAILURES` if the network does not run eagerly either.
+        Raises one of `backends.ENGINE_ERRORS` if the network does not run eagerly either.
         """
         ready = self._rebuild(config, batch_size)
         if ready.config.precision == "fp32" or self._driver.is_on_host(self._device):
@@ -180,10 +182,10 @@ class EngineBuilder:
             config = replace(config, engine=engine, compile_mode=None)
         try:
             return _require_same_size(self.build(config))
-        except backends.ENGINE_FAILURES as error:
+        except backends.ENGINE_ERRORS as error:
             if config.engine == "eager":
                 raise
-            reason = backends.first_line(error)
+            reason = backends.get_first_line(error)
             log.warning("%s does not run in %s and will run eagerly: %s", self._spec.identifier, config, reason)
             return _require_same_size(self.build(replace(config, engine="eager")))
 

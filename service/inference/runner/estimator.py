@@ -10,7 +10,7 @@ from service.core.errors import BadParameter, TooLarge
 from service.core.quantities import DiameterSetting, Size
 from service.core.sections.serving import Limits
 from service.core.types import Description, Extent, Options, OutputKind, Volume
-from service.inference.decoding.steering import check_steering, minimum_voxels
+from service.inference.decoding.postprocessing import check_postprocessing, minimum_voxels
 from service.inference.runner.memory_estimate import WindowLoad, estimate, typical_activation_bytes
 from service.inference.types import Estimate, Plan, PlannedRequest
 from service.inference.windows.views import BEST_QUALITY_VIEWS, views_bytes
@@ -46,15 +46,15 @@ def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int 
             parameter="skip_below",
         )
     output = _choose_output(spec, options.output)
-    check_steering(spec, output, options.steering)
+    check_postprocessing(spec, output, options.postprocessing)
     return Plan(
         output=output,
         sw_batch_size=batch_size,
         overlap=overlap,
         diameter=None if isinstance(options.diameter, str) else options.diameter,
-        estimated=_needs_diameter(spec, options),
+        needs_diameter_estimate=_needs_diameter(spec, options),
         skip_below=None if below == "none" else below,
-        steering=options.steering,
+        postprocessing=options.postprocessing,
         views=BEST_QUALITY_VIEWS if options.quality == "best" else (),
     )
 
@@ -124,14 +124,14 @@ def _needs_diameter(spec: ModelSpec, options: Options) -> bool:
 class Estimator:
     """Plans requests to one model, both before and after it is loaded.
 
-    sw_batch_size   windows per call if the operator does not configure it
-    window_bytes    bytes of activations for one window; None: those of a typical network
-    score_bytes     bytes per window in full batches of `sw_batch_size`; None: `window_bytes`
-    any_batch_size  whether the network, built for `sw_batch_size` windows, also accepts fewer; None: it runs eagerly
-                    with any number, in a single stream if there are fewer
-    on_host         whether the device uses the host's memory
-    streams         number of concurrent batches of `sw_batch_size` windows
-    device_memory   bytes of the device's own memory; None: unknown, or the host's memory
+    sw_batch_size           windows per call if the operator does not configure it
+    window_bytes            bytes of activations for one window; None: those of a typical network
+    score_bytes             bytes per window in full batches of `sw_batch_size`; None: `window_bytes`
+    accepts_any_batch_size  whether the network, built for `sw_batch_size` windows, also accepts fewer; None: it runs
+                            eagerly with any number, in a single stream if there are fewer
+    on_host                 whether the device uses the host's memory
+    streams                 number of concurrent batches of `sw_batch_size` windows
+    device_memory           bytes of the device's own memory; None: unknown, or the host's memory
     """
 
     spec: ModelSpec
@@ -141,14 +141,14 @@ class Estimator:
     on_host: bool = True
     streams: int = 1
     score_bytes: int | None = None
-    any_batch_size: bool | None = None
+    accepts_any_batch_size: bool | None = None
     device_memory: int | None = None
 
     def fit_batch(self, batch_size: int) -> int:
         """Return the windows per call for a request of `batch_size`, given how the network was built."""
-        if self.any_batch_size is None:
+        if self.accepts_any_batch_size is None:
             return batch_size
-        return min(batch_size, self.sw_batch_size) if self.any_batch_size else self.sw_batch_size
+        return min(batch_size, self.sw_batch_size) if self.accepts_any_batch_size else self.sw_batch_size
 
     def for_window(self, options: Options) -> Estimator:
         """Return the estimator for the requested window size. Raises BadParameter like `choose_window`."""
@@ -171,14 +171,14 @@ class Estimator:
         plan = make_plan(self.spec, self.settings, options, self.sw_batch_size)
         return plan._replace(sw_batch_size=self.fit_batch(plan.sw_batch_size))
 
-    def output(self, options: Options) -> OutputKind:
+    def output_kind(self, options: Options) -> OutputKind:
         """Return the kind of the result. Raises BadParameter for invalid options."""
         return self.plan(options).output
 
-    def object_size(self, options: Options) -> DiameterSetting:
+    def diameter_setting(self, options: Options) -> DiameterSetting:
         """Return how the object diameter is determined. Raises BadParameter for invalid options."""
         plan = self.plan(options)
-        return "auto" if plan.estimated else plan.diameter or "none"
+        return "auto" if plan.needs_diameter_estimate else plan.diameter or "none"
 
     def estimate(self, volume: Extent, options: Options) -> Estimate:
         """Return the estimate without the plan. Raises the errors of `plan_request`."""
@@ -193,7 +193,7 @@ class Estimator:
             return self.for_window(options).plan_request(volume, replace(options, roi_size=None))
         plan = self.plan(options)
         self._check_channels(volume)
-        minimum_voxels(plan.steering, volume)
+        minimum_voxels(plan.postprocessing, volume)
         window_load = self._load(plan)
         needed = estimate(self.spec, volume, plan, window_load)
         if self.device_memory is not None and needed.device_bytes > MAX_DEVICE_MEMORY_FRACTION * self.device_memory:
@@ -214,7 +214,7 @@ class Estimator:
         window_bytes, streams = self.window_bytes, self.streams
         if window_bytes is None:
             window_bytes = typical_activation_bytes((1, self.spec.input.channels, *self.spec.input.roi_size))
-        if plan.sw_batch_size < self.sw_batch_size and self.any_batch_size is None:
+        if plan.sw_batch_size < self.sw_batch_size and self.accepts_any_batch_size is None:
             streams = 1
         elif plan.sw_batch_size == self.sw_batch_size and self.score_bytes is not None:
             window_bytes = self.score_bytes

@@ -56,7 +56,7 @@ class LabelAgreement:
         self._spec, self._full_batch = spec, full_batch
         # The labels need the reference only once, but each comparison of a full batch needs it again.
         self._reference = cache(reference) if full_batch else reference
-        self._image = image_of(spec).to(device)
+        self._image = sample_image(spec).to(device)
         self._expected: Segmentation | None = None
 
     def repeat_image(self, windows: int) -> Tensor:
@@ -88,7 +88,7 @@ class LabelAgreement:
         worst_window = self.batch_difference(window) if self._full_batch else 0.0
         if math.isnan(worst_window):
             return math.nan
-        return math.inf if worst_window > MAX_WRONG_FRACTION else share_differing(self._expected, found)
+        return math.inf if worst_window > MAX_WRONG_FRACTION else fraction_differing(self._expected, found)
 
     @torch.inference_mode()
     def batch_difference(self, window: SlidingWindow) -> float:
@@ -141,7 +141,7 @@ def fraction_above(found: Tensor, expected: Tensor, limits: Tensor) -> Tensor:
     return ((found - expected).abs() > limits[:, None, None, None]).any(0).float().mean()
 
 
-def image_of(spec: ModelSpec) -> Tensor:
+def sample_image(spec: ModelSpec) -> Tensor:
     """Return the center of the model's sample, at most two windows per axis: normalized float32 [1, C, Z, Y, X].
 
     Return smooth noise if the model has no sample, or if its sample cannot be read.
@@ -177,7 +177,7 @@ def _sample(spec: ModelSpec) -> Tensor | None:
     return prepare_tensor(volume, spec)
 
 
-def share_differing(one: Segmentation, other: Segmentation) -> float:
+def fraction_differing(one: Segmentation, other: Segmentation) -> float:
     """Return the fraction of voxels that differ. Labels are matched first: each object to its largest partner."""
     if one.kind != "labels":
         return float(np.mean(one.pixels != other.pixels))

@@ -9,7 +9,7 @@ import torch
 
 from service.core.errors import OutOfMemory, StackSegError
 from service.core.hardware import devices
-from service.core.hardware.devices import Driver, find_loss, is_out_of_memory
+from service.core.hardware.devices import Driver, find_device_loss, is_out_of_memory
 from service.inference.types import Estimate
 
 
@@ -37,7 +37,7 @@ def translate_errors(estimate: Estimate, device: torch.device, driver: Driver = 
         raise
     except Exception as error:
         if not is_out_of_memory(error):
-            if (lost := find_loss(device, error, driver)) is not None:
+            if (lost := find_device_loss(device, error, driver)) is not None:
                 raise lost from error
             raise
         most = max(estimate.host_bytes, estimate.device_bytes)

@@ -62,7 +62,7 @@ def estimate(
         waiting = min(3 * concurrent, grid.count)
         running = 4 * (blender_floats + _slab_floats(spec, grid, plan, waiting)) + concurrent * load.window_bytes
         device = decoding_on_device + running + uploaded_bytes(volume.shape) + image_bytes(channels, size, grid.roi[0])
-    return Estimate(grid.count * plan.scorings, plan.sw_batch_size, plan.overlap, size, host, device)
+    return Estimate(grid.count * plan.num_views, plan.sw_batch_size, plan.overlap, size, host, device)
 
 
 def _count_source_voxels(grid: Grid, stored: Size) -> list[int]:

@@ -36,11 +36,11 @@ from service.inference.runner.selector import EngineSelector
 from service.inference.types import EngineReport, Estimate, Plan
 from service.inference.windows.kernels import window_kernels
 from service.models.loader import load_network
-from service.models.network import Network, weight_bytes
+from service.models.network import Network, count_weight_bytes
 
 if TYPE_CHECKING:
     from service.engine.tuning.plans import EngineConfig, EnginePlan
-    from service.inference.preprocessing.normalize import NormalisedImage
+    from service.inference.preprocessing.normalize import NormalizedImage
     from service.inference.preprocessing.resample import ResampledImage
     from service.inference.runner.callbacks import ComputeSlabs, RunWindows
     from service.inference.runner.engine_builder import ReadyEngine
@@ -71,13 +71,13 @@ class ModelRunner:
         self.placement: Placement = HostPlacement() if on_host else DevicePlacement(self.device, driver)
         self.allocate = make_allocator(settings.server.scratch_folder)
         if self.device.type == "cpu":
-            devices.use_threads(settings.device.threads)
+            devices.set_torch_threads(settings.device.threads)
         if settings.engine.cache_folder is not None:
             torch_compile.set_cache_folder(settings.engine.cache_folder)
         with step("reading weights"):
             network = load_network(spec, self._run_first)
         # The loaded weights stay on the host, in case scores have to be recomputed in float32.
-        self._loaded_bytes = weight_bytes(network) if on_host else 0
+        self._loaded_bytes = count_weight_bytes(network) if on_host else 0
         self._selector = EngineSelector(spec, settings, self.device, network, self._window_bytes, driver=driver)
         self._use(None)
         self.diameters = DiameterCache()
@@ -115,12 +115,14 @@ class ModelRunner:
             self.spec,
             self._settings,
             config.sw_batch_size,
-            window_bytes=self._window_bytes * backends.batch_dtype(config).itemsize // 4,
+            window_bytes=self._window_bytes * backends.get_batch_dtype(config).itemsize // 4,
             on_host=self.placement.on_host,
             device_memory=self.placement.total_bytes,
             streams=config.streams,
             score_bytes=None if ready is None else ready.score_bytes,
-            any_batch_size=None if ready is None or config.engine == "eager" else ready.window.any_batch_size,
+            accepts_any_batch_size=None
+            if ready is None or config.engine == "eager"
+            else ready.window.accepts_any_batch_size,
         )
         self.scores = ScoreComputer(self._selector, config, ready, self.estimator.fit_batch)
 
@@ -135,12 +137,14 @@ class ModelRunner:
         if self._ready is not None:
             window = self._ready.window
             wrapped = window.with_network(
-                wrap(window.network), any_batch_size=window.any_batch_size, owns_scores=window.owns_scores
+                wrap(window.network),
+                accepts_any_batch_size=window.accepts_any_batch_size,
+                owns_scores=window.owns_scores,
             )
             self._use(replace(self._ready, window=wrapped))
 
     @contextmanager
-    def computing(self, needed: Estimate) -> Iterator[None]:
+    def inference_context(self, needed: Estimate) -> Iterator[None]:
         """Return a context that disables gradients, and translates errors to OutOfMemory and DeviceLost."""
         with torch.inference_mode(), translate_errors(needed, self.device, self._driver):
             yield
@@ -149,15 +153,15 @@ class ModelRunner:
         """Raise OutOfMemory if the host or the device has less free memory than needed."""
         check_memory(needed, host.available_memory(), self.placement.free_bytes())
 
-    def find_loss(self, error: BaseException) -> DeviceLost | None:
+    def find_device_loss(self, error: BaseException) -> DeviceLost | None:
         """Return the error to raise if `error` means that the device was lost; otherwise None."""
-        return devices.find_loss(self.device, error, self._driver)
+        return devices.find_device_loss(self.device, error, self._driver)
 
-    def bring(self, image: NormalisedImage | ResampledImage) -> Image:
+    def place_image(self, image: NormalizedImage | ResampledImage) -> Image:
         """Return an image whose windows are read on the device. For MONAI's inferer it is a single tensor there."""
         if self._settings.windows.inferer == "monai":
             return image.tensor().to(self.device)
-        return self.placement.bring(image, self.spec.input.roi_size[0])
+        return self.placement.place_image(image, self.spec.input.roi_size[0])
 
     def choose_inferer(self, run: RunWindows) -> RunWindows:
         """Return the function that computes the windows of a request: `run`, or MONAI's inferer on top of it."""
@@ -182,7 +186,7 @@ class ModelRunner:
             return self
         batch_size = options.sw_batch_size or self._config.sw_batch_size
         key = (spec.input.roi_size, batch_size)
-        with self._other_lock, self.computing(needed):
+        with self._other_lock, self.inference_context(needed):
             if key not in self._other_windows:
                 self.check_memory(needed)
                 self._other_windows.clear()
@@ -196,10 +200,10 @@ class ModelRunner:
         other._selector = self._selector.with_window(spec, other._window_bytes)
         try:
             other._use(None if self._ready is None else other._selector.rebuild(self._config, batch_size))
-        except backends.ENGINE_FAILURES as error:
-            if is_out_of_memory(error) or self.find_loss(error) is not None:
+        except backends.ENGINE_ERRORS as error:
+            if is_out_of_memory(error) or self.find_device_loss(error) is not None:
                 raise
-            size, reason = "x".join(map(str, spec.input.roi_size)), backends.first_line(error)
+            size, reason = "x".join(map(str, spec.input.roi_size)), backends.get_first_line(error)
             raise BadParameter(
                 f"roi_size: {spec.name} does not run with windows of {size}: {reason}", parameter="roi_size"
             ) from error
@@ -249,4 +253,4 @@ class ModelRunner:
 def ready_bytes(ready: ReadyEngine) -> int:
     """Return the bytes of the weights and batch buffers of a network."""
     batches = sum(batch.untyped_storage().nbytes() for batch in ready.window.batches)
-    return weight_bytes(ready.module) + ready.nbytes + batches
+    return count_weight_bytes(ready.module) + ready.nbytes + batches

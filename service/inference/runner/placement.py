@@ -7,7 +7,7 @@ from typing import Protocol
 
 from service.core.types import Volume
 from service.inference.decoding.decoders import Decoder
-from service.inference.preprocessing.normalize import SentPixels
+from service.inference.preprocessing.normalize import DevicePixels
 from service.inference.types import Plan
 from service.inference.windows.sliding_window import Image
 
@@ -26,10 +26,10 @@ class Placement(Protocol):
     def free_bytes(self) -> int | None:
         """Return the free bytes of the device's own memory. None if unknown, or if it is the host's."""
 
-    def upload(self, volume: Volume, /) -> SentPixels | None:
+    def upload(self, volume: Volume, /) -> DevicePixels | None:
         """Copy all pixels of a volume to the device's own memory. None if it has none, or if they do not fit."""
 
-    def bring(self, image: Image, depth: int, /) -> Image:
+    def place_image(self, image: Image, depth: int, /) -> Image:
         """Return an image whose windows of `depth` planes are read on the device; on the host, `image` itself."""
 
     def choose_decoder(self, make: Callable[..., Decoder], plan: Plan, /) -> Callable[[], Decoder]:
@@ -48,7 +48,7 @@ class HostPlacement:
     def upload(self, _volume: Volume, /) -> None:
         return None
 
-    def bring(self, image: Image, _depth: int, /) -> Image:
+    def place_image(self, image: Image, _depth: int, /) -> Image:
         return image
 
     def choose_decoder(self, make: Callable[..., Decoder], _plan: Plan, /) -> Callable[[], Decoder]:

@@ -34,7 +34,7 @@ class ScoreConsumer(Protocol):
 C = TypeVar("C", bound=ScoreConsumer)
 
 
-class Scored(NamedTuple, Generic[C]):
+class ScoringResult(NamedTuple, Generic[C]):
     """Consumer that has received all scores; `notes`, `fallbacks` and `recomputed` are those of the `Result`."""
 
     consumer: C
@@ -83,7 +83,7 @@ class ScoreComputer:
 
     def compute(
         self, image: Image, plan: Plan, make_consumer: Callable[[], C], stages: Stages, run: ComputeSlabs
-    ) -> Scored[C]:
+    ) -> ScoringResult[C]:
         """Pass the scores of `image` to a new consumer. The batch size is halved until the batch fits in memory.
 
         If scores are not finite, all of them are recomputed by the FP32 network. Raises NonFiniteScores if those are
@@ -112,7 +112,7 @@ class ScoreComputer:
                 recomputed = True
             else:
                 notes += [] if recomputed else self._notes(window)
-                return Scored(consumer, tuple(notes), fallbacks, recomputed)
+                return ScoringResult(consumer, tuple(notes), fallbacks, recomputed)
 
     def score_windows(self, windows: Tensor, plan: Plan, run: ComputeSlabs) -> Tensor:
         """Return the raw scores, float32 [N, K, *roi], of windows [N, C, *roi], which are computed as one stack.
@@ -143,7 +143,9 @@ class ScoreComputer:
             viewed = self._viewed_windows.get(window)
             if viewed is None:
                 network = AveragedViews(window.network, views)
-                viewed = window.with_network(network, any_batch_size=window.any_batch_size, owns_scores=True)
+                viewed = window.with_network(
+                    network, accepts_any_batch_size=window.accepts_any_batch_size, owns_scores=True
+                )
                 self._viewed_windows[window] = viewed
             return viewed
 

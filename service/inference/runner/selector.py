@@ -18,7 +18,7 @@ from service.core.hardware import devices, host
 from service.core.sections.computing import MAX_STREAMS
 from service.engine import backends, precision
 from service.engine.tuning import plans
-from service.engine.tuning.autotune import Candidate, NothingRuns, Tuner, Winner
+from service.engine.tuning.autotune import Candidate, NoWorkingConfiguration, Tuner, Winner
 from service.engine.tuning.plans import EngineConfig, EnginePlan, Outcome, Trial
 from service.inference.runner.engine_builder import EngineBuilder, ReadyEngine
 from service.inference.runner.label_agreement import score
@@ -62,8 +62,8 @@ class EngineSelector(EngineBuilder):
             try:
                 warnings = (*self._precision_warnings, *self._warnings(plan.trials))
                 return replace(self.build(plan.choice, *warnings), plan=plan, cached=True)
-            except backends.ENGINE_FAILURES as error:
-                reason = backends.first_line(error)
+            except backends.ENGINE_ERRORS as error:
+                reason = backends.get_first_line(error)
                 log.warning("%s: the engine of the saved plan fails, choosing again: %s", self._spec.identifier, reason)
         return self.tune(settings.tune_seconds) if should_race else self._build_known()
 
@@ -76,14 +76,14 @@ class EngineSelector(EngineBuilder):
         changes = {"sw_batch_size": self._batch_sizes, "streams": self._stream_counts}
         tuner = self._make_tuner(seconds, announce)
         log.info("%s: comparing all engine configurations, for at most %g s", self._spec.identifier, seconds)
-        return self._choose(tuner, lambda: tuner.race(configs, **changes), tuned=True)
+        return self._choose(tuner, lambda: tuner.find_fastest(configs, **changes), tuned=True)
 
     def _build_known(self) -> ReadyEngine:
         """Build the first configuration in the known order that runs and returns the labels of the reference."""
         tuner = self._make_tuner()
         names = precision.list_precisions(self._settings.engine.precision, self._native)
         configs = [*self._known_order(), *map(self.eager_config, names)]
-        return self._choose(tuner, lambda: tuner.take_first(configs), tuned=False)
+        return self._choose(tuner, lambda: tuner.choose_first(configs), tuned=False)
 
     def _choose(
         self, tuner: Tuner[ReadyEngine], choose: Callable[[], Winner[ReadyEngine]], *, tuned: bool
@@ -93,7 +93,7 @@ class EngineSelector(EngineBuilder):
             ready, trials = choose()
             # A missing compiler may be available at the next start, and so may memory if no configuration could run.
             holds, warnings = tuned or not _failures(trials), self._warnings(trials)
-        except NothingRuns as error:
+        except NoWorkingConfiguration as error:
             ready, trials, holds = self.build(self.eager_config("fp32")), error.trials, False
             warnings = (f"{error} The model runs eagerly in fp32.",)
         plan = EnginePlan(self._spec.name, ready.config, trials, tuner.seconds, self.circumstances(), tuned)
@@ -131,7 +131,7 @@ class EngineSelector(EngineBuilder):
 
     @property
     def _plan_folder(self) -> Path:
-        return plans.choose_folder(self._settings.engine.cache_folder)
+        return plans.resolve_folder(self._settings.engine.cache_folder)
 
     def circumstances(self) -> dict[str, str]:
         """Return all facts that a plan depends on, by name."""
@@ -144,7 +144,7 @@ class EngineSelector(EngineBuilder):
             "device": devices.device_name(self._device),
             "python": platform.python_version(),
             "engine": settings.engine.model_dump_json(exclude={"cache_folder", "tune", "tune_seconds"}),
-            "engines": plans.digest_sources(Path(__file__).parents[1]),
+            "engines": plans.hash_sources(Path(__file__).parents[1]),
             "sw_batch_size": f"{settings.windows.sw_batch_size}, at most {settings.limits.sw_batch_size}",
         }
         facts |= {name: _version(name) for name in LIBRARIES}
@@ -160,7 +160,7 @@ class EngineSelector(EngineBuilder):
         backend = backends.BACKENDS[settings.kind]
         warnings = list[str]()
         names = precision.list_precisions(settings.precision, self._native)
-        unfit = {name: backend.explain_unfit(name, self._device, self._network) for name in names}
+        unfit = {name: backend.explain_unsupported(name, self._device, self._network) for name in names}
         configs = self._list_first_choices([name for name in names if unfit[name] is None])
         if not configs:
             warnings.append(f"The {settings.kind} engine {unfit[names[0]]}; running eagerly.")
@@ -169,7 +169,7 @@ class EngineSelector(EngineBuilder):
             # This is the reference of the comparison, so there is nothing to compare.
             return self.build(configs[0], *warnings, *self._precision_warnings)
         tuner = self._make_tuner(explain_skip=lambda _config: None)
-        ready = self._choose(tuner, lambda: tuner.take_first(configs), tuned=False)
+        ready = self._choose(tuner, lambda: tuner.choose_first(configs), tuned=False)
         return replace(ready, plan=None, warnings=(*warnings, *ready.warnings))
 
     def _list_first_choices(self, precisions: Sequence[str]) -> list[EngineConfig]:
@@ -196,7 +196,7 @@ class EngineSelector(EngineBuilder):
 
     def _known_order(self) -> list[EngineConfig]:
         features = host.query_cpu().features if self._device.type == "cpu" else ()
-        return backends.list_known_order(self._candidates(), features)
+        return backends.list_default_order(self._candidates(), features)
 
     def _make_tuner(
         self,
@@ -221,7 +221,7 @@ class EngineSelector(EngineBuilder):
             seconds,
             explain_skip=explain_skip or self._explain_skip,
             announce=announce,
-            find_loss=lambda error: devices.find_loss(self._device, error, self._driver),
+            find_device_loss=lambda error: devices.find_device_loss(self._device, error, self._driver),
         )
 
     def _explain_skip(self, config: EngineConfig) -> str | None:
@@ -229,12 +229,12 @@ class EngineSelector(EngineBuilder):
         backend = backends.BACKENDS[config.engine]
         if (missing := backends.explain_missing(config, self._device)) is not None:
             return missing
-        if (unfit := backend.explain_unfit(config.precision, self._device, self._network)) is not None:
+        if (unfit := backend.explain_unsupported(config.precision, self._device, self._network)) is not None:
             return f"it {unfit}"
         if config.streams > 1 and backends.needs_single_stream(config, self._settings.engine):
             return "a graph that is not frozen supports only one number of threads"
         windows = config.sw_batch_size * config.streams
-        needed = self._window_bytes * backends.batch_dtype(config).itemsize // 4 * windows
+        needed = self._window_bytes * backends.get_batch_dtype(config).itemsize // 4 * windows
         free = self._driver.free_bytes(self._device)
         if free is not None and needed > MEMORY_SHARE * free:
             return f"it needs about {needed / 2**30:.1f} GiB, too much of the {free / 2**30:.1f} GiB of free memory"
@@ -268,7 +268,7 @@ def _run_in_all_streams(window: SlidingWindow, run: Callable[..., object]) -> Ca
         return run
     cores = max(torch.get_num_threads() // window.streams, 1)
     # The threads end when the candidate, which holds this function, is released.
-    threads = ThreadPoolExecutor(window.streams, "stream", partial(devices.use_threads, cores))
+    threads = ThreadPoolExecutor(window.streams, "stream", partial(devices.set_torch_threads, cores))
     return lambda: list(threads.map(run, range(window.streams)))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from service.core.quantities import Diameter, VoxelSize
-from service.inference.types import Sizing
+from service.inference.types import DiameterEstimate
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ def sample(members: Sequence[T], count: int) -> Sequence[T]:
     return [members[int(index * step)] for index in range(min(count, len(members)))]
 
 
-def choose_diameter(estimates: Sequence[tuple[Sizing, VoxelSize | None]], sampled: str) -> tuple[str, str]:
+def choose_diameter(estimates: Sequence[tuple[DiameterEstimate, VoxelSize | None]], sampled: str) -> tuple[str, str]:
     """Choose the diameter for a series: the median of the available estimates.
 
     Args:
@@ -28,7 +28,7 @@ def choose_diameter(estimates: Sequence[tuple[Sizing, VoxelSize | None]], sample
     Returns the value of the parameter `diameter` and a note. The value is "none" if the original resolution suits best.
     """
     found = [
-        (width, voxel_size, sizing.fits)
+        (width, voxel_size, sizing.matches_model)
         for sizing, voxel_size in estimates
         if sizing.diameter is not None and (width := sizing.diameter.in_voxels(voxel_size)) is not None
     ]

@@ -28,7 +28,7 @@ from service.inference.measurements import measure
 from service.inference.series.diameter import choose_diameter, sample
 from service.inference.series.laptrack_linking import link_by_distance
 from service.inference.series.overlap_linking import Tracks, link_by_overlap
-from service.inference.types import Doubt, Result, Series, SeriesFacts, Sizing, Skipped, Table
+from service.inference.types import DiameterEstimate, QualityWarning, Result, Series, SeriesInfo, SkippedWindows, Table
 
 # Number of time points whose object diameter is estimated for the whole series.
 SAMPLED_POINTS = 3
@@ -50,7 +50,7 @@ class PointSegmenter(NamedTuple):
     """
 
     segment: Callable[[Volume, Options, Progress], Result]
-    estimate_diameter: Callable[[Volume, Options], Sizing | None] | None
+    estimate_diameter: Callable[[Volume, Options], DiameterEstimate | None] | None
 
 
 def segment_series(  # noqa: PLR0913
@@ -60,17 +60,17 @@ def segment_series(  # noqa: PLR0913
     folder: Path | None,
     *,
     cancelled: Callable[[], bool] = lambda: False,
-    began: Callable[[int], None] = lambda _number: None,
+    on_time_point: Callable[[int], None] = lambda _number: None,
     progress: Progress = lambda _done, _total: None,
 ) -> Result:
     """Segment the time points of a series one after the other. Each gets the labels that it would have on its own.
 
     The object diameter is estimated once, from some of the time points. The pixels of the result are in an unnamed file
     in `folder`. An error at the first time point is raised. An error at a later one ends the series: the result has the
-    time points before it, and `SeriesFacts` has the error.
+    time points before it, and `SeriesInfo` has the error.
 
-    began     called with the number of each time point in the series, from 0
-    progress  called with the number of finished windows, and the total of the whole series
+    on_time_point  called with the number of each time point in the series, from 0
+    progress       called with the number of finished windows, and the total of the whole series
 
     Raises the exceptions of `segmenter` and `series.read`, and Cancelled.
     """
@@ -79,7 +79,7 @@ def segment_series(  # noqa: PLR0913
     fault: StackSegError | None = None
     for number, time in enumerate(series.times):
         _raise_if_cancelled(cancelled)
-        began(number)
+        on_time_point(number)
         try:
             with points.stages.measure("read"):
                 volume, measured = series.read(time)
@@ -97,8 +97,8 @@ def segment_series(  # noqa: PLR0913
     result, table = points.finish()
     return result._replace(
         notes=tuple(filter(None, (note, *points.list_notes()))),
-        estimated=estimated,
-        series=SeriesFacts(points.done, len(series.times), table, fault),
+        is_diameter_estimated=estimated,
+        series=SeriesInfo(points.done, len(series.times), table, fault),
     )
 
 
@@ -118,7 +118,7 @@ def _choose_diameter(
     """Return the options with one diameter for all time points, whether it was estimated, and a note."""
     if segmenter.estimate_diameter is None:
         return options, False, ""
-    estimates = list[tuple[Sizing, VoxelSize | None]]()
+    estimates = list[tuple[DiameterEstimate, VoxelSize | None]]()
     sampled = sample(series.times, SAMPLED_POINTS)
     for time in sampled:
         _raise_if_cancelled(cancelled)
@@ -142,10 +142,10 @@ class _Points:
         self.stages = Stages()
         self.done = self.fallbacks = 0
         self.recomputed = False
-        self.skipped: Skipped | None = None
+        self.skipped: SkippedWindows | None = None
         # Confidence and warning of the time point with the lowest confidence.
         self.confidence: float | None = None
-        self._doubt: Doubt | None = None
+        self._doubt: QualityWarning | None = None
         self.last: Result
 
     def add(self, result: Result, measured: Volume | None) -> None:
@@ -170,14 +170,16 @@ class _Points:
 
     def _keep_lowest_confidence(self, result: Result, time: int) -> None:
         """Keep the confidence and the warning of the time point with the lowest confidence."""
-        doubt = result.doubt and result.doubt._replace(detail=f"Time point {time}: {result.doubt.detail}")
+        doubt = result.quality_warning and result.quality_warning._replace(
+            detail=f"Time point {time}: {result.quality_warning.detail}"
+        )
         if result.confidence is not None and (self.confidence is None or result.confidence < self.confidence):
             self.confidence, self._doubt = result.confidence, doubt
         elif self.confidence is None:
             self._doubt = self._doubt or doubt
 
     @property
-    def doubt(self) -> Doubt | None:
+    def quality_warning(self) -> QualityWarning | None:
         """Warning of the worst time point. A warning about missing objects counts only if no time point has objects."""
         return None if self._doubt and self._doubt.confidence is None and self._count else self._doubt
 
@@ -215,7 +217,7 @@ class _Points:
             recomputed=self.recomputed,
             skipped=self.skipped,
             confidence=self.confidence,
-            doubt=self.doubt,
+            quality_warning=self.quality_warning,
         )
         return result, table
 
@@ -270,8 +272,8 @@ def _list_times(times: Sequence[int]) -> str:
     return listed if len(times) <= MAX_TIMES else f"{listed} and {len(times) - MAX_TIMES} more"
 
 
-def _add_skipped(total_skipped: Skipped | None, skipped: Skipped | None) -> Skipped | None:
+def _add_skipped(total_skipped: SkippedWindows | None, skipped: SkippedWindows | None) -> SkippedWindows | None:
     if total_skipped is None or skipped is None:
         return skipped or total_skipped
     limits = tuple(map(max, total_skipped.limits, skipped.limits))
-    return Skipped(total_skipped.windows + skipped.windows, total_skipped.total + skipped.total, limits)
+    return SkippedWindows(total_skipped.windows + skipped.windows, total_skipped.total + skipped.total, limits)

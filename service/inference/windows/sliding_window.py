@@ -97,13 +97,13 @@ class _Stream:
 class SlidingWindow:
     """Runs one network over volumes of any size in batches of fixed shape.
 
-    network         function from [B, C, *roi] of `dtype` to [B, K, *roi] of any floating dtype
-    batch_size      maximum number of windows per call, B; available as `capacity`
-    device          device of the batches, weights and scores
-    streams         number of threads that may call the network concurrently, each with its own batch buffer
-    kernels         used for blending on devices that they support
-    any_batch_size  whether the network also accepts fewer windows, with bitwise equal scores
-    owns_scores     whether the scores stay valid after the next call of the network
+    network                 function from [B, C, *roi] of `dtype` to [B, K, *roi] of any floating dtype
+    batch_size              maximum number of windows per call, B; available as `capacity`
+    device                  device of the batches, weights and scores
+    streams                 number of threads that may call the network concurrently, each with its own batch buffer
+    kernels                 used for blending on devices that they support
+    accepts_any_batch_size  whether the network also accepts fewer windows, with bitwise equal scores
+    owns_scores             whether the scores stay valid after the next call of the network
     """
 
     def __init__(  # noqa: PLR0913
@@ -119,11 +119,11 @@ class SlidingWindow:
         memory_format: torch.memory_format = torch.contiguous_format,
         streams: int = 1,
         kernels: WindowKernels = window_kernels,
-        any_batch_size: bool = False,
+        accepts_any_batch_size: bool = False,
         owns_scores: bool = False,
     ) -> None:
         self.network, self.capacity = network, batch_size
-        self.any_batch_size, self.owns_scores = any_batch_size, owns_scores
+        self.accepts_any_batch_size, self.owns_scores = accepts_any_batch_size, owns_scores
         self._kernels = kernels
         self._roi = roi
         self._blending = blending
@@ -147,11 +147,11 @@ class SlidingWindow:
         return len(self._streams)
 
     def with_network(
-        self, network: Network, *, any_batch_size: bool = False, owns_scores: bool = False
+        self, network: Network, *, accepts_any_batch_size: bool = False, owns_scores: bool = False
     ) -> SlidingWindow:
         """Return a copy that runs another network on the batch buffers of this one."""
         other = copy.copy(self)
-        other.network, other.any_batch_size, other.owns_scores = network, any_batch_size, owns_scores
+        other.network, other.accepts_any_batch_size, other.owns_scores = network, accepts_any_batch_size, owns_scores
         return other
 
     def with_capacity(self, batch_size: int) -> SlidingWindow:
@@ -162,7 +162,7 @@ class SlidingWindow:
 
     def slots(self, windows: int) -> int:
         """Return the batch size in which this number of windows is computed."""
-        return windows if self.any_batch_size else self.capacity
+        return windows if self.accepts_any_batch_size else self.capacity
 
     @torch.inference_mode()
     def run(

@@ -40,7 +40,7 @@ PrepareImage = Callable[[Volume, ModelSpec], Tensor]
 """A function that normalizes and resamples a volume [C, Z, Y, X] for a model: -> float32 [1, C, z, y, x]."""
 
 
-class Imported(NamedTuple):
+class ImportResult(NamedTuple):
     """The imported model, and notes for the operator of one sentence each."""
 
     spec: ModelSpec
@@ -49,7 +49,7 @@ class Imported(NamedTuple):
 
 def import_model(
     path: Path, models: Path, overrides: Mapping[str, Any], *, prepare: PrepareImage, trust: bool = False
-) -> Imported:
+) -> ImportResult:
     """Create the model folder `models/<name>` from a package, which is a folder or a file.
 
     overrides  keys of a model file that override those of the package
@@ -93,7 +93,7 @@ def _read_draft(path: Path) -> Iterator[Draft]:
         yield draft
 
 
-def _write(draft: Draft, models: Path, overrides: Mapping[str, Any], prepare: PrepareImage) -> Imported:
+def _write(draft: Draft, models: Path, overrides: Mapping[str, Any], prepare: PrepareImage) -> ImportResult:
     """Write a model folder to a temporary folder in `models`, check it, and move it to `models/<name>`."""
     content = _make_content(draft, overrides)
     problems = dict.fromkeys(draft.missing, f"{FORMATS[draft.kind]} files do not contain it") | draft.problems
@@ -116,7 +116,7 @@ def _write(draft: Draft, models: Path, overrides: Mapping[str, Any], prepare: Pr
         (folder / FILE_NAME).write_text(text, encoding="utf-8")
         notes = _check_and_document(draft, folder, prepare, override_notes)
         folder.rename(target)
-    return Imported(read_spec(target), notes)
+    return ImportResult(read_spec(target), notes)
 
 
 def _make_content(draft: Draft, overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Scheduler:
     def __init__(self, queue: JobQueue, models: ServedModels) -> None:
         self.queue, self.models = queue, models
         # Each thread uses one torch thread. More would busy-wait on cores that the network needs.
-        self._threads = JobThreads("request", queue.take, queue.at_once, partial(devices.use_threads, 1))
+        self._threads = JobThreads("request", queue.take, queue.at_once, partial(devices.set_torch_threads, 1))
 
     def start(self, specs: Mapping[str, ModelSpec], startup_models: Iterable[str]) -> None:
         """Start serving models. No request runs until the models in `startup_models` have been loaded."""

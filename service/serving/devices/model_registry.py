@@ -181,7 +181,7 @@ class ModelRegistry:
         return frozenset({*self._settings.load, self._default_name(names)})
 
     def _default_name(self, names: Collection[str]) -> str:
-        return self._settings.default or repository.default_name(names)
+        return self._settings.default or repository.choose_default_name(names)
 
     @property
     def _caches(self) -> list[ModelCache[DeviceModel]]:

@@ -12,10 +12,10 @@ from service.core.types import Extent, Options, Volume
 from service.inference.series.time_points import PointSegmenter, segment_series
 from service.inference.types import Series
 from service.serving.devices.models.model import DeviceModel, ProgressCallback, needs_from_estimate
-from service.serving.devices.queue.job import Job, Needs, Progress
+from service.serving.devices.queue.job import Job, Progress, ResourceNeeds
 
 if TYPE_CHECKING:
-    from service.inference.types import PlannedRequest, Result, Sizing
+    from service.inference.types import DiameterEstimate, PlannedRequest, Result
     from service.serving.devices.device import Scheduler
     from service.serving.devices.models.cache import Lease
     from service.serving.devices.queue.job_queue import JobQueue
@@ -34,7 +34,7 @@ class Reservation:
         self._lease: Lease[DeviceModel] | None = None
         # Set after the model is loaded. None if planning fails; segmenting then raises the same error.
         self._request: PlannedRequest | None = None
-        self._needs: Needs | None = None
+        self._needs: ResourceNeeds | None = None
 
     @property
     def queue(self) -> JobQueue:
@@ -62,14 +62,14 @@ class Reservation:
         # A weak reference, so that the job does not keep itself and its result alive.
         lease.model.add_done_callback(partial(self._after_loading, weakref.ref(job)))
 
-    def needs(self, volume: Extent, options: Options) -> Needs:
+    def needs(self, volume: Extent, options: Options) -> ResourceNeeds:
         """Return the resources of the request. The queue calls this whenever the job may begin; the model is loaded."""
         if self._needs is None:
             try:
                 self._request = self.model.estimator.plan_request(volume, options)
                 self._needs = needs_from_estimate(self._request.estimate)
             except Exception:  # noqa: BLE001 - segmenting raises the error again, which makes the job fail
-                self._needs = Needs()
+                self._needs = ResourceNeeds()
         return self._needs
 
     def segment(self, job: Job[Any], volume: Volume | Series, options: Options) -> Result:
@@ -78,7 +78,7 @@ class Reservation:
             return self._segment_series(job, volume, options)
         return self.model.segment(job, volume, options, self._request, job.advance)
 
-    def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> Sizing | None:
+    def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> DiameterEstimate | None:
         """Estimate the object diameter on the device; return None if `segment` would not estimate it.
 
         Raises the errors of `segment`.
@@ -98,10 +98,10 @@ class Reservation:
             job.points = Progress(point, len(series.times))
 
         estimate = partial(model.estimate_diameter, job)
-        is_estimated = model.estimator.plan(options).estimated
+        is_estimated = model.estimator.plan(options).needs_diameter_estimate
         calls = PointSegmenter(segment, estimate if is_estimated else None)
         return segment_series(
-            series, options, calls, self._folder, cancelled=job.cancelled, began=begin, progress=job.advance
+            series, options, calls, self._folder, cancelled=job.cancelled, on_time_point=begin, progress=job.advance
         )
 
     def _after_loading(self, reference: weakref.ref[Job[Any]], model: Future[DeviceModel]) -> None:

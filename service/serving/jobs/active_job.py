@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from service.inference.types import Result
     from service.serving.devices.reservation import Reservation
     from service.serving.jobs.folder_run import FolderRun
-    from service.serving.jobs.folder_work import Done
+    from service.serving.jobs.folder_work import FolderOutcome
     from service.serving.jobs.record import JobRecord, JobRequest
     from service.serving.reading import Pixels
-    from service.serving.storage.scratch import Hold
+    from service.serving.storage.scratch import SpaceReservation
 
 log = logging.getLogger(__name__)
 
@@ -74,10 +74,10 @@ class ActiveJob:
         # Limits the log to one message per job about missing space for decoded pixels.
         self.has_logged_missing_space = False
         self.ended = threading.Event()
-        self.space: Hold
+        self.space: SpaceReservation
         self.queue = reservation.queue
         self.run: FolderRun | None = None
-        self.job: Job[Result | Done]
+        self.job: Job[Result | FolderOutcome]
 
     def delete_pixels(self) -> None:
         self.files.close()
@@ -108,7 +108,7 @@ class ActiveJob:
 
 def view_job(record: JobRecord, active: ActiveJob | None) -> JobView:
     """Return the owner's view of a job. Pass `active=None` if the job is not an active job of this process."""
-    if record.over or active is None:
+    if record.has_ended or active is None:
         return _view_from_record(record)
     job, queue = active.job, active.queue
     if (run := active.run) is not None:

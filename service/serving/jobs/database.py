@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from service.core.errors import ConfigError, OutOfStorage, StackSegError, StorageUnavailable
-from service.serving.storage.disk import translate_disk_faults
+from service.serving.storage.disk import translate_disk_errors
 
 DATABASE = "jobs.sqlite3"
 SCHEMA_VERSION = 1
@@ -176,14 +176,14 @@ class JobDatabase:
             self._connection.backup(target)
 
     def _find_inodes(self) -> list[int]:
-        with translate_disk_faults():
+        with translate_disk_errors():
             return [self._path.with_name(f"{DATABASE}{suffix}").stat().st_ino for suffix in ("", "-wal")]
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
         """Translate a full disk to OutOfStorage, and other disk and database errors to StorageUnavailable."""
         try:
-            with translate_disk_faults():
+            with translate_disk_errors():
                 yield
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
@@ -240,7 +240,7 @@ def _explain(path: Path, error: Exception) -> str:
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
     damaged = isinstance(error, sqlite3.Error) and code in DAMAGE_CODES
     advice = (
-        "Move the folder away to start without jobs, or recover the jobs as described in docs/running.md, section "
+        "Move the folder away to start without jobs, or recover the jobs as described in docs/operating.md, section "
         '"Damaged database".'
     )
     return f"jobs.folder: {path} cannot be used: {error}. {advice if damaged else ''}".rstrip()

@@ -17,7 +17,13 @@ from service.core.errors import BadFile, BadParameter, Cancelled, OutOfStorage, 
 from service.core.types import Options, Volume
 from service.serving.devices.queue.job import Job, Progress
 from service.serving.jobs.folder_records import REPORT, TABLE
-from service.serving.jobs.folder_work import Done, FolderWork, StackCalls, is_free, select_stacks
+from service.serving.jobs.folder_work import (
+    FolderOutcome,
+    FolderSegmentation,
+    StackCallbacks,
+    can_hold_results,
+    select_stacks,
+)
 from service.serving.parameters import Query, SegmentationRequest
 from service.serving.reading import Pixels, PixelSource
 from service.serving.results.metadata import AnswerMetadata
@@ -25,10 +31,10 @@ from service.serving.segmentation import DeviceRequest, queue_work
 from service.serving.storage.host_files import HostFiles, Source
 
 if TYPE_CHECKING:
-    from service.inference.types import Result, Series, Sizing
+    from service.inference.types import DiameterEstimate, Result, Series
     from service.serving.devices.reservation import Reservation
     from service.serving.runtime import Runtime
-    from service.serving.storage.scratch import Hold
+    from service.serving.storage.scratch import SpaceReservation
     from service.serving.storage.threads import FairThreadPool
 
 # How often the wait for a stack checks whether the job was cancelled.
@@ -70,7 +76,7 @@ class FolderPaths(NamedTuple):
         """Raise BadParameter if a folder cannot be used, or if the results folder contains other files."""
         self.find_stacks(host_files)
         with host_files.open_results(self.results, self.caller) as results:
-            if not is_free(results) and not overwrite:
+            if not can_hold_results(results) and not overwrite:
                 raise BadParameter.about(
                     "output_to",
                     f"{self.results} contains other files. Choose another folder, or set overwrite=true.",
@@ -93,7 +99,7 @@ class FolderRun:
         query: Query,
         model: str,
         job: Job[Any],
-        space: Hold,
+        space: SpaceReservation,
         reset_attempts: Callable[[], object],
     ) -> None:
         self._runtime, self._job, self._space, self._reset_attempts = runtime, job, space, reset_attempts
@@ -123,7 +129,7 @@ class FolderRun:
             return None
         return (time.monotonic() - self._start_time) * (self.stacks.total - self.stacks.done - done % 1) / done
 
-    def run(self) -> Done:
+    def run(self) -> FolderOutcome:
         """Segment the stacks that have no result yet.
 
         Raises BadParameter if the folders cannot be used, and the errors of `FolderSegmentation.run`. Raises Cancelled
@@ -131,9 +137,9 @@ class FolderRun:
         """
         host_files, paths = self._runtime.host_files, self._paths
         estimator = self._runtime.estimator(self._spec)
-        estimated = estimator.plan(self._query.options).estimated
-        measured = estimator.output(self._query.options) == "labels"
-        calls = StackCalls(
+        estimated = estimator.plan(self._query.options).needs_diameter_estimate
+        measured = estimator.output_kind(self._query.options) == "labels"
+        calls = StackCallbacks(
             open=self._open,
             read=partial(self._read, measured=measured),
             segment=self._segment,
@@ -147,14 +153,14 @@ class FolderRun:
         ):
             stacks = paths.find_stacks(host_files)
             self.stacks = Progress(0, len(stacks))
-            return FolderWork(results, self._spec, calls, Path(scratch)).run(stacks, self._query)
+            return FolderSegmentation(results, self._spec, calls, Path(scratch)).run(stacks, self._query)
 
-    def describe(self, outcome: Done, name: str, seconds: dict[str, float]) -> tuple[AnswerMetadata, str]:
+    def describe(self, outcome: FolderOutcome, name: str, seconds: dict[str, float]) -> tuple[AnswerMetadata, str]:
         """Return the metadata of the answer and its content as JSON. Raises BadFile if every stack failed."""
-        failures, uncertain = outcome.faults, outcome.doubts
+        failures, uncertain = outcome.failures, outcome.confidence_warnings
         if len(failures) == len(outcome.records):
             raise BadFile(f"None of the {len(failures)} stacks could be segmented. The first: {failures[0]}")
-        kind = self._runtime.estimator(self._spec).output(self._query.options)
+        kind = self._runtime.estimator(self._spec).output_kind(self._query.options)
         warnings = [*failures, *uncertain]
         omitted = len(warnings) - MAX_WARNINGS
         notes = [*warnings[:MAX_WARNINGS], *([f"{REPORT} lists {omitted} more."] if omitted > 0 else [])]
@@ -237,8 +243,8 @@ class FolderRun:
         self._runtime.metrics.count_segmentation(self._spec.name, pixels.voxels, count, result.seconds)
         return result
 
-    def _estimate_diameter(self, volume: Volume, options: Options) -> Sizing | None:
-        def estimate(reservation: Reservation, job: Job[Sizing | None]) -> Sizing | None:
+    def _estimate_diameter(self, volume: Volume, options: Options) -> DiameterEstimate | None:
+        def estimate(reservation: Reservation, job: Job[DiameterEstimate | None]) -> DiameterEstimate | None:
             return reservation.estimate_diameter(job, volume, options)
 
         return self._on_device(volume, options, estimate)

@@ -28,12 +28,12 @@ from service.core.types import Options, Volume
 from service.formats import thumbnail, writers
 from service.inference import measurements
 from service.inference.series.diameter import choose_diameter, sample
-from service.inference.types import Result, Series, Sizing
+from service.inference.types import DiameterEstimate, Result, Series
 from service.serving.jobs.folder_records import RECORDS, Records, StackRecord, to_printable, write_report, write_table
 from service.serving.parameters import Query
-from service.serving.results.answers import TIFF_SUFFIX, answer_name, measure_objects
+from service.serving.results.answers import TIFF_SUFFIX, make_answer_name, measure_objects
 from service.serving.results.provenance import describe_origin, hash_file
-from service.serving.storage.disk import translate_disk_faults
+from service.serving.storage.disk import translate_disk_errors
 
 if TYPE_CHECKING:
     from service.models.spec import ModelSpec
@@ -46,7 +46,7 @@ SAMPLED_STACKS = 5
 _SINGLE_STACK_ERRORS = (RequestError, CapacityError, NonFiniteScores, OSError)
 
 
-class StackCalls(NamedTuple):
+class StackCallbacks(NamedTuple):
     """Functions that process a single stack. They raise errors that affect only that stack, or DeviceLost.
 
     open               context manager that opens a stack by name; the path is valid inside the block
@@ -63,25 +63,25 @@ class StackCalls(NamedTuple):
     open: Callable[[str], AbstractContextManager[Path]]
     read: Callable[[Path, Query, Path], Pixels]
     segment: Callable[[Volume | Series, Options], Result]
-    estimate_diameter: Callable[[Volume, Options], Sizing | None] | None
+    estimate_diameter: Callable[[Volume, Options], DiameterEstimate | None] | None
     begin: Callable[[str, int, int], None] = lambda _name, _number, _count: None
     check: Callable[[], None] = lambda: None
     reword: Callable[[str | StackSegError], str] = str
 
 
-class Done(NamedTuple):
+class FolderOutcome(NamedTuple):
     """The outcome of a folder: the records of its stacks by name, and the number of stacks finished in earlier runs."""
 
     records: dict[str, StackRecord]
     skipped: int
 
     @property
-    def faults(self) -> list[str]:
+    def failures(self) -> list[str]:
         """One sentence for each stack that failed."""
         return [f"{to_printable(name)}: {record.problem}" for name, record in self.records.items() if record.problem]
 
     @property
-    def doubts(self) -> list[str]:
+    def confidence_warnings(self) -> list[str]:
         """One sentence for each stack whose result has low confidence."""
         return [f"{to_printable(name)}: {record.notes[0]}" for name, record in self.records.items() if record.doubtful]
 
@@ -131,30 +131,30 @@ def select_stacks(files: Iterable[str], glob: str | None) -> list[str]:
     return stacks
 
 
-def is_free(out: ResultFolder) -> bool:
+def can_hold_results(out: ResultFolder) -> bool:
     """Return whether the folder is empty or contains results of an earlier run."""
     return out.is_empty or out.has_file(RECORDS)
 
 
 def _result_stem(name: str) -> str:
     """Return the path of a stack without its suffix. The paths of its results begin with this stem."""
-    return str(Path(name).with_name(answer_name(Path(name).name, "")))
+    return str(Path(name).with_name(make_answer_name(Path(name).name, "")))
 
 
-class FolderWork:
+class FolderSegmentation:
     """The segmentation of the stacks of a folder with one model.
 
     Raises BadParameter if the records of an earlier run are damaged.
     """
 
-    def __init__(self, out: ResultFolder, spec: ModelSpec, calls: StackCalls, scratch: Path) -> None:
+    def __init__(self, out: ResultFolder, spec: ModelSpec, calls: StackCallbacks, scratch: Path) -> None:
         self._out, self._spec, self._calls, self._scratch = out, spec, calls, scratch
         self._records = Records(out)
         self._skipped = 0
         self._key = ""
         self._as_zarr = False
 
-    def run(self, stacks: Sequence[str], query: Query) -> Done:
+    def run(self, stacks: Sequence[str], query: Query) -> FolderOutcome:
         """Segment the stacks that have no result with these parameters, and write the table and the report.
 
         The table and the report are written even if an error ends the run. Raises DeviceLost, OutOfStorage and
@@ -165,7 +165,7 @@ class FolderWork:
             self._segment_all(stacks, query)
         finally:
             self._write_summary(stacks)
-        return Done({name: self._records[name] for name in stacks}, self._skipped)
+        return FolderOutcome({name: self._records[name] for name in stacks}, self._skipped)
 
     def _segment_all(self, stacks: Sequence[str], query: Query) -> None:
         parameters = json.dumps([query.canonical, self._spec.identifier, self._spec.weights.sha256, software_version()])
@@ -209,10 +209,10 @@ class FolderWork:
         return _SharedDiameter(Query.model_validate(query.model_dump(exclude_none=True) | {"diameter": diameter}), note)
 
     def _estimate_diameter(
-        self, stacks: Sequence[str], query: Query, estimate: Callable[[Volume, Options], Sizing | None]
+        self, stacks: Sequence[str], query: Query, estimate: Callable[[Volume, Options], DiameterEstimate | None]
     ) -> tuple[str, str] | None:
         """Return the median diameter of sampled stacks as a parameter, and a note; None if no stack could be read."""
-        estimates = list[tuple[Sizing, VoxelSize | None]]()
+        estimates = list[tuple[DiameterEstimate, VoxelSize | None]]()
         sampled = sample(stacks, SAMPLED_STACKS)
         remaining = (name for name in stacks if name not in sampled)
         for name in chain(sampled, takewhile(lambda _: not estimates, remaining)):
@@ -257,14 +257,14 @@ class FolderWork:
             self._calls.check()
             message = error if isinstance(error, StackSegError) else error.strerror or str(error)
             return record._replace(problem=self._calls.reword(message))
-        series_problem = result.series.fault if result.series else None
+        series_problem = result.series.error if result.series else None
         return record._replace(
             result=labels,
             objects=result.segmentation.count,
             seconds=round(stages.total, 3),
             notes=tuple(map(self._calls.reword, result.warnings)),
             problem="" if series_problem is None else self._calls.reword(series_problem),
-            doubtful=result.doubt is not None,
+            doubtful=result.quality_warning is not None,
         )
 
     def _write(self, name: str, pixels: Pixels, result: Result, origin: dict[str, str]) -> str:
@@ -290,7 +290,7 @@ class FolderWork:
 def _translate_full_disk() -> Iterator[None]:
     """Translate an OSError while writing results to OutOfStorage or StorageUnavailable."""
     try:
-        with translate_disk_faults():
+        with translate_disk_errors():
             yield
     except OutOfStorage as error:
         raise OutOfStorage(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from service.core.config import Settings
-from service.core.errors import BadParameter, NotFinished, NotReady, ResultGone
+from service.core.errors import BadParameter, JobNotFinished, NotReady, ResultUnavailable
 from service.core.types import Description
 from service.serving.devices.queue.job_queue import JobQueue
 from service.serving.devices.queue.threads import JobThreads
@@ -22,7 +22,7 @@ from service.serving.jobs.store import INPUT, JobStore
 from service.serving.runtime import JOIN_SECONDS, Runtime
 from service.serving.storage.disk import DiskUsage, measure_disk
 from service.serving.storage.stack_store import StackStore
-from service.serving.storage.threads import begin_threads
+from service.serving.storage.threads import start_threads
 
 if TYPE_CHECKING:
     from service.serving.parameters import SegmentationRequest
@@ -71,7 +71,7 @@ class AsyncJobs:
         self._folder = self._settings.jobs.folder or runtime.scratch.path
         if self._settings.jobs.folder is None:
             self._store = self._open_store(runtime.scratch.path / "jobs")
-        self._writers = begin_threads(WRITE_THREAD_COUNT, "write")
+        self._writers = start_threads(WRITE_THREAD_COUNT, "write")
         self.runner = JobRunner(runtime, self._store, self._folder_queue, self._writers)
         for record in self._store.recover():
             try:
@@ -85,8 +85,8 @@ class AsyncJobs:
             active.queue.put(active.job)
             self.runner.prepare(active)
         self._folder_threads.start()
-        runtime.checks.append(lambda: self._problem)
-        runtime.unfinished.append(self._is_busy)
+        runtime.readiness_checks.append(lambda: self._problem)
+        runtime.activity_checks.append(self._is_busy)
         self._maintenance_thread.start()
 
     def stop(self) -> None:
@@ -183,11 +183,11 @@ class AsyncJobs:
         """Return the view of a job of this owner. Raises UnknownJob."""
         return self._view(self._find(job, owner))
 
-    def newest(self, owner: str | None, limit: int) -> list[JobView]:
+    def list_newest(self, owner: str | None, limit: int) -> list[JobView]:
         """Return up to `limit` jobs of this owner, newest first."""
-        return [self._view(self._with_failure(record)) for record in self._store.newest(owner, limit)]
+        return [self._view(self._with_failure(record)) for record in self._store.list_newest(owner, limit)]
 
-    def uses(self, model: str) -> bool:
+    def uses_model(self, model: str) -> bool:
         """Return whether an unfinished job uses this model."""
         return any(active.request.model == model for active in self.runner.jobs)
 
@@ -203,19 +203,21 @@ class AsyncJobs:
     def result(self, job: str, owner: str | None) -> tuple[BinaryIO, AnswerMetadata]:
         """Open the result and return it with its metadata. The open file stays readable if the job is deleted.
 
-        Raises UnknownJob, NotFinished, ResultGone, and the error of a failed job without a result.
+        Raises UnknownJob, JobNotFinished, ResultUnavailable, and the error of a failed job without a result.
         """
         record = self._find(job, owner)
         if record.failure is not None and record.answer is None:
             raise record.failure
         if record.state == "cancelled":
-            raise ResultGone("The job was cancelled. Submit the stack again.")
+            raise ResultUnavailable("The job was cancelled. Submit the stack again.")
         if record.answer is None:
-            raise NotFinished(f"The job is {record.state}. Get its result when GET /jobs/{job} reports the state done.")
+            raise JobNotFinished(
+                f"The job is {record.state}. Get its result when GET /jobs/{job} reports the state done."
+            )
         try:
             return self._store.result_path(job).open("rb"), record.answer
         except FileNotFoundError:
-            raise ResultGone(
+            raise ResultUnavailable(
                 "The result was deleted by the operator or to free space. Submit the stack again."
             ) from None
 
@@ -225,7 +227,7 @@ class AsyncJobs:
     def _with_failure(self, record: JobRecord) -> JobRecord:
         """Return the record with a failure of the job that could not be written to the database yet."""
         failed = self.runner.unrecorded_failures.get(record.id)
-        if failed is None or record.over:
+        if failed is None or record.has_ended:
             return record
         failure, ended = failed
         return replace(record, state="failed", failure=failure, ended=ended)

@@ -56,6 +56,6 @@ class JobRecord:
     failure: StackSegError | None
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the job has ended."""
         return self.state not in {"waiting", "running"}

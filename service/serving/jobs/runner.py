@@ -22,16 +22,16 @@ from service.core.errors import (
     StorageUnavailable,
 )
 from service.inference.types import Series
-from service.serving.devices.queue.job import Job, Needs
+from service.serving.devices.queue.job import Job, ResourceNeeds
 from service.serving.jobs.active_job import ActiveJob
 from service.serving.jobs.failure import to_public_error
 from service.serving.jobs.folder_run import FolderRun
-from service.serving.jobs.folder_work import Done
+from service.serving.jobs.folder_work import FolderOutcome
 from service.serving.parameters import SegmentationRequest
 from service.serving.reading import LargePixels, Pixels, PixelSource
-from service.serving.results.answers import RECEIPT_FILE, describe_answer, settle, write_answer
+from service.serving.results.answers import RECEIPT_FILE, confirm_delivery, describe_answer, write_answer
 from service.serving.results.provenance import hash_file
-from service.serving.storage.disk import translate_disk_faults
+from service.serving.storage.disk import translate_disk_errors
 
 if TYPE_CHECKING:
     from service.formats.sandbox.reader import Source
@@ -93,10 +93,10 @@ class JobRunner:
         """Create the active job of a request. Its `job` is not in a queue yet."""
         active = ActiveJob(job_id, request, owner, self._runtime.reserve(request.model, owner))
         work = partial(self._segment_folder if request.is_folder else self._segment, active)
-        needs = Needs if request.is_folder else partial(self._needs, active)
+        needs = ResourceNeeds if request.is_folder else partial(self._needs, active)
         if request.is_folder:
             active.queue = self._folder_queue
-        active.space = self._runtime.scratch_space.hold(owner or "")
+        active.space = self._runtime.scratch_space.new_reservation(owner or "")
         active.job = Job(request.model, work, windows=request.windows, needs=needs, ready=False, owner=owner)
         with self._lock:
             self._active[active.id] = active
@@ -170,7 +170,7 @@ class JobRunner:
         if not stored.exists():
             raise InternalError("The input of the job is lost. Submit it again.")
         active.delete_pixels()
-        with translate_disk_faults(), active.stages.measure("read"):
+        with translate_disk_errors(), active.stages.measure("read"):
             active.folder = self._runtime.scratch.make_request_folder()
             with ExitStack() as stack:
                 if path is not None:
@@ -195,11 +195,11 @@ class JobRunner:
         self._retries.append(step)
         return True
 
-    def _needs(self, active: ActiveJob) -> Needs:
+    def _needs(self, active: ActiveJob) -> ResourceNeeds:
         assert active.pixels is not None  # noqa: S101 - the file was read before
         return active.reservation.needs(active.pixels.segmented, active.query.options)
 
-    def _segment_folder(self, active: ActiveJob, job: Job[Result | Done]) -> Done:
+    def _segment_folder(self, active: ActiveJob, job: Job[Result | FolderOutcome]) -> FolderOutcome:
         """Segment the stacks of a folder, in a thread of the folder queue."""
         if self._runtime.draining or not self._begin(active):
             raise Cancelled("cancelled before it began")
@@ -209,7 +209,7 @@ class JobRunner:
         with active.stages.measure("stacks"):
             return active.run.run()
 
-    def _segment(self, active: ActiveJob, job: Job[Result | Done]) -> Result:
+    def _segment(self, active: ActiveJob, job: Job[Result | FolderOutcome]) -> Result:
         """Segment a volume or a series, in a thread of the device's queue."""
         if self._runtime.draining or active.pixels is None or not self._begin(active):
             raise Cancelled("cancelled before it began")
@@ -224,7 +224,7 @@ class JobRunner:
             log.warning("job %s begins, but this cannot be recorded: %s", active.id, error)
             return not active.job.cancelled()
 
-    def _on_device_done(self, job_id: str, future: Future[Result | Done]) -> None:
+    def _on_device_done(self, job_id: str, future: Future[Result | FolderOutcome]) -> None:
         """Pass the result to a write thread, so that the device thread can continue with the next job."""
         if self._stopped:
             return
@@ -232,10 +232,10 @@ class JobRunner:
             active = self._active[job_id]
         self._write_later(active, future)
 
-    def _write_later(self, active: ActiveJob, future: Future[Result | Done]) -> None:
+    def _write_later(self, active: ActiveJob, future: Future[Result | FolderOutcome]) -> None:
         self._writers.submit(self._write_or_fail, active, future)
 
-    def _write_or_fail(self, active: ActiveJob, future: Future[Result | Done]) -> None:
+    def _write_or_fail(self, active: ActiveJob, future: Future[Result | FolderOutcome]) -> None:
         """Write the result or the failure of a job, in a write thread."""
         error = Cancelled("cancelled") if future.cancelled() else future.exception()
         if error is None:
@@ -249,37 +249,37 @@ class JobRunner:
                 stopped = active.job.cancelled() and isinstance(failure, OutOfStorage | StorageUnavailable)
                 error = Cancelled("cancelled before its result was written") if stopped else failure
                 with suppress(StackSegError, OSError):
-                    settle(self._runtime.host_files, self._request(active))
+                    confirm_delivery(self._runtime.host_files, self._request(active))
         self._end(active, error)
 
-    def _write(self, active: ActiveJob, result: Result | Done) -> None:
-        if isinstance(result, Done):
+    def _write(self, active: ActiveJob, result: Result | FolderOutcome) -> None:
+        if isinstance(result, FolderOutcome):
             self._write_folder_result(active, result)
             return
         assert active.pixels is not None  # noqa: S101 - the pixels were segmented before
         store, host_files = self._store, self._runtime.host_files
         active.stages.update(result.seconds)
         request = self._request(active)
-        with translate_disk_faults():
+        with translate_disk_errors():
             # For a host file, the uploaded file is empty.
             if active.query.input is None and request.source.is_file():
                 request = request._replace(digest=hash_file(request.source))
             answer = write_answer(host_files, request, active.pixels.measured, result)
             active.stages.update(answer.seconds)
             metadata = describe_answer(active.request.name, answer, result, active.stages.seconds)
-            partial_failure = result.series.fault if result.series else None
+            partial_failure = result.series.error if result.series else None
             finished = store.finish(active.id, answer.path, metadata, partial_failure)
-            settle(host_files, request)
+            confirm_delivery(host_files, request)
             if not finished:
                 return
         count, seconds = result.segmentation.count, active.stages.seconds
         self._runtime.metrics.count_segmentation(active.request.model, active.pixels.segmented.voxels, count, seconds)
 
-    def _write_folder_result(self, active: ActiveJob, outcome: Done) -> None:
+    def _write_folder_result(self, active: ActiveJob, outcome: FolderOutcome) -> None:
         assert active.run is not None  # noqa: S101 - the run created the results
         metadata, content = active.run.describe(outcome, active.request.name, dict(active.stages.seconds))
         receipt = self._store.input_path(active.id).parent / RECEIPT_FILE
-        with translate_disk_faults():
+        with translate_disk_errors():
             receipt.write_text(content, encoding="utf-8")
             self._store.finish(active.id, receipt, metadata)
 

@@ -25,18 +25,18 @@ from pydantic import TypeAdapter
 
 from service.core.errors import (
     InternalError,
-    Interrupted,
+    JobInterrupted,
     OutOfStorage,
     StackSegError,
     StorageUnavailable,
     UnknownJob,
 )
-from service.core.files.whole_file import sync_to_disk
+from service.core.files.atomic_files import sync_to_disk
 from service.serving.jobs.database import JobDatabase
 from service.serving.jobs.failure import decode_failure, encode_failure
 from service.serving.jobs.record import JobRecord, JobRequest
 from service.serving.results.metadata import AnswerMetadata
-from service.serving.storage.disk import translate_disk_faults
+from service.serving.storage.disk import translate_disk_errors
 
 INPUT = "upload.tif"
 RESULT = "result"
@@ -85,7 +85,7 @@ class JobStore:
     def make_incoming(self) -> Path:
         """Create a folder for an uploaded file. Its size does not count towards the quota until `accept`."""
         folder = self._incoming / uuid.uuid4().hex
-        with translate_disk_faults():
+        with translate_disk_errors():
             folder.mkdir()
         return folder
 
@@ -96,7 +96,7 @@ class JobStore:
         """
         job = upload.parent.name
         folder = self._jobs / job
-        with translate_disk_faults():
+        with translate_disk_errors():
             size = upload.stat().st_size
             self._free_space(size, owner)
             sync_to_disk(upload, upload.parent)
@@ -105,7 +105,7 @@ class JobStore:
         with self._lock:
             self._free_space(size, owner)
             try:
-                with translate_disk_faults():
+                with translate_disk_errors():
                     upload.parent.rename(folder)
                     sync_to_disk(self._jobs)
                 self._database.change(
@@ -127,7 +127,7 @@ class JobStore:
             raise UnknownJob("There is no such job: its ID is wrong, or the job was deleted or has expired.")
         return records[0]
 
-    def newest(self, owner: str | None, limit: int) -> list[JobRecord]:
+    def list_newest(self, owner: str | None, limit: int) -> list[JobRecord]:
         """Return up to `limit` jobs of an owner, newest first."""
         statement = "SELECT * FROM jobs WHERE owner IS ? ORDER BY number DESC LIMIT ?"
         return self._select(statement, owner, limit)
@@ -164,7 +164,7 @@ class JobStore:
         `reason` is the reason for an incomplete result.
         """
         result = self.result_path(job)
-        with translate_disk_faults():
+        with translate_disk_errors():
             sync_to_disk(file)
             file.rename(result)
             sync_to_disk(result.parent)
@@ -199,7 +199,7 @@ class JobStore:
         """Delete the files that a job does not need in its current state."""
         folder = self._jobs / job
         records = self._select("SELECT * FROM jobs WHERE id = ?", job)
-        with translate_disk_faults(), suppress(FileNotFoundError):
+        with translate_disk_errors(), suppress(FileNotFoundError):
             if not records or records[0].state in {"failed", "cancelled", "expired"}:
                 shutil.rmtree(folder)
                 return
@@ -212,7 +212,7 @@ class JobStore:
 
     def recover(self) -> list[JobRecord]:
         """Clean up after a killed process. Return the jobs to resume, oldest first."""
-        with translate_disk_faults():
+        with translate_disk_errors():
             shutil.rmtree(self._incoming)
             self._incoming.mkdir(mode=0o700)
         for record in self._select("SELECT * FROM jobs WHERE state = 'done'"):
@@ -224,7 +224,7 @@ class JobStore:
             elif record.state == "running" and record.attempts >= self._attempts:
                 times = "once" if record.attempts == 1 else f"{record.attempts} times"
                 self.fail(
-                    record.id, Interrupted(f"The service died {times} while the job ran. Submit a smaller stack.")
+                    record.id, JobInterrupted(f"The service died {times} while the job ran. Submit a smaller stack.")
                 )
             else:
                 self._update(record.id, "state = 'running'", "state = 'waiting', started = NULL")
@@ -246,7 +246,7 @@ class JobStore:
         for (job,) in self._database.query(statement, max_without_result):
             self.delete(job)
         for record in self._select("SELECT * FROM jobs WHERE ended < ?", time.time() - self._keep_seconds):
-            if record.over:
+            if record.has_ended:
                 self.delete(record.id)
         for job in self._list_folders():
             # `accept` holds the lock while a new job has a folder but no row yet.
@@ -256,7 +256,7 @@ class JobStore:
                     self.delete_unneeded_files(job)
 
     def _list_folders(self) -> list[str]:
-        with translate_disk_faults():
+        with translate_disk_errors():
             return [folder.name for folder in self._jobs.iterdir() if folder.is_dir()]
 
     def _free_space(self, size: int, owner: str | None) -> None:
@@ -329,7 +329,7 @@ class JobStore:
 
 def _size(path: Path) -> int:
     """Return the size of a file in bytes, or -1 if it does not exist."""
-    with translate_disk_faults():
+    with translate_disk_errors():
         try:
             return path.stat().st_size
         except FileNotFoundError:

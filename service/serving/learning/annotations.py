@@ -19,13 +19,13 @@ import numpy as np
 from blake3 import blake3
 
 from service.core.buffers import make_allocator
-from service.core.errors import BadParameter, OutOfStorage, SwitchedOff, UnknownAnnotation
-from service.core.files.whole_file import sync_to_disk
+from service.core.errors import BadParameter, FeatureDisabled, OutOfStorage, UnknownAnnotation
+from service.core.files.atomic_files import sync_to_disk
 from service.core.quantities import VoxelSize
 from service.core.types import Segmentation, Volume, label_dtype
 from service.formats.tiff import writer as tiff_writer
 from service.serving.learning.annotation import IMAGE_FILE, LABELS_FILE, Annotation, NewAnnotation, Origin, Region
-from service.serving.storage.disk import translate_disk_faults
+from service.serving.storage.disk import translate_disk_errors
 from service.serving.storage.scratch import MARKER, make_locked_folder, sweep
 
 RECORD = "annotation.json"
@@ -71,10 +71,10 @@ class AnnotationStore:
         sizes = [annotation.nbytes for annotation in self._list_all()]
         return AnnotationUsage(len(sizes), sum(sizes))
 
-    def check_room(self, owner: str | None) -> None:
-        """Raise SwitchedOff if the store is disabled, and OutOfStorage if the owner's quota is used up."""
+    def check_space(self, owner: str | None) -> None:
+        """Raise FeatureDisabled if the store is disabled, and OutOfStorage if the owner's quota is used up."""
         if not self.quota_bytes:
-            raise SwitchedOff(
+            raise FeatureDisabled(
                 "This service does not store annotated stacks: annotations.quota_bytes is 0 in its configuration."
             )
         self._check_quota(owner, 1)
@@ -82,16 +82,16 @@ class AnnotationStore:
     def add(self, image: Volume, labels: Volume, new_annotation: NewAnnotation) -> Annotation:
         """Store an image and its labels atomically. Both have one channel and the same shape.
 
-        Raises BadParameter if the shapes differ or the label numbers are invalid, SwitchedOff, and OutOfStorage if the
-        quota is exceeded.
+        Raises BadParameter if the shapes differ or the label numbers are invalid, FeatureDisabled, and OutOfStorage if
+        the quota is exceeded.
         """
         if labels.shape != image.shape or image.shape[0] != 1:
             raise BadParameter(f"The image and the labels differ in shape: {image.shape[1:]} and {labels.shape[1:]}.")
-        self.check_room(new_annotation.owner)
+        self.check_space(new_annotation.owner)
         self.clean_up()
         annotation_id = uuid.uuid4().hex
         partial = self.folder / f"{PARTIAL_PREFIX}{annotation_id}"
-        with translate_disk_faults():
+        with translate_disk_errors():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = make_locked_folder(partial)
             try:
@@ -113,7 +113,7 @@ class AnnotationStore:
             raise UnknownAnnotation("There is no such annotated stack: its ID is wrong, or it was deleted.")
         return stored
 
-    def newest(self, owner: str | None, *, everyone: bool = False) -> list[Annotation]:
+    def list_newest(self, owner: str | None, *, everyone: bool = False) -> list[Annotation]:
         """Return the annotated stacks of this owner, or with `everyone` of all owners, newest first."""
         annotations = (annotation for annotation in self._list_all() if everyone or annotation.owner == owner)
         return sorted(annotations, key=attrgetter("created"), reverse=True)
@@ -121,13 +121,13 @@ class AnnotationStore:
     def delete(self, annotation: str, owner: str | None, *, everyone: bool = False) -> None:
         """Delete an annotated stack. Raises UnknownAnnotation."""
         stored = self.find(annotation, owner, everyone=everyone)
-        with translate_disk_faults(), suppress(FileNotFoundError):
+        with translate_disk_errors(), suppress(FileNotFoundError):
             # Delete the record first. A folder without a record is not an annotated stack.
             (stored.folder / RECORD).unlink()
             shutil.rmtree(stored.folder)
 
     def _check_quota(self, owner: str | None, nbytes: int) -> None:
-        owned = self.newest(owner)
+        owned = self.list_newest(owner)
         if len(owned) >= self.max_stacks:
             raise OutOfStorage(f"You have {len(owned):,} annotated stacks, which is the maximum. Delete some of them.")
         if (used := sum(annotation.nbytes for annotation in owned)) + nbytes > self.quota_bytes:
@@ -139,7 +139,7 @@ class AnnotationStore:
     def _list_all(self) -> list[Annotation]:
         """Return all annotated stacks. Only new or changed records are read, because there may be thousands."""
         cached, annotations = self._cached, dict[str, tuple[tuple[int, int], Annotation]]()
-        with translate_disk_faults():
+        with translate_disk_errors():
             names = [entry.name for entry in os.scandir(self.folder)] if self.folder.is_dir() else []
         for name in filter(_ID.fullmatch, names):
             try:

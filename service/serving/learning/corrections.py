@@ -9,13 +9,13 @@ import numpy as np
 
 from service.core.errors import BadParameter
 from service.core.quantities import VoxelSize
-from service.core.types import Cancelling, Selection
+from service.core.types import CancellationCheck, Selection
 from service.serving.learning.annotation import Annotation, NewAnnotation, Origin, Region
 
 if TYPE_CHECKING:
     from service.formats.sandbox.reader import Reader, Source
     from service.serving.learning.annotations import AnnotationStore
-    from service.serving.storage.scratch import Hold
+    from service.serving.storage.scratch import SpaceReservation
 
 
 class Correction(NamedTuple):
@@ -39,12 +39,16 @@ class Correction(NamedTuple):
     folder: Path
 
 
-def keep_correction(
-    reader: Reader, annotations: AnnotationStore, correction: Correction, space: Hold, cancelled: Cancelling
+def store_correction(
+    reader: Reader,
+    annotations: AnnotationStore,
+    correction: Correction,
+    space: SpaceReservation,
+    cancelled: CancellationCheck,
 ) -> Annotation:
     """Read the image and the labels, and store them. Blocks.
 
-    Raises BadParameter if they do not match, and the errors of `Reader`, `Hold.reserve` and
+    Raises BadParameter if they do not match, and the errors of `Reader`, `SpaceReservation.reserve` and
     `AnnotationStore.add`.
     """
     stack, labels, selection, region, name, owner, origin, folder = correction

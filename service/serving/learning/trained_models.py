@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from service.core.config import Settings
-from service.core.errors import BadParameter, ModelKept, NotReady, StackSegError, Unauthorized, UnknownModel
+from service.core.errors import BadParameter, ModelNotDeletable, NotReady, StackSegError, Unauthorized, UnknownModel
 from service.models.repository import DEFAULT_NAME
-from service.serving.storage.disk import translate_disk_faults
+from service.serving.storage.disk import translate_disk_errors
 from service.serving.storage.scratch import make_locked_folder
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 WORK_PREFIX = ".training-"
 # File in the model folder with the API key that trained the model. Other clients must not see it.
-OWNER = "owner.json"
+OWNER_FILE = "owner.json"
 RELOAD_TIMEOUT_SECONDS = 120.0
 
 log = logging.getLogger(__name__)
@@ -38,15 +38,15 @@ log = logging.getLogger(__name__)
 class TrainedModels:
     """The folder of trained models, which the model registry serves. Thread-safe.
 
-    most     maximum number of trained models
-    stopped  set when the service stops
+    max_models  maximum number of trained models
+    stopped     set when the service stops
     """
 
     def __init__(
         self, settings: Settings, models: ModelRegistry, queue: TrainingQueue, stopped: threading.Event
     ) -> None:
         self._settings, self._models, self._queue, self._stopped = settings, models, queue, stopped
-        self.folder, self.most = settings.trained_folder, settings.trainings.models
+        self.folder, self.max_models = settings.trained_folder, settings.trainings.models
 
     def count(self) -> int:
         """Return the number of trained models."""
@@ -63,13 +63,13 @@ class TrainedModels:
                 "name", f"{name!r} is the name of a model, or reserved for one. Choose another name."
             )
 
-    def made_by(self, record: TrainingRecord) -> str | None:
+    def find_trained_model(self, record: TrainingRecord) -> str | None:
         """Return the name of the model that a training created; None if there is none or it was deleted."""
         # The name of a deleted model may be used again by a later training.
         newest = self._queue.find_latest_done(record.name)
         return record.name if record is newest and record.name in self._models.specs else None
 
-    def may_remove(self, model: ModelState, owner: str | None, *, everyone: bool = False) -> bool:
+    def can_remove(self, model: ModelState, owner: str | None, *, everyone: bool = False) -> bool:
         """Return whether this owner, or with `everyone` an admin, may delete a model. The owner None owns no models."""
         folder = self.folder / model.name
         trained = folder.is_dir() if model.spec is None else folder == model.spec.folder
@@ -84,17 +84,19 @@ class TrainedModels:
             everyone: whether the client is an admin
             has_jobs: returns whether unfinished jobs use a model; called now, and again when no new jobs are accepted
 
-        Raises UnknownModel, ModelKept, Unauthorized and NotReady.
+        Raises UnknownModel, ModelNotDeletable, Unauthorized and NotReady.
         """
         model = self._models.state(name)
-        if not self.may_remove(model, None, everyone=True):
-            raise ModelKept(f"The model {name} was not trained by this service. Only the operator can remove it.")
-        if not self.may_remove(model, owner, everyone=everyone):
+        if not self.can_remove(model, None, everyone=True):
+            raise ModelNotDeletable(
+                f"The model {name} was not trained by this service. Only the operator can remove it."
+            )
+        if not self.can_remove(model, owner, everyone=everyone):
             raise Unauthorized("Only the API key that trained a model, and the keys in access.admins, can delete it.")
         work, default = self.folder / f"{WORK_PREFIX}{uuid.uuid4().hex}", self._models.default
 
         def delete() -> None:
-            with self._queue.changed, translate_disk_faults():
+            with self._queue.changed, translate_disk_errors():
                 self._check_unused(model, default, has_jobs)
                 lock = make_locked_folder(work)
                 try:
@@ -128,18 +130,18 @@ class TrainedModels:
                 self._change(self._models.reload)
 
     def _check_unused(self, model: ModelState, default: str, has_jobs: Callable[[str], bool]) -> None:
-        """Raise ModelKept if the configuration, a training or a job needs the model, or if it is being loaded."""
+        """Raise ModelNotDeletable if the configuration, a training or a job needs the model, or while it is loading."""
         name, models = model.name, self._settings.models
         if name in {default, *models.serve, *(() if models.load == "all" else models.load)}:
-            raise ModelKept(f"The model {name} is the default model, or the configuration refers to it.")
+            raise ModelNotDeletable(f"The model {name} is the default model, or the configuration refers to it.")
         if any(record.base_model.partition("/")[0] == name for record in self._queue.unfinished):
-            raise ModelKept(
+            raise ModelNotDeletable(
                 f"An unfinished training starts from the model {name}. Cancel the training, or wait until it ends."
             )
         if has_jobs(name):
-            raise ModelKept(f"Unfinished jobs use the model {name}. Cancel them, or wait until they end.")
+            raise ModelNotDeletable(f"Unfinished jobs use the model {name}. Cancel them, or wait until they end.")
         if model.state == "loading":
-            raise ModelKept(f"The model {name} is being loaded for a request. Try again in a moment.")
+            raise ModelNotDeletable(f"The model {name} is being loaded for a request. Try again in a moment.")
 
     def _change(self, change: Callable[[], object]) -> None:
         """Change the set of served models, after any other change has finished. Raises StackSegError."""
@@ -158,13 +160,13 @@ class TrainedModels:
 
 def write_owner(folder: Path, owner: str | None) -> None:
     """Record the owner of the model in a folder. Raises OSError."""
-    (folder / OWNER).write_text(json.dumps(owner), encoding="utf-8")
+    (folder / OWNER_FILE).write_text(json.dumps(owner), encoding="utf-8")
 
 
 def _read_owner(folder: Path) -> str | None:
     """Return the owner of the model in a folder, or None if it is unknown."""
     try:
-        owner = json.loads((folder / OWNER).read_text(encoding="utf-8"))
+        owner = json.loads((folder / OWNER_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return owner if isinstance(owner, str) else None

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from service.core.errors import without_folders as shorten
+from service.core.errors import remove_folders as shorten
 from service.formats.sandbox.child_process import child_environment
 
 TRAINING_MODULE = "service.training.process"

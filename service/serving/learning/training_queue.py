@@ -17,7 +17,7 @@ from service.serving.learning.training_record import (
     delete_partial,
     read_records,
 )
-from service.serving.storage.disk import translate_disk_faults
+from service.serving.storage.disk import translate_disk_errors
 
 # Maximum number of finished trainings per owner. Older records are deleted.
 MAX_RECORDS_PER_OWNER = 100
@@ -46,7 +46,7 @@ class TrainingQueue:
     def add(self, record: TrainingRecord) -> None:
         """Add a waiting training. Raises OutOfStorage and StorageUnavailable."""
         with self.changed:
-            with translate_disk_faults():
+            with translate_disk_errors():
                 record.save(self._folder)
             self._records[record.id] = record
             self.changed.notify_all()
@@ -58,7 +58,7 @@ class TrainingQueue:
             raise UnknownTraining("There is no such training: its ID is wrong, or it was deleted.")
         return record
 
-    def newest(self, owner: str | None, *, everyone: bool = False) -> list[TrainingRecord]:
+    def list_newest(self, owner: str | None, *, everyone: bool = False) -> list[TrainingRecord]:
         """Return the trainings of this owner, or with `everyone` of all owners, newest first."""
         with self.changed:
             records = list(self._records.values())
@@ -68,7 +68,7 @@ class TrainingQueue:
     def unfinished(self) -> list[TrainingRecord]:
         """The waiting and running trainings, oldest first."""
         with self.changed:
-            return [record for record in self._records.values() if not record.over]
+            return [record for record in self._records.values() if not record.has_ended]
 
     @property
     def waiting(self) -> list[TrainingRecord]:
@@ -127,15 +127,15 @@ class TrainingQueue:
     def interrupt(self, record: TrainingRecord) -> None:
         """Mark an unfinished training as interrupted, in memory."""
         with self.changed:
-            if not record.over:
+            if not record.has_ended:
                 record.state, record.message, record.ended = "interrupted", INTERRUPTED_MESSAGE, time.time()
 
     def end(self, record: TrainingRecord, state: TrainingState, message: str) -> None:
         """Record the outcome of a training, first on disk and then in memory."""
         now = time.time()
-        self.save(record if record.over else replace(record, state=state, message=message, ended=now))
+        self.save(record if record.has_ended else replace(record, state=state, message=message, ended=now))
         with self.changed:
-            if not record.over:
+            if not record.has_ended:
                 record.state, record.message, record.ended = state, message, now
 
     def save(self, record: TrainingRecord) -> None:
@@ -149,12 +149,12 @@ class TrainingQueue:
         """Delete the record of a finished training. Raises StorageUnavailable."""
         with self.changed:
             self._records.pop(record.id, None)
-            with translate_disk_faults():
+            with translate_disk_errors():
                 (self._folder / f"{record.id}.json").unlink(missing_ok=True)
 
     def delete_oldest(self, owner: str | None) -> None:
         """Delete the oldest records of finished trainings beyond `MAX_RECORDS_PER_OWNER`."""
-        finished = [record for record in self.newest(owner) if record.over]
+        finished = [record for record in self.list_newest(owner) if record.has_ended]
         for record in finished[MAX_RECORDS_PER_OWNER:]:
             with suppress(StackSegError):
                 self.delete(record)

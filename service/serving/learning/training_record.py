@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from service.core.files.whole_file import write_whole
+from service.core.files.atomic_files import write_atomically
 
 TrainingState = Literal["waiting", "running", "done", "failed", "cancelled", "interrupted"]
 # Stages of a running training. The optimizer steps are in "learning"; the new model is scored in "evaluating".
@@ -60,7 +60,7 @@ class TrainingRecord:
     stage: TrainingStage = "reading"
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the training has ended."""
         return self.state not in {"waiting", "running"}
 
@@ -107,10 +107,10 @@ class TrainingRecord:
         An unfinished training is written as interrupted, because the file is only read again after a restart.
         """
         content = asdict(self)
-        if not self.over:
+        if not self.has_ended:
             content |= {"state": "interrupted", "message": INTERRUPTED_MESSAGE}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with write_whole(folder / f"{self.id}.json") as partial:
+        with write_atomically(folder / f"{self.id}.json") as partial:
             partial.write_text(json.dumps(content), encoding="utf-8")
 
 

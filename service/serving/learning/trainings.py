@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from service.core.config import Settings
-from service.core.errors import BadParameter, NotReady, OutOfStorage, QueueFull, StackSegError, SwitchedOff
-from service.core.errors import without_folders as shorten
+from service.core.errors import BadParameter, FeatureDisabled, NotReady, OutOfStorage, QueueFull, StackSegError
+from service.core.errors import remove_folders as shorten
 from service.models.repository import FILE_NAME
 from service.models.spec import check_trainable
 from service.serving.learning.annotation import Annotation, find_overlaps
@@ -24,7 +24,7 @@ from service.serving.learning.trained_models import WORK_PREFIX, TrainedModels, 
 from service.serving.learning.training_child import TRAINING_MODULE, UNEXPECTED_MESSAGE, TrainingChild
 from service.serving.learning.training_queue import TrainingQueue
 from service.serving.learning.training_record import INTERRUPTED_MESSAGE, TrainingRecord
-from service.serving.storage.disk import translate_disk_faults
+from service.serving.storage.disk import translate_disk_errors
 from service.serving.storage.scratch import make_locked_folder, sweep
 
 if TYPE_CHECKING:
@@ -100,11 +100,13 @@ class Trainings:
             self.queue.end(record, "interrupted", INTERRUPTED_MESSAGE)
 
     def check_enabled(self) -> None:
-        """Raise SwitchedOff with the reason if trainings are disabled or impossible."""
+        """Raise FeatureDisabled with the reason if trainings are disabled or impossible."""
         if not self._settings.trainings.enabled or not self._settings.annotations.quota_bytes:
-            raise SwitchedOff("Training is disabled on this service (trainings.enabled or annotations.quota_bytes).")
+            raise FeatureDisabled(
+                "Training is disabled on this service (trainings.enabled or annotations.quota_bytes)."
+            )
         if missing := [name for name in REQUIRED_MODULES if importlib.util.find_spec(name) is None]:
-            raise SwitchedOff(
+            raise FeatureDisabled(
                 f"Training is not available, because these packages are missing: {', '.join(missing)}. The operator can"
                 " install them with: pip install 'stackseg[train]'."
             )
@@ -112,7 +114,7 @@ class Trainings:
     def submit(self, request: NewTraining, owner: str | None, *, admin: bool) -> TrainingRecord:
         """Queue a training that creates a new model from an existing model.
 
-        Raises SwitchedOff, UnknownModel, UnknownAnnotation, BadParameter, QueueFull and NotReady.
+        Raises FeatureDisabled, UnknownModel, UnknownAnnotation, BadParameter, QueueFull and NotReady.
         """
         self.check_enabled()
         limits = self._settings.trainings
@@ -142,7 +144,7 @@ class Trainings:
         """Cancel an unfinished training, or delete the record of a finished one. Raises UnknownTraining."""
         record = self.queue.find(training, owner, everyone=everyone)
         with self.queue.changed:
-            if record.over:
+            if record.has_ended:
                 self.queue.delete(record)
                 return
             self.queue.cancel(record)
@@ -154,9 +156,9 @@ class Trainings:
         if self._is_stopping():
             raise NotReady("The service is stopping. Start the training after it has restarted.")
         waiting, max_waiting, models = self.queue.waiting, self._settings.trainings.waiting, self.trained_models
-        if models.count() + len(self.queue.unfinished) >= models.most:
+        if models.count() + len(self.queue.unfinished) >= models.max_models:
             raise OutOfStorage(
-                f"There are already {models.most} trained models (trainings.models). Delete some of them with"
+                f"There are already {models.max_models} trained models (trainings.models). Delete some of them with"
                 " DELETE /models/NAME, which requires the API key that trained the model, or an admin key."
             )
         if len(waiting) >= max_waiting:
@@ -189,7 +191,7 @@ class Trainings:
     def _run(self, record: TrainingRecord) -> None:
         """Run a training and serve the new model. Raises StackSegError."""
         failure = self._make_model(record)
-        if record.over:
+        if record.has_ended:
             self.trained_models.withdraw(record.name)
             self.queue.save(record)
         elif failure is not None:
@@ -202,7 +204,7 @@ class Trainings:
         trained = self._settings.trained_folder
         # The registry does not find models in this folder, because it does not search this deep.
         work = trained / f"{WORK_PREFIX}{record.id}"
-        with translate_disk_faults():
+        with translate_disk_errors():
             trained.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = make_locked_folder(work)
             try:
@@ -221,7 +223,7 @@ class Trainings:
         """Return whether a training was cancelled or interrupted by a stop. Call this with the lock held."""
         if self._is_stopping():
             self.queue.interrupt(record)
-        return record.over
+        return record.has_ended
 
     def _train(self, record: TrainingRecord, out: Path) -> str | None:
         """Train the model in a child process. Return the reason if that fails. Raises StackSegError."""

@@ -14,7 +14,7 @@ from zipfile import ZIP_STORED, ZipFile
 
 from pydantic import BaseModel
 
-from service.core.errors import BadParameter, Cancelled, DoubtfulResult
+from service.core.errors import BadParameter, Cancelled, LowConfidenceResult
 from service.core.telemetry import Stages
 from service.core.types import Segmentation, Volume
 from service.formats.tiff import writer as tiff_writer
@@ -46,7 +46,7 @@ OUTPUT_SUFFIXES = {"image/tiff": (".tif", ".tiff", ".zarr"), "text/csv": (".csv"
 ZARR_MEDIA_TYPE = "application/vnd+zarr"
 
 
-class Saved(BaseModel):
+class SavedResult(BaseModel):
     """A result that was saved on the host of the service. `output` is the `output_to` of the request."""
 
     output: str
@@ -102,7 +102,7 @@ def write_answer(
     stages = Stages()
     with stages.measure("save"):
         saved_bytes = _save(host_files, request, answer, destination)
-    receipt = Saved(
+    receipt = SavedResult(
         output=destination,
         media_type=answer.media_type,
         bytes=saved_bytes,
@@ -128,10 +128,10 @@ def _save(host_files: HostFiles, request: SegmentationRequest, answer: Answer, d
     return size
 
 
-def settle(host_files: HostFiles, request: SegmentationRequest) -> None:
+def confirm_delivery(host_files: HostFiles, request: SegmentationRequest) -> None:
     """Mark the delivery of `write_answer` as final: its answer is being sent, or was recorded."""
     if request.query.output_to is not None:
-        host_files.settle(request.query.output_to, request.caller, request.folder.name)
+        host_files.confirm_delivery(request.query.output_to, request.caller, request.folder.name)
 
 
 def check_host_files(host_files: HostFiles, query: Query, caller: str | None) -> None:
@@ -200,15 +200,15 @@ def describe_answer(name: str, answer: Answer, result: Result, seconds: Mapping[
     return AnswerMetadata(
         model=result.model,
         media_type=answer.media_type,
-        file_name=answer_name(name, answer.suffix),
+        file_name=make_answer_name(name, answer.suffix),
         kind=result.segmentation.kind,
         seconds=dict(seconds),
         notes=result.notes,
         objects=result.segmentation.count,
         voxel_size=result.segmentation.voxel_size,
-        diameter=result.width,
+        diameter=result.diameter_text,
         skipped=None if result.skipped is None else str(result.skipped),
-        time_points=None if result.series is None else (result.series.points, result.series.total),
+        time_points=None if result.series is None else (result.series.num_time_points, result.series.total),
         confidence=result.confidence,
         doubt=describe_low_confidence(result),
     )
@@ -216,11 +216,11 @@ def describe_answer(name: str, answer: Answer, result: Result, seconds: Mapping[
 
 def describe_low_confidence(result: Result) -> dict[str, Any] | None:
     """Return a warning with the members of a problem document if confidence in a result is low, else None."""
-    if result.doubt is None:
+    if result.quality_warning is None:
         return None
-    confidence, detail, attempt = result.doubt
+    confidence, detail, attempt = result.quality_warning
     return {
-        "type": f"urn:stackseg:warning:{DoubtfulResult.slug}",
+        "type": f"urn:stackseg:warning:{LowConfidenceResult.slug}",
         "title": "Doubtful result",
         "detail": detail,
         "confidence": None if confidence is None else round(confidence, 3),
@@ -240,7 +240,7 @@ def fingerprint(caller: str | None, digest: str, spec: str, query: Query, execut
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def answer_name(name: str, suffix: str) -> str:
+def make_answer_name(name: str, suffix: str) -> str:
     """Name an answer after its input: `embryo.ome.tif` -> `embryo_labels.ome.tif`."""
     return (_STACK_SUFFIX.sub("", name) or "stack") + suffix
 
@@ -282,9 +282,11 @@ def _write_files(request: SegmentationRequest, measured: Volume | None, result: 
         tiff_writer.write(segmentation, labels, _origin(request, result))
         if measurements_format == "zip":
             warning = folder / WARNING_FILE
-            if result.doubt is not None:
+            if result.quality_warning is not None:
                 warning.write_text(json.dumps(describe_low_confidence(result), indent=2) + "\n", encoding="utf-8")
-            _pack_files(folder / ARCHIVE_FILE, (labels, table, *([warning] if result.doubt is not None else [])))
+            _pack_files(
+                folder / ARCHIVE_FILE, (labels, table, *([warning] if result.quality_warning is not None else []))
+            )
     if measurements_format == "zip":
         return Answer(folder / ARCHIVE_FILE, MEDIA_TYPES[measurements_format], "_labels.zip", stages.seconds)
     return _label_answer(labels, segmentation, stages)

@@ -11,8 +11,8 @@ from typing import BinaryIO, NamedTuple
 from zipfile import ZipFile
 
 from service.core.errors import BadParameter
-from service.core.files.whole_file import descriptor_path
-from service.core.types import Cancelling, Segmentation, Selection, Volume, never
+from service.core.files.atomic_files import descriptor_path
+from service.core.types import CancellationCheck, Segmentation, Selection, Volume, never_cancelled
 from service.formats import npy_nifti
 from service.formats.sandbox.reader import Reader
 from service.serving.results.answers import LABELS_FILE, MEASUREMENTS_FILE, MEDIA_TYPES, check_zarr_extra
@@ -87,7 +87,7 @@ def _rank(offer: str, ranges: dict[str, tuple[float, int]]) -> tuple[float, int]
     return rank if rank[0] > 0 else _LOWEST_RANK
 
 
-def extract(
+def convert_result(
     reader: Reader, file: BinaryIO, metadata: AnswerMetadata, media_type: str, folder: Path
 ) -> tuple[Path, AnswerMetadata]:
     """Write the result, or a part of it, in another format to an empty folder. Return the file and its metadata.
@@ -114,7 +114,7 @@ def read_labels(  # noqa: PLR0913
     folder: Path,
     *,
     time: int | None = None,
-    cancelled: Cancelling = never,
+    cancelled: CancellationCheck = never_cancelled,
 ) -> Volume:
     """Read the labels of a result. `time` selects the time point of a series.
 

@@ -12,11 +12,11 @@ from service.core.errors import BadParameter
 from service.core.types import Array, Volume
 from service.serving.storage.memory_budget import MemoryBudget
 
-MAX_BYTES = 2**25
+MAX_PLANE_BYTES = 2**25
 # Memory limit for all planes that are being read and sent.
-MEMORY = MemoryBudget(4 * MAX_BYTES)
+PLANE_MEMORY = MemoryBudget(4 * MAX_PLANE_BYTES)
 # Types that JavaScript typed arrays support. Other types are converted to float32.
-SENT_TYPES = {"uint8", "int8", "uint16", "int16", "uint32", "int32", "float32"}
+PLANE_DTYPES = {"uint8", "int8", "uint16", "int16", "uint32", "int32", "float32"}
 
 
 class PlaneRange(NamedTuple):
@@ -38,12 +38,13 @@ class Planes:
 
     @classmethod
     def select(cls, volume: Volume, plane_range: PlaneRange) -> Planes:
-        """Select planes. Raises BadParameter for planes outside the volume, and for more than `MAX_BYTES`."""
-        dtype = volume.dtype if volume.dtype.name in SENT_TYPES else np.dtype(np.float32)
+        """Select planes. Raises BadParameter for planes outside the volume, and for more than `MAX_PLANE_BYTES`."""
+        dtype = volume.dtype if volume.dtype.name in PLANE_DTYPES else np.dtype(np.float32)
         planes = cls(volume, _find_ranges(volume, plane_range), dtype.newbyteorder("<"))
-        if planes.nbytes > MAX_BYTES:
+        if planes.nbytes > MAX_PLANE_BYTES:
             raise BadParameter(
-                f"from, to, step: the planes have more than {MAX_BYTES:,} bytes. Request fewer planes or larger steps.",
+                f"from, to, step: the planes have more than {MAX_PLANE_BYTES:,} bytes. Request fewer planes or"
+                " use larger steps.",
                 parameter="from",
             )
         return planes

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from service.core.errors import BadParameter, Cancelled, OutputExists
-from service.core.files.whole_file import descriptor_path
-from service.core.types import Cancelling, never
+from service.core.files.atomic_files import descriptor_path
+from service.core.types import CancellationCheck, never_cancelled
 from service.formats.zarr.store import (
     METADATA_NAMES,
     FolderStore,
@@ -48,7 +48,7 @@ class DeliveryTarget(NamedTuple):
 
     folder     file descriptor of the folder
     location   the destination as written in the request, for messages
-    ticket     identifies the delivery until `settle`; "" if the target is only checked
+    ticket     identifies the delivery until `confirm_delivery`; "" if the target is only checked
     overwrite  whether the result may replace an existing result of the same kind
     """
 
@@ -115,7 +115,7 @@ def _output_exists_error(target: DeliveryTarget) -> OutputExists:
 def put_file(source: Path, target: DeliveryTarget) -> None:
     """Copy a file to its target.
 
-    Until `settle`, a second call, for example after a crash, recognizes its own file. Raises OSError, and
+    Until `confirm_delivery`, a second call, for example after a crash, recognizes its own file. Raises OSError, and
     OutputExists if another file exists and must not be overwritten.
     """
     folder, name = target.folder, target.name
@@ -150,10 +150,10 @@ def _link_new(target: DeliveryTarget) -> None:
         target.rename(target.partial, target.name)
 
 
-def put_store(source: Path, target: DeliveryTarget, cancelled: Cancelling = never) -> None:
+def put_store(source: Path, target: DeliveryTarget, cancelled: CancellationCheck = never_cancelled) -> None:
     """Copy a Zarr store to its target. Only another Zarr store can be overwritten.
 
-    Until `settle`, the delivered store contains an empty marker file. A second call, for example after a
+    Until `confirm_delivery`, the delivered store contains an empty marker file. A second call, for example after a
     crash, recognizes its own store by the marker. Links are not followed. Raises OSError, Cancelled, BadParameter
     and OutputExists.
     """
@@ -221,7 +221,7 @@ def _is_own(target: DeliveryTarget) -> bool:
     return not target.path.is_symlink() and (target.path / target.partial).is_file()
 
 
-def settle(target: DeliveryTarget) -> None:
+def confirm_delivery(target: DeliveryTarget) -> None:
     """Forget the ticket of a delivered result, after the result has been recorded."""
     if _is_own(target):
         remove_folder(target.folder, target.replaced)
@@ -236,7 +236,7 @@ def undo_delivery(target: DeliveryTarget) -> None:
         remove_folder(target.folder, target.name)
 
 
-def register_labels(labels: Path, folder: int, cancelled: Cancelling) -> None:
+def register_labels(labels: Path, folder: int, cancelled: CancellationCheck) -> None:
     """Add the labels listed in the group `labels` to the group in an open folder, which is created if necessary.
 
     Metadata files are replaced atomically. Links are not followed. Raises OSError, BadFile and Cancelled.
@@ -254,7 +254,7 @@ def register_labels(labels: Path, folder: int, cancelled: Cancelling) -> None:
 
 
 @contextmanager
-def _locked(folder: int, cancelled: Cancelling) -> Iterator[None]:
+def _locked(folder: int, cancelled: CancellationCheck) -> Iterator[None]:
     """Wait for an exclusive lock on a folder, which any program on the host may hold. Raises Cancelled."""
     while not _try_lock(folder):
         if cancelled():

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from service.core.errors import OutOfStorage, StorageUnavailable
 
 # A file beyond the size limit of the process (EFBIG) is treated like a full disk.
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # Errors of failing or missing disks, and of deleted files of the service.
 DISK_ERRORS = {errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOENT, errno.ENOTDIR}
 
@@ -61,7 +61,7 @@ def path_exists(path: Path) -> bool:
 
 
 @contextmanager
-def translate_disk_faults() -> Iterator[None]:
+def translate_disk_errors() -> Iterator[None]:
     """Translate an OSError of a full disk to OutOfStorage, and other disk errors to StorageUnavailable.
 
     Any other OSError, such as a connection error, is not translated.
@@ -69,7 +69,7 @@ def translate_disk_faults() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in DISK_FULL:
+        if error.errno in DISK_FULL_ERRNOS:
             raise OutOfStorage("The disk of the service is full. Try again later, or send a smaller file.") from error
         if error.errno in DISK_ERRORS:
             raise StorageUnavailable(

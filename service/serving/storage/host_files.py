@@ -16,9 +16,9 @@ from typing import Literal, NamedTuple
 from urllib.parse import quote, unquote
 
 from service.core.errors import BadParameter, ConfigError, OutOfStorage
-from service.core.files.whole_file import descriptor_path, open_below, open_root
-from service.core.sections.serving import References, Root
-from service.core.types import Cancelling, never
+from service.core.files.atomic_files import descriptor_path, open_folder_by_path, open_subfolder
+from service.core.sections.serving import ReferenceFolder, References
+from service.core.types import CancellationCheck, never_cancelled
 from service.formats.sandbox.remote_store import RemoteStore, check_url, is_url
 from service.formats.zarr.store import is_store_name, is_zarr_folder
 from service.serving.storage import delivery
@@ -168,7 +168,7 @@ class HostFiles:
         root, parts = _parse_location("output_to", location.removesuffix("/"), self._outputs, caller, folder=True)
         with _open_below("output_to", root, parts[:-1], location) as parent, ExitStack() as stack:
             with _translate_os_errors("output_to", location):
-                folder = stack.enter_context(open_below(parent, parts[-1:], make=True))
+                folder = stack.enter_context(open_subfolder(parent, parts[-1:], make=True))
                 results = stack.enter_context(lock_results(folder))
             yield results
 
@@ -192,7 +192,7 @@ class HostFiles:
     def put(self, file: Path, location: str, caller: str | None, ticket: str, *, overwrite: bool = False) -> None:
         """Copy a finished file to a location, where it appears after it has been written to disk.
 
-        Until `settle`, a second call with the same `ticket`, for example after a crash, recognizes its own file.
+        Until `confirm_delivery`, a second call with the same `ticket`, as after a crash, recognizes its own file.
         Raises OSError, OutOfStorage, and OutputExists if another file exists and `overwrite` is False.
         """
         opening = self._open_target(location, caller, ticket, overwrite=overwrite)
@@ -222,7 +222,7 @@ class HostFiles:
         ticket: str,
         *,
         overwrite: bool = False,
-        cancelled: Cancelling = never,
+        cancelled: CancellationCheck = never_cancelled,
     ) -> None:
         """Copy a finished Zarr store to a location, like `put`. Only another Zarr store can be overwritten.
 
@@ -243,10 +243,10 @@ class HostFiles:
                     delivery.undo_delivery(target)
                 raise
 
-    def settle(self, location: str, caller: str | None, ticket: str) -> None:
+    def confirm_delivery(self, location: str, caller: str | None, ticket: str) -> None:
         """Forget the ticket of a delivered result, after the result has been recorded."""
         with self._open_target(location, caller, ticket) as target:
-            delivery.settle(target)
+            delivery.confirm_delivery(target)
 
     @contextmanager
     def _open_target(
@@ -260,7 +260,7 @@ class HostFiles:
             yield DeliveryTarget(folder, parts[-1], location, ticket, overwrite)
 
 
-def _check_roots(kind: str, roots: Mapping[str, Root], mode: int) -> None:
+def _check_roots(kind: str, roots: Mapping[str, ReferenceFolder], mode: int) -> None:
     for name, root in roots.items():
         if not root.folder.is_dir() or not os.access(root.folder, mode):
             access = "write to" if mode & os.W_OK else "read"
@@ -270,8 +270,8 @@ def _check_roots(kind: str, roots: Mapping[str, Root], mode: int) -> None:
 
 
 def _parse_location(
-    parameter: str, location: str, roots: Mapping[str, Root], caller: str | None, *, folder: bool = False
-) -> tuple[Root, list[str]]:
+    parameter: str, location: str, roots: Mapping[str, ReferenceFolder], caller: str | None, *, folder: bool = False
+) -> tuple[ReferenceFolder, list[str]]:
     """Return the root folder of a location, and the path components below it. Raises BadParameter.
 
     With `folder`, the location may be the root folder itself.
@@ -307,12 +307,12 @@ def _is_file_name(part: str) -> bool:
 
 
 @contextmanager
-def _open_below(parameter: str, root: Root, parts: Sequence[str], location: str) -> Iterator[int]:
+def _open_below(parameter: str, root: ReferenceFolder, parts: Sequence[str], location: str) -> Iterator[int]:
     """Context manager that opens a folder below a root folder. `parts` are the path components."""
     with ExitStack() as stack:
         # The root folder itself may be a link.
-        with _translate_os_errors(parameter, location), open_root(root.folder) as top:
-            folder = stack.enter_context(open_below(top, parts))
+        with _translate_os_errors(parameter, location), open_folder_by_path(root.folder) as top:
+            folder = stack.enter_context(open_subfolder(top, parts))
         yield folder
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import IO
 
 from service.core.errors import BadParameter, Cancelled
-from service.core.files.whole_file import open_below
-from service.core.types import Cancelling
+from service.core.files.atomic_files import open_subfolder
+from service.core.types import CancellationCheck
 
 COPY_BYTES = 2**26
 # Flags for creating a file that must not exist.
@@ -75,9 +75,9 @@ def _make_file(folder: int, name: str) -> Iterator[IO[bytes]]:
         os.fsync(file.fileno())
 
 
-def copy_folder(source: Path, parent: int, name: str, cancelled: Cancelling) -> None:
+def copy_folder(source: Path, parent: int, name: str, cancelled: CancellationCheck) -> None:
     """Copy the contents of a folder to an empty folder and sync them to disk. Raises OSError and Cancelled."""
-    with open_below(parent, [name]) as folder:
+    with open_subfolder(parent, [name]) as folder:
         for path in source.iterdir():
             if cancelled():
                 raise Cancelled("cancelled while the result was copied to its destination")

@@ -12,7 +12,7 @@ READER_BYTES = 2 * 2**30
 # Number of files that are read concurrently. Large files are decoded in several threads for part of the time. For small
 # files there is one reader more than a single client can occupy.
 LARGE_FILE_READER_COUNT = min(max(host.usable_cores() // 4, 1), 4)
-SMALL_READERS = LARGE_FILE_READER_COUNT + 2
+SMALL_FILE_READER_COUNT = LARGE_FILE_READER_COUNT + 2
 
 
 class FileReaders:
@@ -26,7 +26,7 @@ class FileReaders:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.reader: Reader
-        self.read_threads = FairThreadPool(SMALL_READERS, "read")
+        self.read_threads = FairThreadPool(SMALL_FILE_READER_COUNT, "read")
         self.decode_threads = FairThreadPool(LARGE_FILE_READER_COUNT, "decode")
 
     def start(self) -> None:
@@ -37,9 +37,9 @@ class FileReaders:
             seconds=limits.read_seconds,
             decoded_bytes=limits.decoded_bytes,
             shared_bytes=self._settings.references.decoded_bytes,
-            processes=SMALL_READERS + LARGE_FILE_READER_COUNT,
+            processes=SMALL_FILE_READER_COUNT + LARGE_FILE_READER_COUNT,
         )
-        # Wait in the background, so that `reader.missing` is set soon.
+        # Wait in the background, so that `reader.missing_layers` is set soon.
         self.read_threads.submit("", self.reader.await_start)
 
     def stop(self) -> None:

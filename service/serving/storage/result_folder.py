@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from service.core.errors import BadParameter
-from service.core.files.whole_file import descriptor_path, open_below, open_root
+from service.core.files.atomic_files import descriptor_path, open_folder_by_path, open_subfolder
 from service.serving.storage.host_folder import is_file, lock, remove_folder
 
 # Prefix of the folder in which files are written before they are moved to their final path.
@@ -37,7 +37,7 @@ class ResultFolder:
             with self._parent(path, make=True) as (parent, last):
                 if stat.S_ISDIR(os.stat(name, dir_fd=self._staging, follow_symlinks=False).st_mode):
                     # A rename cannot replace a folder that is not empty, so move the existing folder away first.
-                    with suppress(FileNotFoundError), open_below(parent, [last]):
+                    with suppress(FileNotFoundError), open_subfolder(parent, [last]):
                         os.rename(last, uuid.uuid4().hex, src_dir_fd=parent, dst_dir_fd=self._staging)
                 os.replace(name, last, src_dir_fd=self._staging, dst_dir_fd=parent)
         except (NotADirectoryError, IsADirectoryError) as error:
@@ -66,7 +66,7 @@ class ResultFolder:
     @contextmanager
     def _parent(self, path: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
         *folders, last = path.split("/")
-        with open_below(self._folder, folders, make=make) as parent:
+        with open_subfolder(self._folder, folders, make=make) as parent:
             yield parent, last
 
     def append(self, name: str, line: str) -> None:
@@ -100,7 +100,7 @@ def lock_results(folder: int) -> Iterator[ResultFolder]:
     name = f"{STAGING}{uuid.uuid4().hex}"
     os.mkdir(name, 0o700, dir_fd=folder)
     try:
-        with open_below(folder, [name]) as staging:
+        with open_subfolder(folder, [name]) as staging:
             yield ResultFolder(folder, staging)
     finally:
         remove_folder(folder, name)
@@ -110,5 +110,5 @@ def lock_results(folder: int) -> Iterator[ResultFolder]:
 def open_results(path: Path) -> Iterator[ResultFolder]:
     """Context manager that locks a results folder, which is created if it does not exist."""
     path.mkdir(parents=True, exist_ok=True)
-    with open_root(path) as folder, lock_results(folder) as results:
+    with open_folder_by_path(path) as folder, lock_results(folder) as results:
         yield results

@@ -153,16 +153,16 @@ class ScratchSpace:
         return self._used.total()
 
     @property
-    def most(self) -> int:
+    def max_client_bytes(self) -> int:
         """Maximum number of bytes for a client if no other client uses the space."""
         return self.limit // 2
 
-    def hold(self, client: str) -> Hold:
+    def new_reservation(self, client: str) -> SpaceReservation:
         """Return an empty reservation for a client. Close it after its files have been deleted."""
-        return Hold(self, client)
+        return SpaceReservation(self, client)
 
-    def change(self, reservation: Hold, nbytes: int, *, checked: bool = False) -> None:
-        """Change the size of an open reservation. With `checked`, raises the errors of `Hold.reserve`."""
+    def change(self, reservation: SpaceReservation, nbytes: int, *, checked: bool = False) -> None:
+        """Change the size of an open reservation. With `checked`, raises the errors of `SpaceReservation.reserve`."""
         with self._lock:
             if checked and not reservation.closed:
                 self._check(reservation.client, nbytes)
@@ -170,7 +170,7 @@ class ScratchSpace:
                 reservation.nbytes += nbytes
                 self._add_used_bytes(reservation.client, nbytes)
 
-    def release(self, reservation: Hold) -> None:
+    def release(self, reservation: SpaceReservation) -> None:
         """Close a reservation."""
         with self._lock:
             self._add_used_bytes(reservation.client, -reservation.nbytes)
@@ -188,7 +188,7 @@ class ScratchSpace:
         if 2 * nbytes > self.limit:
             raise TooLarge(
                 f"The request needs {nbytes:,} bytes of disk space on the service. The limit per client is"
-                f" {self.most:,} bytes. Select a channel or a time point, crop the stack, or downsample it."
+                f" {self.max_client_bytes:,} bytes. Select a channel or a time point, crop the stack, or downsample it."
             )
         if used_by_client:
             raise RateLimited(
@@ -201,7 +201,7 @@ class ScratchSpace:
         )
 
 
-class Hold:
+class SpaceReservation:
     """The disk space reserved by one request of a client. A closed reservation ignores further changes."""
 
     def __init__(self, space: ScratchSpace, client: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from service.core.errors import OutOfStorage, UnknownStack
-from service.serving.storage.disk import translate_disk_faults
+from service.serving.storage.disk import translate_disk_errors
 
 STACK = "upload.tif"
 RECORD = "stack.json"
@@ -58,9 +58,9 @@ class StackStore:
         # Held from checking the quota until the new stack is stored.
         self._lock = threading.Lock()
 
-    def keep(self, upload: Path, name: str, owner: str | None, digest: str) -> StoredStack:
+    def add(self, upload: Path, name: str, owner: str | None, digest: str) -> StoredStack:
         """Store a complete file. Its folder becomes the folder of the stack. Raises OutOfStorage beyond the quota."""
-        with translate_disk_faults(), self._lock:
+        with translate_disk_errors(), self._lock:
             size = upload.stat().st_size
             stack = StoredStack(self._folder / upload.parent.name / STACK, name, owner, digest, size, 0.0)
             self._free_space(stack)
@@ -79,7 +79,7 @@ class StackStore:
                 "There is no such stack: its ID is wrong, or the stack has expired. Upload it again.",
                 parameter="stack",
             )
-        with translate_disk_faults(), suppress(FileNotFoundError):
+        with translate_disk_errors(), suppress(FileNotFoundError):
             (stored.path.parent / RECORD).touch()
         return stored
 
@@ -126,7 +126,7 @@ class StackStore:
         return [stack for folder in self._list_folders() if (stack := self._read(folder)) is not None]
 
     def _list_folders(self) -> list[Path]:
-        with translate_disk_faults():
+        with translate_disk_errors():
             return list(self._folder.iterdir()) if self._folder.is_dir() else []
 
     @staticmethod
@@ -141,5 +141,5 @@ class StackStore:
 
     @staticmethod
     def _delete_files(stack: StoredStack) -> None:
-        with translate_disk_faults(), suppress(FileNotFoundError):
+        with translate_disk_errors(), suppress(FileNotFoundError):
             shutil.rmtree(stack.path.parent)

@@ -30,7 +30,7 @@ HOST_FILE_THREADS = ThreadPoolExecutor(HOST_FILE_THREAD_COUNT, "named")
 _start_lock = threading.Lock()
 
 
-def begin_file_threads() -> None:
+def start_file_threads() -> None:
     """Start the threads of this module before there is work for them. Raises the errors of `start_all_threads`."""
     with _start_lock:
         _start_file_threads_once()
@@ -42,7 +42,7 @@ def _start_file_threads_once() -> None:
     start_all_threads(HOST_FILE_THREADS, HOST_FILE_THREAD_COUNT)
 
 
-def begin_threads(threads: int, name: str) -> ThreadPoolExecutor:
+def start_threads(threads: int, name: str) -> ThreadPoolExecutor:
     """Return a pool whose threads have all been started. Raises the errors of `start_all_threads`."""
     pool = ThreadPoolExecutor(threads, name)
     start_all_threads(pool, threads)
@@ -72,23 +72,23 @@ class FairThreadPool:
 
     def __init__(self, threads: int, name: str) -> None:
         self._limit = threads
-        self._threads = begin_threads(threads, name)
+        self._threads = start_threads(threads, name)
         self._lock = threading.Lock()
         # Clients in the order of their turns. A client moves to the end when a call of it begins.
         self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
         self._running: Counter[str] = Counter()
 
-    def of(self, client: str) -> Executor:
+    def for_client(self, client: str) -> Executor:
         """Return an executor that submits calls of one client."""
         return _ClientExecutor(self, client)
 
-    def busy(self, client: str) -> bool:
+    def is_busy(self, client: str) -> bool:
         """Return whether another call of this client would have to wait."""
         with self._lock:
             return not self._can_begin(client)
 
     @property
-    def waiting(self) -> int:
+    def waiting_count(self) -> int:
         """The number of calls that have not begun, including cancelled calls."""
         with self._lock:
             return sum(map(len, self._waiting.values()))

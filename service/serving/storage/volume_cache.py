@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from service.core.types import Volume
-from service.serving.storage.scratch import Hold, ScratchSpace
+from service.serving.storage.scratch import ScratchSpace, SpaceReservation
 
 # Limit for all volumes together. A single volume can be larger.
 CACHE_BYTES = 4 * 2**30
@@ -18,7 +18,7 @@ CACHE_CLIENT = "volume cache"
 
 class _CachedVolume(NamedTuple):
     volume: Volume
-    reservation: Hold
+    reservation: SpaceReservation
 
 
 class VolumeCache:
@@ -44,7 +44,7 @@ class VolumeCache:
     def open(self, key: Hashable, space: ScratchSpace, read: Callable[[], Volume]) -> Volume:
         """Return the cached volume with this key, or else call `read` and add its volume to the cache.
 
-        Blocks during `read`. Raises its errors, and the errors of `Hold.reserve`.
+        Blocks during `read`. Raises its errors, and the errors of `SpaceReservation.reserve`.
         """
         if (cached := self.find(key)) is not None:
             return cached
@@ -53,9 +53,11 @@ class VolumeCache:
             # Another thread may have added it in the meantime.
             if key in self._volumes:
                 return self._volumes[key].volume
-            while self._volumes and self._nbytes() + volume.nbytes > min(self._limit_bytes, space.most // 2):
+            while self._volumes and self._nbytes() + volume.nbytes > min(
+                self._limit_bytes, space.max_client_bytes // 2
+            ):
                 self._volumes.popitem(last=False)[1].reservation.close()
-            reservation = space.hold(CACHE_CLIENT)
+            reservation = space.new_reservation(CACHE_CLIENT)
             reservation.reserve(volume.nbytes)
             self._volumes[key] = _CachedVolume(volume, reservation)
         return volume

@@ -18,15 +18,15 @@ from service.api.http.multipart import MAX_FIELD_BYTES, MAX_FIELDS
 from service.api.http.uploads import BLOCK_BYTES, UPLOAD_MEMORY, Upload, receive, sanitize_file_name
 from service.core.errors import BadParameter, Cancelled, RateLimited, StackSegError, TooLarge, UnsupportedMedia
 from service.serving.storage.memory_budget import MemoryBudget
-from service.serving.storage.scratch import Hold, ScratchSpace
+from service.serving.storage.scratch import ScratchSpace, SpaceReservation
 
 TIFF = {"content-type": "image/tiff"}
 FORM = {"content-type": "multipart/form-data; boundary=frontier"}
 
 
-def make_quota(nbytes: int = 2**40) -> Hold:
+def make_quota(nbytes: int = 2**40) -> SpaceReservation:
     """Return the disk quota of a request in a scratch space of `nbytes` bytes."""
-    return ScratchSpace(nbytes).hold("client")
+    return ScratchSpace(nbytes).new_reservation("client")
 
 
 def post(
@@ -293,7 +293,7 @@ def test_file_name_is_reduced_to_its_last_component(sent: str, expected: str) ->
 def test_disk_space_is_reserved_for_expected_or_received_bytes(tmp_path: Path, has_length: bool) -> None:
     space = ScratchSpace(2**30)
 
-    async def stall(quota: Hold, length: int) -> None:
+    async def stall(quota: SpaceReservation, length: int) -> None:
         """Upload the first 1000 of `length` bytes, then cancel."""
         stalled = asyncio.Event()
         messages = [{"type": "http.request", "body": bytes(1000), "more_body": True}]
@@ -316,12 +316,12 @@ def test_disk_space_is_reserved_for_expected_or_received_bytes(tmp_path: Path, h
         finally:
             upload.close()
 
-    first, second, third = (space.hold("client") for _ in range(3))
+    first, second, third = (space.new_reservation("client") for _ in range(3))
     asyncio.run(stall(first, 2**28))
     assert first.nbytes == 2**28 if has_length else 1000 <= first.nbytes <= 1000 + BLOCK_BYTES
     first.reserve(2**28 - first.nbytes)
     asyncio.run(stall(second, 2**28))
-    space.hold("client").reserve(2**29 - space.used)
+    space.new_reservation("client").reserve(2**29 - space.used)
     with pytest.raises(RateLimited):
         asyncio.run(stall(third, 1000))
 

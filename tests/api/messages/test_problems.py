@@ -45,7 +45,7 @@ def list_tree(error_type: type[errors.StackSegError]) -> list[type[errors.StackS
         (408, [errors.TooSlow]),
         (413, [errors.TooLarge]),
         (415, [errors.UnsupportedMedia]),
-        (421, [errors.Misdirected]),
+        (421, [errors.MisdirectedRequest]),
         (422, [errors.BadFile, errors.AmbiguousAxes, errors.BadParameter]),
         (429, [errors.RateLimited]),
         (499, [errors.Cancelled]),
@@ -172,7 +172,7 @@ def test_killed_reader_process_is_reported(
     tifffile.imwrite(packed, np.zeros((5, 8, 8), np.uint8), photometric="minisblack", compression="packbits")
     with start(bands_repository, tmp_path) as service:
         client = service.client
-        until(lambda: service.runtime.read_threads.waiting == 0)
+        until(lambda: service.runtime.read_threads.waiting_count == 0)
         before = client.get("/health").json()["degraded"]
         service.runtime.reader.close()
         service.runtime._readers.reader = Reader(
@@ -198,7 +198,7 @@ def test_killed_reader_process_is_reported(
     ],
 )
 def test_folders_are_removed_from_paths_in_messages(message: str, expected: str) -> None:
-    assert errors.without_folders(message) == expected
+    assert errors.remove_folders(message) == expected
 
 
 def test_responses_do_not_reveal_folders_of_the_host(bands_repository: Path, tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_responses_do_not_reveal_folders_of_the_host(bands_repository: Path, tmp
         for response in responses:
             assert str(tmp_path) not in response.text, response.url
             for text in list_strings(json.loads(response.text)) if response.text.startswith("{") else ():
-                assert text in {"/health", "/docs"} or text.startswith("/jobs/") or errors.without_folders(text) == text
+                assert text in {"/health", "/docs"} or text.startswith("/jobs/") or errors.remove_folders(text) == text
 
 
 def list_strings(value: object) -> list[str]:

@@ -264,7 +264,7 @@ def test_result_larger_than_the_scratch_quota_can_be_downloaded(bands_repository
     with start(bands_repository, tmp_path, **limits) as service:
         job = service.run()
         answer = service.result(job)
-        assert len(answer.content) > service.runtime.scratch_space.most
+        assert len(answer.content) > service.runtime.scratch_space.max_client_bytes
         assert answer.status_code == 200
         assert service.runtime.scratch_space.used == 0
 

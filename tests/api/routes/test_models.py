@@ -12,7 +12,7 @@ from model_files import copy_model
 from runtimes import loaded_segmenter
 
 from service.api.access.keys import hash_key
-from service.serving.learning.trained_models import OWNER
+from service.serving.learning.trained_models import OWNER_FILE
 
 
 def test_trained_model_is_deleted_by_its_owner_or_an_admin_if_no_job_needs_it(
@@ -20,7 +20,7 @@ def test_trained_model_is_deleted_by_its_owner_or_an_admin_if_no_job_needs_it(
 ) -> None:
     trained = tmp_path / "jobs" / "trained-models"
     for name in ("mine", "other", "kept"):
-        (copy_model(bands_repository / "bands", trained / name) / OWNER).write_text(json.dumps("ann"))
+        (copy_model(bands_repository / "bands", trained / name) / OWNER_FILE).write_text(json.dumps("ann"))
     access = {"keys": {name: hash_key(name) for name in ("ann", "bob", "eve")}, "admins": ["eve"]}
     models = {"load": ["kept"], "default": "bands"}
     settings = eager(bands_repository, access=access, jobs={"folder": tmp_path / "jobs"}, models=models)

@@ -26,9 +26,9 @@ from service.core.config import Settings
 from service.core.quantities import VoxelSize
 from service.models.spec import ModelSpec
 from service.serving.parameters import Query
-from service.serving.results.answers import answer_name, fingerprint
+from service.serving.results.answers import fingerprint, make_answer_name
 from service.serving.results.metadata import AnswerMetadata
-from service.serving.storage.readers import SMALL_READERS
+from service.serving.storage.readers import SMALL_FILE_READER_COUNT
 from service.serving.storage.threads import HOST_FILE_THREADS
 
 ONES = np.ones((3, 8, 8))
@@ -207,14 +207,14 @@ def test_failure_is_not_cached(caching_service: Service) -> None:
 def test_cached_result_does_not_wait_for_busy_reader_threads(caching_service: Service) -> None:
     threads, gate = caching_service.runtime.read_threads, threading.Event()
     assert caching_service.segment().headers["x-cache"] == "miss"
-    stuck = [threads.of(str(number)).submit(gate.wait, 60) for number in range(SMALL_READERS)]
-    assert threads.busy("testclient")
+    stuck = [threads.for_client(str(number)).submit(gate.wait, 60) for number in range(SMALL_FILE_READER_COUNT)]
+    assert threads.is_busy("testclient")
     try:
         again = caching_service.segment()
         assert (again.status_code, again.headers.get("x-cache")) == (200, "hit")
         with ThreadPoolExecutor(1) as pool:
             posted = pool.submit(caching_service.segment, as_tiff(np.full((3, 8, 8), 201, np.uint8)))
-            until(lambda: threads.waiting == 1)
+            until(lambda: threads.waiting_count == 1)
             time.sleep(0.1)
             gate.set()
             other = posted.result(60)
@@ -224,7 +224,7 @@ def test_cached_result_does_not_wait_for_busy_reader_threads(caching_service: Se
     timing = dict(stage.split(";dur=") for stage in other.headers["server-timing"].split(", "))
     assert float(timing["read"]) > 90
     assert all(waited.result(60) for waited in stuck)
-    until(lambda: not threads.busy("testclient"))
+    until(lambda: not threads.is_busy("testclient"))
 
 
 def test_nothing_is_computed_if_the_request_times_out_while_its_file_is_read(
@@ -466,13 +466,13 @@ def test_headers_for_unknown_metadata_are_omitted() -> None:
     ],
 )
 def test_result_is_named_after_the_input(name: str, expected: str) -> None:
-    assert answer_name(name, "_labels.ome.tif") == expected
+    assert make_answer_name(name, "_labels.ome.tif") == expected
 
 
 def test_blocked_threads_do_not_block_inspections_and_new_jobs(service: Service) -> None:
     """Decoding may be slow, and folders may be on a file server that does not respond."""
     gate, runtime = threading.Event(), service.runtime
-    others = runtime.read_threads.of("others"), runtime.decode_threads.of("testclient")
+    others = runtime.read_threads.for_client("others"), runtime.decode_threads.for_client("testclient")
     stuck = [pool.submit(gate.wait, 60) for pool in (*others, HOST_FILE_THREADS) for _ in range(16)]
     try:
         assert service.post("/inspect", STACK).json()["file"]["shape"] == [1, 3, 8, 8]

@@ -8,7 +8,7 @@ from service.cli.benchmark.networks import (
     Runner,
     RunnerBuilder,
     allows_tf32,
-    compare_with,
+    compare_with_first,
     format_config,
 )
 from service.core.config import Settings
@@ -53,7 +53,7 @@ def test_device_peak_keeps_the_highest_value(peak):
 def test_engines_are_compared_with_the_one_in_use_at_every_batch_size(bands, peak):
     settings = Settings.model_validate({"engine": {"kind": "eager", "precision": "fp32"}})
     builders = networks.list_engines(bands, settings, CPU, (1, 2))
-    rows = list(compare_with(IN_USE, builders, peak))
+    rows = list(compare_with_first(IN_USE, builders, peak))
     assert [row.name for row in rows[:1]] == ["in use"]
     assert {(row.name, row.windows) for row in rows[1:]} == {
         (f"eager fp32 {layout}", size) for layout in ("contiguous", "channels_last_3d") for size in (1, 2)
@@ -65,7 +65,7 @@ def test_row_of_a_missing_engine_contains_the_reason(bands, peak, monkeypatch):
     settings = Settings.model_validate({"engine": {"kind": "openvino", "precision": "fp32"}})
     missing_engine = change(backends.BACKENDS["openvino"], explain_missing=lambda: "not installed")
     monkeypatch.setitem(backends.BACKENDS, "openvino", missing_engine)
-    other, row = compare_with(IN_USE, networks.list_engines(bands, settings, CPU, (3,)), peak)
+    other, row = compare_with_first(IN_USE, networks.list_engines(bands, settings, CPU, (3,)), peak)
     assert (row.name, row.windows, row.problem) == ("openvino fp32 contiguous", 3, "not installed")
     assert row.ms_per_window is None
     assert other.name == "in use"
@@ -73,7 +73,7 @@ def test_row_of_a_missing_engine_contains_the_reason(bands, peak, monkeypatch):
 
 def test_no_engine_is_built_after_the_time_limit(peak):
     builders = [RunnerBuilder("slow", 2, lambda: pytest.fail("was built"))]
-    _, row = compare_with(IN_USE, builders, peak, build_seconds=-1.0)
+    _, row = compare_with_first(IN_USE, builders, peak, build_seconds=-1.0)
     assert (row.name, row.windows, row.ms_per_window) == ("slow", 2, None)
     assert "not built" in row.problem
 
@@ -87,7 +87,7 @@ def test_each_runner_is_timed_before_the_next_one_is_built(peak):
 
     first = Runner("first", 1, "fp32", lambda: calls.append("first"))
     builders = [RunnerBuilder(name, 1, lambda name=name: build(name)) for name in ("one", "two")]
-    rows = compare_with(first, builders, peak)
+    rows = compare_with_first(first, builders, peak)
     assert next(rows).name == "first"
     assert set(calls) == {"first"}
     calls.clear()
@@ -104,7 +104,7 @@ def test_failed_runner_has_a_row_and_the_next_one_runs(peak, phase):
 
     broken = fail if phase == "build" else lambda: Runner("broken", 4, "fp32", fail)
     builders = [RunnerBuilder("broken", 4, broken), RunnerBuilder("working", 1, lambda: IN_USE)]
-    _, failed, working = compare_with(IN_USE, builders, peak)
+    _, failed, working = compare_with_first(IN_USE, builders, peak)
     assert (failed.name, failed.windows, failed.problem, failed.ms_per_window) == ("broken", 4, "too large", None)
     assert working.ms_per_window is not None
 
@@ -155,12 +155,12 @@ def test_tf32_requires_a_gpu_that_supports_it(monkeypatch):
 def test_exact_runner_is_compared_with_the_peak_without_tf32(peak, monkeypatch):
     matmul_precisions = {}
 
-    def matrix_peak(dtype, device, *, clock):
+    def measure_matrix_peak(dtype, device, *, clock):
         allowed = torch.backends.cudnn.allow_tf32
         matmul_precisions[allowed] = torch.get_float32_matmul_precision()
         return (2e15 if allowed else 1e15) * 1.0
 
-    monkeypatch.setattr(networks, "matrix_peak", matrix_peak)
+    monkeypatch.setattr(networks, "measure_matrix_peak", measure_matrix_peak)
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     tf32._set("high")
     try:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from service.cli.benchmark import timing
-from service.cli.benchmark.timing import Spread, time_in_turn
+from service.cli.benchmark.timing import Spread, time_alternately
 
 CPU = torch.device("cpu")
 STATUS = Path("/proc/self/status")
@@ -13,14 +13,14 @@ STATUS = Path("/proc/self/status")
 
 def test_calls_are_timed_alternately():
     order = []
-    times = time_in_turn([lambda: order.append("a"), lambda: order.append("b")], 3)
+    times = time_alternately([lambda: order.append("a"), lambda: order.append("b")], 3)
     assert order == ["a", "b"] * 3
     assert [len(column) for column in times] == [3, 3]
 
 
 def test_only_two_rounds_run_after_the_time_limit():
     ticks = iter(range(100))
-    times = time_in_turn([lambda: None], 50, seconds=0.0, clock=lambda: next(ticks))
+    times = time_alternately([lambda: None], 50, seconds=0.0, clock=lambda: next(ticks))
     assert times == [[1, 1]]
 
 
@@ -31,12 +31,12 @@ def test_ratio_is_computed_round_by_round():
 
 def test_flop_count_of_a_network():
     network = nn.Conv3d(2, 4, 3, padding=1, bias=False)
-    assert timing.flop_of_window(network, (2, 8, 8, 8)) == 2 * 8**3 * 2 * 4 * 27
+    assert timing.count_window_flop(network, (2, 8, 8, 8)) == 2 * 8**3 * 2 * 4 * 27
 
 
 def test_matrix_peak_is_plausible(monkeypatch):
     monkeypatch.setattr(timing, "MATRIX_EDGE", 256)
-    assert timing.matrix_peak(torch.float32, CPU, calls=1) > 1e8
+    assert timing.measure_matrix_peak(torch.float32, CPU, calls=1) > 1e8
 
 
 def test_timed_calls_run_in_inference_mode():

@@ -9,7 +9,7 @@ import pytest
 
 from service.__main__ import main
 from service.cli.segmentation.blocks import read_result_metadata
-from service.core.types import Options, Steering
+from service.core.types import Options, PostprocessingOptions
 from tests.block_runs import begin, segment_blocks, segment_whole
 from tests.segmenters import settings_of
 from tests.zarr_files import write_zarr
@@ -21,8 +21,12 @@ CONFIDENCE = {"intercept": -9, "certainty": 0, "peak": 0, "size": 0, "giants": 0
 @pytest.mark.parametrize(
     ("pixels", "options", "message"),
     [
-        (np.full((8, 16, 16), 7, np.uint8), Options(steering=Steering(min_confidence=1.0)), "has the same gray value"),
-        (NOISE, Options(steering=Steering(min_confidence=1.0)), "may exclude all objects"),
+        (
+            np.full((8, 16, 16), 7, np.uint8),
+            Options(postprocessing=PostprocessingOptions(min_confidence=1.0)),
+            "has the same gray value",
+        ),
+        (NOISE, Options(postprocessing=PostprocessingOptions(min_confidence=1.0)), "may exclude all objects"),
         (NOISE, Options(), "The labels may be wrong"),
     ],
 )
@@ -35,8 +39,8 @@ def test_warnings_equal_those_of_the_volume_as_a_whole(
     folder = begin(tmp_path / "run", source, spec, options, settings_of())
     segment_blocks(folder, tmp_path / "out.zarr")
     whole = segment_whole(source, spec, options, settings_of())
-    assert whole.doubt is not None
-    assert message in whole.doubt.detail
+    assert whole.quality_warning is not None
+    assert message in whole.quality_warning.detail
     assert read_result_metadata(folder, spec).warnings == whole.warnings
 
 

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from service.core.files.whole_file import write_whole
+from service.core.files.atomic_files import write_atomically
 
 
 @pytest.mark.parametrize("sync", [False, True])
 def test_file_is_renamed_after_it_is_complete(tmp_path: Path, sync: bool) -> None:
     path = tmp_path / "a.json"
     path.write_text("old")
-    with write_whole(path, sync=sync) as partial:
+    with write_atomically(path, sync=sync) as partial:
         partial.write_text("new")
         assert (path.read_text(), partial.parent) == ("old", tmp_path)
     assert (path.read_text(), list(tmp_path.iterdir())) == ("new", [path])
@@ -23,7 +23,7 @@ def test_failed_write_keeps_the_previous_file(tmp_path: Path, partial: str | Non
     path.write_text("old")
 
     def write() -> None:
-        with write_whole(path, None if partial is None else tmp_path / partial) as file:
+        with write_atomically(path, None if partial is None else tmp_path / partial) as file:
             assert file.name == partial or partial is None
             file.write_text("half")
             raise KeyError
@@ -37,6 +37,6 @@ def test_link_at_the_temporary_path_is_not_followed(tmp_path: Path) -> None:
     path, other = tmp_path / "a.json", tmp_path / "other"
     other.write_text("unrelated")
     (tmp_path / ".a.json.part").symlink_to(other)
-    with write_whole(path) as partial:
+    with write_atomically(path) as partial:
         partial.write_text("new")
     assert (path.read_text(), path.is_symlink(), other.read_text()) == ("new", False, "unrelated")

@@ -99,13 +99,13 @@ def test_memory_of_cuda_graphs_between_replays_is_not_free() -> None:
     cuda.mem_get_info.return_value, cuda.memory_stats_as_nested_dict.return_value = (100, 1000), stats
     cuda.memory_snapshot.return_value = segments
     assert devices.free_bytes(device, cuda) == 100 + 60, "before any graph was recorded"
-    assert devices.count_pools(device, cuda) == 60
+    assert devices.measure_graph_pools(device, cuda) == 60
     assert devices.free_bytes(device, cuda) == 100 + 30
-    assert devices.count_pools(torch.device("cuda", 7), cuda) == 30
+    assert devices.measure_graph_pools(torch.device("cuda", 7), cuda) == 30
     cuda.memory_snapshot.return_value = segments[:1]
-    assert devices.count_pools(device, cuda) == 0
+    assert devices.measure_graph_pools(device, cuda) == 0
     assert devices.free_bytes(device, cuda) == 100 + 60
-    assert devices.count_pools(torch.device("cpu")) == 0
+    assert devices.measure_graph_pools(torch.device("cpu")) == 0
 
 
 @pytest.mark.gpu
@@ -160,10 +160,10 @@ def test_freed_memory_is_returned_to_the_system() -> None:
 def test_thread_count_of_torch_is_set_per_thread():
     before = torch.get_num_threads()
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        one.submit(devices.use_threads, 2).result()
-        other.submit(devices.use_threads, 1).result()
+        one.submit(devices.set_torch_threads, 2).result()
+        other.submit(devices.set_torch_threads, 1).result()
         assert one.submit(torch.get_num_threads).result() == 2
         assert other.submit(torch.get_num_threads).result() == 1
-        one.submit(devices.use_threads, 0).result()
+        one.submit(devices.set_torch_threads, 0).result()
         assert one.submit(torch.get_num_threads).result() == host.usable_cores()
-        one.submit(devices.use_threads, before).result()
+        one.submit(devices.set_torch_threads, before).result()

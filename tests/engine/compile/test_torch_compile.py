@@ -56,7 +56,7 @@ def test_frozen_network_accepts_any_number_of_threads_but_only_one_shape_and_lay
     expected, graphs = network(X), torch_compile.count_graphs()
 
     def call(threads):
-        devices.use_threads(threads)
+        devices.set_torch_threads(threads)
         with torch.inference_mode():
             return network(X)
 

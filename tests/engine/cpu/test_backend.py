@@ -10,7 +10,7 @@ from service.engine.precision import DTYPES
 from service.engine.prepare import prepare
 from service.engine.tuning.plans import EngineConfig
 from service.models.architectures import ShuffleUNet
-from service.models.network import weight_bytes
+from service.models.network import count_weight_bytes
 
 EXAMPLE = torch.zeros(2, 1, 8, 8, 8)
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def test_winograd_engine_accepts_any_batch_size_and_returns_scores_in_its_precis
     module = prepare(network, CPU, DTYPES[precision], torch.channels_last_3d)
     example = torch.rand(2, 8, 8, 8, 8).to(DTYPES[precision], memory_format=torch.channels_last_3d)
     built = build(module, example, make_config("winograd", precision, memory_format="channels_last_3d"), Engine())
-    assert built.any_batch_size
+    assert built.accepts_any_batch_size
     scores, expected = built.network(example), module.float()(example.float())
     assert scores.dtype == DTYPES[precision]
     assert (scores.float() - expected).abs().max() <= {"bf16": 0.02, "fp32": 1e-5}[precision] * expected.abs().max()
@@ -40,7 +40,7 @@ def test_winograd_engine_accepts_any_batch_size_and_returns_scores_in_its_precis
 def test_buffers_of_every_stream_are_counted():
     network = ShuffleUNet(1, 2, (16, 32))
     module = prepare(network, CPU, torch.float32, torch.channels_last_3d)
-    weights = weight_bytes(BACKENDS["winograd"].transform(module))
+    weights = count_weight_bytes(BACKENDS["winograd"].transform(module))
     one, four = (
         build(module, EXAMPLE, replace(make_config("winograd"), streams=streams), Engine()) for streams in (1, 4)
     )

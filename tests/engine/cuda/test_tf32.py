@@ -30,18 +30,18 @@ def _restore_switches():
 )
 def test_settings_apply_to_a_gpu_but_not_to_a_cpu(settings, expected):
     before = read_switches()
-    tf32.use(settings, CPU)
+    tf32.configure(settings, CPU)
     assert read_switches() == before
-    tf32.use(settings, CUDA)
+    tf32.configure(settings, CUDA)
     assert read_switches() == expected
 
 
 def test_tf32_is_disabled_temporarily_for_the_reference():
-    tf32.use(Engine(), CUDA)
+    tf32.configure(Engine(), CUDA)
     observed = tf32.without_tf32(lambda x: (read_switches(), x)[0])(torch.zeros(1))
     assert observed[:2] == ("highest", False)
     assert read_switches() == ("high", True, True)
-    with pytest.raises(RuntimeError, match="inside the context"), tf32.exact():
+    with pytest.raises(RuntimeError, match="inside the context"), tf32.disable_tf32():
         raise RuntimeError("an error inside the context")
     assert read_switches() == ("high", True, True)
 
@@ -52,8 +52,8 @@ def test_results_without_tf32_are_closer_to_float64():
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.rand(512, 512, generator=generator).to(CUDA) for _ in range(2))
     expected = x.double() @ y.double()
-    tf32.use(Engine(), CUDA)
-    with tf32.exact():
+    tf32.configure(Engine(), CUDA)
+    with tf32.disable_tf32():
         error = (x @ y - expected).abs().max()
     assert error < 1e-3
     if torch.cuda.get_device_capability()[0] >= 8:

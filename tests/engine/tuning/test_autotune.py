@@ -11,7 +11,7 @@ from service.engine.tuning.autotune import (
     MIN_SPEED_GAIN,
     MIN_TIMED_ROUNDS,
     Candidate,
-    NothingRuns,
+    NoWorkingConfiguration,
     Tuner,
 )
 from service.engine.tuning.plans import EngineConfig
@@ -62,13 +62,13 @@ class Simulation:
     def make_tuner(self, seconds=180.0, **options):
         return Tuner(self.enter, 0.001, seconds, clock=lambda: self.now, **options)
 
-    def race(self, *configs, seconds=180.0, changes=None, **options):
-        result, trials = self.make_tuner(seconds, **options).race(configs, **(changes or {}))
+    def find_fastest(self, *configs, seconds=180.0, changes=None, **options):
+        result, trials = self.make_tuner(seconds, **options).find_fastest(configs, **(changes or {}))
         return result, {trial.choice: trial for trial in trials}
 
 
 def test_fastest_configuration_wins_and_other_verdicts_hold_the_reason():
-    winner, trials = Simulation({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.08}).race(EAGER, COMPILED)
+    winner, trials = Simulation({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.08}).find_fastest(EAGER, COMPILED)
     assert winner == COMPILED
     assert str(trials[COMPILED].verdict) == "chosen"
     assert trials[COMPILED].windows_per_second == pytest.approx(12.5)
@@ -84,7 +84,7 @@ ENGINES = [EngineConfig(f"engine {number}", "fp32", "contiguous", 2) for number 
 @given(st.lists(st.floats(0.05, 0.2), min_size=1, max_size=6))
 def test_first_configuration_within_the_margin_of_the_fastest_wins(seconds):
     simulation = Simulation({(config.engine, "fp32"): each for config, each in zip(ENGINES, seconds, strict=False)})
-    winner, trials = simulation.race(*ENGINES[: len(seconds)])
+    winner, trials = simulation.find_fastest(*ENGINES[: len(seconds)])
     winning_seconds = seconds[ENGINES.index(winner)]
     assert winning_seconds <= min(seconds) * (1 + MIN_SPEED_GAIN) * 1.0001
     assert all(
@@ -105,7 +105,7 @@ def test_first_configuration_within_the_margin_of_the_fastest_wins(seconds):
 )
 def test_configurations_are_timed_alternately_until_the_result_is_clear(seconds, configs, rounds):
     simulation = Simulation({("eager", "fp32"): seconds[0], ("compiled", "fp32"): seconds[1]})
-    _, trials = simulation.race(*configs)
+    _, trials = simulation.find_fastest(*configs)
     assert simulation.calls == [*configs] * (1 + rounds)
     assert trials[EAGER].windows_per_second == pytest.approx(1 / seconds[0])
 
@@ -113,7 +113,7 @@ def test_configurations_are_timed_alternately_until_the_result_is_clear(seconds,
 @pytest.mark.parametrize(("difference", "detail"), [(0.0011, "0.11% of the labels differ"), (math.nan, "not finite")])
 def test_configuration_with_wrong_labels_is_rejected_even_if_faster(difference, detail):
     simulation = Simulation({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.01}, differences={COMPILED: difference})
-    winner, trials = simulation.race(COMPILED, EAGER)
+    winner, trials = simulation.find_fastest(COMPILED, EAGER)
     assert winner == EAGER
     assert detail in trials[COMPILED].verdict.detail
     assert COMPILED not in simulation.calls
@@ -121,10 +121,10 @@ def test_configuration_with_wrong_labels_is_rejected_even_if_faster(difference, 
 
 def test_wider_precision_is_tried_only_if_the_narrow_one_is_wrong():
     fast = {("eager", "bf16"): 0.05, ("eager", "fp32"): 0.1}
-    winner, trials = Simulation(fast).race(EAGER_BF16, EAGER)
+    winner, trials = Simulation(fast).find_fastest(EAGER_BF16, EAGER)
     assert winner == EAGER_BF16
     assert str(trials[EAGER].verdict) == "skipped: bf16 already gives correct labels"
-    winner, _ = Simulation(fast, differences={EAGER_BF16: 0.01}).race(EAGER_BF16, EAGER)
+    winner, _ = Simulation(fast, differences={EAGER_BF16: 0.01}).find_fastest(EAGER_BF16, EAGER)
     assert winner == EAGER
 
 
@@ -133,7 +133,7 @@ def test_wider_precision_is_tried_only_if_the_narrow_one_is_wrong():
     [error("no\nmore") for error in (RuntimeError, OSError, ImportError, AssertionError, MemoryError, NonFiniteScores)],
 )
 def test_failure_is_reported_in_one_line(error):
-    winner, trials = Simulation({("eager", "fp32"): 0.1}, errors={"compiled": error}).race(COMPILED, EAGER)
+    winner, trials = Simulation({("eager", "fp32"): 0.1}, errors={"compiled": error}).find_fastest(COMPILED, EAGER)
     assert winner == EAGER
     assert str(trials[COMPILED].verdict) == "failed: no"
 
@@ -141,25 +141,25 @@ def test_failure_is_reported_in_one_line(error):
 def test_lost_device_aborts_the_tuning():
     simulation = Simulation({("eager", "fp32"): 0.1}, errors={"compiled": RuntimeError("illegal memory access")})
     with pytest.raises(DeviceLost):
-        simulation.race(EAGER, COMPILED, find_loss=lambda error: DeviceLost(str(error)))
+        simulation.find_fastest(EAGER, COMPILED, find_device_loss=lambda error: DeviceLost(str(error)))
 
 
-@pytest.mark.parametrize("choose", ["race", "take_first"])
+@pytest.mark.parametrize("choose", ["find_fastest", "choose_first"])
 def test_error_lists_the_reasons_if_nothing_runs(choose):
     simulation = Simulation(errors={"compiled": RuntimeError("no compiler"), "eager": RuntimeError("broken")})
-    with pytest.raises(NothingRuns, match=r"no compiler; .*broken") as caught:
+    with pytest.raises(NoWorkingConfiguration, match=r"no compiler; .*broken") as caught:
         getattr(simulation.make_tuner(), choose)([COMPILED, EAGER])
     assert [trial.choice for trial in caught.value.trials] == [COMPILED, EAGER]
     for configs in ((EAGER,), (EAGER, COMPILED)):
         timed = Simulation({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.08}, last={"compiled": 3, "eager": 3})
-        with pytest.raises(NothingRuns, match="out of memory"):
-            timed.race(*configs)
+        with pytest.raises(NoWorkingConfiguration, match="out of memory"):
+            timed.find_fastest(*configs)
 
 
 @given(st.floats(0.5, 60), st.floats(0.01, 3), st.floats(1, 300))
 def test_no_configuration_is_started_after_the_time_limit(builds, seconds, limit):
     simulation = Simulation({(config.engine, "fp32"): seconds for config in ENGINES}, builds=builds)
-    _, trials = simulation.race(*ENGINES, seconds=limit)
+    _, trials = simulation.find_fastest(*ENGINES, seconds=limit)
     longest = builds + 2 * (5 + MIN_TIMED_ROUNDS) * 2 * seconds
     assert simulation.now <= 1.0001 * (limit + longest)
     skipped = [trial for trial in trials.values() if str(trial.verdict) == "skipped: time limit reached"]
@@ -170,7 +170,7 @@ def test_no_configuration_is_started_after_the_time_limit(builds, seconds, limit
 @pytest.mark.parametrize(("per_call", "best"), [(0.1, 8), (0.001, 2)])
 def test_other_batch_sizes_of_the_fastest_configuration_are_tried(per_call, best):
     simulation = Simulation({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.3}, per_call=per_call)
-    winner, trials = simulation.race(EAGER, COMPILED, changes={"sw_batch_size": (1, 2, 4, 8)})
+    winner, trials = simulation.find_fastest(EAGER, COMPILED, changes={"sw_batch_size": (1, 2, 4, 8)})
     assert winner == replace(EAGER, sw_batch_size=best), "a larger batch must gain more than the margin"
     assert sorted(config.sw_batch_size for config in trials if config.engine == "eager") == [1, 2, 4, 8]
     assert {config.sw_batch_size for config in trials if config.engine == "compiled"} == {2}
@@ -178,14 +178,14 @@ def test_other_batch_sizes_of_the_fastest_configuration_are_tried(per_call, best
 
 def test_streams_are_tried_with_the_best_batch_size():
     simulation = Simulation({("eager", "fp32"): 0.1}, per_call=0.1, cores=4)
-    winner, trials = simulation.race(EAGER, changes={"sw_batch_size": (2, 4), "streams": (1, 2, 4, 8)})
+    winner, trials = simulation.find_fastest(EAGER, changes={"sw_batch_size": (2, 4), "streams": (1, 2, 4, 8)})
     assert (winner.sw_batch_size, winner.streams) == (4, 4)
     assert {config.sw_batch_size for config in trials if config.streams > 1} == {4}
 
 
 def test_configurations_are_announced_before_they_are_tried_and_skipped_ones_are_not_built():
     announced, simulation = [], Simulation({("eager", "fp32"): 0.1})
-    winner, trials = simulation.race(
+    winner, trials = simulation.find_fastest(
         *(EAGER, COMPILED),
         changes={"streams": (1, 2)},
         announce=lambda config, total: announced.append((config, total, simulation.now)),
@@ -201,7 +201,7 @@ def test_configurations_are_announced_before_they_are_tried_and_skipped_ones_are
 @pytest.mark.parametrize("configs", [(EAGER, COMPILED), (COMPILED, EAGER)])
 def test_only_the_failing_configuration_is_rejected(last, configs):
     simulation = Simulation({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.1}, last={"compiled": last})
-    winner, trials = simulation.race(*configs)
+    winner, trials = simulation.find_fastest(*configs)
     assert winner == EAGER
     assert str(trials[COMPILED].verdict) == "failed: out of memory"
     assert str(trials[EAGER].verdict) == "chosen"
@@ -209,7 +209,7 @@ def test_only_the_failing_configuration_is_rejected(last, configs):
 
 def test_take_first_returns_the_first_correct_configuration_without_timing():
     simulation = Simulation(differences={EAGER_BF16: 0.01}, errors={"compiled": OSError("no compiler")})
-    winner, trials = simulation.make_tuner().take_first([COMPILED, EAGER_BF16, EAGER, ENGINES[0]])
+    winner, trials = simulation.make_tuner().choose_first([COMPILED, EAGER_BF16, EAGER, ENGINES[0]])
     assert winner == EAGER
     assert [trial.verdict.outcome for trial in trials] == ["failed", "wrong", "chosen"]
     assert not simulation.calls

@@ -104,21 +104,21 @@ def test_plan_is_formatted_as_a_table():
 
 
 def test_plans_are_stored_in_the_configured_folder_or_the_users_cache(tmp_path, monkeypatch):
-    assert plans.choose_folder(tmp_path) == tmp_path / "plans"
+    assert plans.resolve_folder(tmp_path) == tmp_path / "plans"
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert plans.choose_folder(None) == Path("/caches/stackseg/plans")
+    assert plans.resolve_folder(None) == Path("/caches/stackseg/plans")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert plans.choose_folder(None) == Path("~/.cache/stackseg/plans").expanduser()
+    assert plans.resolve_folder(None) == Path("~/.cache/stackseg/plans").expanduser()
 
 
 def test_digest_depends_on_the_sources_of_engines_and_given_folders(tmp_path):
     (tmp_path / "windows").mkdir()
-    digests = {plans.digest_sources(), plans.digest_sources(tmp_path)}
+    digests = {plans.hash_sources(), plans.hash_sources(tmp_path)}
     for name in ("blending.py", "windows/kernels.cpp"):
         (tmp_path / name).write_text("A = 1\n")
-        plans.digest_sources.cache_clear()
-        digests.add(plans.digest_sources(tmp_path))
+        plans.hash_sources.cache_clear()
+        digests.add(plans.hash_sources(tmp_path))
     (tmp_path / "notes.txt").write_text("nothing")
-    plans.digest_sources.cache_clear()
-    digests.add(plans.digest_sources(tmp_path))
+    plans.hash_sources.cache_clear()
+    digests.add(plans.hash_sources(tmp_path))
     assert len(digests) == 3, "no file, one file, and two files"

@@ -92,7 +92,7 @@ def test_reported_layers_match_the_process(tmp_path: Path) -> None:
             "seccomp": status["Seccomp"] == "2",
             "namespaces": (process / "ns/net").readlink() != Path("/proc/self/ns/net").readlink(),
         }
-        assert layers_in_force == {layer: layer not in reader.missing for layer in layers_in_force}
+        assert layers_in_force == {layer: layer not in reader.missing_layers for layer in layers_in_force}
         assert status["Threads"] == "1"
 
 
@@ -104,14 +104,14 @@ def test_missing_layer_is_reported_and_files_are_still_read(tmp_path: Path, capl
         caplog.at_level(logging.WARNING),
         Reader(memory_bytes=2**29, seconds=10, decoded_bytes=2**20, module=doomed_reader.__name__) as reader,
     ):
-        assert reader.missing == {}
+        assert reader.missing_layers == {}
         np.testing.assert_array_equal(reader.read(path, Selection(), tmp_path).array()[0], stack)
         for _ in range(2):
             reader.await_start()
-        assert "pyseccomp" in reader.missing["seccomp"]
+        assert "pyseccomp" in reader.missing_layers["seccomp"]
     assert [
         record.message for record in caplog.records if "without the confinement layer seccomp" in record.message
-    ] == [f"Processes that read files run without the confinement layer seccomp: {reader.missing['seccomp']}."]
+    ] == [f"Processes that read files run without the confinement layer seccomp: {reader.missing_layers['seccomp']}."]
 
 
 def test_landlock_is_not_applied_to_one_of_several_threads(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_crash_is_a_bad_file_and_external_kill_is_retried(
                 reading.result()
         else:
             assert reading.result().shape == stack.shape
-        assert reader.kills == (signal_number == signal.SIGKILL)
+        assert reader.killed_children == (signal_number == signal.SIGKILL)
         assert reader.inspect(path, Selection()).shape == stack.shape
     assert caplog.text.count(f"exited with status -{signal_number}") == 1
 
@@ -222,7 +222,7 @@ def test_second_external_kill_is_reported_as_such(
     with make_single_child_reader(module=doomed_reader.__name__) as reader:
         with pytest.raises(ReaderKilled, match="killed twice by signal 9"):
             reader.read(path, Selection(axes="ZYX"), tmp_path)
-        assert reader.kills == 2
+        assert reader.killed_children == 2
         assert reader.inspect(path, Selection(axes="ZYX")).shape == (1, 3, 8, 8)
     assert caplog.text.count("exited with status -9") == 2
 

@@ -15,14 +15,14 @@ from service.cli.segmentation.blocks import read_objects
 from service.core.config import override_settings
 from service.core.files.bundled import bundled_folder
 from service.core.quantities import Diameter, ObjectVolume
-from service.core.types import Options, Selection, Steering
+from service.core.types import Options, PostprocessingOptions, Selection
 from service.formats import stack_reader
 from service.formats.zarr import writer as zarr_writer
 from service.inference.blockwise import join
 from service.inference.blockwise.output import collect_table
 from service.inference.blockwise.run_folder import Step, open_run
 from service.inference.measurements import measure
-from service.inference.types import Sizing
+from service.inference.types import DiameterEstimate
 from service.models.repository import read_spec
 from tests.block_runs import WHOLE, begin, segment_blocks, segment_whole
 from tests.segmenters import settings_of
@@ -59,14 +59,17 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any], Options]] = {
     "post-processing options": (
         (1, 2, 2),
         {"minimum_fraction": 0.1},
-        Options(steering=Steering(0.45, NINE, min_confidence=0.52)),
+        Options(postprocessing=PostprocessingOptions(0.45, NINE, min_confidence=0.52)),
     ),
     "minimum confidence": ((2, 1, 2), {"min_relative_odds": 0.97, "min_confidence": 0.51}, Options()),
     "finer": ((1, 2, 2), {"threshold": 0.45}, Options(diameter=Diameter((4.3,), "px"))),
     "coarser": (
         (1, 1, 1),
         {"smoothing": 1},
-        Options(diameter=Diameter((4.1, 8.3, 13.0), "px"), steering=Steering(minimum_size=ObjectVolume(200, "px"))),
+        Options(
+            diameter=Diameter((4.1, 8.3, 13.0), "px"),
+            postprocessing=PostprocessingOptions(minimum_size=ObjectVolume(200, "px")),
+        ),
     ),
     "coarser foreground": ((1, 1, 1), {}, Options(output="classes", diameter=Diameter((9.0, 14.0, 5.0), "px"))),
     "finer, empty windows": ((1, 2, 1), {"threshold": 0.45}, Options(skip_below=2e4, diameter=Diameter((5.0,), "px"))),
@@ -111,7 +114,10 @@ def test_labels_equal_those_of_the_whole_volume(
 
 
 def test_volume_without_objects_has_no_labels(tmp_path: Path, write_model, random_nuclei_content) -> None:
-    spec, options = write_model(detect_objects(random_nuclei_content)), Options(steering=Steering(threshold=0.999))
+    spec, options = (
+        write_model(detect_objects(random_nuclei_content)),
+        Options(postprocessing=PostprocessingOptions(threshold=0.999)),
+    )
     folder, labels = compare(tmp_path, make_hills((20, 20, 30), 3), spec, options, (1, 1, 2))
     assert not labels.any()
     assert folder.read_record("join")["objects"] == 0
@@ -130,8 +136,12 @@ def test_labels_are_equal_for_any_diameter(seed: int, tmp_path: Path, write_mode
     rng = np.random.default_rng(seed)
     z, y, x = rng.integers(12, 50, 3).tolist()
     widths = np.exp(rng.uniform(np.log(3), np.log(14), 3)).tolist()
-    steering = Steering(minimum_size=ObjectVolume(float(rng.integers(1, 300)), "px")) if seed % 3 else Steering()
-    options = Options(diameter=Diameter((widths[0], widths[1], widths[2]), "px"), steering=steering)
+    postprocessing = (
+        PostprocessingOptions(minimum_size=ObjectVolume(float(rng.integers(1, 300)), "px"))
+        if seed % 3
+        else PostprocessingOptions()
+    )
+    options = Options(diameter=Diameter((widths[0], widths[1], widths[2]), "px"), postprocessing=postprocessing)
     spec = write_model(detect_objects(expect_diameter(random_nuclei_content, 6.0), threshold=0.44, smoothing=seed % 2))
     compare(tmp_path, make_hills((z, y, x), seed), spec, options, (1, 2, 1), (8, 16, 16))
 
@@ -142,7 +152,7 @@ def test_estimated_diameter_is_kept_when_a_run_is_resumed(tmp_path, write_model,
     diameter = Diameter((9.0,), "px")
     folder = begin(tmp_path / "run", source, spec, Options(diameter="auto"), settings_of())
     segment_blocks(folder, tmp_path / "first.zarr")
-    survey = replace(folder.survey, sizing=Sizing(diameter, fits=False, objects=9, windows=4))
+    survey = replace(folder.survey, sizing=DiameterEstimate(diameter, matches_model=False, objects=9, windows=4))
     folder.write_survey(survey, folder.read_array("skipped.npy"))
     for step in get_args(Step):
         if step not in {"count", "survey"}:

@@ -12,8 +12,8 @@ from service.formats import stack_reader
 from service.inference.blockwise import counting, survey
 from service.inference.blockwise.run_folder import BlockTask, OpenRun, open_run
 from service.inference.blockwise.survey import LayerReader
-from service.inference.preprocessing.normalize import normalise_volume
-from service.inference.preprocessing.percentiles import SORTED_VOXELS
+from service.inference.preprocessing.normalize import normalize_volume
+from service.inference.preprocessing.percentiles import MAX_SORTED_VOXELS
 from service.inference.windows.sliding_window import SparseImage
 from tests.block_runs import begin
 from tests.segmenters import settings_of, started
@@ -47,7 +47,7 @@ def survey_in_rounds(run: OpenRun) -> int:
 def make_volumes() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     large = (66, 256, 257)
-    assert np.prod(large) > SORTED_VOXELS
+    assert np.prod(large) > MAX_SORTED_VOXELS
     real = rng.normal(10, 3, large).astype(np.float32)
     with_gaps = rng.normal(-5, 3, (30, 70, 50)).astype(np.float16)
     with_gaps[3:9, 40:] = np.nan
@@ -79,8 +79,8 @@ def test_scalings_equal_those_of_the_whole_volume(case: str, tmp_path: Path, ran
     source = write_zarr(tmp_path / "in.zarr", pixels, chunks=(13, 32, 24) if pixels.size < 2**20 else (16, 128, 128))
     run = open_run(str(begin(tmp_path / "run", source, random_nuclei, Options(), settings_of(), (1, 2, 2)).path))
     assert counting.count_parts(run) > 1 or case == "few of 32 bits"
-    assert survey_in_rounds(run) == (2 if pixels.itemsize > 2 and pixels.size > SORTED_VOXELS else 1)
-    image, notes = normalise_volume(Volume.from_array(pixels[None]), random_nuclei)
+    assert survey_in_rounds(run) == (2 if pixels.itemsize > 2 and pixels.size > MAX_SORTED_VOXELS else 1)
+    image, notes = normalize_volume(Volume.from_array(pixels[None]), random_nuclei)
     assert run.folder.survey.scalings == image.scalings
     assert run.folder.survey.notes[-len(notes) or 99 :] == notes
 
@@ -100,7 +100,7 @@ def test_empty_windows_equal_those_of_the_whole_volume(
     run = OpenRun(folder, folder.plan, spec)
     survey_in_rounds(run)
     volume, runner = Volume.from_array(pixels[None]), started(spec, settings_of())
-    image, _notes = normalise_volume(volume, spec)
+    image, _notes = normalize_volume(volume, spec)
     whole = survey.skip_empty_windows(runner, image, volume, runner.estimator.plan(options), None)
     assert isinstance(whole.image, SparseImage)
     found = folder.survey

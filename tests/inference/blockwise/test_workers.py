@@ -18,7 +18,7 @@ from service.__main__ import main
 from service.core.errors import BadParameter, InternalError
 from service.core.types import Options
 from service.inference.blockwise.run_folder import BlockTask, RunFolder
-from service.inference.blockwise.workers import MOST_DEATHS, LocalWorkers, run_block
+from service.inference.blockwise.workers import MAX_WORKER_DEATHS, LocalWorkers, run_block
 from tests.block_runs import InlineWorkers, begin, segment_blocks, segment_whole
 from tests.segmenters import settings_of
 from tests.zarr_files import write_zarr
@@ -68,7 +68,10 @@ def test_killed_worker_loses_only_its_current_block(tmp_path: Path, source: Path
 
 @pytest.mark.thorough
 def test_block_that_kills_every_worker_fails_the_run(tmp_path: Path) -> None:
-    with closing(LocalWorkers(1, always_die)) as workers, pytest.raises(InternalError, match=f"{MOST_DEATHS} workers"):
+    with (
+        closing(LocalWorkers(1, always_die)) as workers,
+        pytest.raises(InternalError, match=f"{MAX_WORKER_DEATHS} workers"),
+    ):
         workers.submit(BlockTask(str(tmp_path), "scores", 3)).result(60)
 
 
@@ -112,7 +115,7 @@ def test_invalid_record_names_are_ignored(start) -> None:
     folder = start()
     for name in ("tile-x.json", "tile-3.json.part-8", "tile.json", "tile-4.json"):
         (folder.path / "records" / name).write_text("{}")
-    assert folder.done("tile") == {4}
+    assert folder.finished_blocks("tile") == {4}
 
 
 def test_folder_in_use_by_another_command_is_rejected(tmp_path, source, bands, capsys, monkeypatch) -> None:
@@ -120,7 +123,7 @@ def test_folder_in_use_by_another_command_is_rejected(tmp_path, source, bands, c
     command = ["segment", str(source), str(out), "--workers", "1", "--scratch", str(scratch)]
     # Use a relative path, because model arguments have at most 64 characters.
     monkeypatch.chdir(bands.folder.parent)
-    with RunFolder(scratch).held():
+    with RunFolder(scratch).lock():
         assert main([*command, "--model", f"./{bands.folder.name}"]) == 1
         assert "is in use by another process" in capsys.readouterr().err
         assert list(scratch.iterdir()) == []

@@ -13,11 +13,11 @@ from service.core.types import Array, Volume
 from service.inference.cuda import device_image
 from service.inference.cuda.device_image import DeviceImage, Upload, UploadedVolume
 from service.inference.preprocessing.normalize import (
+    DeviceChannel,
     IntensityScaling,
-    NormalisedImage,
-    SentChannel,
+    NormalizedImage,
     VolumeChannel,
-    normalise_volume,
+    normalize_volume,
 )
 from service.inference.preprocessing.percentiles import percentiles
 from service.inference.windows.grid import Grid
@@ -57,7 +57,7 @@ def test_windows_on_a_device_equal_those_on_the_host(dtype: str, whole: bool, re
     pixels.flags.writeable = False
     scalings = [replace(each, substitute=44.25 if pixels.dtype.kind == "f" else None) for each in SCALINGS]
     for stored in (pixels, pixels[:, ::-1, :, ::-1]):
-        source = NormalisedImage(Volume.from_array(stored), scalings)
+        source = NormalizedImage(Volume.from_array(stored), scalings)
         image = DeviceImage(source, 4, CPU)
         assert image.shape == source.shape
         for box in (*boxes(0.5), *boxes(0.25)):
@@ -69,7 +69,7 @@ def test_windows_on_a_device_equal_those_on_the_host(dtype: str, whole: bool, re
 @pytest.mark.parametrize("dtype", ["u1", "u2", "i4", "f4"])
 @pytest.mark.usefixtures("layered")
 def test_windows_on_a_real_device_equal_those_on_the_host(dtype: str) -> None:
-    source = NormalisedImage(Volume.from_array(make_pixels(dtype)), SCALINGS)
+    source = NormalizedImage(Volume.from_array(make_pixels(dtype)), SCALINGS)
     image = DeviceImage(source, 4, torch.device("cuda", 0))
     for box in (*boxes(0.5), *boxes(0.75)):
         torch.testing.assert_close(image[box].cpu(), source[box], rtol=1e-5, atol=1e-6)
@@ -94,7 +94,7 @@ def test_each_plane_is_read_once_and_only_the_planes_of_a_window_are_held(overla
         read.extend(range(z0, z1))
         return pixels[:, z0:z1]
 
-    source = NormalisedImage(Volume(SHAPE, pixels.dtype, read_planes), SCALINGS)
+    source = NormalizedImage(Volume(SHAPE, pixels.dtype, read_planes), SCALINGS)
     image = DeviceImage(source, 4, CPU)
     for box in boxes(overlap):
         window = image[box]
@@ -114,8 +114,8 @@ def test_pixels_are_copied_in_their_stored_dtype_or_as_float32(dtype: str, expec
         sent.append(pixels.dtype)
         return torch.from_numpy(np.ascontiguousarray(pixels))
 
-    source = NormalisedImage(Volume.from_array(make_pixels(dtype)[:1]), SCALINGS[:1])
-    source.send_planes(0, 11, torch.empty(1, 11, 6, 7), send)
+    source = NormalizedImage(Volume.from_array(make_pixels(dtype)[:1]), SCALINGS[:1])
+    source.upload_planes(0, 11, torch.empty(1, 11, 6, 7), send)
     assert sent == [np.dtype(expected_dtype)]
 
 
@@ -164,7 +164,7 @@ def test_percentiles_counted_on_the_device_are_exact(dtype, shape, spread, low, 
     volume = Volume.from_array(pixels)
     sent = UploadedVolume(volume, CPU)
     for index, channel in enumerate(pixels):
-        found = percentiles(SentChannel(volume, index, sent=sent), low, high)
+        found = percentiles(DeviceChannel(volume, index, device_pixels=sent), low, high)
         assert found == percentiles(VolumeChannel(volume, index), low, high)
         np.testing.assert_allclose(found, np.percentile(channel, (low, high)))
 
@@ -188,10 +188,10 @@ def test_uploaded_volume_is_read_once_and_normalized_as_on_the_host(bands, level
         assert not UploadedVolume.supports(Volume((1, *size), np.dtype(wide), read_planes))
     sent = UploadedVolume(volume, CPU)
     if level is None:
-        source, _notes = normalise_volume(volume, bands, sent)
+        source, _notes = normalize_volume(volume, bands, sent)
         image = DeviceImage(source, 4, CPU)
         assert read == list(range(11))
-    image = DeviceImage(normalise_volume(volume, bands, sent)[0], 4, CPU)
-    expected = DeviceImage(normalise_volume(volume, bands)[0], 4, CPU)
+    image = DeviceImage(normalize_volume(volume, bands, sent)[0], 4, CPU)
+    expected = DeviceImage(normalize_volume(volume, bands)[0], 4, CPU)
     for box in boxes(0.5):
         assert torch.equal(image[box], expected[box])

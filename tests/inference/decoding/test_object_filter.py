@@ -17,7 +17,7 @@ from service.core.types import Objects, Segmentation
 from service.inference.cuda.watershed import WholeWatershed
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.fill_holes import fill_holes
-from service.inference.decoding.instances import InstanceDecoder, least_confidence, least_voxels
+from service.inference.decoding.instances import InstanceDecoder, min_object_confidence, min_object_voxels
 from service.inference.decoding.labels import keep_objects, look_up_labels
 from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed
 from service.inference.decoding.watershed import Planes
@@ -151,8 +151,8 @@ def test_the_decoder_filters_objects_as_from_finished_labels(
     unfiltered = decode(decoding | without_filter)
     assert unfiltered.objects is not None
     given = Instances.model_validate({"kind": "instances", "persistence": 0.05} | decoding)
-    kept = unfiltered.objects.confidence >= least_confidence(given, unfiltered.objects)
-    kept &= unfiltered.objects.voxels >= least_voxels(diameter or np.inf, given, unfiltered.objects, size)
+    kept = unfiltered.objects.confidence >= min_object_confidence(given, unfiltered.objects)
+    kept &= unfiltered.objects.voxels >= min_object_voxels(diameter or np.inf, given, unfiltered.objects, size)
     expected = keep_objects(unfiltered, kept)
     if given.holes == "fill":
         fill_holes(expected.pixels)

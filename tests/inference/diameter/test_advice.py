@@ -7,7 +7,7 @@ from landscapes import CENTRES, distance_to
 
 from service.core.quantities import Diameter
 from service.inference.diameter.advice import Evidence, low_confidence_warning, no_objects_warning
-from service.inference.types import Doubt
+from service.inference.types import QualityWarning
 from service.models.spec import Calibration
 
 CALIBRATION = Calibration(intercept=-15, certainty=2, peak=14, size=-3, giants=-1, sheets="membranes")
@@ -20,20 +20,20 @@ SMALL = Diameter((4.0,), "px")
 
 
 def suggested_parameter(*, calibration: Calibration = CALIBRATION, **evidence: Any) -> str:
-    given: dict[str, Any] = {"windows": [BALLS], "guess": None, "used": USED}
+    given: dict[str, Any] = {"windows": [BALLS], "guess": None, "used_diameter": USED}
     warning = low_confidence_warning(0.1, Evidence(**given | evidence), calibration)
     assert warning.suggestion in warning.detail
     return warning.suggestion
 
 
 def test_warnings_suggest_the_most_likely_parameter() -> None:
-    assert Doubt(0.1, "The labels may be wrong.", "diameter=4,8,8px").suggested == {"diameter": "4,8,8px"}
-    assert Doubt(0.1, "The labels may be wrong.", "").suggested == {}
+    assert QualityWarning(0.1, "The labels may be wrong.", "diameter=4,8,8px").suggested == {"diameter": "4,8,8px"}
+    assert QualityWarning(0.1, "The labels may be wrong.", "").suggested == {}
     assert suggested_parameter(windows=[SHELLS], guess=SMALL) == "model=membranes"
     assert suggested_parameter(guess=SMALL) == "diameter=4px"
     assert suggested_parameter(guess=SMALL, clear_objects=9) == "diameter=4px"
     assert (
-        suggested_parameter(guess=SMALL, clear_objects=9, stated=True)
+        suggested_parameter(guess=SMALL, clear_objects=9, is_diameter_given=True)
         == suggested_parameter(clear_objects=9)
         == "min_confidence=0.8"
     )
@@ -46,7 +46,9 @@ def test_warnings_suggest_the_most_likely_parameter() -> None:
 def test_training_is_suggested_if_no_parameter_is_likely_to_help(is_given: bool) -> None:
     for guess in (None, Diameter((18.0, 22.0, 22.0), "px")):
         warning = low_confidence_warning(
-            0.1, Evidence([BALLS], guess, USED, stated=is_given, steered=True, clear_objects=9), CALIBRATION
+            0.1,
+            Evidence([BALLS], guess, USED, is_diameter_given=is_given, has_postprocessing=True, clear_objects=9),
+            CALIBRATION,
         )
         assert warning.suggestion == ""
         assert "train a model" in warning.detail
@@ -55,7 +57,7 @@ def test_training_is_suggested_if_no_parameter_is_likely_to_help(is_given: bool)
 
 def test_warnings_give_a_reason_why_no_object_was_found() -> None:
     warnings = {
-        reason: no_objects_warning(Evidence([window], guess, USED, steered=has_options), CALIBRATION)
+        reason: no_objects_warning(Evidence([window], guess, USED, has_postprocessing=has_options), CALIBRATION)
         for reason, window, guess, has_options in (
             ("same gray value", BLANK, SMALL, True),
             ("min_confidence=", BALLS, SMALL, True),

@@ -16,9 +16,9 @@ from service.inference.diameter.estimation import (
     DiameterEstimator,
     expect_flatness,
 )
-from service.inference.diameter.places import rank_by_contrast
-from service.inference.preprocessing.normalize import IntensityScaling, NormalisedImage
-from service.inference.types import Sizing
+from service.inference.diameter.window_selection import rank_by_contrast
+from service.inference.preprocessing.normalize import IntensityScaling, NormalizedImage
+from service.inference.types import DiameterEstimate
 from service.models.spec import Calibration, Instances, ModelSpec
 
 ROI = (32, 32, 32)
@@ -47,13 +47,13 @@ def score_bright(windows: Tensor) -> Tensor:
     return torch.cat([100 * (windows - 0.1), torch.logit(windows.clamp(1e-3, 1 - 1e-3))], 1)
 
 
-def image_of(pixels: NDArray[Any]) -> NormalisedImage:
-    return NormalisedImage(Volume.from_array(pixels[None]), [IntensityScaling(0, 1)])
+def image_of(pixels: NDArray[Any]) -> NormalizedImage:
+    return NormalizedImage(Volume.from_array(pixels[None]), [IntensityScaling(0, 1)])
 
 
 def estimate(
     pixels: NDArray[Any], spec: ModelSpec, score_windows: Any = score_bright, voxel_size: VoxelSize | None = None
-) -> Sizing:
+) -> DiameterEstimate:
     return DiameterEstimator(image_of(pixels), (1, 1, 1), spec, score_windows, voxel_size).estimate()
 
 
@@ -65,7 +65,7 @@ def test_the_estimate_is_close_to_the_diameter_of_the_objects(spec: ModelSpec, d
     # The foreground is brighter than a tenth of the center, in whole voxels.
     assert (depth * width * width) ** (1 / 3) == pytest.approx(diameter / aspect ** (1 / 3), rel=0.2)
     assert width / depth == pytest.approx(max(aspect / MAX_ROUND_ASPECT, 1), rel=0.25)
-    assert not found.fits
+    assert not found.matches_model
     assert found.objects >= 5
     assert str(found.diameter) in found.note
     assert "diameter=none" in found.note
@@ -95,7 +95,7 @@ def test_an_estimate_means_the_same_in_a_request(spec: ModelSpec) -> None:
 
 def test_one_probe_is_enough_for_objects_of_the_expected_diameter(spec: ModelSpec) -> None:
     found = estimate(balls((48, 72, 80), 11), spec)
-    assert found.fits
+    assert found.matches_model
     assert found.windows == 4
     assert "needs no resampling" in found.note
 
@@ -121,7 +121,7 @@ def score_without_peaks(windows: Tensor) -> Tensor:
 def test_there_is_no_estimate_if_too_little_is_found(spec: ModelSpec, pixels: NDArray[Any], score_windows: Any) -> None:
     found = estimate(pixels.astype(np.float32), spec, score_windows)
     assert found.diameter is None
-    assert not found.fits
+    assert not found.matches_model
     assert "could not be estimated" in found.note
 
 
@@ -147,7 +147,7 @@ def test_planes_of_windows_are_read_one_at_a_time(spec: ModelSpec) -> None:
 
     volume = Volume((1, *pixels.shape), pixels.dtype, read)
     found = DiameterEstimator(
-        NormalisedImage(volume, [IntensityScaling(0, 1)]), (1, 1, 1), spec, score_bright
+        NormalizedImage(volume, [IntensityScaling(0, 1)]), (1, 1, 1), spec, score_bright
     ).estimate()
     assert found.diameter is not None
     assert all(z1 - z0 == 1 for z0, z1 in reads)

@@ -23,10 +23,10 @@ from service.inference.preprocessing.empty_windows import (
     mean_background_scores,
     survey_intensities,
 )
-from service.inference.preprocessing.normalize import IntensityScaling, NormalisedImage
+from service.inference.preprocessing.normalize import IntensityScaling, NormalizedImage
 from service.inference.runner.callbacks import Callbacks
 from service.inference.segment import segment
-from service.inference.types import Skipped
+from service.inference.types import SkippedWindows
 from service.inference.windows.grid import Grid
 from service.inference.windows.sliding_window import SparseImage
 from service.models.spec import Instances, ModelSpec
@@ -113,7 +113,7 @@ def make_empty_window_filter(
     depth, height, width = pixels.shape
     grid = Grid.cover((depth, height, width), spec.input.roi_size, 0.25)
     return EmptyWindowFilter(
-        NormalisedImage(volume_of(pixels), [IntensityScaling(0, 1)]), grid, batch_size, spec, score_windows
+        NormalizedImage(volume_of(pixels), [IntensityScaling(0, 1)]), grid, batch_size, spec, score_windows
     )
 
 
@@ -136,7 +136,7 @@ def test_skipped_windows_get_the_scores_of_the_brightest_of_them(bands: ModelSpe
     assert isinstance(image, SparseImage)
     assert [float(window.max()) for window in scored[0]] == [30, 20]
     torch.testing.assert_close(image.scores, torch.tensor([100.0, 0, 0]) + scored[0].mean())
-    assert skipped == Skipped(10, 11, (30.0,))
+    assert skipped == SkippedWindows(10, 11, (30.0,))
     assert image.skipped == {(0, 0, x) for x in (*range(0, 217, 24), 224) if x != 120}
     assert notes == ()
 

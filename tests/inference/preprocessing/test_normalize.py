@@ -10,7 +10,12 @@ from pixels import DTYPES, some_pixels, spec_of
 from service.core.errors import BadFile
 from service.core.types import Volume
 from service.inference.preprocessing import normalize, percentiles
-from service.inference.preprocessing.normalize import MAX_MAGNITUDE, IntensityScaling, NormalisedImage, normalise
+from service.inference.preprocessing.normalize import (
+    MAX_MAGNITUDE,
+    IntensityScaling,
+    NormalizedImage,
+    normalize_channel,
+)
 from service.inference.preprocessing.resample import prepare
 from service.models.spec import PercentileNormalisation, RangeNormalisation, ZScoreNormalisation
 
@@ -18,7 +23,7 @@ PERCENTILE, ZSCORE = PercentileNormalisation(kind="percentile"), ZScoreNormalisa
 
 
 def normalized(pixels, normalisation=PERCENTILE):
-    out = normalise(pixels, normalisation)
+    out = normalize_channel(pixels, normalisation)
     assert out.dtype == np.float32
     return out
 
@@ -108,10 +113,10 @@ def test_statistics_do_not_depend_on_the_block_size(bands, monkeypatch):
     for normalisation in (PERCENTILE, ZSCORE):
         spec = spec_of(bands, normalisation=normalisation)
         monkeypatch.setattr(normalize, "BLOCK_VOXELS", 2**22)
-        monkeypatch.setattr(percentiles, "SORTED_VOXELS", 2**22)
+        monkeypatch.setattr(percentiles, "MAX_SORTED_VOXELS", 2**22)
         whole = prepare(Volume.from_array(pixels), spec).image.tensor()
         monkeypatch.setattr(normalize, "BLOCK_VOXELS", 250)
-        monkeypatch.setattr(percentiles, "SORTED_VOXELS", 250)
+        monkeypatch.setattr(percentiles, "MAX_SORTED_VOXELS", 250)
         np.testing.assert_allclose(prepare(Volume.from_array(pixels), spec).image.tensor(), whole, atol=1e-6)
 
 
@@ -145,7 +150,7 @@ def test_reading_into_a_batch_equals_indexing(dtype: str, limits: tuple[float, f
     scalings = [IntensityScaling(30.5, 70, *limits, 44.25 if has_nonfinite else None), IntensityScaling(0, 0)]
     box = (0, slice(None), slice(1, 4), slice(2, 6), slice(0, 7, 2))
     for stored in (pixels, np.broadcast_to(pixels[:, :1], pixels.shape), pixels[:, ::-1, :, ::-1]):
-        image = NormalisedImage(Volume.from_array(stored), scalings)
+        image = NormalizedImage(Volume.from_array(stored), scalings)
         for out in (torch.full((2, 3, 4, 4), torch.nan), torch.full((2, 3, 4, 4), torch.nan, dtype=torch.bfloat16)):
             image.read_into(box, out)
             assert torch.allclose(out.float(), image[box].to(out.dtype).float(), rtol=1e-6, atol=1e-7)
@@ -164,7 +169,7 @@ def test_planes_are_read_once_for_several_threads():
         barrier.wait()
         return image[0, slice(None), slice(2, 6), slice(0, 4), slice(0, 4)]
 
-    image = NormalisedImage(Volume(pixels.shape, pixels.dtype, read), [IntensityScaling(0, 1)])
+    image = NormalizedImage(Volume(pixels.shape, pixels.dtype, read), [IntensityScaling(0, 1)])
     with ThreadPoolExecutor(4) as pool:
         windows = list(pool.map(read_window, range(4)))
     assert reads == [(2, 6)]

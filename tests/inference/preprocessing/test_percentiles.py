@@ -30,7 +30,7 @@ def test_histogram_percentiles_equal_those_of_numpy(pixels, low, high):
 @pytest.mark.parametrize("max_sorted", [50, 2**22], ids=["counted", "sorted"])
 def test_percentiles_of_wide_dtypes_equal_those_of_numpy(dtype, low, high, max_sorted, monkeypatch):
     monkeypatch.setattr(normalize, "BLOCK_VOXELS", 50)
-    monkeypatch.setattr(percentiles_module, "SORTED_VOXELS", max_sorted)
+    monkeypatch.setattr(percentiles_module, "MAX_SORTED_VOXELS", max_sorted)
     rng, kind = np.random.default_rng(0), np.dtype(dtype).kind
     pixels = rng.normal(0, 300, (7, 5, 9)) if kind != "u" else rng.uniform(0, 300, (7, 5, 9))
     pixels = (pixels * 10.0 ** rng.integers(0, 2 if dtype == "float16" else 6, pixels.shape)).astype(dtype)

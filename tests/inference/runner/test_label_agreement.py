@@ -7,7 +7,7 @@ import torch
 from live import as_tiff
 
 from service.core.types import Segmentation
-from service.inference.runner.label_agreement import OVERLAP, LabelAgreement, image_of, noise, share_differing
+from service.inference.runner.label_agreement import OVERLAP, LabelAgreement, fraction_differing, noise, sample_image
 from service.inference.windows.blending import Blending
 from service.inference.windows.grid import Grid
 from service.inference.windows.sliding_window import SlidingWindow
@@ -96,7 +96,7 @@ def test_each_window_of_a_full_batch_is_a_part_of_the_image(batch_agreement, ban
 
 
 def test_row_repeats_the_image_to_the_requested_number_of_windows(agreement, bands):
-    image, row = image_of(bands), agreement.repeat_image(4)
+    image, row = sample_image(bands), agreement.repeat_image(4)
     assert row.shape == (1, 1, 16, 32, 32 + 3 * 24)
     assert Grid.cover(row.shape[2:], bands.input.roi_size, OVERLAP).starts == ((0,), (0,), (0, 24, 48, 72))
     assert torch.equal(row[..., :56], image[:, :, :16, :32])
@@ -106,7 +106,7 @@ def test_row_repeats_the_image_to_the_requested_number_of_windows(agreement, ban
 def test_sample_is_normalized_and_cropped_to_its_center(bands, phantom, tmp_path):
     (tmp_path / "sample.tif").write_bytes(as_tiff(phantom.image))
     spec = bands.model_copy(update={"folder": tmp_path, "sample": Sample()})
-    image = image_of(spec)
+    image = sample_image(spec)
     assert image.shape == (1, 1, 24, 56, 56)
     expected = torch.from_numpy(phantom.image[:, 7:63, 12:68].astype(np.float32)) / 2800
     torch.testing.assert_close(image[0, 0], expected)
@@ -114,7 +114,7 @@ def test_sample_is_normalized_and_cropped_to_its_center(bands, phantom, tmp_path
 
 def test_noise_replaces_an_unreadable_sample(bands, tmp_path, caplog):
     spec = bands.model_copy(update={"folder": tmp_path, "sample": Sample()})
-    assert torch.equal(image_of(spec), noise((1, 1, 28, 56, 56)))
+    assert torch.equal(sample_image(spec), noise((1, 1, 28, 56, 56)))
     assert "cannot read the sample" in caplog.text
 
 
@@ -131,9 +131,9 @@ def test_label_comparison_ignores_object_numbers_but_not_voxels_and_classes():
         return Segmentation(np.array([row], np.uint16), "labels", count=9)
 
     truth = labels(1, 1, 1, 0, 2, 2, 2, 0, 0, 0)
-    assert share_differing(truth, labels(7, 7, 7, 0, 3, 3, 3, 0, 0, 0)) == 0
-    assert share_differing(truth, labels(7, 7, 7, 7, 3, 3, 3, 0, 0, 0)) == pytest.approx(0.1)
-    assert share_differing(truth, labels(7, 7, 7, 0, 7, 7, 7, 0, 0, 0)) == pytest.approx(0.3)
-    assert share_differing(truth, labels(*[0] * 10)) == pytest.approx(0.6)
+    assert fraction_differing(truth, labels(7, 7, 7, 0, 3, 3, 3, 0, 0, 0)) == 0
+    assert fraction_differing(truth, labels(7, 7, 7, 7, 3, 3, 3, 0, 0, 0)) == pytest.approx(0.1)
+    assert fraction_differing(truth, labels(7, 7, 7, 0, 7, 7, 7, 0, 0, 0)) == pytest.approx(0.3)
+    assert fraction_differing(truth, labels(*[0] * 10)) == pytest.approx(0.6)
     one, other = (Segmentation(np.array([[0, 1, value]], np.uint8), "classes") for value in (1, 2))
-    assert share_differing(one, other) == pytest.approx(1 / 3)
+    assert fraction_differing(one, other) == pytest.approx(1 / 3)

@@ -90,7 +90,7 @@ def test_only_a_fixed_engine_is_built(bands, settings, tmp_path):
         ({}, "other", None),
         ({"memory_formats": {"cuda": ("contiguous",)}}, "eager", "needs a CUDA device"),
         ({"precisions": ("fp16",)}, "eager", "does not compute in fp32"),
-        ({"suits": lambda _: False}, "eager", "changes nothing in this network"),
+        ({"can_improve": lambda _: False}, "eager", "changes nothing in this network"),
     ],
     ids=["fits", "device", "precision", "network"],
 )
@@ -111,7 +111,7 @@ def test_first_engine_in_the_known_order_is_checked_once_and_saved(bands, settin
         selector = make_selector(bands, settings())
         make_reference = selector.reference
         selector.reference = lambda size, make=make_reference: references.append(size) or make(size)
-        with progress.follow():
+        with progress.record_steps():
             ready = selector.run()
         assert (ready.config.engine, ready.cached, ready.plan.tuned) == ("other", cached, False)
         assert [(str(trial.verdict), trial.difference) for trial in ready.plan.trials] == [("chosen", 0)]

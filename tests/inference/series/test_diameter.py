@@ -2,11 +2,11 @@ import pytest
 
 from service.core.quantities import Diameter, VoxelSize
 from service.inference.series.diameter import choose_diameter, sample
-from service.inference.types import Sizing
+from service.inference.types import DiameterEstimate
 
 
-def sizing(width: float | None, *, fits: bool = False) -> Sizing:
-    return Sizing(None if width is None else Diameter((width,), "px"), fits, 9, 2)
+def sizing(width: float | None, *, fits: bool = False) -> DiameterEstimate:
+    return DiameterEstimate(None if width is None else Diameter((width,), "px"), fits, 9, 2)
 
 
 @pytest.mark.parametrize(("members", "count"), [(1, 3), (2, 3), (3, 3), (5, 3), (1000, 5)])

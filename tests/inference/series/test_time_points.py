@@ -11,7 +11,7 @@ from service.core.errors import BadFile, Cancelled, DeviceLost, OutOfMemory
 from service.core.quantities import Diameter, TimeInterval
 from service.core.types import Options, Segmentation, Volume
 from service.inference.series.time_points import MAX_NOTES, PointSegmenter, segment_series
-from service.inference.types import Doubt, Result, Series, Sizing
+from service.inference.types import DiameterEstimate, QualityWarning, Result, Series
 
 INTERVAL = TimeInterval(2, "s")
 
@@ -36,14 +36,14 @@ class FakeSegmenter:
         # Each gray value is an object.
         result = Result(Segmentation(volume.array()[0], "labels", None, 1), {"windows": 1.0}, self.notes(time))
         confidence = self.confidences.get(time)
-        doubt = Doubt(confidence, "It is odd.", "") if confidence is not None and confidence < 0.4 else None
-        return result._replace(confidence=confidence, doubt=doubt)
+        doubt = QualityWarning(confidence, "It is odd.", "") if confidence is not None and confidence < 0.4 else None
+        return result._replace(confidence=confidence, quality_warning=doubt)
 
-    def estimate(self, volume: Volume, _options: Options) -> Sizing:
+    def estimate(self, volume: Volume, _options: Options) -> DiameterEstimate:
         time = int(volume.array().max()) - 1
         self.estimated.append(time)
         width = None if self.width is None else Diameter((self.width + time,), "px")
-        return Sizing(width, fits=False, objects=9, windows=2)
+        return DiameterEstimate(width, matches_model=False, objects=9, windows=2)
 
 
 def run(series: Series, segmenter: FakeSegmenter, folder: Path, *, estimating: bool = False, **options: Any) -> Result:
@@ -68,14 +68,14 @@ def make_series(times: range, dtype: Any = np.uint16, **options: Any) -> Series:
 
 def test_time_points_are_segmented_in_order(tmp_path: Path) -> None:
     segmenter, seen = FakeSegmenter(), list[Any]()
-    progress = {"began": seen.append, "progress": lambda *done: seen.append(done)}
+    progress = {"on_time_point": seen.append, "progress": lambda *done: seen.append(done)}
     result = run(make_series(range(3, 6)), segmenter, tmp_path, **progress)
     assert seen == [0, (0, 6), (1, 6), (2, 6), 1, (2, 6), (3, 6), (4, 6), 2, (4, 6), (5, 6), (6, 6)]
     assert result.segmentation.pixels[:, 1, 1, 1].tolist() == [4, 5, 6]
     assert (result.segmentation.axes, result.segmentation.time_interval) == ("TZYX", INTERVAL)
     assert (result.segmentation.count, result.seconds["windows"]) == (3, 3.0)
     assert result.series is not None
-    assert (result.series.points, result.series.total, result.series.fault) == (3, 3, None)
+    assert (result.series.num_time_points, result.series.total, result.series.error) == (3, 3, None)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -120,9 +120,9 @@ def test_error_at_a_later_time_point_keeps_the_earlier_ones(tmp_path: Path, erro
     series = make_series(range(5), bad=() if errors else {2})
     result = run(series, FakeSegmenter(errors), tmp_path)
     assert result.series is not None
-    assert (result.series.points, result.series.total) == (2, 5)
-    assert str(result.series.fault).startswith("Time point 2: ")
-    assert "time=0:2" in str(result.series.fault)
+    assert (result.series.num_time_points, result.series.total) == (2, 5)
+    assert str(result.series.error).startswith("Time point 2: ")
+    assert "time=0:2" in str(result.series.error)
     assert any("Time point 2: " in note for note in result.notes)
     assert len(result.segmentation.pixels) == 2
 
@@ -160,7 +160,7 @@ def test_series_has_the_lowest_confidence_of_its_time_points(tmp_path, confidenc
     result = run(make_series(range(3)), segmenter, tmp_path)
     assert result.confidence == lowest
     detail = None if worst is None else f"Time point {worst}: It is odd."
-    assert (result.doubt and result.doubt.detail) == detail
+    assert (result.quality_warning and result.quality_warning.detail) == detail
 
 
 def test_labels_are_widened_if_one_time_point_needs_it(tmp_path: Path) -> None:

@@ -162,13 +162,15 @@ def test_network_of_any_batch_size_gets_only_the_windows_that_exist():
 
     image = torch.rand(1, 1, 4, 4, 12)
     fixed_batch_size = make_window(network, (4, 4, 4), batch_size=2)
-    any_batch_size = fixed_batch_size.with_network(network, any_batch_size=True)
+    accepts_any_batch_size = fixed_batch_size.with_network(network, accepts_any_batch_size=True)
     expected = join_slabs(fixed_batch_size.run(image, 0.0))
     assert lengths == [2, 2]
-    assert torch.equal(join_slabs(any_batch_size.run(image, 0.0)), expected)
+    assert torch.equal(join_slabs(accepts_any_batch_size.run(image, 0.0)), expected)
     assert lengths == [2, 2, 2, 1]
-    assert (fixed_batch_size.slots(1), any_batch_size.slots(1)) == (2, 1)
-    assert not any_batch_size.with_network(network).any_batch_size, "the property belongs to the network"
+    assert (fixed_batch_size.slots(1), accepts_any_batch_size.slots(1)) == (2, 1)
+    assert not accepts_any_batch_size.with_network(network).accepts_any_batch_size, (
+        "the property belongs to the network"
+    )
 
 
 def test_another_network_uses_the_same_batch_buffer():

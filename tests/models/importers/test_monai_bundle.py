@@ -18,7 +18,7 @@ from torch import nn
 from service.core.errors import UnsupportedPackage
 from service.core.quantities import VoxelSize
 from service.core.types import Volume
-from service.models.importers.import_model import Imported
+from service.models.importers.import_model import ImportResult
 
 METADATA: dict[str, Any] = {
     "schema": "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json",
@@ -109,7 +109,7 @@ def write(bands_network: nn.Module, tmp_path: Path) -> Write:
 
 
 @pytest.fixture
-def import_bundle(write: Write, tmp_path: Path) -> Callable[..., Imported]:
+def import_bundle(write: Write, tmp_path: Path) -> Callable[..., ImportResult]:
     """Return a function (inference, **overrides of the model file) that writes and imports a bundle."""
     return lambda inference, **overrides: import_model(write(inference), tmp_path / "models", overrides)
 
@@ -158,7 +158,7 @@ def test_bundle_with_torchscript_and_yaml_is_imported(bands_network: nn.Module, 
     ],
 )
 def test_supported_normalizations_are_translated(
-    import_bundle: Callable[..., Imported], name: str, arguments: dict[str, Any], expected: dict[str, Any]
+    import_bundle: Callable[..., ImportResult], name: str, arguments: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     spec = import_bundle(make_preprocessing_config({"_target_": name, **arguments})).spec
     assert spec.input.normalisation.model_dump() == expected
@@ -237,7 +237,7 @@ RANGE = {"_target_": "ScaleIntensityRanged", "a_min": 0, "a_max": 2800, "b_min":
     ],
 )
 def test_spacing_becomes_the_voxel_size_of_the_model(
-    import_bundle: Callable[..., Imported], pixdim: Any, expected: tuple[float, ...]
+    import_bundle: Callable[..., ImportResult], pixdim: Any, expected: tuple[float, ...]
 ) -> None:
     step = {"_target_": "Spacingd", "keys": ["image", "label"], "pixdim": pixdim, "mode": ["bilinear", "nearest"]}
     spec, notes = import_bundle(make_preprocessing_config(step, RANGE) | {"size": [4, 1, 1]})
@@ -259,7 +259,7 @@ def test_spacing_becomes_the_voxel_size_of_the_model(
     ],
 )
 def test_unsupported_spacing_is_rejected_unless_overridden(
-    import_bundle: Callable[..., Imported], settings: dict[str, Any]
+    import_bundle: Callable[..., ImportResult], settings: dict[str, Any]
 ) -> None:
     steps = make_preprocessing_config({"_target_": "Spacingd", **settings}, RANGE)
     with pytest.raises(UnsupportedPackage, match=r"input\.voxel_size: preprocessing\.transforms\[0\]"):
@@ -269,7 +269,7 @@ def test_unsupported_spacing_is_rejected_unless_overridden(
     assert any("input.voxel_size was specified by you" in note and "transforms[0]" in note for note in notes)
 
 
-def test_unsupported_transforms_are_reported(import_bundle: Callable[..., Imported]) -> None:
+def test_unsupported_transforms_are_reported(import_bundle: Callable[..., ImportResult]) -> None:
     orientation, crop = {"_target_": "Orientationd", "axcodes": "RAS"}, {"_target_": "CropForegroundd"}
     steps = make_preprocessing_config(orientation, RANGE, crop)
     with pytest.raises(UnsupportedPackage, match=r"Orientationd, .*CropForegroundd: not supported"):
@@ -289,14 +289,14 @@ def test_statistics_over_all_channels_together_are_rejected(write: Write, tmp_pa
         import_model(bundle, tmp_path / "models", {})
 
 
-def test_overrides_of_the_operator_resolve_problems(import_bundle: Callable[..., Imported]) -> None:
+def test_overrides_of_the_operator_resolve_problems(import_bundle: Callable[..., ImportResult]) -> None:
     overrides = {"normalisation": {"kind": "zscore"}, "voxel_size": [1.0, 0.5, 0.5]}
     spec = import_bundle(make_preprocessing_config({"_target_": "Spacingd", "pixdim": [1, 1, 1]}), input=overrides).spec
     assert (spec.input.normalisation.kind, spec.input.voxel_size) == ("zscore", (1.0, 0.5, 0.5))
     assert spec.input.channels == 1
 
 
-def test_expressions_are_not_evaluated(import_bundle: Callable[..., Imported], tmp_path: Path) -> None:
+def test_expressions_are_not_evaluated(import_bundle: Callable[..., ImportResult], tmp_path: Path) -> None:
     trap = tmp_path / "trapped"
     import_bundle(make_config(device=f"$__import__('pathlib').Path({str(trap)!r}).touch()"))
     assert not trap.exists()

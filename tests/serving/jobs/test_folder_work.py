@@ -14,10 +14,10 @@ from service.core.errors import BadFile, BadParameter, DeviceLost, OutOfMemory
 from service.core.quantities import Diameter
 from service.core.types import Options, Segmentation, Volume
 from service.formats import stack_reader
-from service.inference.types import Result, Series, Sizing
+from service.inference.types import DiameterEstimate, Result, Series
 from service.models.spec import ModelSpec
 from service.serving.jobs.folder_records import RECORDS
-from service.serving.jobs.folder_work import Done, FolderWork, StackCalls, select_stacks
+from service.serving.jobs.folder_work import FolderOutcome, FolderSegmentation, StackCallbacks, select_stacks
 from service.serving.parameters import Query
 from service.serving.reading import Pixels
 from service.serving.storage.result_folder import open_results
@@ -40,7 +40,7 @@ def segment_folder(
     error: Exception | None = None,
     broken: tuple[str, ...] = (),
     used: list[str] | None = None,
-) -> Done:
+) -> FolderOutcome:
     """Segment the folder with a fake model that finds one object per stack.
 
     Diameter estimates raise `error`. Reading one of the `broken` stacks raises BadFile. The diameters in use are
@@ -64,16 +64,16 @@ def segment_folder(
         labels = np.ones(volume.shape[1:], np.uint16)
         return Result(Segmentation(labels, "labels", volume.voxel_size, count=1), {}, ())
 
-    def estimate(_volume: Volume, _options: Options) -> Sizing:
+    def estimate(_volume: Volume, _options: Options) -> DiameterEstimate:
         if error is not None:
             raise error
-        return Sizing(next(diameters, None), fits=False, objects=0, windows=1)
+        return DiameterEstimate(next(diameters, None), matches_model=False, objects=0, windows=1)
 
     diameters = iter([Diameter((size, size, size), "px") for size in (7.0, 9.0, 20.0)])
 
     with open_results(stacks.parent / "out") as results:
-        calls = StackCalls(open_stack, read, segment, estimate)
-        return FolderWork(results, spec, calls, stacks.parent).run(NAMES, Query())
+        calls = StackCallbacks(open_stack, read, segment, estimate)
+        return FolderSegmentation(results, spec, calls, stacks.parent).run(NAMES, Query())
 
 
 def read_records(stacks: Path) -> str:
@@ -106,7 +106,7 @@ def test_no_diameter_is_recorded_if_no_estimate_succeeds(stacks: Path, random_nu
 def test_other_stacks_are_sampled_if_the_sampled_stacks_are_broken(stacks: Path, random_nuclei: ModelSpec) -> None:
     outcome = segment_folder(stacks, random_nuclei, broken=tuple(name for name in NAMES if name != "2.tif"))
     assert '"series"' in read_records(stacks)
-    assert [error.partition(":")[0] for error in outcome.faults] == [name for name in NAMES if name != "2.tif"]
+    assert [error.partition(":")[0] for error in outcome.failures] == [name for name in NAMES if name != "2.tif"]
 
 
 def test_symbolic_link_at_a_result_path_is_replaced_and_a_folder_fails_the_stack(
@@ -120,7 +120,7 @@ def test_symbolic_link_at_a_result_path_is_replaced_and_a_folder_fails_the_stack
     outcome = segment_folder(stacks, random_nuclei)
     assert secret.read_text() == "confidential"
     assert not (out / "1_labels.ome.tif").is_symlink()
-    assert [error.partition(" ")[0] for error in outcome.faults] == ["2.tif:"]
+    assert [error.partition(" ")[0] for error in outcome.failures] == ["2.tif:"]
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
 
 

@@ -19,7 +19,7 @@ from service.core.errors import (
     ConfigError,
     DeviceLost,
     InternalError,
-    Interrupted,
+    JobInterrupted,
     NotReady,
     OutOfMemory,
     OutOfStorage,
@@ -85,7 +85,7 @@ def test_job_passes_through_its_states_until_it_is_deleted(store: JobStore) -> N
     assert store.find(job, "ada").state == "running"
     assert finish(store, job)
     record = store.find(job, "ada")
-    assert (record.state, record.over, record.answer, record.result_bytes) == ("done", True, ANSWER, 20)
+    assert (record.state, record.has_ended, record.answer, record.result_bytes) == ("done", True, ANSWER, 20)
     assert record.created <= record.started <= record.ended
     assert files(store) == [job, f"{job}/result"]
     store.delete(job)
@@ -100,9 +100,9 @@ def test_job_passes_through_its_states_until_it_is_deleted(store: JobStore) -> N
 def test_owners_see_only_their_own_jobs(store: JobStore) -> None:
     adas_job, anonymous = accept(store, owner="ada"), accept(store)
     newest = accept(store, owner="ada")
-    assert [record.id for record in store.newest("ada", 10)] == [newest, adas_job]
-    assert [record.id for record in store.newest("ada", 1)] == [newest]
-    assert [record.id for record in store.newest(None, 10)] == [anonymous]
+    assert [record.id for record in store.list_newest("ada", 10)] == [newest, adas_job]
+    assert [record.id for record in store.list_newest("ada", 1)] == [newest]
+    assert [record.id for record in store.list_newest(None, 10)] == [anonymous]
     assert store.find(adas_job, "ada").id == adas_job
     for stranger in ("bob", None):
         with pytest.raises(UnknownJob):
@@ -210,7 +210,7 @@ def test_job_that_kills_the_process_fails_after_the_last_attempt(store: JobStore
         assert store.begin(job)
         record = store.recover()
     assert record == []
-    assert isinstance(store.find(job, None).failure, Interrupted)
+    assert isinstance(store.find(job, None).failure, JobInterrupted)
     assert "2 times" in str(store.find(job, None).failure)
 
 
@@ -316,8 +316,8 @@ def test_only_the_newest_jobs_without_a_result_are_kept(store: JobStore) -> None
     store.fail(jobs["bob"][1], BadFile("truncated"))
     finish(store, jobs["bob"][2])
     store.clean_up(max_without_result=2)
-    assert [record.id for record in store.newest("ada", 9)] == [jobs["ada"][3], jobs["ada"][2]]
-    assert [record.id for record in store.newest("bob", 9)] == jobs["bob"][::-1]
+    assert [record.id for record in store.list_newest("ada", 9)] == [jobs["ada"][3], jobs["ada"][2]]
+    assert [record.id for record in store.list_newest("bob", 9)] == jobs["bob"][::-1]
 
 
 # A store run without root privileges, whose parent folder is inaccessible for a while.
@@ -369,7 +369,7 @@ def test_documented_recovery_of_a_damaged_database_keeps_readable_jobs(store: Jo
         open_store(store._folder)
     if shutil.which("sqlite3") is None:
         pytest.skip("needs the command sqlite3")
-    manual = (ROOT / "docs" / "running.md").read_text(encoding="utf-8").partition("### Damaged database")[2]
+    manual = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8").partition("## Damaged database")[2]
     subprocess.run(["bash", "-ec", manual.partition("```sh\n")[2].partition("```")[0]], check=True, cwd=store._folder)
     with closing(open_store(store._folder)) as recovered:
         recovered_ids = {record.id for record in recovered.recover()}

@@ -56,22 +56,22 @@ def test_records_are_cached_until_another_process_changes_them(tmp_path: Path) -
     first, second = (
         store.add(SMALL_VOLUME, SMALL_VOLUME, NewAnnotation(name=name, owner="ann")) for name in ("one", "two")
     )
-    assert [stored.name for stored in store.newest("ann")] == ["two", "one"]
+    assert [stored.name for stored in store.list_newest("ann")] == ["two", "one"]
     record = first.folder / RECORD
     status, text = record.stat(), record.read_text()
     # A record with an unchanged inode and modification time is not read again.
     record.write_text("{")
     os.utime(record, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert store.newest("ann") == [second, first]
+    assert store.list_newest("ann") == [second, first]
     # A record that could not be read is read again, even if its modification time is unchanged.
-    assert other_store.newest("ann") == [second]
+    assert other_store.list_newest("ann") == [second]
     record.write_text(text)
     os.utime(record, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert other_store.newest("ann") == [second, first]
+    assert other_store.list_newest("ann") == [second, first]
     record.write_text(text.replace('"one"', '"three"'))
-    assert [stored.name for stored in store.newest("ann")] == ["two", "three"]
+    assert [stored.name for stored in store.list_newest("ann")] == ["two", "three"]
     record.unlink()
-    assert store.newest("ann") == [second]
+    assert store.list_newest("ann") == [second]
 
 
 def test_overlaps_of_thousands_of_annotations_are_found_quickly() -> None:

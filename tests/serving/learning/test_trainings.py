@@ -19,11 +19,11 @@ from runtimes import loaded_segmenter, running, settings, submitted
 from service.core.config import Settings
 from service.core.errors import (
     BadParameter,
-    ModelKept,
+    FeatureDisabled,
+    ModelNotDeletable,
     NotReady,
     OutOfStorage,
     QueueFull,
-    SwitchedOff,
     Unauthorized,
     UnknownModel,
     UnknownTraining,
@@ -231,8 +231,8 @@ def test_owners_take_turns_and_the_waiting_trainings_of_each_are_limited(service
     order = [record.name for record in service.trainings.queue.waiting]
     assert order[:4] == ["other0", "mine0", "other1", "mine1"]
     assert [service.trainings.queue.position(record) for record in (bobs_records[0], anns_records[0])] == [1, 2]
-    assert [record.owner for record in service.trainings.queue.newest("bob")] == ["bob"] * 4
-    assert len(service.trainings.queue.newest("bob", everyone=True)) == 9
+    assert [record.owner for record in service.trainings.queue.list_newest("bob")] == ["bob"] * 4
+    assert len(service.trainings.queue.list_newest("bob", everyone=True)) == 9
     with pytest.raises(UnknownTraining):
         service.trainings.cancel(anns_records[0].id, "bob")
 
@@ -256,7 +256,11 @@ def test_trained_model_is_deleted_by_its_owner_and_its_name_can_be_reused(servic
     loaded.gate.clear()
     runs = submitted(service.runtime, spec, volume, Options())
     until(lambda: runs.state == "running", 60)
-    for name, owner, error in (("base", "ann", ModelKept), ("mine", "bob", Unauthorized), ("x", "ann", UnknownModel)):
+    for name, owner, error in (
+        ("base", "ann", ModelNotDeletable),
+        ("mine", "bob", Unauthorized),
+        ("x", "ann", UnknownModel),
+    ):
         with pytest.raises(error):
             service.remove(name, owner)
     service.remove("mine")
@@ -265,16 +269,19 @@ def test_trained_model_is_deleted_by_its_owner_and_its_name_can_be_reused(servic
         service.remove("mine")
     loaded.gate.set()
     assert runs.future.result(60).segmentation is not None
-    assert trainings.trained_models.made_by(first) is None
+    assert trainings.trained_models.find_trained_model(first) is None
     second = service.train("mine")
-    assert (trainings.trained_models.made_by(first), trainings.trained_models.made_by(second)) == (None, "mine")
+    assert (
+        trainings.trained_models.find_trained_model(first),
+        trainings.trained_models.find_trained_model(second),
+    ) == (None, "mine")
     service.remove("mine", "eve", everyone=True)
 
 
 def test_base_model_of_an_unfinished_training_cannot_be_deleted(service: Service) -> None:
     service.train("mine")
     child = service.submit("hangs", model="mine")
-    with pytest.raises(ModelKept, match="training"):
+    with pytest.raises(ModelNotDeletable, match="training"):
         service.remove("mine")
     service.trainings.cancel(child.id, "ann")
     service.remove("mine")
@@ -288,7 +295,7 @@ def test_default_model_by_name_cannot_be_deleted(service: Service, base: ModelSp
     models = service.runtime.models
     assert models.reload().added == ["nuclei"]
     assert models.servable_spec(None).name == "nuclei"
-    with pytest.raises(ModelKept, match="default"):
+    with pytest.raises(ModelNotDeletable, match="default"):
         service.remove("nuclei", None, everyone=True)
     assert models.servable_spec(None).folder == model_folder
 
@@ -306,10 +313,10 @@ def test_model_is_not_deleted_if_a_job_is_accepted_at_the_same_time(service: Ser
         return bool(accepted)
 
     # For a job that was accepted before, the model must be served without interruption.
-    with pytest.raises(ModelKept, match="Unfinished jobs use"):
+    with pytest.raises(ModelNotDeletable, match="Unfinished jobs use"):
         service.remove("mine", has_jobs=lambda model: model in models.specs)
     accepted.append("a job")
-    with pytest.raises(ModelKept, match="Unfinished jobs use"):
+    with pytest.raises(ModelNotDeletable, match="Unfinished jobs use"):
         service.remove("mine", has_jobs=has_jobs)
     assert models.spec("mine").folder.is_dir()
     accepted.clear()
@@ -324,7 +331,7 @@ def test_invalid_trainings_are_rejected_on_submission(service: Service, bands_re
         with pytest.raises(BadParameter, match=text):
             service.submit(**{"name": "x"} | changes)
     off = Settings.model_validate({**service.settings.model_dump(), "trainings": {"enabled": False}})
-    with pytest.raises(SwitchedOff):
+    with pytest.raises(FeatureDisabled):
         service.make(off).check_enabled()
 
 
@@ -366,7 +373,7 @@ def test_training_that_cannot_be_recorded_is_rejected(service: Service) -> None:
     records = service.settings.annotations_folder / "trainings"
     with full_disk(100), pytest.raises(OutOfStorage, match="disk"):
         service.submit("mine")
-    assert (list(records.iterdir()), service.trainings.queue.newest("ann")) == ([], [])
+    assert (list(records.iterdir()), service.trainings.queue.list_newest("ann")) == ([], [])
 
 
 def test_start_deletes_only_leftover_files_of_killed_processes(service: Service) -> None:

@@ -16,7 +16,7 @@ from live import as_tiff, eager, serve
 from service.__main__ import main
 from service.core.quantities import Diameter
 from service.core.types import Segmentation
-from service.inference.types import Doubt, Result
+from service.inference.types import QualityWarning, Result
 from service.models.spec import ModelSpec
 from service.serving.parameters import Query
 from service.serving.results.provenance import describe_origin, hash_file
@@ -35,8 +35,10 @@ def read_provenance(content: bytes, folder: Path) -> dict[str, str]:
 def test_unknown_values_are_omitted(bands: ModelSpec) -> None:
     result = Result(Segmentation(np.zeros((1, 2, 2), np.uint8), "labels"), {}, ())
     assert set(describe_origin(Query(), result, "", None)) == {"software"}
-    result = result._replace(diameter=Diameter((15,), "px"), estimated=True, notes=("One.", "Two."), spec=bands)
-    result = result._replace(doubt=Doubt(0.5, "Confidence is low.", "diameter=15px"))
+    result = result._replace(
+        diameter=Diameter((15,), "px"), is_diameter_estimated=True, notes=("One.", "Two."), spec=bands
+    )
+    result = result._replace(quality_warning=QualityWarning(0.5, "Confidence is low.", "diameter=15px"))
     provenance = describe_origin(Query(overlap=0.5, model="nuclei"), result, "a.tif", "00")
     assert (provenance["diameter"], provenance["source"]) == ("15px; estimated", "a.tif")
     assert (provenance["doubt"], provenance["notes"]) == ("Confidence is low.", "One. Two.")

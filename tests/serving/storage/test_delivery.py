@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from service.core.errors import BadFile, BadParameter, Cancelled, OutputExists
-from service.core.types import Cancelling, never
+from service.core.types import CancellationCheck, never_cancelled
 from service.serving.storage import delivery
 from service.serving.storage.delivery import DeliveryTarget
 
@@ -48,12 +48,12 @@ def folder(results: Path) -> Iterator[int]:
     os.close(descriptor)
 
 
-def put(store: Path, folder: int, *, overwrite: bool = False, cancelled: Cancelling = never) -> None:
+def put(store: Path, folder: int, *, overwrite: bool = False, cancelled: CancellationCheck = never_cancelled) -> None:
     delivery.put_store(store, DeliveryTarget(folder, "a.zarr", "results/a.zarr", "7", overwrite), cancelled)
 
 
-def settle(folder: int, ticket: str = "7") -> None:
-    delivery.settle(DeliveryTarget(folder, "a.zarr", "results/a.zarr", ticket))
+def confirm_delivery(folder: int, ticket: str = "7") -> None:
+    delivery.confirm_delivery(DeliveryTarget(folder, "a.zarr", "results/a.zarr", ticket))
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -72,11 +72,11 @@ def test_delivered_store_is_complete_and_recognized_until_it_is_settled(
     put(store, folder)
     assert read_files(results / "a.zarr") == read_files(store) | {MARKER: b""}
     put(store, folder)
-    settle(folder)
+    confirm_delivery(folder)
     assert read_files(results) == {f"a.zarr/{name}": data for name, data in read_files(store).items()}
     with pytest.raises(OutputExists, match=r"results/a\.zarr already exists"):
         put(store, folder)
-    settle(folder)
+    confirm_delivery(folder)
 
 
 def make_folder(path: Path) -> None:
@@ -122,7 +122,7 @@ def test_concurrent_replacements_leave_one_complete_store(store: Path, results: 
     def replace(ticket: str) -> None:
         for _ in range(15):
             delivery.put_store(store, DeliveryTarget(folder, "a.zarr", "a", ticket, overwrite=True))
-            settle(folder, ticket)
+            confirm_delivery(folder, ticket)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(replace, ("one", "two", "three", "four")))
@@ -140,7 +140,7 @@ def test_previous_store_is_kept_if_a_file_takes_its_name_during_replacement(
     assert read_files(results) == {"a.zarr": b"precious", f"{MARKER}.old/zarr.json": b"old"}
     (results / "a.zarr").unlink()
     put(store, folder, overwrite=True)
-    settle(folder)
+    confirm_delivery(folder)
     assert read_files(results) == {f"a.zarr/{name}": data for name, data in read_files(store).items()}
 
 
@@ -172,7 +172,7 @@ def test_second_call_completes_an_interrupted_delivery(store: Path, results: Pat
         put(store, folder)
         make_old_store(results / f"{MARKER}.old")
     put(store, folder, overwrite=True)
-    settle(folder)
+    confirm_delivery(folder)
     assert read_files(results) == {f"a.zarr/{name}": data for name, data in read_files(store).items()}
     assert [path.name for path in results.iterdir()] == ["a.zarr"]
 

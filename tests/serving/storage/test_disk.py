@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from service.core.errors import OutOfStorage, StorageUnavailable
-from service.serving.storage.disk import translate_disk_faults
+from service.serving.storage.disk import translate_disk_errors
 
 
 @pytest.mark.parametrize(
@@ -18,5 +18,5 @@ from service.serving.storage.disk import translate_disk_faults
     ],
 )
 def test_only_disk_errors_are_translated(number: int, expected: type[Exception]) -> None:
-    with pytest.raises(expected), translate_disk_faults():
+    with pytest.raises(expected), translate_disk_errors():
         raise OSError(number, "faulty")

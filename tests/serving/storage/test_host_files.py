@@ -160,7 +160,7 @@ def test_output_written_before_a_crash_is_recognized_until_it_is_settled(host: P
         host_files.put(result, location, None, "one")
     with pytest.raises(OutputExists):
         host_files.put(result, location, None, "two")
-    host_files.settle(location, None, "one")
+    host_files.confirm_delivery(location, None, "one")
     assert list_names(host / "results") == ["2026", "labels.tif"]
     labels = host / "results" / "labels.tif"
     assert (labels.read_bytes(), labels.stat().st_nlink) == (b"labels", 1)
@@ -237,7 +237,7 @@ def test_table_in_the_labels_group_is_written_as_a_plain_file(host: Path) -> Non
     query = Query(measurements="csv", output_to=location)
     check_host_files(host_files, query, None)
     host_files.put(host / "table", location, None, "one")
-    host_files.settle(location, None, "one")
+    host_files.confirm_delivery(location, None, "one")
     with pytest.raises(OutputExists):
         check_host_files(host_files, query, None)
     check_host_files(host_files, Query(measurements="csv", output_to=location, overwrite=True), None)

@@ -23,7 +23,7 @@ class StoreFixture:
         folder = self._path / f"{self._number:032x}"
         folder.mkdir()
         (folder / "incoming").write_bytes(b"x" * nbytes)
-        stack = self.store.keep(folder / "incoming", f"{self._number}.tif", owner, "digest")
+        stack = self.store.add(folder / "incoming", f"{self._number}.tif", owner, "digest")
         record = stack.path.parent / RECORD
         os.utime(record, (time.time() - used,) * 2)
         return stack
@@ -80,7 +80,7 @@ def test_concurrent_stacks_stay_within_the_quota(tmp_path: Path) -> None:
         upload.write_bytes(b"x" * 30)
         uploads.append(upload)
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda upload: folder.store.keep(upload, "a.tif", None, "digest"), uploads))
+        list(threads.map(lambda upload: folder.store.add(upload, "a.tif", None, "digest"), uploads))
     assert len(folder.ids()) == 3
 
 

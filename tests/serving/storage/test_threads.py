@@ -76,10 +76,10 @@ def calls(pool: FairThreadPool) -> Iterator[Calls]:
 
 
 def test_executor_returns_results_and_raises_errors(pool: FairThreadPool) -> None:
-    assert pool.of("a").submit(divmod, 7, 2).result(20) == (3, 1)
+    assert pool.for_client("a").submit(divmod, 7, 2).result(20) == (3, 1)
     with pytest.raises(ZeroDivisionError):
-        pool.of("a").submit(divmod, 7, 0).result(20)
-    assert not pool.busy("a")
+        pool.for_client("a").submit(divmod, 7, 0).result(20)
+    assert not pool.is_busy("a")
 
 
 @pytest.mark.parametrize("pool", [3], indirect=True)
@@ -87,13 +87,13 @@ def test_last_idle_thread_is_reserved_for_other_clients(pool: FairThreadPool, ca
     for _ in range(5):
         calls.add("greedy")
     until(lambda: calls.started == ["greedy"] * 2)
-    assert (pool.busy("greedy"), pool.busy("modest")) == (True, False)
+    assert (pool.is_busy("greedy"), pool.is_busy("modest")) == (True, False)
     modest = calls.add("modest")
     until(lambda: calls.started[2:] == ["modest"])
-    assert (pool.busy("modest"), pool.busy("third")) == (True, True)
+    assert (pool.is_busy("modest"), pool.is_busy("third")) == (True, True)
     calls.open(modest)
     assert modest.result(20) == "modest"
-    assert not pool.busy("third")
+    assert not pool.is_busy("third")
     assert calls.started.count("greedy") == 2
 
 

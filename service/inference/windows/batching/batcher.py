@@ -24,10 +24,16 @@ from service.core.config import Settings
 from service.core.errors import Cancelled
 from service.core.hardware import devices, host
 from service.core.sections.computing import MAX_STREAMS
-from service.engine.cuda.events import CudaTimer, mark_end
+from service.engine.cuda.events import CudaTimer, record_end
 from service.inference.windows.batching.launch import Launch, Mark, Timer
 from service.inference.windows.batching.schedule import Batch, Running, choose_requests, may_add
-from service.inference.windows.batching.window_request import BlendingOrder, Share, WindowRequest, fill_batch, report
+from service.inference.windows.batching.window_request import (
+    BatchShare,
+    BlendingOrder,
+    WindowRequest,
+    fill_batch,
+    report,
+)
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow
 
@@ -96,7 +102,7 @@ class WindowBatcher:
         return all(thread.is_alive() for thread in self._threads)
 
     @property
-    def pulse(self) -> int | None:
+    def heartbeat(self) -> int | None:
         """Number of the oldest unfinished batch, which changes unless a batch is stuck. None if no batch is running."""
         with self._lock:
             return min(self._running, default=None)
@@ -150,7 +156,7 @@ class WindowBatcher:
         *,
         cancelled: Callable[[], bool],
         progress: Callable[[int, int], None],
-        share: Callable[[Share], None] = lambda _share: None,
+        share: Callable[[BatchShare], None] = lambda _share: None,
         due: float = 0.0,
     ) -> Iterator[Slab]:
         """Yield the scores of `image` like `SlidingWindow.run`, but compute them in the threads of the device.
@@ -297,7 +303,7 @@ class WindowBatcher:
         slots = outcomes[0][0].request.window.slots(window_count)
         for batch_slice, outcome in outcomes:
             part = batch_slice.windows / window_count
-            batch_slice.share = Share(batch_slice.windows, part * slots, part * seconds)
+            batch_slice.share = BatchShare(batch_slice.windows, part * slots, part * seconds)
             self._order.deliver(batch_slice, report(batch_slice, outcome))
         return launch.number
 
@@ -315,7 +321,7 @@ class WindowBatcher:
         seconds_per_window = (time.monotonic() - began) / batch.sharing / total
         for batch_slice, outcome in zip(batch_slices, scores, strict=True):
             count = batch_slice.windows
-            batch_slice.share = Share(count, count * window.slots(total) / total, count * seconds_per_window)
+            batch_slice.share = BatchShare(count, count * window.slots(total) / total, count * seconds_per_window)
             self._order.finish(batch_slice, outcome)
         return True
 
@@ -340,7 +346,7 @@ def make_batcher(settings: Settings, device: torch.device, *, on_host: bool) -> 
     return WindowBatcher(
         "device",
         max_streams if on_host else 1,
-        lambda streams: devices.use_threads(max(cores // streams, 1)),
-        None if on_host else partial(mark_end, device),
+        lambda streams: devices.set_torch_threads(max(cores // streams, 1)),
+        None if on_host else partial(record_end, device),
         start_timer=partial(CudaTimer, device) if device.type == "cuda" else lambda: None,
     )

@@ -51,4 +51,4 @@ def may_add(requests: Sequence[WindowRequest], busy: Collection[Running], depth:
     max_streams = min([window.streams, *[running.window.streams for running in busy]])
     if len(busy) >= max_streams * depth:
         return False
-    return window.any_batch_size or sum([request.scan.left for request in requests]) >= window.capacity
+    return window.accepts_any_batch_size or sum([request.scan.left for request in requests]) >= window.capacity

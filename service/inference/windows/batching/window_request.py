@@ -15,7 +15,7 @@ from service.inference.windows.blending import FiniteFlag, Slab, require_finite
 from service.inference.windows.sliding_window import Image, SlidingWindow, WindowSlice
 
 
-class Share(NamedTuple):
+class BatchShare(NamedTuple):
     """Share of one request in a batch: its number of windows, and its part of the batch's slots and device time."""
 
     windows: int
@@ -29,7 +29,7 @@ class BatchSlice:
     def __init__(self, request: WindowRequest, part: WindowSlice) -> None:
         self.request, self.part, self.windows = request, part, len(part.positions)
         self.outcome: Tensor | Exception | None = None
-        self.share: Share | None = None
+        self.share: BatchShare | None = None
         # Windows of the request that have been blended, up to and including this slice.
         self.done = 0
 
@@ -45,7 +45,7 @@ class WindowRequest:
         due: float,
         cancelled: Callable[[], bool],
         progress: Callable[[int, int], None],
-        share: Callable[[Share], None],
+        share: Callable[[BatchShare], None],
         *,
         is_asynchronous: bool = False,
     ) -> None:

@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
-from service.core.errors import Cancelled, DeviceLost, Interrupted
+from service.core.errors import Cancelled, DeviceLost, JobInterrupted
 from service.core.sections.computing import Cluster
 from service.serving.devices.cluster.actor import ActorFactory, ProgressCallback, WorkerLost
 from service.serving.devices.cluster.remote_actor import POLL_SECONDS, ModelInUse, RemoteActor
@@ -108,7 +108,7 @@ class ActorPool:
     def run(self, preferred: RemoteActor, attempt: Attempt) -> Outcome:
         """Run a task on the preferred actor, or on another one if that is not up or is lost.
 
-        Raises Cancelled, and Interrupted if the task was lost with as many actors as may be tried.
+        Raises Cancelled, and JobInterrupted if the task was lost with as many actors as may be tried.
         """
         self._add_unfinished(1)
         try:
@@ -141,7 +141,7 @@ class ActorPool:
             finally:
                 with self._lock:
                     actor.tasks -= 1
-        raise Interrupted(
+        raise JobInterrupted(
             f"{len(lost)} workers of the cluster died while they ran this request. They probably ran out of memory."
         )
 

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from service.core.errors import Cancelled, InternalError
-from service.inference.blockwise.workers import MOST_DEATHS, Work, run_block
+from service.inference.blockwise.workers import MAX_WORKER_DEATHS, BlockFunction, run_block
 from service.serving.devices.cluster.actor import Actor, WorkerLost
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class BlockActor:
     """An actor that processes one block after another, with a model that stays loaded."""
 
-    def __init__(self, work: Work = run_block) -> None:
+    def __init__(self, work: BlockFunction = run_block) -> None:
         self._work = work
 
     def ready(self) -> None:
@@ -68,7 +68,7 @@ class ActorWorkers:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, task: BlockTask) -> dict[str, Any]:
-        for _ in range(MOST_DEATHS):
+        for _ in range(MAX_WORKER_DEATHS):
             actor = self._free.get()
             if actor is None:
                 raise Cancelled("the workers have ended")
@@ -86,8 +86,8 @@ class ActorWorkers:
                 self._free.put(actor)
                 return record
         raise InternalError(
-            f"{MOST_DEATHS} workers in succession died during {task.step} {task.number}. Resume the run with smaller"
-            " windows, or with more memory for each worker."
+            f"{MAX_WORKER_DEATHS} workers in succession died during {task.step} {task.number}. Resume the run with"
+            " smaller windows, or with more memory for each worker."
         )
 
     def _add_when_available(self, actor: Actor) -> None:

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 JOIN_SECONDS = 4.0
 
-ConnectCluster = Callable[[Settings], ActorFactory]
+ClusterConnector = Callable[[Settings], ActorFactory]
 
 
 class ClusterDevices:
@@ -115,7 +115,7 @@ class ClusterDevices:
         return max(needed - local_devices, min(self._pool.unfinished_tasks, 1))
 
 
-def open_cluster(settings: Settings, connect: ConnectCluster, metrics: Metrics) -> ClusterDevices | None:
+def open_cluster(settings: Settings, connect: ClusterConnector, metrics: Metrics) -> ClusterDevices | None:
     """Return the devices of the configured cluster; None if no cluster is configured.
 
     Raises ConfigError if the shared folder cannot be used, and the errors of `connect`.

@@ -18,7 +18,7 @@ from service.core.sections.computing import Cluster
 from service.core.sections.serving import Access, References
 from service.core.telemetry import configure_logging
 from service.engine.compile import torch_compile
-from service.inference.windows.batching.window_request import Share
+from service.inference.windows.batching.window_request import BatchShare
 from service.serving.devices.cluster.exchange import (
     LoadedModelReport,
     Outcome,
@@ -29,7 +29,7 @@ from service.serving.devices.cluster.exchange import (
     store_result,
 )
 from service.serving.devices.local.device import LoadFunction, LocalDevice, LocalParts
-from service.serving.devices.queue.job import Job, Needs
+from service.serving.devices.queue.job import Job, ResourceNeeds
 from service.serving.devices.reservation import Reservation
 from service.serving.metrics import Metrics
 
@@ -130,7 +130,7 @@ class DeviceActor:
             task.spec.name,
             lambda job: work(job, reservation),
             windows=task.windows,
-            needs=Needs if task.volume is None else partial(reservation.needs, task.volume, task.options),
+            needs=ResourceNeeds if task.volume is None else partial(reservation.needs, task.volume, task.options),
             ready=False,
         )
         with self._lock:
@@ -143,7 +143,7 @@ class DeviceActor:
             self._queue.put(job)
             reservation.take(job)
             value = job.future.result()
-            return Outcome(value, share=Share(job.progress.done, job.device_slots, job.device_seconds))
+            return Outcome(value, share=BatchShare(job.progress.done, job.device_slots, job.device_seconds))
         except CancelledError:
             return Outcome(error=Cancelled("cancelled before it began"))
         except StackSegError as error:

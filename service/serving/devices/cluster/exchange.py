@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from service.core.buffers import LARGE_BYTES, Allocate
+from service.core.buffers import LARGE_BYTES, Allocator
 from service.core.errors import ConfigError, OutOfStorage, StackSegError, StorageUnavailable
 from service.core.hardware.gpus import GpuStatus
 from service.core.hardware.host import CpuStatus
 from service.core.quantities import VoxelSize
 from service.core.types import Array, Options, StackShape, Volume
-from service.inference.windows.batching.window_request import Share
-from service.serving.storage.disk import DISK_FULL
+from service.inference.windows.batching.window_request import BatchShare
+from service.serving.storage.disk import DISK_FULL_ERRNOS
 
 if TYPE_CHECKING:
     from service.inference.runner.estimator import Estimator
-    from service.inference.types import EngineReport, Result, Sizing
+    from service.inference.types import DiameterEstimate, EngineReport, Result
     from service.models.spec import ModelSpec
     from service.serving.devices.queue.job import Progress
 
@@ -106,7 +106,7 @@ class StoredResult(NamedTuple):
     path: Path
     shape: tuple[int, ...]
 
-    def open(self, allocate: Allocate) -> Result:
+    def open(self, allocate: Allocator) -> Result:
         """Read the pixels and return the complete result. Raises OutOfStorage and OSError."""
         segmentation = self.result.segmentation
         pixels = allocate(self.shape, segmentation.pixels.dtype)
@@ -121,9 +121,9 @@ class Outcome(NamedTuple):
     Errors of the task are returned as values, to distinguish them from errors of the cluster, which are raised.
     """
 
-    value: LoadedModelReport | StoredResult | Sizing | None = None
+    value: LoadedModelReport | StoredResult | DiameterEstimate | None = None
     error: StackSegError | None = None
-    share: Share = Share(0, 0.0, 0.0)
+    share: BatchShare = BatchShare(0, 0.0, 0.0)
 
 
 class Status(NamedTuple):
@@ -181,7 +181,7 @@ class Exchange:
             folder.mkdir(mode=0o700)
             yield store_volume(volume, folder / "pixels")
         except OSError as error:
-            if error.errno in DISK_FULL:
+            if error.errno in DISK_FULL_ERRNOS:
                 raise OutOfStorage(
                     "The shared storage of the cluster is full. Try again later, or send a smaller stack."
                 ) from error

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from service.core.buffers import Allocate
+from service.core.buffers import Allocator
 from service.core.types import Options, Volume
 from service.serving.devices.cluster.actor_pool import ActorPool, Attempt
 from service.serving.devices.cluster.remote_actor import ModelInUse, RemoteActor
 
 if TYPE_CHECKING:
     from service.inference.runner.estimator import Estimator
-    from service.inference.types import EngineReport, PlannedRequest, Result, Sizing
-    from service.inference.windows.batching.window_request import Share
+    from service.inference.types import DiameterEstimate, EngineReport, PlannedRequest, Result
+    from service.inference.windows.batching.window_request import BatchShare
     from service.models.spec import ModelSpec
     from service.serving.devices.cluster.exchange import LoadedModelReport, StoredResult, Task
     from service.serving.devices.models.model import JobCounters, ProgressCallback
@@ -28,7 +28,7 @@ class RemoteContext(NamedTuple):
     actor: RemoteActor
     pool: ActorPool
     counters: JobCounters
-    allocate: Allocate
+    allocate: Allocator
 
 
 class RemoteModel:
@@ -77,12 +77,14 @@ class RemoteModel:
         context.counters.count_result(self.spec.name, result)
         return result
 
-    def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> Sizing | None:
+    def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> DiameterEstimate | None:
         """Estimate the object diameter in a volume [C, Z, Y, X] for a job."""
         count = partial(self._context.counters.count_share, job, self.spec.name)
         with self._context.pool.exchange.share_volume(volume) as stored:
             task = self._in_use.load_task()._replace(volume=stored, options=options)
-            sizing: Sizing | None = self._run("estimate_diameter", task, job.cancelled, _ignore_progress, count)
+            sizing: DiameterEstimate | None = self._run(
+                "estimate_diameter", task, job.cancelled, _ignore_progress, count
+            )
             return sizing
 
     def _run(
@@ -91,7 +93,7 @@ class RemoteModel:
         task: Task,
         cancelled: Callable[[], bool],
         progress: ProgressCallback,
-        count: Callable[[Share], None] = lambda _share: None,
+        count: Callable[[BatchShare], None] = lambda _share: None,
     ) -> Any:
         """Run a task on the actor, or on another one while the actor is not up, and return its value.
 

@@ -28,7 +28,7 @@ class MallocTrimmer:
 
     def __init__(
         self,
-        trim: Callable[[], None] = devices.return_pages,
+        trim: Callable[[], None] = devices.trim_malloc,
         cpu_seconds: Callable[[], float] = time.process_time,
         seconds: float = INTERVAL_SECONDS,
     ) -> None:

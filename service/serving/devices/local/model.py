@@ -19,7 +19,7 @@ from service.serving.devices.queue.job import Job
 if TYPE_CHECKING:
     from service.inference.runner.callbacks import RunWindows
     from service.inference.runner.estimator import Estimator
-    from service.inference.types import EngineReport, Estimate, PlannedRequest, Result, Sizing
+    from service.inference.types import DiameterEstimate, EngineReport, Estimate, PlannedRequest, Result
     from service.serving.devices.local.torch_device import DeviceContext
 
 
@@ -30,7 +30,7 @@ class Segmenter(ModelRunner):
         """Segment a volume, as `service.inference.segment.segment` does."""
         return segment(self, volume, options, request, callbacks)
 
-    def estimate_diameter(self, volume: Volume, options: Options, callbacks: Callbacks) -> Sizing | None:
+    def estimate_diameter(self, volume: Volume, options: Options, callbacks: Callbacks) -> DiameterEstimate | None:
         """Estimate the object diameter, as `service.inference.segment.estimate_diameter` does."""
         return estimate_diameter(self, volume, options, callbacks)
 
@@ -75,7 +75,7 @@ class LocalModel:
         self._context.counters.count_result(self.spec.name, result)
         return result
 
-    def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> Sizing | None:
+    def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> DiameterEstimate | None:
         """Estimate the object diameter in a volume [C, Z, Y, X] for a job."""
         with self._context.device.report_loss():
             return self.segmenter.estimate_diameter(volume, options, Callbacks(self._run_windows(job), job.cancelled))

@@ -61,7 +61,7 @@ class TorchDevice:
         try:
             yield
         except Exception as error:
-            lost = devices.find_loss(self.device, error, self.driver)
+            lost = devices.find_device_loss(self.device, error, self.driver)
             if lost is None:
                 raise
             self._lost(str(lost))

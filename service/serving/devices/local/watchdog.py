@@ -32,7 +32,7 @@ class Watched(Protocol):
     """The thread of a device, such as the thread of `WindowBatcher`."""
 
     @property
-    def pulse(self) -> Hashable | None:
+    def heartbeat(self) -> Hashable | None:
         """A value that changes with every batch of windows; None while no batch is computed."""
 
     @property
@@ -64,7 +64,7 @@ class Watchdog:
         self._watched, self._end, self._clock = watched, end, clock
         self._device, self._subject = device, f"{device[0].upper()}{device[1:]}"
         self._batch_seconds, self._grace_seconds = settings.batch_seconds, settings.grace_seconds
-        self._last_pulse: Hashable | None = None
+        self._last_heartbeat: Hashable | None = None
         self._lost = ""
         self._last_check = clock()
         self._stuck_seconds = self._unavailable_seconds = 0.0
@@ -100,10 +100,10 @@ class Watchdog:
             self._end(problem)
 
     def _find_problem(self, elapsed: float) -> str | None:
-        pulse = self._watched.pulse
-        is_unchanged = pulse is not None and pulse == self._last_pulse
+        heartbeat = self._watched.heartbeat
+        is_unchanged = heartbeat is not None and heartbeat == self._last_heartbeat
         self._stuck_seconds = self._stuck_seconds + elapsed if is_unchanged else 0.0
-        self._last_pulse = pulse
+        self._last_heartbeat = heartbeat
         if self._lost:
             return self._lost
         if not self._watched.alive:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from service.core.types import Options, Volume
 from service.models.spec import ModelSpec
-from service.serving.devices.queue.job import Job, Needs
+from service.serving.devices.queue.job import Job, ResourceNeeds
 from service.serving.metrics import Metrics
 
 if TYPE_CHECKING:
     from service.inference.runner.estimator import Estimator
-    from service.inference.types import EngineReport, Estimate, PlannedRequest, Result, Sizing
-    from service.inference.windows.batching.window_request import Share
+    from service.inference.types import DiameterEstimate, EngineReport, Estimate, PlannedRequest, Result
+    from service.inference.windows.batching.window_request import BatchShare
 
 log = logging.getLogger(__name__)
 
@@ -51,20 +51,20 @@ class DeviceModel(Protocol):
         request   the request as planned by `estimator`; None: it is planned now
         progress  called with the number of completed windows, starting at 0, and their total number
 
-        Raises BadParameter, TooLarge, Cancelled, OutOfMemory, NonFiniteScores, DeviceLost and DoubtfulResult; for a
-        device of another host also OutOfStorage, StorageUnavailable and Interrupted.
+        Raises BadParameter, TooLarge, Cancelled, OutOfMemory, NonFiniteScores, DeviceLost and LowConfidenceResult; for
+        a device of another host also OutOfStorage, StorageUnavailable and JobInterrupted.
         """
 
-    def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> Sizing | None:
+    def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> DiameterEstimate | None:
         """Estimate the object diameter for a job; None if `segment` would not estimate it.
 
         Raises the errors of `segment`.
         """
 
 
-def needs_from_estimate(estimate: Estimate) -> Needs:
+def needs_from_estimate(estimate: Estimate) -> ResourceNeeds:
     """Return the resources of a job with this estimate."""
-    return Needs(estimate.host_bytes, estimate.device_bytes, estimate.sw_batch_size)
+    return ResourceNeeds(estimate.host_bytes, estimate.device_bytes, estimate.sw_batch_size)
 
 
 class JobCounters(NamedTuple):
@@ -73,7 +73,7 @@ class JobCounters(NamedTuple):
     metrics: Metrics
     device: str
 
-    def count_share(self, job: Job[Any], model: str, share: Share) -> None:
+    def count_share(self, job: Job[Any], model: str, share: BatchShare) -> None:
         """Count the share of a job in a batch of windows."""
         self.metrics.count_batch(model, self.device, *share)
         job.device_seconds += share.seconds

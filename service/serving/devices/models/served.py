@@ -139,7 +139,7 @@ class ServedModels:
         began = time.monotonic()
         progress = self.loading[name] = LoadingProgress(f"loading {spec.identifier}")
         try:
-            with progress.follow():
+            with progress.record_steps():
                 model = self._loader.load(spec)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):

@@ -23,7 +23,7 @@ class Progress(NamedTuple):
     total: int = 0
 
 
-class Needs(NamedTuple):
+class ResourceNeeds(NamedTuple):
     """Resources that a job needs: peak host and device memory in bytes, and windows per batch."""
 
     host: int = 0
@@ -61,7 +61,7 @@ class Job(Generic[T]):
         work: Callable[[Job[T]], T],
         *,
         windows: int = 0,
-        needs: Callable[[], Needs] = Needs,
+        needs: Callable[[], ResourceNeeds] = ResourceNeeds,
         ready: bool = True,
         owner: str | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -78,7 +78,7 @@ class Job(Generic[T]):
         self.device_seconds = self.device_slots = 0.0
         # Set by the queue, which may start another job when this one progresses.
         self.on_advance: Callable[[], None] = lambda: None
-        self.on_needs_changed: Callable[[Job[T], Needs], None] = lambda _job, _needs: None
+        self.on_needs_changed: Callable[[Job[T], ResourceNeeds], None] = lambda _job, _needs: None
         self.future: Future[T] = Future()
         self.progress = Progress()
         # Number of completed and of all time points of a series.
@@ -138,7 +138,7 @@ class Job(Generic[T]):
         self.progress = Progress(done, total)
         self.on_advance()
 
-    def update_needs(self, needs: Needs) -> None:
+    def update_needs(self, needs: ResourceNeeds) -> None:
         """Tell the queue that the resources of the running work have changed."""
         self.on_needs_changed(self, needs)
 
@@ -182,7 +182,7 @@ class Job(Generic[T]):
 
     def _drop_work(self) -> None:
         """Release the work and everything that it refers to."""
-        self._work, self.needs = _raise_already_run, Needs
+        self._work, self.needs = _raise_already_run, ResourceNeeds
 
 
 def _raise_already_run(_job: Job[Any]) -> NoReturn:

@@ -8,7 +8,7 @@ from typing import Any
 
 from service.core.errors import NotReady, QueueFull
 from service.serving.devices.queue.durations import JobDurations
-from service.serving.devices.queue.job import Job, Needs, Progress
+from service.serving.devices.queue.job import Job, Progress, ResourceNeeds
 from service.serving.devices.queue.memory import JobMemory
 
 # Number of batches for which windows should be available: one is computed and the next is prepared, plus one in case
@@ -56,7 +56,7 @@ class JobQueue:
         self._memory = memory or JobMemory()
         self._durations = JobDurations()
         self._waiting: list[Job[Any]] = []
-        self._running: dict[Job[Any], Needs] = {}
+        self._running: dict[Job[Any], ResourceNeeds] = {}
         self._closed = False
         self._changed = threading.Condition()
         # Whether a thread was notified and has not searched for a job yet.
@@ -140,7 +140,7 @@ class JobQueue:
                 self._changed.wait()
             return None
 
-    def update_needs(self, job: Job[Any], needs: Needs) -> None:
+    def update_needs(self, job: Job[Any], needs: ResourceNeeds) -> None:
         """Change the resources of a running job; do nothing for other jobs."""
         with self._changed:
             if job in self._running:
@@ -203,7 +203,7 @@ class JobQueue:
         """Return the next job if one may begin now, else None."""
         if len(self._running) >= self.at_once:
             return None
-        blocked: Needs | None = None
+        blocked: ResourceNeeds | None = None
         blocked_owners = self._blocked_owners()
         for job in self._waiting:
             if job.ready and job.owner not in blocked_owners and self._is_useful(job, needs := job.needs()):
@@ -220,7 +220,7 @@ class JobQueue:
         is_last_slot = self._shared and len(self._running) == self.at_once - 1
         return {job.owner for job in self._running} if is_last_slot else set()
 
-    def _is_useful(self, job: Job[Any], needs: Needs) -> bool:
+    def _is_useful(self, job: Job[Any], needs: ResourceNeeds) -> bool:
         """Return whether windows of the job would be part of the next batches, after running jobs with less work."""
         if len(self._running) < self._guaranteed_jobs:
             return True

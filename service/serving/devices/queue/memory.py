@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Collection
 
-from service.serving.devices.queue.job import FreeMemory, Needs
+from service.serving.devices.queue.job import FreeMemory, ResourceNeeds
 
 
 class JobMemory:
@@ -22,7 +22,7 @@ class JobMemory:
         # Free memory while no job was running.
         self._capacity = FreeMemory()
 
-    def fits(self, needs: Needs, blocked: Needs | None, running: Collection[Needs]) -> bool:
+    def fits(self, needs: ResourceNeeds, blocked: ResourceNeeds | None, running: Collection[ResourceNeeds]) -> bool:
         """Return whether a job fits into memory.
 
         blocked  an earlier job that waits for memory, if any; it must still fit when the largest running job has ended

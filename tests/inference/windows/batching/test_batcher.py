@@ -16,10 +16,10 @@ from fakes import until
 from torch import Tensor
 
 from service.core.errors import Cancelled, NonFiniteScores
-from service.engine.cuda.events import mark_end
+from service.engine.cuda.events import record_end
 from service.inference.windows.batching.batcher import WindowBatcher
 from service.inference.windows.batching.launch import Mark
-from service.inference.windows.batching.window_request import Share
+from service.inference.windows.batching.window_request import BatchShare
 from service.inference.windows.blending import Blending, Slab
 from service.inference.windows.sliding_window import Network, SlidingWindow
 
@@ -55,7 +55,7 @@ class Requests:
         self.stream_counts: list[int] = []
         self.device = WindowBatcher("device", streams, self.stream_counts.append, mark)
         self._pool, self.launched = pool, mark is not None
-        self.shares: list[Share] = []
+        self.shares: list[BatchShare] = []
 
     def submit(
         self, window: SlidingWindow, image: Tensor, *, due: float = 0.0, cancelled: Callable[[], bool] = lambda: False
@@ -81,7 +81,7 @@ class Requests:
         return future
 
 
-@pytest.fixture(params=[None, partial(mark_end, torch.device("cpu"))], ids=["computed", "launched"])
+@pytest.fixture(params=[None, partial(record_end, torch.device("cpu"))], ids=["computed", "launched"])
 def requests(request: pytest.FixtureRequest) -> Iterator[Requests]:
     """Requests to a synchronous device, and to an asynchronous one."""
     yield from run_device(1, request.param)
@@ -103,12 +103,17 @@ def run_device(streams: int, mark: Mark | None = None) -> Iterator[Requests]:
 
 
 def make_windows(
-    network: Network, capacity: int = 4, streams: int = 1, *, any_batch_size: bool = False, owns_scores: bool = False
+    network: Network,
+    capacity: int = 4,
+    streams: int = 1,
+    *,
+    accepts_any_batch_size: bool = False,
+    owns_scores: bool = False,
 ) -> SlidingWindow:
     batches = SlidingWindow(
         network, 1, ROI, capacity, blending=Blending("constant"), device=torch.device("cpu"), streams=streams
     )
-    return batches.with_network(network, any_batch_size=any_batch_size, owns_scores=owns_scores)
+    return batches.with_network(network, accepts_any_batch_size=accepts_any_batch_size, owns_scores=owns_scores)
 
 
 def concatenate(slabs: Iterator[Slab]) -> Tensor:
@@ -288,7 +293,7 @@ def test_call_runs_in_the_thread_of_the_device_and_raises_in_the_caller(requests
 
 
 def test_heartbeat_is_set_only_while_windows_are_computed(requests: Requests) -> None:
-    assert requests.device.pulse is None
+    assert requests.device.heartbeat is None
     gate, called = threading.Event(), threading.Event()
 
     def network(batch: Tensor) -> Tensor:
@@ -299,10 +304,10 @@ def test_heartbeat_is_set_only_while_windows_are_computed(requests: Requests) ->
     request = requests.submit(make_windows(network), make_image(4))
     requests.device.start()
     assert called.wait(10)
-    assert requests.device.pulse == 1
+    assert requests.device.heartbeat == 1
     gate.set()
     request.result(10)
-    until(lambda: requests.device.pulse is None)
+    until(lambda: requests.device.heartbeat is None)
 
 
 def test_close_cancels_waiting_requests_and_calls(requests: Requests) -> None:
@@ -331,9 +336,9 @@ class ReusedOutput:
         return answer[: len(batch)].copy_(batch)
 
 
-@pytest.mark.parametrize("any_batch_size", [False, True])
-def test_several_streams_return_the_same_scores_as_one(streaming: Requests, any_batch_size: bool) -> None:
-    window = make_windows(ReusedOutput(), 2, streams=3, any_batch_size=any_batch_size)
+@pytest.mark.parametrize("accepts_any_batch_size", [False, True])
+def test_several_streams_return_the_same_scores_as_one(streaming: Requests, accepts_any_batch_size: bool) -> None:
+    window = make_windows(ReusedOutput(), 2, streams=3, accepts_any_batch_size=accepts_any_batch_size)
     streaming.device.start()
     sizes = [(1, 1, 1), (3, 9, 5), (40, 4, 4), (9, 9, 9), (4, 4, 30), (2, 20, 2), (17, 12, 11), (4, 4, 4)]
     images = [torch.rand(1, 1, *size) for size in sizes]
@@ -401,7 +406,7 @@ def test_partly_filled_batch_waits_for_running_batches(streaming: Requests) -> N
     window = make_windows(gated, 2, streams=3)
     streaming.device.start()
     first = streaming.submit(window, make_image(1, 1))
-    until(lambda: streaming.device.pulse is not None)
+    until(lambda: streaming.device.heartbeat is not None)
     expected = [streaming.submit(window, make_image(1, value)) for value in (2, 3)]
     gate.set()
     for each in (first, *expected):
@@ -418,7 +423,7 @@ def test_partly_filled_batch_does_not_wait_if_the_network_takes_any_batch_size(s
         return batch
 
     streaming.device.start()
-    window, requests = make_windows(network, 2, streams=3, any_batch_size=True), list[Future[Tensor]]()
+    window, requests = make_windows(network, 2, streams=3, accepts_any_batch_size=True), list[Future[Tensor]]()
     for value in (1, 2, 3):
         requests.append(streaming.submit(window, make_image(1, value)))
         # Requests that arrive together may share a batch.
@@ -457,14 +462,14 @@ def test_heartbeat_stops_if_one_of_several_streams_is_stuck(streaming: Requests)
 
     stuck = streaming.submit(make_windows(network, 1, streams=3), make_image(2, POISON))
     streaming.device.start()
-    until(lambda: streaming.device.pulse is not None)
-    before = streaming.device.pulse
+    until(lambda: streaming.device.heartbeat is not None)
+    before = streaming.device.heartbeat
     busy = streaming.submit(make_windows(network, 1, streams=3), make_image(20))
     assert torch.equal(busy.result(10), make_image(20))
-    assert streaming.device.pulse == before
+    assert streaming.device.heartbeat == before
     gate.set()
     stuck.result(10)
-    until(lambda: streaming.device.pulse is None)
+    until(lambda: streaming.device.heartbeat is None)
 
 
 class UncopiableScores(Tensor):
@@ -546,8 +551,8 @@ def test_all_requests_finish_for_random_mixes_of_requests_and_calls(streaming: R
     device.start()
     kinds = [(1, 1, False), (2, 3, False), (1, 3, True), (3, 2, True)]
     choices = [
-        make_windows(RecordingNetwork(), capacity, streams, any_batch_size=any_batch_size)
-        for capacity, streams, any_batch_size in kinds
+        make_windows(RecordingNetwork(), capacity, streams, accepts_any_batch_size=accepts_any_batch_size)
+        for capacity, streams, accepts_any_batch_size in kinds
     ]
 
     def run_slowly(window: SlidingWindow, size: int, pause: float, checks: int) -> None:
@@ -575,4 +580,4 @@ def test_all_requests_finish_for_random_mixes_of_requests_and_calls(streaming: R
             future.result(10)
         # Sometimes let all threads become idle, as before the first round.
         time.sleep(random.choice([0.0, 0.002]))
-    until(lambda: device.pulse is None)
+    until(lambda: device.heartbeat is None)

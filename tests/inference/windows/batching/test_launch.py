@@ -16,7 +16,7 @@ from service.core.config import Settings
 from service.core.errors import NonFiniteScores
 from service.engine.cuda.events import CudaTimer
 from service.inference.windows.batching.batcher import WindowBatcher, make_batcher
-from service.inference.windows.batching.window_request import Share
+from service.inference.windows.batching.window_request import BatchShare
 from service.inference.windows.blending import Blending
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import SlidingWindow
@@ -89,7 +89,7 @@ def test_each_full_batch_is_launched_before_the_previous_one_is_waited_for(
     async_device.before_done = lambda: until(
         lambda: all(not each.untaken_slabs or not each.scan.left for each in list(device._requests))
     )
-    counts, shares = list[tuple[int, int]](), list[Share]()
+    counts, shares = list[tuple[int, int]](), list[BatchShare]()
     scores = run(
         device, window, image, 0.0, progress=lambda done, total: counts.append((done, total)), share=shares.append
     )
@@ -126,7 +126,7 @@ def test_error_while_waiting_fails_the_requests_of_the_batch(
     async_device.error = None
     image = torch.rand(1, 1, 20, 4, 4)
     torch.testing.assert_close(run(device, make_windows(), image, 0.0), image)
-    until(lambda: device.pulse is None)
+    until(lambda: device.heartbeat is None)
 
 
 def test_call_waits_for_launched_batches(device: WindowBatcher, async_device: AsynchronousDevice) -> None:
@@ -171,7 +171,7 @@ class FakeTimer:
 def test_reported_seconds_are_measured_by_the_clock_of_the_device(async_device: AsynchronousDevice) -> None:
     device = WindowBatcher("device", mark=async_device.mark, start_timer=FakeTimer)
     device.start()
-    shares = list[Share]()
+    shares = list[BatchShare]()
     run(device, make_windows(), torch.rand(1, 1, 24, 4, 4), 0.0, share=shares.append)
     assert [share.seconds for share in shares] == [2.0, 2.0, 2.0]
     async_device.error = RuntimeError("CUDA error: an illegal memory access was encountered")

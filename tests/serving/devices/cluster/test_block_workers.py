@@ -11,7 +11,7 @@ from thread_actors import ThreadActor
 
 from service.core.errors import BadParameter, InternalError
 from service.inference.blockwise.run_folder import BlockTask
-from service.inference.blockwise.workers import MOST_DEATHS
+from service.inference.blockwise.workers import MAX_WORKER_DEATHS
 from service.serving.devices.cluster.block_workers import ActorWorkers, BlockActor
 
 
@@ -43,7 +43,7 @@ def test_block_of_a_lost_actor_is_restarted_on_another_actor() -> None:
 def test_run_fails_if_a_block_kills_every_actor() -> None:
     actor = ThreadActor(lambda: BlockActor(lambda _block: {}))
     actor.lose_at = "run_block"
-    with closing(ActorWorkers([actor])) as workers, pytest.raises(InternalError, match=f"{MOST_DEATHS} workers"):
+    with closing(ActorWorkers([actor])) as workers, pytest.raises(InternalError, match=f"{MAX_WORKER_DEATHS} workers"):
         workers.submit(task(1)).result(20)
 
 

@@ -17,7 +17,7 @@ class Device:
     """A fake device thread with a watchdog, and a clock that advances by one second per check."""
 
     def __init__(self) -> None:
-        self.pulse: Any = None
+        self.heartbeat: Any = None
         self.alive = True
         self.now = 0.0
         self.ended: list[str] = []
@@ -37,7 +37,7 @@ def device() -> Device:
 
 
 def test_slow_batch_is_reported_and_then_ends_the_process(device: Device) -> None:
-    device.pulse = (1, 0)
+    device.heartbeat = (1, 0)
     assert device.advance(11) is None
     assert "more than 10 s" in (device.advance(1) or "")
     assert device.ended == []
@@ -49,9 +49,9 @@ def test_slow_batch_is_reported_and_then_ends_the_process(device: Device) -> Non
 
 
 def test_device_recovers_when_the_batch_completes(device: Device, caplog: pytest.LogCaptureFixture) -> None:
-    device.pulse = (1, 0)
+    device.heartbeat = (1, 0)
     device.advance(14)
-    device.pulse = (1, 2)
+    device.heartbeat = (1, 2)
     with caplog.at_level(logging.WARNING):
         assert device.advance(1) is None
     assert "has recovered" in caplog.text
@@ -62,7 +62,7 @@ def test_device_recovers_when_the_batch_completes(device: Device, caplog: pytest
 def test_idle_device_and_progressing_work_are_no_problem(device: Device) -> None:
     assert device.advance(1000) is None
     for step in range(30):
-        device.pulse = (1, step)
+        device.heartbeat = (1, step)
         assert device.advance(8) is None
 
 
@@ -75,15 +75,15 @@ def test_dead_thread_is_reported_immediately(device: Device) -> None:
 
 def test_lost_device_stays_lost(device: Device) -> None:
     device.watchdog.report_lost("cuda:0 has failed.")
-    device.pulse = (1, 1)
+    device.heartbeat = (1, 1)
     assert device.advance(1) == "cuda:0 has failed."
-    device.pulse = (1, 2)
+    device.heartbeat = (1, 2)
     device.advance(4)
     assert device.ended == ["cuda:0 has failed."]
 
 
 def test_time_while_the_process_was_suspended_does_not_count(device: Device) -> None:
-    device.pulse = (1, 0)
+    device.heartbeat = (1, 0)
     device.advance(2)
     device.now += 3600
     assert device.advance(1) is None
@@ -94,7 +94,7 @@ def test_watchdog_continues_after_a_failed_check(caplog: pytest.LogCaptureFixtur
         alive, checks = True, 0
 
         @property
-        def pulse(self) -> int:
+        def heartbeat(self) -> int:
             self.checks += 1
             if self.checks == 1:
                 raise RuntimeError("the driver does not respond")
@@ -116,7 +116,7 @@ from types import SimpleNamespace
 from service.core import config
 from service.serving.devices.local.watchdog import Watchdog
 logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(message)s")
-thread = SimpleNamespace(pulse=1, alive=True)
+thread = SimpleNamespace(heartbeat=1, alive=True)
 Watchdog(thread, config.Watchdog(batch_seconds=0.5, grace_seconds=0.5)).start()
 time.sleep(60)
 """

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.core.errors import BadFile, NotReady, QueueFull
-from service.serving.devices.queue.job import FreeMemory, Job, Needs
+from service.serving.devices.queue.job import FreeMemory, Job, ResourceNeeds
 from service.serving.devices.queue.job_queue import BATCHES_AHEAD, JobQueue
 from service.serving.devices.queue.memory import JobMemory
 
@@ -20,7 +20,7 @@ def return_seven(_job: Job[int]) -> int:
 
 
 def make_job(windows: int, host: int = 0, batch: int = 1, owner: str | None = None) -> Job[int]:
-    return Job("m", return_seven, windows=windows, needs=lambda: Needs(host, batch=batch), owner=owner)
+    return Job("m", return_seven, windows=windows, needs=lambda: ResourceNeeds(host, batch=batch), owner=owner)
 
 
 def make_owned_job(owner: str, windows: int = 1, batch: int = 1) -> Job[int]:
@@ -131,20 +131,20 @@ def test_job_too_large_for_memory_runs_alone() -> None:
     oversized = make_job(10, 1000)
     queue.offer(oversized)
     assert takes(queue, oversized)
-    device = Job("m", return_seven, windows=1, needs=lambda: Needs(0, 11))
+    device = Job("m", return_seven, windows=1, needs=lambda: ResourceNeeds(0, 11))
     queue.offer(device)
     assert takes(queue)
 
 
 def test_revised_needs_affect_other_jobs() -> None:
     queue = JobQueue(8, 4, JobMemory(lambda: FreeMemory(100, None)))
-    jobs = [Job("nuclei", lambda _job: None, windows=1, needs=lambda: Needs(40, 0, 8)) for _ in range(3)]
+    jobs = [Job("nuclei", lambda _job: None, windows=1, needs=lambda: ResourceNeeds(40, 0, 8)) for _ in range(3)]
     offer(queue, *jobs)
     assert queue.take() is jobs[0]
-    queue.update_needs(jobs[0], Needs(70, 0, 8))
-    queue.update_needs(jobs[1], Needs(1, 0, 8))
+    queue.update_needs(jobs[0], ResourceNeeds(70, 0, 8))
+    queue.update_needs(jobs[1], ResourceNeeds(1, 0, 8))
     assert queue._next() is None
-    queue.update_needs(jobs[0], Needs(20, 0, 8))
+    queue.update_needs(jobs[0], ResourceNeeds(20, 0, 8))
     assert queue.take() is jobs[1]
     assert queue.take() is jobs[2]
 

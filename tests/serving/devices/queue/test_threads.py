@@ -11,7 +11,7 @@ import pytest
 from fakes import until
 
 from service.core.errors import BadFile
-from service.serving.devices.queue.job import Job, Needs
+from service.serving.devices.queue.job import Job, ResourceNeeds
 from service.serving.devices.queue.job_queue import JobQueue
 from service.serving.devices.queue.threads import JobThreads
 
@@ -107,9 +107,9 @@ def test_waiting_thread_starts_a_job_when_it_becomes_useful() -> None:
 def test_notified_thread_is_not_notified_again_before_it_wakes() -> None:
     queue, checks = JobQueue(limit=4), list[int]()
 
-    def needs() -> Needs:
+    def needs() -> ResourceNeeds:
         checks.append(1)
-        return Needs()
+        return ResourceNeeds()
 
     taken = list[Job[Any] | None]()
     waiting = threading.Thread(target=lambda: taken.append(queue.take()))

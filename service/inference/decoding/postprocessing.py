@@ -7,7 +7,7 @@ from typing import Any
 
 from service.core.errors import BadParameter
 from service.core.quantities import Size
-from service.core.types import Extent, OutputKind, Steering
+from service.core.types import Extent, OutputKind, PostprocessingOptions
 from service.models.spec import Instances, ModelSpec
 
 
@@ -18,9 +18,9 @@ def require_instances(spec: ModelSpec) -> Instances:
     return spec.decoding
 
 
-def check_steering(spec: ModelSpec, output: OutputKind, steering: Steering) -> None:
+def check_postprocessing(spec: ModelSpec, output: OutputKind, postprocessing: PostprocessingOptions) -> None:
     """Check that the post-processing options apply to the output of a model. Raises BadParameter."""
-    for name in steering.given:
+    for name in postprocessing.overrides:
         if not isinstance(spec.decoding, Instances):
             raise BadParameter(
                 f"{name}: this option applies to objects, but the model {spec.name} assigns a class to each voxel."
@@ -35,14 +35,14 @@ def check_steering(spec: ModelSpec, output: OutputKind, steering: Steering) -> N
             )
 
 
-def minimum_voxels(steering: Steering, volume: Extent) -> int:
+def minimum_voxels(postprocessing: PostprocessingOptions, volume: Extent) -> int:
     """Return the minimum object size of a request in voxels of the volume, 0 if the request has none.
 
     Raises BadParameter if the size is in cubic micrometers but the voxel size is not known.
     """
-    if steering.minimum_size is None:
+    if postprocessing.minimum_size is None:
         return 0
-    voxels = steering.minimum_size.in_voxels(volume.voxel_size)
+    voxels = postprocessing.minimum_size.in_voxels(volume.voxel_size)
     if voxels is None:
         raise BadParameter(
             "minimum_size: the file does not specify a voxel size, which is needed to convert um3 to voxels. Add"
@@ -55,7 +55,9 @@ def minimum_voxels(steering: Steering, volume: Extent) -> int:
     return min(voxel_count, math.prod(volume.shape[1:]) + 1)
 
 
-def steer(spec: ModelSpec, steering: Steering, volume: Extent, size: Size) -> ModelSpec:
+def apply_postprocessing(
+    spec: ModelSpec, postprocessing: PostprocessingOptions, volume: Extent, size: Size
+) -> ModelSpec:
     """Return the model with the decoding for one request, on a working grid of `size` (Z, Y, X).
 
     A minimum size or minimum confidence of the request replaces all of the model's criteria of that kind. Sizes in the
@@ -66,16 +68,19 @@ def steer(spec: ModelSpec, steering: Steering, volume: Extent, size: Size) -> Mo
     if not isinstance(decoding, Instances):
         return spec
     changes: dict[str, Any] = {}
-    if steering.minimum_size is not None:
+    if postprocessing.minimum_size is not None:
         # Upper limit of the number of stack voxels per grid voxel. The exact size of an object is known only after
         # resampling.
         max_stack_voxels = math.prod(-(-n // edge) for n, edge in zip(volume.shape[1:], size, strict=True))
-        changes = {"minimum_size": -(-minimum_voxels(steering, volume) // max_stack_voxels), "minimum_fraction": 0.0}
+        changes = {
+            "minimum_size": -(-minimum_voxels(postprocessing, volume) // max_stack_voxels),
+            "minimum_fraction": 0.0,
+        }
     for name in ("threshold", "border", "min_confidence"):
-        if (value := getattr(steering, name)) is not None:
+        if (value := getattr(postprocessing, name)) is not None:
             changes[name] = value
-    if steering.min_confidence is not None:
+    if postprocessing.min_confidence is not None:
         changes["min_relative_odds"] = 0.0
-    if steering.fill_holes is not None:
-        changes["holes"] = "fill" if steering.fill_holes else "keep"
+    if postprocessing.fill_holes is not None:
+        changes["holes"] = "fill" if postprocessing.fill_holes else "keep"
     return spec.model_copy(update={"decoding": decoding.model_copy(update=changes)})

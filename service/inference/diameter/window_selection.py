@@ -16,7 +16,7 @@ from service.inference.windows.sliding_window import Image
 MAX_CANDIDATE_PLANES = 8
 MAX_CENTERS_PER_AXIS = 16
 
-# Number of windows that `strongest_windows` returns.
+# Number of windows that `select_high_contrast_windows` returns.
 MAX_WINDOWS = 4
 
 Box = tuple[slice, slice, slice]
@@ -37,7 +37,7 @@ def rank_by_contrast(image: Image, edges: Size) -> list[Size]:
     return [center for _, center in sorted(candidates)]
 
 
-def strongest_windows(image: Image, roi: Size) -> list[Tensor]:
+def select_high_contrast_windows(image: Image, roi: Size) -> list[Tensor]:
     """Return the windows [C, z, y, x] with the highest contrast, at the original resolution and at most `roi` large."""
     size = as_size(image.shape[2:])
     inner = [min(edge, length) for edge, length in zip(roi, size, strict=True)]

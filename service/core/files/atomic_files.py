@@ -13,7 +13,7 @@ OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextmanager
-def write_whole(path: Path, partial: Path | None = None, *, sync: bool = True) -> Iterator[Path]:
+def write_atomically(path: Path, partial: Path | None = None, *, sync: bool = True) -> Iterator[Path]:
     """Write a file atomically: yield a temporary path, and rename the file to `path` after the block.
 
     If the block or renaming fails, the temporary file is deleted.
@@ -53,7 +53,7 @@ def descriptor_path(descriptor: int) -> Path:
 
 
 @contextmanager
-def open_root(path: Path) -> Iterator[int]:
+def open_folder_by_path(path: Path) -> Iterator[int]:
     """Open a folder for the duration of the block. The path may contain symbolic links. Raises OSError."""
     folder = os.open(path, OPEN_FOLDER & ~os.O_NOFOLLOW)
     try:
@@ -63,7 +63,7 @@ def open_root(path: Path) -> Iterator[int]:
 
 
 @contextmanager
-def open_below(folder: int, parts: Sequence[str], *, make: bool = False) -> Iterator[int]:
+def open_subfolder(folder: int, parts: Sequence[str], *, make: bool = False) -> Iterator[int]:
     """Open a folder below an open folder for the duration of the block.
 
     folder  file descriptor of the open folder
