@@ -83,7 +83,7 @@ class Problem(BaseModel):
 # Titles of errors whose slug does not read well as a title.
 _TITLES = {
     "configuration": "Configuration error",
-    "doubtful-result": "Labels may be wrong",
+    "doubtful-result": "Low confidence",
     "interrupted": "Job interrupted",
     "misdirected": "Unknown host name",
     "model-kept": "Model cannot be deleted",

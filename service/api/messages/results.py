@@ -65,7 +65,7 @@ RESULT_RESPONSES: dict[int | str, dict[str, Any]] = {
             "X-StackSeg-Warning": _describe_header(
                 "Sent if the labels may be wrong. JSON with the likely reason (`detail`) and a parameter to try next "
                 "(`try`).",
-                example='{"type": "urn:stackseg:warning:doubtful-result", "title": "Doubtful result", "detail": "The '
+                example='{"type": "urn:stackseg:warning:doubtful-result", "title": "Low confidence", "detail": "The '
                 'labels may be wrong: the objects seem to be 4px wide. Try diameter=4px.", "confidence": 0.044, '
                 '"try": "diameter=4px"}',
             ),

@@ -221,7 +221,7 @@ def describe_low_confidence(result: Result) -> dict[str, Any] | None:
     confidence, detail, attempt = result.quality_warning
     return {
         "type": f"urn:stackseg:warning:{LowConfidenceResult.slug}",
-        "title": "Doubtful result",
+        "title": "Low confidence",
         "detail": detail,
         "confidence": None if confidence is None else round(confidence, 3),
         "try": attempt,
