@@ -1,8 +1,8 @@
-"""Draw what the bundled models find in synthetic stacks: `python -m scripts.recipes.pictures`.
+"""Draw example images of the bundled models on synthetic stacks: `python -m scripts.recipes.pictures`.
 
-Writes `docs/images/MODEL-NAME.png`, the middle plane beside the same with the outlines of the labels, and prints a line
-for each: objects found, objects there, F1 at an intersection over union of 0.5; of classes their Dice coefficients.
-Nothing is told of any stack.
+Each image, `docs/images/MODEL-NAME.png`, shows the middle plane of a stack twice, without and with the outlines of the
+labels. For each image, the command prints the numbers of objects found and present, and the F1 at an IoU of 0.5. For
+models that predict classes, it prints Dice coefficients. The requests specify neither voxel size nor object diameter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.training.evaluate import score
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "images"
+OUTPUT_FOLDER = Path(__file__).resolve().parents[2] / "docs" / "images"
 SHAPE = (40, 112, 112)
 SEED = 77
 
@@ -37,10 +37,12 @@ Pair = tuple[NDArray[Any], NDArray[Any]]
 
 
 def nuclei(scene: Scene) -> Callable[[Generator], Pair]:
+    """Return a function that generates a stack of nuclei."""
     return lambda rng: synthesise(rng, SHAPE, scene)
 
 
 def cells(tissue: Tissue, depth: int = 64) -> Callable[[Generator], Pair]:
+    """Return a function that generates a stack of cells with stained membranes."""
     return lambda rng: synthesise_tissue(rng, (depth, *SHAPE[1:]), tissue)
 
 
@@ -69,7 +71,7 @@ PICTURES = {
         "gaps": cells(replace(WALLS, gaps=0.25)),
         "thin": cells(WALLS, SHAPE[0]),
         "tube": cells(replace(WALLS, lumen=0.4, diameter=24)),
-        "apart": cells(replace(WALLS, apart=0.35, body=2)),
+        "apart": cells(replace(WALLS, separation=0.35, body_size=2)),
     },
     "tissue": {
         "usual": cells(WALLS),
@@ -81,19 +83,19 @@ PICTURES = {
 
 
 def draw(runner: ModelRunner, make: Callable[[Generator], Pair]) -> tuple[bytes, str]:
-    """Return a PNG of a stack beside its labels, and what was found in it."""
+    """Segment a stack; return a PNG of the stack without and with labels, and a line with the scores."""
     image, truth = make(np.random.default_rng(SEED))
     volume = Volume.from_array(image[None])
-    found = segment(runner, volume, Options()).segmentation
-    pictures = [thumbnail.draw(volume, labels) for labels in (Segmentation(np.zeros_like(truth), "labels"), found)]
-    together = np.hstack([np.asarray(png_decode(picture)) for picture in pictures])
-    if found.kind == "classes":
-        reached = zip(found.names, dice(classes_of(truth), found.pixels), strict=True)
-        line = ", ".join(f"{name} {value:.2f}" for name, value in reached)
+    result = segment(runner, volume, Options()).segmentation
+    pictures = [thumbnail.draw(volume, labels) for labels in (Segmentation(np.zeros_like(truth), "labels"), result)]
+    combined = np.hstack([np.asarray(png_decode(picture)) for picture in pictures])
+    if result.kind == "classes":
+        coefficients = zip(result.names, dice(classes_of(truth), result.pixels), strict=True)
+        line = ", ".join(f"{name} {value:.2f}" for name, value in coefficients)
     else:
-        scores = score(truth, found.pixels)
-        line = f"{scores.found} found of {scores.true}, F1 {scores.f1:.2f}"
-    return bytes(png_encode(together, level=9)), line
+        scores = score(truth, result.pixels)
+        line = f"{scores.found} of {scores.true} objects found, F1 {scores.f1:.2f}"
+    return bytes(png_encode(combined, level=9)), line
 
 
 def main() -> None:
@@ -103,7 +105,7 @@ def main() -> None:
         runner = start_segmenter(name)
         for kind, make in PICTURES[name].items():
             picture, line = draw(runner, make)
-            (FOLDER / f"{name}-{kind}.png").write_bytes(picture)
+            (OUTPUT_FOLDER / f"{name}-{kind}.png").write_bytes(picture)
             sys.stdout.write(f"{name}-{kind}: {line}\n")
             sys.stdout.flush()
 
