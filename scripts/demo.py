@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from figure import draw
+from figure import draw_figure
 
 from service.core.types import Selection
 from service.formats import stack_reader
@@ -37,11 +37,11 @@ def find_free_port() -> int:
 
 
 @contextmanager
-def service(config: Path, log: Path) -> Iterator[str]:
+def run_service(config: Path, log: Path) -> Iterator[str]:
     """Run `stackseg serve` on a free port, yield its address when all models are ready, and stop it afterwards."""
     address = f"http://127.0.0.1:{(port := find_free_port())}"
     command = [sys.executable, "-m", "service", "serve", "--config", str(config), "--port", str(port)]
-    # Keep the measured engine settings of this machine in the clone, too, so that later starts are fast.
+    # Cache the engine plans in the clone: nothing is written outside of it, and later starts are faster.
     environment = {"STACKSEG_ENGINE__CACHE_FOLDER": str(ROOT / ".cache" / "engine")} | os.environ
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)  # noqa: S603
@@ -75,7 +75,7 @@ def get_json(url: str) -> dict[str, Any]:
         return dict(json.load(response))
 
 
-def post(url: str, stack: Path, labels: Path) -> dict[str, str]:
+def post_stack(url: str, stack: Path, labels: Path) -> dict[str, str]:
     """Post a stack, write the response body to `labels`, and return the response headers with lower-case names."""
     request = urllib.request.Request(url, data=stack.read_bytes(), headers={"Content-Type": "image/tiff"})  # noqa: S310
     try:
@@ -112,15 +112,15 @@ def main() -> None:
 
     report("starting", "the service loads and prepares the model; the first start takes longer")
     started = time.perf_counter()
-    with service(arguments.config, output / "service.log") as address:
+    with run_service(arguments.config, output / "service.log") as address:
         report("ready", f"{address}, started in {time.perf_counter() - started:.1f} s")
-        headers = post(f"{address}/segment", arguments.stack, labels_path)
+        headers = post_stack(f"{address}/segment", arguments.stack, labels_path)
         name = headers["x-stackseg-model"].partition("/")[0]
         engine = get_json(f"{address}/models/{name}")["engine"]
 
     volume = stack_reader.read(arguments.stack, Selection(), MAX_PIXEL_BYTES, None)
     labels = stack_reader.read(labels_path, Selection(), MAX_PIXEL_BYTES, None)
-    draw(volume.array()[0], labels.array()[0], volume.voxel_size, figure_path, f"{arguments.stack.name}, {name}")
+    draw_figure(volume.array()[0], labels.array()[0], volume.voxel_size, figure_path, f"{arguments.stack.name}, {name}")
 
     size = "size unknown" if volume.voxel_size is None else " x ".join(f"{s:g}" for s in volume.voxel_size) + " um"
     report("stack", f"{arguments.stack}, {' x '.join(map(str, volume.shape[1:]))} voxels, {volume.dtype}, voxel {size}")

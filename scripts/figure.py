@@ -72,14 +72,14 @@ def project_intensities(stack: Array, axis: int) -> Array:
     return to_gray(plane, low, high)
 
 
-def show(axes: Axes, picture: Array, title: str, extent: tuple[float, float]) -> None:
+def show_image(axes: Axes, picture: Array, title: str, extent: tuple[float, float]) -> None:
     height, width = extent
     axes.imshow(picture, extent=(0, width, height, 0), interpolation="nearest")
     axes.set_title(title, color=TEXT, fontsize=9, loc="left", pad=4)
     axes.set_axis_off()
 
 
-def scale_bar(axes: Axes, width: float, height: float, unit: str) -> None:
+def add_scale_bar(axes: Axes, width: float, height: float, unit: str) -> None:
     length = max(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if n <= max(width / 4, 1))
     edge = [patheffects.withStroke(linewidth=2.5, foreground="black")]
     axes.add_patch(Rectangle((width * 0.04, height * 0.95), length, height * 0.012, color="white", path_effects=edge))
@@ -87,7 +87,7 @@ def scale_bar(axes: Axes, width: float, height: float, unit: str) -> None:
     text.set_path_effects(edge)
 
 
-def draw(stack: Array, labels: Array, voxel_size: VoxelSize | None, path: Path, title: str) -> None:
+def draw_figure(stack: Array, labels: Array, voxel_size: VoxelSize | None, path: Path, title: str) -> None:
     """Write a PNG of intensities and labels, both [Z, Y, X]. Lengths are in micrometers if the voxel size is known."""
     size, unit = (voxel_size, "µm") if voxel_size else (VoxelSize(1, 1, 1), "px")
     depth, height, width = (n * s for n, s in zip(stack.shape, size, strict=True))
@@ -104,18 +104,20 @@ def draw(stack: Array, labels: Array, voxel_size: VoxelSize | None, path: Path, 
         gridspec_kw={"height_ratios": (height, depth)}, facecolor=BACKGROUND,
     )  # fmt: skip
     flat, tall = (height, width), (depth, width)
-    show(grid[0, 0], project_intensities(stack, 0), "maximum projection", flat)
-    show(grid[0, 1], draw_outlines(stack[z], labels[z], low, high, (zoom, zoom)), f"section z = {z}, outlines", flat)
-    show(
+    show_image(grid[0, 0], project_intensities(stack, 0), "maximum projection", flat)
+    show_image(
+        grid[0, 1], draw_outlines(stack[z], labels[z], low, high, (zoom, zoom)), f"section z = {z}, outlines", flat
+    )
+    show_image(
         grid[0, 2],
         colorize(project_labels(labels, 0)),
         f"{count} objects, from above",
         flat,
     )
-    show(grid[1, 0], project_intensities(stack, 1), "along y", tall)
-    show(grid[1, 1], draw_outlines(stack[:, y], labels[:, y], low, high, (zoom, zoom)), f"section y = {y}", tall)
-    show(grid[1, 2], colorize(project_labels(labels, 1)), "from the side", tall)
-    scale_bar(grid[0, 0], width, height, unit)
+    show_image(grid[1, 0], project_intensities(stack, 1), "along y", tall)
+    show_image(grid[1, 1], draw_outlines(stack[:, y], labels[:, y], low, high, (zoom, zoom)), f"section y = {y}", tall)
+    show_image(grid[1, 2], colorize(project_labels(labels, 1)), "from the side", tall)
+    add_scale_bar(grid[0, 0], width, height, unit)
     figure.suptitle(title, color=TEXT, fontsize=11)
     figure.savefig(path, facecolor=BACKGROUND)
     plt.close(figure)
@@ -129,7 +131,7 @@ def main() -> None:
     arguments = parser.parse_args()
     volume = stack_reader.read(arguments.stack, Selection(), MAX_PIXEL_BYTES, None)
     labels = stack_reader.read(arguments.labels, Selection(), MAX_PIXEL_BYTES, None)
-    draw(volume.array()[0], labels.array()[0], volume.voxel_size, arguments.figure, arguments.stack.name)
+    draw_figure(volume.array()[0], labels.array()[0], volume.voxel_size, arguments.figure, arguments.stack.name)
 
 
 if __name__ == "__main__":

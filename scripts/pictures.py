@@ -38,17 +38,17 @@ def draw_models() -> None:
     for folder in sorted((ROOT / "models").iterdir()):
         volume = stack_reader.read(folder / "sample.tif", Selection(), MAX_PIXEL_BYTES, None)
         labels = stack_reader.read(folder / "expected.tif", Selection(), MAX_PIXEL_BYTES, None).array()[0]
-        save(thumbnail.draw(volume, Segmentation(labels, "labels")), folder / "example.png")
+        save_png(thumbnail.draw(volume, Segmentation(labels, "labels")), folder / "example.png")
 
 
-def save(picture: bytes, path: Path) -> None:
+def save_png(picture: bytes, path: Path) -> None:
     """Write an image as a PNG with at most 256 colors. The file is a third as large and looks the same."""
     Image.open(io.BytesIO(picture)).convert("RGB").quantize(256).save(path, optimize=True)
     sys.stdout.write(f"{path.relative_to(ROOT)}: {path.stat().st_size:,} bytes\n")
 
 
 @contextmanager
-def serve() -> Iterator[str]:
+def run_service() -> Iterator[str]:
     """Run the service with the bundled models and yield its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -80,11 +80,11 @@ def wait_until_ready(address: str) -> None:
 def draw_result(page: Page) -> None:
     """Segment the sample, select an object in the table, and capture the page with the 3D view."""
     page.get_by_role("button", name="Try the sample").click()
-    segment(page)
+    run_segmentation(page)
     page.locator("tr[data-row]").nth(4).click()
     page.get_by_role("button", name="3D").click()
     page.wait_for_timeout(1500)
-    save(page.screenshot(), IMAGES / "page.png")
+    save_png(page.screenshot(), IMAGES / "page.png")
 
 
 def draw_comparison(page: Page) -> None:
@@ -93,12 +93,12 @@ def draw_comparison(page: Page) -> None:
     page.get_by_label("Diameter in voxels").fill("40")
     page.get_by_label("Diameter in voxels").press("Tab")
     page.wait_for_timeout(1000)
-    segment(page)
+    run_segmentation(page)
     page.get_by_role("link", name="Side by side").click()
     expect(page.locator("#compare footer")).to_contain_text("in both")
     page.locator(".side-by-side .view[data-axis=z] .stage").first.click(position={"x": 112, "y": 144})
     page.wait_for_timeout(500)
-    save(page.screenshot(), IMAGES / "compare.png")
+    save_png(page.screenshot(), IMAGES / "compare.png")
 
 
 def draw_ambiguous_stack(page: Page) -> None:
@@ -111,10 +111,10 @@ def draw_ambiguous_stack(page: Page) -> None:
     page.locator("button.channel").first.click()
     page.get_by_role("group", name="Channels that are shown").get_by_role("button", name="Channel 1").click()
     page.wait_for_timeout(1500)
-    save(page.screenshot(), IMAGES / "ambiguous.png")
+    save_png(page.screenshot(), IMAGES / "ambiguous.png")
 
 
-def segment(page: Page) -> None:
+def run_segmentation(page: Page) -> None:
     """Press "Segment" and wait for the result."""
     page.get_by_role("button", name="Segment", exact=True).click()
     expect(page.get_by_role("heading", name="Segmenting")).to_be_visible()
@@ -125,7 +125,7 @@ def draw_page() -> None:
     """Write the screenshots of the web UI."""
     chromium = shutil.which("chromium")
     expect.set_options(timeout=1000 * TIMEOUT_SECONDS)
-    with serve() as address, sync_playwright() as playwright:
+    with run_service() as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_context(viewport=VIEWPORT, color_scheme="dark").new_page()
         page.goto(address)

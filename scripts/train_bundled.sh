@@ -3,8 +3,8 @@
 #
 # The stages `nuclei-6` and `embryos` need the folder of recorded stacks that scripts/recipes/embryos.py creates. Set the
 # environment variable EMBRYOS to this folder. If EMBRYOS is not set, these stages are skipped.
-# Each stage is one command. An interrupted stage resumes from its checkpoint. A completed stage does nothing. The log of
-# a stage reports how many minutes it has run so far. The weights of a stage are in FOLDER/STAGE.
+# Each stage is one command. An interrupted stage resumes from its checkpoint. A completed stage is not run again. The
+# log of a stage reports how many minutes it has run so far. The weights of a stage are in FOLDER/STAGE.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -83,7 +83,8 @@ SELECTIONS = {
 OWN_STACKS = 28
 FOREIGN_STACKS = 14
 NOISE_STACKS = 10
-# Lower limit of the wrong diameters. A stack is enlarged more, and takes longer, if the specified diameter is smaller.
+# Minimum object diameter in requests with a diameter that is too small. Smaller diameters would enlarge the stack so
+# much that segmentation takes too long.
 MIN_DIAMETER_VOXELS = {"nuclei": 8.0, "embryos": 8.0, "membranes": 12.8}
 MAX_PIXEL_BYTES = 2**31
 # Strength of the L2 regularization in the fit.
@@ -127,7 +128,7 @@ def make_nuclei(seed: int) -> tuple[Case, Diameters]:
     scene = Scene.draw(rng)
     side = int(np.clip(2.6 * scene.diameter, 52, 76))
     image, truth = synthesise(rng, (max(16, int(side / max(1, scene.anisotropy / 1.3))), side, side), scene)
-    return Case(f"nuclei {seed}", "default", _volume(image), truth), (scene.diameter,) * 3
+    return Case(f"nuclei {seed}", "default", _to_volume(image), truth), (scene.diameter,) * 3
 
 
 def make_membranes(seed: int) -> tuple[Case, Diameters]:
@@ -136,7 +137,7 @@ def make_membranes(seed: int) -> tuple[Case, Diameters]:
     tissue = Tissue.draw(rng)
     side = int(np.clip(2.6 * tissue.diameter, 56, 80))
     image, truth = synthesise_tissue(rng, (max(20, int(side / tissue.flatness)), side, side), tissue)
-    return Case(f"membranes {seed}", "default", _volume(image), truth), (
+    return Case(f"membranes {seed}", "default", _to_volume(image), truth), (
         tissue.diameter / tissue.flatness,
         tissue.diameter,
         tissue.diameter,
@@ -158,12 +159,12 @@ def make_variants(case: Case, diameters: Diameters, seed: int, model: str) -> It
     image = case.volume.array()[0].astype(np.float32)
     match seed % 4:
         case 0:
-            yield case._replace(condition="blurred", volume=_volume(gaussian_filter(image, diameters[1] / 4)))
+            yield case._replace(condition="blurred", volume=_to_volume(gaussian_filter(image, diameters[1] / 4)))
         case 1:
             yield case._replace(condition="diameter too large", diameter=_scale_diameters(diameters, 3.0))
         case 2:
             noise = np.random.default_rng(seed).normal(0, 2 * image.std(), image.shape)
-            yield case._replace(condition="noisy", volume=_volume((image + noise).astype(np.float32)))
+            yield case._replace(condition="noisy", volume=_to_volume((image + noise).astype(np.float32)))
         case _:
             factor = max(0.4, MIN_DIAMETER_VOXELS[model] / min(diameters))
             yield case._replace(condition="diameter too small", diameter=_scale_diameters(diameters, factor))
@@ -187,7 +188,7 @@ def make_noise(seed: int, shape: Size = (40, 72, 72)) -> Case:
     grain = gaussian_filter(rng.normal(0, 1, shape), (0.5, 0.8, 1.5, 3)[seed % 4])
     light = np.exp(1.2 * grain / grain.std()) if seed % 3 else grain - grain.min()
     image = rng.poisson(100 * light / light.max()).astype(np.uint16)
-    return Case(f"noise {seed}", "default", _volume(image), truth=False)
+    return Case(f"noise {seed}", "default", _to_volume(image), truth=False)
 
 
 def read_recorded_cases(folder: Path, model: str, scratch: Path) -> Iterator[Case]:
@@ -222,7 +223,7 @@ def classify_f1(f1: float) -> str:
     return "good" if f1 >= GOOD_F1 else "bad" if f1 <= BAD_F1 else "fair"
 
 
-def collect(runner: ModelRunner, cases: Iterator[Case]) -> Iterator[Sample]:
+def collect_samples(runner: ModelRunner, cases: Iterator[Case]) -> Iterator[Sample]:
     """Segment the stacks; yield the results that contain objects and are clearly good or bad."""
     model_diameter = runner.spec.input.diameter
     assert model_diameter is not None  # noqa: S101 - all models with a confidence have a diameter
@@ -243,7 +244,7 @@ def collect(runner: ModelRunner, cases: Iterator[Case]) -> Iterator[Sample]:
         yield sample
 
 
-def fit(samples: list[Sample]) -> Floats:
+def fit_confidence(samples: list[Sample]) -> Floats:
     """Return the intercept and the weights of a ridge-regularized logistic regression.
 
     All stacks have the same total weight, regardless of their number of samples.
@@ -273,7 +274,7 @@ def cross_validate(samples: list[Sample]) -> Floats:
     confidences = np.zeros(len(samples))
     for stack in {sample.stack for sample in samples}:
         inside = [index for index, sample in enumerate(samples) if sample.stack == stack]
-        coefficients = fit([sample for sample in samples if sample.stack != stack])
+        coefficients = fit_confidence([sample for sample in samples if sample.stack != stack])
         confidences[inside] = predict([samples[index] for index in inside], coefficients)
     return confidences
 
@@ -289,7 +290,7 @@ def report(samples: list[Sample]) -> Iterator[str]:
     _, good = _columns(samples)
     confidences = cross_validate(samples)
     yield "confidence:"
-    for name, value in zip(("intercept", *Features._fields), fit(samples), strict=True):
+    for name, value in zip(("intercept", *Features._fields), fit_confidence(samples), strict=True):
         yield f"  {name}: {value:.2f}"
     groups = {"all": np.ones(len(good), bool)}
     groups["synthetic"] = np.array([sample.stack.split()[0] in {"nuclei", "membranes", "noise"} for sample in samples])
@@ -316,7 +317,7 @@ def _logistic(values: Floats) -> Floats:
     return probabilities
 
 
-def _volume(image: Array) -> Volume:
+def _to_volume(image: Array) -> Volume:
     return Volume.from_array(image[None])
 
 
@@ -331,7 +332,7 @@ def main() -> None:
         cases = [make_synthetic_cases(options.model)]
         if options.folder is not None:
             cases.append(read_recorded_cases(options.folder, options.model, Path(scratch)))
-        samples = list(collect(runner, itertools.chain(*cases)))
+        samples = list(collect_samples(runner, itertools.chain(*cases)))
     sys.stdout.writelines(f"{line}\n" for line in report(samples))
 
 

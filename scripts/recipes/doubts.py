@@ -43,7 +43,7 @@ def make_object_stacks(model: str, count: int) -> Iterator[tuple[Volume, NDArray
     return ((volume, truth) for kind, volume, truth in make_stacks(model, count) if kind != "noise")
 
 
-def collect(runner: ModelRunner, count: int) -> Iterator[Result]:
+def collect_results(runner: ModelRunner, count: int) -> Iterator[Result]:
     """Segment stacks of all kinds."""
     model = runner.spec.name
     for volume, truth in make_object_stacks(model, count):
@@ -83,7 +83,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     runner = start_segmenter(arguments.model)
-    sys.stdout.writelines(f"{line}\n" for line in report(list(collect(runner, arguments.stacks))))
+    sys.stdout.writelines(f"{line}\n" for line in report(list(collect_results(runner, arguments.stacks))))
 
 
 if __name__ == "__main__":

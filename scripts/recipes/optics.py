@@ -39,7 +39,7 @@ def smooth_noise(rng: Generator, shape: tuple[int, ...], length: float) -> Float
     return np.asarray(zoom(noise, factors, order=1, mode="nearest", grid_mode=True) * np.float32(1.5))
 
 
-def blur_widely(light: Floats, sigmas: tuple[float, float]) -> Floats:
+def apply_wide_blur(light: Floats, sigmas: tuple[float, float]) -> Floats:
     """Apply a wide Gaussian blur to light [z, y, x], with standard deviations along z and in the plane.
 
     The blur is computed on every second plane and every fourth pixel, because the result is smooth.

@@ -36,12 +36,12 @@ SEED = 77
 Pair = tuple[NDArray[Any], NDArray[Any]]
 
 
-def nuclei(scene: Scene) -> Callable[[Generator], Pair]:
+def nuclei_factory(scene: Scene) -> Callable[[Generator], Pair]:
     """Return a function that generates a stack of nuclei."""
     return lambda rng: synthesise(rng, SHAPE, scene)
 
 
-def cells(tissue: Tissue, depth: int = 64) -> Callable[[Generator], Pair]:
+def cells_factory(tissue: Tissue, depth: int = 64) -> Callable[[Generator], Pair]:
     """Return a function that generates a stack of cells with stained membranes."""
     return lambda rng: synthesise_tissue(rng, (depth, *SHAPE[1:]), tissue)
 
@@ -50,34 +50,34 @@ SPOTS = replace(PLAIN, diameter=5, fill=0.02, texture=0, blur=0.6, haze=0)
 
 PICTURES = {
     "embryos": {
-        "usual": nuclei(EMBRYO),
-        "dense": nuclei(replace(EMBRYO, fill=0.25, clustering=0.9)),
-        "faint": nuclei(replace(EMBRYO, photons=4)),
-        "spots": nuclei(SPOTS),
+        "usual": nuclei_factory(EMBRYO),
+        "dense": nuclei_factory(replace(EMBRYO, fill=0.25, clustering=0.9)),
+        "faint": nuclei_factory(replace(EMBRYO, photons=4)),
+        "spots": nuclei_factory(SPOTS),
     },
     "nuclei": {
-        "usual": nuclei(PLAIN),
-        "dense": nuclei(replace(PLAIN, fill=0.4, clustering=0.9)),
-        "faint": nuclei(replace(PLAIN, photons=5)),
-        "uneven": nuclei(replace(PLAIN, tissue=0.4, shading=0.5)),
-        "spots": nuclei(SPOTS),
-        "envelopes": nuclei(replace(PLAIN, envelope=0.1, diameter=30, margin=1)),
+        "usual": nuclei_factory(PLAIN),
+        "dense": nuclei_factory(replace(PLAIN, fill=0.4, clustering=0.9)),
+        "faint": nuclei_factory(replace(PLAIN, photons=5)),
+        "uneven": nuclei_factory(replace(PLAIN, tissue=0.4, shading=0.5)),
+        "spots": nuclei_factory(SPOTS),
+        "envelopes": nuclei_factory(replace(PLAIN, envelope=0.1, diameter=30, margin=1)),
     },
     "membranes": {
-        "usual": cells(WALLS),
-        "uneven": cells(replace(WALLS, patchiness=0.5, unevenness=0.6, attenuation=0.6)),
-        "small": cells(replace(WALLS, diameter=14)),
-        "faint": cells(replace(WALLS, photons=6)),
-        "gaps": cells(replace(WALLS, gaps=0.25)),
-        "thin": cells(WALLS, SHAPE[0]),
-        "tube": cells(replace(WALLS, lumen=0.4, diameter=24)),
-        "apart": cells(replace(WALLS, separation=0.35, body_size=2)),
+        "usual": cells_factory(WALLS),
+        "uneven": cells_factory(replace(WALLS, patchiness=0.5, unevenness=0.6, attenuation=0.6)),
+        "small": cells_factory(replace(WALLS, diameter=14)),
+        "faint": cells_factory(replace(WALLS, photons=6)),
+        "gaps": cells_factory(replace(WALLS, gaps=0.25)),
+        "thin": cells_factory(WALLS, SHAPE[0]),
+        "tube": cells_factory(replace(WALLS, lumen=0.4, diameter=24)),
+        "apart": cells_factory(replace(WALLS, separation=0.35, body_size=2)),
     },
     "tissue": {
-        "usual": cells(WALLS),
-        "faint": cells(replace(WALLS, photons=6)),
-        "small": cells(replace(WALLS, diameter=14)),
-        "uneven": cells(replace(WALLS, patchiness=0.5, unevenness=0.6, attenuation=0.6)),
+        "usual": cells_factory(WALLS),
+        "faint": cells_factory(replace(WALLS, photons=6)),
+        "small": cells_factory(replace(WALLS, diameter=14)),
+        "uneven": cells_factory(replace(WALLS, patchiness=0.5, unevenness=0.6, attenuation=0.6)),
     },
 }
 

@@ -38,7 +38,7 @@ class Percentiles:
         return (image.astype(np.float32) - np.float32(low)) / np.float32(max(high - low, 1e-6))
 
 
-def random_size(synthesise: Callable[[Generator, Size], Pair], max_width: int = 96) -> Source:
+def with_random_size(synthesise: Callable[[Generator, Size], Pair], max_width: int = 96) -> Source:
     """Return a source of synthetic stacks of random size, at most `max_width` voxels wide.
 
     One in five stacks has few planes, like many recorded stacks.
@@ -113,6 +113,6 @@ def _crop_around_object(image: NDArray[Any], labels: NDArray[Any], shape: NDArra
     return image[tuple(box)], labels[tuple(box)]
 
 
-def mix(first: Source, second: Source, share: float) -> Source:
+def mix_sources(first: Source, second: Source, share: float) -> Source:
     """Return a source that draws from `second` with probability `share`, otherwise from `first`."""
     return lambda rng: second(rng) if rng.random() < share else first(rng)

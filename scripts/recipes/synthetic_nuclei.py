@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 from scipy.spatial.transform import Rotation
 
-from scripts.recipes.optics import Floats, blur_widely, expose, log_uniform, smooth_noise
+from scripts.recipes.optics import Floats, apply_wide_blur, expose, log_uniform, smooth_noise
 from service.core.quantities import Size
 
 Labels = NDArray[np.uint16]
@@ -214,7 +214,7 @@ class Scene:
         )
 
     def _with_noise(self, rng: Generator) -> Self:
-        """Return a copy with so few photons that the noise is a third to all of the contrast of a nucleus."""
+        """Return a copy with few photons: the noise is between a third and all of the contrast of a nucleus."""
         photons = log_uniform(rng, 4.0, 20.0)
         return replace(self, photons=photons, floor=float(rng.uniform(0.1, 0.6)), read_noise=float(rng.uniform(0.5, 2)))
 
@@ -281,8 +281,8 @@ def synthesise(rng: Generator, shape: Size, scene: Scene | None = None) -> tuple
     for _ in range(max_nuclei):
         if canvas.count and np.count_nonzero(canvas.labels) >= target_voxels:
             break
-        _place(rng, scene, canvas)
-    return _record(rng, scene, canvas), canvas.labels
+        _place_nucleus(rng, scene, canvas)
+    return _simulate_image(rng, scene, canvas), canvas.labels
 
 
 def synthesise_varied(rng: Generator, shape: Size) -> tuple[NDArray[Any], Labels]:
@@ -291,7 +291,7 @@ def synthesise_varied(rng: Generator, shape: Size) -> tuple[NDArray[Any], Labels
     return synthesise(rng, shape, (Scene.draw, Scene.draw_blurred, Scene.draw_hard, Scene.draw_empty)[kind](rng))
 
 
-def _place(rng: Generator, scene: Scene, canvas: _Canvas) -> None:
+def _place_nucleus(rng: Generator, scene: Scene, canvas: _Canvas) -> None:
     """Place one nucleus at a free position. Gives up after four attempts."""
     squash = np.array([1 / scene.anisotropy, 1, 1], np.float32)
     radii = np.float32(scene.diameter / 2 * rng.lognormal(0, 0.12)) * squash
@@ -344,7 +344,7 @@ def _draw_nucleus(rng: Generator, scene: Scene, canvas: _Canvas, center: Floats,
     canvas.count += 1
     canvas.labels[box][is_nearest] = canvas.count
     canvas.relative_radius[box][is_nearest] = relative_radius[is_nearest]
-    light = _emission(rng, scene, relative_radius)
+    light = _compute_emission(rng, scene, relative_radius)
     if is_mitotic:
         light *= np.float32(rng.uniform(1.2, 2.5))
     canvas.light[box][is_nearest] = light[is_nearest]
@@ -394,7 +394,7 @@ class _Surface:
         return np.asarray(radius / (1 + 2 * surface), np.float32)
 
 
-def _emission(rng: Generator, scene: Scene, relative_radius: Floats) -> Floats:
+def _compute_emission(rng: Generator, scene: Scene, relative_radius: Floats) -> Floats:
     """Return the light [z, y, x] that a nucleus emits, with a radial gradient, chromatin texture and dark nucleoli."""
     brightness = rng.lognormal(0, scene.spread)
     if scene.envelope:
@@ -412,7 +412,7 @@ def _emission(rng: Generator, scene: Scene, relative_radius: Floats) -> Floats:
     return light
 
 
-def _record(rng: Generator, scene: Scene, canvas: _Canvas) -> NDArray[Any]:
+def _simulate_image(rng: Generator, scene: Scene, canvas: _Canvas) -> NDArray[Any]:
     """Simulate the image of the emitted light; returns uint8 or uint16, [Z, Y, X]."""
     shape = canvas.labels.shape
     light = canvas.light
@@ -425,9 +425,11 @@ def _record(rng: Generator, scene: Scene, canvas: _Canvas) -> NDArray[Any]:
     if scene.rim_level:
         _extend_outlines(scene, canvas.labels, light)
     if scene.glow:
-        light += np.float32(scene.glow) * blur_widely(light, (scene.diameter / scene.anisotropy, scene.diameter / 5))
+        light += np.float32(scene.glow) * apply_wide_blur(
+            light, (scene.diameter / scene.anisotropy, scene.diameter / 5)
+        )
     if scene.haze:
-        light += np.float32(scene.haze) * blur_widely(
+        light += np.float32(scene.haze) * apply_wide_blur(
             light, (0.8 * scene.diameter / scene.anisotropy, 0.8 * scene.diameter)
         )
     if scene.tissue:
@@ -489,7 +491,7 @@ def _add_bleed(rng: Generator, scene: Scene, canvas: _Canvas) -> None:
     """Add bleed-through of another channel, which stains the cell around each nucleus."""
     if not scene.bleed:
         return
-    cells = blur_widely(
+    cells = apply_wide_blur(
         (canvas.labels > 0).astype(np.float32), (0.6 * scene.diameter / scene.anisotropy, 0.6 * scene.diameter)
     )
     grain = np.clip(1 + 0.7 * smooth_noise(rng, canvas.labels.shape, scene.diameter / 5), 0, 4)

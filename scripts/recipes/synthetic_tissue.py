@@ -20,7 +20,7 @@ from scipy.ndimage import gaussian_filter
 from scipy.spatial import cKDTree
 
 from scripts.recipes.epithelium import Layer
-from scripts.recipes.optics import Floats, blur_widely, expose, log_uniform, smooth_noise
+from scripts.recipes.optics import Floats, apply_wide_blur, expose, log_uniform, smooth_noise
 from service.core.quantities import Size
 
 Labels = NDArray[np.uint16]
@@ -369,7 +369,7 @@ def _compute_light(rng: Generator, tissue: Tissue, labels: Labels) -> Floats:
     light = _compute_emission(rng, tissue, labels, shape)
     light = gaussian_filter(light, [tissue.blur * tissue.elongation, tissue.blur, tissue.blur], truncate=3)
     if tissue.haze:
-        light += np.float32(tissue.haze) * blur_widely(
+        light += np.float32(tissue.haze) * apply_wide_blur(
             light, (0.5 * tissue.diameter / tissue.flatness, 0.5 * tissue.diameter)
         )
     light += np.float32(tissue.floor)

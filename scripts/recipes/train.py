@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from scripts.recipes import synthetic_nuclei, synthetic_tissue
 from scripts.recipes.class_targets import CLASSES, class_loss, class_targets
-from scripts.recipes.sources import AugmentedStacks, Percentiles, mix, random_size, resample_to_diameter
+from scripts.recipes.sources import AugmentedStacks, Percentiles, mix_sources, resample_to_diameter, with_random_size
 from service.models.architectures import ShuffleUNet
 from service.training.examples import ExampleDataset, ExamplePool, Source, Targets, draw_batch, read_pairs
 from service.training.instance_targets import instance_loss, instance_targets
@@ -34,7 +34,7 @@ from service.training.techniques import make_convolutions_safe, measure_statisti
 log = logging.getLogger(__name__)
 
 CHECKPOINT = "checkpoint.pt"
-# Attributes of `Run` whose state is stored in the checkpoint.
+# Attributes of `TrainingRun` whose state is stored in the checkpoint.
 CHECKPOINT_ATTRIBUTES = ("network", "average", "optimizer")
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -97,15 +97,15 @@ class Recipe(NamedTuple):
 
 
 WIDTHS = (32, 48, 96, 96)
-MEMBRANES = Recipe(random_size(synthetic_tissue.synthesise_varied, 128), 32.0, WIDTHS, 8)
+MEMBRANES = Recipe(with_random_size(synthetic_tissue.synthesise_varied, 128), 32.0, WIDTHS, 8)
 RECIPES = {
-    "nuclei": Recipe(random_size(synthetic_nuclei.synthesise_varied), 20.0, WIDTHS, 4),
+    "nuclei": Recipe(with_random_size(synthetic_nuclei.synthesise_varied), 20.0, WIDTHS, 4),
     "membranes": MEMBRANES,
     "tissue": MEMBRANES._replace(widths=(16, 32, 64, 64), outputs=len(CLASSES), targets=class_targets, loss=class_loss),
 }
 
 
-class Run:
+class TrainingRun:
     """A training run, which resumes from the checkpoint in `folder` if there is one.
 
     network   network that is trained
@@ -127,14 +127,14 @@ class Run:
             network.parameters(), lr=schedule.learning_rate, weight_decay=schedule.weight_decay
         )
         if (folder / CHECKPOINT).exists():
-            self._load()
+            self._load_checkpoint()
 
     @property
     def progress(self) -> float:
         """Fraction of the budget that has been used. At least 1 if the run is complete."""
         return self.seconds / (60 * self.schedule.minutes)
 
-    def learn(self, images: Tensor, targets: Tensor, loss: Loss) -> None:
+    def train_step(self, images: Tensor, targets: Tensor, loss: Loss) -> None:
         """Run one training step on images [B, 1, z, y, x] and targets [B, T, z, y, x]."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.learning_rate_at(self.progress)
@@ -152,24 +152,24 @@ class Run:
         states = {name: getattr(self, name).state_dict() for name in CHECKPOINT_ATTRIBUTES}
         torch.save({**states, "step": self.step, "seconds": self.seconds, "loss": self.loss}, partial)
         partial.replace(self.folder / CHECKPOINT)
-        log.info("%5.1f %%  %.1f minutes  step %d  loss %.4f", *self._figures())
+        log.info("%5.1f %%  %.1f minutes  step %d  loss %.4f", *self._progress_values())
 
-    def _figures(self) -> tuple[float, float, int, float]:
+    def _progress_values(self) -> tuple[float, float, int, float]:
         return 100 * min(self.progress, 1), self.seconds / 60, self.step, self.loss
 
-    def _load(self) -> None:
+    def _load_checkpoint(self) -> None:
         content = torch.load(self.folder / CHECKPOINT, weights_only=True)
         for name in CHECKPOINT_ATTRIBUTES:
             getattr(self, name).load_state_dict(content[name])
         self.step, self.seconds, self.loss = content["step"], content["seconds"], content["loss"]
 
 
-def train(run: Run, pool: ExamplePool, seed: int, loss: Loss = instance_loss) -> nn.Module:
+def train(run: TrainingRun, pool: ExamplePool, seed: int, loss: Loss = instance_loss) -> nn.Module:
     """Train until the time budget is used up; save and return the averaged network in evaluation mode."""
     schedule, saved_at, started = run.schedule, run.seconds, time.monotonic() - run.seconds
     while run.progress < 1:
         rng = np.random.default_rng([seed, 2, run.step])
-        run.learn(*draw_batch(pool, rng, schedule.batch_size, schedule.edge), loss)
+        run.train_step(*draw_batch(pool, rng, schedule.batch_size, schedule.edge), loss)
         if run.step % schedule.steps_per_volume == 0:
             pool.refresh()
         run.seconds = time.monotonic() - started
@@ -193,7 +193,7 @@ def _update_weights(network: nn.Module, optimizer: torch.optim.Optimizer, value:
     return float(value.detach())
 
 
-def load_matching(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def load_matching_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Load weights into a network. The head keeps its own weights if its number of outputs differs.
 
     Raises RuntimeError if the shapes of other weights differ.
@@ -203,7 +203,7 @@ def load_matching(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
     network.load_state_dict({name: own[name] if name in skipped else value for name, value in weights.items()})
 
 
-def widen(network: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def widen_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert the weights of a narrower network to weights for `network`, which then computes the same output.
 
     The existing features ignore the additional ones, which start with random weights. Training then decides how they
@@ -237,7 +237,7 @@ def freeze_statistics(network: nn.Module) -> None:
 def _make_source(recipe: Recipe, options: argparse.Namespace) -> Source:
     """Return the source of training volumes that the command line specifies."""
     pairs = read_pairs(options.images, options.labels)
-    source = mix(recipe.synthetic, AugmentedStacks(pairs), options.share) if pairs else recipe.synthetic
+    source = mix_sources(recipe.synthetic, AugmentedStacks(pairs), options.share) if pairs else recipe.synthetic
     return resample_to_diameter(source, recipe.diameter, options.stated)
 
 
@@ -280,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     network = ShuffleUNet(1, recipe.outputs, widths).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
     if options.init:
         weights = load_file(options.init)
-        load_matching(network, widen(network, weights) if options.widths else weights)
+        load_matching_weights(network, widen_weights(network, weights) if options.widths else weights)
     schedule = Schedule(
         options.minutes,
         options.learning_rate,
@@ -290,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         statistics_batches=0 if options.keep_statistics else Schedule.statistics_batches,
         bf16=options.bf16,
     )
-    run = Run(network, schedule, options.out)
+    run = TrainingRun(network, schedule, options.out)
     if run.progress >= 1:
         log.info("%s: already complete, %.1f minutes, step %d", options.out, run.seconds / 60, run.step)
         return

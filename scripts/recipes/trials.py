@@ -2,8 +2,8 @@
 
 If the confidence at the estimated diameter or at the original resolution is low, or if no estimate fits well, the
 diameter estimator tries other diameters. It accepts one if the log odds of its confidence are better by a margin
-(`service.inference.diameter.estimation.MARGIN`). For several margins, the table lists for how many stacks of each kind
-a trial selected the diameter, and the mean F1 of these stacks without and with trials.
+(`service.inference.diameter.estimation.MARGIN`). The table lists, for several margins and each kind of stack, how
+often a trial selected the diameter, and the mean F1 of these stacks without and with trials.
 
 Stacks of membranes have a voxel size, stacks of nuclei have none.
 """

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from scripts.recipes.optics import blur_widely, expose, log_uniform, smooth_noise
+from scripts.recipes.optics import apply_wide_blur, expose, log_uniform, smooth_noise
 
 
 class Camera(NamedTuple):
@@ -29,10 +29,10 @@ def test_smooth_noise_varies_over_the_requested_length() -> None:
 
 
 def test_wide_blur_preserves_the_total_intensity() -> None:
-    assert blur_widely(np.full((16, 32, 32), 3, np.float32), (4, 8)) == pytest.approx(3, rel=1e-4)
+    assert apply_wide_blur(np.full((16, 32, 32), 3, np.float32), (4, 8)) == pytest.approx(3, rel=1e-4)
     point = np.zeros((33, 65, 65), np.float32)
     point[14:18, 28:36, 28:36] = 1
-    wide = blur_widely(point, (3, 6))
+    wide = apply_wide_blur(point, (3, 6))
     assert wide.sum() == pytest.approx(point.sum(), rel=0.15)
     assert wide.max() < 0.5
 

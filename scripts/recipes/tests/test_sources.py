@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scripts.recipes.sources import AugmentedStacks, Percentiles, mix, resample_to_diameter
+from scripts.recipes.sources import AugmentedStacks, Percentiles, mix_sources, resample_to_diameter
 from service.training.examples import Pair, Source, median_extents
 
 
@@ -20,7 +20,7 @@ def test_mix_draws_from_the_second_source_with_the_given_probability(share: floa
     def constant(value: int) -> Source:
         return lambda _rng: (np.full((1, 1, 1), value), np.full((1, 1, 1), value))
 
-    image, _ = mix(constant(0), constant(1), share)(np.random.default_rng(0))
+    image, _ = mix_sources(constant(0), constant(1), share)(np.random.default_rng(0))
     assert image.item() == expected
 
 

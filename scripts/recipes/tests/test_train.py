@@ -9,7 +9,16 @@ from safetensors.torch import load_file
 
 from scripts.recipes.sources import Percentiles
 from scripts.recipes.synthetic_nuclei import synthesise
-from scripts.recipes.train import CHECKPOINT, RECIPES, Run, Schedule, load_matching, main, train, widen
+from scripts.recipes.train import (
+    CHECKPOINT,
+    RECIPES,
+    Schedule,
+    TrainingRun,
+    load_matching_weights,
+    main,
+    train,
+    widen_weights,
+)
 from service.core.types import Segmentation
 from service.formats.tiff import writer as tiff_writer
 from service.models.architectures import ShuffleUNet
@@ -56,7 +65,9 @@ def test_training_saves_the_averaged_network(tmp_path: Path) -> None:
     pool = small_pool(2)
     start = network()
     before = {name: value.clone() for name, value in start.state_dict().items()}
-    trained = train(Run(start, Schedule(minutes=0.01, batch_size=1, edge=16, statistics_batches=2), tmp_path), pool, 0)
+    trained = train(
+        TrainingRun(start, Schedule(minutes=0.01, batch_size=1, edge=16, statistics_batches=2), tmp_path), pool, 0
+    )
     pool.close()
     assert not trained.training
     stored = load_file(tmp_path / "weights.safetensors")
@@ -70,13 +81,13 @@ def test_resumed_training_gives_the_same_weights_as_uninterrupted_training(tmp_p
     pool = small_pool(1)
     batches = [draw_batch(pool, np.random.default_rng(seed), 1, 16) for seed in range(4)]
     pool.close()
-    whole, parts = Run(network(), schedule, tmp_path / "whole"), tmp_path / "parts"
+    whole, parts = TrainingRun(network(), schedule, tmp_path / "whole"), tmp_path / "parts"
     parts.mkdir()
     for number, batch in enumerate(batches):
-        whole.learn(*batch, loss)
-        run = Run(network(), schedule, parts)
+        whole.train_step(*batch, loss)
+        run = TrainingRun(network(), schedule, parts)
         assert run.step == number
-        run.learn(*batch, loss)
+        run.train_step(*batch, loss)
         run.save()
     assert whole.step == run.step == 4
     assert all(torch.equal(run.average.state_dict()[name], value) for name, value in whole.average.state_dict().items())
@@ -95,9 +106,9 @@ def test_loss_in_bf16_is_close_to_float32(tmp_path: Path) -> None:
     pool = small_pool(1)
     batch = draw_batch(pool, np.random.default_rng(0), 2, 16)
     pool.close()
-    runs = [Run(network(), Schedule(bf16=bf16), tmp_path) for bf16 in (False, True)]
+    runs = [TrainingRun(network(), Schedule(bf16=bf16), tmp_path) for bf16 in (False, True)]
     for run in runs:
-        run.learn(*batch, instance_loss)
+        run.train_step(*batch, instance_loss)
     assert runs[1].loss == pytest.approx(runs[0].loss, rel=0.05)
     assert runs[1].loss != runs[0].loss
 
@@ -108,7 +119,9 @@ def test_training_can_keep_the_initial_statistics(tmp_path: Path) -> None:
     for norm in (module for module in start.modules() if isinstance(module, torch.nn.BatchNorm3d)):
         norm.running_mean.fill_(0.25)
     before = start.head.weight.detach().clone()
-    trained = train(Run(start, Schedule(minutes=0.01, batch_size=1, edge=16, statistics_batches=0), tmp_path), pool, 0)
+    trained = train(
+        TrainingRun(start, Schedule(minutes=0.01, batch_size=1, edge=16, statistics_batches=0), tmp_path), pool, 0
+    )
     pool.close()
     stored = load_file(tmp_path / "weights.safetensors")
     means = [value for name, value in stored.items() if name.endswith("running_mean")]
@@ -138,11 +151,11 @@ def test_head_with_other_outputs_is_not_loaded(tmp_path: Path) -> None:
     first = network()
     second = ShuffleUNet(1, 3, widths=(8, 12))
     head = second.head.weight.detach().clone()
-    load_matching(second, first.state_dict())
+    load_matching_weights(second, first.state_dict())
     assert torch.equal(second.stem[0].weight, first.stem[0].weight)
     assert torch.equal(second.head.weight, head)
     with pytest.raises(RuntimeError, match="size mismatch"):
-        load_matching(ShuffleUNet(1, 2, widths=(8, 16)), first.state_dict())
+        load_matching_weights(ShuffleUNet(1, 2, widths=(8, 16)), first.state_dict())
 
 
 def test_command_trains_a_model_of_classes(tmp_path: Path) -> None:
@@ -155,7 +168,7 @@ def test_command_trains_a_model_of_classes(tmp_path: Path) -> None:
 
 def test_widened_network_computes_the_same_output_and_trains_its_new_features() -> None:
     narrow, wide = network().eval(), ShuffleUNet(1, 2, widths=(12, 20)).eval()
-    wide.load_state_dict(widen(wide, narrow.state_dict()))
+    wide.load_state_dict(widen_weights(wide, narrow.state_dict()))
     images = torch.rand(1, 1, 16, 16, 16)
     scores = wide(images)
     assert torch.allclose(scores, narrow(images), atol=1e-5)
