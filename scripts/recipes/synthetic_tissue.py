@@ -35,13 +35,13 @@ class Tissue:
     diameter           mean diameter of a cell
     flatness           plane spacing relative to the pixel size; in voxels, cells are shorter along z by this factor
     min_spacing        minimum distance between the centers of cells, in diameters; higher values make cells more equal
-    bend               curvature of the faces: maximum displacement in diameters
+    bend               standard deviation of the displacement that curves the faces, in diameters
     body_size          size of the tissue relative to the stack; the tissue fills the stack if it is at least 1
     holes              fraction of the cells that are missing, which leaves cavities
     thickness          standard deviation of the profile of a membrane
     unevenness         local variation of the brightness of membranes
     gaps               fraction of the membranes that is very weakly stained
-    rim                brightness of the surface of the tissue, where a cell has no neighbor
+    rim                brightness factor of membranes at the surface of the tissue, where a cell has no neighbor
     cytoplasm          brightness inside the cells
     grain              contrast of the texture inside the cells
     nucleus            depth in a cell, in diameters, at which the weakly stained nucleus begins; 0 for no nuclei

@@ -48,6 +48,7 @@ class Schedule:
     minutes             wall-clock time budget; after a warm-up of 5 % of the budget, the learning rate decays along a
                         cosine
     learning_rate       maximum learning rate
+    weight_decay        weight decay of the AdamW optimizer
     batch_size          crops per step
     edge                edge length of a crop in voxels
     ema_decay           decay per step of the moving average of the weights; the average is saved
