@@ -21,7 +21,7 @@ import httpx2
 import numpy as np
 import pytest
 import tifffile
-from live import TIFF, Answer, Live, as_tiff, classes, eager, opened_as, serve, until
+from live import TIFF, Answer, Live, as_tiff, classes, eager, read_descriptor_target, serve, until
 from paths import ROOT
 from paths import SHARED_DATA as DATA
 from sockets import key_and_certificate, needs_openssl
@@ -134,7 +134,7 @@ def test_what_was_read_goes_with_the_client_that_hangs_up(live: Live, phantom_ma
     """At once, and not when Python next looks for cycles."""
 
     def uploads() -> list[str]:
-        return [name for file in Path("/proc/self/fd").iterdir() if "upload" in (name := opened_as(file))]
+        return [name for file in Path("/proc/self/fd").iterdir() if "upload" in (name := read_descriptor_target(file))]
 
     large = as_tiff(phantom_maker((64, 400, 400), seed=1).image)
     gc.collect()

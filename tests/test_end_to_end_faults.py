@@ -15,7 +15,7 @@ import httpx2
 import pytest
 from bands import make_phantom
 from fakes import until
-from live import Requests, as_tiff, problem
+from live import ServiceRequests, as_tiff, problem
 
 from service.serving.devices.local.watchdog import EXIT_STATUS
 
@@ -25,7 +25,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["faulty_server"])
 
 
-class Server(Requests):
+class Server(ServiceRequests):
     """A process that serves models as `faulty_server` does."""
 
     def __init__(self, models: Path, folder: Path, grace: float) -> None:

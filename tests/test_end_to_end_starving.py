@@ -13,7 +13,7 @@ import httpx2
 import pytest
 from common import make_bomb
 from fakes import until
-from live import Live, as_tiff, eager, opened_as, problem, serve
+from live import Live, as_tiff, eager, problem, read_descriptor_target, serve
 
 from service.api.access.keys import hash_key
 
@@ -37,7 +37,9 @@ def post(live: Live, key: str, path: str, body: bytes) -> httpx2.Response:
 def decodes(live: Live) -> bool:
     """Whether a file without a name is open, which pixels are decoded to."""
     folder = str(live.runtime.scratch.requests)
-    return any(name.startswith(folder) and name.endswith("(deleted)") for name in map(opened_as, FDS.iterdir()))
+    return any(
+        name.startswith(folder) and name.endswith("(deleted)") for name in map(read_descriptor_target, FDS.iterdir())
+    )
 
 
 @pytest.mark.parametrize("path", ["/segment?axes=ZYX", "/jobs?axes=ZYX"])
