@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 aten = torch.ops.aten
 
 
-def parts(heights: Array, cuts: tuple[int, ...], *, along_y: bool) -> Iterator[Tensor]:
+def split_heights(heights: Array, cuts: tuple[int, ...], *, along_y: bool) -> Iterator[Tensor]:
     """Split heights [Z, Y, X] at `cuts`, along z or y."""
     landscape = torch.from_numpy(heights.astype(np.float32))
     for low, high in itertools.pairwise([0, *cuts, heights.shape[along_y]]):
@@ -43,8 +43,8 @@ def basins_of(
     along_y: bool = False,
 ) -> Basins:
     """Return the basins of heights [Z, Y, X], added in parts that begin at `cuts`. The background is -inf."""
-    watershed = Watershed(Planes(size_of(heights), CPU, along_y), persistence.floor, block)
-    for part in parts(heights, cuts, along_y=along_y):
+    watershed = Watershed(Planes(get_size(heights), CPU, along_y), persistence.floor, block)
+    for part in split_heights(heights, cuts, along_y=along_y):
         watershed.add(part, part > -torch.inf, foreground_codes(part))
     return watershed.finish()
 
@@ -71,7 +71,7 @@ def decode_objects(
     whole   start the watershed in torch only after all parts have been added
     """
     persistence = Persistence(persistence, logits)
-    size, threshold = size_of(heights), -np.inf
+    size, threshold = get_size(heights), -np.inf
     watershed: StreamingWatershed
     if kernel is None:
         torch_watershed = WholeWatershed if whole else TorchWatershed
@@ -80,7 +80,7 @@ def decode_objects(
         watershed = kernel.start(
             size, WatershedParameters(threshold, persistence.depth, logits), along_y=along_y, block=block
         )
-    for part in parts(heights, cuts, along_y=along_y):
+    for part in split_heights(heights, cuts, along_y=along_y):
         watershed.add(part, part)
     return watershed.labels(minimum_size, drop_border=drop_border)
 
@@ -91,7 +91,7 @@ def decode(heights: Array, persistence: float = 0.0, minimum_size: int = 0, **op
     return labels, len(objects)
 
 
-def size_of(heights: Array) -> Size:
+def get_size(heights: Array) -> Size:
     depth, height, width = heights.shape
     return depth, height, width
 
@@ -109,14 +109,14 @@ def hills(seed: int, size: Size, sigma: float = 2.0) -> Array:
 class CountWaits(TorchDispatchMode):
     """Counts operations that synchronize: on an accelerator, the host would wait for their results."""
 
-    WAITING = (aten.nonzero, aten.equal, aten._local_scalar_dense, aten.bincount, aten.masked_select, aten.unique_dim)
+    SYNCHRONIZING_OPERATIONS = (aten.nonzero, aten.equal, aten._local_scalar_dense, aten.bincount, aten.masked_select, aten.unique_dim)
 
     def __init__(self) -> None:
         super().__init__()
         self.waits = 0
 
     def __torch_dispatch__(self, function: Any, _types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        self.waits += function.overloadpacket in self.WAITING
+        self.waits += function.overloadpacket in self.SYNCHRONIZING_OPERATIONS
         return function(*arguments, **(keywords or {}))
 
 

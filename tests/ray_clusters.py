@@ -17,9 +17,9 @@ from live import Live
 # Time limit in seconds for the start of a node, a worker, or the service.
 STARTING = 120
 # ID of the head node in the autoscaler's fake provider.
-HEAD = "f" * 51 + "00000"
+HEAD_NODE_ID = "f" * 51 + "00000"
 # Commands that the autoscaler would run on real hosts. They are left empty.
-COMMANDS = ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
+HOST_COMMANDS = ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
 
 
 @contextmanager
@@ -71,8 +71,8 @@ def autoscaled_cluster(folder: Path, hosts: int, idle_seconds: float) -> Iterato
         ray_environment(
             RAY_FAKE_CLUSTER="1",
             AUTOSCALER_UPDATE_INTERVAL_S="1",
-            RAY_OVERRIDE_NODE_ID_FOR_TESTING=HEAD,
-            RAY_CLOUD_INSTANCE_ID=HEAD,
+            RAY_OVERRIDE_NODE_ID_FOR_TESTING=HEAD_NODE_ID,
+            RAY_CLOUD_INSTANCE_ID=HEAD_NODE_ID,
         ) as ray,
         socket.socket() as free_socket,
     ):
@@ -90,7 +90,7 @@ def autoscaled_cluster(folder: Path, hosts: int, idle_seconds: float) -> Iterato
                 "use_node_id_as_ip": True,
                 "disable_node_updaters": True,
                 "disable_launch_config_check": True,
-                "head_node_id": HEAD,
+                "head_node_id": HEAD_NODE_ID,
                 "gcs_address": f"{ray.util.get_node_ip_address()}:{port}",
             },
             "available_node_types": {
@@ -102,7 +102,7 @@ def autoscaled_cluster(folder: Path, hosts: int, idle_seconds: float) -> Iterato
             "cluster_synced_files": [],
             "file_mounts_sync_continuously": False,
             "auth": {},
-            **{f"{which}_commands": [] for which in COMMANDS},
+            **{f"{which}_commands": [] for which in HOST_COMMANDS},
         }
         path = folder / "autoscaling.json"
         path.write_text(json.dumps(config))
