@@ -17,8 +17,8 @@ class ObjectServer(ThreadingHTTPServer):
     """Serves the files of a folder and records the requested paths.
 
     `faults` maps the suffix of a path to a fault: a status (int), a delay in seconds (float), a URL to redirect to, or
-    "cut" to send only half of the bytes. `asked` lists the requested paths in order, and `authorized` the paths of
-    requests with an Authorization header.
+    "cut" to send only half of the bytes. `asked` lists the requested paths in order.
+    `authorized` lists the paths of requests with an Authorization header.
     """
 
     daemon_threads = True
