@@ -26,7 +26,7 @@ WHOLE = Selection()
 
 
 class InlineWorkers:
-    """A worker that computes each task in the submitting thread.
+    """A replacement for worker processes that computes each task in the submitting thread.
 
     seen  step and block number of every submitted task
     """

@@ -22,7 +22,7 @@ from service.inference.types import EngineReport, Estimate, PlannedRequest, Resu
 
 Functions = TypeVar("Functions", bound=CppFunctions)
 
-# As many as a large stack has: the queue runs large requests one at a time.
+# Number of windows of every request, as many as a large stack has. The queue runs such requests one at a time.
 WINDOWS = 100
 
 

@@ -109,7 +109,14 @@ def hills(seed: int, size: Size, sigma: float = 2.0) -> Array:
 class CountWaits(TorchDispatchMode):
     """Counts operations that synchronize: on an accelerator, the host would wait for their results."""
 
-    SYNCHRONIZING_OPERATIONS = (aten.nonzero, aten.equal, aten._local_scalar_dense, aten.bincount, aten.masked_select, aten.unique_dim)
+    SYNCHRONIZING_OPERATIONS = (
+        aten.nonzero,
+        aten.equal,
+        aten._local_scalar_dense,
+        aten.bincount,
+        aten.masked_select,
+        aten.unique_dim,
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,9 +130,9 @@ class CountWaits(TorchDispatchMode):
 CENTRES = ((12, 12, 12), (14, 34, 15), (34, 13, 34), (35, 36, 36))
 
 
-def distance_to(*centres: tuple[int, int, int], edge: int = 48) -> NDArray[np.float64]:
+def distance_to(*centers: tuple[int, int, int], edge: int = 48) -> NDArray[np.float64]:
     """Return the distance of each voxel to the closest center, [edge, edge, edge]."""
     grid = np.indices((edge, edge, edge))
     return np.min(
-        [np.sqrt(sum((axis - c) ** 2 for axis, c in zip(grid, center, strict=True))) for center in centres], 0
+        [np.sqrt(sum((axis - c) ** 2 for axis, c in zip(grid, center, strict=True))) for center in centers], 0
     )

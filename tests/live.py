@@ -103,7 +103,7 @@ class Live(ServiceRequests):
 
     @contextmanager
     def sending(self, path: str, body: bytes, length: int | None = None, *headers: str) -> Iterator[socket.socket]:
-        """Open a connection, send a POST request, and close the connection at the end of the block.
+        """Open a connection, send a POST request, and close the connection when the context exits.
 
         length  the Content-Length header; None: the length of `body`. A larger value makes the request incomplete.
         """
@@ -116,7 +116,7 @@ class Live(ServiceRequests):
         until(lambda: not any("loaded" in reason for reason in self.runtime.unready_reasons()), READY_SECONDS)
 
     def wait_loaded(self) -> None:
-        """Wait until all devices have loaded their models. Before, all requests go to the devices that have."""
+        """Wait until all devices have loaded their models. Until then, requests only go to devices that have."""
         until(lambda: not any(cache.starting for cache in caches(self.runtime)), READY_SECONDS)
 
 
@@ -128,7 +128,7 @@ def serve(
     make_server: Callable[[uvicorn.Config, Runtime], uvicorn.Server] = lambda config, _runtime: uvicorn.Server(config),
     **parts: Any,
 ) -> Iterator[Live]:
-    """Serve the application until the end of the block. `parts` override fields of `Parts`."""
+    """Serve the application until the context exits. `parts` override fields of `Parts`."""
     app = create_app(settings, Parts(**parts))
     config = build_config(app, host="127.0.0.1", port=0)
     server = make_server(config, app.state.runtime)

@@ -90,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serve_objects(folder: Path, certificate: Mapping[str, str] | None = None) -> Iterator[ObjectServer]:
-    """Serve a folder until the end of the block.
+    """Serve a folder until the context exits.
 
     certificate  files of a private key and a certificate, for HTTPS; None: HTTP
     """

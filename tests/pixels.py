@@ -8,7 +8,7 @@ DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64
 
 
 def spec_of(bands, **changes):
-    """Return the spec `bands` with changed fields of `input`."""
+    """Return a copy of a model spec with these fields of `input` replaced."""
     return bands.model_copy(update={"input": bands.input.model_copy(update=changes)})
 
 

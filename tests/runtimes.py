@@ -34,7 +34,7 @@ def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:
 
 @contextmanager
 def running(chosen: Settings, load: Any = FakeSegmenter, driver: Driver = devices) -> Iterator[Runtime]:
-    """Run a runtime until the end of the block, without waiting for its models."""
+    """Run a runtime until the context exits, without waiting for its models."""
     runtime = build_runtime(chosen, Parts(load, lambda _name: driver))
     runtime.start()
     try:
@@ -66,7 +66,7 @@ def submitted(runtime: Runtime, spec: Any, volume: Volume, options: Options) -> 
 
 
 def loaded_segmenter(models: ModelRegistry, name: str | None) -> Any:
-    """Return the segmenter of a loaded model. The default model has the name None.
+    """Return the segmenter of a loaded model. None selects the default model.
 
     Raises NotReady if the model is not loaded.
     """

@@ -57,7 +57,7 @@ def served(app: Any, **more: Any) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def running(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> Iterator[tuple[str, int]]:
-    """Run a server in a thread until the end of the block. Yield host and port."""
+    """Run a server in a thread until the context exits. Yield host and port."""
     thread = threading.Thread(target=server.run, args=(sockets,))
     thread.start()
     try:

@@ -238,7 +238,7 @@ def test_hostile_files_do_not_harm_the_service(live: Live, phantom: Any) -> None
 
 @contextmanager
 def run_serve_command(config: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run `stackseg serve` until the end of the block. Yield its process and address.
+    """Run `stackseg serve` until the context exits. Yield its process and address.
 
     The log is the file `log` next to the configuration file.
     """

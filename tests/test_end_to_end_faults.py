@@ -49,7 +49,7 @@ class Server(ServiceRequests):
 
     @contextmanager
     def fault(self, name: str) -> Iterator[None]:
-        """Inject a fault into the first device until the end of the block."""
+        """Inject a fault into the first device until the context exits."""
         (self.faults / name).touch()
         yield
         (self.faults / name).unlink()

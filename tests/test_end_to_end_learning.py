@@ -172,7 +172,7 @@ def test_operators_can_disable_training(models: Path, tmp_path: Path) -> None:
 
 @contextmanager
 def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
-    """Mount a disk of this size until the end of the block."""
+    """Mount a disk of this size until the context exits."""
     folder.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k,mode=700", "tmpfs", folder]
     if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:

@@ -18,8 +18,8 @@ from paths import SHARED_DATA as DATA
 
 from service.__main__ import main
 
-# The smallest real stacks: name, parameters, and `try` of the expected warning (None: no
-# warning; empty: nothing to try).
+# The smallest real stacks: name, parameters, and `try` of the expected warning. None means that no warning is expected,
+# and an empty string that the warning has no suggestion.
 REAL_STACKS: list[tuple[str, dict[str, Any], str | None]] = [
     ("synthetic_nuclei_stardist", {}, None),
     ("mouse_embryo_8cell", {}, None),

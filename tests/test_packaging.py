@@ -117,7 +117,7 @@ def test_service_package_runs_without_the_rest_of_the_repository(tmp_path: Path)
     assert Path(done.stdout.strip()).is_relative_to(tmp_path)
 
 
-WITHOUT_EXTRAS = """
+RUN_COMMANDS_WITHOUT_EXTRAS = """
 import json, sys
 missing = set(sys.argv[1].split(","))
 class HidingFinder:
@@ -158,7 +158,7 @@ def test_commands_without_their_extra_name_the_extra_to_install(tmp_path: Path) 
     commands = json.dumps(
         [command.split() for command in [*REQUIRED_EXTRAS, "segment stack.tif labels.tif --model tissue"]]
     )
-    code = [sys.executable, "-c", WITHOUT_EXTRAS, ",".join([*modules, "ray"]), commands]
+    code = [sys.executable, "-c", RUN_COMMANDS_WITHOUT_EXTRAS, ",".join([*modules, "ray"]), commands]
     done = subprocess.run(
         code, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
     )
