@@ -59,7 +59,7 @@ class ThreadActor:
         # Name of a method whose calls fail because the actor is lost.
         self.lose_at = ""
         self.killed = threading.Event()
-        self._pending: set[Future[Any]] = set()
+        self._waiting: set[Future[Any]] = set()
         self._called_methods: list[str] = []
         self._pool = ThreadPoolExecutor(32)
 
@@ -73,15 +73,15 @@ class ThreadActor:
             answer.set_result(Outcome(error=DeviceLost("cuda:0 has failed.")))
             return answer
         self._called_methods.append(method)
-        self._pending.add(answer)
+        self._waiting.add(answer)
         self._pool.submit(getattr(self.device, method), *arguments).add_done_callback(
             lambda done: self._forward_result(answer, done)
         )
         return answer
 
     def _forward_result(self, answer: Future[Any], done: Future[Any]) -> None:
-        if answer in self._pending:
-            self._pending.discard(answer)
+        if answer in self._waiting:
+            self._waiting.discard(answer)
             answer.set_exception(done.exception()) if done.exception() else answer.set_result(done.result())
 
     def asked(self, method: str) -> bool:
@@ -89,8 +89,8 @@ class ThreadActor:
 
     def lose(self) -> None:
         self.lost = True
-        while self._pending:
-            self._pending.pop().set_exception(WorkerLost("The actor is lost."))
+        while self._waiting:
+            self._waiting.pop().set_exception(WorkerLost("The actor is lost."))
 
     def come_back(self) -> None:
         self.device = self._make()
