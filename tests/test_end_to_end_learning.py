@@ -16,7 +16,7 @@ from fakes import until
 from live import TIFF, Answer, Live, as_tiff, eager, problem, serve
 from numpy.typing import NDArray
 
-from scripts.recipes.synthetic_nuclei import synthesise
+from scripts.recipes.synthetic_nuclei import synthesize
 from service.api.access.keys import hash_key
 from service.models.spec import ModelSpec
 from service.training.evaluate import score
@@ -43,7 +43,7 @@ def live(models: Path, folder: Path) -> Iterator[Live]:
 
 def annotate(live: Live, **headers: str) -> str:
     """Upload a stack with labels and return the ID of the annotated stack."""
-    image, labels = synthesise(np.random.default_rng(0), (16, 32, 48))
+    image, labels = synthesize(np.random.default_rng(0), (16, 32, 48))
     stack = live.post("/stacks", as_tiff(image), TIFF | headers).json()["id"]
     np.save(array := io.BytesIO(), labels)
     npy = {"Content-Type": "application/x-npy"} | headers

@@ -18,7 +18,7 @@ from fakes import until
 from job_service import Service, start
 from live import STACK, as_tiff
 
-from scripts.recipes.synthetic_nuclei import synthesise
+from scripts.recipes.synthetic_nuclei import synthesize
 from service.__main__ import main
 from service.models.spec import ModelSpec
 
@@ -40,7 +40,7 @@ def test_killed_service_resumes_a_folder_and_agrees_with_the_command_line(
     stacks, out, cli_out = scans / "day 1", results / "day 1", tmp_path / "own"
     stacks.mkdir(parents=True)
     results.mkdir()
-    image, _labels = synthesise(np.random.default_rng(0), (8, 40, 40))
+    image, _labels = synthesize(np.random.default_rng(0), (8, 40, 40))
     for number, name in enumerate(NAMES):
         (stacks / name).write_bytes(as_tiff(np.roll(image, 3 * number, 1)))
     (stacks / "broken.tif").write_bytes(as_tiff(image)[:5000])

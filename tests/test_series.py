@@ -19,7 +19,7 @@ from live import Answer, Live, as_tiff, eager, serve
 from numpy.typing import NDArray
 from paths import ROOT
 
-from scripts.recipes.synthetic_nuclei import synthesise
+from scripts.recipes.synthetic_nuclei import synthesize
 from service.__main__ import main
 from service.core.quantities import TimeInterval, VoxelSize
 from service.core.types import Selection
@@ -39,7 +39,7 @@ def as_series(pixels: NDArray[Any], **options: Any) -> bytes:
 @pytest.fixture(scope="module")
 def pixels() -> NDArray[np.uint8]:
     """Nuclei that move through the image during five time points, [T, Z, Y, X]."""
-    image, _labels = synthesise(np.random.default_rng(0), (12, 56, 56))
+    image, _labels = synthesize(np.random.default_rng(0), (12, 56, 56))
     return np.stack([image[:, 2 * time : 2 * time + 48, time : time + 48] for time in range(NUM_TIME_POINTS)])
 
 

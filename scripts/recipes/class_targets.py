@@ -20,7 +20,7 @@ CLASSES = ("background", "cell", "membrane")
 MEMBRANE_FRACTION = 0.05
 
 
-def classes_of(labels: NDArray[Any]) -> NDArray[np.uint8]:
+def labels_to_classes(labels: NDArray[Any]) -> NDArray[np.uint8]:
     """Convert cell labels to classes, both [Z, Y, X]. A class is an index in `CLASSES`.
 
     A voxel is a membrane if a different label is within `MEMBRANE_FRACTION` of it, so membranes lie on both sides of an
@@ -39,7 +39,7 @@ def classes_of(labels: NDArray[Any]) -> NDArray[np.uint8]:
 
 def class_targets(labels: NDArray[Any]) -> Floats:
     """Convert cell labels [Z, Y, X] to training targets: the classes as float32 [1, Z, Y, X]."""
-    return classes_of(labels)[None].astype(np.float32)
+    return labels_to_classes(labels)[None].astype(np.float32)
 
 
 def class_loss(scores: Tensor, targets: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def class_loss(scores: Tensor, targets: Tensor) -> Tensor:
     return entropy + 0.5 * (1 - overlap.mean())
 
 
-def dice(truth: NDArray[Any], predicted: NDArray[Any], count: int = len(CLASSES)) -> list[float]:
+def compute_dice(truth: NDArray[Any], predicted: NDArray[Any], count: int = len(CLASSES)) -> list[float]:
     """Return the Dice coefficient of each class in two volumes [Z, Y, X]; NaN if a class occurs in neither volume."""
     table = np.bincount(truth.ravel().astype(np.intp) * count + predicted.ravel(), minlength=count**2)
     confusion = table.reshape(count, count)

@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.ndimage import find_objects, gaussian_filter
 
-from scripts.recipes.synthetic_nuclei import Scene, synthesise
-from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue
+from scripts.recipes.synthetic_nuclei import Scene, synthesize
+from scripts.recipes.synthetic_tissue import Tissue, synthesize_tissue
 from service.core.config import Settings
 from service.core.files.bundled import bundled_folder
 from service.core.quantities import Diameter, DiameterSetting, Size
@@ -127,7 +127,7 @@ def make_nuclei(seed: int) -> tuple[Case, Diameters]:
     rng = np.random.default_rng(9000 + seed)
     scene = Scene.draw(rng)
     side = int(np.clip(2.6 * scene.diameter, 52, 76))
-    image, truth = synthesise(rng, (max(16, int(side / max(1, scene.anisotropy / 1.3))), side, side), scene)
+    image, truth = synthesize(rng, (max(16, int(side / max(1, scene.anisotropy / 1.3))), side, side), scene)
     return Case(f"nuclei {seed}", "default", _to_volume(image), truth), (scene.diameter,) * 3
 
 
@@ -136,7 +136,7 @@ def make_membranes(seed: int) -> tuple[Case, Diameters]:
     rng = np.random.default_rng(7000 + seed)
     tissue = Tissue.draw(rng)
     side = int(np.clip(2.6 * tissue.diameter, 56, 80))
-    image, truth = synthesise_tissue(rng, (max(20, int(side / tissue.flatness)), side, side), tissue)
+    image, truth = synthesize_tissue(rng, (max(20, int(side / tissue.flatness)), side, side), tissue)
     return Case(f"membranes {seed}", "default", _to_volume(image), truth), (
         tissue.diameter / tissue.flatness,
         tissue.diameter,

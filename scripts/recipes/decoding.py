@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from scripts.recipes.segmenters import start_segmenter
-from scripts.recipes.synthetic_nuclei import Scene, synthesise
-from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue
+from scripts.recipes.synthetic_nuclei import Scene, synthesize
+from scripts.recipes.synthetic_tissue import Tissue, synthesize_tissue
 from service.core.types import Options, Volume
 from service.inference.decoding.instances import InstanceDecoder
 from service.inference.segment import segment
@@ -43,10 +43,10 @@ def make_stacks(model: str, count: int) -> Iterator[tuple[Volume, NDArray[Any]]]
     for seed in range(count):
         rng = np.random.default_rng([8200, seed])
         if model == "membranes":
-            image, truth = synthesise_tissue(rng, SHAPE, Tissue.draw(rng, 24, 42))
+            image, truth = synthesize_tissue(rng, SHAPE, Tissue.draw(rng, 24, 42))
         else:
             scenes = (Scene.draw(rng) for _ in range(1000))
-            image, truth = synthesise(rng, SHAPE, next(scene for scene in scenes if 15 < scene.diameter < 26))
+            image, truth = synthesize(rng, SHAPE, next(scene for scene in scenes if 15 < scene.diameter < 26))
         yield Volume.from_array(image[None]), truth
 
 

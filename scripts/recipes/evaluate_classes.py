@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 from skimage.filters import threshold_multiotsu
 
-from scripts.recipes.class_targets import CLASSES, classes_of, dice
+from scripts.recipes.class_targets import CLASSES, compute_dice, labels_to_classes
 from service.core.config import read_settings
 from service.core.quantities import Diameter
 from service.core.types import Options, Volume
@@ -55,10 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     request = Options(diameter=None if options.diameter is None else Diameter.parse(options.diameter))
     print(f"| stack | method | {' | '.join(CLASSES)} | mean |\n|{'---|' * (len(CLASSES) + 3)}")
     for path, (image, labels) in zip(options.images, read_pairs(options.images, options.labels), strict=True):
-        truth = classes_of(labels)
+        truth = labels_to_classes(labels)
         predicted = segment(runner, Volume.from_array(image[None]), request).segmentation.pixels
         for method, classes in ((runner.spec.identifier, predicted), ("classical", segment_by_threshold(image))):
-            scores = dice(truth, classes)
+            scores = compute_dice(truth, classes)
             cells = " | ".join(f"{value:.2f}" for value in [*scores, float(np.nanmean(scores))])
             print(f"| {stack_name(path)} | {method} | {cells} |", flush=True)
 

@@ -19,10 +19,10 @@ from imagecodecs import png_decode, png_encode
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from scripts.recipes.class_targets import classes_of, dice
+from scripts.recipes.class_targets import compute_dice, labels_to_classes
 from scripts.recipes.segmenters import start_segmenter
-from scripts.recipes.synthetic_nuclei import EMBRYO, PLAIN, Scene, synthesise
-from scripts.recipes.synthetic_tissue import WALLS, Tissue, synthesise_tissue
+from scripts.recipes.synthetic_nuclei import EMBRYO, TYPICAL_NUCLEI, Scene, synthesize
+from scripts.recipes.synthetic_tissue import TYPICAL_TISSUE, Tissue, synthesize_tissue
 from service.core.types import Options, Segmentation, Volume
 from service.formats import thumbnail
 from service.inference.runner.model_runner import ModelRunner
@@ -38,15 +38,15 @@ Pair = tuple[NDArray[Any], NDArray[Any]]
 
 def nuclei_factory(scene: Scene) -> Callable[[Generator], Pair]:
     """Return a function that generates a stack of nuclei."""
-    return lambda rng: synthesise(rng, SHAPE, scene)
+    return lambda rng: synthesize(rng, SHAPE, scene)
 
 
 def cells_factory(tissue: Tissue, depth: int = 64) -> Callable[[Generator], Pair]:
     """Return a function that generates a stack of cells with stained membranes."""
-    return lambda rng: synthesise_tissue(rng, (depth, *SHAPE[1:]), tissue)
+    return lambda rng: synthesize_tissue(rng, (depth, *SHAPE[1:]), tissue)
 
 
-SPOTS = replace(PLAIN, diameter=5, fill=0.02, texture=0, blur=0.6, haze=0)
+SPOTS = replace(TYPICAL_NUCLEI, diameter=5, fill=0.02, texture=0, blur=0.6, haze=0)
 
 PICTURES = {
     "embryos": {
@@ -56,28 +56,28 @@ PICTURES = {
         "spots": nuclei_factory(SPOTS),
     },
     "nuclei": {
-        "usual": nuclei_factory(PLAIN),
-        "dense": nuclei_factory(replace(PLAIN, fill=0.4, clustering=0.9)),
-        "faint": nuclei_factory(replace(PLAIN, photons=5)),
-        "uneven": nuclei_factory(replace(PLAIN, tissue=0.4, shading=0.5)),
+        "usual": nuclei_factory(TYPICAL_NUCLEI),
+        "dense": nuclei_factory(replace(TYPICAL_NUCLEI, fill=0.4, clustering=0.9)),
+        "faint": nuclei_factory(replace(TYPICAL_NUCLEI, photons=5)),
+        "uneven": nuclei_factory(replace(TYPICAL_NUCLEI, tissue=0.4, shading=0.5)),
         "spots": nuclei_factory(SPOTS),
-        "envelopes": nuclei_factory(replace(PLAIN, envelope=0.1, diameter=30, margin=1)),
+        "envelopes": nuclei_factory(replace(TYPICAL_NUCLEI, envelope=0.1, diameter=30, margin=1)),
     },
     "membranes": {
-        "usual": cells_factory(WALLS),
-        "uneven": cells_factory(replace(WALLS, patchiness=0.5, unevenness=0.6, attenuation=0.6)),
-        "small": cells_factory(replace(WALLS, diameter=14)),
-        "faint": cells_factory(replace(WALLS, photons=6)),
-        "gaps": cells_factory(replace(WALLS, gaps=0.25)),
-        "thin": cells_factory(WALLS, SHAPE[0]),
-        "tube": cells_factory(replace(WALLS, lumen=0.4, diameter=24)),
-        "apart": cells_factory(replace(WALLS, separation=0.35, body_size=2)),
+        "usual": cells_factory(TYPICAL_TISSUE),
+        "uneven": cells_factory(replace(TYPICAL_TISSUE, patchiness=0.5, unevenness=0.6, attenuation=0.6)),
+        "small": cells_factory(replace(TYPICAL_TISSUE, diameter=14)),
+        "faint": cells_factory(replace(TYPICAL_TISSUE, photons=6)),
+        "gaps": cells_factory(replace(TYPICAL_TISSUE, gaps=0.25)),
+        "thin": cells_factory(TYPICAL_TISSUE, SHAPE[0]),
+        "tube": cells_factory(replace(TYPICAL_TISSUE, lumen=0.4, diameter=24)),
+        "apart": cells_factory(replace(TYPICAL_TISSUE, separation=0.35, body_size=2)),
     },
     "tissue": {
-        "usual": cells_factory(WALLS),
-        "faint": cells_factory(replace(WALLS, photons=6)),
-        "small": cells_factory(replace(WALLS, diameter=14)),
-        "uneven": cells_factory(replace(WALLS, patchiness=0.5, unevenness=0.6, attenuation=0.6)),
+        "usual": cells_factory(TYPICAL_TISSUE),
+        "faint": cells_factory(replace(TYPICAL_TISSUE, photons=6)),
+        "small": cells_factory(replace(TYPICAL_TISSUE, diameter=14)),
+        "uneven": cells_factory(replace(TYPICAL_TISSUE, patchiness=0.5, unevenness=0.6, attenuation=0.6)),
     },
 }
 
@@ -90,7 +90,7 @@ def draw(runner: ModelRunner, make: Callable[[Generator], Pair]) -> tuple[bytes,
     pictures = [thumbnail.draw(volume, labels) for labels in (Segmentation(np.zeros_like(truth), "labels"), result)]
     combined = np.hstack([np.asarray(png_decode(picture)) for picture in pictures])
     if result.kind == "classes":
-        coefficients = zip(result.names, dice(classes_of(truth), result.pixels), strict=True)
+        coefficients = zip(result.names, compute_dice(labels_to_classes(truth), result.pixels), strict=True)
         line = ", ".join(f"{name} {value:.2f}" for name, value in coefficients)
     else:
         scores = score(truth, result.pixels)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_laplace, maximum_filter
 
 from scripts.recipes.segmenters import start_segmenter
-from scripts.recipes.synthetic_nuclei import PLAIN, Scene, synthesise
+from scripts.recipes.synthetic_nuclei import TYPICAL_NUCLEI, Scene, synthesize
 from service.core.types import Options, Selection, Volume
 from service.formats import stack_reader
 from service.inference.runner.model_runner import ModelRunner
@@ -134,7 +134,7 @@ def score_grid(runner: ModelRunner, options: Options) -> Iterator[str]:
 def _score_synthetic(runner: ModelRunner, options: Options, diameter: int, ratio: float, seed: int) -> float:
     rng = np.random.default_rng([diameter, seed])
     edge = int(np.clip(5 * diameter, 36, 96))
-    image, truth = synthesise(rng, (edge, edge, edge), _make_sharp_scene(diameter))
+    image, truth = synthesize(rng, (edge, edge, edge), _make_sharp_scene(diameter))
     inside, outside = image[truth > 0], image[truth == 0]
     contrast = float(np.median(inside)) - float(np.median(outside))
     noisy = image + rng.normal(0, contrast / ratio, image.shape)
@@ -146,7 +146,7 @@ def _score_synthetic(runner: ModelRunner, options: Options, diameter: int, ratio
 def _make_sharp_scene(diameter: float) -> Scene:
     """Return a scene of sharp nuclei of this diameter with very little noise."""
     return replace(
-        PLAIN,
+        TYPICAL_NUCLEI,
         diameter=diameter,
         clustering=0.4,
         contact=0.95,

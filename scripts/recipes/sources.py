@@ -27,7 +27,7 @@ RESAMPLED_SPOT_SHARE = 0.3
 
 
 @dataclass(frozen=True)
-class Percentiles:
+class PercentileNormalization:
     """Normalization by percentiles of the whole volume, with the defaults of the bundled models."""
 
     low: float = 1.0
@@ -38,7 +38,7 @@ class Percentiles:
         return (image.astype(np.float32) - np.float32(low)) / np.float32(max(high - low, 1e-6))
 
 
-def with_random_size(synthesise: Callable[[Generator, Size], Pair], max_width: int = 96) -> Source:
+def with_random_size(synthesize: Callable[[Generator, Size], Pair], max_width: int = 96) -> Source:
     """Return a source of synthetic stacks of random size, at most `max_width` voxels wide.
 
     One in five stacks has few planes, like many recorded stacks.
@@ -47,7 +47,7 @@ def with_random_size(synthesise: Callable[[Generator, Size], Pair], max_width: i
     def draw(rng: Generator) -> Pair:
         depth = int(rng.integers(10, 32) if rng.random() < 0.2 else rng.integers(40, 65))
         width = int(rng.integers(64, max_width + 1))
-        return synthesise(rng, (depth, width, width))
+        return synthesize(rng, (depth, width, width))
 
     return draw
 

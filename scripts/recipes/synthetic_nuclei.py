@@ -220,7 +220,7 @@ class Scene:
 
 
 # Typical nuclei. Use `dataclasses.replace` to derive other scenes.
-PLAIN = Scene(
+TYPICAL_NUCLEI = Scene(
     diameter=20,
     anisotropy=1,
     fill=0.12,
@@ -246,7 +246,15 @@ PLAIN = Scene(
 
 # Nuclei of an early embryo: few photons, blurred along z, with different brightness.
 EMBRYO = replace(
-    PLAIN, diameter=18, fill=0.05, contact=1.0, spread=0.5, elongation=2.5, photons=12, floor=0.15, rim_level=0.2
+    TYPICAL_NUCLEI,
+    diameter=18,
+    fill=0.05,
+    contact=1.0,
+    spread=0.5,
+    elongation=2.5,
+    photons=12,
+    floor=0.15,
+    rim_level=0.2,
 )
 
 
@@ -268,7 +276,7 @@ class _Canvas:
         self.count = 0
 
 
-def synthesise(rng: Generator, shape: Size, scene: Scene | None = None) -> tuple[NDArray[Any], Labels]:
+def synthesize(rng: Generator, shape: Size, scene: Scene | None = None) -> tuple[NDArray[Any], Labels]:
     """Generate a stack of nuclei.
 
     Returns the image as uint8 or uint16 and the labels as uint16, both [Z, Y, X]. Label 0 is the background.
@@ -285,10 +293,10 @@ def synthesise(rng: Generator, shape: Size, scene: Scene | None = None) -> tuple
     return _simulate_image(rng, scene, canvas), canvas.labels
 
 
-def synthesise_varied(rng: Generator, shape: Size) -> tuple[NDArray[Any], Labels]:
+def synthesize_varied(rng: Generator, shape: Size) -> tuple[NDArray[Any], Labels]:
     """Generate a stack with typical, blurred, difficult or no nuclei; returns the image and the labels."""
     kind = int(rng.choice(4, p=(0.43, 0.17, 0.3, 0.1)))
-    return synthesise(rng, shape, (Scene.draw, Scene.draw_blurred, Scene.draw_hard, Scene.draw_empty)[kind](rng))
+    return synthesize(rng, shape, (Scene.draw, Scene.draw_blurred, Scene.draw_hard, Scene.draw_empty)[kind](rng))
 
 
 def _place_nucleus(rng: Generator, scene: Scene, canvas: _Canvas) -> None:

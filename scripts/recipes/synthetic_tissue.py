@@ -214,7 +214,7 @@ def _draw_flatness(rng: Generator) -> float:
 
 
 # Typical tissue with stained membranes and without nuclei. Use `dataclasses.replace` to derive others.
-WALLS = Tissue(
+TYPICAL_TISSUE = Tissue(
     diameter=30,
     flatness=1,
     min_spacing=0.7,
@@ -244,13 +244,13 @@ WALLS = Tissue(
 )
 
 
-def synthesise_varied(rng: Generator, shape: Size) -> tuple[NDArray[Any], Labels]:
+def synthesize_varied(rng: Generator, shape: Size) -> tuple[NDArray[Any], Labels]:
     """Generate a stack with a random kind of tissue; returns the image and the labels."""
     kinds = (Tissue.draw, Tissue.draw_walls, Tissue.draw_embryo, Tissue.draw_epithelium, Tissue.draw_separate_cells)
-    return synthesise_tissue(rng, shape, kinds[int(rng.choice(5, p=(0.25, 0.2, 0.25, 0.18, 0.12)))](rng))
+    return synthesize_tissue(rng, shape, kinds[int(rng.choice(5, p=(0.25, 0.2, 0.25, 0.18, 0.12)))](rng))
 
 
-def synthesise_tissue(rng: Generator, shape: Size, tissue: Tissue | None = None) -> tuple[NDArray[Any], Labels]:
+def synthesize_tissue(rng: Generator, shape: Size, tissue: Tissue | None = None) -> tuple[NDArray[Any], Labels]:
     """Generate a stack of cells with stained membranes.
 
     Returns the image as uint8 or uint16 and the labels as uint16, both [Z, Y, X]. Label 0 is outside the cells.

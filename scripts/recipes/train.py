@@ -24,7 +24,13 @@ from torch import Tensor, nn
 
 from scripts.recipes import synthetic_nuclei, synthetic_tissue
 from scripts.recipes.class_targets import CLASSES, class_loss, class_targets
-from scripts.recipes.sources import AugmentedStacks, Percentiles, mix_sources, resample_to_diameter, with_random_size
+from scripts.recipes.sources import (
+    AugmentedStacks,
+    PercentileNormalization,
+    mix_sources,
+    resample_to_diameter,
+    with_random_size,
+)
 from service.models.architectures import ShuffleUNet
 from service.training.examples import ExampleDataset, ExamplePool, Source, Targets, draw_batch, read_pairs
 from service.training.instance_targets import instance_loss, instance_targets
@@ -98,9 +104,9 @@ class Recipe(NamedTuple):
 
 
 WIDTHS = (32, 48, 96, 96)
-MEMBRANES = Recipe(with_random_size(synthetic_tissue.synthesise_varied, 128), 32.0, WIDTHS, 8)
+MEMBRANES = Recipe(with_random_size(synthetic_tissue.synthesize_varied, 128), 32.0, WIDTHS, 8)
 RECIPES = {
-    "nuclei": Recipe(with_random_size(synthetic_nuclei.synthesise_varied), 20.0, WIDTHS, 4),
+    "nuclei": Recipe(with_random_size(synthetic_nuclei.synthesize_varied), 20.0, WIDTHS, 4),
     "membranes": MEMBRANES,
     "tissue": MEMBRANES._replace(widths=(16, 32, 64, 64), outputs=len(CLASSES), targets=class_targets, loss=class_loss),
 }
@@ -295,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if run.progress >= 1:
         log.info("%s: already complete, %.1f minutes, step %d", options.out, run.seconds / 60, run.step)
         return
-    dataset = ExampleDataset(_make_source(recipe, options), Percentiles(), options.seed, recipe.targets)
+    dataset = ExampleDataset(_make_source(recipe, options), PercentileNormalization(), options.seed, recipe.targets)
     pool = ExamplePool(dataset, options.pool, first=run.step // schedule.steps_per_volume)
     try:
         train(run, pool, options.seed, recipe.loss)

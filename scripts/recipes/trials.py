@@ -2,8 +2,8 @@
 
 If the confidence at the estimated diameter or at the original resolution is low, or if no estimate fits well, the
 diameter estimator tries other diameters. It accepts one if the log odds of its confidence are better by a margin
-(`service.inference.diameter.estimation.MIN_LOG_ODDS_GAIN`). The table lists, for several margins and each kind of stack, how
-often a trial selected the diameter, and the mean F1 of these stacks without and with trials.
+(`service.inference.diameter.estimation.MIN_LOG_ODDS_GAIN`). For several margins and each kind of stack, the table
+lists how often a trial selected the diameter, and the mean F1 of these stacks without and with trials.
 
 Stacks of membranes have a voxel size, stacks of nuclei have none.
 """
@@ -24,8 +24,8 @@ from torch import Tensor
 from scripts.recipes.confidence import make_noise
 from scripts.recipes.optics import log_uniform
 from scripts.recipes.segmenters import start_segmenter
-from scripts.recipes.synthetic_nuclei import Scene, synthesise
-from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue
+from scripts.recipes.synthetic_nuclei import Scene, synthesize
+from scripts.recipes.synthetic_tissue import Tissue, synthesize_tissue
 from service.core.quantities import VoxelSize, parse_diameter
 from service.core.types import Options, Volume
 from service.inference.diameter.estimation import DiameterEstimator
@@ -57,7 +57,7 @@ def make_nuclei_stacks(count: int) -> Iterator[tuple[str, Volume, NDArray[Any]]]
         for kind, scene in (("usual", Scene.draw(rng)), ("hard", Scene.draw_hard(rng)), ("spots", spots)):
             edge = int(np.clip(3 * scene.diameter, 44, 80))
             depth = max(int(edge / scene.anisotropy), 16)
-            image, truth = synthesise(rng, (depth, edge, edge), scene)
+            image, truth = synthesize(rng, (depth, edge, edge), scene)
             yield kind, Volume.from_array(image[None]), truth
         grain = make_noise(seed).volume
         yield "noise", grain, np.zeros(grain.shape[1:], np.uint16)
@@ -86,7 +86,7 @@ def make_tissue_stacks(count: int) -> Iterator[tuple[str, Volume, NDArray[Any]]]
             ("young embryo", young, edge),
         ):
             depth = max(int(0.6 * side / tissue.flatness), 40)
-            image, truth = synthesise_tissue(rng, (depth, side, side), tissue)
+            image, truth = synthesize_tissue(rng, (depth, side, side), tissue)
             yield kind, Volume.from_array(image[None], VoxelSize(tissue.flatness, 1.0, 1.0)), truth
         grain = make_noise(seed).volume
         yield "noise", grain, np.zeros(grain.shape[1:], np.uint16)

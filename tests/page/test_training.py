@@ -13,7 +13,7 @@ from live import Live, as_tiff, eager, serve
 from model_files import copy_model
 from playwright.sync_api import expect
 
-from scripts.recipes.synthetic_nuclei import synthesise
+from scripts.recipes.synthetic_nuclei import synthesize
 from service.models.spec import ModelSpec
 
 TRAINING = {"edge": 16, "batch_size": 1, "pool": 2, "learning_rate": 0.01}
@@ -42,7 +42,7 @@ def live(trainable: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iter
         models, models={"default": "random-nuclei"}, jobs=jobs, training=TRAINING, trainings={"niceness": 0}
     )
     with serve(settings) as service:
-        image, labels = synthesise(np.random.default_rng(0), (16, 32, 48))
+        image, labels = synthesize(np.random.default_rng(0), (16, 32, 48))
         stack = service.post("/stacks", as_tiff(image)).json()["id"]
         np.save(array := io.BytesIO(), labels)
         for name in ("first try", "nuclei by hand"):

@@ -3,16 +3,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scripts.recipes.sources import AugmentedStacks, Percentiles, mix_sources, resample_to_diameter
+from scripts.recipes.sources import AugmentedStacks, PercentileNormalization, mix_sources, resample_to_diameter
 from service.training.examples import Pair, Source, median_extents
 
 
 def test_percentiles_are_mapped_to_0_and_1() -> None:
     image = np.arange(1001, dtype=np.uint16).reshape(7, 11, 13)
-    scaled = Percentiles(10, 90)(image)
+    scaled = PercentileNormalization(10, 90)(image)
     assert scaled.dtype == np.float32
     assert (scaled.ravel()[100], scaled.ravel()[900]) == pytest.approx((0, 1))
-    assert not Percentiles()(np.full((2, 3, 4), 7)).any()
+    assert not PercentileNormalization()(np.full((2, 3, 4), 7)).any()
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 0), (1.0, 1)])

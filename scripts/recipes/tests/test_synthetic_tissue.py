@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.ndimage import label, maximum_filter, minimum_filter
 
-from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue, synthesise_varied
+from scripts.recipes.synthetic_tissue import Tissue, synthesize_tissue, synthesize_varied
 
 SHAPE = (24, 40, 44)
 
@@ -47,7 +47,7 @@ def tissue(**changes: Any) -> Tissue:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_tissues_give_images_and_labels(seed: int) -> None:
-    image, labels = synthesise_tissue(np.random.default_rng(seed), SHAPE)
+    image, labels = synthesize_tissue(np.random.default_rng(seed), SHAPE)
     assert image.shape == labels.shape == SHAPE
     assert image.dtype in (np.uint8, np.uint16)
     assert labels.dtype == np.uint16
@@ -56,13 +56,13 @@ def test_random_tissues_give_images_and_labels(seed: int) -> None:
 
 
 def test_the_same_seed_gives_the_same_stack() -> None:
-    first, second, other = (synthesise_tissue(np.random.default_rng(seed), SHAPE) for seed in (5, 5, 6))
+    first, second, other = (synthesize_tissue(np.random.default_rng(seed), SHAPE) for seed in (5, 5, 6))
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
     assert not np.array_equal(first[0], other[0])
 
 
 def test_light_is_where_cells_meet() -> None:
-    image, labels = synthesise_tissue(np.random.default_rng(0), SHAPE, tissue())
+    image, labels = synthesize_tissue(np.random.default_rng(0), SHAPE, tissue())
     at_faces = minimum_filter(labels, 3) != labels
     deep = (minimum_filter(labels, 7) == labels) & (minimum_filter(-labels.astype(int), 7) == -labels.astype(int))
     assert labels.all()
@@ -72,7 +72,7 @@ def test_light_is_where_cells_meet() -> None:
 
 def test_body_is_surrounded_by_background_and_has_the_requested_surface_brightness() -> None:
     bright, dim = (
-        synthesise_tissue(np.random.default_rng(3), SHAPE, tissue(body_size=0.7, rim=rim, floor=0.01))
+        synthesize_tissue(np.random.default_rng(3), SHAPE, tissue(body_size=0.7, rim=rim, floor=0.01))
         for rim in (1.0, 0.1)
     )
     assert np.array_equal(bright[1], dim[1])
@@ -84,7 +84,7 @@ def test_body_is_surrounded_by_background_and_has_the_requested_surface_brightne
 
 @pytest.mark.parametrize("flatness", [1, 2])
 def test_cells_have_the_diameter_and_flatness_of_the_tissue(flatness: float) -> None:
-    _, labels = synthesise_tissue(np.random.default_rng(1), (48, 72, 72), tissue(flatness=flatness))
+    _, labels = synthesize_tissue(np.random.default_rng(1), (48, 72, 72), tissue(flatness=flatness))
     border = set(np.concatenate([labels[[0, -1]].ravel(), labels[:, [0, -1]].ravel(), labels[..., [0, -1]].ravel()]))
     volumes = [np.count_nonzero(labels == n) for n in set(np.unique(labels)) - border]
     assert len(volumes) >= 5
@@ -96,14 +96,14 @@ def test_cells_have_the_diameter_and_flatness_of_the_tissue(flatness: float) -> 
 )
 def test_stain_changes_the_image_but_not_the_labels(extra: dict[str, float]) -> None:
     (plain, labels), (image, same) = (
-        synthesise_tissue(np.random.default_rng(2), SHAPE, stained) for stained in (tissue(), tissue(**extra))
+        synthesize_tissue(np.random.default_rng(2), SHAPE, stained) for stained in (tissue(), tissue(**extra))
     )
     assert np.array_equal(labels, same)
     assert not np.array_equal(plain, image)
 
 
 def test_cells_at_the_surface_are_not_slivers() -> None:
-    _, labels = synthesise_tissue(np.random.default_rng(5), (48, 64, 64), tissue(body_size=0.9))
+    _, labels = synthesize_tissue(np.random.default_rng(5), (48, 64, 64), tissue(body_size=0.9))
     border = set(np.concatenate([labels[[0, -1]].ravel(), labels[:, [0, -1]].ravel(), labels[..., [0, -1]].ravel()]))
     volumes = [np.count_nonzero(labels == n) for n in set(np.unique(labels)) - border]
     assert len(volumes) > 10
@@ -112,7 +112,7 @@ def test_cells_at_the_surface_are_not_slivers() -> None:
 
 def test_nuclei_are_darker_than_the_cytoplasm() -> None:
     filled, hollow = (
-        synthesise_tissue(np.random.default_rng(2), SHAPE, tissue(cytoplasm=0.5, nucleus=nucleus))
+        synthesize_tissue(np.random.default_rng(2), SHAPE, tissue(cytoplasm=0.5, nucleus=nucleus))
         for nucleus in (0, 0.2)
     )
     assert np.array_equal(filled[1], hollow[1])
@@ -123,7 +123,7 @@ def test_nuclei_are_darker_than_the_cytoplasm() -> None:
 
 def test_coat_is_bright_but_labeled_as_background() -> None:
     bare, coated = (
-        synthesise_tissue(np.random.default_rng(3), SHAPE, tissue(body_size=0.7, rim=0.1, coat=coat))
+        synthesize_tissue(np.random.default_rng(3), SHAPE, tissue(body_size=0.7, rim=0.1, coat=coat))
         for coat in (0, 2.0)
     )
     assert np.array_equal(bare[1], coated[1])
@@ -133,24 +133,24 @@ def test_coat_is_bright_but_labeled_as_background() -> None:
 
 
 def test_background_subtraction_sets_most_of_the_background_to_zero() -> None:
-    image, labels = synthesise_tissue(
+    image, labels = synthesize_tissue(
         np.random.default_rng(3), SHAPE, tissue(body_size=0.7, cytoplasm=0.3, zeroed_background=0.9)
     )
     assert np.mean(image[labels == 0] == 0) == pytest.approx(0.9, abs=0.02)
     assert np.mean(image[labels > 0] == 0) < 0.9
-    full, _ = synthesise_tissue(np.random.default_rng(3), SHAPE, tissue(zeroed_background=0.9))
+    full, _ = synthesize_tissue(np.random.default_rng(3), SHAPE, tissue(zeroed_background=0.9))
     assert full.any()
 
 
 def test_cavities_are_labeled_as_background() -> None:
-    _, labels = synthesise_tissue(np.random.default_rng(4), SHAPE, tissue(holes=0.3))
+    _, labels = synthesize_tissue(np.random.default_rng(4), SHAPE, tissue(holes=0.3))
     assert 0.1 < (labels == 0).mean() < 0.6
 
 
 def test_patchiness_increases_the_differences_in_brightness_between_cells() -> None:
     variations = []
     for patchiness in (0.0, 0.8):
-        image, labels = synthesise_tissue(np.random.default_rng(3), SHAPE, tissue(patchiness=patchiness))
+        image, labels = synthesize_tissue(np.random.default_rng(3), SHAPE, tissue(patchiness=patchiness))
         means = [image[labels == n].mean() for n in np.unique(labels)[1:]]
         variations.append(np.std(means) / np.mean(means))
     assert variations[1] > 1.5 * variations[0]
@@ -159,7 +159,7 @@ def test_patchiness_increases_the_differences_in_brightness_between_cells() -> N
 def test_size_variation_increases_the_differences_in_volume_between_cells() -> None:
     variations = []
     for size_variation in (0.0, 0.6):
-        _, labels = synthesise_tissue(np.random.default_rng(1), (48, 64, 64), tissue(size_variation=size_variation))
+        _, labels = synthesize_tissue(np.random.default_rng(1), (48, 64, 64), tissue(size_variation=size_variation))
         faces = np.concatenate([labels[[0, -1]].ravel(), labels[:, [0, -1]].ravel(), labels[..., [0, -1]].ravel()])
         volumes = [np.count_nonzero(labels == n) for n in np.setdiff1d(labels, faces)]
         variations.append(np.std(volumes) / np.mean(volumes))
@@ -168,7 +168,7 @@ def test_size_variation_increases_the_differences_in_volume_between_cells() -> N
 
 @pytest.mark.parametrize("seed", range(3))
 def test_embryo_does_not_fill_the_corners_of_the_stack(seed: int) -> None:
-    _, labels = synthesise_tissue(np.random.default_rng(seed), SHAPE, tissue(body_size=0.8, is_ellipsoid=True))
+    _, labels = synthesize_tissue(np.random.default_rng(seed), SHAPE, tissue(body_size=0.8, is_ellipsoid=True))
     corners = labels[:: SHAPE[0] - 1, :: SHAPE[1] - 1, :: SHAPE[2] - 1]
     assert not corners.any()
     assert labels.any()
@@ -177,13 +177,13 @@ def test_embryo_does_not_fill_the_corners_of_the_stack(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_varied_tissues_and_walls_are_valid(seed: int) -> None:
-    image, labels = synthesise_varied(np.random.default_rng(seed), SHAPE)
+    image, labels = synthesize_varied(np.random.default_rng(seed), SHAPE)
     assert image.shape == labels.shape == SHAPE
     assert Tissue.draw_walls(np.random.default_rng(seed)).patchiness > 0
 
 
 def test_cells_of_a_cyst_extend_from_the_cavity_to_the_outside() -> None:
-    image, labels = synthesise_tissue(
+    image, labels = synthesize_tissue(
         np.random.default_rng(4), (48, 96, 96), tissue(body_size=0.8, lumen=0.4, diameter=12)
     )
     regions, count = label(labels == 0)
@@ -198,7 +198,7 @@ def test_cells_of_a_cyst_extend_from_the_cavity_to_the_outside() -> None:
 
 def test_separated_cells_are_smaller_and_have_background_between_them() -> None:
     (_, touching), (image, separated) = (
-        synthesise_tissue(np.random.default_rng(3), (32, 64, 64), tissue(separation=width)) for width in (0.0, 0.4)
+        synthesize_tissue(np.random.default_rng(3), (32, 64, 64), tissue(separation=width)) for width in (0.0, 0.4)
     )
     assert touching.all()
     assert 0.1 < np.mean(separated == 0) < 0.8

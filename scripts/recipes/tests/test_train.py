@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from scripts.recipes.sources import Percentiles
-from scripts.recipes.synthetic_nuclei import synthesise
+from scripts.recipes.sources import PercentileNormalization
+from scripts.recipes.synthetic_nuclei import synthesize
 from scripts.recipes.train import (
     CHECKPOINT,
     RECIPES,
@@ -28,7 +28,7 @@ from service.training.model_folder import save_weights
 
 
 def small_pool(size: int) -> ExamplePool:
-    return ExamplePool(ExampleDataset(lambda rng: synthesise(rng, (16, 24, 24)), Percentiles(), 0), size)
+    return ExamplePool(ExampleDataset(lambda rng: synthesize(rng, (16, 24, 24)), PercentileNormalization(), 0), size)
 
 
 def network() -> ShuffleUNet:
@@ -131,7 +131,7 @@ def test_training_can_keep_the_initial_statistics(tmp_path: Path) -> None:
 
 
 def test_command_trains_from_initial_weights_and_recorded_stacks(tmp_path: Path) -> None:
-    image, labels = synthesise(np.random.default_rng(0), (16, 24, 24))
+    image, labels = synthesize(np.random.default_rng(0), (16, 24, 24))
     stack, truth = tmp_path / "stack.tif", tmp_path / "truth.tif"
     tiff_writer.write(Segmentation(image, "labels"), stack)
     tiff_writer.write(Segmentation(labels, "labels"), truth)
