@@ -45,9 +45,9 @@ import numpy as np
 import torch
 import yaml
 import zarr
-from common import ROOT, write_figures
+from common import ROOT, write_results
 from numpy.typing import NDArray
-from processes import Sampler, cpu_seconds, family, proc_text
+from processes import Sampler, cpu_seconds, process_tree, read_proc_file
 from safetensors.torch import save_file
 from torch import nn
 
@@ -81,7 +81,7 @@ MEMORY_FIELDS = ("RssAnon", "RssFile", "RssShmem", "VmHWM")
 _EXIT_STACK = ExitStack()
 # Number of a block that only makes a worker load the model.
 WARM_UP_BLOCK = -1
-# Balls on a lattice, in voxels, and gray values.
+# Balls on a lattice: sizes in voxels, then gray values.
 BALL_RADIUS = 9
 LATTICE_PITCH = 26
 BACKGROUND = 300
@@ -185,12 +185,12 @@ def measure_overhead(options: argparse.Namespace, folder: Path) -> dict[str, Any
         pool.submit(load_model, options.workers)
         for _ in range(options.pairs):
             whole = pool.submit(segment_whole, source, folder / "whole.zarr", options.workers, request_options).result()
-            blocks = segment_blocks(source, folder / "blocks.zarr", workers, request_options, engine=Engine())
-            pairs.append((*whole, *blocks[:2]))
+            blockwise = segment_blocks(source, folder / "blocks.zarr", workers, request_options, engine=Engine())
+            pairs.append((*whole, *blockwise[:2]))
             print(pairs[-1], file=sys.stderr)
         labels = [zarr.open_group(folder / name)["0"][...] for name in ("whole.zarr", "blocks.zarr")]
         assert np.array_equal(*labels), "The labels of the block-wise run differ."
-    write_records(blocks[2], options.records)
+    write_records(blockwise[2], options.records)
     columns = [list(column) for column in zip(*pairs, strict=True)]
     names = ("whole_seconds", "whole_cpu_seconds", "blocks_seconds", "blocks_cpu_seconds")
     ratios = {
@@ -209,8 +209,8 @@ class PeakUsage:
 
     def sample(self) -> None:
         """Update the peaks."""
-        for pid in family(os.getpid()):
-            fields = dict(line.split(":", 1) for line in proc_text(pid, "status").splitlines() if ":" in line)
+        for pid in process_tree(os.getpid()):
+            fields = dict(line.split(":", 1) for line in read_proc_file(pid, "status").splitlines() if ":" in line)
             sizes = {name: int(fields.get(name, "0").split()[0]) * 1024 for name in MEMORY_FIELDS}
             now = {"anonymous": sizes["RssAnon"], "files": sizes["RssFile"], "shared": sizes["RssShmem"]}
             self.processes[pid] = self.processes.get(pid, Counter()) | Counter(now | {"all": sizes["VmHWM"]})
@@ -233,7 +233,7 @@ def make_chunks() -> list[NDArray[np.uint16]]:
 
     Some balls cross the faces of a chunk and continue in its neighbors.
     """
-    shape, blocks = LARGE_CHUNK_SHAPE, list[NDArray[np.uint16]]()
+    shape, chunks = LARGE_CHUNK_SHAPE, list[NDArray[np.uint16]]()
     offsets = np.indices((2 * BALL_RADIUS + 1,) * 3) - BALL_RADIUS
     ball = BALL_BRIGHTNESS * np.clip(1.2 - np.sqrt((offsets**2).sum(0)) / BALL_RADIUS, 0, 1)
     positions = np.stack(np.meshgrid(*(np.arange(0, n, LATTICE_PITCH) for n in shape)), -1).reshape(-1, 3)
@@ -247,8 +247,8 @@ def make_chunks() -> list[NDArray[np.uint16]]:
                 np.arange(at - BALL_RADIUS, at + BALL_RADIUS + 1) % n for at, n in zip(position, shape, strict=True)
             )
             pixels[np.ix_(z, y, x)] += ball
-        blocks.append(pixels.clip(0, 2**16 - 1).astype(np.uint16))
-    return blocks
+        chunks.append(pixels.clip(0, 2**16 - 1).astype(np.uint16))
+    return chunks
 
 
 def write_large_image(path: Path, gigabytes: float) -> tuple[int, ...]:
@@ -261,11 +261,11 @@ def write_large_image(path: Path, gigabytes: float) -> tuple[int, ...]:
         partial, rng = path.with_name("partial.zarr"), np.random.default_rng(0)
         shutil.rmtree(partial, ignore_errors=True)
         array = make_image(partial, shape, LARGE_CHUNK_SHAPE)
-        for block, position in zip(make_chunks(), np.ndindex(counts), strict=False):
+        for pixels, position in zip(make_chunks(), np.ndindex(counts), strict=False):
             region = tuple(
                 slice(at * edge, (at + 1) * edge) for at, edge in zip(position, LARGE_CHUNK_SHAPE, strict=True)
             )
-            array[region] = block
+            array[region] = pixels
         chunks = [partial / "0/c" / "/".join(map(str, position)) for position in np.ndindex(counts)]
         for chunk in chunks[DISTINCT_CHUNKS:]:
             chunk.parent.mkdir(parents=True, exist_ok=True)
@@ -331,7 +331,7 @@ def measure_memory(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         )
     write_records(facts, options.records)
     joined = facts["records"]["join"][0]
-    figures = {
+    results = {
         "input_bytes": 2 * math.prod(shape),
         "shape": shape,
         "balls": math.prod(n // LATTICE_PITCH + 1 for n in shape),
@@ -346,16 +346,16 @@ def measure_memory(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "tile_bytes": sum(record.get("bytes", 0) for record in facts["records"]["tile"]),
         "budget_bytes": MEMORY_BUDGET_BYTES,
     }
-    print(json.dumps(figures), file=sys.stderr)
-    return figures
+    print(json.dumps(results), file=sys.stderr)
+    return results
 
 
-def check(figures: dict[str, Any]) -> None:
+def check(results: dict[str, Any]) -> None:
     """Raise AssertionError if a process exceeded the memory budget, or if the number of objects is wrong."""
     # A ball at the edge of a window may be split, because a window has no context beyond its edges.
-    ratio = figures["objects"] / figures["balls"]
-    assert 0.9 < ratio < 2, f"Found {figures['objects']} objects for {figures['balls']} balls."
-    peak = max(most["all"] for most in figures["peak_bytes"].values())
+    ratio = results["objects"] / results["balls"]
+    assert 0.9 < ratio < 2, f"Found {results['objects']} objects for {results['balls']} balls."
+    peak = max(most["all"] for most in results["peak_bytes"].values())
     assert peak <= MEMORY_BUDGET_BYTES, f"A process used {peak} bytes; the budget is {MEMORY_BUDGET_BYTES}."
 
 
@@ -378,15 +378,15 @@ def main() -> None:
         "--folder", type=Path, help="working folder; the disk needs room for the image, scratch files and labels"
     )
     parser.add_argument("--records", type=Path, help="save the measurements of each block to this file")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", type=Path, help="also write the results to this JSON file")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="blocks-"))
     folder.mkdir(exist_ok=True)
-    figures = measure_overhead(options, folder) if options.benchmark == "overhead" else measure_memory(options, folder)
+    results = measure_overhead(options, folder) if options.benchmark == "overhead" else measure_memory(options, folder)
     shutil.rmtree(folder)
     if options.benchmark == "memory":
-        check(figures)
-    write_figures(figures, options.json)
+        check(results)
+    write_results(results, options.json)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import write_figures
+from common import write_results
 
 
 class Rates(NamedTuple):
@@ -50,13 +50,15 @@ class Bytes(NamedTuple):
     labels: float
 
 
-def measure(facts: dict[str, Any], large: dict[str, Any]) -> tuple[Rates, Bytes, float, float]:
+def measure(recorded_run: dict[str, Any], large_run: dict[str, Any]) -> tuple[Rates, Bytes, float, float]:
     """Return the rates, the bytes, the windows per voxel, and the voxels per tile of a recorded run.
 
     The rates of the single-process steps are those of the `large` run. In a small run, their fixed costs dominate.
     """
-    records, voxels = facts["records"], math.prod(facts["shape"])
-    single_process = {step: large["records"][step][0]["cpu"] / math.prod(large["shape"]) for step in ("survey", "join")}
+    records, voxels = recorded_run["records"], math.prod(recorded_run["shape"])
+    single_process = {
+        step: large_run["records"][step][0]["cpu"] / math.prod(large_run["shape"]) for step in ("survey", "join")
+    }
     cpu = {step: sum(record["cpu"] for record in records[step]) for step in records}
     scores = records["scores"]
     windows = sum(record["windows"] for record in scores)
@@ -73,7 +75,7 @@ def measure(facts: dict[str, Any], large: dict[str, Any]) -> tuple[Rates, Bytes,
         single_process["join"],
     )
     # A tile also reads one layer of windows on each axis that it shares with the previous tile.
-    reread = math.prod((n + 1) / n for n in facts["windows"])
+    reread = math.prod((n + 1) / n for n in recorded_run["windows"])
     pieces = sum(record["bytes"] for record in records["tile"] if not record["empty"]) / voxels
     return (
         rates,
@@ -83,9 +85,9 @@ def measure(facts: dict[str, Any], large: dict[str, Any]) -> tuple[Rates, Bytes,
     )
 
 
-def simulate(facts: dict[str, Any], workers: int, options: argparse.Namespace) -> dict[str, Any]:
+def simulate(recorded_run: dict[str, Any], workers: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return the seconds of each step and the bottleneck for a number of workers."""
-    rates, moved, density, tile = measure(facts, options.large)
+    rates, moved, density, tile = measure(recorded_run, options.large)
     tiles = max(round(options.voxels / tile), 1)
     bandwidth = 1e9 * min(options.client, options.storage / workers)
     network_seconds = tile * density * rates.network / options.faster
@@ -131,17 +133,17 @@ def main() -> None:
     parser.add_argument("--storage", type=float, default=20)
     parser.add_argument("--client", type=float, default=2)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 8, 64, 512])
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", type=Path, help="also write the results to this JSON file")
     options = parser.parse_args()
-    facts = json.loads(options.records.read_text(encoding="utf-8"))
-    options.large = json.loads(options.large.read_text(encoding="utf-8")) if options.large else facts
-    rows = [simulate(facts, workers, options) for workers in options.workers]
+    recorded_run = json.loads(options.records.read_text(encoding="utf-8"))
+    options.large = json.loads(options.large.read_text(encoding="utf-8")) if options.large else recorded_run
+    rows = [simulate(recorded_run, workers, options) for workers in options.workers]
     for row in rows:
         print(
             f"| {row['workers']} | {row['hours']:.2f} | {rows[0]['hours'] / row['hours']:.1f} | {row['busy']:.0%} |"
             f" {row['most']} |"
         )
-    write_figures({"rates": measure(facts, options.large)[0]._asdict(), "rows": rows}, options.json)
+    write_results({"rates": measure(recorded_run, options.large)[0]._asdict(), "rows": rows}, options.json)
 
 
 if __name__ == "__main__":

@@ -40,13 +40,13 @@ from pathlib import Path
 
 import httpx2
 import torch
-from clients import FINAL_STATES, RudeUser, User
+from clients import FINAL_STATES, Client, MisbehavingClient
 from common import ROOT, make_model, wait_for
-from faults import FAULTS, KEYS, RUDE_KEY, STUCK_SECONDS, Journal, World
-from processes import Sampler, resident
+from faults import FAULTS, KEYS, MISBEHAVING_KEY, STUCK_SECONDS, Journal, World
+from processes import Sampler, resident_bytes
 
 CLIENTS = 8
-RUDE_CLIENTS = 3
+MISBEHAVING_CLIENTS = 3
 DISK_BYTES = 256 * 2**20
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -73,18 +73,18 @@ def run(options: argparse.Namespace, folder: Path) -> Journal:
     journal = world.journal
     journal.began = began = time.monotonic()
     seeds = iter(range(1000 * options.seed, 1000 * (options.seed + 1)))
-    users = [User(world, world.keys[KEYS[number % len(KEYS)]], next(seeds)) for number in range(CLIENTS)]
-    users += [RudeUser(world, world.keys[RUDE_KEY], next(seeds)) for _ in range(RUDE_CLIENTS)]
-    for user in users:
-        user.start()
+    clients = [Client(world, world.keys[KEYS[number % len(KEYS)]], next(seeds)) for number in range(CLIENTS)]
+    clients += [MisbehavingClient(world, world.keys[MISBEHAVING_KEY], next(seeds)) for _ in range(MISBEHAVING_CLIENTS)]
+    for client in clients:
+        client.start()
     steady = [name for name in options.faults if name != "restart"]
     inject_faults(world, options.faults, began + 60 * options.minutes * (0.4 if steady else 1))
     pid = world.server.process.pid
-    with Sampler(lambda: resident(pid), 0.5) as usage:
+    with Sampler(lambda: resident_bytes(pid), 0.5) as usage:
         inject_faults(world, steady, began + 60 * options.minutes)
     journal.stop_requested.set()
-    for user in users:
-        user.join()
+    for client in clients:
+        client.join()
     if pid == world.server.process.pid:
         check_memory(journal, [size for _, size in usage.samples])
     finish(world)
@@ -106,7 +106,7 @@ def finish(world: World) -> None:
     journal, server = world.journal, world.server
     for name, key in world.keys.items():
         headers = {"Authorization": f"Bearer {key}"}
-        with httpx2.Client(base_url=server.address, verify=world.trust, headers=headers, timeout=30) as http:
+        with httpx2.Client(base_url=server.address, verify=world.tls_context, headers=headers, timeout=30) as http:
 
             def states(http: httpx2.Client = http) -> dict[str, str]:
                 return {job["id"]: job["state"] for job in http.get("/jobs?limit=1000").json()["jobs"]}
@@ -118,8 +118,8 @@ def finish(world: World) -> None:
                 http.delete(f"/jobs/{job}")
             if remaining := states():
                 journal.add_violation("deleted jobs are gone", f"jobs of {name}: {remaining}")
-            if name == KEYS[0] and (answer := http.get("/health/ready")).status_code != 200:
-                journal.add_violation("the service is ready at the end", answer.text)
+            if name == KEYS[0] and (response := http.get("/health/ready")).status_code != 200:
+                journal.add_violation("the service is ready at the end", response.text)
 
     def list_files() -> list[str]:
         folders = [server.jobs.glob("jobs/*"), server.jobs.glob("incoming/*"), server.scratch.glob("*/requests/*")]

@@ -19,13 +19,13 @@ FINAL_STATES = {"done", "failed", "cancelled", "expired"}
 FILE_PROBLEMS = {"ambiguous-axes", "bad-file", "bad-parameter", "too-large", "unsupported-media"}
 
 
-class User(threading.Thread):
+class Client(threading.Thread):
     """A client with an API key, whose thread sends requests until the journal's event `stop_requested` is set."""
 
     def __init__(self, world: World, key: str, seed: int) -> None:
         super().__init__()
         self._world, self._journal, self._rng = world, world.journal, random.Random(seed)
-        self._http = httpx2.Client(verify=world.trust, timeout=STUCK_SECONDS)
+        self._http = httpx2.Client(verify=world.tls_context, timeout=STUCK_SECONDS)
         self._headers = {"Authorization": f"Bearer {key}"}
         # Finished jobs whose results are fetched later, and must still be the same then.
         self._finished: dict[str, Stack] = {}
@@ -48,8 +48,8 @@ class User(threading.Thread):
 
     def wait_for_labels(self) -> None:
         stack = self.choose_stack()
-        if answer := self.send_request("POST", "/segment", self.make_body(stack)):
-            self.compare(answer, stack, "labels waited for")
+        if response := self.send_request("POST", "/segment", self.make_body(stack)):
+            self.compare(response, stack, "labels waited for")
 
     def run_job(self) -> None:
         """Submit a job and wait until it ends; fetch the result now or later."""
@@ -78,16 +78,16 @@ class User(threading.Thread):
             return
         self._journal.count("jobs cancelled")
         # DELETE removes a finished job. Any other job is cancelled, and remains until a second DELETE.
-        view = self.poll_job(job, began, gone="fine")
+        view = self.poll_job(job, began, if_unknown="expected")
         if view is not None and view["state"] not in {"cancelled", "failed"}:
             self._journal.add_violation(
                 "every job ends in the expected state", f"{job} was cancelled, but is {view['state']}"
             )
 
     def inspect(self) -> None:
-        answer = self.send_request("POST", "/inspect", self.choose_stack().content)
-        if answer is not None and answer.json()["problem"] is not None:
-            self._journal.add_violation("valid requests succeed", answer.text)
+        response = self.send_request("POST", "/inspect", self.choose_stack().content)
+        if response is not None and response.json()["problem"] is not None:
+            self._journal.add_violation("valid requests succeed", response.text)
 
     def fetch_finished_result(self) -> None:
         if self._finished:
@@ -96,36 +96,36 @@ class User(threading.Thread):
     def fetch_result(self, job: str, stack: Stack) -> None:
         """Compare the result of a finished job with the expected labels, and delete the job."""
         began = time.monotonic()
-        while (answer := self.send_request("GET", f"/jobs/{job}/result")) is None:
+        while (response := self.send_request("GET", f"/jobs/{job}/result")) is None:
             if self._journal.is_stuck(began):
                 return
-        self.compare(answer, stack, "labels fetched later")
+        self.compare(response, stack, "labels fetched later")
         if self.send_request("DELETE", f"/jobs/{job}", allowed={"unknown-job"}) is not None:
             del self._finished[job]
 
     def submit(self, stack: Stack) -> str | None:
-        """Submit a job; return its ID, or None if the request failed for an excusable reason."""
-        answer = self.send_request("POST", "/jobs", self.make_body(stack))
-        if answer is None:
+        """Submit a job; return its ID, or None if the request failed and a fault excuses the failure."""
+        response = self.send_request("POST", "/jobs", self.make_body(stack))
+        if response is None:
             return None
         self._journal.count("jobs accepted")
-        return str(answer.json()["id"])
+        return str(response.json()["id"])
 
-    def poll_job(self, job: str, began: float, gone: str = "lost") -> dict[str, Any] | None:
+    def poll_job(self, job: str, began: float, if_unknown: str = "violation") -> dict[str, Any] | None:
         """Poll a job until it ends, and return it; None if it does not end in time, or is unknown.
 
-        An unknown job is a violation if `gone` is "lost".
+        An unknown job is a violation unless `if_unknown` is "expected".
         """
         while True:
-            answer = self.send_request("GET", f"/jobs/{job}", allowed={"unknown-job"})
-            if answer is not None and answer.status_code == 404:
-                if gone == "lost":
+            response = self.send_request("GET", f"/jobs/{job}", allowed={"unknown-job"})
+            if response is not None and response.status_code == 404:
+                if if_unknown == "violation":
                     self._journal.add_violation("no accepted job is lost", job)
                 return None
-            if answer is not None and (view := answer.json())["state"] in FINAL_STATES:
+            if response is not None and (view := response.json())["state"] in FINAL_STATES:
                 return dict(view)
             if self._journal.is_stuck(began):
-                self._journal.add_violation("no job is stuck", f"{job}: {answer.text if answer else 'no answer'}")
+                self._journal.add_violation("no job is stuck", f"{job}: {response.text if response else 'no response'}")
                 return None
             time.sleep(self._rng.uniform(0.05, 0.3))
 
@@ -140,20 +140,20 @@ class User(threading.Thread):
 
         A failure that no recent fault explains is a violation.
         """
-        began, answer, text = time.monotonic(), None, ""
+        began, response, text = time.monotonic(), None, ""
         headers = self._headers | (TIFF if content is not None else {})
         try:
-            answer = self._http.request(method, self._world.server.address + path, content=content, headers=headers)
-            if answer.is_success:
-                return answer
-            text, slug = answer.text, str(answer.json()["type"]).rpartition(":")[2]
+            response = self._http.request(method, self._world.server.address + path, content=content, headers=headers)
+            if response.is_success:
+                return response
+            text, slug = response.text, str(response.json()["type"]).rpartition(":")[2]
         except httpx2.TimeoutException:
-            slug = "no answer"
+            slug = "no response"
         except httpx2.TransportError as error:
             text, slug = repr(error), "connection"
-        if answer is not None and slug in allowed:
-            return answer
-        status = answer.status_code if answer is not None else 0
+        if response is not None and slug in allowed:
+            return response
+        status = response.status_code if response is not None else 0
         if status == 500 or not self._journal.is_excused(slug, began):
             self._journal.add_violation("valid requests succeed", f"{method} {path}: {slug} {text}")
         self._journal.count(f"retried: {slug}")
@@ -170,13 +170,13 @@ class User(threading.Thread):
         stacks = self._world.stacks
         return self._rng.choices(stacks, [10] * (len(stacks) - 2) + [2, 2])[0]
 
-    def compare(self, answer: httpx2.Response, stack: Stack, name: str) -> None:
+    def compare(self, response: httpx2.Response, stack: Stack, name: str) -> None:
         self._journal.count(name)
-        if not stack.has_labels(answer.content):
+        if not stack.has_labels(response.content):
             self._journal.add_violation("labels equal those computed alone", name)
 
 
-class RudeUser(User):
+class MisbehavingClient(Client):
     """A misbehaving client. The server may refuse its requests, but not with 5xx, and no other client may suffer."""
 
     def act(self) -> None:
@@ -211,11 +211,11 @@ class RudeUser(User):
     def post_hostile(self) -> None:
         """Upload a hostile file; if a job accepts it, delete the job."""
         path, began = self._rng.choice(["/segment", "/jobs", "/inspect"]), time.monotonic()
-        answer = self.send_request("POST", path, self.make_hostile_file(), allowed=FILE_PROBLEMS)
+        response = self.send_request("POST", path, self.make_hostile_file(), allowed=FILE_PROBLEMS)
         self._journal.count("hostile files posted")
-        if answer is None or answer.status_code != 202:
+        if response is None or response.status_code != 202:
             return
-        job = answer.json()["id"]
+        job = response.json()["id"]
         view = self.poll_job(job, began) if self._rng.random() < 0.5 else None
         if view is not None and view["problem"] is not None:
             slug = view["problem"]["type"].rpartition(":")[2]

@@ -152,11 +152,11 @@ def post_file(port: int, path: str, stack: Path, result: Path) -> http.client.HT
             answer.write(chunk)
     connection.close()
     if response.status != 200:
-        raise SystemExit(f"The server answered {response.status}: {result.read_text()}")
+        raise SystemExit(f"The server responded with status {response.status}: {result.read_text()}")
     return response.headers
 
 
-def stage_seconds(server_timing: str) -> dict[str, float]:
+def parse_server_timing(server_timing: str) -> dict[str, float]:
     """Return the seconds of each stage from a Server-Timing header."""
     entries = (entry.partition(";dur=") for entry in server_timing.split(", "))
     return {name: float(milliseconds) / 1000 for name, _, milliseconds in entries}
@@ -170,9 +170,9 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     return is_true
 
 
-def write_figures(figures: Any, path: Path | None) -> None:
+def write_results(results: Any, path: Path | None) -> None:
     """Print the results as JSON, and also write them to `path` if it is given."""
-    text = json.dumps(figures, indent=2)
+    text = json.dumps(results, indent=2)
     print(text)
     if path is not None:
         path.write_text(text + "\n", encoding="utf-8")

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import tifffile
 import torch
-from common import ROOT, post_file, request, run_server, stage_seconds
+from common import ROOT, parse_server_timing, post_file, request, run_server
 from numpy.typing import NDArray
 from processes import cpu_seconds
 from scipy.ndimage import gaussian_filter
@@ -86,12 +86,12 @@ def post(port: int, stack: Path, result: Path, overlap: float) -> dict[str, Any]
     began = time.perf_counter()
     headers = post_file(port, f"/segment?overlap={overlap}&diameter=none", stack, result)
     total = time.perf_counter() - began
-    stages = stage_seconds(headers["Server-Timing"])
+    stages = parse_server_timing(headers["Server-Timing"])
     stages["transfer and rest"] = total - stages.pop("total")
     return {"total": total, "stages": stages, "objects": int(headers["X-StackSeg-Objects"])}
 
 
-def plain(options: argparse.Namespace, stack: Path, result: Path) -> dict[str, Any]:
+def run_plain_script(options: argparse.Namespace, stack: Path, result: Path) -> dict[str, Any]:
     """Run the plain script; return its results."""
     command = [sys.executable, "benchmarks/plain.py", str(stack), str(result), "--model", str(options.model)]
     command += ["--sw-batch-size", str(options.plain_batch), "--overlap", str(options.overlap)]
@@ -116,7 +116,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         post(port, stack, folder / "service.tif", options.overlap)
         for repeat in range(options.repeats):
             if not options.no_plain:
-                runs["plain"].append(plain(options, stack, folder / "plain.tif"))
+                runs["plain"].append(run_plain_script(options, stack, folder / "plain.tif"))
             before = cpu_seconds(pid), _device_seconds(port)
             measured = post(port, stack, folder / "service.tif", options.overlap)
             after = cpu_seconds(pid), _device_seconds(port)
@@ -128,9 +128,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"runs": runs, "engine": engine.get("engine", engine), "load": os.getloadavg()[1]}
 
 
-def report(measured: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+def print_report(measured: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Print the tables; return the numbers in them."""
-    print(f"\n{describe_machine(options.threads)}; torch {torch.__version__}; load average {measured['load']:.1f}")
+    print(f"\n{_describe_machine(options.threads)}; torch {torch.__version__}; load average {measured['load']:.1f}")
     print(f"model {options.model.name}, overlap {options.overlap}, plain script sw_batch_size {options.plain_batch}")
     print(f"engine: {json.dumps(measured['engine'])}\n")
     medians: dict[str, dict[str, float]] = {}
@@ -143,13 +143,13 @@ def report(measured: dict[str, Any], options: argparse.Namespace) -> dict[str, A
         for stage, values in columns.items():
             print(f"| {stage} | {medians[name][stage]:.2f} | {min(values):.2f} | {max(values):.2f} |")
         print()
-    ratios = _ratios(measured["runs"])
+    ratios = _compute_ratios(measured["runs"])
     for name, values in ratios.items():
         print(f"{name}: {statistics.median(values):.3g} (from {min(values):.3g} to {max(values):.3g})")
     return {"medians": medians, "ratios": ratios, "threads": options.threads, **measured}
 
 
-def _ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
+def _compute_ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
     """Return the ratios of script to service, and the relative cost of HTTP, reading and writing, for each repeat."""
     overhead = {
         "HTTP, reading and writing / device time": [_overhead_seconds(run) / run["device"] for run in runs["service"]],
@@ -178,7 +178,7 @@ def _overhead_seconds(run: dict[str, Any]) -> float:
     return run["total"] - sum(stages[stage] for stage in ("prepare", "windows", "decode"))
 
 
-def describe_machine(threads: int) -> str:
+def _describe_machine(threads: int) -> str:
     names = (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
     return f"{next(names, platform.machine()).partition(': ')[2]}, {threads} threads"
 
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every number to this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        numbers = report(measure(options, Path(folder)), options)
+        numbers = print_report(measure(options, Path(folder)), options)
     if options.json is not None:
         options.json.write_text(json.dumps(numbers, indent=1, default=str))
 

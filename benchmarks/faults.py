@@ -23,14 +23,14 @@ from urllib.parse import urlsplit
 
 import httpx2
 from common import START_SECONDS, wait_for
-from processes import family
+from processes import process_tree
 from server import Server, make_stacks
 
 from service.api.access.keys import hash_key
 
 # Names of the API keys of well-behaved and of misbehaving clients.
 KEYS = ("ada", "bo", "cy", "dee")
-RUDE_KEY = "mallory"
+MISBEHAVING_KEY = "mallory"
 # Jobs and requests must end within this time after the last fault.
 STUCK_SECONDS = 60.0
 # Effects of a fault are excused for this time after its end, because retries and restarts take a while.
@@ -142,10 +142,10 @@ class World:
         # The last two are large.
         self.stacks = [variant for stack in stacks for variant in (stack, stack.compress())]
         self.hostile = [path for path in sorted(options.hostile.rglob("*")) if path.is_file()]
-        self.keys = {name: f"stackseg_{name}{'0' * 32}" for name in (*KEYS, RUDE_KEY)}
+        self.keys = {name: f"stackseg_{name}{'0' * 32}" for name in (*KEYS, MISBEHAVING_KEY)}
         self.clock, environment = make_clock(folder)
         self._certificate = make_certificate(folder)
-        self.trust = ssl.create_default_context(cafile=str(self._certificate))
+        self.tls_context = ssl.create_default_context(cafile=str(self._certificate))
         self.server = Server(
             options.models,
             folder,
@@ -162,13 +162,13 @@ class World:
         address = urlsplit(self.server.address)
         connection = socket.create_connection((address.hostname or "", address.port or 0), timeout=30)
         return (
-            self.trust.wrap_socket(connection, server_hostname=address.hostname)
+            self.tls_context.wrap_socket(connection, server_hostname=address.hostname)
             if address.scheme == "https"
             else connection
         )
 
     def start(self) -> None:
-        """Start the server process, with or without TLS, without waiting until it is ready."""
+        """Start the server process, with or without TLS at random, without waiting until it is ready."""
         tls = ["--ssl-certfile", str(self._certificate), "--ssl-keyfile", str(self._certificate)]
         self.server.start(*(tls if self.rng.random() < 0.5 else []))
 
@@ -178,17 +178,19 @@ class World:
             raise SystemExit(
                 "\n".join(["The server did not start. Last lines of its log:", *self.server.read_log()[-20:]])
             )
-        with httpx2.Client(base_url=self.server.address, verify=self.trust, timeout=30) as http:
+        with httpx2.Client(base_url=self.server.address, verify=self.tls_context, timeout=30) as http:
             if not wait_for(lambda: http.get("/health/ready").status_code == 200, START_SECONDS):
                 log = self.server.read_log()[-20:]
                 raise SystemExit("\n".join(["The server did not become ready. Last lines of its log:", *log]))
 
-    def stop(self, number: signal.Signals) -> None:
+    def stop(self, signal_number: signal.Signals) -> None:
         """Stop the server with a signal, and check its exit status, its child processes and its database."""
-        self.server.process.send_signal(number)
-        expected = {-signal.SIGKILL} if number == signal.SIGKILL else {0, -signal.SIGTERM}
+        self.server.process.send_signal(signal_number)
+        expected = {-signal.SIGKILL} if signal_number == signal.SIGKILL else {0, -signal.SIGTERM}
         if (status := self.server.wait_for_exit()) not in expected:
-            self.journal.add_violation("the server exits only after a signal", f"status {status} after {number.name}")
+            self.journal.add_violation(
+                "the server exits only after a signal", f"status {status} after {signal_number.name}"
+            )
         if not wait_for(lambda: not find_orphans(), 15):
             self.journal.add_violation("no process is orphaned", f"{find_orphans()}")
         if (self.server.jobs / "jobs.sqlite3").exists():
@@ -211,7 +213,7 @@ def find_orphans() -> list[int]:
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    return family(os.getpid())[1:]
+    return process_tree(os.getpid())[1:]
 
 
 def restart(world: World) -> None:
@@ -243,7 +245,7 @@ def kill_readers(world: World) -> None:
     """Kill most reader processes, sometimes for two seconds, so that retries are killed as well."""
     end = time.monotonic() + world.rng.choice([0, 0, 2])
     while True:
-        for reader in family(world.server.process.pid)[1:]:
+        for reader in process_tree(world.server.process.pid)[1:]:
             if world.rng.random() < 0.7:
                 with suppress(ProcessLookupError):
                     os.kill(reader, signal.SIGKILL)

@@ -211,12 +211,12 @@ def print_longest(title: str, recorded: torch.profiler.profile, *, is_on_device:
     """Print the operations, kernels and driver calls with the longest self time."""
     events = [
         (
-            check.self_device_time_total if is_on_device else check.self_cpu_time_total,
-            check.count,
-            check.key,
+            operation.self_device_time_total if is_on_device else operation.self_cpu_time_total,
+            operation.count,
+            operation.key,
         )
-        for check in recorded.key_averages()
-        if (check.device_type == torch.autograd.DeviceType.CUDA) == is_on_device
+        for operation in recorded.key_averages()
+        if (operation.device_type == torch.autograd.DeviceType.CUDA) == is_on_device
     ]
     print()
     print_header(title, "calls", "ms")

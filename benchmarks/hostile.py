@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common import make_tiff, request, run_server
-from processes import Sampler, resident
+from processes import Sampler, resident_bytes
 
 CONFIG = "engine: {kind: eager}\nserver: {scratch_folder: SCRATCH}\n"
 
@@ -41,18 +41,18 @@ class Outcome(NamedTuple):
 def post(process: int, port: int, path: Path, name: str) -> Outcome:
     """Send a file to /segment; return the response, the seconds and the memory."""
     body = path.read_bytes()
-    before = resident(process)
-    with Sampler(lambda: resident(process), 0.002) as memory:
+    before = resident_bytes(process)
+    with Sampler(lambda: resident_bytes(process), 0.002) as memory:
         began = time.perf_counter()
-        status, answer = request(port, "POST", "/segment", body)
+        status, content = request(port, "POST", "/segment", body)
         seconds = time.perf_counter() - began
     peak = max([before, *(size for _, size in memory.samples)])
     if status == 200:
         kind = "segmented"
     elif status == 0:
-        kind = answer.decode()
+        kind = content.decode()
     else:
-        kind = json.loads(answer)["type"].rpartition(":")[2]
+        kind = json.loads(content)["type"].rpartition(":")[2]
     return Outcome(name, status, kind, seconds, (peak - before) / 2**20)
 
 

@@ -37,7 +37,7 @@ SegmentFunction = Callable[[Volume], Segmentation]
 
 SEGMENT_ERRORS = (StackSegError, *backends.ENGINE_FAILURES)
 
-EAGER = {"kind": "eager", "precision": "fp32"}
+EAGER_ENGINE = {"kind": "eager", "precision": "fp32"}
 COLUMNS = (
     "stack",
     "shape",
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_settings(keys: list[str]) -> Settings:
     """Return the settings from the environment, in eager FP32, overridden by keys like `device.name=cpu`."""
-    settings = override_settings(read_settings(), "engine", EAGER)
+    settings = override_settings(read_settings(), "engine", EAGER_ENGINE)
     for key in keys:
         name, _, text = key.partition("=")
         section, _, field = name.partition(".")

@@ -30,8 +30,8 @@ import httpx2
 import numpy as np
 import tifffile
 import torch
-from common import describe_model, make_model, write_figures
-from processes import Sampler, memory
+from common import describe_model, make_model, write_results
+from processes import Sampler, memory_bytes
 from server import Server
 from torch import nn
 
@@ -59,9 +59,9 @@ INPUT = {"channels": 1, "normalisation": FULL_RANGE, "roi_size": list(ROI)}
 MODEL = describe_model("threshold", "UNet", UNET, ROI, ["dark", "bright"], input=INPUT)
 
 
-def resident(pid: int) -> tuple[int, int]:
+def resident_bytes(pid: int) -> tuple[int, int]:
     """Return the resident bytes of a process and its descendants: of anonymous pages, and of mapped files."""
-    return memory(pid, "RssAnon"), memory(pid, "RssFile", "RssShmem")
+    return memory_bytes(pid, "RssAnon"), memory_bytes(pid, "RssFile", "RssShmem")
 
 
 def make_stack(path: Path, depth: int) -> dict[int, Any]:
@@ -101,16 +101,16 @@ def segment(server: Server, http: httpx2.Client, depth: int, folder: Path) -> di
     """Segment a stack of `depth` planes with a job, and check its labels; return the results."""
     scan, labels = folder / "scans" / "stack.tif", folder / "results" / "labels.tif"
     blocks = make_stack(scan, depth)
-    with Sampler(lambda: resident(server.process.pid), 0.02) as usage:
+    with Sampler(lambda: resident_bytes(server.process.pid), 0.02) as usage:
         began = time.monotonic()
-        answer = http.post("/jobs?input=scans/stack.tif&output_to=results/labels.tif")
-        assert answer.status_code == 202, answer.text
-        while (job := http.get(answer.headers["location"]).json())["state"] in {"waiting", "running"}:
+        response = http.post("/jobs?input=scans/stack.tif&output_to=results/labels.tif")
+        assert response.status_code == 202, response.text
+        while (job := http.get(response.headers["location"]).json())["state"] in {"waiting", "running"}:
             time.sleep(0.2)
         seconds = time.monotonic() - began
     assert job["state"] == "done", job
     check_labels(labels, depth, blocks)
-    figures = {
+    results = {
         "input_bytes": scan.stat().st_size,
         "shape": [depth, *PLANE],
         "seconds": round(seconds, 1),
@@ -123,7 +123,7 @@ def segment(server: Server, http: httpx2.Client, depth: int, folder: Path) -> di
     }
     labels.unlink()
     scan.unlink()
-    return figures
+    return results
 
 
 def check_labels(labels: Path, depth: int, blocks: dict[int, Any]) -> None:
@@ -158,31 +158,31 @@ def run(gigabytes: list[float], folder: Path) -> list[dict[str, Any]]:
             "decoded_bytes": 4 * max(depths) * PLANE[0] * PLANE[1],
         },
     )
-    figures = []
-    with server.running() as http:
-        anonymous, mapped = resident(server.process.pid)
+    results = []
+    with server.run() as http:
+        anonymous, mapped = resident_bytes(server.process.pid)
         for depth in depths:
-            figures.append(segment(server, http, depth, folder) | {"idle_resident_bytes": anonymous + mapped})
-            print(json.dumps(figures[-1]), file=sys.stderr)
-    for one in figures:
+            results.append(segment(server, http, depth, folder) | {"idle_resident_bytes": anonymous + mapped})
+            print(json.dumps(results[-1]), file=sys.stderr)
+    for one in results:
         peak, budget = one["peak_resident_bytes"], one["budget_bytes"]
         assert peak <= budget, f"The server used {peak} bytes; the budget is {budget}."
-    return figures
+    return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[20])
     parser.add_argument("--folder", type=Path, help="folder for the files, on a disk with enough free space")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", type=Path, help="also write the results to this JSON file")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="large-", dir=options.folder))
     try:
-        figures = run(options.gigabytes, folder)
+        results = run(options.gigabytes, folder)
     finally:
         shutil.rmtree(folder)
-    content = {"stacks": figures, "python": platform.python_version(), "torch": torch.__version__}
-    write_figures(content, options.json)
+    content = {"stacks": results, "python": platform.python_version(), "torch": torch.__version__}
+    write_results(content, options.json)
 
 
 if __name__ == "__main__":

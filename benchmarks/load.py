@@ -36,14 +36,14 @@ import httpx2
 import numpy as np
 import tifffile
 from common import TIFF, wait_for
-from processes import Sampler, descriptors, resident, threads
-from server import EAGER, Server, Stack, make_stacks, measure
+from processes import Sampler, count_descriptors, count_threads, resident_bytes
+from server import EAGER_ENGINE, Server, Stack, make_stacks, measure
 
 PROBE = Path(__file__).with_name("probe.py")
 TIMEOUT_SECONDS = 120
 
 
-class User:
+class Client:
     """A client that sends valid and invalid requests in random order; `counts` has the number of each event."""
 
     def __init__(self, address: str, stacks: list[Stack], seed: int) -> None:
@@ -72,9 +72,9 @@ class User:
     def wait_for_labels(self) -> None:
         """Segment a stack with one request."""
         stack = self._choose_stack()
-        answer = self._post("/segment", stack.content)
-        if answer is not None:
-            self._compare(answer, stack, "labels waited for")
+        response = self._post("/segment", stack.content)
+        if response is not None:
+            self._compare(response, stack, "labels waited for")
 
     def fetch_labels_later(self) -> None:
         """Segment a stack with a job."""
@@ -94,10 +94,10 @@ class User:
             return
         time.sleep(self._rng.uniform(0, 0.5))
         assert self._http.delete(job).status_code == 204
-        answer = self._http.get(job)
+        response = self._http.get(job)
         # DELETE has removed the job if it was finished. Otherwise it was cancelled, and remains until a second DELETE.
-        if answer.status_code == 200:
-            assert answer.json()["state"] == "cancelled"
+        if response.status_code == 200:
+            assert response.json()["state"] == "cancelled"
             assert self._http.delete(job).status_code == 204
         self.counts["jobs cancelled"] += 1
 
@@ -119,15 +119,15 @@ class User:
         body, query = self._rng.choice(
             [(b"nonsense", ""), (b"", ""), (truncated, ""), (stack, "?overlap=7"), (stack, "?model=x")]
         )
-        answer = self._http.post(f"{self._rng.choice(['/segment', '/jobs'])}{query}", content=body, headers=TIFF)
-        assert 400 <= answer.status_code < 500 or answer.status_code == 503, answer.text
-        assert answer.json()["type"].startswith("urn:stackseg:problem:")
+        response = self._http.post(f"{self._rng.choice(['/segment', '/jobs'])}{query}", content=body, headers=TIFF)
+        assert 400 <= response.status_code < 500 or response.status_code == 503, response.text
+        assert response.json()["type"].startswith("urn:stackseg:problem:")
         self.counts["nonsense refused"] += 1
 
     def inspect(self) -> None:
-        answer = self._post("/inspect", self._choose_stack().content)
-        if answer is not None:
-            assert answer.json()["problem"] is None
+        response = self._post("/inspect", self._choose_stack().content)
+        if response is not None:
+            assert response.json()["problem"] is None
             self.counts["inspected"] += 1
 
     def _choose_stack(self) -> Stack:
@@ -135,36 +135,36 @@ class User:
         return self._rng.choices(self._stacks, [10] * (len(self._stacks) - 1) + [2])[0]
 
     def _submit(self, stack: Stack) -> str | None:
-        answer = self._post("/jobs", stack.content, 202)
-        return None if answer is None else str(answer.headers["location"])
+        response = self._post("/jobs", stack.content, 202)
+        return None if response is None else str(response.headers["location"])
 
     def _get(self, path: str) -> Any:
-        answer = self._http.get(path)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
+        response = self._http.get(path)
+        assert response.status_code == 200, response.text
+        return response.json()
 
     def _post(self, path: str, content: bytes, status: int = 200) -> httpx2.Response | None:
         """Return the response, or None if the queue is full."""
-        answer = self._http.post(path, content=content, headers=TIFF)
-        if answer.status_code == 503:
-            assert answer.json()["type"] == "urn:stackseg:problem:queue-full", answer.text
-            self.counts["told to come back"] += 1
-            time.sleep(min(float(answer.headers["retry-after"]), 0.5))
+        response = self._http.post(path, content=content, headers=TIFF)
+        if response.status_code == 503:
+            assert response.json()["type"] == "urn:stackseg:problem:queue-full", response.text
+            self.counts["queue full"] += 1
+            time.sleep(min(float(response.headers["retry-after"]), 0.5))
             return None
-        assert answer.status_code == status, answer.text
-        return answer
+        assert response.status_code == status, response.text
+        return response
 
-    def _compare(self, answer: httpx2.Response, stack: Stack, name: str) -> None:
-        assert answer.status_code == 200, answer.text
-        assert np.array_equal(tifffile.imread(io.BytesIO(answer.content)), stack.expected), "The labels are wrong."
+    def _compare(self, response: httpx2.Response, stack: Stack, name: str) -> None:
+        assert response.status_code == 200, response.text
+        assert np.array_equal(tifffile.imread(io.BytesIO(response.content)), stack.expected), "The labels are wrong."
         self.counts[name] += 1
 
 
 def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, Any]:
     """Run the load test; return the results. Raises AssertionError if a check fails."""
     server = Server(models, folder, waiting=max(clients // 2, 1))
-    stacks = make_stacks(models, EAGER)
-    with server.running() as http:
+    stacks = make_stacks(models, EAGER_ENGINE)
+    with server.run() as http:
         address = str(http.base_url)
         before = Usage.of_process(server.process.pid)
         command = [sys.executable, PROBE, http.base_url.host, str(http.base_url.port), str(seconds)]
@@ -174,8 +174,8 @@ def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, A
                 Sampler(lambda: Usage.of_process(server.process.pid), min(seconds / 60, 1.0)) as usage,
                 ThreadPoolExecutor(clients) as pool,
             ):
-                users = [pool.submit(User(address, stacks, seed).run, end) for seed in range(clients)]
-            counts = sum((user.result() for user in users), Counter[str]())
+                futures = [pool.submit(Client(address, stacks, seed).run, end) for seed in range(clients)]
+            counts = sum((future.result() for future in futures), Counter[str]())
             assert probe.stdout is not None
             health = json.loads(probe.stdout.read())
             assert wait_for(lambda: not http.get("/health").json()["waiting"], 60), "The queue is not empty after 60 s."
@@ -226,7 +226,7 @@ class Usage(NamedTuple):
     @classmethod
     def of_process(cls, pid: int) -> Usage:
         """Measure the current usage."""
-        return cls(resident(pid), threads(pid), descriptors(pid))
+        return cls(resident_bytes(pid), count_threads(pid), count_descriptors(pid))
 
 
 def interval_medians(samples: list[tuple[float, Usage]], seconds: float) -> list[Usage]:
@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1800)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--models", type=Path, help="folder with one semantic segmentation model")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", type=Path, help="also write the results to this JSON file")
     options = parser.parse_args()
     measure(options, lambda models, folder: run(options.seconds, options.clients, models, folder))
 

@@ -23,7 +23,7 @@ import torch
 from common import ROOT, describe_model, make_model, post_file
 from end_to_end import serve_model
 from monai.inferers.utils import sliding_window_inference
-from processes import memory
+from processes import memory_bytes
 
 from service.models.loader import load_network
 from service.models.repository import read_spec
@@ -50,9 +50,9 @@ def write_stack(path: Path, shape: tuple[int, int, int]) -> None:
 def measure_service(model: Path, stack: Path, folder: Path, threads: int) -> tuple[int, int]:
     """Run a server; return its peak memory in bytes when it is ready, and after the request."""
     with serve_model(model, threads, folder) as (pid, port):
-        ready = memory(pid, "VmHWM")
+        ready = memory_bytes(pid, "VmHWM")
         post_file(port, "/segment", stack, folder / "classes.tif")
-        return ready, memory(pid, "VmHWM")
+        return ready, memory_bytes(pid, "VmHWM")
 
 
 def run_plain(model: Path, stack: Path, result: Path) -> None:

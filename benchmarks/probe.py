@@ -20,10 +20,10 @@ def main(host: str, port: int, seconds: float) -> None:
     while time.monotonic() < end:
         began = time.perf_counter()
         connection.request("GET", "/health/live")
-        answer = connection.getresponse()
-        answer.read()
+        response = connection.getresponse()
+        response.read()
         latencies.append(time.perf_counter() - began)
-        assert answer.status == 200
+        assert response.status == 200
         time.sleep(0.02)
     latencies.sort()
     quantiles = {"median": 0.5, "p99": 0.99, "most": 1.0}

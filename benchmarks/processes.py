@@ -41,7 +41,7 @@ class Sampler(threading.Thread, Generic[T]):
         self.join()
 
 
-def family(pid: int) -> list[int]:
+def process_tree(pid: int) -> list[int]:
     """Return the IDs of a process and of its descendants; an empty list if the process does not exist."""
     # The lists of children in /proc/PID/task are not reliable: each thread has one, and passes it on when it ends.
     parents = {int(process.name): _read_parent(int(process.name)) for process in Path("/proc").glob("[0-9]*")}
@@ -53,30 +53,30 @@ def family(pid: int) -> list[int]:
 
 def cpu_seconds(pid: int) -> float:
     """Return the CPU seconds of a process and its descendants, including child processes that were reaped."""
-    return sum(_count_ticks(process) for process in family(pid)) / TICKS_PER_SECOND
+    return sum(_count_ticks(process) for process in process_tree(pid)) / TICKS_PER_SECOND
 
 
-def resident(pid: int) -> int:
+def resident_bytes(pid: int) -> int:
     """Return the resident bytes of a process and its descendants. Shared pages are counted once per process."""
-    pages = (proc_text(process, "statm").split()[1:2] for process in family(pid))
+    pages = (read_proc_file(process, "statm").split()[1:2] for process in process_tree(pid))
     return PAGE_BYTES * sum(int(number) for fields in pages for number in fields)
 
 
-def threads(pid: int) -> int:
+def count_threads(pid: int) -> int:
     """Count the threads of a process and its descendants."""
-    return sum(_count_entries(process, "task") for process in family(pid))
+    return sum(_count_entries(process, "task") for process in process_tree(pid))
 
 
-def descriptors(pid: int) -> int:
+def count_descriptors(pid: int) -> int:
     """Count the open files, sockets and pipes of a process and its descendants."""
-    return sum(_count_entries(process, "fd") for process in family(pid))
+    return sum(_count_entries(process, "fd") for process in process_tree(pid))
 
 
-def memory(pid: int, *names: str) -> int:
+def memory_bytes(pid: int, *names: str) -> int:
     """Return the sum of fields of /proc/PID/status, such as VmHWM, of a process and its descendants, in bytes."""
     total = 0
-    for process in family(pid):
-        lines = (line.split() for line in proc_text(process, "status").splitlines())
+    for process in process_tree(pid):
+        lines = (line.split() for line in read_proc_file(process, "status").splitlines())
         total += sum(int(size[0]) * 1024 for name, *size in lines if name.rstrip(":") in names)
     return total
 
@@ -92,7 +92,7 @@ def _count_ticks(pid: int) -> int:
 
 def _read_stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat that follow the process name in parentheses."""
-    return proc_text(pid, "stat").rpartition(")")[2].split()
+    return read_proc_file(pid, "stat").rpartition(")")[2].split()
 
 
 def _count_entries(pid: int, folder: str) -> int:
@@ -103,7 +103,7 @@ def _count_entries(pid: int, folder: str) -> int:
         return 0
 
 
-def proc_text(pid: int, file: str) -> str:
+def read_proc_file(pid: int, file: str) -> str:
     """Read a file in /proc/PID; an empty string if the process no longer exists."""
     try:
         return Path(f"/proc/{pid}/{file}").read_text(encoding="utf-8", errors="replace")

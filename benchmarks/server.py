@@ -22,7 +22,7 @@ import numpy as np
 import tifffile
 import torch
 import yaml
-from common import ROOT, START_SECONDS, make_model, make_tiff, wait_for, write_figures
+from common import ROOT, START_SECONDS, make_model, make_tiff, wait_for, write_results
 from numpy.typing import NDArray
 
 from service.core.config import Settings
@@ -31,9 +31,9 @@ from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.models.repository import read_repository
 
-LARGE = (64, 192, 192)
-SMALL = (16, 48, 48)
-EAGER = {"kind": "eager"}
+LARGE_SHAPE = (64, 192, 192)
+SMALL_SHAPE = (16, 48, 48)
+EAGER_ENGINE = {"kind": "eager"}
 
 
 class Stack:
@@ -50,9 +50,9 @@ class Stack:
         other.content = file.getvalue()
         return other
 
-    def has_labels(self, answer: bytes) -> bool:
+    def has_labels(self, content: bytes) -> bool:
         """Return whether a label TIFF equals the expected labels in every voxel."""
-        return np.array_equal(tifffile.imread(io.BytesIO(answer)), self.expected)
+        return np.array_equal(tifffile.imread(io.BytesIO(content)), self.expected)
 
     def iterate_slowly(self, seconds: float) -> Iterator[bytes]:
         """Yield the content in 20 pieces over `seconds`, so that a restart is likely to interrupt the upload."""
@@ -68,7 +68,9 @@ def make_stacks(models: Path, engine: dict[str, str]) -> list[Stack]:
     (spec,) = read_repository(models).values()
     runner = ModelRunner(spec, settings)
     runner.warm_up()
-    return [Stack(shape, seed, runner) for seed, shape in enumerate((SMALL, SMALL, SMALL, LARGE))]
+    return [
+        Stack(shape, seed, runner) for seed, shape in enumerate((SMALL_SHAPE, SMALL_SHAPE, SMALL_SHAPE, LARGE_SHAPE))
+    ]
 
 
 class Server:
@@ -99,7 +101,7 @@ class Server:
         self._config, self._log, self.address = folder / "config.yaml", folder / "log", ""
         content = {
             "models": {"folder": str(models)},
-            "engine": EAGER,
+            "engine": EAGER_ENGINE,
             "device": {"name": "cpu", "threads": 1},
             "limits": {"waiting": waiting, "cache_bytes": 0},
             "jobs": {"folder": str(self.jobs), "attempts": 1000},
@@ -134,7 +136,7 @@ class Server:
         return self._log.read_text(encoding="utf-8", errors="replace").splitlines()
 
     @contextmanager
-    def running(self) -> Iterator[httpx2.Client]:
+    def run(self) -> Iterator[httpx2.Client]:
         """Start the server; yield an HTTP client once it is ready, and kill it at the end of the block."""
         self.start()
         try:
@@ -155,6 +157,6 @@ def measure(options: argparse.Namespace, run: Callable[[Path, Path], dict[str, A
     models = options.models or folder / "models"
     if options.models is None:
         make_model(models)
-    figures = run(models, folder / "service")
+    results = run(models, folder / "service")
     shutil.rmtree(folder)
-    write_figures(figures | {"python": platform.python_version(), "torch": torch.__version__}, options.json)
+    write_results(results | {"python": platform.python_version(), "torch": torch.__version__}, options.json)

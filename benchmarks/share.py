@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import tifffile
-from common import ROOT, TIFF, stage_seconds
+from common import ROOT, TIFF, parse_server_timing
 from end_to_end import read_metrics, serve_model, synthetic_nuclei
 from numpy.typing import NDArray
 from processes import cpu_seconds
@@ -43,9 +43,9 @@ from service.models.repository import read_spec
 STACKS = 8
 
 
-def fingerprint(answer: bytes) -> str:
+def fingerprint(content: bytes) -> str:
     """Return a hash of the labels in a file. The files themselves differ, because each contains a unique identifier."""
-    return hashlib.sha256(tifffile.imread(io.BytesIO(answer)).tobytes()).hexdigest()
+    return hashlib.sha256(tifffile.imread(io.BytesIO(content)).tobytes()).hexdigest()
 
 
 def encode_tiff(pixels: NDArray[Any]) -> bytes:
@@ -67,17 +67,17 @@ def count_windows(port: int, model: str) -> tuple[float, float]:
 
 def post_sequentially(port: int, overlap: float, stacks: list[bytes]) -> dict[str, Any]:
     """Send stacks over one connection; return the elapsed seconds, the seconds of each stage, and the responses."""
-    stages, answers = Counter[str](), list[bytes]()
+    stages, responses = Counter[str](), list[bytes]()
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=3600)) as connection:
         began = time.perf_counter()
         for stack in stacks:
             connection.request("POST", f"/segment?overlap={overlap}&diameter=none", stack, TIFF)
             response = connection.getresponse()
-            answers.append(response.read())
+            responses.append(response.read())
             if response.status != 200:
-                raise SystemExit(f"The server answered {response.status}: {answers[-1].decode()}")
-            stages.update(stage_seconds(response.headers["Server-Timing"]))
-        return {"seconds": time.perf_counter() - began, "stages": dict(stages), "answers": answers}
+                raise SystemExit(f"The server responded with status {response.status}: {responses[-1].decode()}")
+            stages.update(parse_server_timing(response.headers["Server-Timing"]))
+        return {"seconds": time.perf_counter() - began, "stages": dict(stages), "answers": responses}
 
 
 def post_concurrently(port: int, overlap: float, client_stacks: list[list[bytes]]) -> dict[str, Any]:
@@ -132,8 +132,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 rate = run["windows"] / run["seconds"]
                 print(f"repeat {repeat + 1}: {name} {rate:.2f} windows/s", file=sys.stderr)
             # Decode the labels only now: during the measurement, it would compete with the server for cores.
-            answers = {name: results[-1].pop("answers") for name, results in runs.items()}
-            labels = [[fingerprint(answer) for answer in share] for share in answers["small"]]
+            responses = {name: results[-1].pop("answers") for name, results in runs.items()}
+            labels = [[fingerprint(content) for content in share] for share in responses["small"]]
             if labels != [[expected_labels[stack] for stack in share] for share in client_stacks]:
                 raise SystemExit("Labels of concurrent stacks differ from the labels of the same stacks sent alone.")
     return runs
@@ -166,12 +166,12 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--overlap", type=float, default=0.25, help="0: all windows cover the same number of voxels")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of the server")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", type=Path, help="also write the results to this JSON file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        figures = report(measure(options, Path(folder)), options)
+        report_values = report(measure(options, Path(folder)), options)
     if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(report_values, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ import httpx2
 import yaml
 from common import ROOT, TIFF, make_model, make_tiff
 from processes import cpu_seconds
-from server import SMALL
+from server import SMALL_SHAPE
 
 START_SECONDS = 600
 
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--tree", action="append", type=Path, help="checkout of the repository; default: this one")
     parser.add_argument("--no-compiler", action="store_true", help="hide C++ compilers")
     parser.add_argument("--log", action="store_true", help="print the log of the last starts")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", type=Path, help="also write the results to this JSON file")
     options = parser.parse_args()
     trees = [tree.resolve() for tree in options.tree or [ROOT]]
     runs: dict[str, list[dict[str, Any]]] = {}
@@ -158,7 +158,7 @@ def main() -> None:
         root = Path(name)
         make_model(root / "models")
         stack = root / "stack.tif"
-        stack.write_bytes(make_tiff(SMALL, 0)[0])
+        stack.write_bytes(make_tiff(SMALL_SHAPE, 0)[0])
         for repeat, case, tree in itertools.product(range(options.repeats), options.case or ["auto"], trees):
             for kind in ("first", "warm", "segment"):
                 # A warm start uses the caches of the first start.

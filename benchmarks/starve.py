@@ -80,7 +80,7 @@ def decode_gigabytes(port: int) -> AbstractContextManager[None]:
 
 
 def decode_megabytes(port: int) -> AbstractContextManager[None]:
-    """Send files that are just small enough to be decoded, but have more windows than a volume may have."""
+    """Send files whose decoded size, 32 MiB, just counts as small, but which have more windows than allowed."""
     body = make_bomb(1, (4096, 8192))
 
     def step() -> None:
@@ -173,17 +173,17 @@ def hold_connections(port: int, sent: bytes = b"", more: bytes = b"") -> Abstrac
 
 
 def drip_heads(port: int) -> AbstractContextManager[None]:
-    """Open as many connections, and send one byte of the request head per second on each."""
+    """Like `hold_connections`, but send one byte of the request head per second."""
     return hold_connections(port, b"POST /segment HTTP/1.1\r\nHost: x\r\nX-Long: ", b"x")
 
 
 def drip_bodies(port: int) -> AbstractContextManager[None]:
-    """Open as many connections without an API key, and send one byte of the request body per second on each."""
+    """Like `hold_connections`, but send a request head without an API key, then one byte of the body per second."""
     return hold_connections(port, b"POST /segment HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n", b"x")
 
 
 def leave_answers(port: int) -> AbstractContextManager[None]:
-    """Open as many connections, request a file of more than a megabyte on each, and never read the response."""
+    """Like `hold_connections`, but request a file of more than a megabyte, and never read the response."""
     return hold_connections(port, b"GET /docs/page.js HTTP/1.1\r\nHost: x\r\n\r\n")
 
 
@@ -230,10 +230,10 @@ class Latencies:
     def measure_request(self, port: int) -> None:
         """Send one request as the other client, and record its time."""
         began = time.perf_counter()
-        status, answer = request(port, "POST", self.path, STACK, {"X-API-Key": "other"})
+        status, content = request(port, "POST", self.path, STACK, {"X-API-Key": "other"})
         self.seconds.append(time.perf_counter() - began)
         if status != 200:
-            self.failures.append(f"{status} {answer[:200].decode(errors='replace')}")
+            self.failures.append(f"{status} {content[:200].decode(errors='replace')}")
 
     @property
     def exceeds_limits(self) -> bool:
@@ -241,9 +241,9 @@ class Latencies:
         return bool(self.failures) or self._percentile(0.99) > LIMITS[self.path]
 
     def __str__(self) -> str:
-        figures = f"{self._percentile(0.5):.3f}, {self._percentile(0.99):.3f}, {max(self.seconds):.3f}"
+        seconds = f"{self._percentile(0.5):.3f}, {self._percentile(0.99):.3f}, {max(self.seconds):.3f}"
         failures = f"; {len(self.failures)} failed: {self.failures[0]}" if self.failures else ""
-        return f"{self.path} {figures} ({len(self.seconds)} requests{failures})"
+        return f"{self.path} {seconds} ({len(self.seconds)} requests{failures})"
 
     def _percentile(self, quantile: float) -> float:
         ordered = sorted(self.seconds)

@@ -49,22 +49,26 @@ def call_libc(name: str, *arguments: Any) -> None:
 
 
 def write(path: str, mode: str = "wb") -> None:
+    """Write to a file."""
     with Path(path).open(mode) as file:
         file.write(b"hostile")
 
 
 def connect(family: int, address: Any) -> None:
+    """Connect to a server."""
     with socket.socket(family) as connection:
         connection.connect(address)
 
 
 def listen(_: Targets) -> None:
+    """Listen for connections on a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
 
 
 def fork(_: Targets) -> None:
+    """Create a child process."""
     child = os.fork()
     if not child:
         os._exit(0)
@@ -72,6 +76,7 @@ def fork(_: Targets) -> None:
 
 
 def spawn(_: Targets) -> None:
+    """Run a program in a child process."""
     os.waitpid(os.posix_spawn("/bin/true", ["true"], {}), 0)
 
 
@@ -97,25 +102,34 @@ def read_memory(pid: int) -> None:
 
 # For each attack: the function, and the layers that each block it on their own.
 ATTACKS: dict[str, tuple[Callable[[Targets], object], set[str]]] = {
-    "read the jobs": (lambda at: Path(at["jobs"]).read_bytes(), {"landlock"}),
+    "read the jobs": (lambda targets: Path(targets["jobs"]).read_bytes(), {"landlock"}),
     "read accounts": (lambda _: Path("/etc/passwd").read_bytes(), {"landlock"}),
-    "read the service's environment": (lambda at: Path(f"/proc/{at['parent']}/environ").read_bytes(), {"landlock"}),
-    "read the service's memory": (lambda at: read_memory(at["parent"]), {"landlock"}),
-    "write the jobs": (lambda at: write(at["jobs"], "r+b"), {"landlock", "seccomp"}),
-    "write a kernel": (lambda at: write(f"{at['kernels']}/kernel.so"), {"landlock", "seccomp"}),
-    "delete the jobs": (lambda at: Path(at["jobs"]).unlink(), {"landlock", "seccomp"}),
-    "make a folder": (lambda at: Path(at["kernels"], "new").mkdir(), {"landlock", "seccomp"}),
-    "change permissions": (lambda at: Path(at["jobs"]).chmod(0o777), {"seccomp"}),
+    "read the service's environment": (
+        lambda targets: Path(f"/proc/{targets['parent']}/environ").read_bytes(),
+        {"landlock"},
+    ),
+    "read the service's memory": (lambda targets: read_memory(targets["parent"]), {"landlock"}),
+    "write the jobs": (lambda targets: write(targets["jobs"], "r+b"), {"landlock", "seccomp"}),
+    "write a kernel": (lambda targets: write(f"{targets['kernels']}/kernel.so"), {"landlock", "seccomp"}),
+    "delete the jobs": (lambda targets: Path(targets["jobs"]).unlink(), {"landlock", "seccomp"}),
+    "make a folder": (lambda targets: Path(targets["kernels"], "new").mkdir(), {"landlock", "seccomp"}),
+    "change permissions": (lambda targets: Path(targets["jobs"]).chmod(0o777), {"seccomp"}),
     "truncate open files": (truncate_open_files, {"seccomp"}),
-    "connect by TCP": (lambda at: connect(socket.AF_INET, ("127.0.0.1", at["port"])), {"namespaces", "seccomp"}),
-    "connect by path": (lambda at: connect(socket.AF_UNIX, at["socket"]), {"seccomp"}),
+    "connect by TCP": (
+        lambda targets: connect(socket.AF_INET, ("127.0.0.1", targets["port"])),
+        {"namespaces", "seccomp"},
+    ),
+    "connect by path": (lambda targets: connect(socket.AF_UNIX, targets["socket"]), {"seccomp"}),
     "listen": (listen, {"seccomp"}),
     "start a process": (fork, {"seccomp"}),
     "run a program": (spawn, {"landlock", "seccomp"}),
-    "trace the service": (lambda at: call_libc("ptrace", PTRACE_ATTACH, at["parent"], 0, 0), {"landlock", "seccomp"}),
-    "signal the service": (lambda at: os.kill(at["parent"], signal.SIGCONT), {"seccomp"}),
+    "trace the service": (
+        lambda targets: call_libc("ptrace", PTRACE_ATTACH, targets["parent"], 0, 0),
+        {"landlock", "seccomp"},
+    ),
+    "signal the service": (lambda targets: os.kill(targets["parent"], signal.SIGCONT), {"seccomp"}),
     "mount": (
-        lambda at: call_libc("mount", b"none", at["kernels"].encode(), b"tmpfs", 0, None),
+        lambda targets: call_libc("mount", b"none", targets["kernels"].encode(), b"tmpfs", 0, None),
         {"landlock", "seccomp"},
     ),
     "gain privileges": (lambda _: call_libc("unshare", 0x10000000), {"seccomp"}),

@@ -40,7 +40,7 @@ REFERENCE = make_segmenter([[1, 1, 1, 1, 1, 0, 2, 2, 2, 2]])
         (make_segmenter([[1, 1, 1, 1, 0, 0, 2, 2, 2, 2]]), 0.1, False),
     ],
 )
-def test_labels_are_within_the_tolerance_if_at_most_this_fraction_differs(stack, other, difference, same):
+def test_tolerance_is_compared_with_the_fraction_of_voxels_that_differ(stack, other, difference, same):
     row = labels.compare(stack, Selection(), [REFERENCE, other])
     assert (row.difference, row.same) == (pytest.approx(difference), same)
     assert row.is_within(0.0) is (difference == 0)
