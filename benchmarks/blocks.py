@@ -308,12 +308,14 @@ def time_steps(records: dict[str, list[Any]]) -> dict[str, dict[str, float]]:
     """Return the wall-clock and CPU seconds of each step. The steps `scores` and `tile` overlap in time."""
     return {
         step: {
-            "clock": round(max(each["ended"] for each in done) - min(each["began"] for each in done), 1),
-            "cpu": round(sum(each["cpu"] for each in done), 1),
-            "blocks": len(done),
+            "clock": round(
+                max(record["ended"] for record in step_records) - min(record["began"] for record in step_records), 1
+            ),
+            "cpu": round(sum(record["cpu"] for record in step_records), 1),
+            "blocks": len(step_records),
         }
-        for step, done in records.items()
-        if done
+        for step, step_records in records.items()
+        if step_records
     }
 
 

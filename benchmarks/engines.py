@@ -175,20 +175,20 @@ BARE_LOOPS: dict[str, Callable[[nn.Module, Tensor, str], Network]] = {
 def build_bare_loops(
     network: nn.Module, spec: ModelSpec, sizes: list[int], device: torch.device, precisions: list[str]
 ) -> Iterator[Runner]:
-    """Build a bare loop per runtime, precision and batch size; print those that are not installed or fail."""
+    """Build a bare loop for each runtime, precision and batch size; print an error for each that fails."""
     with torch.inference_mode():
         for size in sizes:
             batch = torch.rand(size, spec.input.channels, *spec.input.roi_size, device=device)
             names = BARE_LOOPS if device.type == "cpu" else ("torch.compile",)
-            for name, kind in itertools.product(names, precisions):
+            for name, precision in itertools.product(names, precisions):
                 try:
-                    run = BARE_LOOPS[name](network, batch, kind)
+                    run = BARE_LOOPS[name](network, batch, precision)
                     for _ in range(base.WARM_UP_CALLS):
                         run(batch)
                 except (ImportError, RuntimeError) as error:
-                    print(f"bare {name} {kind}: {backends.first_line(error)}")
+                    print(f"bare {name} {precision}: {backends.first_line(error)}")
                 else:
-                    yield Runner(f"bare {name} {kind}", size, kind, make_call(run, batch, device))
+                    yield Runner(f"bare {name} {precision}", size, precision, make_call(run, batch, device))
 
 
 def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, list[Row]]:
@@ -212,12 +212,12 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, 
         make_call(window.network, window.batch, device),
     )
     sizes = sorted({*options.batch_sizes, size})
-    cpu_seconds = device.type == "cpu" and options.threads == 1
+    uses_cpu_time = device.type == "cpu" and options.threads == 1
     peak = DevicePeak(
-        device, flop_of_window(network, shape) / 1e9, clock=time.process_time if cpu_seconds else time.perf_counter
+        device, flop_of_window(network, shape) / 1e9, clock=time.process_time if uses_cpu_time else time.perf_counter
     )
     native = devices.native_precisions(device)
-    precisions = [kind for kind in ("fp32", "bf16") if DTYPES[kind] in native]
+    precisions = [precision for precision in ("fp32", "bf16") if DTYPES[precision] in native]
     bare_loops = list(build_bare_loops(network.to(device), spec, sizes, device, precisions))
     excluded = {
         (format_name(selected.config), size),
@@ -294,10 +294,10 @@ def main() -> None:
         results[name] = {"rows": [asdict(row) for row in rows], "standing": relative_speeds(rows)}
     print("\n| network | auto over best fixed | auto over best bare loop |\n|---|---|---|")
     for name, result in results.items():
-        shares = result["standing"]
-        bare = shares.get("best bare loop")
-        print(f"| {name} | {shares['best fixed']:.2f} | {'' if bare is None else f'{bare:.2f}'} |")
-    print(f"\n{(time.monotonic() - began) / 60:.0f} minutes in all")
+        speeds = result["standing"]
+        bare = speeds.get("best bare loop")
+        print(f"| {name} | {speeds['best fixed']:.2f} | {'' if bare is None else f'{bare:.2f}'} |")
+    print(f"\n{(time.monotonic() - began) / 60:.0f} minutes in total")
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1))
 

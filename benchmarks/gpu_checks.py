@@ -128,8 +128,8 @@ def check_compiler(context: CheckContext) -> Iterator[Check]:
     missing = explain_missing_compiler()
     yield Check("g++ and Python.h", missing or "found", missing is None)
     x = torch.rand(1000, device=context.device)
-    found = torch.compile(lambda x: x.sin() + 1)(x)
-    difference = float((found - x.sin() - 1).abs().max())
+    actual = torch.compile(lambda x: x.sin() + 1)(x)
+    difference = float((actual - x.sin() - 1).abs().max())
     yield Check("a compiled kernel", f"differs by {difference:.0e}", difference < 1e-5)
 
 
@@ -142,13 +142,13 @@ def check_operations(context: CheckContext) -> Iterator[Check]:
         window.network(window.batch)
         synchronise(context.device)
     averages = recorded.key_averages()
-    slow = find_slow_operations([each.key for each in averages])
+    slow = find_slow_operations([operation.key for operation in averages])
     yield Check("slow operations in a forward pass", ", ".join(slow) or "none", not slow)
     # Operators are left out, because their time includes that of their kernels.
-    kernels = [each for each in averages if each.device_type == torch.autograd.DeviceType.CUDA]
-    for each in sorted(kernels, key=lambda each: -each.self_device_time_total)[:8]:
+    kernels = [kernel for kernel in averages if kernel.device_type == torch.autograd.DeviceType.CUDA]
+    for kernel in sorted(kernels, key=lambda kernel: -kernel.self_device_time_total)[:8]:
         yield Check(
-            f"kernel `{each.key[:80]}`", f"{each.self_device_time_total / 1000:.3f} ms, {each.count} calls", None
+            f"kernel `{kernel.key[:80]}`", f"{kernel.self_device_time_total / 1000:.3f} ms, {kernel.count} calls", None
         )
 
 
@@ -164,16 +164,16 @@ def check_replay(context: CheckContext) -> Iterator[Check]:
     batches = [torch.rand_like(ready.window.batch) for _ in range(2)]
     replayed = [ready.window.network(batch).clone() for batch in batches]
     difference = max(
-        largest_difference(found, ready.module(batch)) for found, batch in zip(replayed, batches, strict=True)
+        largest_difference(actual, ready.module(batch)) for actual, batch in zip(replayed, batches, strict=True)
     )
     between = largest_difference(*replayed)
     yield Check("replay and module", f"differ by {difference:.1e}", difference <= SCORE_TOLERANCE)
     yield Check("replays of two batches", f"differ by {between:.1e}", between > SCORE_TOLERANCE)
 
 
-def largest_difference(found: Tensor, expected: Tensor) -> float:
+def largest_difference(actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference, relative to the root mean square of `expected`; NaN if a score is not finite."""
-    return float((found - expected).abs().max() / expected.square().mean().sqrt())
+    return float((actual - expected).abs().max() / expected.square().mean().sqrt())
 
 
 def check_labels(context: CheckContext) -> Iterator[Check]:
@@ -183,10 +183,10 @@ def check_labels(context: CheckContext) -> Iterator[Check]:
     exact |= {"matmul_precision": "highest", "cudnn_benchmark": False}
     name = context.settings.device.name
     expected = segment_sample(load(make_settings("cpu", **exact)))
-    found = segment_sample(load(make_settings(name, **exact)))
-    yield compare("labels in eager fp32 and on the CPU", found, expected, FP32_TOLERANCE)
-    found = segment_sample(load(context.settings))
-    yield compare("labels of the plain graph and on the CPU", found, expected, BF16_TOLERANCE)
+    actual = segment_sample(load(make_settings(name, **exact)))
+    yield compare("labels in eager fp32 and on the CPU", actual, expected, FP32_TOLERANCE)
+    actual = segment_sample(load(context.settings))
+    yield compare("labels of the plain graph and on the CPU", actual, expected, BF16_TOLERANCE)
 
 
 def load(settings: Settings) -> ModelRunner:
@@ -211,10 +211,10 @@ def segment(runner: ModelRunner, batcher: WindowBatcher) -> Segmentation:
     return segment_volume(runner, volume, Options(diameter="none"), callbacks=Callbacks(batcher.run)).segmentation
 
 
-def compare(name: str, found: Segmentation, expected: Segmentation, tolerance: float) -> Check:
+def compare(name: str, actual: Segmentation, expected: Segmentation, tolerance: float) -> Check:
     """Return a check that the fraction of voxels with different labels is within the tolerance."""
-    share = share_differing(expected, found)
-    text = f"{found.count} and {expected.count} objects, {share:.1e} of the voxels differ"
+    share = share_differing(expected, actual)
+    text = f"{actual.count} and {expected.count} objects, {share:.1e} of the voxels differ"
     return Check(name, text, share <= tolerance)
 
 

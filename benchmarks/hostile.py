@@ -69,9 +69,8 @@ def print_outcomes(outcomes: list[Outcome], valid_statuses: list[int], limit_sec
         )
     for field in ("seconds", "megabytes"):
         worst = max(refused, key=lambda outcome: getattr(outcome, field))
-        print(
-            f"\nmaximum {field} of a refusal: {getattr(worst, field):.2f}, {worst.file} ({worst.status} {worst.kind})"
-        )
+        maximum = getattr(worst, field)
+        print(f"\nmaximum {field} of a refused file: {maximum:.2f}, {worst.file} ({worst.status} {worst.kind})")
     failures = [outcome for outcome in refused if not 400 <= outcome.status < 500]
     failures += [outcome for outcome in refused if outcome.seconds > limit_seconds or outcome.megabytes > limit_mb]
     for outcome in failures:

@@ -164,8 +164,8 @@ def run(gigabytes: list[float], folder: Path) -> list[dict[str, Any]]:
         for depth in depths:
             results.append(segment(server, http, depth, folder) | {"idle_resident_bytes": anonymous + mapped})
             print(json.dumps(results[-1]), file=sys.stderr)
-    for one in results:
-        peak, budget = one["peak_resident_bytes"], one["budget_bytes"]
+    for result in results:
+        peak, budget = result["peak_resident_bytes"], result["budget_bytes"]
         assert peak <= budget, f"The server used {peak} bytes; the budget is {budget}."
     return results
 
