@@ -81,23 +81,23 @@ def start(tree: Path, config: Path, environment: dict[str, str], log: Path, stac
     with log.open("wb") as file:
         process = subprocess.Popen(command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=file, text=True)
     assert process.stdout is not None
-    figures: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     try:
         address = process.stdout.readline().split()[-1]
-        figures["address"] = time.monotonic() - began
+        results["address"] = time.monotonic() - began
         with httpx2.Client(base_url=address, timeout=START_SECONDS) as client:
             while client.get("/health/ready").status_code != 200:
                 assert time.monotonic() - began < START_SECONDS, f"Not ready after {START_SECONDS} s."
                 time.sleep(0.02)
-            figures["ready"], figures["ready_cpu"] = time.monotonic() - began, cpu_seconds(process.pid)
+            results["ready"], results["ready_cpu"] = time.monotonic() - began, cpu_seconds(process.pid)
             client.post("/segment", content=stack, headers=TIFF).raise_for_status()
-            figures["first_result"] = time.monotonic() - began - figures["ready"]
+            results["first_result"] = time.monotonic() - began - results["ready"]
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait(60)
         process.stdout.close()
-    figures["log"] = read_log(log, start_time)
-    return figures
+    results["log"] = read_log(log, start_time)
+    return results
 
 
 def segment(tree: Path, config: Path, environment: dict[str, str], stack: Path) -> dict[str, Any]:
@@ -126,11 +126,11 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def print_table(figures: dict[str, dict[str, Any]]) -> None:
+def print_table(results: dict[str, dict[str, Any]]) -> None:
     """Print a Markdown table with a row for each kind of start."""
-    columns = list(dict.fromkeys(name for timings in figures.values() for name in timings))
+    columns = list(dict.fromkeys(name for timings in results.values() for name in timings))
     print("| seconds: median (maximum) | " + " | ".join(columns) + " |\n|" + "---|" * (1 + len(columns)))
-    for kind, timings in figures.items():
+    for kind, timings in results.items():
         cells = [
             f"{timings[name]['median']:.1f} ({timings[name]['most']:.1f})" if name in timings else ""
             for name in columns
@@ -178,10 +178,10 @@ def main() -> None:
                 )
                 if options.log and repeat == options.repeats - 1:
                     print("\n".join(timings.get("log", ())), file=sys.stderr)
-    figures = {kind: summarize(timings) for kind, timings in runs.items()}
-    print_table(figures)
+    results = {kind: summarize(timings) for kind, timings in runs.items()}
+    print_table(results)
     if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

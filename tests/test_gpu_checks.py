@@ -36,12 +36,12 @@ def test_difference_of_non_finite_scores_exceeds_any_tolerance():
 def test_labels_are_compared_by_the_fraction_of_voxels_that_differ():
     expected = torch.zeros(1, 10, 10, dtype=torch.int16).numpy()
     expected[0, :5] = 1
-    found = expected.copy()
-    found[0, 5, 0] = 1
-    pair = (Segmentation(pixels, "labels", None, 1) for pixels in (found, expected))
-    found, expected = pair
-    assert compare("labels", found, expected, 0.011).passed
-    assert not compare("labels", found, expected, 0.009).passed
+    actual = expected.copy()
+    actual[0, 5, 0] = 1
+    pair = (Segmentation(pixels, "labels", None, 1) for pixels in (actual, expected))
+    actual, expected = pair
+    assert compare("labels", actual, expected, 0.011).passed
+    assert not compare("labels", actual, expected, 0.009).passed
 
 
 def test_check_without_an_expected_value_has_no_verdict():
