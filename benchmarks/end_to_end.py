@@ -161,7 +161,7 @@ def _compute_ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, list[flo
         return overhead
     ratios: dict[str, list[float]] = {
         "ratio": [],
-        "ratio with the service's decoder in the script": [],
+        "ratio if the script used our decoder": [],
         "CPU ratio": [],
     }
     for script, service in zip(runs["plain"], runs["service"], strict=True):
